@@ -18,7 +18,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.party.credentials import MAX_FILE_BYTES, SOON_DAYS, dns_names
 from splitveil.common.record.run_folder import write_bytes_atomically
-from splitveil.common.text.files import read_bytes, why_unreadable
+from splitveil.common.text.files import read_or_refuse
 
 logger = logging.getLogger("splitveil.deploy.certs")
 
@@ -197,10 +197,8 @@ def _all_files(folder: Path, names: dict[str, str]) -> list[Path]:
 
 def read_certificate(path: Path) -> x509.Certificate:
     try:
-        found = x509.load_pem_x509_certificate(read_bytes(path, MAX_FILE_BYTES))
+        found = x509.load_pem_x509_certificate(read_or_refuse(path, MAX_FILE_BYTES))
         dns_names(found)  # checks them, because the library parses lazily
-    except OSError as error:
-        raise SettingsError(f"{path}: {why_unreadable(path, error)}") from error
     except ValueError as error:
         raise SettingsError(f"{path}: expected a certificate in PEM form") from error
     return found
@@ -217,10 +215,7 @@ def read_authority(folder: Path) -> Authority:
 
 def read_private_key(path: Path, consequence: str = "") -> object:
     """Return the private key in a file, of any kind; None if there is none that can be read."""
-    try:
-        data = read_bytes(path, MAX_FILE_BYTES)
-    except OSError as error:
-        raise SettingsError(f"{path}: {why_unreadable(path, error)}{consequence}") from error
+    data = read_or_refuse(path, MAX_FILE_BYTES, consequence)
     with suppress(ValueError, TypeError, UnsupportedAlgorithm):
         return serialization.load_pem_private_key(data, password=None)
     return None

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.credentials import MAX_FILE_BYTES, dns_names, in_lower_case
-from splitveil.common.text.files import read_bytes, why_unreadable
+from splitveil.common.text.files import read_or_refuse
 from splitveil.deploy.authority import (
     PartyFolder,
     PublicKey,
@@ -96,7 +96,7 @@ def read_request(path: Path) -> x509.CertificateSigningRequest:
     if found != expected:
         raise SettingsError(f"{path}: expected {expected}, found {found}")
     try:
-        request = x509.load_pem_x509_csr(read_bytes(path, MAX_FILE_BYTES))
+        request = x509.load_pem_x509_csr(read_or_refuse(path, MAX_FILE_BYTES))
         is_valid = request.is_signature_valid
     except (ValueError, UnsupportedAlgorithm) as error:
         raise SettingsError(f"{path}: the certificate signing request is damaged") from error
@@ -107,10 +107,7 @@ def read_request(path: Path) -> x509.CertificateSigningRequest:
 
 def kind_of_file(path: Path) -> str:
     """Return what a PEM file holds, in words."""
-    try:
-        data = read_bytes(path, MAX_FILE_BYTES)
-    except OSError as error:
-        raise SettingsError(f"{path}: {why_unreadable(path, error)}") from error
+    data = read_or_refuse(path, MAX_FILE_BYTES)
     found = re.search(rb"-----BEGIN ([A-Z ]{1,40})-----", data)
     label = found[1].decode() if found else ""
     if label.endswith("PRIVATE KEY"):

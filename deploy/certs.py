@@ -214,11 +214,7 @@ def _days(text: str) -> int:
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    certs = Parser(
-        prog=program,
-        description="Make keys, requests and certificates, or show any certificate.",
-        example="init certificates",
-    )
+    certs = Parser(prog=program, example="init certificates")
     add_version(certs)
     add_completion(certs)
     commands: Commands = certs.add_subparsers(dest="command", required=True)

@@ -55,11 +55,7 @@ def names_of_examples() -> list[str]:
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    demo = Parser(
-        prog=program,
-        example="breast_cancer",
-        description="run both parties of an example on this machine, and compare defenses",
-    )
+    demo = Parser(prog=program, example="breast_cancer")
     demo.add_argument(
         "example",
         nargs="?",

@@ -110,8 +110,7 @@ def run_example(example_dir: Path, options: argparse.Namespace) -> int:
         console.print(cell(f"run {number} of {len(plan)}: {run.name}"), soft_wrap=True)
         with held_port() as port:
             commands = _commands(example_dir, run, options, port)
-            quiet = not options.verbose
-            code = run_parties(commands, stderr=options.json, quiet=quiet)
+            code = run_parties(commands, stderr=options.json, quiet=not options.verbose)
         if code == SettingsError.exit_code:
             refuse_unknown_settings(options.overrides)
         if code in WITH_SUMMARY:
@@ -137,15 +136,10 @@ def _show(name: str, ended: Mapping[str, EndedRun], page: Path | None) -> None:
 
     results = {title: read_summary(one.folder / ACTIVE) for title, one in ended.items()}
     Console().print(comparison_table(name, results))
-    _link([*(one.report for one in ended.values()), *([] if page is None else [page])])
-
-
-def _link(pages: Sequence[Path]) -> None:
-    """Say last where the reports are; a terminal that can opens them by a click."""
     console = Console(soft_wrap=True, highlight=False)
-    for page in pages:
-        if page.exists():
-            shown = Text(visible(str(page)), style=f"link {page.resolve().as_uri()}")
+    for path in filter(None, [*(one.report for one in ended.values()), page]):
+        if path.exists():  # a terminal that can opens it by a click
+            shown = Text(visible(str(path)), style=f"link {path.resolve().as_uri()}")
             console.print(Text("report  ").append_text(shown))
 
 
@@ -237,11 +231,8 @@ def held_port() -> Iterator[int]:
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    local = Parser(
-        prog=program,
-        description="Run all parties of an example as processes on this machine.",
-        example="deploy/examples/breast_cancer --defense none projected_labels",
-    )
+    example = "deploy/examples/breast_cancer --defense none projected_labels"
+    local = Parser(prog=program, example=example)
     local.add_argument(
         "example_dir",
         type=Path,

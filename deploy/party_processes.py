@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -154,10 +155,11 @@ def _run_side_by_side(
 
 
 def _start(name: str, command: Sequence[str], display: RunDisplay | None) -> subprocess.Popen[str]:
+    width = shutil.get_terminal_size((100, 0)).columns - len(_prefix(name))
     own = {} if display is None else {VARIABLE: str(display.descriptor)}
     return subprocess.Popen(
         command,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": str(_columns(name)), **own},
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": str(max(width, 40)), **own},
         pass_fds=() if display is None else (display.descriptor,),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -167,14 +169,6 @@ def _start(name: str, command: Sequence[str], display: RunDisplay | None) -> sub
         # In its own group: a terminal's Ctrl-C reaches only this process, which forwards it.
         process_group=0,
     )
-
-
-def _columns(name: str) -> int:
-    try:
-        width = os.get_terminal_size(sys.__stdout__.fileno()).columns if sys.__stdout__ else 100
-    except (OSError, ValueError):
-        width = 100
-    return max(width - len(_prefix(name)), 40)
 
 
 def _prefix(name: str) -> str:

@@ -173,7 +173,6 @@ def _without_zeros(text: str) -> str:
 
 
 def _if_any(read: Callable[[str], str | None], text: str) -> str:
-    """Return the canonical form of a text, empty if it has none."""
     text = normalize("NFC", text).strip()
     return (read(text) or "") if text and is_unicode(text) else ""
 

@@ -56,7 +56,6 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _as_sets(rows: NDArray[np.int64], words: ArrowColumn, num_rows: int) -> CategoricalColumn:
-    """Return the sets of words that rows hold, each word with its row."""
     encoded = pc.dictionary_encode(words)
     texts = encoded.dictionary.to_pylist()
     # Sorted by the words' text, each word once per row.

@@ -116,7 +116,6 @@ def _new_texts(path: Path) -> Iterator[Any]:
 def _number_categories(
     folder: Path, num_columns: int, ends: Sequence[int], progress: Progress
 ) -> None:
-    """Replace each number within a part of the file by the number within the whole file."""
     if not num_columns:
         return
     numbers = []

@@ -105,7 +105,6 @@ def _key(
     split_column: str | None,
     id_rules: Sequence[IdRule],
 ) -> str:
-    """Digest everything that decides the content of the cache, and nothing else."""
     plain = settings.model_dump(
         mode="json",
         exclude={
@@ -149,7 +148,6 @@ def _resolved(file: FoundFile) -> str:
 
 
 def _folder_name(source: CacheableSource, base_dir: Path) -> str:
-    """Return a word for the folder, so that a person finds it."""
     if isinstance(source, ParquetSource):
         return re.sub(r"[*?\[\]:/]+", "_", source.path.rstrip("/").rpartition("/")[2])
     if isinstance(source, CsvSource):
@@ -220,5 +218,4 @@ def _open(folder: Path) -> Table:
 
 
 def _categories(folder: Path, j: int) -> Any:
-    """Return a column's distinct texts, which also stay on disk."""
     return pa.ipc.open_file(pa.memory_map(str(categories_path(folder, j)))).get_batch(0).column(0)

@@ -112,7 +112,6 @@ class CsvFile:
         return row
 
     def _first_lines(self, lines: io.TextIOWrapper) -> Iterator[str]:
-        """Yield the lines of the header, which may span several lines with quoted line breaks."""
         left = HEADER_CHARACTERS
         while line := lines.readline(left):
             left -= len(line)

@@ -85,7 +85,6 @@ class IdForms:
         return found
 
     def _count_rows(self, text: pa.Array) -> None:
-        """Note whether the ids count the rows, from 0 or 1, so far."""
         if not len(text):
             return
         if not self._num_ids:

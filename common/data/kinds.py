@@ -103,8 +103,6 @@ def _parquet(path: TablePath) -> TableSource:
 
 
 class _Shipped(ColumnsInMemory):
-    """A data set that scikit-learn ships."""
-
     def __init__(self, name: str, shuffle_seed: int) -> None:
         # Importing it takes a second, which a party with a file of its own need not wait for.
         from sklearn import datasets  # noqa: PLC0415

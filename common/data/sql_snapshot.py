@@ -106,7 +106,6 @@ def _write(settings: SqlSource, address: str, path: Path) -> None:
 
 @contextmanager
 def _result(settings: SqlSource, address: str) -> Iterator[Any]:
-    """Run the query and give its result as a stream of batches."""
     errors, connect = _driver(settings.driver)
     try:
         with connect(address) as connection, connection.cursor() as cursor:
@@ -128,7 +127,6 @@ _QUERY = re.compile(r"\n\s*query: |\s+Query was: ")
 
 
 def _driver(name: str) -> tuple[type[Exception], Any]:
-    """Return a driver's error class and a function that opens a database for reading."""
     try:
         # An extra, which a party with files need not install.
         import adbc_driver_manager  # noqa: PLC0415

@@ -139,7 +139,6 @@ class StoredIds(_Ids):
         return self._ends_view[row - 1] if row else 0
 
     def _between(self, first: int, last: int) -> Iterator[bytes]:
-        """Yield the ids of consecutive rows, reading their text in one go."""
         origin = start = self._start(first)
         ends = self.ends[first:last].tolist()
         text = self.text[origin : ends[-1] if ends else origin].tobytes()

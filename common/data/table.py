@@ -279,8 +279,6 @@ class TableReader:
 
 
 class _WrittenRows(NamedTuple):
-    """Some consecutive rows of a source, and the settings that say how they are read."""
-
     settings: DataSettings
     source: str
     columns: Mapping[str, Any]

@@ -75,7 +75,6 @@ def local_table_path(path: Path) -> TablePath:
 
 
 def _open_store(settings: ParquetSource, bucket: str) -> Any:
-    """Return the pyarrow file system of an object store, with the environment's credentials."""
     store = settings.store
     address = urlsplit(store.endpoint or "")
     host = address.netloc + address.path
@@ -151,7 +150,6 @@ def _parts_below(file: FoundFile) -> Iterable[str]:
 
 
 def _root_of(pattern: str) -> str:
-    """Return the folder above the first segment that has a wildcard."""
     segments = pattern.split("/")
     first = next(i for i, segment in enumerate(segments) if _WILDCARD.search(segment))
     return "/".join(segments[:first]) or "/"

@@ -65,7 +65,6 @@ def _as_numbers(times: ArrowColumn, part: TimestampPart) -> NDArray[np.float64]:
 
 
 def _times(column: WrittenColumn, text_format: str | None) -> ArrowColumn:
-    """Return the times without a zone, those with one in UTC."""
     cells = column.cells
     if pa.types.is_dictionary(cells.type):
         cells = pc.cast(cells, cells.type.value_type)

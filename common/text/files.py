@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
+from splitveil.common.errors import SettingsError
 from splitveil.common.text.wording import suggest
 
 _PIECE_BYTES = 2**20
@@ -36,6 +37,14 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
             if len(data) > max_bytes:
                 raise OSError(errno.EFBIG, f"expected at most {max_bytes:,} bytes", str(path))
     return bytes(data)
+
+
+def read_or_refuse(path: Path, max_bytes: int, consequence: str = "") -> bytes:
+    """Return the content of a file as ``read_bytes`` does; SettingsError if it cannot be read."""
+    try:
+        return read_bytes(path, max_bytes)
+    except OSError as error:
+        raise SettingsError(f"{path}: {why_unreadable(path, error)}{consequence}") from error
 
 
 def why_unreadable(path: Path, error: OSError) -> str:

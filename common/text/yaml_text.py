@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.text.files import read_bytes, why_unreadable
+from splitveil.common.text.files import read_or_refuse
 
 
 class Extent(NamedTuple):
@@ -55,9 +55,7 @@ def load_yaml(text: str, source: str, extent: Extent = AS_WRITTEN) -> Any:
 def read_yaml_file(path: Path, extent: Extent = AS_WRITTEN) -> Any:
     """Parse a YAML file; SettingsError, in one line, as ``load_yaml``."""
     try:
-        text = read_bytes(path, extent.max_bytes).decode("utf-8")
-    except OSError as error:
-        raise SettingsError(f"{path}: {why_unreadable(path, error)}") from error
+        text = read_or_refuse(path, extent.max_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
         raise SettingsError(f"{path}: cannot be read: the text is not UTF-8") from error
     return load_yaml(text, str(path), extent)

@@ -17,11 +17,7 @@ from splitveil.common.party.json_output import add_json
 
 def parser(program: str) -> argparse.ArgumentParser:
     """Return the sub-command's parser."""
-    init = Parser(
-        prog=program,
-        example="active clients.csv --label-column churned",
-        description="look at a party's table, and write commented settings that fit it",
-    )
+    init = Parser(prog=program, example="active clients.csv --label-column churned")
     init.add_argument(
         "role",
         choices=["active", "passive"],

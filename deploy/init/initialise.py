@@ -121,7 +121,6 @@ def _described(table: RawTable, wishes: Wishes) -> list[Column]:
 def _asked(
     table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: Terms, ask: Ask
 ) -> Wishes:
-    """Ask for the columns that matter; the likeliest answer is the default."""
     if wishes.id_column is None and wishes.has_id:
         names = [*id_candidates(columns, table.columns), "-"]
         names = _without_doubt(lambda: choose_id(columns, table.columns, wishes)[0], names)

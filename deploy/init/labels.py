@@ -207,7 +207,6 @@ def _rounded_up(number: float) -> float:
 
 
 def _positive_of(rows: Counter[str]) -> tuple[str, bool]:
-    """Return which of two texts stands for 1, and whether it is only the rarer one."""
     keys = {class_key(text.lower()): text for text in rows}
     said = [keys[word] for word in map(class_key, POSITIVE_WORDS) if word in keys]
     # 1 and 2 are the numbers of two classes, neither of which is "yes".

@@ -96,7 +96,9 @@ def _exit_code(words: Sequence[str]) -> int:
         _parser().parse_args(words or ["--help"])
         return 0
     module, program = _module(called), f"{PROGRAM} {called.name}"
-    parsed = module.parser(program).parse_args(words[1:])
+    parser = module.parser(program)
+    parser.description = parser.description or called.purpose
+    parsed = parser.parse_args(words[1:])
     try:
         return module.run(parsed)
     except SplitveilError as error:

@@ -13,11 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from splitveil.active_party.commands.program import (
-    REPORT_EXAMPLE,
-    REPORT_PURPOSE,
-    add_report_arguments,
-)
+from splitveil.active_party.commands.program import REPORT_EXAMPLE, add_report_arguments
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.arguments import (
     ALIGN_PURPOSE,
@@ -51,8 +47,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _add_align(align: argparse.ArgumentParser) -> None:
-    purpose = f"{ALIGN_PURPOSE[0].upper()}{ALIGN_PURPOSE[1:]}"
-    align.description = f"{purpose}. Every party runs it at once."
+    align.description = f"{ALIGN_PURPOSE}; every party runs it at once"
     parties: Commands = align.add_subparsers(dest="party", required=True, metavar="PARTY")
     parts = {
         "active": "the label owner's part: it is called",
@@ -65,7 +60,6 @@ def _add_align(align: argparse.ArgumentParser) -> None:
 
 
 def _add_report(report: argparse.ArgumentParser) -> None:
-    report.description = REPORT_PURPOSE
     add_report_arguments(report)
     report.set_defaults(command="report", party="active", action=_run_of_party)
 
@@ -77,7 +71,6 @@ def _run_of_party(parsed: argparse.Namespace) -> int:
 
 
 def _add_compare(compare: argparse.ArgumentParser) -> None:
-    compare.description = "Print the final figures of several runs, side by side."
     compare.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN_DIR", help="a run's folder, runs/<run name>"
     )
@@ -116,9 +109,6 @@ def _compare(parsed: argparse.Namespace) -> int:
 
 
 def _add_audit(audit: argparse.ArgumentParser) -> None:
-    audit.description = (
-        "Attack gradients of any trainer, and print what they reveal about the labels."
-    )
     audit.epilog = (
         f"{audit.epilog}\n\nFILE is an npz archive with arrays {' and '.join(NEEDED)} and perhaps "
         f"\n{', '.join(OPTIONAL)}, one entry per row."
@@ -209,7 +199,6 @@ def _interval(low: float, high: float) -> str:
 
 
 def _add_schema(schema: argparse.ArgumentParser) -> None:
-    schema.description = "Print the JSON Schema of a settings file."
     schema.add_argument(
         "file",
         nargs="?",

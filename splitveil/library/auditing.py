@@ -292,6 +292,5 @@ def _only(
 
 
 def _scored(score: Callable[..., Tensor], gradients: Gradients) -> Tensor:
-    """Let a function of the caller's own score the rows of one batch."""
     rows = gradients if isinstance(gradients, Tensor) else gradients.gradients
     return torch.as_tensor(score(rows)).double().reshape(-1)

@@ -111,8 +111,6 @@ def _as_text(one: Any) -> str:
 
 
 class _Parties:
-    """The settings of all parties of a run, and their rows."""
-
     def __init__(
         self,
         run: Run,
@@ -163,7 +161,6 @@ class _Parties:
 def _settings(
     section: type[PartySettingsT], folder: Path, base_dir: Path, *overrides: str
 ) -> PartySettingsT:
-    """Load the settings that a party has left in its folder of a run."""
     if not (folder / "settings.yaml").is_file():
         raise SettingsError(f"{folder}: expected a party's folder of a run, with settings.yaml")
     settings = load_party_settings(section, folder / "settings.yaml", overrides)

@@ -91,8 +91,6 @@ def run_recorded(settings: PartiesSettings, run_folder: Path) -> None:
 
 
 class _Passive:
-    """A passive party with its recorder and its files."""
-
     def __init__(self, settings: PassiveSettings, run_folder: Path, resources: ExitStack) -> None:
         self._settings = settings
         self._folder = _folder_with_settings(settings, run_folder / settings.folder_name())

@@ -121,7 +121,6 @@ def simulate(
 def _base(
     source: Path, settings: Mapping[str, Any], attacks: Sequence[AttackChoice] | None
 ) -> Overrides:
-    """Return the overrides that all runs share."""
     base = Overrides(override(name, value) for name, value in settings.items())
     parties = load(source, base)
     chosen = None if attacks is None else [attack_settings(one) for one in attacks]
@@ -162,7 +161,6 @@ def _chosen(defense: DefenseChoice | Sequence[DefenseChoice] | None) -> list[Nam
 def _run(
     source: Path, base: Overrides, defense: NamedDefense, seed: int, runs: Path, *, is_only: bool
 ) -> Path:
-    """Run once, and return the run's folder."""
     name = load(source, base).active.contract.run_name
     title = f"seed {seed}" if is_only else f"{defense.title} seed {seed}"
     own = NamedDefense(title, defense.settings).run_name(name)

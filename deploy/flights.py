@@ -68,9 +68,6 @@ def _read() -> tuple[pa.Table, pa.Table]:
         raise DataError(f"the package {PACKAGE} is not installed")
     data = Path(folders[0], "data")
     empty = csv.ConvertOptions(null_values=["", "NA"], strings_can_be_null=True)
-    with (
-        zipfile.ZipFile(data / "flights.csv.zip") as archive,
-        archive.open("flights.csv") as file,
-    ):
+    with zipfile.ZipFile(data / "flights.csv.zip") as archive, archive.open("flights.csv") as file:
         flights = csv.read_csv(file, convert_options=empty)
     return flights, csv.read_csv(data / "weather.csv", convert_options=empty)

@@ -218,9 +218,7 @@ class CsvFile:
         # number can be reported with its row.
         return {
             "read_options": arrow_csv.ReadOptions(
-                use_threads=not one_thread,
-                column_names=self._names,
-                block_size=self._block_size,
+                use_threads=not one_thread, column_names=self._names, block_size=self._block_size
             ),
             "parse_options": arrow_csv.ParseOptions(
                 delimiter=separator,

@@ -34,10 +34,7 @@ class Fitted:
     def add(self, table: Table, rows: NDArray[np.int64]) -> None:
         for name, values in table.numeric.items():
             self._ranges[name].add(self._present(name, self._compressed(values[rows])))
-        for columns, counts in (
-            (table.categorical, self._counts),
-            (table.lists, self._sets),
-        ):
+        for columns, counts in ((table.categorical, self._counts), (table.lists, self._sets)):
             for name, column in columns.items():
                 codes = column.codes[rows]
                 counts[name] += np.bincount(codes[codes >= 0], minlength=len(counts[name]))

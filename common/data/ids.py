@@ -343,10 +343,7 @@ SUBJECTS = "defense.subject_column"
 
 
 def read_subjects(
-    settings: DataSettings,
-    base_dir: Path,
-    column: str,
-    id_rules: Sequence[IdRule] = AS_WRITTEN,
+    settings: DataSettings, base_dir: Path, column: str, id_rules: Sequence[IdRule] = AS_WRITTEN
 ) -> NDArray[np.object_]:
     """Return the person whom each row of the file is about, (rows,); empty without an entry.
 

@@ -43,11 +43,7 @@ class Scratch:
 
 
 def source_of(
-    example: str | Path | None,
-    folder: Path,
-    active: Any,
-    passive: Any,
-    **labels: Any,
+    example: str | Path | None, folder: Path, active: Any, passive: Any, **labels: Any
 ) -> Path:
     """Return the folder with the parties' settings files.
 

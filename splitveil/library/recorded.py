@@ -198,7 +198,5 @@ def clear_engine(settings: AlignmentSettings) -> AlignmentEngine:
     follows from the joint seed.
     """
     return EcdhEngine(
-        min_aligned=settings.min_aligned,
-        max_set_size=settings.max_set_size,
-        group=_ClearGroup(),
+        min_aligned=settings.min_aligned, max_set_size=settings.max_set_size, group=_ClearGroup()
     )

@@ -249,16 +249,8 @@ def test_check_says_where_rows_fill_no_batch(
             ["none", "0.717", "0.717"],
             "follows the protocol, all 2 epochs",
         ),
-        (
-            "{name: marvell}",
-            ["none", "none", "likely"],
-            "no promise, and only a run_budg",
-        ),
-        (
-            "{name: projected_labels}",
-            ["0.600"] * 3,
-            "does whatever it likes, all 2 ep",
-        ),
+        ("{name: marvell}", ["none", "none", "likely"], "no promise, and only a run_budg"),
+        ("{name: projected_labels}", ["0.600"] * 3, "does whatever it likes, all 2 ep"),
     ],
 )
 def test_a_plan_answers_one_question_in_a_table_and_a_sentence(

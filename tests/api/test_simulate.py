@@ -331,9 +331,7 @@ def test_data_frames_whose_rows_do_not_correspond_are_refused(given: str, column
         simulate(active=active, passive=passive, settings=SHORT)
 
 
-def test_equal_row_labels_leave_row_n_the_same_example(
-    columns: Columns,
-) -> None:
+def test_equal_row_labels_leave_row_n_the_same_example(columns: Columns) -> None:
     pandas = pytest.importorskip("pandas")
     both = pandas.DataFrame(columns[0] | columns[1]).sample(frac=1, random_state=0)[:200]
     parts = {"active": both[["label", "own"]], "passive": both[["x0", "x1"]]}
@@ -370,9 +368,7 @@ def test_texts_that_are_nearly_all_numbers_become_no_categories_in_silence(
         assert re.search(message, found[0])
 
 
-def test_arrays_of_several_feature_owners_correspond_row_by_row(
-    columns: Columns,
-) -> None:
+def test_arrays_of_several_feature_owners_correspond_row_by_row(columns: Columns) -> None:
     features = np.column_stack([columns[1]["x0"], columns[1]["x1"]])
     two = {"a": features, "b": np.column_stack([columns[0]["own"]])}
     (run,) = simulate(active={"y": np.arange(300) % 3}, passive=two, label="y", settings=SHORT)

@@ -236,11 +236,7 @@ def test_gaps_in_timestamps_are_filled_like_numbers(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("cache", [{}, {"cache_dir": "cache"}])
 def test_what_is_no_time_is_refused_and_not_quoted(
-    tmp_path: Path,
-    cells: list[Any],
-    features: dict[str, str],
-    expected: str,
-    cache: dict[str, str],
+    tmp_path: Path, cells: list[Any], features: dict[str, str], expected: str, cache: dict[str, str]
 ) -> None:
     with pytest.raises(DataError, match=expected) as refused:
         load(tmp_path, {"t": cells}, timestamps="t", **features, **cache)

@@ -82,11 +82,7 @@ def one_file(tmp_path: Path) -> str:
 @pytest.mark.parametrize("path", ["parts", "parts/", "parts/part-*", "p*/part-???*.parquet", "**"])
 @pytest.mark.parametrize("cache", [{}, {"cache_dir": "cache"}])
 def test_a_folder_or_pattern_equals_one_file(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    one_file: str,
-    path: str,
-    cache: dict[str, str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_file: str, path: str, cache: dict[str, str]
 ) -> None:
     monkeypatch.setattr(sources, "PART_ROWS", 64)
     write_parts(tmp_path / "all" / "parts", rows())

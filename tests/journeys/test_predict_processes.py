@@ -123,9 +123,7 @@ def test_a_passive_party_that_stays_away_ends_the_prediction_with_a_clear_error(
     assert not (folder / "away.parquet").exists()
 
 
-def test_a_second_server_is_refused_and_a_stopped_prediction_leaves_no_output(
-    folder: Path,
-) -> None:
+def test_a_second_server_is_refused_and_a_stopped_prediction_leaves_no_output(folder: Path) -> None:
     address = free_address()
     with served(folder, address, "answers.ids_per_second=1") as passive:
         where = f"answers.listen={free_address()}"

@@ -223,9 +223,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("begins", MALFORMED.values(), ids=MALFORMED)
 def test_strangers_do_not_fill_the_log(
-    connect: Callable[[bytes], socket.socket],
-    begins: list[bytes],
-    caplog: pytest.LogCaptureFixture,
+    connect: Callable[[bytes], socket.socket], begins: list[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     for begin in begins:
         client = connect(begin)

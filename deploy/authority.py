@@ -59,7 +59,9 @@ class Authority(NamedTuple):
 
 def make_certificates(folder: Path, names: dict[str, str], days: int = PARTY_DAYS) -> None:
     """Make an authority and a certificate per party; ``names`` has their DNS names by party."""
-    existing = [path for path in _all_files(folder, names) if path.exists()]
+    folders = [authority_folder(folder), *(PartyFolder(folder / party) for party in names)]
+    files = [path for own in folders for path in (own.certificate, own.private_key)]
+    existing = [path for path in files if path.exists()]
     if existing:
         raise SettingsError(
             f"{existing[0]} exists and will not be overwritten: use another folder, renew for a "
@@ -77,7 +79,8 @@ def keep_certificates(folder: Path, names: dict[str, str], days: int = PARTY_DAY
         return
     for party, name in names.items():
         own = PartyFolder(folder / party)
-        if not own.certificate.exists() or not _suffices(read_certificate(own.certificate), name):
+        found = read_certificate(own.certificate) if own.certificate.exists() else None
+        if found is None or days_left(found) < SOON_DAYS or name not in dns_names(found):
             _issue(read_authority(folder), own, name, days)
 
 
@@ -190,11 +193,6 @@ def authority_folder(folder: Path) -> PartyFolder:
     return PartyFolder(folder / "authority")
 
 
-def _all_files(folder: Path, names: dict[str, str]) -> list[Path]:
-    folders = [authority_folder(folder), *(PartyFolder(folder / party) for party in names)]
-    return [path for own in folders for path in (own.certificate, own.private_key)]
-
-
 def read_certificate(path: Path) -> x509.Certificate:
     try:
         found = x509.load_pem_x509_certificate(read_or_refuse(path, MAX_FILE_BYTES))
@@ -219,10 +217,6 @@ def read_private_key(path: Path, consequence: str = "") -> object:
     with suppress(ValueError, TypeError, UnsupportedAlgorithm):
         return serialization.load_pem_private_key(data, password=None)
     return None
-
-
-def _suffices(certificate: x509.Certificate, name: str) -> bool:
-    return days_left(certificate) >= SOON_DAYS and name in dns_names(certificate)
 
 
 def days_left(certificate: x509.Certificate) -> int:

@@ -61,10 +61,6 @@ class RunDisplay:
         self._reader.start()
         return self
 
-    def close_writing(self) -> None:
-        """Close this process's own end, once every party has a copy."""
-        os.close(self.descriptor)
-
     def __exit__(self, *_: object) -> None:
         self._reader.join()
         self._bars.stop()
@@ -140,7 +136,7 @@ def _run_side_by_side(
         processes = {name: _start(name, command, display) for name, command in commands.items()}
     finally:
         if display is not None:
-            display.close_writing()
+            os.close(display.descriptor)  # every party has a copy
     readers = [
         threading.Thread(target=_copy_lines, args=(name, process.stdout, show), daemon=True)
         for name, process in processes.items()

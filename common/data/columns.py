@@ -112,7 +112,11 @@ def select_features(
             f"data.features: {', '.join(map(repr, wrong))}: a column is one of "
             f"id, label, split, numeric, categorical, timestamps and lists"
         )
-    unmatched = [name for name in requested if not _matches_any(name, candidates)]
+    unmatched = [
+        name
+        for name in requested
+        if name not in candidates and not fnmatch.filter(candidates, name)
+    ]
     check_columns_exist(unmatched, names, source)
     return chosen
 
@@ -256,7 +260,8 @@ def read_numeric(columns: Mapping[str, WrittenColumn], gaps: Gaps) -> dict[str, 
                 f"data.features.missing_numeric: zero, these cells are read as 0"
             )
         known = values if gaps == "nan" else np.where(is_missing, 0.0, values)
-        result[name] = known.astype(np.float32) if _is_float32(column) else known
+        is_small = pa.types.is_floating(column.cells.type) and column.cells.type.bit_width < 64
+        result[name] = known.astype(np.float32) if is_small else known
     if problems:
         raise DataError("\n".join(problems))
     return result
@@ -270,10 +275,6 @@ def _advice_on_decimals(column: WrittenColumn, is_unreadable: NDArray[np.bool_])
         if decimal != column.decimal and pc.all(pc.match_substring_regex(text, pattern)).as_py()
     ]
     return f"; with data.source.decimal: {' or '.join(fitting)}, these are numbers" * bool(fitting)
-
-
-def _is_float32(column: WrittenColumn) -> bool:
-    return bool(pa.types.is_float32(column.cells.type) or pa.types.is_float16(column.cells.type))
 
 
 def almost_numbers(column: CategoricalColumn) -> NDArray[np.bool_]:
@@ -313,25 +314,18 @@ def _closeness(name: str, requested: Sequence[str], exclude: Sequence[str]) -> i
     return max((1 if pattern == "*" else 2 for pattern in matching), default=0)
 
 
-def _matches_any(pattern: str, names: Sequence[str]) -> bool:
-    return pattern in names or any(fnmatch.fnmatchcase(name, pattern) for name in names)
-
-
 def _as_text(column: WrittenColumn) -> ArrowColumn:
-    kind = column.cells.type
+    kind, is_floating = column.cells.type, pa.types.is_floating(column.cells.type)
     if getattr(kind, "extension_name", None) == "arrow.uuid":
         texts = [None if one is None else str(one) for one in column.cells.to_pylist()]
         return pa.chunked_array([pa.array(texts, pa.string())])
     try:
-        if pa.types.is_floating(kind):
+        if is_floating:
             raise pa.ArrowTypeError("a floating-point number has no unique text form")
         return pc.cast(column.cells, pa.string())
     except pa.ArrowException as error:
-        advice = (
-            ": as texts, 7.0 and 7 differ (in ids, unless contract.ids says whole_numbers: true)"
-            if pa.types.is_floating(kind)
-            else ""
-        )
+        why = "as texts, 7.0 and 7 differ (in ids, unless contract.ids says whole_numbers: true)"
+        advice = f": {why}" * is_floating
         raise DataError(
             f"{column.where}: expected text or whole numbers, not {kind}{advice}"
         ) from error

@@ -213,7 +213,9 @@ def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column
     found = read_categories(WrittenColumn(text, name, gaps))
     kind, nearly, formats = _kind_of(name, cells.type, found)
     values, counts = found.categories, np.bincount(found.codes + 1)[1:]
-    numbers = numbers_of(values) if kind in {"whole", "number"} else np.zeros(0)
+    numbers = np.zeros(0)
+    if kind in {"whole", "number"}:
+        numbers = read_numbers(WrittenColumn(pa.chunked_array([values]), "")).values
     if np.isnan(numbers).any():  # other spellings of NaN
         is_value = ~np.isnan(numbers)
         values, numbers = values.filter(pa.array(is_value)), numbers[is_value]
@@ -293,11 +295,6 @@ def _kind_of_texts(name: str, column: CategoricalColumn, is_number: NDArray[np.b
     if column.is_nearly_all(is_time):
         return "text", almost(column, "dates or times", is_time), ()
     return "text", None if words_of(name) & CODE_WORDS else almost_numbers(column, is_number), ()
-
-
-def numbers_of(values: Any) -> NDArray[np.float64]:
-    """Return texts that are numbers as such."""
-    return read_numbers(WrittenColumn(pa.chunked_array([values]), "")).values
 
 
 def _variance(numbers: NDArray[np.float64], counts: NDArray[np.int64]) -> float:

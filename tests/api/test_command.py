@@ -277,20 +277,15 @@ def test_a_plan_is_printed_as_json(folder: Path, call: Call) -> None:
     assert "0.600" in call(*words).out
 
 
-def test_a_run_that_is_not_there_is_answered_with_one_that_may_be_meant(
-    folder: Path, call: Call
-) -> None:
-    done = call("report", folder / "runs" / "small-non-seed-0")
-    assert done.exit_code == 2
-    assert f"in {folder / 'runs'}; did you mean 'small-none-seed-0'?" in done.err
-
-
 @pytest.mark.parametrize("words", [("report",), ("active", "report")], ids=" ".join)
 def test_a_report_says_where_it_is(words: tuple[str, ...], folder: Path, call: Call) -> None:
     run = folder / "runs" / "small-none-seed-0"
     found = call(*words, run, "--json", "--output", folder / "page.html").json()
     assert found == {"report": str(folder / "page.html")}
     assert "<html" in (folder / "page.html").read_text()
+    done = call(*words, folder / "runs" / "small-non-seed-0")
+    assert done.exit_code == 2
+    assert f"in {folder / 'runs'}; did you mean 'small-none-seed-0'?" in done.err
 
 
 def test_runs_are_compared_as_a_table_and_as_json(folder: Path, call: Call) -> None:

@@ -207,25 +207,18 @@ def test_answers_are_asked_for_where_somebody_can_answer(tmp_path: Path) -> None
 
 
 def test_parquet_is_read_in_its_own_types(tmp_path: Path) -> None:
-    table = pa.table(
-        {
-            "id": pa.array(range(ROWS)),
-            "when": pa.array(np.arange(ROWS).astype("datetime64[D]")),
-            "amount": pa.array(draw().random(ROWS)),
-        }
-    )
-    parquet.write_table(table, tmp_path / "usage.parquet")
-    found = passive(tmp_path, tmp_path / "usage.parquet").proposal
-    assert found.source == {"kind": "parquet"}
-    assert [column.name for column in found.choices.numeric] == ["amount"]
-    assert [column.name for column in found.choices.timestamps] == ["when"]
-    folder = tmp_path / "parts"
-    folder.mkdir()
+    when = np.arange(ROWS).astype("datetime64[D]")
+    table = pa.table({"id": range(ROWS), "when": when, "amount": draw().random(ROWS)})
+    (tmp_path / "parts").mkdir()
+    parquet.write_table(table, tmp_path / "one.parquet")
     for number, part in enumerate((table[:100], table[100:])):
-        parquet.write_table(part, folder / f"{number}.parquet")
-    again = initialise(folder, Wishes(), Terms("passive", tmp_path), force=True).proposal
-    assert again.num_rows == ROWS
-    assert again.choices.timestamps == found.choices.timestamps
+        parquet.write_table(part, tmp_path / "parts" / f"{number}.parquet")
+    for name in ("one.parquet", "parts"):
+        path = tmp_path / name
+        found = initialise(path, Wishes(), Terms("passive", tmp_path), force=True).proposal
+        assert (found.source, found.num_rows) == ({"kind": "parquet"}, ROWS)
+        assert [column.name for column in found.choices.numeric] == ["amount"]
+        assert [column.name for column in found.choices.timestamps] == ["when"]
 
 
 NAMES = (

@@ -10,7 +10,6 @@ from splitveil.common.record.assessment import assess
 from splitveil.common.record.figures import (
     BatchFigures,
     BeyondFigures,
-    ClassFigures,
     LedgerFigures,
     NumberLeak,
     RunFigures,
@@ -67,11 +66,9 @@ def _main_figures(summary: Summary) -> Iterator[tuple[str, str]]:
             yield "strongest attack, feature-adjusted leak AUC", figure
         yield "bound for the whole run", assessment.bound_in_words
     if summary.audited is not None:
-        audited = [
-            auc for attacks in summary.audited.leak_aucs.values() for auc in attacks.values()
-        ]
-        best = in_words(max(audited, default=None))
-        yield "strongest own attack, audited leak AUC, features included", best
+        layers = summary.audited.leak_aucs.values()
+        best = max((auc for attacks in layers for auc in attacks.values()), default=None)
+        yield "strongest own attack, audited leak AUC, features included", in_words(best)
     if active.leak_alarms:
         yield "leak alarms", str(active.leak_alarms)
     if active.refused_messages:
@@ -87,8 +84,7 @@ def _print_details(party: str, summary: Summary, console: Console) -> None:
         console.print(ledger_table(summary.of_active.ledger, f"{party}: leak ledger"))
     leak = summary.of_leak
     if leak.beyond is not None and leak.beyond.adjusted:
-        title = f"{party}: feature-adjusted leak AUC"
-        console.print(beyond_table(leak.beyond, title))
+        console.print(beyond_table(leak.beyond, f"{party}: feature-adjusted leak AUC"))
     pair = "" if leak.by_class is None else ", worst pair of classes"
     if summary.active is not None and (leak.batches or leak.run_level):
         console.print(assess(summary).raw_note, soft_wrap=True, markup=False)
@@ -97,15 +93,12 @@ def _print_details(party: str, summary: Summary, console: Console) -> None:
         console.print(number_table(leak.of_numbers, title))
     if leak.batches:
         console.print(leak_table(leak.batches, f"{party}: raw leak AUC{pair}"))
-    if leak.by_class is not None:
-        title = f"{party}: raw leak AUC class by class, mean over batches (random scores)"
-        console.print(class_table(leak.by_class.batches, title))
     if leak.run_level:
         title = f"{party}: raw leak AUC of the whole run{pair}"
         console.print(run_level_table(leak.run_level, title))
 
 
-def beyond_table(beyond: BeyondFigures, title: str = "Feature-adjusted leak AUC") -> PlainTable:
+def beyond_table(beyond: BeyondFigures, title: str) -> PlainTable:
     numbers = ("adjusted", "95 % interval", "advantage", "95 % interval")
     table = PlainTable(title, ("attack",), numbers)
     for attack, found in beyond.adjusted.items():
@@ -131,7 +124,7 @@ def number_table(leak: Mapping[str, NumberLeak], title: str) -> PlainTable:
     return table
 
 
-def leak_table(leak: ByAttack[BatchFigures], title: str = "Leak AUC") -> PlainTable:
+def leak_table(leak: ByAttack[BatchFigures], title: str) -> PlainTable:
     numbers = ("95 % of batches", "mean", "last epoch", "random scores")
     table = PlainTable(title, ("layer", "attack"), numbers)
     for layer, attacks in leak.items():
@@ -140,24 +133,7 @@ def leak_table(leak: ByAttack[BatchFigures], title: str = "Leak AUC") -> PlainTa
     return table
 
 
-def class_table(leak: ByAttack[ClassFigures], title: str) -> PlainTable:
-    names = ("layer", "attack", "pair separated best", "class separated best from the rest")
-    table = PlainTable(title, names, lead=2)
-    for layer, attacks in leak.items():
-        for attack, found in attacks.items():
-            pair = f"{' and '.join(found.worst_pair)}: {_auc(found.worst_pair_auc)}"
-            worst, leak_auc = found.worst_class() or ("-", None)
-            one = f"{worst}: {_auc(leak_auc)}"
-            table.add_row(
-                layer,
-                attack,
-                f"{pair} ({_auc(found.worst_pair_random)})",
-                f"{one} ({_auc(found.random.get(worst))})",
-            )
-    return table
-
-
-def ledger_table(ledger: LedgerFigures, title: str = "Leak ledger") -> PlainTable:
+def ledger_table(ledger: LedgerFigures, title: str) -> PlainTable:
     table = PlainTable(title, ("over all answers",), ("largest", "95 % of examples", "mean"))
     rows: tuple[tuple[SpreadFigures, str, Callable[[float], str]], ...] = (
         (ledger.sum_kl, "sum_kl", at_most),
@@ -175,9 +151,7 @@ def _bound(auc: float) -> str:
     return auc_at_most(auc) if auc < 1 else "none"
 
 
-def run_level_table(
-    leak: ByAttack[RunFigures], title: str = "Leak AUC of the whole run"
-) -> PlainTable:
+def run_level_table(leak: ByAttack[RunFigures], title: str) -> PlainTable:
     numbers = ("leak AUC", "95 % interval", "examples")
     table = PlainTable(title, ("layer", "attack"), numbers)
     for layer, attacks in leak.items():

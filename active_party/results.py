@@ -52,7 +52,6 @@ from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.id_rules import rules_as_bytes
 from splitveil.common.run.messages import ModelIdentity
-from splitveil.common.text.log_lines import is_quiet
 from splitveil.common.text.version import VERSION
 
 logger = logging.getLogger("splitveil.active_party")
@@ -93,8 +92,7 @@ def leave_summary(
     if stopped is not None:
         limit = "run_budget" if isinstance(stopped, BudgetExhausted) else "leak_gate"
         mark_as_ended(folder, {"ended_by": limit, **_limits_of(settings)})
-    if not is_quiet():
-        print_summary("active party", summary)
+    print_summary("active party", summary)
     try_to_report(folder.parent)
     if stopped is not None:
         logger.warning("the run has ended for good: %s", _WHAT_NOW)

@@ -69,28 +69,27 @@ class Disturbance:
     def straight(self, service: ActiveService) -> None:
         """Send half of them while the honest peer waits."""
         began = time.perf_counter()
-        self._send(
-            mutations.DirectSender(service, self._parties.run.contract), "handlers", self._each
-        )
-        print(f"handlers: {self._each} mutants in {time.perf_counter() - began:.0f} s")
-        self.memory_mib.append(status_mib("self", "VmRSS"))
+        sender = mutations.DirectSender(service, self._parties.run.contract)
+        self._send(sender, "handlers", self._each)
+        self._note("handlers", began)
 
     def begin(self, service: ActiveService) -> None:
         """Begin to send the other half."""
         self._began = time.perf_counter()
-        for _ in range(SENDERS):
-            share = self._each // SENDERS
-            self._senders.append(
-                self._executor.submit(self._send_over_the_wire, "localhost", share)
-            )
+        for share in [self._each // SENDERS] * SENDERS:
+            sender = self._executor.submit(self._send_over_the_wire, "localhost", share)
+            self._senders.append(sender)
 
     def finish(self, service: ActiveService) -> None:
         """Wait until all are sent."""
         for sender in self._senders:
             sender.result()
-        print(f"localhost: {self._each} mutants in {time.perf_counter() - self._began:.0f} s")
-        self.memory_mib.append(status_mib("self", "VmRSS"))
+        self._note("localhost", self._began)
         self._executor.shutdown()
+
+    def _note(self, way: str, began: float) -> None:
+        print(f"{way}: {self._each} mutants in {time.perf_counter() - began:.0f} s")
+        self.memory_mib.append(status_mib("self", "VmRSS"))
 
     def _send_over_the_wire(self, way: str, count: int) -> None:
         sender = mutations.WireSender(self._port)
@@ -129,9 +128,8 @@ def main() -> int:
         disturbance = Disturbance(parties, port, arguments.messages, arguments.seed)
         acts = (disturbance.warm_up, disturbance.straight, disturbance.begin, disturbance.finish)
         steps = (5, 6, 7, 12)  # of twelve; before the fifth, held-out rows were evaluated
-        mutations.run_disturbed(
-            parties, port, disturbance.tape, dict(zip(steps, acts, strict=True))
-        )
+        at_steps = dict(zip(steps, acts, strict=True))
+        mutations.run_disturbed(parties, port, disturbance.tape, at_steps)
         equal = is_bit_equal(parties, folder)
     for (way, method, status), count in sorted(disturbance.statuses.items()):
         print(f"  {way:10} {method:10} {status:20} {count}")

@@ -13,10 +13,8 @@ import argparse
 import functools
 import warnings
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from scipy.special import expit
 from scipy.stats import norm
 from sklearn.metrics import roc_auc_score
@@ -24,6 +22,7 @@ from sklearn.model_selection import cross_val_predict
 from sklearn.tree import DecisionTreeClassifier
 
 from benchmarks.environment import print_environment
+from splitveil.common.privacy.adjusted_auc import Mask
 from splitveil.common.privacy.beyond_features import adjusted_leak
 from splitveil.common.privacy.cross_fitting import FeatureModels, TooFewRows
 from splitveil.common.privacy.leakage import Floats
@@ -44,68 +43,47 @@ the standardised log-odds, or a feature."""
 TRUTHS = (0.5, 0.5, 0.5, 0.5, 0.6, 0.75, 1.0, 0.6, 0.6, 0.75, 0.75)
 """Their AUC among rows of the same features."""
 
-Mask = npt.NDArray[np.bool_]
-
-
-class Drawn(NamedTuple):
-    features: Floats
-    log_odds: Floats
-    labels: Mask
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", nargs="+", type=int, default=[500, 2_000, 20_000])
     parser.add_argument("--repetitions", type=int, default=100)
-    parser.add_argument("--kinds", nargs="+", type=int, default=range(len(KINDS)))
     given = parser.parse_args()
     print_environment()
     header = ("rows", "features' AUC", "positives", *SCORES, "width")
     print(f"\n| {' | '.join(header)} |\n|{'---|' * len(header)}")
     for rows in given.rows:
-        for auc, share in (KINDS[kind] for kind in given.kinds):
-            drawn_figures = [measured(rows, auc, share, seed) for seed in range(given.repetitions)]
-            figures = np.array([one for one in drawn_figures if one])  # repetition, score, figure
+        for auc, share in KINDS:
+            repeated = [measured(rows, auc, share, seed) for seed in range(given.repetitions)]
+            figures = np.array([one for one in repeated if one])  # repetition, score, figure
             values, lows, highs, truths = np.moveaxis(figures, 2, 0)
             covered = ((lows <= truths) & (truths <= highs)).mean(axis=0)
             of_scores = zip(covered, values.mean(axis=0), strict=True)
-            cells = [f"{hits:.0%} ({value:.3f})" for hits, value in of_scores]
-            line = (
-                f"{rows:,}",
-                f"{auc:.2f}",
-                f"{share:.0%}",
-                *cells,
-                f"{(highs - lows).mean():.2f}",
-            )
-            print(f"| {' | '.join(line)} |", flush=True)
+            cells = " | ".join(f"{hits:.0%} ({value:.3f})" for hits, value in of_scores)
+            width = (highs - lows).mean()
+            print(f"| {rows:,} | {auc:.2f} | {share:.0%} | {cells} | {width:.2f} |", flush=True)
 
 
 def measured(rows: int, auc: float, share: float, seed: int) -> list[tuple[float, ...]]:
     """Return each score's figure, its interval and the truth; nothing for a class of one row."""
     generator = np.random.default_rng([seed, rows])
-    table = drawn(rows, *slope_and_offset(auc, share), generator)
-    labels = table.labels.astype(np.int64)
-    models = FeatureModels.of(table.features, labels)
+    slope, offset = slope_and_offset(auc, share)
+    features = generator.normal(size=(rows, NUM_FEATURES))
+    log_odds = slope * shape_of(features) + offset
+    labels = generator.random(rows) < expit(log_odds)
+    models = FeatureModels.of(features, labels.astype(np.int64))
     try:
-        predictions = models.predictions(labels)[:, 1]
+        predictions = models.predictions(labels.astype(np.int64))[:, 1]
     except TooFewRows:
         return []
-    figures: list[tuple[float, ...]] = []
-    for truth, scores in zip(TRUTHS, scores_of(table, generator), strict=True):
-        scored = ScoredRows(np.arange(rows), scores, table.labels, predictions)
-        figures.append((*adjusted_leak(models, scored), truth))
-    return figures
+    scores = scores_of(features, log_odds, labels, generator)
+    scored = (ScoredRows(np.arange(rows), one, labels, predictions) for one in scores)
+    return [(*adjusted_leak(models, one), truth) for one, truth in zip(scored, TRUTHS, strict=True)]
 
 
-def drawn(rows: int, slope: float, offset: float, generator: np.random.Generator) -> Drawn:
-    features = generator.normal(size=(rows, NUM_FEATURES))
-    log_odds = slope * _shape(features) + offset
-    return Drawn(features, log_odds, generator.random(rows) < expit(log_odds))
-
-
-def scores_of(table: Drawn, generator: np.random.Generator) -> Iterator[Floats]:
-    """Yield the scores."""
-    features, log_odds, labels = table
+def scores_of(
+    features: Floats, log_odds: Floats, labels: Mask, generator: np.random.Generator
+) -> Iterator[Floats]:
     rows, standard = len(labels), (log_odds - log_odds.mean()) / log_odds.std()
     yield expit(log_odds)
     yield np.sin(features[:, 0]) + features[:, 1] * features[:, 5]
@@ -125,7 +103,7 @@ def scores_of(table: Drawn, generator: np.random.Generator) -> Iterator[Floats]:
 def slope_and_offset(auc: float, share: float) -> tuple[float, float]:
     """Return what gives labels drawn from the features this AUC and this share of positives."""
     generator = np.random.default_rng(0)
-    shape = _shape(generator.normal(size=(20_000, NUM_FEATURES)))
+    shape = shape_of(generator.normal(size=(20_000, NUM_FEATURES)))
     uniform = generator.random(20_000)
     low, high = 0.0, 60.0
     for _ in range(20):
@@ -140,11 +118,10 @@ def slope_and_offset(auc: float, share: float) -> tuple[float, float]:
     return slope, offset
 
 
-def _shape(features: Floats) -> Floats:
+def shape_of(features: Floats) -> Floats:
     """Return what log-odds grow with: lines and bends, each of a single feature."""
     lines: Floats = features[:, :3] @ np.array([0.8, 0.5, 0.3])
-    bends = 0.5 * np.abs(features[:, 3]) + 0.3 * np.tanh(2 * features[:, 4])
-    return lines + bends
+    return lines + 0.5 * np.abs(features[:, 3]) + 0.3 * np.tanh(2 * features[:, 4])
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import pyarrow.compute as pc
 import torch
 from pyarrow import csv as arrow_csv
 
+from benchmarks.bare_gloo import status_mib
 from benchmarks.environment import in_a_process, print_environment
 from splitveil.common.data.converted import open_converted
 from splitveil.common.data.features import FeatureEncoder, RowEncoder
@@ -115,7 +116,7 @@ class Memory:
     """The most that this process holds, looked at 50 times a second."""
 
     def __init__(self) -> None:
-        self.own_kib = 0
+        self.own_gib = 0.0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -127,9 +128,7 @@ class Memory:
 
     def _watch(self) -> None:
         while not self._over.wait(0.02):
-            for line in Path("/proc/self/status").read_text().splitlines():
-                if line.startswith("RssAnon"):
-                    self.own_kib = max(self.own_kib, int(line.split()[1]))
+            self.own_gib = max(self.own_gib, status_mib("self", "RssAnon") / 1024)
 
 
 def measured_conversion(folder: Path) -> tuple[float, ...]:
@@ -137,7 +136,7 @@ def measured_conversion(folder: Path) -> tuple[float, ...]:
     table = open_converted(settings(folder), Path(), lambda _: None)
     wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu
     memory.stop()
-    return len(table), wall_s, cpu_s, memory.own_kib / 2**20
+    return len(table), wall_s, cpu_s, memory.own_gib
 
 
 def measured_reading(folder: Path) -> tuple[float, ...]:
@@ -161,7 +160,7 @@ def measured_reading(folder: Path) -> tuple[float, ...]:
                 break
         speeds.append(done / (time.process_time() - cpu))
     memory.stop()
-    return fit_s, *speeds, memory.own_kib / 2**20, sum(encoder.shapes.vocabulary_sizes)
+    return fit_s, *speeds, memory.own_gib, sum(encoder.shapes.vocabulary_sizes)
 
 
 def main() -> None:

@@ -32,13 +32,9 @@ ATTACKS = ["norm", "cosine", "spectral", "accumulated_spectral", "accumulated_co
 
 
 class Slope(NamedTuple):
-    """The growth of a resident set."""
-
     mib_per_hour: float
-    error: float
-    """Standard error."""
-    means: list[float]
-    """Of the stretches, MiB."""
+    error: float  # standard error
+    means: list[float]  # of the stretches, MiB
 
 
 def write_settings(folder: Path) -> dict[str, list[str]]:
@@ -47,20 +43,12 @@ def write_settings(folder: Path) -> dict[str, list[str]]:
     source = {"kind": "npz", "path": str(folder / "active.npz")}
     labels = {"source": source, "id_column": "id", "label_column": "label"}
     adversary = {"attacks": ATTACKS, "layers": ["cut", "first"], "labels": labels}
-    both = [
-        "contract.run_name=soak",
-        "contract.epochs=100000",
-        "contract.checkpoints.every_steps=50",
-    ]
+    both = ["contract.run_name=soak", "contract.epochs=100000"]
+    both.append("contract.checkpoints.every_steps=50")
     address = f"127.0.0.1:{free_port()}"
-    monitor = json.dumps({"attacks": ATTACKS})
+    monitor = f"leak_monitor={json.dumps({'attacks': ATTACKS})}"
     return {
-        "active": [
-            *both,
-            f"listen={address}",
-            "defense={name: marvell}",
-            f"leak_monitor={monitor}",
-        ],
+        "active": [*both, f"listen={address}", "defense={name: marvell}", monitor],
         "passive": [*both, f"connect={address}", f"adversary={json.dumps(adversary)}"],
     }
 

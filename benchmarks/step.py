@@ -132,22 +132,17 @@ def over_grpc(folder: Path, defense: str, device: torch.device = CPU) -> list[fl
     times = StepTimes()
     parties = build_parties(folder, passive_seen=times, device=device)
     settings = parties.passive_settings
-    with (
-        active_process(folder, defense, device) as address,
-        GrpcPeer(
-            PeerConnection(
-                address, settings.contract, credentials=credential_files(settings, settings.party)
-            ),
-            settings.reconnect,
-        ) as peer,
-    ):
-        parties.run.run(peer)
+    credentials = credential_files(settings, settings.party)
+    with active_process(folder, defense, device) as address:
+        connection = PeerConnection(address, settings.contract, credentials=credentials)
+        with GrpcPeer(connection, settings.reconnect) as peer:
+            parties.run.run(peer)
     return times.step_ms()
 
 
-def in_one_process(folder: Path, defense: str) -> list[float]:
+def in_one_process(folder: Path) -> list[float]:
     times = StepTimes()
-    parties = build_parties(folder, [f"defense={{name: {defense}}}"], passive_seen=times)
+    parties = build_parties(folder, ["defense={name: none}"], passive_seen=times)
     parties.active.on_step = lambda batch, result: None  # type: ignore[method-assign]
     run_in_process(parties)
     return times.step_ms()
@@ -155,29 +150,22 @@ def in_one_process(folder: Path, defense: str) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=int, default=1024)
-    parser.add_argument("--cut", type=int, default=128)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--defense", default="none")
     parser.add_argument("--tls", action="store_true", help="with mutual TLS")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print_environment("grpcio", "protobuf")
-    shape = f"({arguments.batch}, {arguments.cut}) float32, defense {arguments.defense}"
     wire = "gRPC over mutual TLS" if arguments.tls else "gRPC"
-    print(f"step time in ms at {shape}: median (5 % .. 95 %)")
+    print("step time in ms at (1024, 128) float32: median (5 % .. 95 %)")
     differences = []
     with tempfile.TemporaryDirectory() as folder_name:
         folder = Path(folder_name)
-        write_example(folder, arguments.steps, arguments.batch, arguments.cut, arguments.width)
+        write_example(folder, steps=200, batch=1024, cut=128, width=256)
         if arguments.tls:
             make_certificates(folder / "certificates", NAMES)
             use(folder / "certificates", folder)
         for number in range(arguments.rounds):
-            here = in_one_process(folder, arguments.defense)
-            there = over_grpc(folder, arguments.defense)
+            here, there = in_one_process(folder), over_grpc(folder, "none")
             differences.append(statistics.median(there) - statistics.median(here))
             print(
                 f"round {number + 1}: one process {spread(here)}, two processes over "

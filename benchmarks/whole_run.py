@@ -7,11 +7,10 @@ A split MLP 64-256-128 | 128-64-1 on 67,000 synthetic rows, batch 1,024, Adam, f
 thread per process. Each round runs, one after the other:
 
 - ``monolithic``, ``gloo``: the marks of `benchmarks.bare_gloo`;
-- ``insecure``, ``mtls``: `splitveil active run` and `splitveil passive run` as a user calls them,
-  with the defense ``none`` and without audits;
-- ``shipped``: mutual TLS, ``marvell`` and the default audits;
-- ``..., depth N``: the same with ``pipeline_depth: N``;
-- ``shipped without ...``: the same with one part left out.
+- ``mtls``: `splitveil active run` and `splitveil passive run` as a user calls them, with the
+  defense ``none`` and without audits;
+- ``mtls, depth N``: the same with ``pipeline_depth: N``;
+- ``shipped``: mutual TLS, ``marvell`` and the default audits.
 
 A figure is that of whole epochs after the first, with whatever lies between two epochs. CPU time is
 that of both processes, also until the first step and from the last evaluation to the end. Memory is
@@ -51,9 +50,7 @@ from benchmarks.environment import print_environment
 from benchmarks.slow_line import Line, between
 from splitveil.deploy.authority import PartyFolder, make_certificates
 
-NO_AUDITS: dict[str, Any] = {"leak_monitor": None}
-NO_DEFENSE: dict[str, Any] = {"defense": {"name": "none"}}
-MARVELL = {"defense": {"name": "marvell"}}
+BARE: dict[str, Any] = {"leak_monitor": None, "defense": {"name": "none"}}
 NAMES = {"active": "active.splitveil", "passive": "passive.splitveil"}
 ENDS = ("first_step_s", "first_step_cpu_s", "ending_s", "ending_cpu_s")
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
@@ -119,23 +116,22 @@ def cost_of_run(
     folder: Path,
     work: Work,
     line: Line | None,
-    active: dict[str, Any],
     *,
-    secure: bool = True,
     audited: bool = True,
     depth: int = 1,
 ) -> Cost:
     """Run both parties as commands, and watch the active party's metrics and both processes."""
     port = free_port()
-    own = {
+    own: dict[str, dict[str, Any]] = {
         "passive": {} if audited else {"adversary": None},
-        "active": {"listen": f"127.0.0.1:{port}", **active},
+        "active": {"listen": f"127.0.0.1:{port}"}
+        | ({"defense": {"name": "marvell"}} if audited else BARE),
     }
     with tempfile.TemporaryDirectory() as runs, between(port, line) as nearest:
         own["passive"]["connect"] = f"127.0.0.1:{nearest}"
         for party, values in own.items():
             settings = yaml.safe_load((folder / f"{party}.yaml").read_text()) | values
-            settings["security"] = security(folder, party) if secure else {"mode": "insecure"}
+            settings["security"] = security(folder, party)
             (folder / f"{party}-now.yaml").write_text(yaml.safe_dump(settings))
         begun, ended_before_s = time.monotonic(), cpu_of_ended()
         options = ["--runs", runs, f"--set=contract.pipeline_depth={depth}"]
@@ -242,18 +238,14 @@ def wait_for_end(parties: Parties) -> tuple[float, ...]:
 
 
 def runs_in(folder: Path, work: Work, line: Line | None) -> dict[str, Callable[[], Cost]]:
-    run = partial(cost_of_run, folder, work, line)
-    bare = partial(run, NO_AUDITS | NO_DEFENSE, audited=False)
+    shipped = partial(cost_of_run, folder, work, line)
+    bare = partial(shipped, audited=False)
     return {
         **{mark: partial(cost_of, mark, work) for mark in PROCESSES},
-        "insecure": partial(bare, secure=False),
         "mtls": bare,
         "mtls, depth 2": partial(bare, depth=2),
         "mtls, depth 4": partial(bare, depth=4),
-        "shipped": partial(run, MARVELL),
-        "shipped, depth 2": partial(run, MARVELL, depth=2),
-        "shipped without defense": partial(run, NO_DEFENSE),
-        "shipped without audits": partial(run, MARVELL | NO_AUDITS, audited=False),
+        "shipped": shipped,
     }
 
 

@@ -118,33 +118,27 @@ def _put(values: dict[str, Any], path: list[str], value: Any, override: str) -> 
 
 
 _EXPECTED = {
-    "bool_parsing": "true or false",
-    "bool_type": "true or false",
-    "dict_type": "a section with names and values",
-    "float_parsing": "a number",
-    "float_type": "a number",
+    "bool": "true or false",
+    "dict": "a section with names and values",
+    "float": "a number",
     "greater_than": "more than {gt}",
     "greater_than_equal": "at least {ge}",
-    "int_from_float": "a whole number",
-    "int_parsing": "a whole number",
-    "int_type": "a whole number",
+    "int": "a whole number",
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
-    "literal_error": "{expected}",
     "missing": "a value",
-    "model_attributes_type": "a section with names and values",
-    "model_type": "a section with names and values",
+    "model": "a section with names and values",
     "string_pattern_mismatch": "a text of the form {pattern}",
     "string_too_long": "at most {max_length} characters",
     "string_too_short": "at least {min_length} characters",
     "string_type": "a text, in quotes where YAML reads it as something else",
     "too_long": "at most {max_length} entries",
     "too_short": "at least {min_length} entries",
-    "tuple_type": "a list",
+    "tuple": "a list",
     "union_tag_invalid": "a {discriminator} of {expected_tags}",
     "union_tag_not_found": "a {discriminator}",
 }
-"""What was expected, by pydantic's type of error."""
+"""What was expected, by pydantic's type of error, or its first word."""
 _TYPE = re.compile(r".*\[.*\]|constrained-\w+|str|int|float|bool")
 """The part of a place that names a type of a union, and no setting."""
 
@@ -167,10 +161,13 @@ def _problems(section: type[Section], error: ValidationError, source: str) -> It
 def _in_words(problem: ErrorDetails) -> str:
     """Say what was expected, in words that need no knowledge of pydantic."""
     kind, context = problem["type"], problem.get("ctx", {})
-    if kind not in _EXPECTED:
-        message = problem["msg"].removeprefix("Value error, ")
-        return message.replace("Input should be", "expected")
-    message = f"expected {_EXPECTED[kind].format_map(context)}"
+    expected = _EXPECTED.get(kind) or _EXPECTED.get(kind.partition("_")[0])
+    if expected is None:
+        message = (
+            problem["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+        )
+    else:
+        message = f"expected {expected.format_map(context)}"
     if kind in {"literal_error", "union_tag_invalid"}:
         given = str(context.get("tag", problem["input"]))
         message += suggest(given, re.findall(r"'([^']*)'", message))

@@ -58,9 +58,7 @@ def _run(options: argparse.Namespace) -> int:
     cells = plan(experiment, base_dir, choice)
     results = _results(options, name)
     prepared = (options.output / "prepared").resolve()
-    judged = [
-        (cell, _why_refused(cell, prepared, makes_tables=not options.dry_run)) for cell in cells
-    ]
+    judged = [(cell, _why_refused(cell, prepared)) for cell in cells]
     runnable = [cell for cell, why in judged if not why]
     refused = [(cell, why) for cell, why in judged if why]
     waiting = [cell for cell in runnable if not is_finished(cell, results)]
@@ -71,10 +69,6 @@ def _run(options: argparse.Namespace) -> int:
         f"run, {len(refused)} cannot be run"
     )
     _say_refused(refused)
-    if options.dry_run:
-        for cell in waiting:
-            _say(f"would run {cell.name}")
-        return 0
     if not runnable:
         return SettingsError.exit_code
     failures = []
@@ -92,33 +86,33 @@ def _run(options: argparse.Namespace) -> int:
             if finished:
                 command = shlex.join(["python", "-m", "splitveil.experiments", *_words(options)])
                 _collect(name, options.size, finished, results, command)
-                _show(name, experiment, results, plots=options.plots)
+                _show(name, experiment, results)
     return failures[0] if failures else 0
 
 
 def _report(options: argparse.Namespace) -> int:
     name, experiment, _ = load_experiment(options.name)
     results = _results(options, name)
-    _show(name, experiment, results, plots=options.plots)
+    _show(name, experiment, results)
     if options.into is not None:
-        _put_into(options.into, name, experiment, results, plots=options.plots)
+        _put_into(options.into, name, experiment, results)
     return 0
 
 
-def _put_into(page: Path, name: str, experiment: Experiment, results: Path, *, plots: bool) -> None:
+def _put_into(page: Path, name: str, experiment: Experiment, results: Path) -> None:
     """Replace an experiment's part of a page, with its plots in the folder beside it."""
     rows, circumstances = read_rows(results / "results.parquet")
     folder = page.parent / "images" / name
-    drawn = draw(experiment.plots, rows, folder) if plots else []
+    drawn = draw(experiment.plots, rows, folder)
     paths = [path.relative_to(page.parent).as_posix() for path in drawn]
     text = put_into(page.read_text(encoding="utf-8"), name, experiment, rows, circumstances, paths)
     write_text_atomically(page, text, AS_USUAL)
     _say(f"{page}")
 
 
-def _why_refused(cell: Cell, prepared: Path, *, makes_tables: bool) -> list[str]:
+def _why_refused(cell: Cell, prepared: Path) -> list[str]:
     why = problems(cell, prepared)
-    if not why and cell.prepare is not None and makes_tables:
+    if not why and cell.prepare is not None:
         try:
             prepare(cell.prepare, prepared)
         except SplitveilError as error:
@@ -135,13 +129,13 @@ def _collect(name: str, size: str, cells: Sequence[Cell], results: Path, command
     write_rows(results / "results.parquet", rows, circumstances)
 
 
-def _show(name: str, experiment: Experiment, results: Path, *, plots: bool) -> None:
+def _show(name: str, experiment: Experiment, results: Path) -> None:
     rows, circumstances = read_rows(results / "results.parquet")
     page = markdown(name, experiment, rows, circumstances)
     write_text_atomically(results / "table.md", page, AS_USUAL)
     _say(page)
     try:
-        drawn = draw(experiment.plots, rows, results / "plots") if plots else []
+        drawn = draw(experiment.plots, rows, results / "plots")
     except PlottingUnavailable as error:
         sys.stderr.write(f"experiments: {error}\n")
         drawn = []
@@ -230,7 +224,6 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--finished", action="store_true", help="run nothing, and report the cells that have run"
     )
-    run.add_argument("--dry-run", action="store_true", help="print the cells that would run")
     report = _add(
         commands.add_parser(
             "report",
@@ -255,9 +248,6 @@ def _add(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--quick", dest="size", action="store_const", const="quick", help="--size quick"
     )
     command.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder of results")
-    command.add_argument(
-        "--no-plots", dest="plots", action="store_false", help="write the table only"
-    )
     return command
 
 

@@ -168,9 +168,6 @@ class BeyondFigures(Form):
         bound = 0.0 if self.epsilon is None else self.epsilon.epsilon
         return super().form() | {"epsilon_lower_bound": bound}
 
-    def strongest(self) -> tuple[str, AdjustedFigures] | None:
-        return max(self.adjusted.items(), key=lambda item: item[1].value, default=None)
-
 
 def is_clearly_above(found: AdjustedFigures, auc: float) -> bool:
     """Return whether a figure lies above an AUC by three standard errors.

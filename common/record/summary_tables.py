@@ -10,7 +10,7 @@ from splitveil.common.record.assessment import assess
 from splitveil.common.record.figures import (
     BatchFigures,
     BeyondFigures,
-    ClassFigures,
+    LeakFigures,
     LedgerFigures,
     NumberLeak,
     RunFigures,
@@ -66,16 +66,33 @@ def _main_figures(summary: Summary) -> Iterator[tuple[str, str]]:
             figure = assessment.figure_in_words(assessment.strongest)
             yield "strongest attack, feature-adjusted leak AUC", figure
         yield "bound for the whole run", assessment.bound_in_words
+    elif summary.leak is not None:
+        yield "strongest attack, raw leak AUC, features included", _strongest_raw(summary.leak)
     if summary.audited is not None:
-        audited = [
-            auc for attacks in summary.audited.leak_aucs.values() for auc in attacks.values()
-        ]
-        best = in_words(max(audited, default=None))
-        yield "strongest own attack, audited leak AUC, features included", best
+        layers = summary.audited.leak_aucs.values()
+        best = max((auc for attacks in layers for auc in attacks.values()), default=None)
+        yield "strongest own attack, audited leak AUC, features included", in_words(best)
     if active.leak_alarms:
         yield "leak alarms", str(active.leak_alarms)
     if active.refused_messages:
         yield "refused messages", in_words(active.refused_messages)
+
+
+def _strongest_raw(leak: LeakFigures) -> str:
+    found = [
+        (auc, attack, layer)
+        for layers in (
+            {layer: {a: x.mean for a, x in one.items()} for layer, one in leak.batches.items()},
+            {layer: {a: x.auc for a, x in one.items()} for layer, one in leak.run_level.items()},
+        )
+        for layer, attacks in layers.items()
+        for attack, auc in attacks.items()
+        if auc is not None
+    ]
+    if not found:
+        return "none was measured"
+    auc, attack, layer = max(found)
+    return f"{attack} at {layer}: {_auc(auc)}"
 
 
 def _print_details(party: str, summary: Summary, console: Console) -> None:
@@ -87,8 +104,7 @@ def _print_details(party: str, summary: Summary, console: Console) -> None:
         console.print(ledger_table(summary.of_active.ledger, f"{party}: leak ledger"))
     leak = summary.of_leak
     if leak.beyond is not None and leak.beyond.adjusted:
-        title = f"{party}: feature-adjusted leak AUC"
-        console.print(beyond_table(leak.beyond, title))
+        console.print(beyond_table(leak.beyond, f"{party}: feature-adjusted leak AUC"))
     pair = "" if leak.by_class is None else ", worst pair of classes"
     if summary.active is not None and (leak.batches or leak.run_level):
         console.print(assess(summary).raw_note, soft_wrap=True, markup=False)
@@ -97,15 +113,12 @@ def _print_details(party: str, summary: Summary, console: Console) -> None:
         console.print(number_table(leak.of_numbers, title))
     if leak.batches:
         console.print(leak_table(leak.batches, f"{party}: raw leak AUC{pair}"))
-    if leak.by_class is not None:
-        title = f"{party}: raw leak AUC class by class, mean over batches (random scores)"
-        console.print(class_table(leak.by_class.batches, title))
     if leak.run_level:
         title = f"{party}: raw leak AUC of the whole run{pair}"
         console.print(run_level_table(leak.run_level, title))
 
 
-def beyond_table(beyond: BeyondFigures, title: str = "Feature-adjusted leak AUC") -> PlainTable:
+def beyond_table(beyond: BeyondFigures, title: str) -> PlainTable:
     numbers = ("adjusted", "95 % interval", "advantage", "95 % interval")
     table = PlainTable(title, ("attack",), numbers)
     for attack, found in beyond.adjusted.items():
@@ -131,7 +144,7 @@ def number_table(leak: Mapping[str, NumberLeak], title: str) -> PlainTable:
     return table
 
 
-def leak_table(leak: ByAttack[BatchFigures], title: str = "Leak AUC") -> PlainTable:
+def leak_table(leak: ByAttack[BatchFigures], title: str) -> PlainTable:
     numbers = ("95 % of batches", "mean", "last epoch", "random scores")
     table = PlainTable(title, ("layer", "attack"), numbers)
     for layer, attacks in leak.items():
@@ -140,24 +153,7 @@ def leak_table(leak: ByAttack[BatchFigures], title: str = "Leak AUC") -> PlainTa
     return table
 
 
-def class_table(leak: ByAttack[ClassFigures], title: str) -> PlainTable:
-    names = ("layer", "attack", "pair separated best", "class separated best from the rest")
-    table = PlainTable(title, names, lead=2)
-    for layer, attacks in leak.items():
-        for attack, found in attacks.items():
-            pair = f"{' and '.join(found.worst_pair)}: {_auc(found.worst_pair_auc)}"
-            worst, leak_auc = found.worst_class() or ("-", None)
-            one = f"{worst}: {_auc(leak_auc)}"
-            table.add_row(
-                layer,
-                attack,
-                f"{pair} ({_auc(found.worst_pair_random)})",
-                f"{one} ({_auc(found.random.get(worst))})",
-            )
-    return table
-
-
-def ledger_table(ledger: LedgerFigures, title: str = "Leak ledger") -> PlainTable:
+def ledger_table(ledger: LedgerFigures, title: str) -> PlainTable:
     table = PlainTable(title, ("over all answers",), ("largest", "95 % of examples", "mean"))
     rows: tuple[tuple[SpreadFigures, str, Callable[[float], str]], ...] = (
         (ledger.sum_kl, "sum_kl", at_most),
@@ -175,9 +171,7 @@ def _bound(auc: float) -> str:
     return auc_at_most(auc) if auc < 1 else "none"
 
 
-def run_level_table(
-    leak: ByAttack[RunFigures], title: str = "Leak AUC of the whole run"
-) -> PlainTable:
+def run_level_table(leak: ByAttack[RunFigures], title: str) -> PlainTable:
     numbers = ("leak AUC", "95 % interval", "examples")
     table = PlainTable(title, ("layer", "attack"), numbers)
     for layer, attacks in leak.items():

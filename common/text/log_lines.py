@@ -28,7 +28,6 @@ def configure_logging(party: str, verbosity: int = 0, form: LogFormat = "text") 
 
 
 def use_log_format(form: LogFormat) -> None:
-    """Change the form of all further lines, if logging was configured here."""
     for handler in _own_handlers():
         handler.use(form)
 
@@ -48,14 +47,10 @@ def writes_json() -> bool:
     return any(handler.form == "json" for handler in _own_handlers())
 
 
-def is_quiet() -> bool:
-    """Return whether only warnings and errors are wanted."""
-    return logging.getLogger(_OWN_PACKAGE).level == logging.WARNING
-
-
 def shows_bars() -> bool:
     """Return whether a terminal may show bars between the lines of the log."""
-    return not (writes_json() or is_quiet())
+    is_quiet = logging.getLogger(_OWN_PACKAGE).level == logging.WARNING
+    return not (writes_json() or is_quiet)
 
 
 def raw_line(text: str) -> bytes:

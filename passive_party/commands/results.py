@@ -11,7 +11,6 @@ from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import Summary, provenance_of_process
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.record.transcript import Transcript
-from splitveil.common.text.log_lines import is_quiet
 from splitveil.common.text.version import VERSION
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.feature_exposure import measure_exposure
@@ -63,8 +62,7 @@ def leave_results(
     write_summary(folder, summary)
     if stopped is not None:
         mark_as_ended(folder, {"ended_by": "the active party"})
-    if not is_quiet():
-        print_summary("passive party", summary)
+    print_summary("passive party", summary)
     try_to_report(folder)
     if stopped is not None:
         raise stopped

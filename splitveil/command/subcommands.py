@@ -156,8 +156,13 @@ def _arrays(path: Path) -> dict[str, Any]:
 
 def _print_audit(audit: "Audit") -> None:
     console = Console(file=sys.stdout, highlight=False)
+    if audit.beyond is not None:
+        adjusted = {
+            name: (one.value, one.low, one.high) for name, one in audit.beyond.adjusted.items()
+        }
+        console.print(_intervals("leak AUC, adjusted for covariates", adjusted))
     figures_of = ("leak AUC", "95 % interval", "random", "batches")
-    batches = PlainTable("single batches: mean leak AUC", ("attack",), figures_of)
+    batches = PlainTable("single batches: mean raw leak AUC", ("attack",), figures_of)
     batches.add_column("needs to know")
     for one in audit.batches:
         interval = _interval(one.low, one.high)
@@ -166,12 +171,7 @@ def _print_audit(audit: "Audit") -> None:
     console.print(batches)
     if audit.run:
         of_run = {name: (one["auc"], one["low"], one["high"]) for name, one in audit.run.items()}
-        console.print(_intervals("all batches together", of_run))
-    if audit.beyond is not None:
-        adjusted = {
-            name: (one.value, one.low, one.high) for name, one in audit.beyond.adjusted.items()
-        }
-        console.print(_intervals("among rows whose covariates say the same", adjusted))
+        console.print(_intervals("all batches together: raw leak AUC", of_run))
     if audit.epsilon is not None:
         epsilon = audit.epsilon
         console.print(

@@ -1,9 +1,9 @@
-"""The GPU benchmark without a GPU: what it counts, what it judges, and that its parts run."""
+"""The GPU benchmark without a GPU: what it counts, and that its parts run."""
 
 import pytest
 import torch
 
-from benchmarks.gpu import NEEDS_GPU, CountingReads, steps
+from benchmarks.gpu import CountingReads, steps
 from benchmarks.gpu import main as measure_gpu
 
 CPU = torch.device("cpu")
@@ -26,9 +26,7 @@ def test_reads_are_counted_by_name_and_only_of_tensors_on_the_device() -> None:
 
 def test_the_reads_of_a_step_are_counted_in_a_whole_run() -> None:
     """A step reads something, as the finiteness of the gradient, and not a value for each row."""
-    reads, memory = steps(CPU, 64)
-    assert 1 <= float(reads.found.split()[0]) < 64
-    assert memory.found == NEEDS_GPU
+    assert 1 <= float(steps(CPU, 64).found.split()[0]) < 64
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is of a host without a GPU")

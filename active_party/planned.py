@@ -55,8 +55,6 @@ class PlannedRows(NamedTuple):
 
 
 class PlannedAnswers(NamedTuple):
-    """What some answers about one example reveal."""
-
     noise: str
     """``fresh`` or ``persistent``."""
     is_configured: bool
@@ -97,8 +95,6 @@ class PlannedAnswers(NamedTuple):
 
 
 class PlannedRatio(NamedTuple):
-    """The power ratios of marvell that keep a whole run below a leak AUC."""
-
     noise: str
     answers: int
     by_estimate: float
@@ -106,8 +102,6 @@ class PlannedRatio(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A leak AUC below which the whole run should stay."""
-
     leak_auc: float
     ratios: tuple[PlannedRatio, ...]
     holds_for_any_means: bool
@@ -118,8 +112,6 @@ _NO_BUDGET = "run_budget: none is set"
 
 
 class Plan(NamedTuple):
-    """What a run will reveal, as far as it is known before."""
-
     defense: str
     data: PlannedRows
     answers: tuple[PlannedAnswers, ...]
@@ -226,7 +218,6 @@ def _answers(forecast: Forecast, epochs: int) -> Iterator[PlannedAnswers]:
 
 
 def _shares(labels: Tensor, data: PartyData) -> str:
-    """Describe the shares of the classes among the rows."""
     names, within = data.settings.class_names, data.settings.label_range
     if within is not None:
         spread = within.width * float(labels.double().std(correction=0))
@@ -244,7 +235,6 @@ def _narrowed(forecast: Forecast, peers: Adversary) -> Forecast:
 
 
 def _with_earlier(book: AccountBook, charge: ChargeForecast) -> str:
-    """Say what earlier runs have revealed, and what they reveal with a whole run."""
     if not book.most():
         return ""
     before, peers = book.known(), narrowest(book.adversary(), charge.adversary)
@@ -294,7 +284,6 @@ def _remarks(
 
 
 def _end_in_words(first: int | None, last: int | None, epochs: int, charge: ChargeForecast) -> str:
-    """Describe when a budget ends the run."""
     if first is None:
         fits = f"all {epochs} epochs fit"
         return fits if charge.is_promise else f"{fits}, if charges are as estimated"

@@ -27,7 +27,6 @@ from splitveil.common.text.visible_text import PlainTable
 
 
 def plan(parsed: argparse.Namespace) -> None:
-    """Print the plan of a run, from its settings and labels."""
     settings = command_line.load_settings(ActiveSettings, parsed, "active")
     data = PartyData.of(settings)
     planned = plan_of(settings, data, parsed.target_leak_auc, answers_before(settings))
@@ -38,7 +37,6 @@ def plan(parsed: argparse.Namespace) -> None:
 
 
 def show(plan: Plan, console: Console | None = None, *, details: bool = True) -> None:
-    """Print a plan; by default on the standard output."""
     console = console or Console(file=sys.stdout, highlight=False)
 
     def say(text: str) -> None:
@@ -109,7 +107,6 @@ def _forecast_table(plan: Plan) -> PlainTable:
 
 
 def _target_table(target: Target) -> PlainTable:
-    """Tabulate the power ratios of marvell that keep the whole run below a leak AUC."""
     of_several = target.holds_for_any_means
     title = f"marvell's power ratio for a leak AUC of {target.leak_auc:g} over the whole run"
     caption = "fresh: an estimate, for classes without any spread; others are charged more"

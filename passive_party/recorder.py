@@ -18,6 +18,7 @@ from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.leak_recorder import IDLE_S, AuditedRun, LeakRecorder
 from splitveil.common.record.lines import AuditLine
 from splitveil.common.record.metrics_log import RunRecorder
+from splitveil.common.record.progress import each_in_words
 from splitveil.common.record.run_folder import clear_mark
 from splitveil.common.record.summary import AuditedFigures, RunCounts, Summary
 from splitveil.common.run.contract import ACTIVE
@@ -116,7 +117,10 @@ class PassiveRecorder(RunRecorder):
         if self._leaks is not None:
             self._leaks.end_epoch(epoch)
         if self._progress is None or not self._progress.is_shown_elsewhere:
-            self._log_epoch(epoch, self._settings.contract.epochs, [])
+            latest = {} if self._leaks is None else self._leaks.shown()
+            strongest = max(latest, key=lambda name: latest[name], default=None)
+            figures = [] if strongest is None else each_in_words({strongest: latest[strongest]})
+            self._log_epoch(epoch, self._settings.contract.epochs, figures)
 
     def on_resumed(self, epoch: int | None) -> None:
         self._status.note_resumed(epoch)

@@ -251,9 +251,11 @@ def _interval(auc: float, variance: float, left_open: float) -> tuple[float, flo
     # That of a score without ties that knows nothing, where the AUC is 1/2: few rows may show less.
     variance = max(variance, inside * (1 - inside) / (3 * left_open))
     variance *= 1 + _COST_OF_PREDICTIONS + _COST_OF_FEW_ROWS / left_open
-    centre = np.log(inside / (1 - inside))
+    # Importing it takes time that only a run that is measured should pay.
+    from scipy.special import expit, logit  # noqa: PLC0415
+
     reach = _NORMAL_975 * variance**0.5 / (inside * (1 - inside))
-    low, high = 1 / (1 + np.exp(-(centre + np.array([-reach, reach]))))
+    low, high = expit(logit(inside) + np.array([-reach, reach]))
     return (0.0 if auc <= half else float(low)), (1.0 if auc >= 1 - half else float(high))
 
 

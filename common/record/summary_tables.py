@@ -10,6 +10,7 @@ from splitveil.common.record.assessment import assess
 from splitveil.common.record.figures import (
     BatchFigures,
     BeyondFigures,
+    LeakFigures,
     LedgerFigures,
     NumberLeak,
     RunFigures,
@@ -65,6 +66,8 @@ def _main_figures(summary: Summary) -> Iterator[tuple[str, str]]:
             figure = assessment.figure_in_words(assessment.strongest)
             yield "strongest attack, feature-adjusted leak AUC", figure
         yield "bound for the whole run", assessment.bound_in_words
+    elif summary.leak is not None:
+        yield "strongest attack, raw leak AUC, features included", _strongest_raw(summary.leak)
     if summary.audited is not None:
         layers = summary.audited.leak_aucs.values()
         best = max((auc for attacks in layers for auc in attacks.values()), default=None)
@@ -73,6 +76,23 @@ def _main_figures(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "leak alarms", str(active.leak_alarms)
     if active.refused_messages:
         yield "refused messages", in_words(active.refused_messages)
+
+
+def _strongest_raw(leak: LeakFigures) -> str:
+    found = [
+        (auc, attack, layer)
+        for layers in (
+            {layer: {a: x.mean for a, x in one.items()} for layer, one in leak.batches.items()},
+            {layer: {a: x.auc for a, x in one.items()} for layer, one in leak.run_level.items()},
+        )
+        for layer, attacks in layers.items()
+        for attack, auc in attacks.items()
+        if auc is not None
+    ]
+    if not found:
+        return "none was measured"
+    auc, attack, layer = max(found)
+    return f"{attack} at {layer}: {_auc(auc)}"
 
 
 def _print_details(party: str, summary: Summary, console: Console) -> None:

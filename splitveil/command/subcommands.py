@@ -166,7 +166,12 @@ def _arrays(path: Path) -> dict[str, Any]:
 
 def _print_audit(audit: "Audit") -> None:
     console = Console(file=sys.stdout, highlight=False)
-    batches = PlainTable("single batches: mean leak AUC")
+    if audit.beyond is not None:
+        adjusted = {
+            name: (one.value, one.low, one.high) for name, one in audit.beyond.adjusted.items()
+        }
+        console.print(_intervals("leak AUC, adjusted for covariates", adjusted))
+    batches = PlainTable("single batches: mean raw leak AUC")
     batches.add_column("attack")
     for heading in ("leak AUC", "95 % interval", "random", "batches"):
         batches.add_column(heading, justify="right")
@@ -178,12 +183,7 @@ def _print_audit(audit: "Audit") -> None:
     console.print(batches)
     if audit.run:
         of_run = {name: (one["auc"], one["low"], one["high"]) for name, one in audit.run.items()}
-        console.print(_intervals("all batches together", of_run))
-    if audit.beyond is not None:
-        adjusted = {
-            name: (one.value, one.low, one.high) for name, one in audit.beyond.adjusted.items()
-        }
-        console.print(_intervals("among rows whose covariates say the same", adjusted))
+        console.print(_intervals("all batches together: raw leak AUC", of_run))
     if audit.epsilon is not None:
         epsilon = audit.epsilon
         console.print(

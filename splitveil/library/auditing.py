@@ -28,7 +28,7 @@ from splitveil.common.text.wording import suggest
 from splitveil.library.audited_rows import AuditedRows
 from splitveil.library.frames import Row, as_html, frame
 
-Part = Literal["batches", "run", "adjusted"]
+Part = Literal["adjusted", "batches", "run"]
 
 _SEED = b"an audit of gradients from elsewhere"
 """Decides which examples the attacks know; a fixed one makes audits repeatable."""
@@ -74,31 +74,41 @@ class Audit:
 
     @property
     def strongest(self) -> tuple[str, float]:
-        """The attack with the largest leak AUC, of batches or over all of them, and that AUC.
+        """The attack with the largest leak AUC, and that AUC.
+
+        Those beyond the covariates count, or without any, the raw ones, of batches or over all of
+        them.
 
         Raises:
             ValueError: none was measured.
         """
+        if self.beyond is not None and self.beyond.adjusted:
+            adjusted = self.beyond.adjusted
+            attack = max(adjusted, key=lambda name: adjusted[name].value)
+            return attack, adjusted[attack].value
         found = [(one.attack, one.leak_auc) for one in self.batches]
         found += [(attack, one["auc"]) for attack, one in self.run.items()]
         if not found:
             raise ValueError("no attack was measured: every batch is of a single class")
         return max(found, key=lambda one: one[1])
 
-    def frame(self, of: Part = "batches") -> Any:
+    def frame(self, of: Part | None = None) -> Any:
         """Return the figures, one row per attack, as a data frame (else a ``pyarrow.Table``).
 
         Args:
-            of: ``batches`` for attacks on single batches, ``run`` for those over all of them,
-                ``adjusted`` for what they reveal beyond the covariates.
+            of: ``adjusted`` for what attacks reveal beyond the covariates; the raw leak AUCs, which
+                contain what covariates reveal: ``batches`` for attacks on single batches, ``run``
+                for those over all of them. By default the adjusted ones, where there are any.
 
         Raises:
             ValueError: there is no such kind of frame.
         """
         return frame(self.table(of))
 
-    def table(self, of: Part = "batches") -> list[Row]:
+    def table(self, of: Part | None = None) -> list[Row]:
         """Return the rows of a frame as mappings, column -> value; errors as for ``frame``."""
+        if of is None:
+            of = "adjusted" if self.beyond is not None and self.beyond.adjusted else "batches"
         if of == "batches":
             return [one._asdict() for one in self.batches]
         if of == "run":
@@ -124,7 +134,8 @@ class Audit:
         if not self.batches and not self.run:
             return f"Audit({self.rows} rows, no attack was measured)"
         attack, leak_auc = self.strongest
-        return f"Audit({self.rows} rows, strongest: {visible(attack)} with {leak_auc:.3f})"
+        kind = "raw" if self.beyond is None else "adjusted"
+        return f"Audit({self.rows} rows, strongest: {visible(attack)}, {kind} {leak_auc:.3f})"
 
     def _repr_html_(self) -> str:
         epsilon = self.epsilon

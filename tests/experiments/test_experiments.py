@@ -319,10 +319,10 @@ def test_days_wait_for_the_day_before_and_find_its_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many run side by side."""
-    # $5 is the folder of the settings. The first weights take a while; the second day wants them.
+    # $6 is the folder of the settings. The first weights take a while; the second day wants them.
     script = """
-runs="$(dirname "$5")/runs/run/active/checkpoint"
-earlier=$(sed -n 's/^initial_weights: //p' "$5/active.yaml")
+runs="$(dirname "$6")/runs/run/active/checkpoint"
+earlier=$(sed -n 's/^initial_weights: //p' "$6/active.yaml")
 if [ -n "$earlier" ]; then [ -e "$earlier/model" ] || exit 2; else sleep 0.5; fi
 mkdir -p "$runs"; touch "$runs/model"
 """
@@ -360,8 +360,8 @@ def run_all(cells: Sequence[Cell], folder: Path, jobs: int = 1) -> list[Ending]:
 def test_a_finished_cell_is_marked_and_loses_its_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # $5 is the folder of the settings, beside which the runs lie.
-    made = '"$(dirname "$5")/runs/run/active/checkpoint"'
+    # $6 is the folder of the settings, beside which the runs lie.
+    made = '"$(dirname "$6")/runs/run/active/checkpoint"'
     launcher(tmp_path, monkeypatch, f"mkdir -p {made}; echo weights > {made}/model")
     cells = cells_of(tiny(), Choice("quick"))
     endings = run_all(cells, tmp_path, jobs=3)

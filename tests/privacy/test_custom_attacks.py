@@ -275,7 +275,7 @@ def test_check_names_them(tmp_path: Path, port: int, capsys: pytest.CaptureFixtu
         (good, 0, "attacks: mine can score gradients"),
         (bad, 2, "fails on 8 rows"),
     ):
-        words_of_command = ["check", str(tmp_path / "active.yaml"), "--set", override]
+        words_of_command = ["check", "-v", str(tmp_path / "active.yaml"), "--set", override]
         with pytest.raises(SystemExit) as ended:
             active_program.main([*words_of_command, "--set", f"listen=127.0.0.1:{port}"])
         output = capsys.readouterr()

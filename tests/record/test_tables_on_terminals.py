@@ -33,4 +33,6 @@ def test_a_party_beside_its_name_in_the_launcher_has_narrower_tables_with_whole_
     text = console.export_text()
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 70
+    assert "raw leak AUC, features included" in text
+    assert "accumulated_spectral" in "".join(row[1] for row in cells_of(text)[1:4])
     assert {row[1] for row in cells_of(text) if len(row) > 1} >= {*ATTACKS, *ACCUMULATED}

@@ -247,7 +247,7 @@ def test_the_report_has_figures_of_numbers_and_no_auc_of_classes(
     page = (write_report(path)).read_text()
     assert "test RMSE, both companies' data" in unescape(page)
     assert "better than the active party alone" in page
-    assert "the two ends of the range" in page
+    assert "end of the range" in page
     assert "R2 beyond features" in page
     assert "of the variance that features leave" in page
     assert not any(text in page for text in ("Test AUC", "test AUC", "positives", "Gradients by"))

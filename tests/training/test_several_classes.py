@@ -108,11 +108,11 @@ def test_labels_that_do_not_fit_are_counted_and_not_told(
 @pytest.mark.parametrize(
     ("values", "part"),
     [
-        ({"classes": 2}, "greater than or equal to 3"),
+        ({"classes": 2}, "at least 3"),
         ({"classes": ["a", "b"]}, "at least 3"),
         ({"classes": ["a", "b", "a"]}, "only once"),
-        ({"classes": 101}, "less than or equal to 100"),
-        ({"classes": [0.5, 1, 2]}, "valid string"),
+        ({"classes": 101}, "at most 100"),
+        ({"classes": [0.5, 1, 2]}, "expected a text"),
         ({"classes": 3, "positive_label": "x"}, "positive_label is for two classes"),
         ({"classes": 3, "label_column": None, "features": {"numeric": "x"}}, "label_column"),
     ],

@@ -55,8 +55,6 @@ class PlannedRows(NamedTuple):
 
 
 class PlannedAnswers(NamedTuple):
-    """What some answers about one example reveal."""
-
     noise: str
     """``fresh`` or ``persistent``."""
     is_configured: bool
@@ -97,8 +95,6 @@ class PlannedAnswers(NamedTuple):
 
 
 class PlannedRatio(NamedTuple):
-    """The power ratios of marvell that keep a whole run below a leak AUC."""
-
     noise: str
     answers: int
     by_estimate: float
@@ -106,26 +102,22 @@ class PlannedRatio(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A leak AUC below which the whole run should stay."""
-
     leak_auc: float
     ratios: tuple[PlannedRatio, ...]
     holds_for_any_means: bool
     """Whether the ratios hold whatever the class means are, as with several classes."""
 
 
-_NO_BUDGET = "run_budget: none is set"
-
-
 class Plan(NamedTuple):
-    """What a run will reveal, as far as it is known before."""
-
     defense: str
     data: PlannedRows
     answers: tuple[PlannedAnswers, ...]
     """One answer and all answers of a run, for each kind of noise."""
     remarks: tuple[str, ...]
-    """Sentences about the reliability of the figures, other signals and, last, the budget."""
+    """Sentences about the reliability of the figures, other signals and those in brief."""
+    brief: tuple[str, ...] = ()
+    """Those without which bounds would be misread: of which labels they are, and what limits or
+    adds to them."""
     target: Target | None = None
     earlier: str = ""
     """What earlier runs have revealed, by themselves and with this run; empty if nothing."""
@@ -134,11 +126,6 @@ class Plan(NamedTuple):
     def of_run(self) -> PlannedAnswers:
         """All answers of a run, with the noise that is set."""
         return next(one for one in self.answers[1::2] if one.is_configured)
-
-    @property
-    def budget(self) -> tuple[str, ...]:
-        """When the budget ends the run; empty without one."""
-        return () if self.remarks[-1] == _NO_BUDGET else self.remarks[-1:]
 
     def bounds_in_short(self) -> str:
         """Say in one line what bounds the leak AUC of the whole run, and for whom."""
@@ -194,17 +181,26 @@ def plan_of(
     )
     context = settings.defense_context(pos_fraction)
     signals = signals_of(settings)
-    forecast = _narrowed(settings.defense.forecast(context), widest_adversary(signals))
+    forecast, widest = settings.defense.forecast(context), widest_adversary(signals)
+    narrowed = {noise: charge.narrowed(widest) for noise, charge in forecast.charges.items()}
+    forecast = forecast._replace(charges=narrowed)
     teaches = settings.defense.utility_in_words(context, training_rows)
     said = [*([teaches] if teaches else []), *(signal.why for signal in signals)]
     book = settings.earlier_answers() if earlier is None else earlier
     of_run = tuple(_answers(forecast, contract.epochs))
     together = _with_earlier(book, next(one for one in of_run[1::2] if one.is_configured).charge)
+    brief = tuple(filter(None, _brief(settings, forecast, book, together)))
+    said.append(forecast.honesty)
+    if forecast.charge.certainty == "unknown" or math.isfinite(forecast.charge.high):
+        said.append(settings.defense.traits.coverage.why)
+    if settings.run_budget is None:
+        said.append("run_budget: none is set")
     return Plan(
         settings.defense.name,
         rows,
         of_run,
-        (*said, *_remarks(settings, forecast, book, together)),
+        (*said, *brief),
+        brief,
         None
         if target_leak_auc is None or data.settings.label_range is not None
         else _target(target_leak_auc, contract.epochs, context),
@@ -226,7 +222,6 @@ def _answers(forecast: Forecast, epochs: int) -> Iterator[PlannedAnswers]:
 
 
 def _shares(labels: Tensor, data: PartyData) -> str:
-    """Describe the shares of the classes among the rows."""
     names, within = data.settings.class_names, data.settings.label_range
     if within is not None:
         spread = within.width * float(labels.double().std(correction=0))
@@ -238,13 +233,7 @@ def _shares(labels: Tensor, data: PartyData) -> str:
     return f"{len(names)} classes: {', '.join(shares)}"
 
 
-def _narrowed(forecast: Forecast, peers: Adversary) -> Forecast:
-    charges = {noise: charge.narrowed(peers) for noise, charge in forecast.charges.items()}
-    return forecast._replace(charges=charges)
-
-
 def _with_earlier(book: AccountBook, charge: ChargeForecast) -> str:
-    """Say what earlier runs have revealed, and what they reveal with a whole run."""
     if not book.most():
         return ""
     before, peers = book.known(), narrowest(book.adversary(), charge.adversary)
@@ -261,40 +250,32 @@ def _with_earlier(book: AccountBook, charge: ChargeForecast) -> str:
     )
 
 
-def _remarks(
+def _brief(
     settings: ActiveSettings, forecast: Forecast, book: AccountBook, together_in_words: str
-) -> list[str]:
-    remarks = [forecast.honesty]
+) -> Iterator[str]:
     if settings.data.label_range is not None:
-        remarks.append(
+        yield (
             "Labels are numbers: every leak AUC is that of distinguishing the two ends of their "
             "range. Values closer to each other are distinguished less well."
         )
     if settings.data.num_classes > 2:
-        remarks.append("All figures are of the pair of classes left furthest apart.")
-    if forecast.charge.certainty == "unknown" or math.isfinite(forecast.charge.high):
-        remarks.append(settings.defense.traits.coverage.why)
+        yield "All figures are of the pair of classes left furthest apart."
+    yield together_in_words
+    if settings.run_budget is None:
+        return
     known = known_of_forecast(forecast.charge)
     earlier, together = book.most(), compose(book.known(), known)
-    if together_in_words:
-        remarks.append(together_in_words)
-    if settings.run_budget is None:
-        return [*remarks, _NO_BUDGET]
     limit, epochs = settings.run_budget.limit, settings.contract.epochs
     # Repeated noise exceeds the budget either with its first answer or never.
     epochs_charged = epochs if forecast.configured == "fresh" else 1
     charge = forecast.charge
     last = stop_epoch(charge.low, epochs_charged, float(limit.of(known)))
     first = stop_epoch(charge.high, epochs_charged, float(limit.of(together)) - earlier)
-    return [
-        *remarks,
-        f"run_budget, for {limit.peers.in_words}: {limit.in_words(known)}: "
-        + _end_in_words(first, last, epochs, charge),
-    ]
+    ends = _end_in_words(first, last, epochs, charge)
+    yield f"run_budget, for {limit.peers.in_words}: {limit.in_words(known)}: {ends}"
 
 
 def _end_in_words(first: int | None, last: int | None, epochs: int, charge: ChargeForecast) -> str:
-    """Describe when a budget ends the run."""
     if first is None:
         fits = f"all {epochs} epochs fit"
         return fits if charge.is_promise else f"{fits}, if charges are as estimated"

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -33,7 +33,6 @@ PARTY = {
     "security": {"mode": "insecure"},
     "optimizer": {"kind": "adam", "learning_rate": 0.01},
 }
-DATA = {"id_column": "id"}
 
 
 class Cost(NamedTuple):
@@ -67,8 +66,8 @@ def write_parties(
     }
     passive = {"connect": address, "bottom_model": {"kind": "mlp", "hidden": [1]}}
     for party, own_settings in (("active", active), ("passive", passive)):
-        data = DATA | {"source": {"kind": "csv", "path": f"{party}.csv"}}
-        data["features"] = {"numeric": "x"}
+        source = {"kind": "csv", "path": f"{party}.csv"}
+        data: dict[str, Any] = {"id_column": "id", "source": source, "features": {"numeric": "x"}}
         if party == "active":
             data["label_column"] = "label"
         settings = PARTY | own_settings | {"data": data, "alignment_workers": workers}

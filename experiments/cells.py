@@ -85,8 +85,6 @@ class Cell(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The part of an experiment that the command line selects."""
-
     size: str = "full"
     seeds: int | None = None
     only: tuple[str, ...] = ()

@@ -90,7 +90,6 @@ def write_rows(path: Path, rows: Sequence[FigureRow], circumstances: Mapping[str
 
 
 def read_rows(path: Path) -> tuple[list[FigureRow], dict[str, str]]:
-    """Read the table and its circumstances."""
     try:
         table = parquet.read_table(path)
     except (OSError, pa.ArrowException) as error:

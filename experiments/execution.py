@@ -127,8 +127,6 @@ class _Process(Protocol):
 
 
 class _CellProcess:
-    """A process in which both parties of a cell run; their output is appended to ``log``."""
-
     def __init__(self, settings: Path, run_folder: Path, log: Path, threads: int) -> None:
         _CONTEXT.set_forkserver_preload([__name__])
         self._process: ForkServerProcess = _CONTEXT.Process(

@@ -30,8 +30,6 @@ class PlottingUnavailable(SettingsError):
 
 
 class Point(NamedTuple):
-    """A point of a curve: means and standard deviations over the seeds."""
-
     x: float
     x_sd: float
     y: float
@@ -41,7 +39,6 @@ class Point(NamedTuple):
 
 
 def draw(plots: Iterable[Plot], rows: Sequence[FigureRow], folder: Path) -> list[Path]:
-    """Draw every plot for every data set as SVG, and return the paths."""
     drawn = []
     for number, plot in enumerate(plots, start=1):
         for dataset in dict.fromkeys(row.dataset for row in rows):

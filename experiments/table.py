@@ -53,7 +53,6 @@ def put_into(
 
 
 def values_of(rows: Iterable[FigureRow], figure: Figure) -> Values:
-    """Collect a figure's values, one per seed, for every data set and variant."""
     whose = (figure.party, figure.layer, figure.attack)
     measured: dict[tuple[str, str, str], dict[int, float]] = defaultdict(dict)
     for row in rows:
@@ -69,7 +68,6 @@ def values_of(rows: Iterable[FigureRow], figure: Figure) -> Values:
 
 
 def differences(values: Mapping[int, float], subtracted: Mapping[int, float]) -> dict[int, float]:
-    """Return seed -> difference, for seeds that have both values."""
     return {seed: value - subtracted[seed] for seed, value in values.items() if seed in subtracted}
 
 

@@ -18,8 +18,6 @@ _MAX_RETURNS = 20
 
 
 class AlignmentObserver:
-    """Receives the events of an alignment, and hands those that matter to functions."""
-
     def __init__(
         self, on_opened: Callable[[str], None], on_progress: Callable[[int, int], None]
     ) -> None:

@@ -138,7 +138,6 @@ def build_peer(
 
 
 def idle_peer(settings: PassiveSettings) -> GrpcPeer:
-    """Build an active party that is only asked whether it serves."""
     connection = connection_of(settings, credential_files(settings, settings.party))
     return GrpcPeer(connection, settings.reconnect, party=settings.party)
 

@@ -107,13 +107,11 @@ class ActivationStream(Generic[ReplyT]):
         self.unanswered.popleft()
 
     def drop(self) -> None:
-        """Abandon the stream; its activations still wait for their replies."""
         stream, self.stream = self.stream, None
         if stream is not None:
             stream.drop()
 
     def forget(self) -> None:
-        """Abandon the stream and everything that was sent on it."""
         self.drop()
         self.unanswered.clear()
 
@@ -287,7 +285,6 @@ class GrpcPeer:
                 return
 
     def _drop_streams(self) -> None:
-        """Drop the open streams: after a handshake the peer answers nothing sent before it."""
         self._train.forget()
         self._evaluate.forget()
         if self._align is not None:

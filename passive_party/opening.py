@@ -63,8 +63,6 @@ class Peer(Protocol):
 
 @dataclass(frozen=True)
 class Participant:
-    """This party in a run: its name in the contract, and the rows of its file."""
-
     contract: Contract
     name: str
     ids: Sequence[str]  # canonical ids, by row of the file

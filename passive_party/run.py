@@ -76,7 +76,6 @@ class PassiveRun:
 
     @property
     def trainer(self) -> BottomTrainer | None:
-        """This party's half of the network; None before the common rows are known."""
         return None if self._training is None else self._training.trainer
 
     @property

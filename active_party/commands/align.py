@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 
 def align(parsed: argparse.Namespace) -> None:
-    """Find the common rows with all passive parties, and write this party's."""
     interruption = Interruption()
     interruption.install()
     settings = aligning(command_line.load_settings(ActiveSettings, parsed, "active"))
@@ -57,7 +56,6 @@ def _find_common_order(
     status: ActiveStatus,
     interruption: Interruption,
 ) -> CommonOrder:
-    """Serve one alignment until every passive party has left."""
     contract = settings.contract
     folder = open_run_folder(settings.runs_dir / contract.run_name, FOLDER, ACTIVE)
     command_line.save_resolved(settings, folder)

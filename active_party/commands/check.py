@@ -34,7 +34,6 @@ from splitveil.common.wire.endpoint import check_security
 
 
 def check(parsed: argparse.Namespace) -> None:
-    """Try everything on which a run depends, and print what was found."""
     settings = command_line.load_settings(ActiveSettings, parsed, "active")
 
     monitor = settings.leak_monitor

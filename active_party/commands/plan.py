@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from collections.abc import Callable
 
 from rich.console import Console
 
@@ -27,7 +26,6 @@ from splitveil.common.text.visible_text import PlainTable
 
 
 def plan(parsed: argparse.Namespace) -> None:
-    """Print the plan of a run, from its settings and labels."""
     settings = command_line.load_settings(ActiveSettings, parsed, "active")
     data = PartyData.of(settings)
     planned = plan_of(settings, data, parsed.target_leak_auc, answers_before(settings))
@@ -38,7 +36,6 @@ def plan(parsed: argparse.Namespace) -> None:
 
 
 def show(plan: Plan, console: Console | None = None, *, details: bool = True) -> None:
-    """Print a plan; by default on the standard output."""
     console = console or Console(file=sys.stdout, highlight=False)
 
     def say(text: str) -> None:
@@ -55,7 +52,7 @@ def show(plan: Plan, console: Console | None = None, *, details: bool = True) ->
             f"{rows.batch_size} per epoch, {rows.epochs} epochs"
         )
         console.print(_forecast_table(plan))
-    for line in plan.remarks if details else [*filter(None, [plan.earlier]), *plan.budget]:
+    for line in plan.remarks if details else plan.brief:
         say(line)
     if plan.target is not None:
         console.print(_target_table(plan.target))
@@ -77,15 +74,14 @@ def _answer_table(plan: Plan) -> PlainTable:
 
 def _verdict(plan: Plan) -> str:
     charge = plan.of_run.charge
-    bounds = {peers: bound_in_words(charge, peers) for peers in Adversary}
-    peers = next((one for one, bound in bounds.items() if bound != "none"), None)
+    peers = next((one for one in Adversary if bound_in_words(charge, one) != "none"), None)
     if peers is None:
         return (
             f"Nothing limits what a run with {plan.defense} reveals to a peer of any kind; "
             f"defense: {{name: projected_labels}} limits it for anybody."
         )
     to = f"To a passive party that {_PEERS[peers].partition(' (')[0]}"
-    bound, epochs = bounds[peers].removeprefix("at most "), plan.data.epochs
+    bound, epochs = bound_in_words(charge, peers).removeprefix("at most "), plan.data.epochs
     if not charge.is_promise:
         return f"{to}, the leak AUC is {bound}: no promise, and only a run_budget sets a limit."
     return (
@@ -109,7 +105,6 @@ def _forecast_table(plan: Plan) -> PlainTable:
 
 
 def _target_table(target: Target) -> PlainTable:
-    """Tabulate the power ratios of marvell that keep the whole run below a leak AUC."""
     of_several = target.holds_for_any_means
     title = f"marvell's power ratio for a leak AUC of {target.leak_auc:g} over the whole run"
     caption = "fresh: an estimate, for classes without any spread; others are charged more"
@@ -128,9 +123,6 @@ def _target_table(target: Target) -> PlainTable:
 def _figures(charge: ChargeForecast) -> list[str]:
     """Write sum_kl, the estimated AUC, and the bound for each adversary class, rounded up."""
     known = known_of_forecast(charge)
-    shown: list[Callable[[float], str]] = [
-        at_most,
-        lambda sum_kl: f"{estimate_of(sum_kl, known):.3f}",
-    ]
-    written = [forecast_in_words(charge, figure) for figure in shown]
-    return [*written, *(bound_in_words(charge, peers) for peers in Adversary)]
+    estimate = forecast_in_words(charge, lambda sum_kl: f"{estimate_of(sum_kl, known):.3f}")
+    bounds = (bound_in_words(charge, peers) for peers in Adversary)
+    return [forecast_in_words(charge, at_most), estimate, *bounds]

@@ -19,14 +19,9 @@ from splitveil.common.party.arguments import (
 from splitveil.common.party.json_output import add_json
 
 _OWN = "splitveil.active_party.commands"
+_NAMES = ("align", "run", "check", "plan", "predict", "report", "serve")
 _ACTIONS = {
-    "align": f"{_OWN}.align:align",
-    "run": f"{_OWN}.run:run",
-    "check": f"{_OWN}.check:check",
-    "plan": f"{_OWN}.plan:plan",
-    "predict": f"{_OWN}.predict:predict",
-    "report": f"{_OWN}.report:report",
-    "serve": f"{_OWN}.serve:serve",
+    **{name: f"{_OWN}.{name}:{name}" for name in _NAMES},
     "verify-transcript": "splitveil.common.party.command_line:verify_transcript",
 }
 REPORT_PURPOSE = "write a page that shows what a run revealed about the labels"
@@ -34,7 +29,6 @@ REPORT_EXAMPLE = "runs/breast_cancer"
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command and exit with its code."""
     end_program(run(parser().parse_args(arguments)), is_program=arguments is None)
 
 

@@ -12,7 +12,6 @@ logger = logging.getLogger("splitveil.active_party")
 
 
 def report(parsed: argparse.Namespace) -> None:
-    """Write the page of one run, or the comparison of several."""
     if parsed.run_dirs and parsed.compare:
         raise SettingsError("report: expected runs' folders either before or after --compare")
     folders = parsed.run_dirs or parsed.compare

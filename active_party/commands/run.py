@@ -38,7 +38,6 @@ logger = logging.getLogger("splitveil.active_party")
 
 
 def run(parsed: argparse.Namespace) -> None:
-    """Train to the end of a run, and leave its results."""
     settings = command_line.load_settings(ActiveSettings, parsed, "active")
     rank = Rank.of_environment()
     if rank.size > 1:

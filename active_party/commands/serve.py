@@ -39,14 +39,11 @@ _REFRESH_EVERY_S = 5.0
 
 
 class Access(NamedTuple):
-    """What decides which programs may ask."""
-
     tls: ServerTls | None
     tokens: Tokens | None
 
 
 def serve(parsed: argparse.Namespace) -> None:
-    """Serve until a signal asks to stop."""
     interruption = Interruption()
     interruption.install()
     settings = command_line.load_settings(ActiveSettings, parsed, "active")
@@ -131,7 +128,6 @@ def open_service(
 
 
 def serving(settings: ActiveSettings, service: AnswerService, access: Access) -> HttpServer:
-    """Serve requests until the server is closed."""
     address, data = settings.serving.http, settings.data
     classes = list(data.class_names) if data.num_classes > 2 else None
     # Else a page of a name that leads to this machine could ask through a browser here.

@@ -110,7 +110,6 @@ def _verified(path: Path) -> Verified:
 def load_settings(
     section: type[PartySettingsT], arguments: argparse.Namespace, party: str
 ) -> PartySettingsT:
-    """Load the settings that a command names, with its overrides, and log as they say."""
     overrides = [text.removeprefix(f"{party}.") for text in arguments.overrides]
     if arguments.runs is not None:
         overrides.append(f"runs_dir={arguments.runs}")

@@ -27,8 +27,6 @@ _Version = tuple[int, int, int]  # inode, time of the last change and size of a 
 
 @dataclass(frozen=True)
 class Credentials:
-    """A party's own certificate and key, and the authorities that it trusts; PEM, as read."""
-
     certificate: bytes
     """The party's own certificate, followed by those between it and its authority."""
 

@@ -35,14 +35,11 @@ _POLL_S = 0.05
 
 
 def check_free(address: str | None) -> None:
-    """Check that the endpoint could be served at an address, if there is to be one."""
     if address is not None:
         _StatusServer(address, _Handler).server_close()
 
 
 def status_checks(address: str | None) -> list[Callable[[], str]]:
-    """Return the check of the endpoint's address for ``check``; none without an address."""
-
     def is_free() -> str:
         check_free(address)
         return f"status: {address} is free"
@@ -81,8 +78,6 @@ def endpoint_of(
 
 
 class StatusEndpoint:
-    """Serves what a status says, in threads of its own."""
-
     def __init__(self, status: PartyStatus, address: str) -> None:
         self._looks = _Looks()
         self._server = _StatusServer(address, partial(_Handler, status, self._looks))

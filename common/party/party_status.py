@@ -48,8 +48,6 @@ class Registry(CollectorRegistry):
 
 
 class PartyMetrics:
-    """Makes the metrics of one registry; every name begins with ``splitveil_``."""
-
     def __init__(self) -> None:
         self.registry = Registry()
         ProcessCollector(registry=self.registry)
@@ -134,7 +132,6 @@ class Presence:
             self._silence.labels(peer).set_function(lambda: self.silent_s(peer) or 0.0)
 
     def lost(self, peer: str) -> None:
-        """Note that the peer does not answer, or that its stream broke off."""
         with self._lock:
             if peer in self._lost or peer not in self._heard_at:
                 return
@@ -294,8 +291,6 @@ STAGES = ("starting", "waiting", "aligning", "training", "stopping", "finished",
 
 
 class RunStatus(PartyStatus):
-    """The state of one party's run, for its operators."""
-
     def __init__(
         self, party: str, contract: Contract, clock: Callable[[], float] = time.monotonic
     ) -> None:

@@ -45,8 +45,6 @@ _LARGEST_HALF = 6e4
 
 
 class RunScores(NamedTuple):
-    """The scores of the examples that an attack has seen."""
-
     positions: npt.NDArray[np.int64]
     """Positions of the examples in the common order, ascending."""
 

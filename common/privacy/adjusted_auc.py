@@ -63,8 +63,6 @@ Strata = npt.NDArray[np.int64]
 
 
 class AdjustedLeak(NamedTuple):
-    """A covariate-adjusted leak AUC with its 95 % interval."""
-
     value: float
     """``max(auc, 1 - auc)``: an inverted score is a leak, too."""
     low: float
@@ -73,8 +71,6 @@ class AdjustedLeak(NamedTuple):
 
 
 class Advantage(NamedTuple):
-    """By how much an attack does better than the attacker's own features."""
-
     value: float
     low: float
     high: float
@@ -83,8 +79,6 @@ class Advantage(NamedTuple):
 
 
 class OperatingPoints(TypedDict):
-    """How many labels an attack finds where it is most certain."""
-
     tpr_at_per_mille: float
     """True positive rate where at most 0.1 % of the negatives are accused."""
     tpr_at_percent: float

@@ -94,8 +94,6 @@ _EVALUATION_ONLY = " (evaluation only)"
 
 
 class SideInformation(StrEnum):
-    """Kinds of knowledge that an attacker needs besides the gradients."""
-
     POSITIVE_GRADIENT = f"one clean gradient of a positive per batch{_EVALUATION_ONLY}"
     POSITIVES_ARE_FEWER = "positives are the minority"
     HINTS = "some positives of each batch"
@@ -140,8 +138,6 @@ class Knowledge(NamedTuple):
 
 
 class Attack(NamedTuple):
-    """An attack on single batches."""
-
     function: Callable[..., Tensor]
     """Returns the scores, from the gradients (if it reads them) and each thing that it needs."""
     needs: frozenset[SideInformation] = frozenset()
@@ -204,8 +200,6 @@ class Attack(NamedTuple):
 
 
 class RunAttack(NamedTuple):
-    """An attack over a run: on scores of its batches, or on the activations at its end."""
-
     sources: tuple[BatchAttackName, ...] = ()
     """The scores of a batch that it accumulates; none for an attack on the last activations."""
     num_hints: int = 0
@@ -226,7 +220,6 @@ class RunAttack(NamedTuple):
 
     @property
     def combines(self) -> bool:
-        """Whether it fits a model of an example's scores to known labels."""
         return bool(self.sources) and self.num_hints > 0
 
     @property

@@ -43,8 +43,6 @@ LeakByAttack = dict[str, dict[str, float]]
 
 
 class AuditedBatch(NamedTuple):
-    """The leak AUCs of one batch."""
-
     epoch: int
     step: int
     leak: LeakByAttack
@@ -52,8 +50,6 @@ class AuditedBatch(NamedTuple):
 
 
 class AttackSummary(TypedDict):
-    """One attack on one layer over a run."""
-
     q95: float
     """The 95 % quantile over batches."""
     mean: float
@@ -64,8 +60,6 @@ class AttackSummary(TypedDict):
 
 
 class AuditCounts(NamedTuple):
-    """The numbers of batches that were measured, skipped and left out."""
-
     observed: int
     skipped_one_class: int
     left_out: int

@@ -74,8 +74,6 @@ class BeyondFeatures(NamedTuple):
 
 
 class _PairScores(NamedTuple):
-    """One attack's scores of the covariates' rows of two classes."""
-
     attack: str
     target: int
     """The class that counts as the positives."""

@@ -17,7 +17,6 @@ PROBE_ROWS = 8
 
 
 def load_custom_attacks(settings: AuditSettings) -> dict[str, Attack]:
-    """Return the user-defined attacks in the settings, by name."""
     return {chosen.name: _load(chosen) for chosen in settings.custom_attacks}
 
 
@@ -47,8 +46,6 @@ def _load(chosen: CustomAttack, *, is_trial: bool = False) -> Attack:
 
 @dataclass(frozen=True)
 class _Scorer:
-    """Calls the user's function, and checks its result."""
-
     chosen: CustomAttack
     function: Callable[..., object]
     names: tuple[str, ...]

@@ -131,8 +131,6 @@ def final_scores(
 
 
 class Hints(NamedTuple):
-    """Examples whose labels the attacker knows."""
-
     rows: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     """Their classes."""

@@ -21,8 +21,6 @@ from splitveil.common.privacy.scoring import AttackScores, LayerScores
 
 
 class GatheredLayer:
-    """The scores of one layer that the attacks of a run accumulate."""
-
     def __init__(
         self, attacks: Sequence[RunAttackName], num_examples: int, classes: LabelClasses
     ) -> None:

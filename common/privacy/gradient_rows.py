@@ -31,7 +31,6 @@ class GradientRows:
 
     @cached_property
     def top(self) -> TopDirection:
-        """The direction in which the gradients stretch most."""
         top = top_direction_of_rows(self.rows)
         return top._replace(projections=in_unit(top.projections, self.unit))
 

@@ -122,14 +122,11 @@ def _problem(gradients: Gradients, known: KnownPredictions) -> _Problem:
 
 
 class _FittedNoise(NamedTuple):
-    """The noise of a batch: a matrix that makes it white, and the classes' shares."""
-
     whitening: Tensor
     shares: Tensor
 
 
 def _fit(problem: _Problem) -> _FittedNoise:
-    """Fit the noise's covariance and the classes' shares to a batch."""
     num_classes = len(problem.moves)
     row_dim = problem.rest.shape[1]
     distances = [torch.linalg.vector_norm(problem.rest - move, dim=1) for move in problem.moves]
@@ -216,7 +213,6 @@ def _variances(
 
 
 def _scale(targets: Tensor, shape: Tensor, share: Tensor) -> tuple[Tensor, float]:
-    """Fit the factor s^2 of the variances; return these and the log-likelihood."""
     share = share.clamp(1e-3, 1 - 1e-3)
     nearest = torch.minimum(targets.square(), (targets - 1).square())
     variance = ((nearest / shape).mean() * shape).clamp(min=_SMALLEST_VARIANCE)

@@ -86,8 +86,6 @@ def leak_auc(scores: Values, labels: Values) -> float:
 
 
 class LeakInterval(NamedTuple):
-    """A leak AUC and its 95 % confidence interval."""
-
     auc: float
     low: float
     """Below 1/2 where the sign of the score may have come out by chance."""
@@ -161,7 +159,6 @@ class PairAucs(NamedTuple):
         return worst
 
     def of(self, number: int) -> "PairAucs":
-        """Return the AUCs of one attack, by its index in the leading dimension."""
         return PairAucs(self.pairs[number], self.one_vs_rest[number])
 
     def put(self, aucs: "PairAucs", of_class: int | None) -> None:
@@ -178,8 +175,6 @@ class PairAucs(NamedTuple):
 
 
 class Score(NamedTuple):
-    """One score of a batch's examples."""
-
     values: Tensor
     """(batch,)."""
 
@@ -191,8 +186,6 @@ class Score(NamedTuple):
 
 
 class BatchAucs(NamedTuple):
-    """The AUCs that several attacks reached on one batch."""
-
     worst: list[float]
     """The leak AUC of each attack's worst pair; NaN for an attack without one."""
 
@@ -299,7 +292,6 @@ def _by_sorted_keys(
 
 
 def _by_average_ranks(values: Tensor, positive: Tensor, chosen: Tensor | None) -> Tensor:
-    """Return the AUCs for scores with any ties."""
     order = _ascending(values)
     ranked = values.gather(1, order)
     positive, negative = positive[order], ~positive[order]

@@ -187,13 +187,10 @@ class SummedGradients:
 
 
 def _apart(num_examples: int, width: int) -> int:
-    """Return how far apart the chosen examples are."""
     return max(1, -(-num_examples * 2 * width // _MOST_VALUES))
 
 
 class SeenSums(NamedTuple):
-    """Sums of gradients, with the last activations and the labels of their examples."""
-
     gradients: Tensor
     """(examples, row_dim)."""
     activations: Tensor
@@ -245,8 +242,6 @@ class NumberCovariates(NamedTuple):
 
 
 class AdjustedR2(NamedTuple):
-    """The R2 of one attack beyond features."""
-
     value: float
     low: float
     """Lower end of its 95 % interval; 0 where it may be chance."""

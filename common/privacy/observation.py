@@ -80,8 +80,6 @@ TWO_CLASSES = LabelClasses()
 
 
 class Clues(NamedTuple):
-    """The attacks' side information about one class of a batch."""
-
     references: Mapping[str, Tensor] = MappingProxyType({})
     """Layer name -> gradient of one example of the class; of any other if there is none, so that
     attacks take as long."""
@@ -121,7 +119,6 @@ class Observation:
     """Layer name -> the same gradients, prepared once for all audits of this observation."""
 
     def rows(self, layer: str) -> GradientRows:
-        """Return the gradients of a layer, prepared for attacks."""
         rows = self.prepared.get(layer)
         return GradientRows(self.gradients[layer]) if rows is None else rows
 

@@ -119,8 +119,6 @@ def quick_lower_bound(guesses: int, correct: int, confidence: float = CONFIDENCE
 
 
 class EpsilonBound(NamedTuple):
-    """The largest epsilon that a run's attacks exclude."""
-
     epsilon: float
     """0 if they exclude none."""
     attack: str
@@ -138,8 +136,6 @@ class EpsilonBound(NamedTuple):
 
 
 class ScoredRows(NamedTuple):
-    """One attack's scores of some rows of two classes."""
-
     rows: npt.NDArray[np.int64]
     """Indices into the rows of the audit, (scored,)."""
     scores: Floats
@@ -151,8 +147,6 @@ class ScoredRows(NamedTuple):
 
 
 class _Guesses(NamedTuple):
-    """An attack's scores of the offered pairs, with the answers."""
-
     attack: str
     chosen: tuple[Floats, Mask]
     """Scores and labels of the half that chooses."""

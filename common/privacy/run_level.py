@@ -40,8 +40,6 @@ UNSEEN = -1
 
 
 class RunLevelLeak(OperatingPoints):
-    """One attack on one layer over a whole run."""
-
     auc: float
     """The leak AUC; with more than two classes, of the pair that is separated best."""
     low: float
@@ -52,8 +50,6 @@ class RunLevelLeak(OperatingPoints):
 
 
 class ClassRunLeak(TypedDict):
-    """One attack on one layer over a whole run, class by class."""
-
     worst_pair: list[str]
     """The two classes that are separated best."""
 

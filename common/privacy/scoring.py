@@ -24,8 +24,6 @@ _NO_CLUES = Clues()
 
 
 class AttackScores(NamedTuple):
-    """The scores of one attack on one batch."""
-
     by_target: Sequence[Tensor | None]
     """One score for all classes, or one for each target, (batch,) each; None for a target about
     which the attack knew too little."""
@@ -35,8 +33,6 @@ class AttackScores(NamedTuple):
 
 
 class LayerScores(NamedTuple):
-    """The attacks' scores of one layer's gradients in one batch."""
-
     scores: Mapping[str, AttackScores]
     directions: Mapping[str, Sequence[TopDirection | None]]
     """Attack -> for each of its scores the direction behind it, if its sign says nothing: that of

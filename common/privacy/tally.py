@@ -23,7 +23,6 @@ _CELLS = 10_000
 
 
 def by_layer(figures: Iterable[tuple[str, str, T]]) -> dict[str, dict[str, T]]:
-    """Return layer -> attack -> figure."""
     nested: dict[str, dict[str, T]] = {}
     for layer, attack, figure in figures:
         nested.setdefault(layer, {})[attack] = figure
@@ -31,8 +30,6 @@ def by_layer(figures: Iterable[tuple[str, str, T]]) -> dict[str, dict[str, T]]:
 
 
 class AttackTally:
-    """The measurements of one attack on one layer so far."""
-
     def __init__(self) -> None:
         self.batches = 0
         self.last_epoch = -1

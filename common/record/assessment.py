@@ -27,8 +27,6 @@ WIDEST = 0.2
 
 
 class Finding(StrEnum):
-    """What a feature-adjusted leak AUC shows."""
-
     ABOVE_BOUND = "above the bound"
     LEAKS = "leaks"
     NO_LEAK_SHOWN = "no leak shown"
@@ -36,8 +34,6 @@ class Finding(StrEnum):
 
 
 class AssessedAttack(NamedTuple):
-    """One attack at the cut layer."""
-
     attack: str
     leak: AdjustedFigures
     finding: Finding
@@ -53,8 +49,6 @@ class AssessedAttack(NamedTuple):
 
 @dataclass(frozen=True)
 class LeakAssessment:
-    """The leak of a whole run."""
-
     adversary: Adversary | None
     """The strongest adversary class for whom there is a bound; None without any bound."""
     bound: float | None
@@ -91,7 +85,6 @@ class LeakAssessment:
 
     @property
     def not_measured(self) -> str:
-        """Why an attack has no figure."""
         if not self.is_measured:
             return "not measured"
         return "cannot be measured" + ("" if self.rows is None else f" on {self.rows:,} rows")
@@ -118,7 +111,6 @@ class LeakAssessment:
 
 
 def assess(summary: Summary) -> LeakAssessment:
-    """Judge an active party's run by its summary."""
     return assess_figures(summary.of_leak.beyond, summary.of_active.ledger)
 
 

@@ -34,8 +34,6 @@ from splitveil.common.record.values import (
 
 
 class AttackFigure(NamedTuple):
-    """The leak AUC of one attack on one layer."""
-
     layer: str
     attack: str
     leak_auc: float | None
@@ -59,8 +57,6 @@ OrNan = Annotated[float, BeforeValidator(_or_nan)]
 
 
 class NumberFigures(NamedTuple):
-    """The predictions of labels that are numbers, in the label's unit."""
-
     rmse: OrNan = math.nan
     mae: OrNan = math.nan
     r2: OrNan = math.nan
@@ -108,8 +104,6 @@ BEYOND_TABLES = ("adjusted_leak", "leak_advantage", _DETAILS)
 
 
 class AdjustedFigures(NamedTuple):
-    """The leak AUC of one attack among rows of which features say the same."""
-
     value: Known
     low: Known
     """Lower end of its 95 % interval; below 1/2 where the leak may be chance."""
@@ -117,8 +111,6 @@ class AdjustedFigures(NamedTuple):
 
 
 class AdvantageFigures(NamedTuple):
-    """By how much one attack over the run does better than the attacker's own features."""
-
     value: Known
     low: Known
     high: Known
@@ -127,8 +119,6 @@ class AdvantageFigures(NamedTuple):
 
 
 class EpsilonFigures(NamedTuple):
-    """The largest epsilon of label differential privacy that a run's attacks exclude."""
-
     epsilon: Known
     attack: str
     guesses: KnownCount
@@ -192,8 +182,6 @@ LEAK_TABLES = (
 
 
 class BatchFigures(NamedTuple):
-    """One attack on single batches of one layer, over the run."""
-
     q95: Number = None
     mean: Number = None
     last_epoch: Number = None
@@ -203,8 +191,6 @@ class BatchFigures(NamedTuple):
 
 
 class RunFigures(NamedTuple):
-    """One attack that accumulates over the run, on one layer."""
-
     auc: Known
     low: Number = None
     high: Number = None
@@ -220,8 +206,6 @@ class RunFigures(NamedTuple):
 
 @dataclass(frozen=True)
 class ClassFigures(Form):
-    """One attack on one layer class by class, on single batches or over the run."""
-
     worst_pair: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ()
     """The two classes separated best."""
     worst_pair_auc: Annotated[Number, IF_ANY] = None
@@ -265,8 +249,6 @@ class NumberBeyond(NamedTuple):
 
 
 class NumberLeak(NamedTuple):
-    """One attack on labels that are numbers, at the cut layer: shares of their variance."""
-
     r2: Known
     """R2 with the labels; of an attack on single batches, its mean over them."""
     q95: Number = None

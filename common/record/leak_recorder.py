@@ -39,8 +39,6 @@ IDLE_S = 120.0
 
 
 class AuditedRun(NamedTuple):
-    """The facts about a run on which its attacks depend."""
-
     seed: bytes
     """The joint seed, from which both parties pick the same positives."""
     num_examples: int
@@ -141,7 +139,8 @@ class LeakRecorder:
         if latest is None:
             return {}
         layer = next(iter(latest.leak))
-        return {f"{name}_leak_auc": value for name, value in latest.leak[layer].items()}
+        # Raw: unlike the ledger's figure beside them, these contain what features reveal.
+        return {f"raw_{name}_leak_auc": value for name, value in latest.leak[layer].items()}
 
     def summary(self, covariates: Covariates | None = None) -> LeakFigures:
         """Return the part of the summary about the leak; call it after closing."""

@@ -62,8 +62,6 @@ OF_A_BATCH = Flat(suffix="_leak_auc", write=_write_figures)
 
 @dataclass(frozen=True)
 class AlignmentLine(Form):
-    """The end of the alignment: the parties hold the same rows."""
-
     aligned_rows: Count = None
 
 
@@ -136,8 +134,6 @@ class EvaluationLine(Form):
 
 @dataclass(frozen=True)
 class AuditLine(Form):
-    """A reply to scores that a passive party chose."""
-
     epoch: KnownCount
     figure: Figure
 

@@ -35,8 +35,6 @@ from splitveil.common.record.values import (
 
 
 class Provenance(NamedTuple):
-    """The circumstances under which a party's process ended a run."""
-
     ended: str
     """Date and time, UTC, ISO 8601 to the second."""
     host: str | None
@@ -66,8 +64,6 @@ class RunCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFigures(Form):
-    """The quality of the model after the last epoch; None if it was not measured."""
-
     test_auc: Number = None
     """With more than two classes, the mean of each class's AUC against the rest."""
     test_loss: Number = None
@@ -96,8 +92,6 @@ class ModelFigures(Form):
 
 
 class AdversaryBound(NamedTuple):
-    """The bound on the leak of the whole run for one adversary class."""
-
     adversary: Adversary
     leak_auc: Number = None
     """AUC that no score of such a peer exceeds, for the most exposed example; 1 without a bound."""
@@ -107,8 +101,6 @@ class AdversaryBound(NamedTuple):
 
 @dataclass(frozen=True)
 class EarlierAnswers(Form):
-    """The bounds on what earlier runs revealed about the same labels."""
-
     examples: Count
     """Number of training rows of this run about which earlier runs answered."""
     bounds: Annotated[LedgerFigures, Flat()]
@@ -122,8 +114,6 @@ class GateFigures(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ActiveFigures(Form):
-    """The part of a summary that only the active party writes."""
-
     model: Annotated[ModelFigures, Flat()] = field(default_factory=ModelFigures)
     defense: Object[Any] = field(default_factory=dict)
     ledger: Maybe[LedgerFigures] = None

@@ -215,8 +215,6 @@ class Transcript:
 
 
 class Broken(NamedTuple):
-    """The first line at which a transcript is invalid."""
-
     line: int
     reason: str
 

@@ -71,7 +71,6 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def only_one_process(lock: Path) -> Iterator[None]:
-    """Wait until no other process holds this lock, and hold it."""
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

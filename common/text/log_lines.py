@@ -33,7 +33,6 @@ def use_log_format(form: LogFormat) -> None:
 
 
 def add_to_log_lines(**fields: str) -> None:
-    """Add fields, such as the run's name, to all further JSON lines."""
     for handler in _own_handlers():
         handler.fields |= fields
 

@@ -91,7 +91,6 @@ def _check_number(node: Any) -> None:
 
 
 def _check(text: str, extent: Extent) -> None:
-    """Check the events of a text and stop at the first that exceeds a limit."""
     nodes = depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         where = _location(event.start_mark)

@@ -1,7 +1,7 @@
 """``splitveil passive check``: checks settings, data, model and connection without training."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import numpy as np
@@ -54,21 +54,22 @@ def check(parsed: argparse.Namespace) -> None:
         found = evaluation_labels(settings)
         return f"evaluation labels: {'none' if found is None else found.table.source}"
 
-    def first() -> Iterator[Check]:
-        yield connection
-        yield lambda: f"device: {command_line.torch_device(settings.device)}"
-        yield data_and_model
-
-    adversary = settings.adversary
-
-    def own_attacks() -> str:
-        names = try_custom_attacks(adversary, settings.contract.cut_shape)
-        return f"attacks: {', '.join(names)} can score gradients"
-
-    details = [*status_checks(settings.status), labels]
+    details, adversary = [*status_checks(settings.status), labels], settings.adversary
     if adversary is not None and adversary.custom_attacks:
-        details.append(own_attacks)
-    parts, then = [first()], "check {} --connect, while the active party does"
+        shape = settings.contract.cut_shape
+        details.append(
+            lambda: (
+                f"attacks: {', '.join(try_custom_attacks(adversary, shape))} can score gradients"
+            )
+        )
+    parts: list[Iterable[Check]] = [
+        [
+            connection,
+            lambda: f"device: {command_line.torch_device(settings.device)}",
+            data_and_model,
+        ]
+    ]
+    then = "check {} --connect, while the active party does"
     if parsed.connect:
         parts, then = [*parts, _probes(settings, parsed.wait)], "run {}"
     command_line.report_check(

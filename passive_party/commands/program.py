@@ -20,11 +20,8 @@ from splitveil.common.party.json_output import add_json
 
 _OWN = "splitveil.passive_party.commands"
 _ACTIONS = {
-    "align": f"{_OWN}.align:align",
-    "run": f"{_OWN}.run:run",
-    "check": f"{_OWN}.check:check",
+    **{name: f"{_OWN}.{name}:{name}" for name in ("align", "run", "check", "serve")},
     "report": "splitveil.passive_party.report_page:report",
-    "serve": f"{_OWN}.serve:serve",
     "verify-transcript": "splitveil.common.party.command_line:verify_transcript",
 }
 

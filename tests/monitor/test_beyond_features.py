@@ -22,8 +22,7 @@ from splitveil.common.record.figures import (
     LeakFigures,
 )
 from splitveil.common.record.run_record import METRICS, write_summary
-from splitveil.common.record.summary import ActiveFigures, Summary
-from splitveil.common.record.summary_tables import print_summary
+from splitveil.common.record.summary import Summary
 from tests.support.defenses import write_own_defenses
 from tests.support.recorders import record, recorders
 from tests.support.records import summary_of
@@ -253,11 +252,3 @@ def test_the_report_shows_every_figure_beyond_features(tmp_path: Path) -> None:
 )
 def test_figures_of_another_form_are_left_out(form: dict[str, Any]) -> None:
     assert summary_of(form).of_leak.beyond == BeyondFigures()
-
-
-def test_the_end_of_a_run_prints_the_adjusted_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    logging.getLogger("splitveil").setLevel(logging.INFO)
-    print_summary("active party", Summary(active=ActiveFigures(), leak=LeakFigures(beyond=BEYOND)))
-    printed = capsys.readouterr().out
-    assert "feature-adjusted leak AUC" in printed
-    assert "0.700 (0.680 to 0.720)" in printed

@@ -134,6 +134,7 @@ def test_a_checkpoint_holds_all_batches_handed_over_before_it_and_is_for_these_a
         for batch in epochs_of_batches():
             recorder.submit(batch, {"cut": torch.randn(8, 3)}, torch.arange(8) % 2)
         state = recorder.state_dict()
+        assert set(recorder.shown()) == {"raw_norm_leak_auc", "raw_spectral_leak_auc"}
         other = LeakRecorder(AuditSettings(attacks=("norm",)), metrics, AuditedRun(b"seed", 4))
         with other, pytest.raises(SettingsError, match="cannot change within a run"):
             other.load_state_dict(state)

@@ -2,14 +2,13 @@
 
 import io
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 from splitveil.common.privacy.attacks import ATTACKS
 from splitveil.common.record.figures import BatchFigures, LeakFigures, RunFigures
 from splitveil.common.record.summary import RunCounts, Summary
 from splitveil.common.record.summary_tables import print_summary
 
-WIDTH = 80
 ACCUMULATED = ("accumulated_spectral", "accumulated_residual_energy", "accumulated_cosine")
 BATCHES = BatchFigures(0.8, 0.7, 0.75, 0.73)
 LEAK = LeakFigures(
@@ -19,13 +18,6 @@ LEAK = LeakFigures(
         for layer in ("cut", "first")
     },
 )
-
-
-def printed(table: RenderableType, width: int = WIDTH) -> str:
-    """Return what a console of this width shows of a table."""
-    console = Console(width=width, file=io.StringIO(), record=True, highlight=False)
-    console.print(table)
-    return console.export_text()
 
 
 def cells_of(text: str) -> list[list[str]]:

@@ -254,21 +254,18 @@ def test_words_of_others_steer_no_terminal_and_begin_no_log_line(
 
 def test_names_in_tables_are_no_markup() -> None:
     figures = {"q95": 0.9, "mean": 0.8, "last_epoch": 0.7, "random_q95": 0.5}
-    classes = {"classes": {"[/c]": 0.8}, "random": {"[/c]": 0.5}}
-    pair = {"worst_pair": ["[b]", "[/c]"], "worst_pair_auc": 0.9, "worst_pair_random": 0.5}
     of_run = {"auc": 0.9, "low": 0.8, "high": 1.0, "examples": 7}
     summary = {
         "refused_messages": {"[/red]": 1},
         "defense": {"name": "[/bold]\x1b[2J"},
         "leak": {"[/cut]": {"[/norm]": figures}},
-        "leak_classes": {"[/cut]": {"[/norm]": pair | classes}},
         "leak_run_level": {"[/cut]": {"[/norm]": of_run}},
     }
     screen = io.StringIO()
     print_summary("active party", summary_of(summary), console=Console(file=screen, width=200))
     shown = screen.getvalue()
-    assert shown.count("[/cut]") == shown.count("[/norm]") == 3
-    for expected in ("[/bold]\\x1b[2J", "[/red] 1", "[b] and [/c]: 0.900"):
+    assert shown.count("[/cut]") == shown.count("[/norm]") == 2
+    for expected in ("[/bold]\\x1b[2J", "[/red] 1"):
         assert expected in shown
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from splitveil import plan, simulate
+from splitveil.active_party.commands.plan import show
 from splitveil.active_party.report import write_comparison, write_report
 from splitveil.active_party.training.label_kinds import NumberLabels
 from splitveil.active_party.training.predictions import LossWeights
@@ -277,3 +279,5 @@ def test_a_plan_says_what_the_bound_is_about() -> None:
     assert "numbers from -20 to 80" in text
     assert "the two ends of their range" in text
     assert "positive" not in text
+    show(planned.figures, console := Console(record=True, width=250), details=False)
+    assert "the two ends of their range" in console.export_text()

@@ -35,7 +35,7 @@ class Windows(NamedTuple):
     high: Numbers
 
 
-class Finding(NamedTuple):
+class MeasuredAttack(NamedTuple):
     """One attack on single batches of one layer, over the whole run."""
 
     party: str
@@ -70,13 +70,13 @@ def epoch_means(series: LeakSeries) -> tuple[Numbers, Numbers]:
     return epochs, np.array([series.leak[series.epochs == epoch].mean() for epoch in epochs])
 
 
-def finding_of(series: LeakSeries) -> Finding:
+def finding_of(series: LeakSeries) -> MeasuredAttack:
     """Summarise an attack over the run."""
     gains = series.leak - series.random
     _, means = epoch_means(series)
     enough = len(gains) > 1
     error = float(gains.std(ddof=1)) / math.sqrt(len(gains)) if enough else math.inf
-    return Finding(
+    return MeasuredAttack(
         series.party,
         series.layer,
         series.attack,

@@ -25,7 +25,7 @@ from splitveil.active_party.report import (
     tables,
 )
 from splitveil.active_party.report.decision import Decision
-from splitveil.active_party.report.figures import Finding
+from splitveil.active_party.report.figures import MeasuredAttack
 from splitveil.active_party.report.needs import needs_of
 from splitveil.active_party.report.run_files import RunFiles, read_run
 from splitveil.common.errors import SettingsError, SplitveilError
@@ -55,7 +55,7 @@ class _Compared(NamedTuple):
     style: str
     run: RunFiles
     series: list[run_files.LeakSeries]
-    findings: dict[tuple[str, str], Finding]
+    findings: dict[tuple[str, str], MeasuredAttack]
     """(layer, attack) -> its figures on single batches."""
     whole_run: dict[tuple[str, str], float]
     """(layer, attack) -> its leak AUC of all epochs together."""

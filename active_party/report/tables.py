@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from splitveil.active_party.report.bounds import bounds_of
-from splitveil.active_party.report.figures import ABSENT, Finding, TableRow, count, figure
+from splitveil.active_party.report.figures import ABSENT, MeasuredAttack, TableRow, count, figure
 from splitveil.active_party.report.needs import needs_of
 from splitveil.active_party.report.paired import estimate_of
 from splitveil.active_party.report.run_files import (
@@ -31,7 +31,7 @@ _SECRETS = ("insecure_nonce_seed", "insecure_noise_seed")
 """Settings from which a reader could derive the noise or the batches."""
 
 
-def leak_rows(findings: Sequence[Finding]) -> Iterator[TableRow]:
+def leak_rows(findings: Sequence[MeasuredAttack]) -> Iterator[TableRow]:
     """Yield the table of attacks on single batches of one layer."""
     for found in findings:
         of_attack = (found.mean, found.q95, found.worst_epoch, found.last_epoch)

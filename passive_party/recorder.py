@@ -119,8 +119,9 @@ class PassiveRecorder(RunRecorder):
         if self._progress is None or not self._progress.is_shown_elsewhere:
             latest = {} if self._leaks is None else self._leaks.shown()
             strongest = max(latest, key=lambda name: latest[name], default=None)
-            figures = [] if strongest is None else each_in_words({strongest: latest[strongest]})
-            self._log_epoch(epoch, self._settings.contract.epochs, figures)
+            figures = {} if strongest is None else {strongest: latest[strongest]}
+            shown = [f"{figure} (features included)" for figure in each_in_words(figures)]
+            self._log_epoch(epoch, self._settings.contract.epochs, shown)
 
     def on_resumed(self, epoch: int | None) -> None:
         self._status.note_resumed(epoch)

@@ -166,7 +166,7 @@ def test_the_demo_needs_neither_repository_nor_network_and_minds_no_folder_of_an
         opening = (folder / "transcript.jsonl").read_text().splitlines()[0]
         assert json.loads(opening)["version"] == VERSION
     report = installed.here / "runs" / "breast_cancer-none" / "active" / "report.html"
-    assert re.search(rf"version</t[hd]>\s*<td[^>]*>{re.escape(VERSION)}<", report.read_text())
+    assert re.search(rf"splitveil</t[hd]>\s*<td[^>]*>{re.escape(VERSION)}<", report.read_text())
 
 
 def test_modules_are_found_under_one_name_alone(installed: Installed) -> None:

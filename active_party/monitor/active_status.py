@@ -54,11 +54,11 @@ class ActiveStatus(RunStatus):
         gauge, counter = self.metrics.gauge, self.metrics.counter
         by_attack = ["layer", "attack"]
         self._leak = gauge(
-            "leak_auc", "Leak AUC of an attack on the last batch that it measured.", by_attack
+            "leak_auc", "Raw leak AUC of an attack on the last batch that it measured.", by_attack
         )
         self._epoch_leak = gauge(
             "epoch_leak_auc",
-            "Leak AUC of an attack after the last epoch that is measured: the mean over its "
+            "Raw leak AUC of an attack after the last epoch that is measured: the mean over its "
             "batches, or of all batches together.",
             by_attack,
         )

@@ -296,4 +296,4 @@ def _print(written: Written, role: str) -> None:
     for path in written.files:
         say("written", str(path))
     own = next(path for path in written.files if path.name != "contract.yaml")
-    say("next", f"{role}-party check {own}")
+    say("next", f"splitveil {role} check {own}")

@@ -47,7 +47,7 @@ def test_a_missing_extra_is_named_in_one_line(
         main([command, str(tmp_path / f"{party}.yaml"), "-q", "--set", override])
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"needs pip install splitveil[{extra}]" in line
+    assert f"needs the extra {extra} (pip install 'splitveil[{extra}]')" in line
 
 
 def test_without_tensorboard_the_metrics_are_written_alone(

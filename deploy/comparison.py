@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 
 from rich.console import Group
+from rich.text import Text
 
-from splitveil.common.record.assessment import assess
+from splitveil.common.record.assessment import LeakAssessment, assess
 from splitveil.common.record.summary import Summary
 from splitveil.common.text.visible_text import PlainTable, cell
 from splitveil.common.text.wording import label
@@ -22,6 +23,11 @@ def comparison_table(title: str, summaries: Mapping[str, Summary]) -> Group:
             for name, one in found.items()
             if one.strongest is not None and one.strongest.why
         ),
+        *(
+            f"{name}: {alarms} leak alarms: an attack passed what one answer was charged"
+            for name, summary in summaries.items()
+            if (alarms := summary.of_active.leak_alarms)
+        ),
         *([f"test AUC without the feature owner's columns: {', '.join(alone)}"] if alone else []),
     ]
     table = PlainTable(
@@ -31,13 +37,20 @@ def comparison_table(title: str, summaries: Mapping[str, Summary]) -> Group:
         framed=False,
     )
     for name, summary in summaries.items():
-        auc, attack = summary.of_active.model.test_auc, found[name].strongest
+        auc = summary.of_active.model.test_auc
         table.add_row(
             cell(name, f"{summary.counts.aligned_rows or 0:,} rows"),
             "-" if auc is None else f"{auc:.4f}",
-            cell(found[name].not_measured)
-            if attack is None
-            else cell(label(attack.attack), attack.figures),
+            _strongest(summary, found[name]),
             found[name].bound_in_words,
         )
     return Group(table, *map(cell, notes))
+
+
+def _strongest(summary: Summary, found: LeakAssessment) -> Text:
+    if summary.of_leak.of_numbers:
+        return cell("on numbers: see the report")
+    attack = found.strongest
+    return (
+        cell(found.not_measured) if attack is None else cell(label(attack.attack), attack.figures)
+    )

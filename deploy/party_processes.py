@@ -109,7 +109,7 @@ def run_parties(
 
     When one fails, the others have ``PEER_NOTICES_S`` to end by themselves. A SIGINT or SIGTERM
     received meanwhile is forwarded once to each. With ``stderr``, their output is shown there; with
-    ``quiet``, only that of a run in which a party fails.
+    ``quiet``, only that of a run in which a party fails, and errors.
 
     Returns 0, or the exit code of the first party that failed, one that knows the reason before one
     that only noticed that its peer was gone.
@@ -122,8 +122,12 @@ def run_parties(
     with display or nullcontext():
         hold = lambda *said: held.append(said)  # noqa: E731
         code = _run_side_by_side(commands, hold if quiet else show, display)
-    for name, line in held if code else ():
-        show(name, line)
+    for name, line in held:
+        parts = _LOG_LINE.fullmatch(line)
+        is_error = parts is not None and parts[2] in {"ERROR", "CRITICAL"}
+        # A leak alarm is a line below the table of runs.
+        if code or (is_error and "LEAK ALARM" not in line):
+            show(name, line)
     return code
 
 

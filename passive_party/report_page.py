@@ -159,8 +159,8 @@ def _assessment(exposure: FeatureExposure | None) -> Assessment:
             "unknown",
             "Not measured",
             "What was sent may reveal our columns: how well they can be guessed was not measured.",
-            f"Let a run end with at least {LEAST_ROWS} common records, and with report.probe_rows "
-            "above 0 in passive.yaml.",
+            f"Let a run end with at least {LEAST_ROWS} common records and finite activations, "
+            "and with report.probe_rows above 0 in passive.yaml.",
             "some seconds at the end of a run. No label is needed.",
         )
     best = max(exposure.columns, key=lambda one: (one.is_above_chance, one.gain))

@@ -124,7 +124,8 @@ class CsvSource(FileSource):
 
     decimal: Literal[".", ","] | None = None
     """The decimal mark of numbers: of numeric columns, weights and labels that are numbers. With
-    ``","``, ``1.234,5`` and ``1 234,5`` are 1234.5; with ``"."``, ``1,234.5`` and ``1'234.5`` are.
+    ``","``, ``1.234,5`` and ``1 234,5`` are 1234.5 and ``1.234`` is 1234; with ``"."``, ``1,234.5``
+    and ``1'234.5`` are 1234.5.
     By default, it is a point, and nothing may stand between thousands."""
 
     @field_validator("encoding")

@@ -137,6 +137,8 @@ def _are_in_form(text: ArrowColumn, form: str) -> NDArray[np.bool_]:
     )
     # The library takes 30 February for 1 March, and 24 for the year 24.
     is_right = pc.and_(pc.equal(again, plain), pc.greater(pc.year(times), 999))
+    if "%y" in form:  # but 4.4.2 is a version
+        is_right = pc.and_(is_right, pc.match_substring_regex(text, r"\D\d\d( |$)"))
     return np.asarray(pc.fill_null(is_right, False).to_numpy(zero_copy_only=False), np.bool_)
 
 

@@ -273,12 +273,9 @@ def report_check(
 
 
 def _outcomes(part: Iterable[Check]) -> Iterator[str | SplitveilError]:
-    checks = iter(part)
-    while True:
+    for check in part:
         try:
-            yield next(checks)()
-        except StopIteration:
-            return
+            yield check()
         except SplitveilError as error:
             yield error
 

@@ -29,7 +29,7 @@ from splitveil.common.privacy.adjusted_auc import (
     placements,
     rest_of,
 )
-from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, RunAttackName
+from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, WITHOUT_GRADIENTS, RunAttackName
 from splitveil.common.privacy.cross_fitting import FeatureModels, TooFewRows
 from splitveil.common.privacy.leakage import ClassIndices, Floats, OneClass, PairAucs, pair_aucs
 from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses
@@ -114,9 +114,10 @@ def measure_beyond_features(
     }
     audited = {name: pair.scored for name, pair in pairs.items() if name not in know_classes}
     epsilon = observe_epsilon(models, audited)
-    if not adjusted:
+    leaks = [name for name in adjusted if name not in WITHOUT_GRADIENTS]
+    if not leaks:
         return BeyondFeatures(adjusted, advantage, epsilon)
-    strongest = pairs[max(adjusted, key=lambda name: adjusted[name].value)].scored
+    strongest = pairs[max(leaks, key=lambda name: adjusted[name].value)].scored
     feature_auc = max(0.5, placements(strongest.predictions, strongest.positive).auc)
     return BeyondFeatures(adjusted, advantage, epsilon, len(strongest.rows), feature_auc)
 

@@ -120,7 +120,8 @@ def assess_figures(beyond: BeyondFigures | None, ledger: LedgerFigures | None) -
     limits = bounds_by_peers(ledger)
     adversary = next((peers for peers, bound in limits.items() if bound < NO_BOUND), None)
     assessed = list(_assessed(measured, limits))
-    assessed.sort(key=lambda one: (one.finding == Finding.TOO_FEW_ROWS, -one.leak.value))
+    order = list(Finding)
+    assessed.sort(key=lambda one: (order.index(one.finding), -one.leak.value))
     return LeakAssessment(
         adversary,
         None if adversary is None else limits[adversary],

@@ -38,7 +38,8 @@ def import_named(name: str, kind: str) -> object:
 def extra_missing(feature: str, extra: str) -> SettingsError:
     """Return the error for a feature whose libraries an extra of the package installs."""
     return SettingsError(
-        f"{feature} needs the extra {extra} (pip install 'splitveil[{extra}]'), which is not installed here"
+        f"{feature} needs the extra {extra} (pip install 'splitveil[{extra}]'), which is not "
+        "installed here"
     )
 
 

@@ -22,7 +22,7 @@ from splitveil.common.privacy.leakage import auc
 from splitveil.common.run.sample_order import SPLITS
 from splitveil.common.text.wording import suggest
 from splitveil.deploy.init.columns import NO_NAME, Column, as_text, without_gaps, words_of
-from splitveil.deploy.init.labels import Label, classes_of, is_of_numbers, label_of
+from splitveil.deploy.init.labels import Label, classes_of, is_of_numbers, label_of, yes_or_no
 from splitveil.deploy.init.own_ids import OwnIds, identifiers_in, judge, likely_ids
 
 LABEL_WORDS = words_of(
@@ -111,7 +111,7 @@ def label_candidates(columns: Sequence[Column], *, with_gaps: bool = False) -> l
     """Return the columns that may hold labels, those that are named like one first."""
     columns = [c for c in columns if with_gaps or not c.missing]
     few = [c for c in columns if c.kind in {"whole", "text", "number"}]
-    few = [c for c in few if len(classes_of(c, fold=True)) == 2]
+    few = [c for c in few if len(classes_of(c, yes_or_no)) == 2]
     named = [c for c in columns if words_of(c.name) & LABEL_WORDS]
     named = [c for c in named if 2 <= len(classes_of(c)) <= MAX_CLASSES]
     numbers = [c for c in columns if words_of(c.name) & NUMBER_LABEL_WORDS and is_of_numbers(c)]

@@ -4,7 +4,7 @@ The readers of a run judge what the cells are. What is found is meant for the ta
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -240,11 +240,14 @@ def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column
     )
 
 
-def codes_for_gaps(columns: Sequence[Column]) -> tuple[str, ...]:
+def codes_for_gaps(columns: Sequence[Column], cells: Mapping[str, Any]) -> tuple[str, ...]:
     """Return texts that mean "no value" in columns of numbers or times, and nothing in others."""
     codes = {code for column in columns if column.almost for code in column.almost.codes}
-    texts = [set(column.values) for column in columns if not column.almost]
-    return tuple(sorted(codes.difference(*texts)))
+    for column in columns:
+        text = None if column.almost else as_text(cells[column.name])
+        if text is not None:
+            codes = {code for code in codes if not pc.any(pc.equal(text, code)).as_py()}
+    return tuple(sorted(codes))
 
 
 def as_text(cells: Any) -> Any | None:

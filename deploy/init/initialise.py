@@ -98,7 +98,7 @@ def initialise(
     named = (wishes.id_column, wishes.label_column, *wishes.numeric, *wishes.categorical)
     table = read_raw(path, delimiter, encoding, decimal, has_header=any(named))
     columns = _described(table, wishes)
-    codes = codes_for_gaps(columns)
+    codes = codes_for_gaps(columns, table.columns)
     wishes = wishes._replace(missing_texts=(*wishes.missing_texts, *codes))
     columns = _described(table, wishes) if codes else columns
     if ask is not None:

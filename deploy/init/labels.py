@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from decimal import Decimal
 from shlex import quote
 from typing import NamedTuple
@@ -91,19 +91,20 @@ def is_of_numbers(column: Column) -> bool:
     return is_number and column.distinct > MAX_CLASSES
 
 
-def classes_of(column: Column, *, fold: bool = False) -> Counter[str]:
-    """Return the rows of each class, by its most frequent text; equal numbers are one class.
-
-    With ``fold``, so are texts that differ in case alone, and words for yes, and those for no.
-    """
+def classes_of(column: Column, meaning: Callable[[str], Hashable] = class_key) -> Counter[str]:
+    """Return the rows of each class, by its most frequent text; equal numbers are one class."""
     names: dict[object, str] = {}
     rows = Counter[str]()
     for text, count in zip(column.values, column.counts, strict=True):
-        rows[names.setdefault(_meaning(text) if fold else class_key(text), text)] += count
+        rows[names.setdefault(meaning(text), text)] += count
     return rows
 
 
-def _meaning(text: str) -> object:
+def _folded(text: str) -> Hashable:
+    return class_key(text.casefold())
+
+
+def yes_or_no(text: str) -> Hashable:
     key = class_key(text.casefold())
     meant = [words for words in (POSITIVE_WORDS, NEGATIVE_WORDS) if key in map(class_key, words)]
     return meant[0] if meant else key
@@ -112,14 +113,18 @@ def _meaning(text: str) -> object:
 def spellings(column: Column, positive: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Return the texts that ``positive`` has to name because some mean the same.
 
-    They are all texts if it names none and the labels have more than two meanings.
+    They are all texts if it names none and the labels have more than two meanings. Words for yes
+    mean the same, and those for no, where there is nothing else.
     """
-    texts, folded = classes_of(column), classes_of(column, fold=True)
+    texts, meaning = classes_of(column), yes_or_no
+    if len(folded := classes_of(column, meaning)) > 2:
+        meaning = _folded
+        folded = classes_of(column, meaning)
     if len(folded) in {1, len(texts)}:
         return ()
     likely = [_positive_of(folded)[0]] if len(folded) == 2 else texts
-    wanted = set(map(_meaning, positive or likely))
-    return tuple(text for text in texts if _meaning(text) in wanted)
+    wanted = set(map(meaning, positive or likely))
+    return tuple(text for text in texts if meaning(text) in wanted)
 
 
 def label_of(

@@ -134,7 +134,7 @@ class Audit:
         if not self.batches and not self.run:
             return f"Audit({self.rows} rows, no attack was measured)"
         attack, leak_auc = self.strongest
-        kind = "raw" if self.beyond is None else "adjusted"
+        kind = "adjusted" if self.beyond is not None and self.beyond.adjusted else "raw"
         return f"Audit({self.rows} rows, strongest: {visible(attack)}, {kind} {leak_auc:.3f})"
 
     def _repr_html_(self) -> str:

@@ -20,12 +20,13 @@ from pyarrow import parquet
 from splitveil.command.program import main as splitveil
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.table_files import source_of
+from splitveil.common.data.timestamps import time_formats
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.run.id_rules import TextId
 from splitveil.common.settings import validate
 from splitveil.deploy.init.choices import Wishes
-from splitveil.deploy.init.columns import GAPS
+from splitveil.deploy.init.columns import GAPS, codes_for_gaps, describe
 from splitveil.deploy.init.initialise import initialise
 from splitveil.deploy.init.proposal import Proposal, Terms
 
@@ -198,6 +199,19 @@ def test_dates_are_read_in_their_form(
     if found:
         months = check(tmp_path).table.numeric["x.month"]
         assert months[:8].tolist() == [1] * 7 + [2]
+
+
+def test_a_code_for_gaps_that_any_other_column_holds_is_none() -> None:
+    towns = [f"town {row}" for row in range(ROWS - 1)]
+    amounts = pa.array(edited(NUMBERS, r6="M", r9="M"))
+    for last, codes in (("M", ()), ("N", ("M",))):
+        cells = {"amount": amounts, "town": pa.array([*towns, last])}
+        columns = [describe(name, pa.chunked_array([column]), ()) for name, column in cells.items()]
+        assert codes_for_gaps(columns, cells) == codes
+
+
+def test_versions_are_no_dates() -> None:
+    assert list(time_formats(pa.array(["1.2.3", "4.4.2", "7.1.1"]))) == [None]
 
 
 def test_other_cells_are_gaps_where_an_option_says_so(tmp_path: Path) -> None:

@@ -129,6 +129,13 @@ REFUSED: dict[str, tuple[list[str], Sequence[str], str]] = {
 }  # fmt: skip
 
 
+def test_letters_are_classes_each(tmp_path: Path) -> None:
+    path = clients(tmp_path, churned=mixed("A", "T", "Y"))
+    assert command("active", path, "--folder", tmp_path) == 0
+    settings = load_party_settings(ActiveSettings, tmp_path / "active.yaml")
+    assert settings.data.class_names == ("A", "T", "Y")
+
+
 @pytest.mark.parametrize(("labels", "options", "words"), REFUSED.values(), ids=REFUSED)
 def test_a_question_about_labels_names_its_answer(
     tmp_path: Path,

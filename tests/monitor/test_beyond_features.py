@@ -11,9 +11,15 @@ import pytest
 
 from splitveil.active_party.ledger.bounds import LeakBounds, PeerBound, Spread
 from splitveil.active_party.monitor.recorder import ActiveRecorder
-from splitveil.active_party.monitor.stated_bounds import hold_against, log_beyond, stated_epsilon
+from splitveil.active_party.monitor.stated_bounds import (
+    hold_against,
+    ledger_figures,
+    log_beyond,
+    stated_epsilon,
+)
 from splitveil.active_party.report import write_report
 from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.record.assessment import assess_figures
 from splitveil.common.record.figures import (
     AdjustedFigures,
     AdvantageFigures,
@@ -252,3 +258,12 @@ def test_the_report_shows_every_figure_beyond_features(tmp_path: Path) -> None:
 )
 def test_figures_of_another_form_are_left_out(form: dict[str, Any]) -> None:
     assert summary_of(form).of_leak.beyond == BeyondFigures()
+
+
+def test_an_alarm_and_a_clear_leak_come_before_larger_figures_that_may_be_chance() -> None:
+    wide, above = AdjustedFigures(0.66, 0.5, 0.78), AdjustedFigures(0.64, 0.63, 0.65)
+    leaking, unknown = AdjustedFigures(0.55, 0.54, 0.56), AdjustedFigures(0.9, 0.3, 1.0)
+    figures = {"norm": wide, "cosine": above, "spectral": leaking, "kmeans": unknown}
+    found = assess_figures(BeyondFigures(figures), ledger_figures(bounds(0.6)))
+    assert [one.attack for one in found.attacks] == ["cosine", "spectral", "norm", "kmeans"]
+    assert "more than the 0.600 that the ledger states for anybody" in found.in_words

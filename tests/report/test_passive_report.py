@@ -65,12 +65,15 @@ def exposed(
     most_frequent: float = 0.0,
     indicators: tuple[str, ...] = (),
     lists: tuple[ListVocabulary, ...] = (),
+    rows_with_gap: int | None = None,
 ) -> FeatureExposure | None:
     generator = torch.Generator().manual_seed(1)
     num_numbers = 2 + len(indicators) + sum(len(column.categories) + 1 for column in lists)
     slots = torch.randint(2, 2 + levels, (rows, 2), generator=generator)
     slots[torch.rand(rows, 2, generator=generator) < most_frequent] = 2
     features = Features(torch.randn(rows, num_numbers, generator=generator), slots)
+    if rows_with_gap is not None and features.numeric is not None:
+        features.numeric[:, 2] = (torch.arange(rows) < rows_with_gap).float()
     model = Chosen(levels, width)
     optimizer = SGD(model.parameters(), lr=0.1)
     trainer = BottomTrainer(
@@ -134,6 +137,13 @@ def test_gaps_and_lists_of_categories_are_named_and_a_list_counts_as_one_column(
     assert found is not None
     names = [one.name for one in found.columns]
     assert names == ["sent", "kept", "kept: gap", "tags", "shown", "hidden"]
+    assert [one.name for one in found.columns if one.is_above_chance] == ["sent", "shown"]
+
+
+@pytest.mark.parametrize("rows_with_gap", [0, 1, 2])
+def test_a_gap_in_hardly_any_row_costs_no_other_column_its_figure(rows_with_gap: int) -> None:
+    found = exposed(indicators=("kept",), rows_with_gap=rows_with_gap)
+    assert found is not None
     assert [one.name for one in found.columns if one.is_above_chance] == ["sent", "shown"]
 
 

@@ -130,10 +130,10 @@ REFUSED: dict[str, tuple[list[str], Sequence[str], str]] = {
 
 
 def test_letters_are_classes_each(tmp_path: Path) -> None:
-    path = clients(tmp_path, churned=mixed("A", "T", "Y"))
+    path = clients(tmp_path, churned=mixed("A", "T", "Y", "N"))
     assert command("active", path, "--folder", tmp_path) == 0
     settings = load_party_settings(ActiveSettings, tmp_path / "active.yaml")
-    assert settings.data.class_names == ("A", "T", "Y")
+    assert settings.data.class_names == ("A", "N", "T", "Y")
 
 
 @pytest.mark.parametrize(("labels", "options", "words"), REFUSED.values(), ids=REFUSED)

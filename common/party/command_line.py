@@ -273,8 +273,12 @@ def report_check(
 
 
 def _outcomes(part: Iterable[Check]) -> Iterator[str | SplitveilError]:
-    for check in part:
-        try:
+    checks = iter(part)
+    while True:
+        try:  # what yields the checks may fail, too
+            check = next(checks, None)
+            if check is None:
+                return
             yield check()
         except SplitveilError as error:
             yield error

@@ -8,6 +8,7 @@ from scipy.special import expit
 from scipy.stats import norm
 from sklearn.metrics import roc_auc_score, roc_curve
 
+from splitveil import audit
 from splitveil.common.privacy.accumulation import RunScores
 from splitveil.common.privacy.adjusted_auc import (
     MIN_PER_STRATUM,
@@ -26,6 +27,7 @@ from splitveil.common.privacy.beyond_features import (
 )
 from splitveil.common.privacy.cross_fitting import FeatureModels
 from splitveil.common.privacy.leakage import ClassIndices, Floats, OneClass, leak_auc
+from splitveil.common.record.assessment import WIDEST
 
 
 def rows(
@@ -241,3 +243,19 @@ def test_ties_are_not_counted_as_found() -> None:
     scores, positive = np.repeat([0.0, 1.0], 500), np.tile([True, False], 500)
     assert [*operating_points(scores, positive).values()] == [0.0, 0.0, 0.5]
     assert operating_points(scores[:100], positive[:100])["precision_at_100"] is None
+
+
+def test_a_peer_that_sends_back_what_it_received_hides_no_leak_but_leaves_nothing_to_measure() -> (
+    None
+):
+    generator = np.random.default_rng(0)
+    features = generator.normal(size=(1_000, 4))
+    truth = 1 / (1 + np.exp(-features[:, 0]))
+    labels = (generator.random(1_000) < truth).astype(int)
+    gradients = np.outer(truth - labels, generator.normal(size=8))
+    gradients += generator.normal(size=(1_000, 8)) * 0.1
+    for sent, is_measured in ((features, True), (np.column_stack([features, gradients]), False)):
+        found = audit(gradients, labels, batches=100, covariates=sent, attacks=["cosine"]).beyond
+        assert found is not None
+        leak = found.adjusted["cosine"]
+        assert (leak.high - leak.low <= WIDEST and leak.low > 0.9) is is_measured

@@ -52,6 +52,14 @@ def test_two_defenses_are_run_and_set_side_by_side(compared: LocalRun) -> None:
     assert logged == {1, 2, 3, 4, 5, 6}
 
 
+def test_a_defense_leaves_its_peer_less_than_the_plain_gradient(compared: LocalRun) -> None:
+    plain, defended = (
+        compared.summary(run, "passive")["leak"]["cut"]["cosine"]["mean"] for run in RUNS
+    )
+    assert plain > 0.95
+    assert defended < plain - 0.1
+
+
 @pytest.mark.parametrize("run_name", RUNS)
 def test_both_summaries_hold_what_later_checks_read(compared: LocalRun, run_name: str) -> None:
     active = compared.summary(run_name, "active")

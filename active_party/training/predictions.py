@@ -184,7 +184,8 @@ def average_precision(scores: Tensor, positive: Tensor) -> float:
 
     as scikit-learn's ``average_precision_score``. An order by chance has the share of positives.
     """
-    _, group, counts = scores.double().neg().unique(return_inverse=True, return_counts=True)
+    ordered = -scores.double()
+    _, group, counts = torch.unique(ordered, return_inverse=True, return_counts=True)
     hits = torch.zeros(len(counts), dtype=torch.float64, device=scores.device)
     hits = hits.index_add(0, group, positive.double())
     found = hits.cumsum(0)

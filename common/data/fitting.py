@@ -138,10 +138,17 @@ class Fitted:
 
 
 def _edges(values: NDArray[np.float64], num_bins: int) -> tuple[float, ...]:
-    """Return at most ``num_bins`` + 1 different quantiles, at least one, as float32."""
+    """Return the distinct values, or ``num_bins`` + 1 quantiles of them; at least one, as float32.
+
+    A column with one frequent value, such as a gain that most rows lack, has most of its own
+    quantiles there, and few where its other values differ.
+    """
     if not len(values):
         return (0.0,)
-    found = np.quantile(values, np.linspace(0, 1, num_bins + 1)).astype(np.float32)
+    found = np.unique(values)
+    if len(found) > num_bins + 1:
+        found = np.quantile(found, np.linspace(0, 1, num_bins + 1))
+    found = found.astype(np.float32)
     found[np.abs(found) < _NEARLY_ZERO] = 0.0
     return tuple(np.unique(found).tolist())
 

@@ -55,8 +55,8 @@ def transform(encoder: FeatureEncoder, own: Table, rows: list[int] | None = None
     return encoder.transform(own, np.array(range(len(own)) if rows is None else rows, np.int64))
 
 
-def test_bins_are_quantiles_of_the_training_rows_that_have_a_number() -> None:
-    """Equal quantiles count once, and a column with one number has one edge."""
+def test_bins_are_quantiles_of_the_distinct_numbers_in_training_rows() -> None:
+    """Of a column that is mostly zero, the other numbers have bins as well."""
     own = table(
         {
             "many": [*range(101), 9e9],
@@ -64,13 +64,14 @@ def test_bins_are_quantiles_of_the_training_rows_that_have_a_number() -> None:
             "one": [5.0] * 101 + [7.0],
             "gaps": [0.0, np.nan, 4.0] * 34,
             "none": [np.nan] * 101 + [2.0],
+            "rare": [0.0] * 92 + [*range(1, 10)] + [99.0],
         }
     )
     own = replace(own, gaps="nan")
     found = FeatureEncoder.fit(
         settings(numeric_scaling="none", missing_numeric="mean"), own, np.arange(101), 4
     )
-    assert found.bins == ((0, 25, 50, 75, 100), (1, 3), (5,), (0, 4), (0,))
+    assert found.bins == ((0, 25, 50, 75, 100), (1, 3), (5,), (0, 4), (0,), (0, 2.25, 4.5, 6.75, 9))
     assert FeatureEncoder.from_state(json.loads(json.dumps(found.state()))) == found
     scaled = FeatureEncoder.fit(settings(missing_numeric="zero"), own, np.arange(101), 2)
     column = np.arange(101)

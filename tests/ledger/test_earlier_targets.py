@@ -147,13 +147,14 @@ def test_releases_are_for_just_their_rows_in_any_order(tmp_path: Path) -> None:
     steps = torch.arange(6, dtype=torch.int16).reshape(3, 2)
     parts = {"gram": torch.zeros(2, 2), "sums.0": torch.zeros(2), "numbers.0": torch.ones(2)}
     ids, state = ["a", "b", "c"], {"steps.0": steps, **parts}
-    save_file(targets_by_id(ids, torch.zeros(3), releases=state).state_dict(), tmp_path / TARGETS)
+    right = targets_by_id(ids, torch.zeros(3), releases=state)
+    save_file(dict(right.state_dict()), tmp_path / TARGETS)
     known = read_targets([tmp_path], 2)
     assert known is not None
     assert torch.equal(known.releases_of(["c", "a", "b"])["steps.0"], steps[[2, 0, 1]])
     assert known.releases_of(["a", "b"]) == known.releases_of(["a", "b", "d"]) == {}
     wrong = targets_by_id(ids, torch.zeros(3), releases=state | {"steps.0": steps[:2]})
-    save_file(wrong.state_dict(), tmp_path / TARGETS)
+    save_file(dict(wrong.state_dict()), tmp_path / TARGETS)
     with pytest.raises(SettingsError, match="expected a design of 3 rows, got 2"):
         read_targets([tmp_path], 2)
 

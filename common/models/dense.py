@@ -88,7 +88,7 @@ class NumberEmbedding(nn.Module):
 
     def interpolated(self, places: Tensor) -> Tensor:
         """Map (columns, 1, 1, rows) to (columns, dim, 1, rows)."""
-        edges = torch.arange(self._most + 1, device=places.device)
+        edges = torch.arange(self._most + 1.0, device=places.device)
         steps = nn.functional.pad(self.steps.cumsum(3), (1, 0))
         # What interpolates in an image does so in a row of pixels, which lies between -1 and 1.
         grid = nn.functional.pad((places * (2 / self._most) - 1).transpose(2, 3), (0, 1))

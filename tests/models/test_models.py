@@ -298,6 +298,7 @@ def test_bottom_model_that_does_not_fit_is_explained(
         (conv(channels=[8]), None, (128,), "[channels, height, width], got [128]"),
         (conv(channels=[8] * 3), None, (64, 5, 5), "3 halvings reduce 5 x 5 to nothing"),
         (model(output_activation="relu"), None, (5,), "top_model.output_activation: expected id"),
+        (model(kind="tabular", output_activation="relu"), None, (5,), "expected identity"),
         (model(), FeatureShapes(), (5,), "selects no column"),
     ],
 )

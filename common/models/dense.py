@@ -71,26 +71,25 @@ class NumberEmbedding(nn.Module):
 
     def __init__(self, bins: Sequence[int], dim: int) -> None:
         super().__init__()
-        most = max(1, *bins)
-        ends = torch.tensor(bins).clamp(min=1)[:, None]
-        line = (torch.arange(most + 1) / ends).clamp(max=1) - 0.5  # of variance 1/12
-        self.register_buffer("line", line[:, None, None] * math.sqrt(12), persistent=False)
+        self._most = max(1, *bins)
+        ends = torch.tensor(bins).clamp(min=1)[:, None, None]
+        line = (torch.arange(self._most + 1)[:, None] / ends).clamp(max=1) - 0.5
+        self.register_buffer("line", line * math.sqrt(12), persistent=False)  # of variance 1
+        self.register_buffer("columns", torch.arange(len(bins)), persistent=False)
         bound = dim**-0.5
-        self.slope = nn.Parameter(torch.empty(len(bins), dim, 1, 1).uniform_(-bound, bound))
-        self.offset = nn.Parameter(torch.empty(len(bins), dim, 1, 1).uniform_(-bound, bound))
-        self.steps = nn.Parameter(torch.zeros(len(bins), dim, 1, most))
+        self.slope = nn.Parameter(torch.empty(len(bins), 1, dim).uniform_(-bound, bound))
+        self.offset = nn.Parameter(torch.empty(len(bins), 1, dim).uniform_(-bound, bound))
+        self.steps = nn.Parameter(torch.zeros(len(bins), self._most, dim))
 
     def forward(self, places: Tensor) -> Tensor:
         """Map (rows, columns) to (rows, columns * dim)."""
         line = self.slope * self.get_buffer("line") + self.offset
-        at_edges = line + nn.functional.pad(self.steps.cumsum(3), (1, 0))
-        # What interpolates in an image does so in a row of pixels, from -1 at its first one to 1.
-        place = (places.T * (2 / self.steps.shape[3]) - 1)[:, None, :, None]
-        grid = nn.functional.pad(place, (0, 1))
-        vectors = nn.functional.grid_sample(
-            at_edges, grid, padding_mode="border", align_corners=True
-        )
-        return vectors.flatten(0, 2).T
+        at_edges = line + nn.functional.pad(self.steps.cumsum(1), (0, 0, 1, 0))
+        places = places.clamp(0, self._most)
+        left, columns = places.long().clamp(max=self._most - 1), self.get_buffer("columns")
+        # Not grid_sample: on CUDA its gradient would have other bits each time.
+        beside = at_edges[columns, left], at_edges[columns, left + 1]
+        return torch.lerp(*beside, (places - left)[:, :, None]).flatten(1)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -46,10 +46,10 @@ class TabularModel(DenseModel):
 
     kind: Literal["tabular"]
 
-    num_bins: int = Field(default=32, ge=2, le=1024)
+    num_bins: int = Field(default=128, ge=2, le=1024)
     """Most intervals between quantiles of a column of numbers."""
 
-    number_dim: int = Field(default=8, ge=1, le=4096)
+    number_dim: int = Field(default=4, ge=1, le=4096)
     """Length of the vector that stands for a number."""
 
 

@@ -116,7 +116,7 @@ def test_tabular_embeds_the_numbers_that_have_bins() -> None:
     with torch.no_grad():
         for weight in numbers.parameters():
             weight.copy_(torch.randn(weight.shape, generator=generator))
-    x = torch.tensor([0.0, 0.3, 1.0, 1.9, 2.5, 3.0])
+    x = torch.tensor([-1.0, 0.0, 0.3, 1.0, 1.9, 2.5, 3.0, 4.0])
     at_edges = embedded(edges).numpy()
     expected = [np.interp(x.numpy(), edges.numpy(), at_edges[:, column]) for column in range(2)]
     assert np.allclose(embedded(x).T.numpy(), expected, atol=1e-5)

@@ -80,6 +80,8 @@ class FeatureShapes(NamedTuple):
     vocabulary_sizes: tuple[int, ...] = ()
     image_shape: tuple[int, int, int] | None = None  # channels, height, width
     image_dtype: ImageDtype = "uint8"
+    bins: tuple[tuple[float, ...], ...] = ()
+    """Edges of the first columns' bins, ascending; a single one if all numbers were equal."""
 
     def zeros(self, num_rows: int) -> Features:
         image = None
@@ -144,11 +146,14 @@ class FeatureEncoder(Section):
     lists: tuple[ListVocabulary, ...] = ()
     """Columns of lists; their numbers come after the indicators."""
 
+    bins: tuple[tuple[float, ...], ...] = ()
+    """Edges of the bins of each of ``numeric``, in the unit of the scaled numbers, ascending."""
+
     @classmethod
     def fit(
-        cls, settings: FeatureSettings, table: Table, rows: NDArray[np.int64]
+        cls, settings: FeatureSettings, table: Table, rows: NDArray[np.int64], num_bins: int = 0
     ) -> "FeatureEncoder":
-        """Fit scalers and vocabularies on the training rows of the party's own table.
+        """Fit scalers, vocabularies and bins on the training rows of the party's own table.
 
         No other row has any influence.
         """
@@ -159,7 +164,7 @@ class FeatureEncoder(Section):
         ordered = np.sort(rows)
         for start in range(0, len(ordered), FIT_ROWS):
             found.add(table, ordered[start : start + FIT_ROWS])
-        fills = found.fills(table, ordered)
+        fills, bins = found.fills(table, ordered), found.bins(table, ordered, num_bins)
         return cls(
             signed_log1p=settings.signed_log1p,
             numeric=tuple(
@@ -175,6 +180,7 @@ class FeatureEncoder(Section):
             lists=tuple(
                 ListVocabulary(name=name, categories=kept) for name, kept in found.members(table)
             ),
+            bins=bins,
         )
 
     @classmethod
@@ -202,8 +208,8 @@ class FeatureEncoder(Section):
         sizes = tuple(FIRST_CATEGORY_SLOT + len(column.categories) for column in self.categorical)
         numeric_dim = sum(width for _, width in self.numeric_parts)
         if self.image is None:
-            return FeatureShapes(numeric_dim, sizes)
-        return FeatureShapes(numeric_dim, sizes, self.image.shape, self.image.dtype)
+            return FeatureShapes(numeric_dim, sizes, bins=self.bins)
+        return FeatureShapes(numeric_dim, sizes, self.image.shape, self.image.dtype, self.bins)
 
     def transform(self, table: Table, rows: NDArray[np.int64]) -> Features:
         """Return some rows of a table as tensors.

@@ -10,15 +10,17 @@ no row has had yet contributes nothing.
 """
 
 import math
+import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
+from rtdl_num_embeddings import PiecewiseLinearEmbeddings
 from torch import Tensor, nn
 
 from splitveil.common.data.features import Features, FeatureShapes, image_as_float
 from splitveil.common.errors import SettingsError
-from splitveil.common.models.settings import MlpModel, WideDeepModel
+from splitveil.common.models.settings import DenseModel, TabularModel, WideDeepModel
 
 EMBEDDING_RANGE = 0.05
 
@@ -26,30 +28,70 @@ EMBEDDING_RANGE = 0.05
 class FeatureInput(nn.Module):
     """Concatenates a row's features: numbers, embedded categories, flattened image.
 
-    The categories of all columns share one table, so that one look-up serves all of them.
+    The categories of all columns share one table, so that one look-up serves all of them. Numbers
+    with bins are embedded if ``number_dim`` is not 0.
     """
 
-    def __init__(self, shapes: FeatureShapes, embedding_dim: int) -> None:
+    def __init__(self, shapes: FeatureShapes, embedding_dim: int, number_dim: int = 0) -> None:
         super().__init__()
+        self.numbers = NumberEmbedding(shapes, number_dim) if number_dim and shapes.bins else None
+        numeric_dim = self.numbers.output_dim if self.numbers else shapes.numeric_dim
         sizes = shapes.vocabulary_sizes
         self.embedding = nn.Embedding(sum(sizes), embedding_dim) if sizes else None
         starts = [sum(sizes[:column]) for column in range(len(sizes))]
         column_starts = torch.tensor(starts, dtype=torch.int64)
         self.register_buffer("column_starts", column_starts, persistent=False)
         image_dim = math.prod(shapes.image_shape) if shapes.image_shape else 0
-        self.output_dim = shapes.numeric_dim + len(sizes) * embedding_dim + image_dim
+        self.output_dim = numeric_dim + len(sizes) * embedding_dim + image_dim
 
     def forward(self, features: Features) -> Tensor:
         """Return the vectors, (rows, output_dim), float32."""
         parts = []
         if features.numeric is not None:
-            parts.append(features.numeric)
+            numbers = features.numeric
+            parts.append(numbers if self.numbers is None else self.numbers(numbers))
         if features.categorical is not None and self.embedding is not None:
             slots = features.categorical + self.get_buffer("column_starts")
             parts.append(self.embedding(slots).flatten(1))
         if features.image is not None:
             parts.append(image_as_float(features.image).flatten(1))
         return joined(parts)
+
+
+class NumberEmbedding(nn.Module):
+    """Embeds the numbers with bins, clipped to these; the others stay as they are, and come last.
+
+    Numbers that were equal in all training rows have a single edge, and always count as that.
+    """
+
+    def __init__(self, shapes: FeatureShapes, dim: int) -> None:
+        super().__init__()
+        bins, plain = shapes.bins, shapes.numeric_dim - len(shapes.bins)
+        low = [*(edges[0] for edges in bins), *[-math.inf] * plain]
+        high = [*(edges[-1] for edges in bins), *[math.inf] * plain]
+        self.register_buffer("bounds", torch.tensor([low, high]), persistent=False)
+        is_binned = torch.tensor([*(len(edges) > 1 for edges in bins), *[False] * plain])
+        self.register_buffer("binned", is_binned.nonzero()[:, 0], persistent=False)
+        self.register_buffer("plain", (~is_binned).nonzero()[:, 0], persistent=False)
+        edges = [torch.tensor(edges) for edges in bins if len(edges) > 1]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The .* feature has just two bin edges")
+            # Other arguments would be for other versions of the paper; B is for dense layers.
+            self.embed = (
+                PiecewiseLinearEmbeddings(edges, dim, activation=False, version="B")
+                if edges
+                else None
+            )
+        self.output_dim = len(edges) * dim + len(self.get_buffer("plain"))
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        """Map (rows, numbers) to (rows, output_dim)."""
+        clipped = numbers.clamp(*self.get_buffer("bounds"))
+        plain = clipped.index_select(1, self.get_buffer("plain"))
+        if self.embed is None:
+            return plain
+        vectors = self.embed(clipped.index_select(1, self.get_buffer("binned"))).flatten(1)
+        return joined([vectors, plain] if plain.shape[1] else [vectors])
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
@@ -62,10 +104,12 @@ class DenseBottom(nn.Module):
 
     layers: nn.Module
 
-    def __init__(self, embedding_dim: int, shapes: FeatureShapes, cut_shape: Sequence[int]) -> None:
+    def __init__(
+        self, settings: DenseModel | WideDeepModel, shapes: FeatureShapes, cut_shape: Sequence[int]
+    ) -> None:
         super().__init__()
         self.cut_shape = tuple(cut_shape)
-        self.input = FeatureInput(shapes, embedding_dim)
+        self.input = _input_of(settings, shapes)
 
     def forward(self, features: Features) -> Tensor:
         activation: Tensor = self.layers(self.input(features))
@@ -75,8 +119,10 @@ class DenseBottom(nn.Module):
 class MlpBottom(DenseBottom):
     """Maps features to the cut layer's activation by dense layers."""
 
-    def __init__(self, settings: MlpModel, shapes: FeatureShapes, cut_shape: Sequence[int]) -> None:
-        super().__init__(settings.embedding_dim, shapes, cut_shape)
+    def __init__(
+        self, settings: DenseModel, shapes: FeatureShapes, cut_shape: Sequence[int]
+    ) -> None:
+        super().__init__(settings, shapes, cut_shape)
         self.layers = _dense_layers(
             settings,
             self.input.output_dim,
@@ -90,13 +136,13 @@ class MlpTop(nn.Module):
 
     def __init__(
         self,
-        settings: MlpModel,
+        settings: DenseModel,
         cut_shape: Sequence[int],
         shapes: FeatureShapes | None,
         num_logits: int = 1,
     ) -> None:
         super().__init__()
-        self.input = FeatureInput(shapes, settings.embedding_dim) if shapes else None
+        self.input = _input_of(settings, shapes) if shapes else None
         own_dim = self.input.output_dim if self.input else 0
         self.layers = _dense_layers(settings, math.prod(cut_shape) + own_dim, num_logits, None)
 
@@ -121,7 +167,7 @@ class WideDeepBottom(DenseBottom):
                 f"bottom_model.hidden: the last width, {settings.hidden[-1]}, is the cut layer's, "
                 f"and contract.cut_shape {list(cut_shape)} has {cut_dim} values"
             )
-        super().__init__(settings.embedding_dim, shapes, cut_shape)
+        super().__init__(settings, shapes, cut_shape)
         if self.input.embedding is not None:
             nn.init.uniform_(self.input.embedding.weight, -EMBEDDING_RANGE, EMBEDDING_RANGE)
         self.layers = dense_relu(self.input.output_dim, settings.hidden)
@@ -198,8 +244,13 @@ def dense_relu(input_dim: int, widths: Sequence[int]) -> nn.Sequential:
     return nn.Sequential(layers)
 
 
+def _input_of(settings: DenseModel | WideDeepModel, shapes: FeatureShapes) -> FeatureInput:
+    number_dim = settings.number_dim if isinstance(settings, TabularModel) else 0
+    return FeatureInput(shapes, settings.embedding_dim, number_dim)
+
+
 def _dense_layers(
-    settings: MlpModel, input_dim: int, output_dim: int, output_activation: nn.Module | None
+    settings: DenseModel, input_dim: int, output_dim: int, output_activation: nn.Module | None
 ) -> nn.Sequential:
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for number, width in enumerate(settings.hidden):

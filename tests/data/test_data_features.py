@@ -55,6 +55,29 @@ def transform(encoder: FeatureEncoder, own: Table, rows: list[int] | None = None
     return encoder.transform(own, np.array(range(len(own)) if rows is None else rows, np.int64))
 
 
+def test_bins_are_quantiles_of_the_training_rows_that_have_a_number() -> None:
+    """Equal quantiles count once, and a column with one number has one edge."""
+    own = table(
+        {
+            "many": [*range(101), 9e9],
+            "two": [1.0, 1.0, 3.0] * 34,
+            "one": [5.0] * 101 + [7.0],
+            "gaps": [0.0, np.nan, 4.0] * 34,
+            "none": [np.nan] * 101 + [2.0],
+        }
+    )
+    own = replace(own, gaps="nan")
+    found = FeatureEncoder.fit(
+        settings(numeric_scaling="none", missing_numeric="mean"), own, np.arange(101), 4
+    )
+    assert found.bins == ((0, 25, 50, 75, 100), (1, 3), (5,), (0, 4), (0,))
+    assert FeatureEncoder.from_state(json.loads(json.dumps(found.state()))) == found
+    scaled = FeatureEncoder.fit(settings(missing_numeric="zero"), own, np.arange(101), 2)
+    column = np.arange(101)
+    edges = (np.array([0, 50, 100]) - column.mean()) / column.std()
+    assert np.allclose(scaled.bins[0], edges)
+
+
 def test_fitting_some_rows_at_a_time_gives_what_fitting_all_of_them_gives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -50,17 +50,20 @@ class Sizes(NamedTuple):
     min_aligned: int
     max_set_size: int
     stages: int
+    warmup_steps: int
 
 
 def recommended_sizes(num_rows: int) -> Sizes:
     """Return the sizes for a table whose rows are all common to both parties."""
-    epochs = _at(_EPOCHS, num_rows)
+    epochs, batch_size = _at(_EPOCHS, num_rows), _at(_BATCHES, num_rows)
+    steps = epochs * math.ceil(TRAIN_SHARE * num_rows / batch_size)
     return Sizes(
-        batch_size=_at(_BATCHES, num_rows),
+        batch_size=batch_size,
         epochs=epochs,
         min_aligned=min(100, max(num_rows // 2, 1)),
         max_set_size=_rounded_up(10 * num_rows),
         stages=min(_STAGES, epochs),
+        warmup_steps=steps // 20,
     )
 
 
@@ -120,7 +123,9 @@ class Proposal(NamedTuple):
     """What the recommended defense leaves of the labels; empty without labels."""
     ids: OwnIds
     leak_auc: float = LEAK_AUC
-    learning_rate: float = 0.003
+    learning_rate: float = 0.002
+    weight_decay: float = 0.01
+    dropout: float = 0.1
     train: float = TRAIN_SHARE
     test: float = round(1 - TRAIN_SHARE, 2)
 

@@ -214,8 +214,9 @@ def measure(
     run = train(folder, seed, *changed, UNDEFENDED)
     figures = {"rows": float(len(known(run.active.seen.rows).splits["train"]))}
     figures["no defense"] = last_auc(run)
-    figures["boosting"] = boosted_auc(run, seed)
-    figures["own columns"] = boosted_auc(run, seed, own_only=True)
+    if "boosting" in columns:
+        figures["boosting"] = boosted_auc(run, seed)
+        figures["own columns"] = boosted_auc(run, seed, own_only=True)
     if "mlp" in columns:
         figures["mlp"] = last_auc(train(folder, seed, *before(name), UNDEFENDED))
     for column in {".60", ".55"} & set(columns):

@@ -37,8 +37,8 @@ RANK = 96
 """The default of `projected_labels`: a smaller one takes away more than it saves."""
 
 TRAIN_SHARE = 0.8
-_BATCHES = ((16_000, 1024), (6_000, 256), (1_500, 128), (0, 32))
-_EPOCHS = ((5_000_000, 2), (500_000, 4), (50_000, 10), (0, 30))
+_BATCHES = ((50_000, 1024), (16_000, 512), (6_000, 256), (1_500, 128), (0, 64))
+_EPOCHS = ((5_000_000, 2), (500_000, 4), (50_000, 10), (0, 20))
 _STAGES = 8
 
 

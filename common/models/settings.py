@@ -38,16 +38,16 @@ class MlpModel(DenseModel):
 class TabularModel(DenseModel):
     """Dense layers like ``mlp``, for tables: each number is embedded, too.
 
-    A number's vector is a function that is linear between quantiles of the training rows
+    A number's vector is linear between quantiles of the different numbers in the training rows
     (Gorishniy et al., "On Embeddings for Numerical Features in Tabular Deep Learning", NeurIPS
-    2022). Numbers beyond the first or last quantile count as these. Where gaps are filled, their
-    indicators are not embedded; neither are the numbers that stand for lists.
+    2022), and a number beyond the first or last quantile counts as this. Indicators of gaps, and
+    the numbers that stand for lists, are not embedded.
     """
 
     kind: Literal["tabular"]
 
     num_bins: int = Field(default=32, ge=2, le=1024)
-    """Most intervals between quantiles for a column of numbers; equal quantiles count once."""
+    """Most intervals between quantiles of a column of numbers."""
 
     number_dim: int = Field(default=8, ge=1, le=4096)
     """Length of the vector that stands for a number."""

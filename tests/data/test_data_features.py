@@ -55,8 +55,8 @@ def transform(encoder: FeatureEncoder, own: Table, rows: list[int] | None = None
     return encoder.transform(own, np.array(range(len(own)) if rows is None else rows, np.int64))
 
 
-def test_bins_are_quantiles_of_the_training_rows_that_have_a_number() -> None:
-    """Equal quantiles count once, and a column with one number has one edge."""
+def test_bins_are_quantiles_of_the_numbers_in_training_rows() -> None:
+    """Equal numbers count once, and gaps do not count."""
     own = table(
         {
             "many": [*range(101), 9e9],
@@ -76,6 +76,12 @@ def test_bins_are_quantiles_of_the_training_rows_that_have_a_number() -> None:
     column = np.arange(101)
     edges = (np.array([0, 50, 100]) - column.mean()) / column.std()
     assert np.allclose(scaled.bins[0], edges)
+    assert found.shapes.bins == (4, 1, 0, 1, 0)
+    places = transform(found, own).numeric
+    assert places is not None
+    assert np.allclose(places[:101, 0], np.arange(101) / 25)
+    assert places[101].tolist() == [4, 1, 0, 1, 0]  # the last edge stands for what is beyond it
+    assert places[1, 3] == pytest.approx(4 * 33 / 67 / 4)  # a gap is filled with the mean
 
 
 def test_fitting_some_rows_at_a_time_gives_what_fitting_all_of_them_gives(

@@ -52,7 +52,7 @@ class ReturnsPair(nn.Module):
 
 
 CRITEO = FeatureShapes(numeric_dim=13, vocabulary_sizes=(9,) * 26)
-BINNED = FeatureShapes(2, (4, 5), bins=((-1.0, 0.0, 1.0), (0.0, 0.5)))
+BINNED = FeatureShapes(2, (4, 5), bins=(2, 1))
 LESIONS = FeatureShapes(image_shape=(3, 84, 84))
 SMALL_IMAGES = FeatureShapes(image_shape=(3, 12, 13))
 
@@ -97,25 +97,28 @@ def test_mlp_maps_every_kind_of_feature_to_the_cut_shape() -> None:
 
 def test_tabular_embeds_the_numbers_that_have_bins() -> None:
     """The oracle interpolates between the vectors of the edges."""
-    edges = (-1.0, -0.5, 0.25, 3.0)
-    shapes = FeatureShapes(numeric_dim=4, bins=(edges, (0.5,), (0.0, 1.0)))
+    shapes = FeatureShapes(numeric_dim=4, bins=(3, 0, 1))
     bottom = build_bottom_model(model(kind="tabular", number_dim=2), shapes, (5,), seed=0)
-    assert named_layer(bottom, "layers.hidden_0").get_parameter("0.weight").shape == (64, 6)
-    numbers = named_layer(bottom, "input.numbers")
-    with torch.no_grad():
-        for weight in numbers.parameters():
-            weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)))
-    x = torch.tensor([-9.0, -1.0, -0.8, -0.5, 0.1, 2.0, 3.0, torch.inf])
+    assert named_layer(bottom, "layers.hidden_0").get_parameter("0.weight").shape == (64, 7)
+    numbers, generator = named_layer(bottom, "input"), torch.Generator().manual_seed(3)
 
     def embedded(first: Tensor) -> Tensor:
-        rows = torch.stack([first, first, torch.full_like(first, 0.3), first], dim=1)
-        vectors: Tensor = numbers(rows)
-        assert torch.equal(vectors[:, 5], first)  # has no bins
-        assert (vectors[:, 4] == 0.5).all()  # was always the same in the training
-        return vectors[:, :2].detach()
+        zeros = torch.zeros_like(first)
+        vectors = numbers(Features(torch.stack([first, zeros, zeros, first], dim=1)))
+        assert torch.equal(vectors[:, 6], first)  # a number without bins
+        assert (vectors[:, 2:6] == vectors[0, 2:6]).all()
+        found: Tensor = vectors[:, :2].detach()
+        return found
 
-    at_edges = embedded(torch.tensor(edges)).numpy()
-    expected = [np.interp(x.numpy(), edges, at_edges[:, column]) for column in range(2)]
+    edges = torch.arange(4.0)
+    middle = (embedded(edges[:1]) + embedded(edges[3:])) / 2
+    torch.testing.assert_close(embedded(torch.tensor([1.5])), middle)  # of a line, before training
+    with torch.no_grad():
+        for weight in numbers.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+    x = torch.tensor([0.0, 0.3, 1.0, 1.9, 2.5, 3.0])
+    at_edges = embedded(edges).numpy()
+    expected = [np.interp(x.numpy(), edges.numpy(), at_edges[:, column]) for column in range(2)]
     assert np.allclose(embedded(x).T.numpy(), expected, atol=1e-5)
 
 

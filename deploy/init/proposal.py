@@ -37,7 +37,7 @@ RANK = 96
 """The default of `projected_labels`: a smaller one takes away more than it saves."""
 
 TRAIN_SHARE = 0.8
-_BATCHES = ((50_000, 1024), (16_000, 512), (6_000, 256), (1_500, 128), (0, 64))
+_BATCHES = ((16_000, 1024), (2_000, 256), (500, 128), (0, 32))
 _EPOCHS = ((5_000_000, 2), (500_000, 4), (50_000, 10), (0, 20))
 _STAGES = 8
 
@@ -123,7 +123,7 @@ class Proposal(NamedTuple):
     """What the recommended defense leaves of the labels; empty without labels."""
     ids: OwnIds
     leak_auc: float = LEAK_AUC
-    learning_rate: float = 0.002
+    learning_rate: float = 0.004
     weight_decay: float = 0.01
     dropout: float = 0.1
     train: float = TRAIN_SHARE

@@ -46,7 +46,7 @@ class TabularModel(DenseModel):
 
     kind: Literal["tabular"]
 
-    num_bins: int = Field(default=48, ge=2, le=1024)
+    num_bins: int = Field(default=128, ge=2, le=1024)
     """Most intervals between quantiles of a column of numbers."""
 
     number_dim: int = Field(default=4, ge=1, le=4096)

@@ -21,6 +21,7 @@ from splitveil.common.data.ids import numbered_subjects
 from splitveil.common.errors import DataError
 from splitveil.common.models.factory import Trial, build_top_model
 from splitveil.common.models.optimizers import build_optimizer
+from splitveil.common.models.settings import bins_of
 from splitveil.common.models.speed import speed_up
 from splitveil.common.models.worker_line import WorkerLine
 from splitveil.common.party.party_data import PartyData
@@ -73,7 +74,7 @@ class TrainerBuilder:
                 f"aligned ones is"
             )
         labels = self._data.labels_at(rows.file_rows)
-        self.encoder, features = self._data.encode(rows, self._earlier)
+        self.encoder, features = self._data.encode(rows, self._earlier, bins_of(settings.top_model))
         model = self._model(rows)
         answer_keys = AnswerKeys()
         secrets = NoiseSecrets(self._noise_key, answer_keys)

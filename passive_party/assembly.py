@@ -13,6 +13,7 @@ from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import Trial, build_bottom_model
 from splitveil.common.models.optimizers import build_optimizer
+from splitveil.common.models.settings import bins_of
 from splitveil.common.models.speed import refuse_speed_ups, speed_up
 from splitveil.common.models.spread_model import RowForm, SpreadModel, check_spreadable
 from splitveil.common.models.worker import Replica
@@ -185,7 +186,7 @@ class BottomBuilder:
 
     def __call__(self, rows: AlignedRows) -> BottomTrainer:
         settings, contract = self._settings, self._settings.contract
-        encoder, features = self._data.encode(rows, self._earlier)
+        encoder, features = self._data.encode(rows, self._earlier, bins_of(settings.bottom_model))
         if encoder is None or features is None:
             raise SettingsError("data.features: the passive party needs features")
         self.encoder = encoder

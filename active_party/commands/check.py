@@ -23,6 +23,7 @@ from splitveil.common.data.kinds import open_table_source
 from splitveil.common.data.label_columns import count_others
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import Trial, build_top_model, lone_row_in_words
+from splitveil.common.models.settings import bins_of
 from splitveil.common.party import command_line
 from splitveil.common.party.command_line import Check
 from splitveil.common.party.credentials import credential_files
@@ -99,7 +100,7 @@ def _data_and_bounds(settings: ActiveSettings) -> Iterator[Check]:
 
 def _data_and_model(settings: ActiveSettings, data: PartyData) -> str:
     earlier = open_label_owners_model(settings)
-    encoder = data.fit(np.arange(len(data.ids)), earlier)
+    encoder = data.fit(np.arange(len(data.ids)), earlier, bins_of(settings.top_model))
     contract, device = settings.contract, command_line.torch_device(settings.device)
     build = partial(
         build_top_model,

@@ -29,7 +29,7 @@ from splitveil.active_party.training.predictions import LossWeights
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.factory import build_bottom_model
-from splitveil.common.models.settings import MlpModel
+from splitveil.common.models.settings import MlpModel, TabularModel
 
 HELD_OUT_SHARE = 0.1
 HIDDEN_ALONE = (64, 32)
@@ -135,9 +135,13 @@ class LogitsAlone(nn.Module):
 
 
 def build_alone(encoder: FeatureEncoder, num_classes: int, seed: int) -> nn.Module:
-    """Return the untrained model of own features, on the CPU."""
+    """Return the untrained model of own features, on the CPU: ``tabular`` if there are bins."""
     width = 1 if num_classes <= 2 else num_classes
-    settings = MlpModel(kind="mlp", hidden=HIDDEN_ALONE)
+    settings = (
+        TabularModel(kind="tabular", hidden=HIDDEN_ALONE)
+        if encoder.bins
+        else MlpModel(kind="mlp", hidden=HIDDEN_ALONE)
+    )
     return LogitsAlone(build_bottom_model(settings, encoder, (width,), seed=seed))
 
 

@@ -2,7 +2,9 @@
 
 The encoder is fitted on a party's own training rows only and saved with its model.
 
-- A number x becomes (x - shift) / scale, after sign(x) log(1 + |x|) if the settings say so.
+- A number x becomes (x - shift) / scale, after sign(x) log(1 + |x|) if the settings say so. For a
+  model that embeds numbers, it becomes its place among the edges of bins, 2.5 in the middle of the
+  third bin, and no number lies outside.
 - A gap is filled before the scaling if the settings say so, with a number that was fitted; an
   indicator column is 1 where the gap was.
 - A category becomes a slot: 0 for a category that is absent from the training rows (or too rare),
@@ -80,6 +82,8 @@ class FeatureShapes(NamedTuple):
     vocabulary_sizes: tuple[int, ...] = ()
     image_shape: tuple[int, int, int] | None = None  # channels, height, width
     image_dtype: ImageDtype = "uint8"
+    bins: tuple[int, ...] = ()
+    """How many bins each of the first numeric columns has, whose numbers are places among them."""
 
     def zeros(self, num_rows: int) -> Features:
         image = None
@@ -144,11 +148,14 @@ class FeatureEncoder(Section):
     lists: tuple[ListVocabulary, ...] = ()
     """Columns of lists; their numbers come after the indicators."""
 
+    bins: tuple[tuple[float, ...], ...] = ()
+    """Edges of each numeric column's bins, in the unit of scaled numbers, ascending; or none."""
+
     @classmethod
     def fit(
-        cls, settings: FeatureSettings, table: Table, rows: NDArray[np.int64]
+        cls, settings: FeatureSettings, table: Table, rows: NDArray[np.int64], num_bins: int = 0
     ) -> "FeatureEncoder":
-        """Fit scalers and vocabularies on the training rows of the party's own table.
+        """Fit scalers, vocabularies and bins on the training rows of the party's own table.
 
         No other row has any influence.
         """
@@ -159,7 +166,7 @@ class FeatureEncoder(Section):
         ordered = np.sort(rows)
         for start in range(0, len(ordered), FIT_ROWS):
             found.add(table, ordered[start : start + FIT_ROWS])
-        fills = found.fills(table, ordered)
+        fills, bins = found.fills(table, ordered), found.bins(table, ordered, num_bins)
         return cls(
             signed_log1p=settings.signed_log1p,
             numeric=tuple(
@@ -175,6 +182,7 @@ class FeatureEncoder(Section):
             lists=tuple(
                 ListVocabulary(name=name, categories=kept) for name, kept in found.members(table)
             ),
+            bins=bins,
         )
 
     @classmethod
@@ -201,9 +209,10 @@ class FeatureEncoder(Section):
         """The shapes of the features that ``transform`` returns."""
         sizes = tuple(FIRST_CATEGORY_SLOT + len(column.categories) for column in self.categorical)
         numeric_dim = sum(width for _, width in self.numeric_parts)
+        bins = tuple(len(edges) - 1 for edges in self.bins)
         if self.image is None:
-            return FeatureShapes(numeric_dim, sizes)
-        return FeatureShapes(numeric_dim, sizes, self.image.shape, self.image.dtype)
+            return FeatureShapes(numeric_dim, sizes, bins=bins)
+        return FeatureShapes(numeric_dim, sizes, self.image.shape, self.image.dtype, bins)
 
     def transform(self, table: Table, rows: NDArray[np.int64]) -> Features:
         """Return some rows of a table as tensors.
@@ -279,7 +288,11 @@ class RowEncoder:
                 if scaler.name in encoder.indicators:
                     place = len(encoder.numeric) + encoder.indicators.index(scaler.name)
                     result[:, place] = is_gap
-            result[:, j] = (values - scaler.shift) / scaler.scale
+            scaled = (values - scaler.shift) / scaler.scale
+            if encoder.bins:
+                edges = encoder.bins[j]
+                scaled = np.interp(scaled, edges, np.arange(len(edges)))
+            result[:, j] = scaled
         return result
 
 

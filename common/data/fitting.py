@@ -13,8 +13,11 @@ from splitveil.common.data.table import Table
 
 FIT_ROWS = 2**20
 
-MEDIAN_NUMBERS = 2**26
-"""Numbers that are held at once to find medians, 0.5 GiB."""
+ORDERED_NUMBERS = 2**26
+"""Numbers that are held at once to find medians and bins, 0.5 GiB."""
+
+BIN_ROWS = 2**16
+"""Training rows from which bins are found, if there are more, evenly spaced in the file."""
 
 
 class Fitted:
@@ -33,7 +36,10 @@ class Fitted:
 
     def add(self, table: Table, rows: NDArray[np.int64]) -> None:
         for name, values in table.numeric.items():
-            self._ranges[name].add(self._present(name, self._compressed(values[rows])))
+            numbers = self._compressed(values[rows])
+            if self._keeps_gaps:
+                self._num_gaps[name] += int(np.count_nonzero(np.isnan(numbers)))
+            self._ranges[name].add(self._present(numbers))
         for columns, counts in ((table.categorical, self._counts), (table.lists, self._sets)):
             for name, column in columns.items():
                 codes = column.codes[rows]
@@ -54,9 +60,27 @@ class Fitted:
             case "mean":
                 return {name: found.mean for name, found in self._ranges.items()}
             case "median":
-                return self._medians(table, rows)
+                columns = self._columns(table, rows)
+                return {name: float(np.median(v)) if len(v) else 0.0 for name, v in columns}
             case _:
                 return dict.fromkeys(self._ranges, 0.0)
+
+    def bins(
+        self, table: Table, rows: NDArray[np.int64], num_bins: int
+    ) -> tuple[tuple[float, ...], ...]:
+        """Return the edges of each column's bins, in the scaled unit; empty for no bins.
+
+        Training rows are ascending.
+        """
+        if not num_bins:
+            return ()
+        some = rows[np.linspace(0, len(rows) - 1, min(len(rows), BIN_ROWS)).astype(np.int64)]
+        scales = self.scales()
+        found = []
+        for name, values in self._columns(table, some):
+            shift, scale = scales[name]
+            found.append(_edges((values - shift) / scale, num_bins))
+        return tuple(found)
 
     def indicators(self) -> tuple[str, ...]:
         """Return the columns that had gaps, if an indicator marks them."""
@@ -83,20 +107,21 @@ class Fitted:
     def _compressed(self, values: Numbers) -> NDArray[np.float64]:
         return compress(values, signed_log1p=self._settings.signed_log1p)
 
-    def _present(self, name: str, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the numbers from which scales are fitted, and count the gaps among them."""
+    def _present(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the numbers that are fitted to: those of gaps only if they are zeros."""
         if not self._keeps_gaps:
             return values
         is_gap = np.isnan(values)
-        self._num_gaps[name] += int(np.count_nonzero(is_gap))
         if self._settings.missing_numeric == "zero":
             return np.where(is_gap, 0.0, values)
         return values[~is_gap]
 
-    def _medians(self, table: Table, rows: NDArray[np.int64]) -> dict[str, float]:
+    def _columns(
+        self, table: Table, rows: NDArray[np.int64]
+    ) -> Iterator[tuple[str, NDArray[np.float64]]]:
+        """Yield every column's numbers in some rows, which are ascending."""
         names = list(table.numeric)
-        at_once = max(1, MEDIAN_NUMBERS // len(rows))
-        found = {}
+        at_once = max(1, ORDERED_NUMBERS // len(rows))
         for first in range(0, len(names), at_once):
             some = names[first : first + at_once]
             block = np.empty((len(some), len(rows)))
@@ -106,9 +131,15 @@ class Fitted:
                 for j, name in enumerate(some):
                     block[j, part] = self._compressed(table.numeric[name][rows[part]])
             for name, values in zip(some, block, strict=True):
-                present = values[~np.isnan(values)]
-                found[name] = float(np.median(present)) if len(present) else 0.0
-        return found
+                yield name, self._present(values)
+
+
+def _edges(values: NDArray[np.float64], num_bins: int) -> tuple[float, ...]:
+    """Return at most ``num_bins`` + 1 quantiles of the different numbers, and at least one."""
+    different = np.unique(values)
+    if len(different) <= num_bins:
+        return tuple(different.tolist()) or (0.0,)
+    return tuple(np.unique(np.quantile(different, np.linspace(0, 1, num_bins + 1))).tolist())
 
 
 def compress(values: Numbers, *, signed_log1p: bool) -> NDArray[np.float64]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from splitveil.common.data.features import Features, FeatureShapes, image_as_float
 from splitveil.common.errors import SettingsError
-from splitveil.common.models.settings import MlpModel, WideDeepModel
+from splitveil.common.models.settings import DenseModel, TabularModel, WideDeepModel
 
 EMBEDDING_RANGE = 0.05
 
@@ -26,30 +26,70 @@ EMBEDDING_RANGE = 0.05
 class FeatureInput(nn.Module):
     """Concatenates a row's features: numbers, embedded categories, flattened image.
 
-    The categories of all columns share one table, so that one look-up serves all of them.
+    The categories of all columns share one table, so that one look-up serves all of them. Numbers
+    with bins are embedded if ``number_dim`` is not 0.
     """
 
-    def __init__(self, shapes: FeatureShapes, embedding_dim: int) -> None:
+    def __init__(self, shapes: FeatureShapes, embedding_dim: int, number_dim: int = 0) -> None:
         super().__init__()
+        self._binned = len(shapes.bins) if number_dim else 0
+        self.numbers = NumberEmbedding(shapes.bins, number_dim) if self._binned else None
+        numeric_dim = shapes.numeric_dim + self._binned * (number_dim - 1)
         sizes = shapes.vocabulary_sizes
         self.embedding = nn.Embedding(sum(sizes), embedding_dim) if sizes else None
         starts = [sum(sizes[:column]) for column in range(len(sizes))]
         column_starts = torch.tensor(starts, dtype=torch.int64)
         self.register_buffer("column_starts", column_starts, persistent=False)
         image_dim = math.prod(shapes.image_shape) if shapes.image_shape else 0
-        self.output_dim = shapes.numeric_dim + len(sizes) * embedding_dim + image_dim
+        self.output_dim = numeric_dim + len(sizes) * embedding_dim + image_dim
 
     def forward(self, features: Features) -> Tensor:
         """Return the vectors, (rows, output_dim), float32."""
         parts = []
         if features.numeric is not None:
-            parts.append(features.numeric)
+            numbers = features.numeric
+            if self.numbers is not None:
+                parts.append(self.numbers(numbers[:, : self._binned]))
+            if self._binned < numbers.shape[1]:
+                parts.append(numbers[:, self._binned :])
         if features.categorical is not None and self.embedding is not None:
             slots = features.categorical + self.get_buffer("column_starts")
             parts.append(self.embedding(slots).flatten(1))
         if features.image is not None:
             parts.append(image_as_float(features.image).flatten(1))
         return joined(parts)
+
+
+class NumberEmbedding(nn.Module):
+    """Maps numbers to vectors by functions that are linear between the edges of bins.
+
+    A number is its place among the edges of its column, from 0 for the first to the number of bins.
+    The functions are those of ``rtdl_num_embeddings.PiecewiseLinearEmbeddings`` (version B): a line
+    to begin with, and a step more or less for each bin. That library computes with all bins of
+    every number, for several times the time.
+    """
+
+    def __init__(self, bins: Sequence[int], dim: int) -> None:
+        super().__init__()
+        self._most = max(1, *bins)
+        ends = torch.tensor(bins).clamp(min=1)[:, None, None]
+        line = (torch.arange(self._most + 1)[:, None] / ends).clamp(max=1) - 0.5
+        self.register_buffer("line", line * math.sqrt(12), persistent=False)  # of variance 1
+        self.register_buffer("columns", torch.arange(len(bins)), persistent=False)
+        bound = dim**-0.5
+        self.slope = nn.Parameter(torch.empty(len(bins), 1, dim).uniform_(-bound, bound))
+        self.offset = nn.Parameter(torch.empty(len(bins), 1, dim).uniform_(-bound, bound))
+        self.steps = nn.Parameter(torch.zeros(len(bins), self._most, dim))
+
+    def forward(self, places: Tensor) -> Tensor:
+        """Map (rows, columns) to (rows, columns * dim)."""
+        line = self.slope * self.get_buffer("line") + self.offset
+        at_edges = line + nn.functional.pad(self.steps.cumsum(1), (0, 0, 1, 0))
+        places = places.clamp(0, self._most)
+        left, columns = places.long().clamp(max=self._most - 1), self.get_buffer("columns")
+        # Not grid_sample: on CUDA its gradient would have other bits each time.
+        beside = at_edges[columns, left], at_edges[columns, left + 1]
+        return torch.lerp(*beside, (places - left)[:, :, None]).flatten(1)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
@@ -62,10 +102,12 @@ class DenseBottom(nn.Module):
 
     layers: nn.Module
 
-    def __init__(self, embedding_dim: int, shapes: FeatureShapes, cut_shape: Sequence[int]) -> None:
+    def __init__(
+        self, settings: DenseModel | WideDeepModel, shapes: FeatureShapes, cut_shape: Sequence[int]
+    ) -> None:
         super().__init__()
         self.cut_shape = tuple(cut_shape)
-        self.input = FeatureInput(shapes, embedding_dim)
+        self.input = _input_of(settings, shapes)
 
     def forward(self, features: Features) -> Tensor:
         activation: Tensor = self.layers(self.input(features))
@@ -75,8 +117,10 @@ class DenseBottom(nn.Module):
 class MlpBottom(DenseBottom):
     """Maps features to the cut layer's activation by dense layers."""
 
-    def __init__(self, settings: MlpModel, shapes: FeatureShapes, cut_shape: Sequence[int]) -> None:
-        super().__init__(settings.embedding_dim, shapes, cut_shape)
+    def __init__(
+        self, settings: DenseModel, shapes: FeatureShapes, cut_shape: Sequence[int]
+    ) -> None:
+        super().__init__(settings, shapes, cut_shape)
         self.layers = _dense_layers(
             settings,
             self.input.output_dim,
@@ -90,13 +134,13 @@ class MlpTop(nn.Module):
 
     def __init__(
         self,
-        settings: MlpModel,
+        settings: DenseModel,
         cut_shape: Sequence[int],
         shapes: FeatureShapes | None,
         num_logits: int = 1,
     ) -> None:
         super().__init__()
-        self.input = FeatureInput(shapes, settings.embedding_dim) if shapes else None
+        self.input = _input_of(settings, shapes) if shapes else None
         own_dim = self.input.output_dim if self.input else 0
         self.layers = _dense_layers(settings, math.prod(cut_shape) + own_dim, num_logits, None)
 
@@ -121,7 +165,7 @@ class WideDeepBottom(DenseBottom):
                 f"bottom_model.hidden: the last width, {settings.hidden[-1]}, is the cut layer's, "
                 f"and contract.cut_shape {list(cut_shape)} has {cut_dim} values"
             )
-        super().__init__(settings.embedding_dim, shapes, cut_shape)
+        super().__init__(settings, shapes, cut_shape)
         if self.input.embedding is not None:
             nn.init.uniform_(self.input.embedding.weight, -EMBEDDING_RANGE, EMBEDDING_RANGE)
         self.layers = dense_relu(self.input.output_dim, settings.hidden)
@@ -198,8 +242,13 @@ def dense_relu(input_dim: int, widths: Sequence[int]) -> nn.Sequential:
     return nn.Sequential(layers)
 
 
+def _input_of(settings: DenseModel | WideDeepModel, shapes: FeatureShapes) -> FeatureInput:
+    number_dim = settings.number_dim if isinstance(settings, TabularModel) else 0
+    return FeatureInput(shapes, settings.embedding_dim, number_dim)
+
+
 def _dense_layers(
-    settings: MlpModel, input_dim: int, output_dim: int, output_activation: nn.Module | None
+    settings: DenseModel, input_dim: int, output_dim: int, output_activation: nn.Module | None
 ) -> nn.Sequential:
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for number, width in enumerate(settings.hidden):

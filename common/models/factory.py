@@ -16,8 +16,10 @@ from splitveil.common.models.dense import MlpBottom, MlpTop, WideDeepBottom, Wid
 from splitveil.common.models.settings import (
     ConvModel,
     CustomModel,
+    DenseModel,
     MlpModel,
     ModelSettings,
+    TabularModel,
     WideDeepModel,
 )
 from splitveil.common.text.imports import fault_in_words, first_line, import_named, may_pass
@@ -57,7 +59,7 @@ def build_bottom_model(
 
     def build() -> nn.Module:
         match settings:
-            case MlpModel():
+            case MlpModel() | TabularModel():
                 return MlpBottom(settings, shapes, cut_shape)
             case WideDeepModel():
                 return WideDeepBottom(settings, shapes, cut_shape)
@@ -95,7 +97,7 @@ def build_top_model(
     shapes = None if encoder is None else _shapes(encoder)
     if shapes is not None and not _has_features(shapes):
         raise SettingsError("top_model: data.features selects no column; leave it out")
-    if isinstance(settings, MlpModel) and settings.output_activation != "identity":
+    if isinstance(settings, DenseModel) and settings.output_activation != "identity":
         raise SettingsError(
             f"top_model.output_activation: expected identity (the output is a logit, or a number "
             f"that may be any), got {settings.output_activation}"
@@ -103,7 +105,7 @@ def build_top_model(
 
     def build() -> nn.Module:
         match settings:
-            case MlpModel():
+            case MlpModel() | TabularModel():
                 return MlpTop(settings, cut_shape, shapes, num_logits)
             case WideDeepModel():
                 return WideDeepTop(settings, cut_shape, shapes, num_logits)

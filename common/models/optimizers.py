@@ -4,10 +4,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, overload
 
 from torch import nn
-from torch.optim import SGD, Adam, Optimizer, SparseAdam
+from torch.optim import SGD, Adam, AdamW, Optimizer, SparseAdam
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.models.settings import AdamOptimizer, OptimizerSettings, SgdOptimizer
+from splitveil.common.models.settings import (
+    AdamSettings,
+    AdamWOptimizer,
+    OptimizerSettings,
+    SgdOptimizer,
+)
 
 
 def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> Optimizer:
@@ -25,7 +30,7 @@ def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> Optimizer:
     if not trainable:
         raise SettingsError("optimizer: the model has no trainable parameters")
     match settings:
-        case AdamOptimizer():
+        case AdamSettings():
             dense = [parameter for parameter in trainable if id(parameter) not in large]
             sparse = [parameter for parameter in trainable if id(parameter) in large]
             return _build_adam(settings, dense, sparse)
@@ -48,12 +53,13 @@ def _large_tables(settings: OptimizerSettings, model: nn.Module) -> Iterator[nn.
 
 
 def _build_adam(
-    settings: AdamOptimizer, dense: list[nn.Parameter], sparse: list[nn.Parameter]
+    settings: AdamSettings, dense: list[nn.Parameter], sparse: list[nn.Parameter]
 ) -> Optimizer:
     parts: list[Optimizer] = []
     if dense:
+        kind = AdamW if isinstance(settings, AdamWOptimizer) else Adam
         parts.append(
-            Adam(
+            kind(
                 dense,
                 lr=settings.learning_rate,
                 betas=settings.betas,

@@ -7,10 +7,10 @@ from pydantic import Field, PositiveInt, StringConstraints
 from splitveil.common.settings import Section
 
 
-class MlpModel(Section):
-    """Dense layers over numbers, embedded categories and flattened images."""
+class DenseModel(Section):
+    """What ``mlp`` and ``tabular`` have in common."""
 
-    kind: Literal["mlp"]
+    kind: str
 
     hidden: tuple[PositiveInt, ...] = Field(default=(64,), max_length=64)
     """Widths of the hidden layers, from input to output; empty for a single dense layer."""
@@ -27,6 +27,30 @@ class MlpModel(Section):
 
     embedding_dim: int = Field(default=4, ge=1, le=4096)
     """Length of the vector that stands for a category."""
+
+
+class MlpModel(DenseModel):
+    """Dense layers over numbers, embedded categories and flattened images."""
+
+    kind: Literal["mlp"]
+
+
+class TabularModel(DenseModel):
+    """Dense layers like ``mlp``, for tables: each number is embedded, too.
+
+    A number's vector is linear between quantiles of the different numbers in the training rows
+    (Gorishniy et al., "On Embeddings for Numerical Features in Tabular Deep Learning", NeurIPS
+    2022), and a number beyond the first or last quantile counts as this. Indicators of gaps, and
+    the numbers that stand for lists, are not embedded.
+    """
+
+    kind: Literal["tabular"]
+
+    num_bins: int = Field(default=32, ge=2, le=1024)
+    """Most intervals between quantiles of a column of numbers."""
+
+    number_dim: int = Field(default=8, ge=1, le=4096)
+    """Length of the vector that stands for a number."""
 
 
 class WideDeepModel(Section):
@@ -86,20 +110,26 @@ class CustomModel(Section):
 
 
 ModelSettings = Annotated[
-    MlpModel | WideDeepModel | ConvModel | CustomModel, Field(discriminator="kind")
+    MlpModel | TabularModel | WideDeepModel | ConvModel | CustomModel, Field(discriminator="kind")
 ]
 
 
-class AdamOptimizer(Section):
-    """Adam."""
+def bins_of(settings: ModelSettings) -> int:
+    """Return how many bins a model needs for each column of numbers; 0 for none."""
+    return settings.num_bins if isinstance(settings, TabularModel) else 0
 
-    kind: Literal["adam"]
+
+class AdamSettings(Section):
+    """What ``adam`` and ``adamw`` have in common."""
+
+    kind: str
 
     learning_rate: float = Field(default=1e-3, gt=0)
     """Step size."""
 
     weight_decay: float = Field(default=0.0, ge=0)
-    """The multiple of the weights that is added to their gradient."""
+    """The multiple of the weights that is added to their gradient; with ``adamw``, the share by
+    which a step of size 1 shrinks them."""
 
     betas: tuple[
         Annotated[float, Field(ge=0, lt=1)],
@@ -112,6 +142,18 @@ class AdamOptimizer(Section):
     up. The cost of a step is then independent of the size of the table, and the running averages of
     the other rows stay as they are instead of moving these rows further. ``null`` disables this;
     so does ``weight_decay``, which moves every row in every step."""
+
+
+class AdamOptimizer(AdamSettings):
+    """Adam."""
+
+    kind: Literal["adam"]
+
+
+class AdamWOptimizer(AdamSettings):
+    """AdamW: Adam whose weight decay is not part of the gradient."""
+
+    kind: Literal["adamw"]
 
 
 class SgdOptimizer(Section):
@@ -134,4 +176,6 @@ class SgdOptimizer(Section):
     ``weight_decay``, which move every row in every step."""
 
 
-OptimizerSettings = Annotated[AdamOptimizer | SgdOptimizer, Field(discriminator="kind")]
+OptimizerSettings = Annotated[
+    AdamOptimizer | AdamWOptimizer | SgdOptimizer, Field(discriminator="kind")
+]

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.autograd.function import Function
 
@@ -49,16 +50,7 @@ class RowForm(NamedTuple):
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> "RowForm":
         """Return the form that ``to_json`` described."""
-        shapes, cut_shape = found["shapes"], found["cut_shape"]
-        if shapes is not None:
-            image = shapes["image_shape"]
-            shapes = FeatureShapes(
-                shapes["numeric_dim"],
-                tuple(shapes["vocabulary_sizes"]),
-                None if image is None else tuple(image),
-                shapes["image_dtype"],
-            )
-        return cls(None if cut_shape is None else tuple(cut_shape), shapes)
+        return TypeAdapter(cls).validate_python(found)
 
 
 def tensors_of(inputs: Inputs) -> list[Tensor]:

@@ -88,20 +88,20 @@ class PartyData:
             return cls(settings, table)
 
     def fit(
-        self, training_rows: Positions, earlier: EarlierModel | None = None
+        self, training_rows: Positions, earlier: EarlierModel | None = None, num_bins: int = 0
     ) -> FeatureEncoder | None:
         if earlier is not None:
             table = None if self.settings.features is None else self.table
             return earlier.encoder_for(table, self.table.source)
         if self.settings.features is None:
             return None
-        return FeatureEncoder.fit(self.settings.features, self.table, training_rows)
+        return FeatureEncoder.fit(self.settings.features, self.table, training_rows, num_bins)
 
     def encode(
-        self, rows: AlignedRows, earlier: EarlierModel | None = None
+        self, rows: AlignedRows, earlier: EarlierModel | None = None, num_bins: int = 0
     ) -> tuple[FeatureEncoder | None, Features | None]:
         """Fit on the training rows, unless there is an earlier model, and encode all rows."""
-        encoder = self.fit(rows.file_rows[rows.splits["train"]], earlier)
+        encoder = self.fit(rows.file_rows[rows.splits["train"]], earlier, num_bins)
         if encoder is None:
             return None, None
         if self.table.is_on_disk:

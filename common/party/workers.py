@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.models.settings import MlpModel, ModelSettings
+from splitveil.common.models.settings import DenseModel, ModelSettings
 from splitveil.common.models.worker import Replica, Worker
 from splitveil.common.models.worker_line import WorkerLine
 from splitveil.common.party.interruption import Interruption
@@ -80,7 +80,7 @@ def act(parsed: argparse.Namespace, action: Callable[[argparse.Namespace], None]
 
 def check_model(settings: ModelSettings, role: str) -> None:
     """Check that several processes can compute a model, as far as its settings tell."""
-    if isinstance(settings, MlpModel) and settings.dropout:
+    if isinstance(settings, DenseModel) and settings.dropout:
         raise SettingsError(
             f"{role}.dropout: expected 0 with several processes, because its random state is that "
             f"of one process; got {settings.dropout}"

@@ -8,6 +8,7 @@ import numpy as np
 
 from splitveil.common.errors import PeerUnreachable, SettingsError
 from splitveil.common.models.factory import Trial, build_bottom_model, lone_row_in_words
+from splitveil.common.models.settings import bins_of
 from splitveil.common.party import command_line
 from splitveil.common.party.command_line import Check
 from splitveil.common.party.credentials import credential_files
@@ -32,7 +33,7 @@ def check(parsed: argparse.Namespace) -> None:
     def data_and_model() -> str:
         data = PartyData.of(settings)
         earlier = open_earlier_model(settings)
-        encoder = data.fit(np.arange(len(data.ids)), earlier)
+        encoder = data.fit(np.arange(len(data.ids)), earlier, bins_of(settings.bottom_model))
         if encoder is None:
             raise SettingsError("data.features: the passive party needs features")
         contract, device = settings.contract, command_line.torch_device(settings.device)

@@ -32,7 +32,7 @@ TRAINING = np.arange(0, COUNT, 3)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "PART_ROWS", 64)
     monkeypatch.setattr(fitting, "FIT_ROWS", 50)
-    monkeypatch.setattr(fitting, "MEDIAN_NUMBERS", 150)
+    monkeypatch.setattr(fitting, "ORDERED_NUMBERS", 150)
 
 
 def load(folder: Path, columns: dict[str, Any], **features: Any) -> PartyData:

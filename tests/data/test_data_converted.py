@@ -116,8 +116,9 @@ def test_features_are_those_of_the_table_in_memory_bit_for_bit(
     generator = np.random.default_rng(2)
     training = generator.permutation(len(plain))[:400]
     order = generator.permutation(len(plain))[:500]
-    encoder = FeatureEncoder.fit(found.features, mapped, training)
-    assert encoder == FeatureEncoder.fit(found.features, plain, training)
+    encoder = FeatureEncoder.fit(found.features, mapped, training, 8)
+    assert encoder == FeatureEncoder.fit(found.features, plain, training, 8)
+    assert max(map(len, encoder.bins)) == 9
     expected = encoder.transform(plain, order)
     lazy = MappedFeatures(encode=RowEncoder(encoder, mapped), file_rows=order)
     assert len(lazy) == 500

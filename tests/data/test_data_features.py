@@ -55,6 +55,35 @@ def transform(encoder: FeatureEncoder, own: Table, rows: list[int] | None = None
     return encoder.transform(own, np.array(range(len(own)) if rows is None else rows, np.int64))
 
 
+def test_bins_are_quantiles_of_the_numbers_in_training_rows() -> None:
+    """Equal numbers count once, and gaps do not count."""
+    own = table(
+        {
+            "many": [*range(101), 9e9],
+            "two": [1.0, 1.0, 3.0] * 34,
+            "one": [5.0] * 101 + [7.0],
+            "gaps": [0.0, np.nan, 4.0] * 34,
+            "none": [np.nan] * 101 + [2.0],
+        }
+    )
+    own = replace(own, gaps="nan")
+    found = FeatureEncoder.fit(
+        settings(numeric_scaling="none", missing_numeric="mean"), own, np.arange(101), 4
+    )
+    assert found.bins == ((0, 25, 50, 75, 100), (1, 3), (5,), (0, 4), (0,))
+    assert FeatureEncoder.from_state(json.loads(json.dumps(found.state()))) == found
+    scaled = FeatureEncoder.fit(settings(missing_numeric="zero"), own, np.arange(101), 2)
+    column = np.arange(101)
+    edges = (np.array([0, 50, 100]) - column.mean()) / column.std()
+    assert np.allclose(scaled.bins[0], edges)
+    assert found.shapes.bins == (4, 1, 0, 1, 0)
+    places = transform(found, own).numeric
+    assert places is not None
+    assert np.allclose(places[:101, 0], np.arange(101) / 25)
+    assert places[101].tolist() == [4, 1, 0, 1, 0]  # the last edge stands for what is beyond it
+    assert places[1, 3] == pytest.approx(4 * 33 / 67 / 4)  # a gap is filled with the mean
+
+
 def test_fitting_some_rows_at_a_time_gives_what_fitting_all_of_them_gives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

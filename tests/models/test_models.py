@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pydantic import Field
@@ -51,6 +52,7 @@ class ReturnsPair(nn.Module):
 
 
 CRITEO = FeatureShapes(numeric_dim=13, vocabulary_sizes=(9,) * 26)
+BINNED = FeatureShapes(2, (4, 5), bins=(2, 1))
 LESIONS = FeatureShapes(image_shape=(3, 84, 84))
 SMALL_IMAGES = FeatureShapes(image_shape=(3, 12, 13))
 
@@ -91,6 +93,33 @@ def test_mlp_maps_every_kind_of_feature_to_the_cut_shape() -> None:
     assert top(activation, batch()).shape == (8,)
     weight = named_layer(bottom, "layers.hidden_0").get_parameter("0.weight")
     assert weight.shape == (7, 3 + 2 * 4 + 4)
+
+
+def test_tabular_embeds_the_numbers_that_have_bins() -> None:
+    """The oracle interpolates between the vectors of the edges."""
+    shapes = FeatureShapes(numeric_dim=4, bins=(3, 0, 1))
+    bottom = build_bottom_model(model(kind="tabular", number_dim=2), shapes, (5,), seed=0)
+    assert named_layer(bottom, "layers.hidden_0").get_parameter("0.weight").shape == (64, 7)
+    numbers, generator = named_layer(bottom, "input"), torch.Generator().manual_seed(3)
+
+    def embedded(first: Tensor) -> Tensor:
+        zeros = torch.zeros_like(first)
+        vectors = numbers(Features(torch.stack([first, zeros, zeros, first], dim=1)))
+        assert torch.equal(vectors[:, 6], first)  # a number without bins
+        assert (vectors[:, 2:6] == vectors[0, 2:6]).all()
+        found: Tensor = vectors[:, :2].detach()
+        return found
+
+    edges = torch.arange(4.0)
+    middle = (embedded(edges[:1]) + embedded(edges[3:])) / 2
+    torch.testing.assert_close(embedded(torch.tensor([1.5])), middle)  # of a line, before training
+    with torch.no_grad():
+        for weight in numbers.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+    x = torch.tensor([0.0, 0.3, 1.0, 1.9, 2.5, 3.0])
+    at_edges = embedded(edges).numpy()
+    expected = [np.interp(x.numpy(), edges.numpy(), at_edges[:, column]) for column in range(2)]
+    assert np.allclose(embedded(x).T.numpy(), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("part", ["numeric", "categorical", "image"])
@@ -195,8 +224,9 @@ def test_conv_may_end_in_dense_layers_below_the_cut_and_meet_own_features_above(
         (wide_deep(hidden=[12, 6]), wide_deep(hidden=[8]), CRITEO, (6,)),
         (conv(channels=[4, 6]), conv(channels=[4], hidden=[5]), SMALL_IMAGES, (6, 3, 3)),
         (model(hidden=[9]), model(hidden=[7]), SHAPES, (6,)),
+        (model(kind="tabular"), model(kind="tabular"), BINNED, (6,)),
     ],
-    ids=["wide_deep", "conv", "mlp"],
+    ids=["wide_deep", "conv", "mlp", "tabular"],
 )
 def test_no_row_of_a_batch_has_an_influence_on_another(
     below: ModelSettings, above: ModelSettings, shapes: FeatureShapes, cut_shape: tuple[int, ...]
@@ -397,6 +427,14 @@ def test_optimizers_take_the_steps_that_their_settings_say() -> None:
     adam.step()
     torch.testing.assert_close(adam_weight.data, torch.tensor([2.1]))
     assert adam.param_groups[0]["betas"] == (0.5, 0.9)
+
+    shrunk = nn.Parameter(torch.tensor([2.0]))
+    adamw = build_optimizer(
+        optimizer(kind="adamw", learning_rate=0.1, weight_decay=0.5), holding(shrunk)
+    )
+    shrunk.grad = torch.tensor([-7.0])
+    adamw.step()
+    torch.testing.assert_close(shrunk.data, torch.tensor([2 * (1 - 0.1 * 0.5) + 0.1]))
 
 
 def table_and_layer(rows: int = 50) -> nn.Sequential:

@@ -6,7 +6,8 @@ checkpoint/refitted.safetensors   the same, fitted to the true labels afterwards
 checkpoint/alone.safetensors      a model of this party's own features only, for predictions
                                   while a passive party is away
 checkpoint/ledger.safetensors     the account book
-checkpoint/targets.safetensors    targets by example, if the defense releases any
+checkpoint/targets.safetensors    targets by example, if the defense releases any, with what
+                                  they follow from
 checkpoint/test_predictions.safetensors
                                   the last predictions of the test rows, to compare runs
 
@@ -14,6 +15,7 @@ A run that its budget or leak gate has ended for good is marked; the same limits
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,9 +143,9 @@ def save_results(
     predictions = session.lifecycle.answering.test_predictions
     if predictions is not None:
         save_predictions(folder, session.ids, session.lifecycle.answering.rows, predictions)
-    targets = None if trainer.staged is None else trainer.staged.released_targets
-    if targets is not None:
-        _save_targets(settings, folder, session, targets)
+    staged = trainer.staged
+    if staged is not None and staged.released_targets is not None:
+        _save_targets(settings, folder, session, staged.released_targets, staged.releases)
     delete_saved(folder, REFITTED)
     # A run that may resume is not over: its last activations are still to come.
     if session.stage is not Stage.FINISHED or not settings.defense.traits.refits_top:
@@ -195,14 +197,18 @@ def _fitting(settings: ActiveSettings) -> Fitting:
 
 
 def _save_targets(
-    settings: ActiveSettings, folder: Path, session: ActiveSession, targets: Tensor
+    settings: ActiveSettings,
+    folder: Path,
+    session: ActiveSession,
+    targets: Tensor,
+    releases: Mapping[str, Tensor],
 ) -> None:
     rows = session.lifecycle.answering.rows
     training = rows.splits["train"]
     ids = (session.ids[row] for row in rows.file_rows[training])
     of_training = targets[torch.from_numpy(training.copy())]
     rules, bounds = rules_as_bytes(settings.contract.ids), settings.defense_context().label_bounds
-    by_id = targets_by_id(ids, of_training, rules, bounds)
+    by_id = targets_by_id(ids, of_training, rules, bounds, releases)
     save_tensors(folder, TARGETS, by_id.state_dict())
 
 

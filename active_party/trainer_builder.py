@@ -1,6 +1,7 @@
 """Builds the trainer of a run from the settings, the data, and the common rows."""
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -87,13 +88,16 @@ class TrainerBuilder:
             labels[train] = labels_first_used(path, self._noise_key, trained, labels[train])
         training = torch.from_numpy(train) if rows.has_survey else None
         known = persons = subjects = None
+        releases: Mapping[str, Tensor] = {}
         if self._known_targets is not None:
             known = self._known_targets.of(self._data.ids[row] for row in rows.file_rows)
+            trained_ids = (self._data.ids[row] for row in rows.file_rows[train])
+            releases = self._known_targets.releases_of(trained_ids)
         if self._subjects is not None:
             of_rows = self._subjects[rows.file_rows]
             subjects = torch.from_numpy(numbered_subjects(of_rows))
             persons = persons_of(of_rows, (self._data.ids[row] for row in rows.file_rows))
-        examples = Examples(ids, labels, self._device, training, subjects, known)
+        examples = Examples(ids, labels, self._device, training, subjects, known, releases)
         return TopTrainer(
             self._build_objective(model, rows.total_steps(contract), secrets, examples),
             settings.defense.build(settings.defense_context(), secrets, examples),

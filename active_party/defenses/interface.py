@@ -7,6 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -165,6 +166,10 @@ class Examples(NamedTuple):
     known_targets: Tensor | None = None
     """Targets that earlier runs released, (aligned,) or (aligned, classes), NaN where there is
     none; None if there are none at all."""
+
+    known_releases: Mapping[str, Tensor] = MappingProxyType({})
+    """What an earlier run with exactly these training rows released, as its defense noted it; empty
+    if there is no such run."""
 
 
 class BuildInputs(NamedTuple):
@@ -364,6 +369,11 @@ class StagedDefense(Defense):
     @abstractmethod
     def released_targets(self) -> Tensor | None:
         """Targets of all aligned rows that were computed from releases alone, if there are any."""
+
+    @property
+    @abstractmethod
+    def releases(self) -> Mapping[str, Tensor]:
+        """What ``Examples.known_releases`` is to be in a later run on the same training rows."""
 
 
 class Memory(Protocol):

@@ -2,8 +2,9 @@
 
 **Targets** that a run's releases led to (`TARGETS`). A target is computed from releases alone. A
 later run that trains on it again, instead of summing the label once more, reveals nothing new about
-that label. An example is recognised by its id; whether its label has changed since must not matter,
-because the choice of rows would then reveal that.
+that label; neither does one that computes other targets from the same releases. An example is
+recognised by its id; whether its label has changed since must not matter, because the choice of
+rows would then reveal that.
 
 **Labels** for which a noise key has drawn noise: an example keeps the one that it had first. Noise
 of a key belongs to an example. Two runs with the same noise on two labels of an example would
@@ -20,6 +21,7 @@ meaning of the labels has labels of its own.
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +31,7 @@ from safetensors.torch import load, load_file, save
 from torch import Tensor
 
 from splitveil.active_party.defenses.example_keys import NoiseKey, used_labels_file
+from splitveil.active_party.defenses.projected.posterior import Posterior
 from splitveil.active_party.ledger.account_book import (
     Names,
     check_id_rules,
@@ -45,6 +48,7 @@ from splitveil.common.text.files import check_regular, only_one_process
 TARGETS = "targets.safetensors"
 """File in the active party's ``checkpoint`` folder, mode 0600."""
 SETTING = "defense.earlier"
+_RELEASES = "posterior."
 
 _logger = logging.getLogger(__name__)
 
@@ -57,13 +61,24 @@ class ReleasedTargets(NamedTuple):
     id_rules: bytes = b""  # `rules_as_bytes` of the ids' canonical form
     bounds: tuple[float, float] | None = None
     """Of labels that are numbers: targets are shares of this range. None for classes."""
+    releases: Mapping[str, Tensor] = MappingProxyType({})
+    """From which other targets can be computed (`Posterior.state_dict`, in which ``steps.*`` have a
+    row for each example); empty without."""
 
     def state_dict(self) -> Mapping[str, Tensor]:
         """Return the tensors that ``read_targets`` reads."""
         named = {"examples": torch.from_numpy(self.names), "targets": self.targets}
         if self.bounds is not None:
             named["bounds"] = torch.tensor(self.bounds, dtype=torch.float64)
-        return named | id_rules_as_tensor(self.id_rules)
+        releases = {f"{_RELEASES}{name}": one for name, one in self.releases.items()}
+        return named | id_rules_as_tensor(self.id_rules) | releases
+
+    def releases_of(self, ids: Iterable[str]) -> Mapping[str, Tensor]:
+        """Return the releases, if they are about just these canonical ids, in their order."""
+        at = torch.from_numpy(indices_of(names_of(ids), self.names))
+        if len(at) != len(self.names) or bool((at < 0).any()):
+            return {}
+        return {n: one[at] if n.startswith("steps.") else one for n, one in self.releases.items()}
 
     def of(self, ids: Iterable[str]) -> Tensor:
         """Return the targets of some canonical ids, NaN for those that have none."""
@@ -78,9 +93,11 @@ def targets_by_id(
     targets: Tensor,
     id_rules: bytes = b"",
     bounds: tuple[float, float] | None = None,
+    releases: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> ReleasedTargets:
     """Return the targets of these canonical ids with the names of their examples."""
-    return ReleasedTargets(names_of(ids), targets.detach().cpu().float(), id_rules, bounds)
+    of_rows = targets.detach().cpu().float()
+    return ReleasedTargets(names_of(ids), of_rows, id_rules, bounds, releases)
 
 
 def read_targets(
@@ -107,6 +124,7 @@ def read_targets(
             torch.cat([together.targets, earlier.targets[torch.from_numpy(others)]]),
             id_rules,
             bounds,
+            {} if len(others) else together.releases,
         )
     return together
 
@@ -140,9 +158,13 @@ def _read_targets(
         raise SettingsError(f"{SETTING}: {path}: does not hold targets of {what}")
     try:
         id_rules = id_rules_of(tensors)
+        starts = (name for name in tensors if name.startswith(_RELEASES))
+        releases = {name.removeprefix(_RELEASES): tensors[name] for name in starts}
+        if releases:
+            Posterior().load_state_dict(releases, len(names))
     except ValueError as error:
         raise SettingsError(f"{SETTING}: {path}: {error}") from error
-    return ReleasedTargets(names.numpy(), targets.float(), id_rules, bounds)
+    return ReleasedTargets(names.numpy(), targets.float(), id_rules, bounds, releases)
 
 
 def labels_first_used(path: Path, key: NoiseKey, ids: Sequence[str], labels: Tensor) -> Tensor:

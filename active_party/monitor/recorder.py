@@ -174,6 +174,7 @@ class ActiveRecorder(RunRecorder):
                 None if classes is None else classes.accuracy,
                 {} if classes is None else self._by_class(classes.aucs),
                 evaluation.number,
+                None if evaluation.number else evaluation.average_precision,
             )
             self._metrics.write(line)
 
@@ -299,6 +300,7 @@ class ActiveRecorder(RunRecorder):
             test_auc_by_class=None if classes is None else self._by_class(classes.aucs),
             test_auc_refit=None if refit is None else refit.auc,
             test_auc_alone=None if alone is None else alone.auc,
+            test_average_precision=test.average_precision,
         )
 
     def _number_figures(self, test: NumberFigures, loss: float) -> ModelFigures:

@@ -89,6 +89,9 @@ def test_rows(run: RunFiles) -> Iterator[tuple[str, str]]:
         yield "both, without a defense", figure(undefended)
     alone = model.test_auc_alone
     yield "our own data only", _NOT_ALONE if alone is None else figure(alone)
+    if model.test_average_precision is not None:
+        yield "test average precision (PR-AUC)", figure(model.test_average_precision)
+        yield "test calibration error (ECE)", figure(model.test_calibration_error)
 
 
 def _undefended_auc(run: RunFiles, own: StoredPredictions) -> float | None:

@@ -94,7 +94,7 @@ class ClassLabels(NamedTuple):
         return probabilities_of(outputs)
 
     def measure(self, outputs: Tensor, labels: Tensor) -> PredictionFigures:
-        """Measure loss, AUC and calibration."""
+        """Measure loss, AUC, average precision and calibration."""
         return measure_predictions(outputs, labels)
 
     def agreement(self, outputs: Tensor, targets: Tensor) -> float:

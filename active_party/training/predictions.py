@@ -86,6 +86,9 @@ class PredictionFigures:
 
     classes: FiguresByClass | None = None
     number: NumberFigures | None = None
+    average_precision: float = math.nan
+    """With more than two classes, the mean of each class's against the rest; NaN if labels are
+    numbers, or there is no positive."""
 
     @property
     def score(self) -> float:
@@ -148,11 +151,14 @@ def measure_predictions(logits: Tensor, labels: Tensor) -> PredictionFigures:
     loss = float(cross_entropy_of(logits, labels))
     if logits.ndim == 1:
         error = adaptive_calibration_error(logits.sigmoid(), labels)
-        return PredictionFigures(loss, _auc(logits, labels == 1), error, None)
+        precision = average_precision(logits, labels == 1)
+        auc = _auc(logits, labels == 1)
+        return PredictionFigures(loss, auc, error, average_precision=precision)
     # In float64: a softmax in float32 makes ties of the most certain rows.
     probabilities = probabilities_of(logits.double())
     members = [labels == index for index in range(logits.shape[1])]
     aucs = [_auc(*one) for one in zip(probabilities.T, members, strict=True)]
+    precisions = [average_precision(*one) for one in zip(probabilities.T, members, strict=True)]
     errors = [
         adaptive_calibration_error(scores, member.double())
         for scores, member in zip(probabilities.T, members, strict=True)
@@ -163,11 +169,27 @@ def measure_predictions(logits: Tensor, labels: Tensor) -> PredictionFigures:
         _mean_of_defined(aucs),
         statistics.fmean(errors),
         FiguresByClass(float(hits.double().mean()), tuple(aucs)),
+        average_precision=_mean_of_defined(precisions),
     )
 
 
 def _auc(scores: Tensor, positive: Tensor) -> float:
     return float(areas(scores.detach().double()[None], positive)[0])
+
+
+def average_precision(scores: Tensor, positive: Tensor) -> float:
+    """Return the area under the precision-recall curve, as a sum of steps; NaN without a positive.
+
+    AP = sum over thresholds of precision x gain in recall
+
+    as scikit-learn's ``average_precision_score``. An order by chance has the share of positives.
+    """
+    ordered = -scores.double()
+    _, group, counts = torch.unique(ordered, return_inverse=True, return_counts=True)
+    hits = torch.zeros(len(counts), dtype=torch.float64, device=scores.device)
+    hits = hits.index_add(0, group, positive.double())
+    found = hits.cumsum(0)
+    return float((hits * found / counts.cumsum(0)).sum() / found[-1])
 
 
 def adaptive_calibration_error(
@@ -178,9 +200,10 @@ def adaptive_calibration_error(
     ACE = mean over bins of |share of positives in the bin - mean prediction in the bin|
 
     with bins of equally many examples, in the order of their predictions (Nixon et al., "Measuring
-    Calibration in Deep Learning", 2019). With two classes, both classes give the same error, so
-    that one is enough. Random labels at the predicted rates do not reach 0: a bin of n examples is
-    off by about 0.8 sqrt(p (1 - p) / n) by chance.
+    Calibration in Deep Learning", 2019): the expected calibration error (ECE) with equal-mass bins
+    (Roelofs et al., AISTATS 2022). With two classes, both classes give the same error, so that one
+    is enough. Random labels at the predicted rates do not reach 0: a bin of n examples is off by
+    about 0.8 sqrt(p (1 - p) / n) by chance.
 
     Shapes: ``probabilities`` (examples,), ``labels`` (examples,).
     """

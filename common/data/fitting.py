@@ -137,7 +137,7 @@ class Fitted:
 def _edges(values: NDArray[np.float64], num_bins: int) -> tuple[float, ...]:
     """Return at most ``num_bins`` + 1 quantiles of the different numbers, and at least one."""
     different = np.unique(values)
-    if len(different) <= num_bins:
+    if len(different) <= num_bins + 1:
         return tuple(different.tolist()) or (0.0,)
     return tuple(np.unique(np.quantile(different, np.linspace(0, 1, num_bins + 1))).tolist())
 

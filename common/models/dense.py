@@ -64,9 +64,9 @@ class NumberEmbedding(nn.Module):
     """Maps numbers to vectors by functions that are linear between the edges of bins.
 
     A number is its place among the edges of its column, from 0 for the first to the number of bins.
-    The functions are those of ``rtdl_num_embeddings.PiecewiseLinearEmbeddings`` (version B): a line
-    to begin with, and a step more or less for each bin. That library computes with all bins of
-    every number, for several times the time.
+    The functions are those of ``rtdl_num_embeddings.PiecewiseLinearEmbeddings`` (version B), with
+    places in the part of numbers: a line to begin with, and for each bin a step more or less. That
+    library computes with all bins of every number, in three times the time.
     """
 
     def __init__(self, bins: Sequence[int], dim: int) -> None:

@@ -124,6 +124,7 @@ class EvaluationLine(Form):
     """Class -> AUC against the rest; only with more than two classes."""
     number: Annotated[NumberFigures | None, Flat()] = None
     """Only with labels that are numbers, which have neither AUC nor calibration."""
+    average_precision: Annotated[Number, IF_ANY] = None
 
     def form(self) -> dict[str, Any]:
         written = super().form()

@@ -83,6 +83,7 @@ class ModelFigures(Form):
     """As ``test_auc_refit``, for labels that are numbers."""
     test_rmse_alone: Annotated[Number, IF_ANY] = None
     """As ``test_auc_alone``, for labels that are numbers."""
+    test_average_precision: Annotated[Number, IF_ANY] = None
 
     def form(self) -> dict[str, Any]:
         written = super().form()

@@ -52,6 +52,8 @@ def _main_figures(summary: Summary) -> Iterator[tuple[str, str]]:
     figures = {
         **summary.counts._asdict(),
         "test_auc": model.test_auc,
+        "test_average_precision": model.test_average_precision,
+        "test_calibration_error": model.test_calibration_error,
         "test_accuracy": model.test_accuracy,
         "test_auc_refit": model.test_auc_refit,
         "test_auc_alone": model.test_auc_alone,

@@ -54,11 +54,14 @@ _seeding = threading.Lock()
 """Held while weights are drawn: torch has one generator for all parties of this process."""
 
 
-def run_recorded(settings: PartiesSettings, run_folder: Path) -> None:
+def run_recorded(
+    settings: PartiesSettings, run_folder: Path, on_epoch: Callable[[], object] | None = None
+) -> None:
     """Run all parties; leaves their settings, metrics, summaries and models.
 
     ``run_folder`` is the one that ``runs_dir`` and the contract's ``run_name`` name, where the
     active party keeps its noise key. EndedForGood after a budget or a gate: the figures are there.
+    What ``on_epoch`` raises ends the run, as if the first passive party had failed.
     """
     folder = _folder_with_settings(settings.active, run_folder / ACTIVE)
     stopped: EndedForGood | None = None
@@ -68,6 +71,8 @@ def run_recorded(settings: PartiesSettings, run_folder: Path) -> None:
         passive = {
             name: _Passive(one, run_folder, resources) for name, one in settings.passive.items()
         }
+        watched = next(iter(passive.values())).recorder
+        watched.then = on_epoch
         engine = clear_engine(settings.active.contract.alignment)
         try:
             meet(
@@ -77,6 +82,10 @@ def run_recorded(settings: PartiesSettings, run_folder: Path) -> None:
             )
         except EndedForGood as error:
             stopped = error  # as configured: it ends with a summary, like any other run
+        except BaseException:
+            if watched.raised is not None:  # and not what the parties made of it
+                raise watched.raised from None
+            raise
         finally:
             recorder.note_refit(save_results(settings.active, folder, session, top))
             recorder.note_alone(save_alone(settings.active, folder, session, top))
@@ -95,15 +104,15 @@ class _Passive:
         self._settings = settings
         self._folder = _folder_with_settings(settings, run_folder / settings.folder_name())
         data = PartyData.of(settings)
-        observer = PassiveRecorder(settings, self._folder, data.ids, _evaluation_labels(settings))
+        observer = _Recorder(settings, self._folder, data.ids, _evaluation_labels(settings))
         observer.console = Console(file=io.StringIO())  # the active party's bar shows every step
-        self._recorder = resources.enter_context(observer)
+        self.recorder = resources.enter_context(observer)
         engine = clear_engine(settings.contract.alignment)
         self.run: PassiveRun
         self._builder: BottomBuilder
-        self.run, self._builder = assemble_passive(settings, data, self._recorder, engine)
+        self.run, self._builder = assemble_passive(settings, data, self.recorder, engine)
         if settings.audits:
-            self.run.auditor = self._recorder
+            self.run.auditor = self.recorder
 
     def save_model(self) -> None:
         if self.run.trainer is not None:
@@ -112,7 +121,23 @@ class _Passive:
 
     def write_summary(self) -> None:
         """Write the summary, after the recorder has been closed."""
-        write_summary(self._folder, replace(self._recorder.summary(), version=VERSION))
+        write_summary(self._folder, replace(self.recorder.summary(), version=VERSION))
+
+
+class _Recorder(PassiveRecorder):
+    then: Callable[[], object] | None = None
+    """What follows on an epoch."""
+    raised: BaseException | None = None
+    """What ``then`` raised."""
+
+    def on_epoch(self, epoch: int) -> None:
+        super().on_epoch(epoch)
+        try:
+            if self.then is not None:
+                self.then()
+        except BaseException as error:
+            self.raised = error
+            raise
 
 
 def _folder_with_settings(settings: ActiveSettings | PassiveSettings, folder: Path) -> Path:

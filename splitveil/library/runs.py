@@ -197,7 +197,8 @@ class Run:
         for line in metrics.of(EvaluationLine):
             row = by_epoch.setdefault(line.epoch, {"epoch": line.epoch})
             row["train_loss"] = line.train_loss
-            row |= {f"{line.split}_loss": line.loss, f"{line.split}_auc": line.auc}
+            measured = ("loss", "auc", "average_precision", "calibration_error")
+            row |= {f"{line.split}_{name}": getattr(line, name) for name in measured}
             if line.class_aucs:
                 row[f"{line.split}_accuracy"] = line.accuracy
         for ledger in metrics.of(LedgerLine):

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ def simulate(
     settings: Mapping[str, Any] | None = None,
     threads: int | None = None,
     runs: str | Path | None = None,
+    on_epoch: Callable[[Run], object] | None = None,
 ) -> Runs:
     """Run both parties in this process, once for each defense and seed.
 
@@ -83,6 +84,7 @@ def simulate(
             small models, one core is often as fast as all.
         runs: the folder of all runs. By default they are in a temporary folder, which is deleted
             with the last reference to the result. Tables in memory are written there, too.
+        on_epoch: called after every epoch with the run so far; what it raises ends the simulation.
 
     Returns:
         The runs: frames, report, bounds and ledgers.
@@ -113,7 +115,7 @@ def simulate(
     done = {}
     for seed in numbers:
         for one in chosen:
-            run_folder = _run(source, base, one, seed, folder, is_only=len(chosen) == 1)
+            run_folder = _run(source, base, one, seed, folder, on_epoch, is_only=len(chosen) == 1)
             done[one.title, seed] = Run(run_folder, owner=scratch, base_dir=source)
     return Runs(done, folder)
 
@@ -159,7 +161,14 @@ def _chosen(defense: DefenseChoice | Sequence[DefenseChoice] | None) -> list[Nam
 
 
 def _run(
-    source: Path, base: Overrides, defense: NamedDefense, seed: int, runs: Path, *, is_only: bool
+    source: Path,
+    base: Overrides,
+    defense: NamedDefense,
+    seed: int,
+    runs: Path,
+    on_epoch: Callable[[Run], object] | None,
+    *,
+    is_only: bool,
 ) -> Path:
     name = load(source, base).active.contract.run_name
     title = f"seed {seed}" if is_only else f"{defense.title} seed {seed}"
@@ -188,7 +197,7 @@ def _run(
             if (folder / party).exists():
                 move_aside(folder / party)
         with _as_in_a_process_of_its_own(settings.active), suppress(EndedForGood):
-            run_recorded(settings, folder)
+            run_recorded(settings, folder, on_epoch and (lambda: on_epoch(Run(folder))))
     return folder
 
 

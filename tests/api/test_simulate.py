@@ -378,6 +378,41 @@ def test_arrays_of_several_feature_owners_correspond_row_by_row(columns: Columns
     assert run.summary["test_accuracy"] is not None
 
 
+class Enough(Exception):
+    pass
+
+
+@pytest.mark.parametrize("owners", [1, 2])
+def test_after_each_epoch_the_caller_sees_the_run_and_may_end_it(
+    columns: Columns, tmp_path: Path, owners: int
+) -> None:
+    seen: list[list[Any]] = []
+
+    def watch(run: Run) -> None:
+        row = run.rows("epochs")[-1]
+        seen.append([row["epoch"], row["test_auc"], row["test_average_precision"]])
+        if row["epoch"] == 1:
+            raise Enough
+
+    tables = {f"owner{number}": columns[1] for number in range(owners)}
+    given: dict[str, Any] = {"active": columns[0], "passive": tables, "key": "id"}
+    given |= {"runs": tmp_path, "settings": {**ONE_CORE, "contract.epochs": 4}}
+    with pytest.raises(Enough):
+        simulate(**given, on_epoch=watch)
+    assert [row[0] for row in seen] == [0, 1]
+    (metrics,) = tmp_path.glob("*/active/metrics.jsonl")
+    ended = Run(metrics.parents[1])
+    assert not ended.has_ended
+    assert [row["epoch"] for row in ended.rows("epochs")] == [0, 1]
+    (whole,) = simulate(**given)
+    assert [[row["epoch"], row["test_auc"]] for row in whole.rows("epochs")][:2] == [
+        row[:2] for row in seen
+    ]
+    assert whole.summary["test_average_precision"] == pytest.approx(
+        whole.rows("epochs")[-1]["test_average_precision"]
+    )
+
+
 def test_tables_of_earlier_runs_stay_beside_them(columns: Columns, tmp_path: Path) -> None:
     given: dict[str, Any] = {"key": "id", "settings": SHORT, "runs": tmp_path}
     (first,) = simulate(active=columns[0], passive=columns[1], **given)

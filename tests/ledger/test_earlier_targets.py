@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from splitveil.active_party.defenses.dp_bounds import gaussian_auc
-from splitveil.active_party.ledger.stored_labels import TARGETS, read_targets
+from splitveil.active_party.defenses.projected.posterior import Posterior
+from splitveil.active_party.ledger.stored_labels import TARGETS, read_targets, targets_by_id
 from splitveil.active_party.results import save_results
 from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.common.data.ids import numbered_subjects, read_subjects
@@ -112,6 +114,49 @@ def test_a_run_without_new_rows_tells_nothing(example: Path) -> None:
     assert again.active.earlier is not None
     assert again.session.leak_bounds() == again.active.earlier[1]
     assert trainer_of(again).pending_release(0) is None
+
+
+def test_a_run_on_the_same_rows_makes_its_own_targets_from_the_same_sums(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    first = run(tmp_path, FIRST)
+    leave(first, tmp_path / "first")
+    other_model = "model_seed=9"
+    again = run(tmp_path, LATER, LEDGERS, other_model)
+    assert again.session.leak_bounds() == first.session.leak_bounds()
+    training = torch.from_numpy(again.session.lifecycle.answering.rows.splits["train"].copy())
+    one, other = projected(first).released_targets, projected(again).released_targets
+    assert one is not None
+    assert other is not None
+    assert not torch.equal(one[training], other[training])
+    posterior, prior = Posterior(), torch.full((len(training),), 0.3)
+    posterior.load_state_dict(projected(again).releases)
+    expected = Posterior()
+    expected.load_state_dict(projected(first).releases, len(training))
+    assert torch.equal(posterior.targets(prior), expected.targets(prior))
+
+    # No label is read: with all of them turned, the run is the same.
+    text = (tmp_path / "active.csv").read_text().splitlines()
+    rows = list(csv.DictReader(text))
+    turned = [",".join({**row, "label": str(1 - int(row["label"]))}.values()) for row in rows]
+    (tmp_path / "active.csv").write_text("\n".join([text[0], *turned]) + "\n")
+    weights = run(tmp_path, LATER, LEDGERS, other_model).weights()
+    assert all(torch.equal(weights[name], one) for name, one in again.weights().items())
+
+
+def test_releases_are_for_just_their_rows_in_any_order(tmp_path: Path) -> None:
+    steps = torch.arange(6, dtype=torch.int16).reshape(3, 2)
+    parts = {"gram": torch.zeros(2, 2), "sums.0": torch.zeros(2), "numbers.0": torch.ones(2)}
+    ids, state = ["a", "b", "c"], {"steps.0": steps, **parts}
+    right = targets_by_id(ids, torch.zeros(3), releases=state)
+    save_file(dict(right.state_dict()), tmp_path / TARGETS)
+    known = read_targets([tmp_path], 2)
+    assert known is not None
+    assert torch.equal(known.releases_of(["c", "a", "b"])["steps.0"], steps[[2, 0, 1]])
+    assert known.releases_of(["a", "b"]) == known.releases_of(["a", "b", "d"]) == {}
+    wrong = targets_by_id(ids, torch.zeros(3), releases=state | {"steps.0": steps[:2]})
+    save_file(dict(wrong.state_dict()), tmp_path / TARGETS)
+    with pytest.raises(SettingsError, match="expected a design of 3 rows, got 2"):
+        read_targets([tmp_path], 2)
 
 
 @pytest.mark.parametrize(

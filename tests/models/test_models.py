@@ -116,7 +116,7 @@ def test_tabular_embeds_the_numbers_that_have_bins() -> None:
     with torch.no_grad():
         for weight in numbers.parameters():
             weight.copy_(torch.randn(weight.shape, generator=generator))
-    x = torch.tensor([0.0, 0.3, 1.0, 1.9, 2.5, 3.0])
+    x = torch.tensor([-1.0, 0.0, 0.3, 1.0, 1.9, 2.5, 3.0, 4.0])
     at_edges = embedded(edges).numpy()
     expected = [np.interp(x.numpy(), edges.numpy(), at_edges[:, column]) for column in range(2)]
     assert np.allclose(embedded(x).T.numpy(), expected, atol=1e-5)
@@ -483,6 +483,37 @@ def test_sparse_steps_equal_dense_ones_where_every_row_is_in_every_batch() -> No
         torch.testing.assert_close(trained[0], trained[1])
         start = nn.utils.parameters_to_vector(table_and_layer(3).parameters()).detach()
         assert not torch.allclose(trained[0], start, atol=0.05)
+
+
+@pytest.mark.parametrize("rows", [1, None])
+@pytest.mark.parametrize(("limit", "is_clipped"), [(0.5, True), (1e3, False)])
+def test_the_gradients_of_all_weights_are_clipped_together(
+    rows: int | None, limit: float, is_clipped: bool
+) -> None:
+    """Sparse ones, too, with rows that a batch has twice."""
+    seen = []
+    for values in ({}, {"clip_norm": limit}):
+        built = table_and_layer(3)
+        start = nn.utils.parameters_to_vector(built.parameters()).detach()
+        rule = build_optimizer(
+            optimizer(kind="sgd", learning_rate=1.0, sparse_from_rows=rows, **values), built
+        )
+        train(built, rule, [[1, 2, 2]])
+        seen.append(nn.utils.parameters_to_vector(built.parameters()).detach() - start)
+    free, clipped = seen
+    if is_clipped:
+        torch.testing.assert_close(clipped, free * (limit / free.norm()))
+    else:
+        assert torch.equal(clipped, free)
+
+
+def test_dense_and_sparse_parts_of_adam_are_clipped_together() -> None:
+    """Adam's first step only shows signs, and its second one the ratio of both gradients."""
+    built = table_and_layer()
+    rule = build_optimizer(optimizer(kind="adam", sparse_from_rows=1, clip_norm=0.5), built)
+    train(built, rule, [[1, 2, 2]])
+    gradients = [weight.grad.to_dense() for weight in built.parameters() if weight.grad is not None]
+    assert float(torch.cat([one.flatten() for one in gradients]).norm()) == pytest.approx(0.5)
 
 
 def test_a_schedule_changes_the_rate_of_dense_and_sparse_parameters_alike() -> None:

@@ -78,8 +78,11 @@ LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
         form("validation", **EVALUATED),
     ),
     "evaluation by class": (
-        lines.EvaluationLine(1, "test", 0.5, 0.75, 0.125, 0.25, 0.875, {"van": 0.75, "a/b": None}),
-        form("test", **EVALUATED, accuracy=0.875) | {"auc/van": 0.75, "auc/a/b": None},
+        lines.EvaluationLine(
+            1, "test", 0.5, 0.75, 0.125, 0.25, 0.875, {"van": 0.75, "a/b": None}, None, 0.625
+        ),
+        form("test", **EVALUATED, accuracy=0.875)
+        | {"auc/van": 0.75, "auc/a/b": None, "average_precision": 0.625},
     ),
     "evaluation of numbers": (
         lines.EvaluationLine(

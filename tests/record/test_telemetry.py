@@ -273,6 +273,7 @@ def test_the_final_tables_speak_no_python() -> None:
     screen = io.StringIO()
     summary = {
         "test_auc": None,
+        "test_average_precision": 0.25,
         "steps_per_s": 12.345678,
         "train_loss": 0.0000123456,
         "defense": {
@@ -304,6 +305,7 @@ def test_the_final_tables_speak_no_python() -> None:
     assert ["refused messages", "none"] in rows
     assert ["leak gate closed", "no"] in rows
     assert ["test AUC", "-"] in rows
+    assert rows.index(["test average precision", "0.25"]) < rows.index(["test AUC", "-"])
     assert not re.search(r"None|True|False|[{}'\[\]()]|e-0", text)
 
 

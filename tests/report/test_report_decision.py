@@ -215,7 +215,11 @@ def test_what_was_not_measured_or_has_not_ended_passes_nothing(tmp_path: Path) -
         ({"report": {"target_leak_auc": 0.6, "min_test_auc": 0.76}}, None, "open"),
         ({"report": {"target_leak_auc": 0.6, "min_test_auc": 0.85}}, None, "fail"),
         # The joint model has to be better than that of the active party alone.
-        (BUDGET, ModelFigures(test_auc=0.75, test_auc_alone=0.7), "pass"),
+        (
+            BUDGET,
+            ModelFigures(0.75, None, 0.125, test_auc_alone=0.7, test_average_precision=0.375),
+            "pass",
+        ),
         (BUDGET, ModelFigures(test_auc=0.75, test_auc_alone=0.8), "fail"),
     ],
 )
@@ -230,6 +234,9 @@ def test_settings_say_what_a_run_has_to_reach(
     if model is not None:
         page = write_report(run).read_text(encoding="utf-8")
         assert f">our own data only</th><td>{model.test_auc_alone:.3f}</td>" in page
+        shown = "(PR-AUC)</th><td>0.375</td>", "(ECE)</th><td>0.125</td>"
+        has_it = model.test_average_precision is not None
+        assert [one in page for one in shown] == [has_it, has_it]
 
 
 def test_without_a_target_no_run_passes(tmp_path: Path) -> None:

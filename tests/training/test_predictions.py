@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import accuracy_score, log_loss, roc_auc_score
+from sklearn.metrics import accuracy_score, average_precision_score, log_loss, roc_auc_score
 
 from splitveil.active_party.training.predictions import (
     adaptive_calibration_error,
@@ -27,6 +27,8 @@ def test_figures_of_several_classes_are_those_of_scikit_learn() -> None:
     assert found.loss == pytest.approx(log_loss(labels, probabilities), rel=1e-6)
     macro = roc_auc_score(labels, probabilities, multi_class="ovr", average="macro")
     assert found.auc == pytest.approx(macro, abs=1e-12)
+    precision = average_precision_score(torch.eye(4)[labels], probabilities, average="macro")
+    assert found.average_precision == pytest.approx(precision, abs=1e-12)
     assert found.classes is not None
     assert found.classes.accuracy == accuracy_score(labels, probabilities.argmax(axis=1))
     each = roc_auc_score(labels, probabilities, multi_class="ovr", average=None)
@@ -48,11 +50,15 @@ def test_an_absent_class_is_left_out_of_the_mean() -> None:
 def test_of_two_classes_they_are_those_of_a_sigmoid() -> None:
     generator = torch.Generator().manual_seed(3)
     logits, labels = torch.randn(80, generator=generator), (torch.arange(80) % 3 == 0).float()
+    logits[10:30] = 0.5  # a tie
     found = measure_predictions(logits, labels)
     loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
     assert found.loss == float(loss)
     assert torch.equal(cross_entropy_of(logits, labels), loss)
     assert found.auc == auc(logits, labels)
+    precision = average_precision_score(labels, logits)
+    assert found.average_precision == pytest.approx(precision, abs=1e-12)
+    assert math.isnan(measure_predictions(logits, torch.zeros(80)).average_precision)
     assert found.calibration_error == adaptive_calibration_error(logits.sigmoid(), labels)
     assert found.classes is None
     assert torch.equal(probabilities_of(logits), logits.sigmoid())

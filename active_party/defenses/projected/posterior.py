@@ -110,7 +110,8 @@ class Posterior:
             state[f"numbers.{number}"] = torch.tensor(numbers, dtype=torch.float64)
         return state
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor], num_rows: int | None = None) -> None:
+        """Restore a state; ValueError if it is none, or of another number of rows."""
         names = ("steps", "sums", "numbers")
         count = (len(state) - 1) // len(names)
         expected = {"gram", *(f"{name}.{number}" for name in names for number in range(count))}
@@ -120,6 +121,8 @@ class Posterior:
         for number in range(count):
             unit, sigma = state[f"numbers.{number}"].tolist()
             design = Design(state[f"steps.{number}"], unit)
+            if num_rows not in {None, design.num_rows}:
+                raise ValueError(f"expected a design of {num_rows} rows, got {design.num_rows}")
             stages.append(_Stage(design, Release(state[f"sums.{number}"], sigma)))
         rank = sum(stage.design.rank for stage in stages)
         if state["gram"].shape != (rank, rank):

@@ -143,8 +143,9 @@ class ProjectedLabelsDefense(SeededDefense):
     earlier: tuple[str, ...] = Field(default=(), max_length=1000)
     """Folders of earlier runs with this defense: the active party's ``checkpoint`` folder of each,
     written like ``initial_weights``. Rows whose id was in one of them keep the targets that they
-    had at its end, and are charged nothing; only labels of new rows are summed. Whether a label has
-    changed since does not matter, because the choice of rows would reveal it. Needs
+    had at its end, and are charged nothing; only labels of new rows are summed. A run on just the
+    training rows of the last folder makes its own targets from the sums of that run. Whether a
+    label has changed since does not matter, because the choice of rows would reveal it. Needs
     ``data.id_column``."""
 
     @property

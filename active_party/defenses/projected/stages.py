@@ -66,7 +66,7 @@ class ProjectedLabels(StagedDefense):
         self._next_stage = 0
         self._followed = -1  # the epoch whose predictions are in the targets
         self._examples = given.examples or Examples([], torch.zeros(0), torch.device("cpu"))
-        _, labels, _, training, subjects, known_targets = self._examples
+        _, labels, _, training, subjects, known_targets, releases = self._examples
         self._rows = torch.arange(len(labels)) if training is None else training
         self._subjects = None if subjects is None else subjects[self._rows]
         self._labels = _summable(labels[self._rows], self._num_classes)
@@ -81,6 +81,9 @@ class ProjectedLabels(StagedDefense):
             if not lacks.any():  # every label was released before: there is no stage
                 self._use(self._known_targets)
                 self._epochs = ()
+                if releases:  # from which targets follow around what this run's model predicts
+                    self._posterior.load_state_dict(releases, len(self._rows))
+                    self._known_targets = None
         mu = plan.mu
         self._report = DefenseReport(
             noise_power=0.0,  # the noise is in the sums: nothing is added to the gradient
@@ -182,6 +185,13 @@ class ProjectedLabels(StagedDefense):
     def released_targets(self) -> Tensor | None:
         """Targets of all aligned rows, zero for rows that are not trained on; None before any."""
         return self._targets
+
+    @property
+    def releases(self) -> Mapping[str, Tensor]:
+        """What later runs on the same rows make targets from; empty if it does not cover them."""
+        if self._known_targets is not None or not self._posterior.num_stages:
+            return {}
+        return self._posterior.state_dict()
 
     def state_dict(self) -> dict[str, Tensor]:
         state = {

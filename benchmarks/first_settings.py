@@ -3,150 +3,235 @@
     OMP_NUM_THREADS=1 SPLITVEIL_DATA=FOLDER python -m benchmarks.first_settings [TABLE ...]
 
 Cuts each table into the columns of two parties, runs ``splitveil init`` on both files, and trains
-with what it writes, once with the defense that it recommends and once without any. Beside them
-stands gradient boosting on all columns that either party uses, with unprotected labels and the same
-training and test rows. A seed decides split, batches and noise. Prints the table of
-docs/results.md.
+with what it writes: without a defense, and with projected_labels at .60 and .55. Beside them stand
+gradient boosting with its defaults on all columns that either party uses and on those of the label
+owner only, both with unprotected labels and the same rows, and the settings that ``init`` wrote
+before there was ``kind: tabular``. Prints the table of docs/results.md.
+
+The report rows, the last 20 % of the common ids in the order of their BLAKE2b digests, are the test
+rows. No setting was ever chosen by them: that is done with ``--development``, where the test rows
+are a fifth of the other rows, and with ``--set``. A seed decides weights, batches and noise, and
+with ``--development`` the fold.
 """
 
 import argparse
+import hashlib
 import logging
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 from pyarrow import csv
 from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.metrics import roc_auc_score
 
-from benchmarks.environment import print_environment
-from splitveil.active_party.settings import ActiveSettings
+from benchmarks.environment import in_a_process, print_environment, status_mib
+from benchmarks.step import StepTimes
 from splitveil.active_party.training.own_models import Fitting
-from splitveil.common.data.settings import DataSettings
 from splitveil.common.models.optimizers import build_optimizer
-from splitveil.common.run.course import AlignedRows
+from splitveil.deploy import flights
 from splitveil.deploy.init.choices import Wishes
 from splitveil.deploy.init.initialise import initialise
 from splitveil.deploy.init.proposal import Terms
 from tests.support import simulation
 
 FoundT = TypeVar("FoundT")
+Tables = tuple[pa.Table, pa.Table]
 
 
 class Cut(NamedTuple):
-    """Who knows which columns of a table."""
+    """Who knows which columns of a table; how it was trained before; what it should reach."""
 
-    active_file: str
-    active: tuple[str, ...]
-    """Columns of the label owner; empty for all of its own file."""
-    passive_file: str
-    passive: tuple[str, ...]
+    files: tuple[str, str]
     label: str
+    columns: tuple[Sequence[str], Sequence[str]] = ((), ())
+    """Those of the label owner and those of the other party; none for all of its file."""
     has_id: bool = True
+    before: tuple[str, ...] = ()
+    """What differs from BEFORE in the settings that init used to write."""
+    targets: tuple[float, ...] = (-0.002, -0.006, -0.012)
+    """The least difference from their references of "no defense", ".60" and ".55"."""
 
+
+BEFORE = (
+    "contract.batch_size=1024",
+    "contract.epochs=30",
+    "contract.schedule={}",
+    "optimizer={kind: adam, learning_rate: 0.003}",
+    "top_model={kind: mlp, hidden: [32]}",
+    "bottom_model={kind: mlp, hidden: [64], output_activation: relu}",
+)
+UNDEFENDED = "defense={name: none}"
+FLIGHTS = "flights x weather"
 
 EMPLOYER = ("id", "income", "workclass", "education", "education_num", "occupation")
-TAX_OFFICE = ("id", "age", "marital_status", "relationship", "race", "sex", "capital_gain")
+TAX_OFFICE = (
+    *("id", "age", "marital_status", "relationship", "race", "sex", "capital_gain", "capital_loss"),
+)
+CLICK = ("os", "channel", "click_time", "attributed_time", "is_attributed")
 
 CUTS = {
+    "default_credit": Cut(("default_credit/guest", "default_credit/host"), "y"),
+    "give_credit": Cut(("give_credit/guest", "give_credit/host"), "y"),
     "adult": Cut(
-        "adult/adult", EMPLOYER, "adult/adult", (*TAX_OFFICE, "capital_loss", "split"), "income"
+        ("adult/adult",) * 2, "income", (EMPLOYER, TAX_OFFICE), targets=(-0.010, -0.006, -0.012)
     ),
-    "bank": Cut("bank/alice", (), "bank/bob", (), "y"),
-    "give_credit": Cut("give_credit/guest", (), "give_credit/host", (), "y"),
+    "bank": Cut(
+        ("bank/alice", "bank/bob"),
+        "y",
+        before=("contract.batch_size=256",),
+        targets=(-0.002, -0.025),
+    ),
     "talkingdata": Cut(
-        "talkingdata/talkingdata",
-        ("os", "channel", "click_time", "attributed_time", "is_attributed"),
-        "talkingdata/talkingdata",
-        ("ip", "app", "device"),
+        ("talkingdata/talkingdata",) * 2,
         "is_attributed",
+        (CLICK, ("ip", "app", "device")),
         has_id=False,
+        before=("contract.epochs=10", "bottom_model.embedding_dim=8"),
+        targets=(-0.002,),
     ),
+    FLIGHTS: Cut(("", ""), "late", targets=(-0.012, -0.006, -0.012)),
 }
 
+REFERENCES = {
+    "boosting": "",
+    "own columns": "",
+    "mlp": "",
+    "no defense": "boosting",
+    ".60": "no defense",
+    ".60 refitted": "no defense",
+    ".55": "no defense",
+    ".55 refitted": "no defense",
+}
+"""The columns: test AUCs on the same rows, and what each is compared with, seed by seed.
 
-class Reached(NamedTuple):
-    """Test AUCs on the same rows."""
+*Refitted* is the same model with its top half fitted to the true labels, for the label owner's own
+use; every other model is that of the last epoch.
+"""
 
-    train_rows: int
-    written: float
-    """At the last epoch, with the settings as they were written."""
-    refitted: float
-    """The same model with the top half fitted to the true labels, for the label owner's own use."""
-    undefended: float
-    """With ``defense: none``, and else the same settings."""
-    boosting: float
+Figures = dict[str, float]
+
+
+class Rows(NamedTuple):
+    """The rows of a table that are used."""
+
+    seed: int
+    is_development: bool = False
+    training: int | None = None
+    """At most so many training rows, with as many of a rare class as there are; None for all."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=", ".join(CUTS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rows", type=int, help="use only so many rows of each table")
+    parser.add_argument("--rows", type=int, help="use only so many training rows of each table")
+    parser.add_argument("--development", action="store_true", help="leave the report rows alone")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="of any party")
+    parser.add_argument("--only", nargs="+", choices=(*REFERENCES, "cost"), help="some columns")
     given = parser.parse_args()
     print_environment("scikit-learn")
     # Every run would warn of its seeds.
     logging.getLogger("splitveil").setLevel(logging.ERROR)
+    columns = given.only or [*REFERENCES, "cost"]
     lines = []
     for name in given.tables or CUTS:
-        with tempfile.TemporaryDirectory() as folder:
-            cut(name, Path(folder), given.rows)
-            reached = []
-            for seed in range(1, given.seeds + 1):
+        reached: list[Figures] = []
+        for seed in range(1, given.seeds + 1):
+            with tempfile.TemporaryDirectory() as folder:
+                prepare(name, Path(folder), Rows(seed, given.development, given.rows))
                 cpu_s = time.process_time()
-                reached.append(measure(name, Path(folder), seed))
+                reached.append(measure(name, Path(folder), seed, given.set, columns))
+                if "cost" in columns and seed == given.seeds:
+                    reached[-1] |= costs(name, Path(folder), given.set, reached[-1]["rows"])
                 took = time.process_time() - cpu_s
                 print(f"{name}, seed {seed}: {reached[-1]}, {took:.0f} s of CPU", flush=True)
-            lines.append(row(name, reached))
-    print("\n| table | training rows | as written | refitted | no defense | gradient boosting |")
-    print("|---|---|---|---|---|---|")
+        lines.append(row(name, reached))
+    print(f"\n| table | training rows | {' | '.join(REFERENCES)} | CPU | memory |")
+    print("|---" * (4 + len(REFERENCES)) + "|")
     print("\n".join(lines))
 
 
-def row(name: str, reached: Sequence[Reached]) -> str:
-    columns = list(zip(*reached, strict=True))
-    rows = f"{min(columns[0]):,}"
-    return f"| `{name}` | {rows} | " + " | ".join(map(mean_and_spread, columns[1:])) + " |"
+def row(name: str, reached: Sequence[Figures]) -> str:
+    """Return a line: each figure, its difference from its reference, and in bold a missed target.
+
+    The last two cells are CPU time and memory of a step, as multiples of those of ``mlp``.
+    """
+    cells = [f"`{name}`", f"{reached[0]['rows']:,.0f}"]
+    targets = dict(zip(("no defense", ".60", ".55"), CUTS[name].targets, strict=False))
+    for column, reference in REFERENCES.items():
+        values = [figures[column] for figures in reached if column in figures]
+        cell = mean_and_spread(values)
+        if values and reference in reached[0]:
+            less = [figures[column] - figures[reference] for figures in reached]
+            target = targets.get(column.removesuffix(" refitted"), -1)
+            bold = "**" * (statistics.mean(less) < target)
+            cell += f" ({bold}{mean_and_spread(less, '+')}{bold})"
+        cells.append(cell)
+    cells += (f"{reached[-1].get(cost, 0):.2f}" for cost in ("cpu", "memory"))
+    return f"| {' | '.join(cells)} |"
 
 
-def mean_and_spread(aucs: Sequence[float]) -> str:
+def mean_and_spread(aucs: Sequence[float], sign: str = "") -> str:
     """Return ``.899 ± .003``, or the only figure."""
-    mean = f"{statistics.mean(aucs):.3f}".removeprefix("0")
+    if not aucs:
+        return ""
+    mean = f"{statistics.mean(aucs):{sign}.3f}".replace("0.", ".", 1)
     if len(aucs) < 2:
         return mean
     return f"{mean} ± {statistics.stdev(aucs):.3f}".replace("± 0", "± ")
 
 
-def measure(name: str, folder: Path, seed: int) -> Reached:
-    run = train(folder, seed, f"defense.insecure_noise_seed={seed}")
-    undefended = train(folder, seed, "defense={name: none}")
-    return Reached(
-        len(rows_of(run).splits["train"]),
-        last_auc(run),
-        refitted_auc(run),
-        last_auc(undefended),
-        boosted_auc(CUTS[name], folder, run),
-    )
+def measure(
+    name: str, folder: Path, seed: int, changed: Sequence[str], columns: Sequence[str]
+) -> Figures:
+    """Return the figures of one seed."""
+    run = train(folder, seed, *changed, UNDEFENDED)
+    figures = {"rows": float(len(known(run.active.seen.rows).splits["train"]))}
+    figures["no defense"] = last_auc(run)
+    if "boosting" in columns:
+        figures["boosting"] = boosted_auc(run, seed)
+        figures["own columns"] = boosted_auc(run, seed, own_only=True)
+    if "mlp" in columns:
+        figures["mlp"] = last_auc(train(folder, seed, *BEFORE, *CUTS[name].before, UNDEFENDED))
+    for column in {".60", ".55"} & set(columns):
+        run = train(folder, seed, *changed, f"defense.strength.leak_auc={column}")
+        figures |= {column: last_auc(run), f"{column} refitted": refitted_auc(run)}
+    return figures
 
 
-def train(folder: Path, seed: int, *overrides: str) -> simulation.Simulation:
+def train(
+    folder: Path, seed: int, *changed: str, times: StepTimes | None = None
+) -> simulation.Simulation:
     """Run both parties in this process, with a seed and perhaps with other settings."""
-    shared = [f"insecure_nonce_seed={seed}", "torch_threads=1"]
-    own = [*shared, "leak_monitor=null", *overrides]
-    run = simulation.build(simulation.read_settings(folder, own, shared))
+    both = [f"insecure_nonce_seed={seed}", "torch_threads=1", f"model_seed={seed}"]
+    both.append("contract.split={kind: column, column: split}")
+    active, passive = [*both, "leak_monitor=null"], list(both)
+    for setting in changed:
+        whose = setting.partition(".")[0].partition("=")[0]
+        if whose in {"contract", "optimizer"} or whose.startswith("bottom"):
+            passive.append(setting)
+        if not whose.startswith("bottom"):
+            active.append(setting)
+    if UNDEFENDED not in changed:
+        active.append(f"defense.insecure_noise_seed={seed}")
+    seen = simulation.ActiveRecording()
+    seen.on_step = lambda batch, result: None  # type: ignore[method-assign]
+    settings = simulation.read_settings(folder, active, passive)
+    run = simulation.build(
+        settings, active_seen=seen, passive_seen={"passive": times or StepTimes()}
+    )
     run.meet()
     return run
-
-
-def rows_of(run: simulation.Simulation) -> AlignedRows:
-    return known(run.active.seen.rows)
 
 
 def last_auc(run: simulation.Simulation) -> float:
@@ -162,7 +247,8 @@ def refitted_auc(run: simulation.Simulation) -> float:
         settings.model_seed,
     )
     model = known(trainer.refitted(fitting))
-    return known(known(trainer.measure(model, rows_of(run).splits["test"])).auc)
+    test = known(run.active.seen.rows).splits["test"]
+    return known(known(trainer.measure(model, test)).auc)
 
 
 def known(found: FoundT | None) -> FoundT:
@@ -172,22 +258,133 @@ def known(found: FoundT | None) -> FoundT:
     return found
 
 
-def cut(name: str, folder: Path, num_rows: int | None = None) -> None:
-    """Write both parties' files and settings, of so many rows with all of a rare class, or all."""
-    parts = CUTS[name]
-    own, other = read(parts.active_file, parts.active), read(parts.passive_file, parts.passive)
-    rows = chosen_rows(own[parts.label], num_rows)
-    own = own.take(rows)
-    if parts.has_id:
-        other = other.filter(pc.is_in(other["id"], value_set=own["id"].combine_chunks()))
-        other = other.take(np.random.default_rng(6).permutation(len(other)))
-    else:
-        other = other.take(rows)
-    csv.write_csv(own, folder / "own.csv")
-    csv.write_csv(other, folder / "other.csv")
-    wishes = Wishes(has_id=parts.has_id)
+def boosted_auc(run: simulation.Simulation, seed: int, *, own_only: bool = False) -> float:
+    """Return the test AUC of gradient boosting with its defaults, on a run's own rows."""
+    rows = known(run.active.seen.rows).splits
+    own = known(known(run.active.session.lifecycle.phase.trainer).rows_alone())
+    parts = [known(own.features)]
+    if not own_only:
+        (other,) = run.passive.values()
+        trainer = known(other.run.trainer)
+        parts.append(trainer.rows(np.arange(trainer.num_rows)))
+    columns: list[NDArray[Any]] = []
+    is_category: list[bool] = []
+    for part in parts:
+        if part.numeric is not None:
+            columns += list(part.numeric.numpy().T)
+        is_category += [False] * (len(columns) - len(is_category))
+        for slots in [] if part.categorical is None else part.categorical.numpy().T:
+            # Boosting takes 255 categories of a column: the most frequent ones.
+            counts = np.bincount(slots[rows["train"]], minlength=slots.max() + 1)
+            by_frequency = np.argsort(np.argsort(-counts, kind="stable"))
+            columns.append(np.minimum(by_frequency[slots], 254))
+            is_category.append(True)
+    joined, labels = np.column_stack(columns), own.labels.numpy()
+    trees = HistGradientBoostingClassifier(categorical_features=is_category, random_state=seed)
+    trees.fit(joined[rows["train"]], labels[rows["train"]])
+    scores = trees.predict_proba(joined[rows["test"]])[:, 1]
+    return float(roc_auc_score(labels[rows["test"]], scores))
+
+
+# ---- what a step costs --------------------------------------------------------------------------
+
+
+def costs(name: str, folder: Path, changed: Sequence[str], num_rows: float) -> Figures:
+    """Return CPU time and memory at batch 1,024 as multiples of those of ``mlp``."""
+    epochs = 2 + 80_000 // int(num_rows)
+    size = ("contract.batch_size=1024", f"contract.epochs={epochs}", UNDEFENDED)
+    new, old = (*changed, *size), (*BEFORE, *CUTS[name].before, *size)
+    cpu: dict[tuple[str, ...], list[float]] = {new: [], old: []}
+    for _ in range(4):
+        for each, found in cpu.items():
+            times = StepTimes(time.process_time)
+            train(folder, 1, *each, times=times)
+            found.extend(times.step_ms())
+    ms = [statistics.median(found) for found in cpu.values()]
+    mib = [in_a_process(memory_of_run, folder, each) for each in cpu]
+    print(f"CPU ms of a step: {ms[0]:.1f}, mlp {ms[1]:.1f}; MiB: {mib[0]:.0f}, mlp {mib[1]:.0f}")
+    return {"cpu": ms[0] / ms[1], "memory": mib[0] / mib[1]}
+
+
+def memory_of_run(folder: Path, changed: tuple[str, ...]) -> float:
+    logging.getLogger("splitveil").setLevel(logging.ERROR)
+    train(folder, 1, *changed)
+    return status_mib("self", "VmHWM")
+
+
+# ---- tables -------------------------------------------------------------------------------------
+
+
+def prepare(name: str, folder: Path, rows: Rows) -> None:
+    """Write both parties' files, each with a column ``split``, and their settings."""
+    tables = tables_of(name)
+    splits = splits_of(*tables, tables[0][CUTS[name].label].to_pylist(), rows)
+    looked_at = splits
+    if rows.training is not None:  # a table of as many rows, with a test split of the usual size
+        tested = [key for key, split in splits.items() if split == "test"]
+        unseen = set(tested[rows.training // 4 :])
+        looked_at = {key: split for key, split in splits.items() if key not in unseen}
+    write(name, folder, tables, looked_at)
+    wishes = Wishes(has_id=CUTS[name].has_id, label_column=CUTS[name].label)
     initialise(folder / "own.csv", wishes, Terms("active", folder))
+    wishes = wishes._replace(label_column=None)
     initialise(folder / "other.csv", wishes, Terms("passive", folder))
+    write(name, folder, tables, splits)
+
+
+def write(name: str, folder: Path, tables: Tables, splits: Mapping[str, str]) -> None:
+    for table, file in zip(tables, ("own.csv", "other.csv"), strict=True):
+        written = table.append_column("split", pa.array(map(splits.get, keys(table))))
+        written = written.filter(pc.is_valid(written["split"]))
+        csv.write_csv(written if CUTS[name].has_id else written.drop_columns("id"), folder / file)
+
+
+def keys(table: pa.Table) -> list[str]:
+    """Return the ids as runs compare them."""
+    return [str(one).lower() for one in table["id"].to_pylist()]
+
+
+def digest(key: str) -> bytes:
+    return hashlib.blake2b(key.encode()).digest()
+
+
+def splits_of(
+    own: pa.Table, other: pa.Table, labels: Sequence[object], rows: Rows
+) -> dict[str, str]:
+    """Return the split of each id that is used."""
+    label_of = dict(zip(keys(own), labels, strict=True))
+    splits = dict.fromkeys([*label_of, *keys(other)], "train")
+    common = sorted(
+        label_of.keys() & keys(other), key=lambda key: hashlib.blake2b(key.encode()).digest()
+    )
+    num_known = round(0.8 * len(common))
+    tested = common[num_known:]
+    training = common[:num_known]
+    if rows.is_development:
+        for key in tested:
+            del splits[key]
+        drawn = np.random.default_rng(rows.seed).permutation(num_known)
+        tested = [common[place] for place in drawn[: num_known // 5]]
+        training = [common[place] for place in drawn[num_known // 5 :]]
+    if rows.training is not None:
+        counts = Counter(label_of[key] for key in training)
+        rarest, count = counts.most_common()[-1]
+        if count < len(training) / 100:
+            training.sort(key=lambda key: label_of[key] != rarest)
+        for key in training[rows.training :]:
+            del splits[key]
+    return splits | dict.fromkeys(tested, "test")
+
+
+def tables_of(name: str) -> Tables:
+    """Return both parties' tables, with ids even where rows are known by their numbers."""
+    if name == FLIGHTS:
+        return flights_and_weather()
+    own, other = map(read, CUTS[name].files, CUTS[name].columns)
+    if not CUTS[name].has_id:
+        ids = pa.array(map(str, range(1, len(own) + 1)))
+        own, other = own.append_column("id", ids), other.append_column("id", ids)
+    return own, other
 
 
 def read(name: str, columns: Sequence[str]) -> pa.Table:
@@ -198,70 +395,34 @@ def read(name: str, columns: Sequence[str]) -> pa.Table:
     return table.select(columns) if columns else table
 
 
-def chosen_rows(labels: pa.ChunkedArray, num_rows: int | None) -> np.ndarray:
-    """Return some rows: all of a rare class, and as many others as there is room for."""
-    values = np.array(labels.to_pylist()).astype(str)
-    if num_rows is None:
-        return np.arange(len(values))
-    drawn = np.random.default_rng(5).permutation(len(values))
-    rarest = min(set(values), key=lambda value: int((values == value).sum()))
-    if (values == rarest).mean() < 0.01:
-        drawn = np.concatenate([np.flatnonzero(values == rarest), drawn[values[drawn] != rarest]])
-    return np.sort(drawn[:num_rows])
+def flights_and_weather() -> Tables:
+    """Return an airline's flights, and what airports know, of 36,000 of 40,000 flights each.
 
-
-def boosted_auc(parts: Cut, folder: Path, run: simulation.Simulation) -> float:
-    """Return the test AUC of gradient boosting with its defaults, on a run's own split."""
-    owner = run.active.settings
-    (other,) = (party.settings for party in run.passive.values())
-    own_part = features(owner.data, folder / "own.csv")
-    other_part = features(other.data, folder / "other.csv")
-    labels, place = labels_of(owner, parts, folder)
-    rows = rows_of(run)
-    train, test = (place[rows.file_rows[rows.splits[split]]] for split in ("train", "test"))
-    trees = HistGradientBoostingClassifier(
-        categorical_features=own_part[1] + other_part[1], random_state=0
-    )
-    joined = np.column_stack([own_part[0], other_part[0]])
-    trees.fit(joined[train], labels[train])
-    return float(roc_auc_score(labels[test], trees.predict_proba(joined[test])[:, 1]))
-
-
-def labels_of(owner: ActiveSettings, parts: Cut, folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return the labels in the order of ids, and the place of each file row in that order."""
-    table = csv.read_csv(folder / "own.csv")
-    column = owner.data.id_column
-    ids = range(len(table)) if column is None else table[column].to_pylist()
-    order = np.arange(len(table)) if column is None else np.argsort(np.array(ids).astype(str))
-    labels = np.array(table[parts.label].to_pylist()).astype(str)[order]
-    place = np.empty(len(order), int)
-    place[order] = np.arange(len(order))
-    return labels == (owner.data.positive_label or "1"), place
-
-
-def features(data: DataSettings, path: Path) -> tuple[np.ndarray, list[bool]]:
-    """Return a party's features for trees, its rows in the order of their ids.
-
-    Returns:
-        (rows, columns), and for each column whether its numbers are codes of categories.
+    A flight is late if it arrives 15 minutes or more after schedule; the airline knows carrier,
+    distance and destination.
     """
-    table = csv.read_csv(path, convert_options=csv.ConvertOptions(strings_can_be_null=False))
-    if data.id_column is not None:
-        table = table.take(np.argsort(np.array(table[data.id_column].to_pylist()).astype(str)))
-    settings = known(data.features)
-    columns, is_category = [], []
-    gaps = settings.missing_texts
-    for column in settings.numeric:
-        values = [str(cell) for cell in table[column].to_pylist()]
-        columns.append(np.array([np.nan if cell in gaps else float(cell) for cell in values]))
-        is_category.append(False)
-    for column in settings.categorical:
-        texts = np.array([str(cell) for cell in table[column].to_pylist()])
-        _, codes, counts = np.unique(texts, return_inverse=True, return_counts=True)
-        by_frequency = np.argsort(np.argsort(-counts, kind="stable"))
-        columns.append(np.minimum(by_frequency[codes], 254).astype(float))
-        is_category.append(True)
-    return np.column_stack(columns), is_category
+    drawn = np.random.default_rng(0)
+    planned, weather, planes = flights.read_package()
+    planned = planned.filter(pc.is_valid(planned["arr_delay"]))
+    planned = planned.take(np.sort(drawn.permutation(len(planned))[:40_000]))
+    planned = planned.append_column("date", flights.days_of(planned))
+    parts = (
+        pc.strftime(planned["date"], "%Y-%m-%d"),
+        planned["carrier"],
+        pc.cast(planned["flight"], pa.string()),
+        planned["origin"],
+    )
+    planned = planned.append_column("id", pc.binary_join_element_wise(*parts, "-"))
+    planned = planned.append_column("weekday", pc.strftime(planned["date"], "%a"))
+    late = pc.cast(pc.greater_equal(planned["arr_delay"], 15), pa.int8())
+    own = planned.append_column("late", late).select(["id", "carrier", "distance", "dest", "late"])
+    known = ["id", "month", "weekday", "hour", "origin", "time_hour", "tailnum"]
+    weather = weather.drop_columns(["year", "month", "day", "hour"])
+    other = planned.select(known).join(weather, ["origin", "time_hour"])
+    planes = planes.select(["tailnum", "year", "seats"]).rename_columns({"year": "built"})
+    other = other.join(planes, "tailnum").drop_columns(["time_hour", "tailnum"]).sort_by("id")
+    own, other = (table.take(drawn.permutation(len(table))[:36_000]) for table in (own, other))
+    return own, other
 
 
 if __name__ == "__main__":

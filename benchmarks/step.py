@@ -13,7 +13,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from benchmarks.bare_gloo import free_port
-from benchmarks.environment import print_environment, spread
+from benchmarks.environment import free_port, print_environment, spread
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.run.course import Batch
 from splitveil.common.wire.connection import PeerConnection
@@ -48,15 +47,16 @@ WARM_UP_STEPS = 20
 class StepTimes(PassiveRecording):
     """Takes the time of every step, from the one before in the same epoch."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__()
+        self._clock = clock
         self._all_ms: list[float] = []
         self._before = 0.0
 
     def on_step(
         self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
     ) -> None:
-        now = time.perf_counter()
+        now = self._clock()
         if batch.step:
             self._all_ms.append(1e3 * (now - self._before))
         self._before = now

@@ -30,10 +30,9 @@ def is_installed() -> bool:
 
 def write_tables(folder: Path) -> None:
     """Write ``airline.csv`` and ``airports.csv`` into a folder, with the same bytes every time."""
-    flights, weather = _read()
+    flights, weather, _ = read_package()
     own = flights.filter(pc.equal(flights["carrier"], _CARRIER))
-    parts = (pc.cast(own[name], pa.string()) for name in ("year", "month", "day"))
-    days = pc.strptime(pc.binary_join_element_wise(*parts, "-"), "%Y-%m-%d", "s")
+    days = days_of(own)
     numbers = pc.binary_join_element_wise(own["carrier"], pc.cast(own["flight"], pa.string()), "")
     ids = pc.binary_join_element_wise(numbers, own["origin"], pc.strftime(days, "%Y-%m-%d"), "-")
     own = own.append_column("id", ids).append_column("weekday", pc.strftime(days, "%a"))
@@ -57,8 +56,13 @@ def _is_drawn(text: str) -> bool:
     return int.from_bytes(digest, "big") < _SHARE * 2**32
 
 
-def _read() -> tuple[pa.Table, pa.Table]:
-    """Read flights and weather from the package's files, as importing it is slow or fails.
+def days_of(flights: pa.Table) -> pa.ChunkedArray:
+    parts = (pc.cast(flights[name], pa.string()) for name in ("year", "month", "day"))
+    return pc.strptime(pc.binary_join_element_wise(*parts, "-"), "%Y-%m-%d", "s")
+
+
+def read_package() -> tuple[pa.Table, pa.Table, pa.Table]:
+    """Read flights, weather and planes from the package's files: importing it is slow or fails.
 
     It takes pandas and ``pkg_resources``, which setuptools no longer has.
     """
@@ -70,4 +74,7 @@ def _read() -> tuple[pa.Table, pa.Table]:
     empty = csv.ConvertOptions(null_values=["", "NA"], strings_can_be_null=True)
     with zipfile.ZipFile(data / "flights.csv.zip") as archive, archive.open("flights.csv") as file:
         flights = csv.read_csv(file, convert_options=empty)
-    return flights, csv.read_csv(data / "weather.csv", convert_options=empty)
+    weather, planes = (
+        csv.read_csv(data / f"{name}.csv", convert_options=empty) for name in ("weather", "planes")
+    )
+    return flights, weather, planes

@@ -2,7 +2,9 @@
 
 The encoder is fitted on a party's own training rows only and saved with its model.
 
-- A number x becomes (x - shift) / scale, after sign(x) log(1 + |x|) if the settings say so.
+- A number x becomes (x - shift) / scale, after sign(x) log(1 + |x|) if the settings say so. For a
+  model that embeds numbers, it becomes its place among the edges of bins, 2.5 in the middle of the
+  third bin, and no number lies outside.
 - A gap is filled before the scaling if the settings say so, with a number that was fitted; an
   indicator column is 1 where the gap was.
 - A category becomes a slot: 0 for a category that is absent from the training rows (or too rare),
@@ -80,8 +82,8 @@ class FeatureShapes(NamedTuple):
     vocabulary_sizes: tuple[int, ...] = ()
     image_shape: tuple[int, int, int] | None = None  # channels, height, width
     image_dtype: ImageDtype = "uint8"
-    bins: tuple[tuple[float, ...], ...] = ()
-    """Edges of the first columns' bins, ascending; a single one if all numbers were equal."""
+    bins: tuple[int, ...] = ()
+    """How many bins each of the first numeric columns has, whose numbers are places among them."""
 
     def zeros(self, num_rows: int) -> Features:
         image = None
@@ -147,7 +149,7 @@ class FeatureEncoder(Section):
     """Columns of lists; their numbers come after the indicators."""
 
     bins: tuple[tuple[float, ...], ...] = ()
-    """Edges of the bins of each of ``numeric``, in the unit of the scaled numbers, ascending."""
+    """Edges of each numeric column's bins, in the unit of scaled numbers, ascending; or none."""
 
     @classmethod
     def fit(
@@ -207,9 +209,10 @@ class FeatureEncoder(Section):
         """The shapes of the features that ``transform`` returns."""
         sizes = tuple(FIRST_CATEGORY_SLOT + len(column.categories) for column in self.categorical)
         numeric_dim = sum(width for _, width in self.numeric_parts)
+        bins = tuple(len(edges) - 1 for edges in self.bins)
         if self.image is None:
-            return FeatureShapes(numeric_dim, sizes, bins=self.bins)
-        return FeatureShapes(numeric_dim, sizes, self.image.shape, self.image.dtype, self.bins)
+            return FeatureShapes(numeric_dim, sizes, bins=bins)
+        return FeatureShapes(numeric_dim, sizes, self.image.shape, self.image.dtype, bins)
 
     def transform(self, table: Table, rows: NDArray[np.int64]) -> Features:
         """Return some rows of a table as tensors.
@@ -285,7 +288,11 @@ class RowEncoder:
                 if scaler.name in encoder.indicators:
                     place = len(encoder.numeric) + encoder.indicators.index(scaler.name)
                     result[:, place] = is_gap
-            result[:, j] = (values - scaler.shift) / scaler.scale
+            scaled = (values - scaler.shift) / scaler.scale
+            if encoder.bins:
+                edges = encoder.bins[j]
+                scaled = np.interp(scaled, edges, np.arange(len(edges)))
+            result[:, j] = scaled
         return result
 
 

@@ -20,9 +20,6 @@ BIN_ROWS = 2**16
 """Training rows from which bins are found, if there are more, evenly spaced in the file."""
 
 
-_NEARLY_ZERO = 1e-30  # the width of a bin must have an inverse in float32
-
-
 class Fitted:
     def __init__(self, table: Table, settings: FeatureSettings) -> None:
         self._settings = settings
@@ -138,19 +135,11 @@ class Fitted:
 
 
 def _edges(values: NDArray[np.float64], num_bins: int) -> tuple[float, ...]:
-    """Return the distinct values, or ``num_bins`` + 1 quantiles of them; at least one, as float32.
-
-    A column with one frequent value, such as a gain that most rows lack, has most of its own
-    quantiles there, and few where its other values differ.
-    """
-    if not len(values):
-        return (0.0,)
-    found = np.unique(values)
-    if len(found) > num_bins + 1:
-        found = np.quantile(found, np.linspace(0, 1, num_bins + 1))
-    found = found.astype(np.float32)
-    found[np.abs(found) < _NEARLY_ZERO] = 0.0
-    return tuple(np.unique(found).tolist())
+    """Return at most ``num_bins`` + 1 quantiles of the different numbers, and at least one."""
+    different = np.unique(values)
+    if len(different) <= num_bins + 1:
+        return tuple(different.tolist()) or (0.0,)
+    return tuple(np.unique(np.quantile(different, np.linspace(0, 1, num_bins + 1))).tolist())
 
 
 def compress(values: Numbers, *, signed_log1p: bool) -> NDArray[np.float64]:

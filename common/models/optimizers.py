@@ -1,9 +1,11 @@
 """Builds optimizers from settings; large embedding tables get sparse gradients."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, overload
 
 from torch import nn
+from torch.nn.utils import get_total_norm
 from torch.optim import SGD, Adam, AdamW, Optimizer, SparseAdam
 
 from splitveil.common.errors import SettingsError
@@ -29,18 +31,40 @@ def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> Optimizer:
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise SettingsError("optimizer: the model has no trainable parameters")
+    built: Optimizer
     match settings:
         case AdamSettings():
             dense = [parameter for parameter in trainable if id(parameter) not in large]
             sparse = [parameter for parameter in trainable if id(parameter) in large]
-            return _build_adam(settings, dense, sparse)
+            built = _build_adam(settings, dense, sparse)
         case SgdOptimizer():
-            return SGD(
+            built = SGD(
                 trainable,
                 lr=settings.learning_rate,
                 momentum=settings.momentum,
                 weight_decay=settings.weight_decay,
             )
+    if settings.clip_norm is not None:
+        built.register_step_pre_hook(partial(_clip, settings.clip_norm))
+    return built
+
+
+def _clip(limit: float, optimizer: Optimizer, *_given: Any) -> None:
+    """Scale all gradients so that their common norm is at most ``limit``.
+
+    Not in place, as torch's own function does: two weights may share a gradient. That function
+    refuses sparse gradients, too.
+    """
+    every = (weight for group in optimizer.param_groups for weight in group["params"])
+    gradients = {
+        weight: weight.grad.coalesce() if weight.grad.is_sparse else weight.grad
+        for weight in every
+        if weight.grad is not None
+    }
+    values = [one.values() if one.is_sparse else one for one in gradients.values()]
+    factor = limit / get_total_norm(values).clamp(min=limit)
+    for weight, gradient in gradients.items():
+        weight.grad = gradient * factor
 
 
 def _large_tables(settings: OptimizerSettings, model: nn.Module) -> Iterator[nn.Embedding]:

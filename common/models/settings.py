@@ -38,19 +38,18 @@ class MlpModel(DenseModel):
 class TabularModel(DenseModel):
     """Dense layers like ``mlp``, for tables: each number is embedded, too.
 
-    A number's vector is a function that is linear between the distinct values of the training rows,
-    or quantiles of these (Gorishniy et al., "On Embeddings for Numerical Features in Tabular Deep
-    Learning", NeurIPS 2022, with quantiles of all values). Numbers beyond the first or last count
-    as these. Where gaps are filled, their
-    indicators are not embedded; neither are the numbers that stand for lists.
+    A number's vector is linear between quantiles of the different numbers in the training rows
+    (Gorishniy et al., "On Embeddings for Numerical Features in Tabular Deep Learning", NeurIPS
+    2022), and a number beyond the first or last quantile counts as this. Indicators of gaps, and
+    the numbers that stand for lists, are not embedded.
     """
 
     kind: Literal["tabular"]
 
-    num_bins: int = Field(default=32, ge=2, le=1024)
-    """Most intervals between such values for a column of numbers."""
+    num_bins: int = Field(default=128, ge=2, le=1024)
+    """Most intervals between quantiles of a column of numbers."""
 
-    number_dim: int = Field(default=8, ge=1, le=4096)
+    number_dim: int = Field(default=4, ge=1, le=4096)
     """Length of the vector that stands for a number."""
 
 
@@ -120,17 +119,25 @@ def bins_of(settings: ModelSettings) -> int:
     return settings.num_bins if isinstance(settings, TabularModel) else 0
 
 
-class AdamSettings(Section):
-    """What ``adam`` and ``adamw`` have in common."""
+class StepSettings(Section):
+    """What all optimizers have in common."""
 
     kind: str
-
-    learning_rate: float = Field(default=1e-3, gt=0)
-    """Step size."""
 
     weight_decay: float = Field(default=0.0, ge=0)
     """The multiple of the weights that is added to their gradient; with ``adamw``, the share by
     which a step of size 1 shrinks them."""
+
+    clip_norm: float | None = Field(default=None, gt=0)
+    """Largest norm of the gradient of all weights of this party's half together, before weight
+    decay: a longer one is scaled down to it. ``null`` for no limit."""
+
+
+class AdamSettings(StepSettings):
+    """What ``adam`` and ``adamw`` have in common."""
+
+    learning_rate: float = Field(default=1e-3, gt=0)
+    """Step size."""
 
     betas: tuple[
         Annotated[float, Field(ge=0, lt=1)],
@@ -157,7 +164,7 @@ class AdamWOptimizer(AdamSettings):
     kind: Literal["adamw"]
 
 
-class SgdOptimizer(Section):
+class SgdOptimizer(StepSettings):
     """Stochastic gradient descent."""
 
     kind: Literal["sgd"]
@@ -167,9 +174,6 @@ class SgdOptimizer(Section):
 
     momentum: float = Field(default=0.0, ge=0, lt=1)
     """Fraction of the previous step that each step keeps."""
-
-    weight_decay: float = Field(default=0.0, ge=0)
-    """The multiple of the weights that is added to their gradient."""
 
     sparse_from_rows: int | None = Field(default=100_000, ge=1)
     """Number of rows from which a step touches only the rows of an embedding table that a batch

@@ -92,7 +92,13 @@ class PartyData:
     ) -> FeatureEncoder | None:
         if earlier is not None:
             table = None if self.settings.features is None else self.table
-            return earlier.encoder_for(table, self.table.source)
+            encoder = earlier.encoder_for(table, self.table.source)
+            if num_bins and encoder is not None and encoder.numeric and not encoder.bins:
+                raise SettingsError(
+                    f"{earlier.setting}: {earlier.folder}: that run's model was trained without "
+                    f"bins of numbers, and is not of kind tabular"
+                )
+            return encoder
         if self.settings.features is None:
             return None
         return FeatureEncoder.fit(self.settings.features, self.table, training_rows, num_bins)

@@ -37,8 +37,8 @@ RANK = 96
 """The default of `projected_labels`: a smaller one takes away more than it saves."""
 
 TRAIN_SHARE = 0.8
-_BATCHES = ((16_000, 1024), (6_000, 256), (1_500, 128), (0, 32))
-_EPOCHS = ((5_000_000, 2), (500_000, 4), (50_000, 10), (0, 30))
+_BATCHES = ((16_000, 1024), (2_000, 256), (500, 128), (0, 32))
+_EPOCHS = ((5_000_000, 2), (500_000, 4), (50_000, 10), (0, 20))
 _STAGES = 8
 
 
@@ -50,17 +50,20 @@ class Sizes(NamedTuple):
     min_aligned: int
     max_set_size: int
     stages: int
+    warmup_steps: int
 
 
 def recommended_sizes(num_rows: int) -> Sizes:
     """Return the sizes for a table whose rows are all common to both parties."""
-    epochs = _at(_EPOCHS, num_rows)
+    epochs, batch_size = _at(_EPOCHS, num_rows), _at(_BATCHES, num_rows)
+    steps = epochs * math.ceil(TRAIN_SHARE * num_rows / batch_size)
     return Sizes(
-        batch_size=_at(_BATCHES, num_rows),
+        batch_size=batch_size,
         epochs=epochs,
         min_aligned=min(100, max(num_rows // 2, 1)),
         max_set_size=_rounded_up(10 * num_rows),
         stages=min(_STAGES, epochs),
+        warmup_steps=steps // 20,
     )
 
 
@@ -120,7 +123,9 @@ class Proposal(NamedTuple):
     """What the recommended defense leaves of the labels; empty without labels."""
     ids: OwnIds
     leak_auc: float = LEAK_AUC
-    learning_rate: float = 0.003
+    learning_rate: float = 0.004
+    weight_decay: float = 0.01
+    dropout: float = 0.1
     train: float = TRAIN_SHARE
     test: float = round(1 - TRAIN_SHARE, 2)
 

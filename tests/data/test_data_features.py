@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from splitveil.common.data import features as features_module
+from splitveil.common.data import fitting
 from splitveil.common.data.category_lists import SEPARATOR
 from splitveil.common.data.columns import CategoricalColumn
 from splitveil.common.data.features import (
@@ -55,8 +57,8 @@ def transform(encoder: FeatureEncoder, own: Table, rows: list[int] | None = None
     return encoder.transform(own, np.array(range(len(own)) if rows is None else rows, np.int64))
 
 
-def test_bins_are_quantiles_of_the_distinct_numbers_in_training_rows() -> None:
-    """Of a column that is mostly zero, the other numbers have bins as well."""
+def test_bins_are_quantiles_of_the_numbers_in_training_rows() -> None:
+    """Equal numbers count once, and gaps do not count."""
     own = table(
         {
             "many": [*range(101), 9e9],
@@ -64,19 +66,24 @@ def test_bins_are_quantiles_of_the_distinct_numbers_in_training_rows() -> None:
             "one": [5.0] * 101 + [7.0],
             "gaps": [0.0, np.nan, 4.0] * 34,
             "none": [np.nan] * 101 + [2.0],
-            "rare": [0.0] * 92 + [*range(1, 10)] + [99.0],
         }
     )
     own = replace(own, gaps="nan")
     found = FeatureEncoder.fit(
         settings(numeric_scaling="none", missing_numeric="mean"), own, np.arange(101), 4
     )
-    assert found.bins == ((0, 25, 50, 75, 100), (1, 3), (5,), (0, 4), (0,), (0, 2.25, 4.5, 6.75, 9))
+    assert found.bins == ((0, 25, 50, 75, 100), (1, 3), (5,), (0, 4), (0,))
     assert FeatureEncoder.from_state(json.loads(json.dumps(found.state()))) == found
     scaled = FeatureEncoder.fit(settings(missing_numeric="zero"), own, np.arange(101), 2)
     column = np.arange(101)
     edges = (np.array([0, 50, 100]) - column.mean()) / column.std()
     assert np.allclose(scaled.bins[0], edges)
+    assert found.shapes.bins == (4, 1, 0, 1, 0)
+    places = transform(found, own).numeric
+    assert places is not None
+    assert np.allclose(places[:101, 0], np.arange(101) / 25)
+    assert places[101].tolist() == [4, 1, 0, 1, 0]  # the last edge stands for what is beyond it
+    assert places[1, 3] == pytest.approx(4 * 33 / 67 / 4)  # a gap is filled with the mean
 
 
 def test_fitting_some_rows_at_a_time_gives_what_fitting_all_of_them_gives(
@@ -86,9 +93,17 @@ def test_fitting_some_rows_at_a_time_gives_what_fitting_all_of_them_gives(
     values = 1e6 + generator.normal(size=500) * np.linspace(0.1, 9, 500)
     own = table({"a": values.tolist()}, {"c": [f"{int(v) % 9}" for v in values]})
     rows = generator.permutation(500)[:330]
-    whole = fit(own, rows.tolist(), min_count=30)
-    monkeypatch.setattr(features_module, "FIT_ROWS", 7)
-    parts = fit(own, rows.tolist(), min_count=30)
+    fitting_all = partial(FeatureEncoder.fit, settings(min_count=30), own, rows, 4)
+    whole = fitting_all()
+    for module in (features_module, fitting):
+        monkeypatch.setattr(module, "FIT_ROWS", 7)
+    monkeypatch.setattr(fitting, "BIN_ROWS", len(rows))
+    parts = fitting_all()
+    assert parts.bins[0] == pytest.approx(whole.bins[0])
+    monkeypatch.setattr(fitting, "BIN_ROWS", 3)
+    three = np.sort(rows)[[0, 164, 329]]
+    expected = (values[three] - values[rows].mean()) / values[rows].std()
+    assert fitting_all().bins[0] == pytest.approx(sorted(expected))
     assert parts.categorical == whole.categorical
     for found in (parts.numeric[0], whole.numeric[0]):
         assert found.shift == pytest.approx(values[rows].mean(), rel=1e-14)

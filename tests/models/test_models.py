@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import SettingsError
+from splitveil.common.models.dense import interpolated
 from splitveil.common.models.factory import Trial, build_bottom_model, build_top_model, load_class
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.settings import ModelSettings, OptimizerSettings
@@ -52,7 +53,7 @@ class ReturnsPair(nn.Module):
 
 
 CRITEO = FeatureShapes(numeric_dim=13, vocabulary_sizes=(9,) * 26)
-BINNED = FeatureShapes(2, (4, 5), bins=((-1.0, 0.0, 1.0), (0.0, 0.5)))
+BINNED = FeatureShapes(2, (4, 5), bins=(2, 1))
 LESIONS = FeatureShapes(image_shape=(3, 84, 84))
 SMALL_IMAGES = FeatureShapes(image_shape=(3, 12, 13))
 
@@ -97,26 +98,31 @@ def test_mlp_maps_every_kind_of_feature_to_the_cut_shape() -> None:
 
 def test_tabular_embeds_the_numbers_that_have_bins() -> None:
     """The oracle interpolates between the vectors of the edges."""
-    edges = (-1.0, -0.5, 0.25, 3.0)
-    shapes = FeatureShapes(numeric_dim=4, bins=(edges, (0.5,), (0.0, 1.0)))
+    shapes = FeatureShapes(numeric_dim=4, bins=(3, 0, 1))
     bottom = build_bottom_model(model(kind="tabular", number_dim=2), shapes, (5,), seed=0)
-    assert named_layer(bottom, "layers.hidden_0").get_parameter("0.weight").shape == (64, 6)
-    numbers = named_layer(bottom, "input.numbers")
-    with torch.no_grad():
-        for weight in numbers.parameters():
-            weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)))
-    x = torch.tensor([-9.0, -1.0, -0.8, -0.5, 0.1, 2.0, 3.0, torch.inf])
+    assert named_layer(bottom, "layers.hidden_0").get_parameter("0.weight").shape == (64, 7)
+    numbers, generator = named_layer(bottom, "input"), torch.Generator().manual_seed(3)
 
     def embedded(first: Tensor) -> Tensor:
-        rows = torch.stack([first, first, torch.full_like(first, 0.3), first], dim=1)
-        vectors: Tensor = numbers(rows)
-        assert torch.equal(vectors[:, 5], first)  # has no bins
-        assert (vectors[:, 4] == 0.5).all()  # was always the same in the training
-        return vectors[:, :2].detach()
+        zeros = torch.zeros_like(first)
+        vectors = numbers(Features(torch.stack([first, zeros, zeros, first], dim=1)))
+        assert torch.equal(vectors[:, 6], first)  # a number without bins
+        assert (vectors[:, 2:6] == vectors[0, 2:6]).all()
+        found: Tensor = vectors[:, :2].detach()
+        return found
 
-    at_edges = embedded(torch.tensor(edges)).numpy()
-    expected = [np.interp(x.numpy(), edges, at_edges[:, column]) for column in range(2)]
+    edges = torch.arange(4.0)
+    middle = (embedded(edges[:1]) + embedded(edges[3:])) / 2
+    torch.testing.assert_close(embedded(torch.tensor([1.5])), middle)  # of a line, before training
+    with torch.no_grad():
+        for weight in numbers.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+    x = torch.tensor([-1.0, 0.0, 0.3, 1.0, 1.9, 2.5, 3.0, 4.0])
+    at_edges = embedded(edges).numpy()
+    expected = [np.interp(x.numpy(), edges.numpy(), at_edges[:, column]) for column in range(2)]
     assert np.allclose(embedded(x).T.numpy(), expected, atol=1e-5)
+    elsewhere = interpolated(torch.from_numpy(at_edges)[None], x[:, None])  # not on the CPU
+    assert np.allclose(elsewhere.T.numpy(), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("part", ["numeric", "categorical", "image"])
@@ -288,6 +294,7 @@ def test_bottom_model_that_does_not_fit_is_explained(
         (conv(channels=[8]), None, (128,), "[channels, height, width], got [128]"),
         (conv(channels=[8] * 3), None, (64, 5, 5), "3 halvings reduce 5 x 5 to nothing"),
         (model(output_activation="relu"), None, (5,), "top_model.output_activation: expected id"),
+        (model(kind="tabular", output_activation="relu"), None, (5,), "expected identity"),
         (model(), FeatureShapes(), (5,), "selects no column"),
     ],
 )
@@ -480,6 +487,37 @@ def test_sparse_steps_equal_dense_ones_where_every_row_is_in_every_batch() -> No
         torch.testing.assert_close(trained[0], trained[1])
         start = nn.utils.parameters_to_vector(table_and_layer(3).parameters()).detach()
         assert not torch.allclose(trained[0], start, atol=0.05)
+
+
+@pytest.mark.parametrize("rows", [1, None])
+@pytest.mark.parametrize(("limit", "is_clipped"), [(0.5, True), (1e3, False)])
+def test_the_gradients_of_all_weights_are_clipped_together(
+    rows: int | None, limit: float, is_clipped: bool
+) -> None:
+    """Sparse ones, too, with rows that a batch has twice."""
+    seen = []
+    for values in ({}, {"clip_norm": limit}):
+        built = table_and_layer(3)
+        start = nn.utils.parameters_to_vector(built.parameters()).detach()
+        rule = build_optimizer(
+            optimizer(kind="sgd", learning_rate=1.0, sparse_from_rows=rows, **values), built
+        )
+        train(built, rule, [[1, 2, 2]])
+        seen.append(nn.utils.parameters_to_vector(built.parameters()).detach() - start)
+    free, clipped = seen
+    if is_clipped:
+        torch.testing.assert_close(clipped, free * (limit / free.norm()))
+    else:
+        assert torch.equal(clipped, free)
+
+
+def test_dense_and_sparse_parts_of_adam_are_clipped_together() -> None:
+    """Adam's first step only shows signs, and its second one the ratio of both gradients."""
+    built = table_and_layer()
+    rule = build_optimizer(optimizer(kind="adam", sparse_from_rows=1, clip_norm=0.5), built)
+    train(built, rule, [[1, 2, 2]])
+    gradients = [weight.grad.to_dense() for weight in built.parameters() if weight.grad is not None]
+    assert float(torch.cat([one.flatten() for one in gradients]).norm()) == pytest.approx(0.5)
 
 
 def test_a_schedule_changes_the_rate_of_dense_and_sparse_parameters_alike() -> None:

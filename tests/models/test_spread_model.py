@@ -1,5 +1,6 @@
 """A model that several processes compute; here, each process is a thread with queues for a line."""
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,14 +17,14 @@ from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.conv import ConvTop
 from splitveil.common.models.dense import MlpBottom
-from splitveil.common.models.settings import ConvModel, MlpModel
+from splitveil.common.models.settings import ConvModel, TabularModel
 from splitveil.common.models.spread_model import RowForm, SpreadModel, check_spreadable
 from splitveil.common.models.worker import Replica, Worker
 from splitveil.common.models.worker_line import Order, Pending, WorkerLine
 from splitveil.passive_party.bottom_trainer import stashing_weights
 
 CPU = torch.device("cpu")
-OWN = FeatureShapes(3, (5, 4))
+OWN = FeatureShapes(3, (5, 4), bins=(2, 7))
 TOP = RowForm((6, 8, 8), OWN)
 
 
@@ -78,6 +79,11 @@ def workers(size: int, build: Callable[[], Replica]) -> Iterator[WorkerLine]:
         assert not thread.is_alive()
 
 
+@pytest.mark.parametrize("form", [TOP, RowForm(None, FeatureShapes(0, (), (1, 2, 2), "float32"))])
+def test_a_form_of_rows_survives_the_way_to_a_worker(form: RowForm) -> None:
+    assert RowForm.from_json(json.loads(json.dumps(form.to_json()))) == form
+
+
 def top(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return ConvTop(ConvModel(kind="conv", channels=(4,), hidden=(8,)), (6, 8, 8), OWN)
@@ -127,7 +133,7 @@ def test_a_step_that_is_computed_again_has_the_same_bits() -> None:
 
 def bottom(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return MlpBottom(MlpModel(kind="mlp", hidden=(8,)), FeatureShapes(3, (5, 4)), (4,))
+    return MlpBottom(TabularModel(kind="tabular", hidden=(8,)), OWN, (4,))
 
 
 def test_a_gradient_may_come_when_newer_batches_have_been_learned_from() -> None:

@@ -265,7 +265,7 @@ def connecting_to(ports: Mapping[str, int]) -> str:
     return f"inference.connect={{{places}}}"
 
 
-def write_wide_deep(folder: Path, rows: int = 500, seed: int = 5) -> None:
+def write_wide_deep(folder: Path, rows: int = 500, seed: int = 5, kind: str = "wide_deep") -> None:
     """Write an example whose parties both have numbers and categories, for ``wide_deep``."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(seed)
@@ -279,7 +279,7 @@ def write_wide_deep(folder: Path, rows: int = 500, seed: int = 5) -> None:
     write_table(folder / "active.csv", "id,label,n1,n2,word", order, ids, *own)
     order = generator.permutation(rows)
     write_table(folder / "passive.csv", "id,n1,n2,word", order, ids, *x.T[2:], texts[1])
-    model = {"kind": "wide_deep", "hidden": [16, 8], "embedding_dim": 3}
+    model = {"kind": kind, "hidden": [16, 8], "embedding_dim": 3}
     features = {"numeric": "n*", "categorical": "word", "signed_log1p": True}
     contract = {**CONTRACT, "cut_shape": [8]}
     active = {**ACTIVE_VALUES, "top_model": model}

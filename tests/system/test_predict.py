@@ -43,6 +43,7 @@ from tests.support.inference import (
     predicting,
     serving_passive,
     train,
+    write_wide_deep,
 )
 from tests.support.runs import CPU
 from tests.support.several import write_several
@@ -54,7 +55,13 @@ SHORT = ("contract.epochs=2", "insecure_nonce_seed=4")
 needs_data = pytest.mark.skipif(
     "SPLITVEIL_DATA" not in os.environ, reason="the environment names no folder of data"
 )
-NAMES = ("digits", pytest.param("vehicle", marks=needs_data), "wide_deep", "three_parties")
+NAMES = (
+    "digits",
+    pytest.param("vehicle", marks=needs_data),
+    "wide_deep",
+    "tabular",
+    "three_parties",
+)
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -67,6 +74,9 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if request.param == "three_parties":
         write_several(folder)
         return train(folder, folder / "runs", "contract.aggregation=concat")
+    if request.param == "tabular":
+        write_wide_deep(folder, kind="tabular")
+        return train(folder, folder / "runs")
     return train(EXAMPLES / request.param, folder / "runs", *SHORT)
 
 

@@ -45,6 +45,12 @@ def trained(own: KnownRows, num_classes: int = 2) -> nn.Module:
     )
 
 
+def test_it_embeds_numbers_where_the_joint_model_does() -> None:
+    binned = ENCODER.model_copy(update={"bins": ((0.0, 1.0),) * 3})
+    embeds = ["numbers" in str(build_alone(own, 2, seed=3)) for own in (ENCODER, binned)]
+    assert embeds == [False, True]
+
+
 @pytest.mark.parametrize("num_classes", [2, 3])
 def test_it_learns_what_the_features_say_of_rows_that_it_has_not_seen(num_classes: int) -> None:
     own = rows(num_classes)

@@ -33,6 +33,7 @@ __all__ = [
     "attacks",
     "audit",
     "defenses",
+    "models",
     "plan",
     "predict",
     "settings_schema",
@@ -57,7 +58,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in {"attacks", "defenses"}:
+    if name in {"attacks", "defenses", "models"}:
         return import_module(f"splitveil.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'splitveil' has no attribute {name!r}")

@@ -78,8 +78,14 @@ def image_as_float(image: Tensor) -> Tensor:
 
 
 class FeatureShapes(NamedTuple):
+    """The shapes of `Features`, from which a model is built."""
+
     numeric_dim: int = 0
+    """How many scaled numbers a row has, indicators of gaps among them."""
+
     vocabulary_sizes: tuple[int, ...] = ()
+    """How many slots each column of categories has: the rows of an embedding."""
+
     image_shape: tuple[int, int, int] | None = None  # channels, height, width
     image_dtype: ImageDtype = "uint8"
     bins: tuple[int, ...] = ()

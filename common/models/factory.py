@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from splitveil.common.data.features import FeatureEncoder, FeatureShapes
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.models.conv import ConvBottom, ConvTop
+from splitveil.common.models.custom import build_custom
 from splitveil.common.models.dense import MlpBottom, MlpTop, WideDeepBottom, WideDeepTop
 from splitveil.common.models.settings import (
     ConvModel,
@@ -66,7 +68,7 @@ def build_bottom_model(
             case ConvModel():
                 return ConvBottom(settings, shapes, cut_shape)
             case CustomModel():
-                return _build_custom(settings, "bottom_model")
+                return build_custom(settings, shapes, "bottom_model")
 
     def probe(model: nn.Module, rows: int, device: torch.device) -> object:
         return model(shapes.zeros(rows).to(device))
@@ -112,7 +114,10 @@ def build_top_model(
             case ConvModel():
                 return ConvTop(settings, cut_shape, shapes, num_logits)
             case CustomModel():
-                return _build_custom(settings, "top_model")
+                own = build_custom(settings, shapes or FeatureShapes(), "top_model")
+                if num_logits == 1:
+                    own.register_forward_hook(_one_logit)
+                return own
 
     def probe(model: nn.Module, rows: int, device: torch.device) -> object:
         features = None if shapes is None else shapes.zeros(rows).to(device)
@@ -152,18 +157,6 @@ def _has_features(shapes: FeatureShapes) -> bool:
     return bool(shapes.numeric_dim or shapes.vocabulary_sizes or shapes.image_shape)
 
 
-def _build_custom(settings: CustomModel, role: str) -> nn.Module:
-    cls = load_class(settings.module)
-    if not issubclass(cls, nn.Module):
-        raise SettingsError(f"{role}.module: {settings.module} is not a torch.nn.Module")
-    try:
-        return cls(**settings.arguments)
-    except Exception as error:  # a user's class may raise anything
-        raise SettingsError(
-            f"{role}.arguments: {settings.module} cannot be built: {first_line(error)}"
-        ) from error
-
-
 def _build_and_probe(
     build: Callable[[], nn.Module],
     probe: Callable[[nn.Module, int, torch.device], object],
@@ -177,17 +170,21 @@ def _build_and_probe(
     def compute(model: nn.Module, rows: int, device: torch.device, hint: str = "") -> None:
         try:
             with torch.set_grad_enabled(model.training):
-                output = _checked(probe(model, rows, device), (rows, *row_shape), role)
+                output = _checked(probe(model, rows, device), (rows, *row_shape), role, device)
                 if model.training:
                     torch.autograd.backward(output.sum())
         except SettingsError as error:
             raise SettingsError(f"{error}{hint}") from error
         except Exception as error:  # a user's class may raise anything
             kind = SplitveilError if model.training and may_pass(error) else SettingsError
+            mode = "training" if model.training else "eval mode"
             raise kind(
-                f"{role}: {type(model).__name__} fails on a batch of {_in_words(rows)}"
-                f"{' in training' * model.training}: {fault_in_words(error)}{hint}"
+                f"{role}: {type(model).__name__} fails on a batch of {_in_words(rows)} in {mode}: "
+                f"{fault_in_words(error)}{hint}"
             ) from error
+        for name, weight in model.named_parameters():
+            if is_lazy(weight):
+                raise SettingsError(f"{role}: {name} is still lazy after a batch: give its size")
 
     # torch.manual_seed would also seed the GPUs, whose state fork_rng does not restore here.
     with torch.random.fork_rng([device] if device.type == "cuda" else ()):
@@ -205,10 +202,22 @@ def _in_words(rows: int) -> str:
     return "1 row" if rows == 1 else f"{rows} rows"
 
 
-def _checked(output: object, expected: tuple[int, ...], role: str) -> Tensor:
+def _one_logit(_model: nn.Module, _given: object, output: object) -> object:
+    """Let a last layer of one output, (rows, 1), give a logit per row, (rows,)."""
+    if isinstance(output, Tensor) and output.ndim == 2 and output.shape[1] == 1:
+        return output.squeeze(1)
+    return output
+
+
+def _checked(output: object, expected: tuple[int, ...], role: str, device: torch.device) -> Tensor:
     if not isinstance(output, Tensor) or not output.is_floating_point():
         got = output.dtype if isinstance(output, Tensor) else type(output).__name__
         raise SettingsError(f"{role}: expected a floating-point tensor, got {got}")
+    if output.device.type != device.type:
+        raise SettingsError(
+            f"{role}: expected an output on {device.type} for an input there, got one on "
+            f"{output.device}"
+        )
     if tuple(output.shape) != expected:
         raise SettingsError(
             f"{role}: expected an output of shape {expected} for {_in_words(expected[0])}, "

@@ -92,21 +92,29 @@ class ConvModel(Section):
 
 
 class CustomModel(Section):
-    """A user-defined ``torch.nn.Module``.
+    """A user-defined ``torch.nn.Module``, from a class or from a function that returns a module.
 
-    A bottom model is called as ``model(features)`` and returns (rows, *cut shape). A top model is
-    called as ``model(activation, features)``, where ``features`` is None if the active party has no
-    features; it returns one logit per row, (rows,), or with more than two classes one logit per row
-    and class, (rows, classes). ``features`` is a ``splitveil.common.data.features.Features``.
+    A bottom model returns (rows, *cut shape). A top model gets the activation first, and returns
+    one logit per row, (rows,) or (rows, 1), or with more than two classes (rows, classes).
+
+    ``forward`` takes the features as tensors. A parameter ``numeric`` gets scaled numbers,
+    (rows, numbers) float32; ``categorical`` slots of categories, (rows, columns) int64; ``image``
+    images, (rows, channels, height, width) float32, bytes scaled to [0, 1]; None where there are no
+    such features. A single kind of features that has no parameter of its name goes to the next
+    parameter, so that ``nn.Linear`` gets the numbers. A parameter ``features``, or one annotated as
+    ``splitveil.models.Features``, gets all of them in one object, at a top model without features
+    None.
     """
 
     kind: Literal["custom"]
 
     module: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
-    """The class, as ``package.module:Class``."""
+    """The class or function, as ``package.module:name``. A function, and a class with a parameter
+    ``shapes``, gets a ``splitveil.models.FeatureShapes``: numbers in ``numeric_dim``, slots of each
+    column of categories in ``vocabulary_sizes``, and ``image_shape``."""
 
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments for the class."""
+    """Further keyword arguments for the class or function."""
 
 
 ModelSettings = Annotated[

@@ -2,10 +2,14 @@
 
 import importlib
 import re
+import sys
 from pathlib import Path
 from traceback import walk_tb
 
 from splitveil.common.errors import SettingsError, SplitveilError
+
+HANDED_OVER = "splitveil.library.handed_over"
+"""The module of code that a program has given as objects; only its own process has it."""
 
 _own_modules: set[str] = set()
 """Names of the modules whose code the settings name, those of its base classes included."""
@@ -19,6 +23,11 @@ def import_named(name: str, kind: str) -> object:
     module_name, separator, own_name = name.partition(":")
     if not (separator and module_name and own_name):
         raise SettingsError(f"{name}: expected package.module:{kind.capitalize()}")
+    if module_name == HANDED_OVER and not hasattr(sys.modules.get(module_name), own_name):
+        raise SettingsError(
+            f"{own_name} was given to simulate as an object, which only that process has: put it "
+            f"into a module, and name it package.module:{own_name}"
+        )
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever the user's own module raises while it is imported

@@ -1,4 +1,4 @@
-"""Defenses and attacks as a program chooses them: by name, as settings, or as code of one's own.
+"""Defenses, attacks and models as a program chooses them: by name, as settings, or as own code.
 
 Settings name such code as ``package.module:name``. What a notebook or a closure defines has none,
 so it gets one here, which only this process knows.
@@ -19,6 +19,7 @@ from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.section import DefenseSection
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.settings import CustomAttack
+from splitveil.common.text.imports import HANDED_OVER
 from splitveil.deploy.overrides import NamedDefense, parse_defense
 
 DefenseChoice: TypeAlias = str | Mapping[str, Any] | DefenseSection | Callable[..., Any]
@@ -28,7 +29,6 @@ settings, a subclass of `Defense`, or a function of gradients, labels and noise.
 AttackChoice: TypeAlias = str | Mapping[str, Any] | CustomAttack | Callable[..., Any]
 """The name of an attack, a mapping or a section of settings, or a function of gradients."""
 
-_HANDED_OVER = "splitveil.library.handed_over"
 _defenses: TypeAdapter[DefenseSection] = TypeAdapter(DefenseSettings)
 
 
@@ -123,6 +123,13 @@ def attack_settings(choice: AttackChoice) -> str | dict[str, Any]:
     return choice.model_dump(mode="json", exclude_defaults=True) | {"kind": "custom"}
 
 
+def model_settings(value: Any) -> Any:
+    """Return a setting's value, where a class, factory or instance of a model is its section."""
+    if isinstance(value, Mapping) and callable(own := value.get("module")):
+        return {**value, "module": _name_of(own)}
+    return {"kind": "custom", "module": _name_of(value)} if callable(value) else value
+
+
 def _class_around(function: Callable[..., Any]) -> type[Defense]:
     class FunctionDefense(Defense):
         def __init__(self, _context: object, noise: NoiseSource, **arguments: Any) -> None:
@@ -157,16 +164,17 @@ def _problems(where: str, error: ValidationError) -> list[str]:
 
 
 def _name_of(thing: Callable[..., object]) -> str:
-    """Return ``package.module:name``, under which an import finds a class or a function.
+    """Return ``package.module:name``, under which an import finds a class, function or instance.
 
     Another one of the same name gets a name of its own.
     """
     module, name = thing.__module__, getattr(thing, "__qualname__", "")
     if module != "__main__" and getattr(sys.modules.get(module), name, None) is thing:
         return f"{module}:{name}"
-    plain = re.sub(r"\W", "_", getattr(thing, "__name__", "")).strip("_") or "unnamed"
-    home = sys.modules.setdefault(_HANDED_OVER, ModuleType(_HANDED_OVER))
+    own_name = getattr(thing, "__name__", type(thing).__name__)
+    plain = re.sub(r"\W", "_", own_name).strip("_") or "unnamed"
+    home = sys.modules.setdefault(HANDED_OVER, ModuleType(HANDED_OVER))
     names = itertools.chain([plain], (f"{plain}_{number}" for number in itertools.count(2)))
     free = next(one for one in names if getattr(home, one, thing) is thing)
     setattr(home, free, thing)
-    return f"{_HANDED_OVER}:{free}"
+    return f"{HANDED_OVER}:{free}"

@@ -20,6 +20,7 @@ from splitveil.library.choices import (
     AttackChoice,
     DefenseChoice,
     attack_settings,
+    model_settings,
     named_defense,
     section,
 )
@@ -79,7 +80,9 @@ def simulate(
         seeds: the number of seeds from 0, or the seeds themselves. A seed decides batches, split,
             initial weights and noise.
         settings: settings to override, by their dotted names as with ``--set``:
-            ``{"contract.epochs": 3, "passive.bottom_model.hidden": [64]}``.
+            ``{"contract.epochs": 3, "passive.bottom_model.hidden": [64]}``. A model may be a
+            subclass of ``torch.nn.Module``, a function of `FeatureShapes` that returns a module, or
+            a module, of which every run trains a copy.
         threads: the number of cores to compute on; by default that of the settings, or all. With
             small models, one core is often as fast as all.
         runs: the folder of all runs. By default they are in a temporary folder, which is deleted
@@ -123,7 +126,7 @@ def simulate(
 def _base(
     source: Path, settings: Mapping[str, Any], attacks: Sequence[AttackChoice] | None
 ) -> Overrides:
-    base = Overrides(override(name, value) for name, value in settings.items())
+    base = Overrides(override(name, model_settings(value)) for name, value in settings.items())
     parties = load(source, base)
     chosen = None if attacks is None else [attack_settings(one) for one in attacks]
     if parties.active.leak_monitor is not None or chosen:

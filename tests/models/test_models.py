@@ -52,6 +52,43 @@ class ReturnsPair(nn.Module):
         return 1, 2
 
 
+class Plain(nn.Sequential):
+    def __init__(self, *, fault: str = "") -> None:
+        super().__init__(nn.Linear(3, 5, device="meta" if fault == "meta" else None))
+        self.fault = fault
+        if fault == "lazy":
+            self.spare = nn.LazyLinear(1)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        if self.fault == "eval" and not self.training:
+            raise RuntimeError("training only")
+        found: Tensor = self[0](numbers)
+        return found.to("meta") if self.fault == "moves" else found
+
+
+INSTANCE = nn.Linear(3, 5)
+
+
+def no_module(shapes: FeatureShapes) -> int:
+    return shapes.numeric_dim
+
+
+class ByName(nn.Module):
+    """Returns what it was called with, in the order of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, activation: Tensor, image: Tensor | None, other: Tensor | None) -> Tensor:
+        assert (image is None) == (other is None)
+        if image is not None and other is not None:
+            assert image.dtype == torch.float32
+            activation = activation + image.flatten(1).sum(1, keepdim=True) + other[:, :1]
+        return activation * self.scale
+
+
+NUMBERS = FeatureShapes(numeric_dim=3)
 CRITEO = FeatureShapes(numeric_dim=13, vocabulary_sizes=(9,) * 26)
 BINNED = FeatureShapes(2, (4, 5), bins=(2, 1))
 LESIONS = FeatureShapes(image_shape=(3, 84, 84))
@@ -269,12 +306,20 @@ def test_no_row_of_a_batch_has_an_influence_on_another(
         (custom("OwnBottom"), SHAPES, (5,), "an output of shape (2, 5) for 2 rows, got (2, 6)"),
         (custom("OwnBottom", width=-1), SHAPES, (5,), "be built: ValueError: width must not be"),
         (custom("OwnBottom", wide=1), SHAPES, (5,), "unexpected keyword argument 'wide'"),
-        (custom("OwnTop"), SHAPES, (5,), "OwnTop fails on a batch of 2 rows: TypeError"),
+        (custom("OwnTop"), SHAPES, (5,), "OwnTop fails on a batch of 2 rows in eval mode: TypeErr"),
         (custom("ReturnsPair"), SHAPES, (5,), "expected a floating-point tensor, got tuple"),
         (custom("NoSuchClass"), SHAPES, (5,), "has no class NoSuchClass"),
         (custom("no_such_package.models:Net"), SHAPES, (5,), "No module named 'no_such_package'"),
         (custom("pathlib:Path"), SHAPES, (5,), "not a torch.nn.Module"),
-        (custom("math:pi"), SHAPES, (5,), "has no class pi"),
+        (custom("math:pi"), SHAPES, (5,), "math:pi is not a torch.nn.Module"),
+        (custom("no_module"), SHAPES, (5,), "returns int, which is not a torch.nn.Module"),
+        (custom("Plain"), SHAPES, (5,), "forward has no parameter for the image features"),
+        (custom("Plain"), NUMBERS, (4,), "an output of shape (2, 4) for 2 rows, got (2, 5)"),
+        (custom("Plain", fault="eval"), NUMBERS, (5,), "of 2 rows in eval mode: RuntimeError: tra"),
+        (custom("Plain", fault="lazy"), NUMBERS, (5,), "spare.weight is still lazy after a batch"),
+        (custom("Plain", fault="meta"), NUMBERS, (5,), "has weights on meta: build it on the CPU"),
+        (custom("Plain", fault="moves"), NUMBERS, (5,), "expected an output on cpu"),
+        (custom("INSTANCE", width=5), NUMBERS, (5,), "unexpected keyword argument 'width'"),
     ],
 )
 def test_bottom_model_that_does_not_fit_is_explained(
@@ -351,6 +396,23 @@ def test_own_classes_are_built_with_their_arguments() -> None:
     without = build_top_model(custom("OwnTop"), (9,), None, seed=0)
     activation = torch.randn(8, 9)
     assert with_own(activation, batch()).shape == without(activation, None).shape == (8,)
+
+
+def test_tensors_go_to_parameters_by_name_and_the_rest_to_the_next_one() -> None:
+    shapes = FeatureShapes(numeric_dim=3, image_shape=(1, 2, 2))
+    top, rows = build_top_model(custom("ByName"), (1,), shapes, seed=0), batch(8, shapes)
+    activation = torch.randn(8, 1)
+    assert rows.numeric is not None
+    assert rows.image is not None
+    expected = activation[:, 0] + rows.image.sum((1, 2, 3)) / 255 + rows.numeric[:, 0]
+    torch.testing.assert_close(top(activation, rows), expected)
+    alone = build_top_model(custom("ByName"), (1,), None, seed=0)
+    assert torch.equal(alone(activation, None), activation[:, 0])
+    plain = build_bottom_model(custom("INSTANCE"), NUMBERS, (5,), seed=0)
+    assert torch.equal(plain(rows), plain(rows.numeric))
+    own = plain.get_parameter("weight")
+    assert torch.equal(own, INSTANCE.weight)
+    assert own is not INSTANCE.weight
 
 
 def test_trying_a_model_leaves_its_running_statistics_alone() -> None:

@@ -41,6 +41,25 @@ logger = logging.getLogger(__name__)
 ModelChoice = Literal["best", "trained", "refitted"]
 
 
+def load_top(
+    settings: ActiveSettings, choice: ModelChoice | None = None
+) -> tuple[TrainedModel, nn.Module, Literal["trained", "refitted"]]:
+    """Load the top model that a run has left, in eval mode on the CPU, and say which it is."""
+    contract, folder = settings.contract, settings.run_folder(ACTIVE)
+    kind = _which(choice or settings.inference.model, folder)
+    weights = REFITTED if kind == "refitted" else WEIGHTS
+    trained = TrainedModel.open(folder, contract, weights)
+    model = build_top_model(
+        settings.top_model,
+        contract.aggregate_shape,
+        trained.encoder,
+        seed=settings.model_seed,
+        num_classes=settings.data.num_classes,
+    )
+    trained.put_into(model)
+    return trained, model, kind
+
+
 class JointModel:
     """The top model as a run has left it. Several threads may use it; one at a time computes."""
 
@@ -69,20 +88,9 @@ class JointModel:
         cls, settings: ActiveSettings, device: torch.device, choice: ModelChoice | None = None
     ) -> "JointModel":
         """Load the top model that a run has left."""
-        contract, folder = settings.contract, settings.run_folder(ACTIVE)
-        kind = _which(choice or settings.inference.model, folder)
-        weights = REFITTED if kind == "refitted" else WEIGHTS
-        trained = TrainedModel.open(folder, contract, weights)
-        model = build_top_model(
-            settings.top_model,
-            contract.aggregate_shape,
-            trained.encoder,
-            seed=settings.model_seed,
-            num_classes=settings.data.num_classes,
-        )
-        trained.put_into(model)
-        identity, encoder, rule = trained.identity, trained.encoder, contract.aggregation
-        return cls(identity, model, encoder, rule, device, kind, kind_of(settings.data))
+        trained, model, kind = load_top(settings, choice)
+        rule, labels = settings.contract.aggregation, kind_of(settings.data)
+        return cls(trained.identity, model, trained.encoder, rule, device, kind, labels)
 
     def predictions(
         self, activations: Sequence[Tensor], own: Features | None

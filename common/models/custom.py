@@ -104,7 +104,8 @@ def _hand_over_tensors(model: nn.Module, shapes: FeatureShapes, role: str, *, le
     if len(rest) > min(len(places), 1):
         raise SettingsError(
             f"{role}: {type(model).__name__}.forward has no parameter for the {rest[-1]} features: "
-            f"name one {rest[-1]}, or name one features for all of them"
+            f"name one {rest[-1]}, or one features for all of them, or leave them out of "
+            f"data.features"
         )
     if rest or (places and places[0].default is inspect.Parameter.empty):
         parts.append((places[0].name, rest[0] if rest else None))

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from splitveil.common.alignment import ristretto
+from splitveil.common.data.features import FeatureShapes
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.data.stored_ids import ABSENT
 from splitveil.common.data.table_files import read_id_list
@@ -25,6 +26,20 @@ from splitveil.common.wire.inference_codec import Secret, rows_of_a_reply, seal,
 from splitveil.common.wire.tensor_codec import TensorLimits
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb
+
+
+def load_bottom(settings: PassiveSettings) -> tuple[TrainedModel, nn.Module]:
+    """Load the bottom model that a run has left, in eval mode on the CPU."""
+    contract = settings.contract
+    trained = TrainedModel.open(settings.run_folder(settings.folder_name()), contract)
+    model = build_bottom_model(
+        settings.bottom_model,
+        trained.encoder or FeatureShapes(),
+        contract.cut_shape,
+        seed=settings.model_seed,
+    )
+    trained.put_into(model)
+    return trained, model
 
 
 class ServedModel:
@@ -49,18 +64,13 @@ class ServedModel:
     def load(
         cls, settings: PassiveSettings, device: torch.device, table: Path | None = None
     ) -> "ServedModel":
-        contract = settings.contract
-        trained = TrainedModel.open(settings.run_folder(settings.folder_name()), contract)
+        trained, model = load_bottom(settings)
         rows = ServedRows.load(settings, trained.encoder, table)
         allowed = settings.answers.allowed_ids
         if allowed is not None:
             path = expand_path("answers.allowed_ids", allowed, settings.base_dir)
             rows.serve_only(read_id_list(path, settings.data, settings.contract.ids).ids)
-        model = build_bottom_model(
-            settings.bottom_model, rows.encoder, contract.cut_shape, seed=settings.model_seed
-        )
-        trained.put_into(model)
-        return cls(trained.identity, model, rows, contract.cut_shape, device)
+        return cls(trained.identity, model, rows, settings.contract.cut_shape, device)
 
     def embed(self, ids: Sequence[str]) -> Embedded:
         """Return the activations of known ids, the same bits whatever is asked for beside them."""

@@ -16,10 +16,9 @@ from pyarrow import parquet
 from splitveil.active_party.predict.embed_client import EmbedClient
 from splitveil.active_party.predict.predictor import JointModel, ModelChoice, Predictions, Predictor
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.data.canonical_form import CanonicalForm, compose
+from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.errors import OtherModel, SettingsError
 from splitveil.common.party.command_line import torch_device
-from splitveil.common.party.party_settings import PartySettingsT, load_party_settings
 from splitveil.common.party.served_rows import ServedRows
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.messages import Embedded, ModelIdentity
@@ -27,6 +26,7 @@ from splitveil.library.frames import Row, frame
 from splitveil.library.loading import Scratch
 from splitveil.library.own_data import as_table, check_rows_correspond
 from splitveil.library.runs import Run
+from splitveil.library.trained import as_text, folders_of, own_modules, settings_of
 from splitveil.passive_party.predict.served_model import ServedModel
 from splitveil.passive_party.settings import PassiveSettings
 
@@ -98,16 +98,12 @@ def predict(
     with parties.predictor(model) as predictor:
         predictor.check_models()
         asked = parties.all_ids() if ids is None else list(ids)
-        texts = list(map(_as_text, asked))
+        texts = list(map(as_text, asked))
         canonical = CanonicalForm(parties.active.contract.ids).of(texts)
         # Whole numbers stay what they are: they join the list that they come from.
         given = asked if all(isinstance(one, Integral) for one in asked) else texts
         rows = _rows(predictor, canonical, parties.active.data.class_names)
         return frame({"id": one, **row} for one, row in zip(given, rows, strict=True))
-
-
-def _as_text(one: Any) -> str:
-    return compose([str(part) for part in one]) if isinstance(one, list | tuple) else str(one)
 
 
 class _Parties:
@@ -119,11 +115,12 @@ class _Parties:
         base_dir: str | Path | None,
     ) -> None:
         base = run.base_dir if base_dir is None else Path(base_dir)
-        self.active = _settings(ActiveSettings, run.path / ACTIVE, base)
+        self.active = settings_of(ActiveSettings, run.path / ACTIVE, base)
         names = self.active.contract.passive_parties
-        folders = _folders(run.path, names, passive)
+        folders = folders_of(run.path, names, passive)
         self._passive = {
-            name: _settings(PassiveSettings, folders[name], base, f"party={name}") for name in names
+            name: settings_of(PassiveSettings, folders[name], base, f"party={name}")
+            for name in names
         }
         unknown = sorted(tables.keys() - {ACTIVE, *names})
         if unknown:
@@ -141,13 +138,15 @@ class _Parties:
 
     def predictor(self, choice: ModelChoice | None) -> Predictor:
         device = torch_device(self.active.device)
-        model = JointModel.load(self.active, device, choice)
+        with own_modules(self.active.base_dir):
+            model = JointModel.load(self.active, device, choice)
         own = None
         if model.encoder is not None:
             own = ServedRows.load(self.active, model.encoder, self._tables.get(ACTIVE))
         for name, settings in self._passive.items():
             where = torch_device(settings.device)
-            self._served[name] = ServedModel.load(settings, where, self._tables.get(name))
+            with own_modules(settings.base_dir):
+                self._served[name] = ServedModel.load(settings, where, self._tables.get(name))
         clients = [LocalEmbedder(name, one, model.identity) for name, one in self._served.items()]
         # They are asked like clients of parties elsewhere, and have nothing else of them.
         return Predictor(model, cast("list[EmbedClient]", clients), own)
@@ -156,31 +155,6 @@ class _Parties:
         """Return the ids of the first passive party's rows."""
         rows = next(iter(self._served.values())).rows
         return rows.ids_at(rows.served())
-
-
-def _settings(
-    section: type[PartySettingsT], folder: Path, base_dir: Path, *overrides: str
-) -> PartySettingsT:
-    if not (folder / "settings.yaml").is_file():
-        raise SettingsError(f"{folder}: expected a party's folder of a run, with settings.yaml")
-    settings = load_party_settings(section, folder / "settings.yaml", overrides)
-    runs = folder.resolve().parent.parent
-    return settings.model_copy(update={"base_dir": base_dir, "runs_dir": runs})
-
-
-def _folders(
-    run: Path, names: Sequence[str], passive: Mapping[str, str | Path] | str | Path | None
-) -> dict[str, Path]:
-    if isinstance(passive, Mapping):
-        missing = [name for name in names if name not in passive]
-        if missing:
-            raise SettingsError(f"passive: expected a folder of {', '.join(missing)}")
-        return {name: Path(passive[name]) for name in names}
-    if passive is not None:
-        if len(names) > 1:
-            raise SettingsError(f"passive: expected a folder for each of {', '.join(names)}")
-        return {names[0]: Path(passive)}
-    return {name: run / (name if len(names) > 1 else "passive") for name in names}
 
 
 def _rows(predictor: Predictor, ids: Sequence[str], classes: Sequence[str]) -> Iterator[Row]:

@@ -1,14 +1,17 @@
 """Runs as their folders describe them, finished or still running: one, or several side by side."""
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, get_args, overload
 
+from torch import nn
+
 from splitveil.active_party.report import write_comparison, write_report
 from splitveil.active_party.report.run_files import RunFiles, read_run
+from splitveil.common.data.features import Features
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import CUT
 from splitveil.common.record.assessment import LeakAssessment, assess_figures
@@ -23,6 +26,7 @@ from splitveil.common.record.lines import (
 from splitveil.common.record.summary import Summary
 from splitveil.library.example_ledger import Ledger
 from splitveil.library.frames import Row, as_html, frame
+from splitveil.library.trained import Format, Half, export
 
 Kind: TypeAlias = Literal["epochs", "attacks", "steps", "batches"]
 KindOfRuns: TypeAlias = Literal["runs", "defenses"] | Kind
@@ -158,6 +162,52 @@ class Run:
             StorageError: the file cannot be written.
         """
         return write_report(self.path, None if output is None else Path(output))
+
+    def model(self, party: str) -> nn.Module:
+        """Return a party's trained half, in eval mode on the CPU.
+
+        A bottom model is called with ``features(party)`` and returns the activation, (rows, *cut
+        shape); a top model with the activation (of several parties: aggregated) and its own
+        features or None, and returns logits, (rows,) or (rows, classes). A model of one's own takes
+        tensors, too, if its ``forward`` does.
+
+        Args:
+            party: ``active``, ``passive``, or the name of one of several passive parties.
+
+        Raises:
+            SettingsError: there is no such party, its folder with the trained weights is not beside
+                the active party's, or its model is of a class that is not here.
+        """
+        return Half.of(self.path, party, self.base_dir).model
+
+    def features(
+        self, party: str, ids: Iterable[Any] | None = None, *, table: Any = None
+    ) -> Features:
+        """Return rows of a party as its trained half takes them: scaled numbers, and slots.
+
+        Args:
+            party: as for ``model``.
+            ids: those of the rows, in this order; by default all rows, in the order of the table.
+            table: other rows than those of the party's settings: a table as for ``simulate``.
+
+        Raises:
+            DataError: the table lacks a column or an id, or cannot be read.
+            SettingsError: as for ``model``, or the party has no features.
+        """
+        return Half.of(self.path, party, self.base_dir).features(ids, table)
+
+    def export(self, folder: str | Path, format: Format = "torch.export") -> list[Path]:  # noqa: A002
+        """Write the trained halves for programs without this package, and return the files.
+
+        ``passive.pt2`` is for ``torch.export.load``, ``passive.onnx`` for ONNX runtimes; and so for
+        every party whose folder is there. The inputs are tensors by name, with any number of rows:
+        ``activation`` (of the top model), ``numeric``, ``categorical`` and ``image``, encoded as by
+        ``features``. The scalers and vocabularies of the encoding are in ``passive.encoder.json``.
+
+        Raises:
+            SettingsError: as for ``model``, or ``onnx`` is not installed.
+        """
+        return export(self.path, Path(folder), self.base_dir, format)
 
     def overview(self) -> Row:
         """Return the run in one row: defense, quality, leak and bounds."""

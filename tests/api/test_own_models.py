@@ -1,18 +1,24 @@
-"""Models of one's own: modules go into ``simulate``."""
+"""Modules go into ``simulate``, and trained ones come out of a run, also in other formats."""
 
+import json
+import shutil
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from splitveil import models, predict, simulate
-from splitveil.common.errors import SettingsError
+from splitveil import Run, models, predict, simulate
+from splitveil.common.data.features import FeatureEncoder, ImageInfo
+from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.models.factory import build_bottom_model
+from splitveil.library.trained import SUFFIXES, Format, Half
 from tests.api.test_simulate import SHORT, Columns, columns, columns_of, weights_of
-from tests.models.test_models import custom
+from tests.models.test_models import conv, custom
 
 __all__ = ["columns"]
 
@@ -37,6 +43,10 @@ class Whole(Embedding):
         return super().forward(features.numeric, features.categorical)
 
 
+def one_logit(shapes: models.FeatureShapes) -> nn.Module:
+    return nn.Bilinear(16, shapes.numeric_dim, 1)
+
+
 SAME: dict[str, Callable[[], Any]] = {
     "a class that gets tensors": lambda: Embedding,
     "a class that gets features": lambda: Whole,
@@ -53,8 +63,7 @@ def expected(columns: Columns) -> dict[str, Tensor]:
 
 def trained(columns: Columns, bottom: Any, seed: int = 3) -> dict[str, Tensor]:
     active, passive = columns
-    chosen = {**SHORT, "passive.bottom_model": bottom}
-    chosen["active.top_model"] = lambda shapes: nn.Bilinear(16, shapes.numeric_dim, 1)
+    chosen = {**SHORT, "passive.bottom_model": bottom, "active.top_model": one_logit}
     (run,) = simulate(
         active=active, passive=passive, key="id", attacks=[], seeds=[seed], settings=chosen
     )
@@ -94,3 +103,130 @@ def test_another_process_says_that_an_object_was_given_to_simulate() -> None:
         build_bottom_model(
             custom("splitveil.library.handed_over:Net"), models.FeatureShapes(2), (4,), seed=0
         )
+
+
+IN_TWO_LAYERS = {"kind": "mlp", "hidden": [8], "output_activation": "relu"}
+HALVES: dict[str, tuple[Any, Any]] = {
+    "own": (Embedding, one_logit),
+    "mlp": (IN_TWO_LAYERS, {"kind": "mlp", "hidden": [8]}),
+    "tabular": ({"kind": "tabular"}, {"kind": "tabular"}),
+    "wide_deep": ({"kind": "wide_deep", "hidden": [16]}, {"kind": "wide_deep"}),
+}
+
+
+def several_logits(shapes: models.FeatureShapes, classes: int) -> nn.Module:
+    return nn.Bilinear(32, shapes.numeric_dim, classes)
+
+
+@pytest.fixture(scope="module", params=[*HALVES, "several classes"])
+def run(request: pytest.FixtureRequest, columns: Columns) -> Run:
+    if request.param == "several classes":
+        top = partial(several_logits, classes=10)
+        return simulate("digits", settings={**SHORT, "active.top_model": top}, attacks=[])[0]
+    bottom, top = HALVES[request.param]
+    chosen = {**SHORT, "passive.bottom_model": bottom, "active.top_model": top}
+    active, passive = columns
+    return simulate(active=active, passive=passive, key="id", attacks=[], settings=chosen)[0]
+
+
+def call_of(path: Path) -> Callable[..., Tensor]:
+    if path.suffix == ".pt2":
+        return torch.export.load(path).module()
+    session = pytest.importorskip("onnxruntime").InferenceSession(path)
+    return lambda **given: torch.from_numpy(
+        session.run(None, {name: tensor.numpy() for name, tensor in given.items()})[0]
+    )
+
+
+def given(features: models.Features | None) -> dict[str, Tensor]:
+    parts = {} if features is None else vars(features)
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+@pytest.mark.parametrize("kind", ["torch.export", "onnx"])
+def test_exported_halves_give_what_the_trained_ones_and_predictions_do(
+    run: Run, kind: Format, tmp_path: Path
+) -> None:
+    if kind == "onnx":
+        pytest.importorskip("onnxscript")
+    predicted = columns_of(predict(run))
+    ids = predicted["id"][7:2:-1]
+    bottom, top = run.model("passive"), run.model("active")
+    assert not bottom.training
+    assert not top.training
+    has_own = (run.path / "active" / "checkpoint" / "encoder.json").exists()
+    rows, own = run.features("passive", ids), run.features("active", ids) if has_own else None
+    with torch.no_grad():
+        activation = bottom(rows)
+        logits = top(activation, own)
+    columns = [values for name, values in predicted.items() if name.startswith("probability")]
+    found = logits.softmax(1) if logits.ndim == 2 else logits.sigmoid()[:, None]
+    torch.testing.assert_close(found, torch.tensor(columns).T[2:8].flip(0)[:5])
+
+    exported = {path.stem: path for path in run.export(tmp_path, kind)}
+    assert exported.keys() == {"active", "passive"}
+    found = call_of(exported["passive"])(**given(rows))
+    torch.testing.assert_close(found, activation, rtol=1e-4, atol=1e-5)
+    found = call_of(exported["active"])(activation=activation, **given(own))
+    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
+    state = json.loads((tmp_path / "passive.encoder.json").read_text())
+    assert FeatureEncoder.from_state(state).shapes.numeric_dim == (
+        0 if rows.numeric is None else rows.numeric.shape[1]
+    )
+
+
+@pytest.mark.parametrize("kind", ["torch.export", "onnx"])
+def test_images_go_into_an_exported_half_as_bytes(kind: Format, tmp_path: Path) -> None:
+    if kind == "onnx":
+        pytest.importorskip("onnxscript")
+    image = ImageInfo(shape=(1, 8, 8), dtype="uint8")
+    encoder = FeatureEncoder(signed_log1p=False, numeric=(), categorical=(), image=image)
+    bottom = build_bottom_model(conv(channels=[3]), encoder, (3, 4, 4), seed=0).eval()
+    settings: Any = None
+    Half(settings, bottom, encoder).export(tmp_path / f"half{SUFFIXES[kind]}", kind)
+    rows = models.Features(image=torch.arange(192, dtype=torch.uint8).reshape(3, 1, 8, 8))
+    found = call_of(tmp_path / f"half{SUFFIXES[kind]}")(**given(rows))
+    torch.testing.assert_close(found, bottom(rows).detach(), rtol=1e-4, atol=1e-5)
+
+
+class Branching(nn.Linear):
+    def forward(self, numbers: Tensor) -> Tensor:
+        return super().forward(numbers if numbers.sum() > 0 else -numbers)
+
+
+def test_what_cannot_come_out_of_a_run_is_said(
+    columns: Columns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    active, passive = columns
+    numbers = {name: passive[name] for name in ("id", "x0", "x1")}
+    chosen = {**SHORT, "passive.bottom_model": Branching(2, 16)}
+    (run,) = simulate(active=active, passive=numbers, key="id", attacks=[], settings=chosen)
+    new = {"id": ["new"], "x0": [0.5], "x1": [-1.0]}
+    rows = run.features("passive", table=new).numeric
+    assert rows is not None
+    assert rows.shape == (1, 2)
+    wrong: dict[str, Callable[[], object]] = {
+        "expected active or passive, got 'other'": lambda: run.model("other"),
+        "expected torch.export or onnx, got 'pickle'": lambda: run.export(tmp_path, "pickle"),  # type: ignore[arg-type]
+        "passive: torch.export cannot express the model": lambda: run.export(tmp_path),
+        "1 of 2 ids have no row": lambda: run.features("passive", ["c001", "nobody"]),
+        "trained without features here": lambda: simulated_without().features("active"),
+        "table.parquet: there is no column 'x1'": lambda: run.features(
+            "passive", table={"id": ["new"], "x0": [0.5]}
+        ),
+    }
+
+    def simulated_without() -> Run:
+        labels = {name: active[name] for name in ("id", "label")}
+        return simulate(active=labels, passive=numbers, key="id", attacks=[], settings=SHORT)[0]
+
+    for message, call in wrong.items():
+        with pytest.raises((SplitveilError, ValueError), match=message):
+            call()
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(SettingsError, match=r"splitveil\[onnx\]"):
+        run.export(tmp_path, "onnx")
+    shutil.rmtree(run.path / "passive")
+    assert [path.name for path in run.export(tmp_path / "own")] == ["active.pt2"]
+    with pytest.raises(SettingsError, match="expected a party's folder of a run"):
+        run.model("passive")

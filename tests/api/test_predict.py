@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 
 from splitveil import Run, predict, simulate
+from splitveil.active_party.training.aggregation import aggregate
 from splitveil.common.errors import DataError, OtherModel, SettingsError
 from splitveil.common.party.command_line import save_resolved
 from splitveil.common.run.contract import ACTIVE
@@ -51,6 +52,15 @@ def test_predictions_are_those_of_parties_that_serve_over_a_network(trained: Tra
     assert np.array(here["probability"], np.float32).tolist() == there.tolist()
     assert here["id"] == here["canonical_id"] == trained.test_ids
     assert len(here["id"]) > 40
+
+
+def test_the_halves_of_several_parties_come_out_and_predict_together(trained: Trained) -> None:
+    active, ids = trained.settings.active, trained.test_ids
+    run = Run(active.run_folder(ACTIVE).parent, base_dir=active.base_dir)
+    cuts = [run.model(name)(run.features(name, ids)) for name in trained.settings.passive]
+    cut = aggregate(active.contract.aggregation, cuts)
+    found = run.model(ACTIVE)(cut, run.features(ACTIVE, ids)).sigmoid().tolist()
+    assert found == pytest.approx(columns_of(predict(run, ids))["probability"], abs=1e-6)
 
 
 @pytest.fixture(scope="module")

@@ -202,7 +202,7 @@ PRINTED = {
     "README.md": r"projected_labels",
     "docs/guide/python-api.md": (
         r"(?s)projected_labels.*\n0\.(6|59)\d*\ncomparison\.html\n0\.\d+\n.*clipped ratio=0\.5"
-        r".*True 0\.\d+.*cut/largest.*nobody +False.*EpsilonBound"
+        r".*True 0\.\d+.*cut/largest.*'active\.pt2', 'passive\.pt2'.*nobody +False.*EpsilonBound"
         r".*\n0\.7[0-4]\d+\n.*power ratio.*0\.6"
     ),
     "docs/guide/tuning.md": r"'learning_rate': 0\.0.* 0\.9\d+ runs/trial-\d-seed-0",

@@ -1,0 +1,180 @@
+"""The halves of the model that a run has trained: as modules, and exported for other programs."""
+
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from pyarrow import parquet
+from torch import Tensor, nn
+
+from splitveil.active_party.predict.predictor import load_top
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.data.canonical_form import compose
+from splitveil.common.data.features import FeatureEncoder, Features
+from splitveil.common.data.stored_ids import ABSENT
+from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.party.party_settings import PartySettingsT, load_party_settings
+from splitveil.common.party.served_rows import ServedRows
+from splitveil.common.record.run_folder import write_json_atomically
+from splitveil.common.run.contract import ACTIVE
+from splitveil.common.text.imports import extra_missing, first_line
+from splitveil.library.loading import Scratch
+from splitveil.library.own_data import as_table
+from splitveil.passive_party.predict.served_model import load_bottom
+from splitveil.passive_party.settings import PassiveSettings
+
+Format: TypeAlias = Literal["torch.export", "onnx"]
+SUFFIXES: Mapping[Format, str] = {"torch.export": ".pt2", "onnx": ".onnx"}
+ROWS = 4
+"""Rows of the examples with which a half is exported; its first dimension is any number."""
+
+
+@contextmanager
+def own_modules(folder: Path) -> Iterator[None]:
+    """Let imports find the modules beside the settings files, as a party's process does."""
+    before = sys.path[:]
+    sys.path.append(str(folder.resolve()))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def settings_of(
+    section: type[PartySettingsT], folder: Path, base_dir: Path, *overrides: str
+) -> PartySettingsT:
+    """Return the settings that a party has left in its folder of a run; else SettingsError."""
+    if not (folder / "settings.yaml").is_file():
+        raise SettingsError(f"{folder}: expected a party's folder of a run, with settings.yaml")
+    settings = load_party_settings(section, folder / "settings.yaml", overrides)
+    runs = folder.resolve().parent.parent
+    return settings.model_copy(update={"base_dir": base_dir, "runs_dir": runs})
+
+
+def folders_of(
+    run: Path, names: Sequence[str], passive: Mapping[str, str | Path] | str | Path | None = None
+) -> dict[str, Path]:
+    """Return the folders of the passive parties, those given or those beside the active party's."""
+    if isinstance(passive, Mapping):
+        missing = [name for name in names if name not in passive]
+        if missing:
+            raise SettingsError(f"passive: expected a folder of {', '.join(missing)}")
+        return {name: Path(passive[name]) for name in names}
+    if passive is not None:
+        if len(names) > 1:
+            raise SettingsError(f"passive: expected a folder for each of {', '.join(names)}")
+        return {names[0]: Path(passive)}
+    return {name: run / (name if len(names) > 1 else "passive") for name in names}
+
+
+def as_text(one: Any) -> str:
+    return compose([str(part) for part in one]) if isinstance(one, list | tuple) else str(one)
+
+
+class Half(NamedTuple):
+    settings: ActiveSettings | PassiveSettings
+    model: nn.Module
+    encoder: FeatureEncoder | None
+
+    @classmethod
+    def of(cls, run: Path, party: str, base_dir: Path) -> "Half":
+        """Load a party's half, in eval mode on the CPU; else SettingsError."""
+        active = settings_of(ActiveSettings, run / ACTIVE, base_dir)
+        with own_modules(base_dir):
+            if party == ACTIVE:
+                trained, model, _ = load_top(active)
+                return cls(active, model, trained.encoder)
+            folders = folders_of(run, active.contract.passive_parties)
+            if party not in folders:
+                raise SettingsError(f"expected {' or '.join([ACTIVE, *folders])}, got {party!r}")
+            own = settings_of(PassiveSettings, folders[party], base_dir, f"party={party}")
+            trained, model = load_bottom(own)
+            return cls(own, model, trained.encoder)
+
+    def features(self, ids: Iterable[Any] | None, table: Any) -> Features:
+        path = None
+        if table is not None:
+            scratch = Scratch()
+            path = scratch.path / "table.parquet"
+            parquet.write_table(as_table(table, "table"), path)
+        rows = ServedRows.load(self.settings, self.encoder, path)
+        if ids is None:
+            return rows.features_of(rows.served())
+        found = rows.rows_of([as_text(one) for one in ids])
+        if missing := int((found == ABSENT).sum()):
+            raise DataError(f"{rows.source}: {missing} of {len(found)} ids have no row")
+        return rows.features_of(found)
+
+    def export(self, path: Path, kind: Format) -> None:
+        """Write the half as a program of tensors by name, and its encoder as JSON beside it."""
+        inputs: dict[str, Tensor] = {}
+        if isinstance(self.settings, ActiveSettings):
+            inputs["activation"] = torch.zeros(ROWS, *self.settings.contract.aggregate_shape)
+        if self.encoder is not None:
+            rows = self.encoder.shapes.zeros(ROWS)
+            parts = zip(("numeric", "categorical", "image"), rows.parts(), strict=True)
+            inputs |= {name: part for name, part in parts if part is not None}
+            write_json_atomically(path.with_suffix(".encoder.json"), self.encoder.state())
+        shapes = {name: {0: torch.export.Dim.DYNAMIC} for name in inputs}
+        half = _OfTensors(self.model, takes_activation="activation" in inputs).eval()
+        try:
+            with warnings.catch_warnings(action="ignore"):  # torch's, of its own parts
+                program = torch.export.export(half, (), inputs, dynamic_shapes=shapes)
+                if kind == "onnx":
+                    _save_onnx(program, path)
+                else:
+                    torch.export.save(program, path)
+        except Exception as error:  # torch raises many kinds
+            raise SettingsError(
+                f"{path.stem}: {kind} cannot express the model: {first_line(error)}"
+            ) from error
+
+
+class _OfTensors(nn.Module):
+    def __init__(self, model: nn.Module, *, takes_activation: bool) -> None:
+        super().__init__()
+        self.model = model
+        self._takes_activation = takes_activation
+
+    def forward(
+        self,
+        activation: Tensor | None = None,
+        numeric: Tensor | None = None,
+        categorical: Tensor | None = None,
+        image: Tensor | None = None,
+    ) -> Tensor:
+        given = (numeric, categorical, image)
+        features = None if all(part is None for part in given) else Features(*given)
+        called = (activation, features) if self._takes_activation else (features,)
+        output: Tensor = self.model(*called)
+        return output
+
+
+def _save_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
+    exported = torch.onnx.export(program, dynamo=True, verbose=False)
+    if exported is not None:
+        exported.save(path)
+
+
+def export(run: Path, folder: Path, base_dir: Path, kind: Format) -> list[Path]:
+    """Export the halves whose party's folder is there, and return the files; see ``Run.export``."""
+    if kind not in SUFFIXES:
+        raise ValueError(f"expected {' or '.join(SUFFIXES)}, got {kind!r}")
+    if kind == "onnx":
+        try:
+            import_module("onnxscript")
+        except ImportError as error:
+            raise extra_missing("format onnx", "onnx") from error
+    active = settings_of(ActiveSettings, run / ACTIVE, base_dir)
+    folders = folders_of(run, active.contract.passive_parties)
+    parties = [ACTIVE, *(name for name, own in folders.items() if own.exists())]
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    paths = [folder / f"{party}{SUFFIXES[kind]}" for party in parties]
+    for party, path in zip(parties, paths, strict=True):
+        Half.of(run, party, base_dir).export(path, kind)
+    return paths

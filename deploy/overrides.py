@@ -56,8 +56,15 @@ class Overrides:
 
 
 def override(name: str, value: object) -> str:
-    """Return an override ``dotted.name=yaml`` of mappings, sequences, paths and scalars."""
-    text = yaml.safe_dump(_plain(value), default_flow_style=True, width=10**6)
+    """Return an override ``dotted.name=yaml`` of mappings, sequences, arrays, paths and scalars.
+
+    SettingsError for anything else.
+    """
+    try:
+        text = yaml.safe_dump(_plain(value), default_flow_style=True, width=10**6)
+    except yaml.representer.RepresenterError as error:
+        kind = type(error.args[1]).__name__
+        raise SettingsError(f"{name}: expected plain values, got a {kind}") from error
     return f"{name}={text.removesuffix(chr(10)).removesuffix('...').strip()}"
 
 
@@ -66,6 +73,8 @@ def _plain(value: object) -> object:
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # numbers of numpy and torch
+        return value.tolist()
     return str(value) if isinstance(value, Path) else value
 
 

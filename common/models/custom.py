@@ -92,7 +92,13 @@ def _part(features: Features | None, name: str | None) -> Tensor | None:
 
 
 def _hand_over_tensors(model: nn.Module, shapes: FeatureShapes, role: str, *, leading: int) -> None:
-    parameters = list(inspect.signature(model.forward).parameters.values())
+    try:
+        parameters = list(inspect.signature(model.forward).parameters.values())
+    except ValueError as error:
+        raise SettingsError(
+            f"{role}: {type(model).__name__}.forward does not say its parameters: call it from a "
+            f"module that is written in Python"
+        ) from error
     if any(one.name == "features" or _is_features(one.annotation) for one in parameters):
         return
     parts: list[tuple[str, str | None]] = [(p.name, p.name) for p in parameters if p.name in _PARTS]
@@ -109,7 +115,9 @@ def _hand_over_tensors(model: nn.Module, shapes: FeatureShapes, role: str, *, le
         )
     if rest or (places and places[0].default is inspect.Parameter.empty):
         parts.append((places[0].name, rest[0] if rest else None))
-    model.register_forward_pre_hook(_Call(leading, tuple(parts)), with_kwargs=True)
+    # First: the hook by which a lazy layer learns its size expects tensors.
+    call = _Call(leading, tuple(parts))
+    model.register_forward_pre_hook(call, prepend=True, with_kwargs=True)
 
 
 def _is_features(annotation: object) -> bool:

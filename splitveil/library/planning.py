@@ -15,7 +15,7 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.run.contract import ACTIVE
 from splitveil.deploy.overrides import Overrides, override
-from splitveil.library.choices import DefenseChoice, named_defense
+from splitveil.library.choices import DefenseChoice, model_settings, named_defense
 from splitveil.library.frames import as_html, frame
 from splitveil.library.loading import Scratch, source_of
 
@@ -91,7 +91,7 @@ def plan(
         SplitveilError: settings or data cannot be used.
         ValueError: neither an example nor a table is given, or both.
     """
-    given = [override(name, value) for name, value in (settings or {}).items()]
+    given = [override(name, model_settings(value)) for name, value in (settings or {}).items()]
     if defense is not None:
         given.append(override("active.defense", dict(named_defense(defense).settings)))
     overrides = Overrides(given)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from splitveil.common.models.factory import build_bottom_model
 from splitveil.library.trained import SUFFIXES, Format, Half
 from tests.api.test_simulate import SHORT, Columns, columns, columns_of, weights_of
 from tests.models.test_models import conv, custom
+from tests.support.runs import write_example
 
 __all__ = ["columns"]
 
@@ -85,7 +87,11 @@ def test_every_run_trains_a_copy_of_an_instance(columns: Columns) -> None:
     before = own.get_parameter("0.weight").detach().clone()
     active, passive = columns
     numbers = {name: passive[name] for name in ("id", "x0", "x1")}
-    still = {**SHORT, "passive.optimizer.learning_rate": 1e-30, "passive.bottom_model": own}
+    still = {
+        **SHORT,
+        "passive.optimizer.learning_rate": np.float64(1e-30),
+        "passive.bottom_model": own,
+    }
     runs = simulate(active=active, passive=numbers, key="id", attacks=[], seeds=2, settings=still)
     assert torch.equal(own.get_parameter("0.weight"), before)
     for run in runs:
@@ -187,6 +193,23 @@ def test_images_go_into_an_exported_half_as_bytes(kind: Format, tmp_path: Path) 
     rows = models.Features(image=torch.arange(192, dtype=torch.uint8).reshape(3, 1, 8, 8))
     found = call_of(tmp_path / f"half{SUFFIXES[kind]}")(**given(rows))
     torch.testing.assert_close(found, bottom(rows).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_module_beside_the_settings_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_example(tmp_path)
+    text = (
+        "from torch import nn\n\ndef bottom(shapes):\n    return nn.Linear(shapes.numeric_dim, 4)\n"
+    )
+    (tmp_path / "beside_settings.py").write_text(text)
+    own = {"kind": "custom", "module": "beside_settings:bottom"}
+    (run,) = simulate(tmp_path, settings={**SHORT, "passive.bottom_model": own})
+    for call in (predict, lambda run: run.model("passive")):
+        monkeypatch.delitem(sys.modules, "beside_settings")  # as in another process
+        path = list(sys.path)
+        call(run)
+        assert sys.path == path
 
 
 class Branching(nn.Linear):

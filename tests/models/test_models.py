@@ -66,7 +66,12 @@ class Plain(nn.Sequential):
         return found.to("meta") if self.fault == "moves" else found
 
 
+class BuiltIn(nn.Module):
+    forward = max
+
+
 INSTANCE = nn.Linear(3, 5)
+LAZY = nn.LazyLinear(5)
 
 
 def no_module(shapes: FeatureShapes) -> int:
@@ -319,6 +324,12 @@ def test_no_row_of_a_batch_has_an_influence_on_another(
         (custom("Plain", fault="lazy"), NUMBERS, (5,), "spare.weight is still lazy after a batch"),
         (custom("Plain", fault="meta"), NUMBERS, (5,), "has weights on meta: build it on the CPU"),
         (custom("Plain", fault="moves"), NUMBERS, (5,), "expected an output on cpu"),
+        (
+            custom("BuiltIn"),
+            NUMBERS,
+            (5,),
+            "BuiltIn.forward does not say its parameters",
+        ),
         (custom("INSTANCE", width=5), NUMBERS, (5,), "unexpected keyword argument 'width'"),
     ],
 )
@@ -413,6 +424,8 @@ def test_tensors_go_to_parameters_by_name_and_the_rest_to_the_next_one() -> None
     own = plain.get_parameter("weight")
     assert torch.equal(own, INSTANCE.weight)
     assert own is not INSTANCE.weight
+    lazy = build_bottom_model(custom("LAZY"), NUMBERS, (5,), seed=0)
+    assert torch.equal(lazy(rows), lazy(rows.numeric))
 
 
 def test_trying_a_model_leaves_its_running_statistics_alone() -> None:

@@ -200,7 +200,7 @@ def as_json(task: Task, run: AttackedRun) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--example", help="one of them, or a folder of settings; both by default")
+    parser.add_argument("--example", help="one, or a folder with adversary.labels; default: both")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, help=f"by default {EPOCHS}")
     parser.add_argument("--jobs", type=int, default=1)

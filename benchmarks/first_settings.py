@@ -291,11 +291,11 @@ def boosted_auc(run: simulation.Simulation, seed: int, *, own_only: bool = False
 
 def costs(name: str, folder: Path, changed: Sequence[str], num_rows: float) -> Figures:
     """Return CPU time and memory at batch 1,024 as multiples of those of ``mlp``."""
-    epochs = 2 + 80_000 // int(num_rows)
+    epochs = 3 + 60_000 // int(num_rows)
     size = ("contract.batch_size=1024", f"contract.epochs={epochs}", UNDEFENDED)
     new, old = (*changed, *size), (*BEFORE, *CUTS[name].before, *size)
     cpu: dict[tuple[str, ...], list[float]] = {new: [], old: []}
-    for _ in range(4):
+    for _ in range(3):
         for each, found in cpu.items():
             times = StepTimes(time.process_time)
             train(folder, 1, *each, times=times)
@@ -308,7 +308,7 @@ def costs(name: str, folder: Path, changed: Sequence[str], num_rows: float) -> F
 
 def memory_of_run(folder: Path, changed: tuple[str, ...]) -> float:
     logging.getLogger("splitveil").setLevel(logging.ERROR)
-    train(folder, 1, *changed)
+    train(folder, 1, *changed, "contract.epochs=1")
     return status_mib("self", "VmHWM")
 
 

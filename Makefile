@@ -8,7 +8,7 @@ INSTALL ?= .venv/bin/pip install --quiet -c constraints.txt
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 # Not the parts of whole_run, and not gpu, which needs one.
-BENCHMARKS := $(filter-out __init__ environment bare_gloo slow_line gpu,$(basename $(notdir $(wildcard benchmarks/*.py))))
+BENCHMARKS := $(filter-out __init__ environment slow_line gpu,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
 # Twice as many workers as a small machine has cores: many tests wait for processes and sockets. Each
 # takes half a gigabyte; an idle one takes tests from others. TEST_OPTIONS="-n 8" asks for more.

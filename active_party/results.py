@@ -15,16 +15,15 @@ A run that its budget or leak gate has ended for good is marked; the same limits
 """
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from splitveil.active_party.ledger.account_book import LEDGER
-from splitveil.active_party.ledger.stored_labels import TARGETS, targets_by_id
+from splitveil.active_party.defenses.interface import StagedDefense
+from splitveil.active_party.ledger.account_book import LEDGER, names_of
+from splitveil.active_party.ledger.stored_labels import TARGETS, ReleasedTargets
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
@@ -143,9 +142,8 @@ def save_results(
     predictions = session.lifecycle.answering.test_predictions
     if predictions is not None:
         save_predictions(folder, session.ids, session.lifecycle.answering.rows, predictions)
-    staged = trainer.staged
-    if staged is not None and staged.released_targets is not None:
-        _save_targets(settings, folder, session, staged.released_targets, staged.releases)
+    if trainer.staged is not None:
+        _save_targets(settings, folder, session, trainer.staged)
     delete_saved(folder, REFITTED)
     # A run that may resume is not over: its last activations are still to come.
     if session.stage is not Stage.FINISHED or not settings.defense.traits.refits_top:
@@ -197,19 +195,17 @@ def _fitting(settings: ActiveSettings) -> Fitting:
 
 
 def _save_targets(
-    settings: ActiveSettings,
-    folder: Path,
-    session: ActiveSession,
-    targets: Tensor,
-    releases: Mapping[str, Tensor],
+    settings: ActiveSettings, folder: Path, session: ActiveSession, staged: StagedDefense
 ) -> None:
+    if staged.released_targets is None:
+        return
     rows = session.lifecycle.answering.rows
     training = rows.splits["train"]
     ids = (session.ids[row] for row in rows.file_rows[training])
-    of_training = targets[torch.from_numpy(training.copy())]
+    of_training = staged.released_targets[torch.from_numpy(training.copy())].cpu()
     rules, bounds = rules_as_bytes(settings.contract.ids), settings.defense_context().label_bounds
-    by_id = targets_by_id(ids, of_training, rules, bounds, releases)
-    save_tensors(folder, TARGETS, by_id.state_dict())
+    released = ReleasedTargets(names_of(ids), of_training, rules, bounds, staged.releases)
+    save_tensors(folder, TARGETS, released.state_dict())
 
 
 def _refit(

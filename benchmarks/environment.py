@@ -1,11 +1,13 @@
-"""The machine of a benchmark, and the spread of its figures."""
+"""The machine of a benchmark, what processes hold on it, and the spread of figures."""
 
 import multiprocessing
 import platform
+import socket
 import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,3 +33,21 @@ def in_a_process(action: Callable[..., Any], *given: Any) -> Any:
     """Return what a function returns in a new process, whose memory begins from nothing."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(action, *given).result()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def status_mib(process: int | str, field: str) -> float:
+    """Return a field of a process's status, such as its resident set; 0 if it is gone.
+
+    Not ru_maxrss: Linux carries the parent's peak over into a new program.
+    """
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(field)), 0.0)

@@ -34,8 +34,7 @@ from pyarrow import csv
 from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.metrics import roc_auc_score
 
-from benchmarks.bare_gloo import status_mib
-from benchmarks.environment import in_a_process, print_environment
+from benchmarks.environment import in_a_process, print_environment, status_mib
 from benchmarks.step import StepTimes
 from splitveil.active_party.training.own_models import Fitting
 from splitveil.common.models.optimizers import build_optimizer
@@ -52,17 +51,15 @@ Tables = tuple[pa.Table, pa.Table]
 class Cut(NamedTuple):
     """Who knows which columns of a table; how it was trained before; what it should reach."""
 
-    active_file: str
-    active: tuple[str, ...]
-    """Columns of the label owner; empty for all of its own file."""
-    passive_file: str
-    passive: tuple[str, ...]
+    files: tuple[str, str]
     label: str
+    columns: tuple[Sequence[str], Sequence[str]] = ((), ())
+    """Those of the label owner and those of the other party; none for all of its file."""
     has_id: bool = True
     before: tuple[str, ...] = ()
     """What differs from BEFORE in the settings that init used to write."""
-    targets: Mapping[str, float] = {"no defense": -0.002, ".60": -0.006, ".55": -0.012}
-    """The least difference of a figure from its reference."""
+    targets: tuple[float, ...] = (-0.002, -0.006, -0.012)
+    """The least difference from their references of "no defense", ".60" and ".55"."""
 
 
 BEFORE = (
@@ -70,54 +67,40 @@ BEFORE = (
     "contract.epochs=30",
     "contract.schedule={}",
     "optimizer={kind: adam, learning_rate: 0.003}",
-)
-MLPS = (
     "top_model={kind: mlp, hidden: [32]}",
     "bottom_model={kind: mlp, hidden: [64], output_activation: relu}",
 )
-WIDER = "bottom_model={kind: mlp, hidden: [64], embedding_dim: 8, output_activation: relu}"
 UNDEFENDED = "defense={name: none}"
 FLIGHTS = "flights x weather"
 
 EMPLOYER = ("id", "income", "workclass", "education", "education_num", "occupation")
-TAX_OFFICE = ("id", "age", "marital_status", "relationship", "race", "sex", "capital_gain")
+TAX_OFFICE = (
+    *("id", "age", "marital_status", "relationship", "race", "sex", "capital_gain", "capital_loss"),
+)
 CLICK = ("os", "channel", "click_time", "attributed_time", "is_attributed")
 
 CUTS = {
-    "default_credit": Cut("default_credit/guest", (), "default_credit/host", (), "y"),
-    "give_credit": Cut("give_credit/guest", (), "give_credit/host", (), "y"),
+    "default_credit": Cut(("default_credit/guest", "default_credit/host"), "y"),
+    "give_credit": Cut(("give_credit/guest", "give_credit/host"), "y"),
     "adult": Cut(
-        "adult/adult",
-        EMPLOYER,
-        "adult/adult",
-        (*TAX_OFFICE, "capital_loss"),
-        "income",
-        targets={"no defense": -0.010, ".60": -0.006, ".55": -0.012},
+        ("adult/adult",) * 2, "income", (EMPLOYER, TAX_OFFICE), targets=(-0.010, -0.006, -0.012)
     ),
     "bank": Cut(
-        "bank/alice",
-        (),
-        "bank/bob",
-        (),
+        ("bank/alice", "bank/bob"),
         "y",
         before=("contract.batch_size=256",),
-        targets={"no defense": -0.002, ".60": -0.025},
+        targets=(-0.002, -0.025),
     ),
     "talkingdata": Cut(
-        "talkingdata/talkingdata",
-        CLICK,
-        "talkingdata/talkingdata",
-        ("ip", "app", "device"),
+        ("talkingdata/talkingdata",) * 2,
         "is_attributed",
+        (CLICK, ("ip", "app", "device")),
         has_id=False,
-        before=("contract.epochs=10", WIDER),
-        targets={"no defense": -0.002},
+        before=("contract.epochs=10", "bottom_model.embedding_dim=8"),
+        targets=(-0.002,),
     ),
-    FLIGHTS: Cut(
-        "", (), "", (), "late", targets={"no defense": -0.012, ".60": -0.006, ".55": -0.012}
-    ),
+    FLIGHTS: Cut(("", ""), "late", targets=(-0.012, -0.006, -0.012)),
 }
-
 
 REFERENCES = {
     "boosting": "",
@@ -184,12 +167,13 @@ def row(name: str, reached: Sequence[Figures]) -> str:
     The last two cells are CPU time and memory of a step, as multiples of those of ``mlp``.
     """
     cells = [f"`{name}`", f"{reached[0]['rows']:,.0f}"]
+    targets = dict(zip(("no defense", ".60", ".55"), CUTS[name].targets, strict=False))
     for column, reference in REFERENCES.items():
         values = [figures[column] for figures in reached if column in figures]
         cell = mean_and_spread(values)
         if values and reference in reached[0]:
             less = [figures[column] - figures[reference] for figures in reached]
-            target = CUTS[name].targets.get(column.removesuffix(" refitted"), -1)
+            target = targets.get(column.removesuffix(" refitted"), -1)
             bold = "**" * (statistics.mean(less) < target)
             cell += f" ({bold}{mean_and_spread(less, '+')}{bold})"
         cells.append(cell)
@@ -218,15 +202,11 @@ def measure(
         figures["boosting"] = boosted_auc(run, seed)
         figures["own columns"] = boosted_auc(run, seed, own_only=True)
     if "mlp" in columns:
-        figures["mlp"] = last_auc(train(folder, seed, *before(name), UNDEFENDED))
+        figures["mlp"] = last_auc(train(folder, seed, *BEFORE, *CUTS[name].before, UNDEFENDED))
     for column in {".60", ".55"} & set(columns):
         run = train(folder, seed, *changed, f"defense.strength.leak_auc={column}")
         figures |= {column: last_auc(run), f"{column} refitted": refitted_auc(run)}
     return figures
-
-
-def before(name: str) -> tuple[str, ...]:
-    return (*BEFORE, *MLPS, *CUTS[name].before)
 
 
 def train(
@@ -242,7 +222,7 @@ def train(
             passive.append(setting)
         if not whose.startswith("bottom"):
             active.append(setting)
-    if not {UNDEFENDED} & set(changed):
+    if UNDEFENDED not in changed:
         active.append(f"defense.insecure_noise_seed={seed}")
     seen = simulation.ActiveRecording()
     seen.on_step = lambda batch, result: None  # type: ignore[method-assign]
@@ -313,7 +293,7 @@ def costs(name: str, folder: Path, changed: Sequence[str], num_rows: float) -> F
     """Return CPU time and memory at batch 1,024 as multiples of those of ``mlp``."""
     epochs = 2 + 80_000 // int(num_rows)
     size = ("contract.batch_size=1024", f"contract.epochs={epochs}", UNDEFENDED)
-    new, old = (*changed, *size), (*before(name), *size)
+    new, old = (*changed, *size), (*BEFORE, *CUTS[name].before, *size)
     cpu: dict[tuple[str, ...], list[float]] = {new: [], old: []}
     for _ in range(4):
         for each, found in cpu.items():
@@ -400,9 +380,8 @@ def tables_of(name: str) -> Tables:
     """Return both parties' tables, with ids even where rows are known by their numbers."""
     if name == FLIGHTS:
         return flights_and_weather()
-    parts = CUTS[name]
-    own, other = read(parts.active_file, parts.active), read(parts.passive_file, parts.passive)
-    if not parts.has_id:
+    own, other = map(read, CUTS[name].files, CUTS[name].columns)
+    if not CUTS[name].has_id:
         ids = pa.array(map(str, range(1, len(own) + 1)))
         own, other = own.append_column("id", ids), other.append_column("id", ids)
     return own, other

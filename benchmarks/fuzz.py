@@ -19,8 +19,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.bare_gloo import free_port, status_mib
-from benchmarks.environment import print_environment
+from benchmarks.environment import free_port, print_environment, status_mib
 from splitveil.active_party.grpc_server.service import ActiveService
 from tests.support import mutations
 from tests.support.runs import Parties, build_parties, run_in_process, write_example

@@ -68,6 +68,7 @@ DEFENSES: Mapping[str, str] = {
     "noisy_label randomized_response, epsilon 1": (
         "{name: noisy_label, mechanism: {kind: randomized_response, epsilon: 1}}"
     ),
+    "projected_labels": "{name: projected_labels}",
 }
 
 
@@ -94,7 +95,7 @@ def run(task: Task) -> AttackedRun:
             f"runs_dir={folder}",  # with the noise key, which all runs of an example would share
         ]
         passive = [*both, f"insecure_nonce_seed={task.seed + 1000}"]
-        example = EXAMPLES / task.example
+        example = EXAMPLES / task.example  # or the folder itself, if the path is absolute
         if task.deals_labels:
             active += deal_labels(example, Path(folder), task.seed)
         return attacked_run(example, active, passive)
@@ -199,7 +200,7 @@ def as_json(task: Task, run: AttackedRun) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--example", choices=list(EPOCHS), help="one of them; both by default")
+    parser.add_argument("--example", help="one, or a folder with adversary.labels; default: both")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, help=f"by default {EPOCHS}")
     parser.add_argument("--jobs", type=int, default=1)
@@ -213,7 +214,7 @@ def main() -> None:
         if example == "default_credit" and "SPLITVEIL_DATA" not in os.environ:
             print(f"\n{example} left out: SPLITVEIL_DATA names no folder with data sets")
             continue
-        epochs = arguments.epochs or EPOCHS[example]
+        epochs = arguments.epochs or EPOCHS.get(Path(example).name, 10)
         tasks = [
             Task(example, name, seed, epochs, arguments.deal_labels)
             for name in arguments.only

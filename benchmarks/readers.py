@@ -27,8 +27,7 @@ import pyarrow.compute as pc
 import torch
 from pyarrow import csv as arrow_csv
 
-from benchmarks.bare_gloo import status_mib
-from benchmarks.environment import in_a_process, print_environment
+from benchmarks.environment import in_a_process, print_environment, status_mib
 from splitveil.common.data.converted import open_converted
 from splitveil.common.data.features import FeatureEncoder, RowEncoder
 from splitveil.common.data.settings import DataSettings

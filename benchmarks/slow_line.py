@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from benchmarks.bare_gloo import free_port
+from benchmarks.environment import free_port
 
 
 class Line(NamedTuple):

@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.bare_gloo import free_port, status_mib
-from benchmarks.environment import print_environment
+from benchmarks.environment import free_port, print_environment, status_mib
 from benchmarks.step import write_example
 from benchmarks.whole_run import Parties, start
 

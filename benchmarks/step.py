@@ -23,8 +23,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from benchmarks.bare_gloo import free_port
-from benchmarks.environment import print_environment, spread
+from benchmarks.environment import free_port, print_environment, spread
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.run.course import Batch
 from splitveil.common.wire.connection import PeerConnection

@@ -1,4 +1,4 @@
-"""How fast is a whole run of two processes, beside one process and beside bare sockets?
+"""How fast is a whole run of two processes, beside the same model in one process?
 
     python -m benchmarks.whole_run [--rounds 3] [--only shipped mtls]
         [--rows 67000] [--features 64] [--epochs 20] [--rtt 40 --rate 100]
@@ -6,7 +6,7 @@
 A split MLP 64-256-128 | 128-64-1 on 67,000 synthetic rows, batch 1,024, Adam, float32, one torch
 thread per process. Each round runs, one after the other:
 
-- ``monolithic``, ``gloo``: the marks of `benchmarks.bare_gloo`;
+- ``monolithic``: the same model in one process;
 - ``mtls``: `splitveil active run` and `splitveil passive run` as a user calls them, with the
   defense ``none`` and without audits;
 - ``mtls, depth N``: the same with ``pipeline_depth: N``;
@@ -34,29 +34,33 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import yaml
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 
-from benchmarks.bare_gloo import (
-    BATCH,
-    PROCESSES,
-    Work,
-    add_work,
-    cost_of_mark,
-    free_port,
-    status_mib,
-    table,
-    work_of,
-)
-from benchmarks.environment import print_environment
+from benchmarks.environment import free_port, in_a_process, print_environment, status_mib
 from benchmarks.slow_line import Line, between
 from splitveil.deploy.authority import PartyFolder, make_certificates
 
 BARE: dict[str, Any] = {"leak_monitor": None, "defense": {"name": "none"}}
+CUT, BATCH = 128, 1024
 NAMES = {"active": "active.splitveil", "passive": "passive.splitveil"}
 ENDS = ("first_step_s", "first_step_cpu_s", "ending_s", "ending_cpu_s")
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 POLL_S = 0.02
 
 Parties = dict[str, "subprocess.Popen[bytes]"]
+
+
+class Work(NamedTuple):
+    """The table and the length of a run."""
+
+    rows: int = 67_000
+    features: int = 64
+    epochs: int = 20
+
+    @property
+    def training(self) -> int:
+        return self.rows * 9 // 10
 
 
 class Cost(NamedTuple):
@@ -66,7 +70,7 @@ class Cost(NamedTuple):
     cpu_ms: float
     """For one step."""
     memory_mib: tuple[float, ...]
-    """The largest resident set of each process; the active party or rank 1 comes last."""
+    """The largest resident set of each process; the active party comes last."""
     first_step_s: float = 0.0
     """From the start of the processes."""
     first_step_cpu_s: float = 0.0
@@ -75,11 +79,33 @@ class Cost(NamedTuple):
     ending_cpu_s: float = 0.0
 
 
-def cost_of(mark: str, work: Work) -> Cost:
-    taken = cost_of_mark(mark, work)
-    steps, wall_s = taken[0].steps, max(of.wall_s for of in taken)
-    memory = tuple(of.memory_mib for of in taken)
-    return Cost(steps / wall_s, 1e3 * sum(of.cpu_s for of in taken) / steps, memory)
+def table(work: Work) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(work.rows, work.features, generator=generator)
+    return x, (x[:, 0] + torch.randn(work.rows, generator=generator) > 1).float()
+
+
+def monolithic(work: Work) -> Cost:
+    """Train the whole model in this process; the first epoch does not count."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    bottom = (nn.Linear(work.features, 256), nn.ReLU(), nn.Linear(256, CUT), nn.ReLU())
+    model = nn.Sequential(*bottom, nn.Linear(CUT, 64), nn.ReLU(), nn.Linear(64, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    x, labels = table(work)
+    for epoch in range(work.epochs):
+        if epoch == 1:
+            wall, cpu = time.perf_counter(), time.process_time()
+        for rows in torch.split(torch.randperm(work.training), BATCH):
+            optimizer.zero_grad()
+            loss = binary_cross_entropy_with_logits(model(x[rows])[:, 0], labels[rows])
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        with torch.no_grad():
+            model(x[work.training :])
+    steps = -(-work.training // BATCH) * (work.epochs - 1)
+    wall_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
+    return Cost(steps / wall_s, 1e3 * cpu_s / steps, (status_mib("self", "VmHWM"),))
 
 
 def write_settings(folder: Path, work: Work) -> None:
@@ -241,7 +267,7 @@ def runs_in(folder: Path, work: Work, line: Line | None) -> dict[str, Callable[[
     shipped = partial(cost_of_run, folder, work, line)
     bare = partial(shipped, audited=False)
     return {
-        **{mark: partial(cost_of, mark, work) for mark in PROCESSES},
+        "monolithic": partial(in_a_process, monolithic, work),
         "mtls": bare,
         "mtls, depth 2": partial(bare, depth=2),
         "mtls, depth 4": partial(bare, depth=4),
@@ -253,13 +279,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", help="names of the runs")
-    add_work(parser)
+    for name, value in Work()._asdict().items():
+        parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--rtt", type=float, default=0.0, help="of the line, in milliseconds")
     parser.add_argument("--rate", type=float, default=1000.0, help="of the line, in Mbit/s")
     given = parser.parse_args()
     torch.set_num_threads(1)
     print_environment("grpcio")
-    work = work_of(given)
+    work = Work(given.rows, given.features, given.epochs)
     found: dict[str, list[Cost]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         write_settings(Path(scratch), work)
@@ -274,17 +301,15 @@ def main() -> None:
 
 
 def print_table(middle: dict[str, Cost]) -> None:
-    print("\n| | steps/s | of monolithic | of gloo | CPU ms/step | of gloo's ", end="")
+    print("\n| | steps/s | of monolithic | CPU ms/step ", end="")
     print("| first step | CPU | end | CPU | MiB active | MiB passive |")
-    print("|---" * 12 + "|")
-    whole, bare = middle.get("monolithic"), middle.get("gloo")
+    print("|---" * 10 + "|")
+    whole = middle.get("monolithic")
     for name, cost in middle.items():
         cells = [
             f"{cost.steps_per_s:.1f}",
             f"{cost.steps_per_s / whole.steps_per_s:.2f}" if whole else "-",
-            f"{cost.steps_per_s / bare.steps_per_s:.2f}" if bare else "-",
             f"{cost.cpu_ms:.1f}",
-            f"{cost.cpu_ms / bare.cpu_ms:.2f}" if bare else "-",
             *(f"{getattr(cost, field):.1f} s" if cost.first_step_s else "-" for field in ENDS),
             *["-"] * (2 - len(cost.memory_mib)),
             *(f"{mib:.0f}" for mib in reversed(cost.memory_mib)),

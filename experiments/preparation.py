@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from splitveil.common.errors import DataError, SettingsError
+from splitveil.deploy.flights import write_tables
 from splitveil.experiments.models import GREY_SIDE
 
 IMDB_WORDS = 500
@@ -96,6 +97,7 @@ def _synthetic(_path: Path, folder: Path) -> None:
 
 _PREPARATIONS: Mapping[str, tuple[str | None, Callable[[Path, Path], None]]] = {
     "synthetic": (None, _synthetic),  # drawn, and not made from a file
+    "flights": (None, lambda _path, folder: write_tables(folder)),  # from an installed package
     "imdb": ("imdb/imdb_top500.npz", _imdb),
     "melanoma": ("melanoma/melanoma84_jpeg.npz", _melanoma),
     "melanoma_grey64": ("melanoma/melanoma84_jpeg.npz", _melanoma_grey64),

@@ -78,7 +78,7 @@ def _version(tensor: Tensor) -> int:
 def first_layer(model: nn.Module) -> nn.Module:
     """Return the layer whose output's gradient is attacked besides the cut layer's.
 
-    In an mlp and in wide_deep that is the first dense layer with its activation, as in Marvell's
+    In mlp, tabular and wide_deep that is the first dense layer with its activation, as in Marvell's
     paper; with no hidden layer it is the cut layer itself. In conv it is the first convolution with
     activation and pooling: the gradient before the pooling has the same norms, in four times the
     values. In a user-defined model it is the first submodule, in the order of definition, that has

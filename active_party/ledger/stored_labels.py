@@ -88,18 +88,6 @@ class ReleasedTargets(NamedTuple):
         return targets
 
 
-def targets_by_id(
-    ids: Iterable[str],
-    targets: Tensor,
-    id_rules: bytes = b"",
-    bounds: tuple[float, float] | None = None,
-    releases: Mapping[str, Tensor] = MappingProxyType({}),
-) -> ReleasedTargets:
-    """Return the targets of these canonical ids with the names of their examples."""
-    of_rows = targets.detach().cpu().float()
-    return ReleasedTargets(names_of(ids), of_rows, id_rules, bounds, releases)
-
-
 def read_targets(
     folders: Sequence[Path],
     num_classes: int,

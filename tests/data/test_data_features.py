@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from splitveil.common.data import features as features_module
+from splitveil.common.data import fitting
 from splitveil.common.data.category_lists import SEPARATOR
 from splitveil.common.data.columns import CategoricalColumn
 from splitveil.common.data.features import (
@@ -91,9 +93,17 @@ def test_fitting_some_rows_at_a_time_gives_what_fitting_all_of_them_gives(
     values = 1e6 + generator.normal(size=500) * np.linspace(0.1, 9, 500)
     own = table({"a": values.tolist()}, {"c": [f"{int(v) % 9}" for v in values]})
     rows = generator.permutation(500)[:330]
-    whole = fit(own, rows.tolist(), min_count=30)
-    monkeypatch.setattr(features_module, "FIT_ROWS", 7)
-    parts = fit(own, rows.tolist(), min_count=30)
+    fitting_all = partial(FeatureEncoder.fit, settings(min_count=30), own, rows, 4)
+    whole = fitting_all()
+    for module in (features_module, fitting):
+        monkeypatch.setattr(module, "FIT_ROWS", 7)
+    monkeypatch.setattr(fitting, "BIN_ROWS", len(rows))
+    parts = fitting_all()
+    assert parts.bins[0] == pytest.approx(whole.bins[0])
+    monkeypatch.setattr(fitting, "BIN_ROWS", 3)
+    three = np.sort(rows)[[0, 164, 329]]
+    expected = (values[three] - values[rows].mean()) / values[rows].std()
+    assert fitting_all().bins[0] == pytest.approx(sorted(expected))
     assert parts.categorical == whole.categorical
     for found in (parts.numeric[0], whole.numeric[0]):
         assert found.shift == pytest.approx(values[rows].mean(), rel=1e-14)

@@ -27,6 +27,7 @@ from splitveil.common.record.lines import EpochLeakLine, EvaluationLine, LeakLin
 from splitveil.common.record.run_folder import claimed
 from splitveil.common.record.run_record import METRICS, write_summary
 from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
+from splitveil.deploy import flights
 from splitveil.experiments import preparation
 from splitveil.experiments.__main__ import main
 from splitveil.experiments.cells import (
@@ -744,6 +745,15 @@ def test_each_day_trains_and_the_next_one_tests(
     ]
     # A click keeps its number.
     assert second.splitlines()[1:] == ["0,7,1,1,1,1,7,1,train", "2,8,1,1,1,1,8,1,test"]
+
+
+@pytest.mark.skipif(not flights.is_installed(), reason=f"{flights.PACKAGE} is not installed")
+def test_flights_come_from_a_package_and_need_no_folder_of_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SPLITVEIL_DATA", raising=False)
+    prepare("flights", tmp_path)
+    assert {path.name for path in tmp_path.glob("*.csv")} == {flights.AIRLINE, flights.AIRPORTS}
 
 
 def test_a_preparation_without_its_raw_file_says_so(

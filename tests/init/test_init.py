@@ -20,7 +20,7 @@ from splitveil.common.party.party_settings import load_party_settings
 from splitveil.deploy.init.choices import Wishes
 from splitveil.deploy.init.columns import Column, describe
 from splitveil.deploy.init.initialise import Written, initialise
-from splitveil.deploy.init.proposal import Terms
+from splitveil.deploy.init.proposal import Terms, recommended_sizes
 from tests.support import simulation
 
 ROWS = 600
@@ -119,8 +119,25 @@ def test_what_is_written_can_be_used_as_it_is(tmp_path: Path) -> None:
     run = simulation.build(simulation.read_settings(tmp_path, short, short))
     assert run.active.settings.data.positive_label == "yes"
     assert run.active.settings.defense.name == "projected_labels"
+    models = run.active.settings.top_model, run.passive["passive"].settings.bottom_model
+    assert [model.kind for model in models] == ["tabular"] * 2
+    assert run.active.settings.optimizer.kind == "adamw"
+    schedule = run.active.settings.contract.schedule
+    assert (schedule.warmup_steps, schedule.decay) == (4, "cosine")  # of 20 epochs with 4 steps
     run.meet()
     assert run.active.seen.evaluations[-1].auc is not None
+
+
+def test_sizes_follow_the_rows() -> None:
+    rows = (300, 1_000, 9_000, 36_000, 80_000)
+    sizes = [recommended_sizes(number) for number in rows]
+    assert [(one.batch_size, one.epochs, one.warmup_steps) for one in sizes] == [
+        (32, 20, 8),
+        (128, 20, 7),
+        (256, 20, 29),
+        (1024, 20, 29),
+        (1024, 10, 31),
+    ]
 
 
 def test_every_column_is_found_out(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 
 from splitveil.active_party.defenses.dp_bounds import gaussian_auc
 from splitveil.active_party.defenses.projected.posterior import Posterior
-from splitveil.active_party.ledger.stored_labels import TARGETS, read_targets, targets_by_id
+from splitveil.active_party.ledger.account_book import names_of
+from splitveil.active_party.ledger.stored_labels import TARGETS, ReleasedTargets, read_targets
 from splitveil.active_party.results import save_results
 from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.common.data.ids import numbered_subjects, read_subjects
@@ -146,14 +147,14 @@ def test_a_run_on_the_same_rows_makes_its_own_targets_from_the_same_sums(tmp_pat
 def test_releases_are_for_just_their_rows_in_any_order(tmp_path: Path) -> None:
     steps = torch.arange(6, dtype=torch.int16).reshape(3, 2)
     parts = {"gram": torch.zeros(2, 2), "sums.0": torch.zeros(2), "numbers.0": torch.ones(2)}
-    ids, state = ["a", "b", "c"], {"steps.0": steps, **parts}
-    right = targets_by_id(ids, torch.zeros(3), releases=state)
+    names, state = names_of(["a", "b", "c"]), {"steps.0": steps, **parts}
+    right = ReleasedTargets(names, torch.zeros(3), releases=state)
     save_file(dict(right.state_dict()), tmp_path / TARGETS)
     known = read_targets([tmp_path], 2)
     assert known is not None
     assert torch.equal(known.releases_of(["c", "a", "b"])["steps.0"], steps[[2, 0, 1]])
     assert known.releases_of(["a", "b"]) == known.releases_of(["a", "b", "d"]) == {}
-    wrong = targets_by_id(ids, torch.zeros(3), releases=state | {"steps.0": steps[:2]})
+    wrong = ReleasedTargets(names, torch.zeros(3), releases=state | {"steps.0": steps[:2]})
     save_file(dict(wrong.state_dict()), tmp_path / TARGETS)
     with pytest.raises(SettingsError, match="expected a design of 3 rows, got 2"):
         read_targets([tmp_path], 2)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import SettingsError
+from splitveil.common.models.dense import interpolated
 from splitveil.common.models.factory import Trial, build_bottom_model, build_top_model, load_class
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.settings import ModelSettings, OptimizerSettings
@@ -120,6 +121,8 @@ def test_tabular_embeds_the_numbers_that_have_bins() -> None:
     at_edges = embedded(edges).numpy()
     expected = [np.interp(x.numpy(), edges.numpy(), at_edges[:, column]) for column in range(2)]
     assert np.allclose(embedded(x).T.numpy(), expected, atol=1e-5)
+    elsewhere = interpolated(torch.from_numpy(at_edges)[None], x[:, None])  # not on the CPU
+    assert np.allclose(elsewhere.T.numpy(), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("part", ["numeric", "categorical", "image"])
@@ -291,6 +294,7 @@ def test_bottom_model_that_does_not_fit_is_explained(
         (conv(channels=[8]), None, (128,), "[channels, height, width], got [128]"),
         (conv(channels=[8] * 3), None, (64, 5, 5), "3 halvings reduce 5 x 5 to nothing"),
         (model(output_activation="relu"), None, (5,), "top_model.output_activation: expected id"),
+        (model(kind="tabular", output_activation="relu"), None, (5,), "expected identity"),
         (model(), FeatureShapes(), (5,), "selects no column"),
     ],
 )

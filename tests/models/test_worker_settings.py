@@ -10,7 +10,7 @@ import yaml
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.workers import check_settings
 from splitveil.common.errors import Interrupted, SettingsError
-from splitveil.common.models.settings import MlpModel
+from splitveil.common.models.settings import MlpModel, TabularModel
 from splitveil.common.party.command_line import prepare, torch_device
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import load_party_settings
@@ -55,7 +55,7 @@ def test_only_run_computes_in_several_processes(monkeypatch: pytest.MonkeyPatch)
 def test_dropout_is_refused_by_its_name() -> None:
     check_model(MlpModel(kind="mlp"), "bottom_model")
     with pytest.raises(SettingsError, match=r"bottom_model\.dropout: expected 0"):
-        check_model(MlpModel(kind="mlp", dropout=0.1), "bottom_model")
+        check_model(TabularModel(kind="tabular", dropout=0.1), "bottom_model")
 
 
 def test_an_objective_of_several_models_is_refused(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from splitveil.common.privacy.final_attacks import (
 )
 from splitveil.common.privacy.leakage import auc, leak_auc
 from splitveil.common.privacy.observation import Observation
+from tests.support.attacked_run import attacked_run, deal_labels
 from tests.support.recorders import recorders
 from tests.support.runs import build_parties, run_in_process, write_example
 
@@ -203,3 +204,27 @@ def test_both_parties_of_a_run_record_what_completion_finds(tmp_path: Path) -> N
     assert active["completion_40"]["low"] > 0.8
     assert active["completion_40"]["auc"] > active["final_nearest_hint"]["auc"]
     assert active.keys() == passive.keys()
+
+
+@pytest.mark.parametrize(
+    ("defense", "hidden", "memorises"),
+    [
+        ("{name: none}", "[64, 64, 64]", True),
+        ("{name: none}", "[]", False),
+        ("{name: projected_labels, insecure_noise_seed: 7}", "[64, 64, 64]", False),
+    ],
+)
+def test_a_deep_bottom_model_memorises_labels_that_no_defense_protects(
+    tmp_path: Path, defense: str, hidden: str, memorises: bool
+) -> None:
+    """Features say nothing of labels that were dealt out; chance moves the AUC by .03."""
+    write_example(tmp_path, rows=1000)
+    both = ["contract.epochs=40", "optimizer.learning_rate=0.01"]
+    run = attacked_run(
+        tmp_path,
+        [*both, f"defense={defense}", *deal_labels(tmp_path, tmp_path, seed=0)],
+        [*both, f"bottom_model={{kind: mlp, hidden: {hidden}}}"],
+        ["completion_40"],
+    )
+    found = run.run_level["cut"]["completion_40"]
+    assert found["low"] > 0.7 if memorises else found["low"] < 0.6

@@ -319,6 +319,12 @@ def test_a_raw_figure_passes_no_bound_and_is_explained(tmp_path: Path) -> None:
     assert "contains what features reveal anyway, AUC 0.810 here" in raw
 
 
+@pytest.mark.parametrize("attack", ["completion_40", "accumulated_spectral"])
+def test_what_lessens_model_completion_stands_below_its_figure(tmp_path: Path, attack: str) -> None:
+    page = page_of(write_run(tmp_path, summary=of_run(**{attack: RunFigures(0.8, 0.78, 0.82)})))
+    assert ("fewer hidden layers below the cut" in page) == (attack == "completion_40")
+
+
 def test_a_passive_party_of_another_run_is_left_out(tmp_path: Path) -> None:
     write_run(tmp_path)
     write_party(tmp_path / "passive", {"first": {"norm": 0.8}})

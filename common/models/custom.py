@@ -77,11 +77,10 @@ class _Call:
     def __call__(
         self, _model: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        *before, features = given
-        is_tensors = named or len(before) != self.leading
-        if is_tensors or not isinstance(features, Features | None):
-            return None  # not called by a run
-        return tuple(before), {name: _part(features, part) for name, part in self.parts}
+        before, after = given[: self.leading], given[self.leading :]
+        if named or len(after) != 1 or not isinstance(after[0], Features | None):
+            return None  # called with tensors
+        return before, {name: _part(after[0], part) for name, part in self.parts}
 
 
 def _part(features: Features | None, name: str | None) -> Tensor | None:

@@ -116,9 +116,8 @@ class Half(NamedTuple):
         if isinstance(self.settings, ActiveSettings):
             inputs["activation"] = torch.zeros(ROWS, *self.settings.contract.aggregate_shape)
         if self.encoder is not None:
-            rows = self.encoder.shapes.zeros(ROWS)
-            parts = zip(("numeric", "categorical", "image"), rows.parts(), strict=True)
-            inputs |= {name: part for name, part in parts if part is not None}
+            rows = vars(self.encoder.shapes.zeros(ROWS))
+            inputs |= {name: part for name, part in rows.items() if part is not None}
             write_json_atomically(path.with_suffix(".encoder.json"), self.encoder.state())
         shapes = {name: {0: torch.export.Dim.DYNAMIC} for name in inputs}
         half = _OfTensors(self.model, takes_activation="activation" in inputs).eval()
@@ -126,7 +125,8 @@ class Half(NamedTuple):
             with warnings.catch_warnings(action="ignore"):  # torch's, of its own parts
                 program = torch.export.export(half, (), inputs, dynamic_shapes=shapes)
                 if kind == "onnx":
-                    _save_onnx(program, path)
+                    converted: Any = torch.onnx.export(program, dynamo=True, verbose=False)
+                    converted.save(path)
                 else:
                     torch.export.save(program, path)
         except Exception as error:  # torch raises many kinds
@@ -153,12 +153,6 @@ class _OfTensors(nn.Module):
         called = (activation, features) if self._takes_activation else (features,)
         output: Tensor = self.model(*called)
         return output
-
-
-def _save_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
-    exported = torch.onnx.export(program, dynamo=True, verbose=False)
-    if exported is not None:
-        exported.save(path)
 
 
 def export(run: Path, folder: Path, base_dir: Path, kind: Format) -> list[Path]:

@@ -17,6 +17,7 @@ import pytest
 from pydantic import TypeAdapter
 from rich.console import Console
 
+from splitveil import Run
 from splitveil.common.errors import SettingsError
 from splitveil.common.record.figures import (
     AdjustedFigures,
@@ -102,13 +103,8 @@ def test_the_passive_party_s_files_say_nothing_of_the_other_s_loss(compared: Loc
 OWN_BOTTOM = """
 from torch import nn
 
-class Bottom(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(5, 4)
-
-    def forward(self, features):
-        return self.layer(features.numeric)
+def bottom(shapes):
+    return nn.Sequential(nn.Linear(shapes.numeric_dim, 4))
 """
 
 
@@ -128,7 +124,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]
             # As the command itself is started: without the working directory on the module path.
             *(sys.executable, "-P", "-m", "splitveil", "local", str(folder / "settings")),
             *("--runs", str(folder / "runs"), "--set", "contract.epochs=1"),
-            "passive.bottom_model={kind: custom, module: my_models:Bottom}",
+            "passive.bottom_model={kind: custom, module: my_models:bottom}",
             cwd=folder / "here",
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
@@ -140,9 +136,11 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]
 def test_folders_of_the_user_with_our_names_are_left_alone(
     rehearsed: tuple[Path, list[str]],
 ) -> None:
-    """The user's own model is still found: it lies beside the settings."""
+    """The user's own model is still found, also by this process: it lies beside the settings."""
     assert "wrong" not in rehearsed[1][0]
     assert (rehearsed[0] / "active" / "report.html").is_file()
+    run = Run(rehearsed[0], base_dir=rehearsed[0].parents[1] / "settings")
+    assert list(run.model("passive").state_dict()) == ["0.weight", "0.bias"]
 
 
 def test_a_finished_rehearsal_runs_again_and_none_counts_as_an_earlier_release(

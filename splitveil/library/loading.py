@@ -13,6 +13,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.settings import Section
+from splitveil.common.text.wording import suggest
 from splitveil.deploy.demo import EXAMPLES, names_of_examples
 from splitveil.deploy.overrides import Overrides, party_kinds
 from splitveil.library import own_data
@@ -64,7 +65,7 @@ def source_of(
     if not is_folder:
         raise SettingsError(
             f"{example}: expected a folder with active.yaml, or one of "
-            f"{', '.join(names_of_examples())}"
+            f"{', '.join(names_of_examples())}{suggest(str(example), names_of_examples())}"
         )
     return Path(example)
 

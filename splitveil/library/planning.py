@@ -16,7 +16,7 @@ from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.run.contract import ACTIVE
 from splitveil.deploy.overrides import Overrides, override
 from splitveil.library.choices import DefenseChoice, named_defense
-from splitveil.library.frames import as_html, frame
+from splitveil.library.frames import Frame, as_html, frame
 from splitveil.library.loading import Scratch, source_of
 
 _COLUMNS = 120
@@ -33,7 +33,7 @@ class RunPlan:
         """Sentences about the reliability of the figures, other signals and the budget."""
         return self.figures.remarks
 
-    def frame(self) -> Any:
+    def frame(self) -> Frame:
         """Return one row for one answer and one for all answers, for each kind of noise.
 
         A figure has two columns, the least that it may be (``..._least``) and the most; they are

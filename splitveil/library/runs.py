@@ -1,5 +1,6 @@
 """Runs as their folders describe them, finished or still running: one, or several side by side."""
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -22,7 +23,7 @@ from splitveil.common.record.lines import (
 )
 from splitveil.common.record.summary import Summary
 from splitveil.library.example_ledger import Ledger
-from splitveil.library.frames import Row, as_html, frame
+from splitveil.library.frames import Frame, Row, as_html, frame
 
 Kind: TypeAlias = Literal["epochs", "attacks", "steps", "batches"]
 KindOfRuns: TypeAlias = Literal["runs", "defenses"] | Kind
@@ -52,7 +53,7 @@ class Run:
     def __init__(
         self, path: str | Path, *, owner: object = None, base_dir: Path | None = None
     ) -> None:
-        self.path = read_run(Path(path)).folder
+        self.path = read_run(Path(path)).folder.absolute()
         self.base_dir = Path() if base_dir is None else base_dir
         self._owner = owner
 
@@ -121,7 +122,7 @@ class Run:
         """
         return Ledger.load(self.path / "active" / "checkpoint")
 
-    def frame(self, of: Kind = "epochs") -> Any:
+    def frame(self, of: Kind = "epochs") -> Frame:
         """Return the run's figures as a data frame (a ``pyarrow.Table`` without pandas).
 
         Args:
@@ -308,7 +309,7 @@ class Runs(Sequence[Run]):
             raise ValueError(f"expected one run, got {len(self)}: choose one, as in runs[0].ledger")
         return self[0].ledger
 
-    def frame(self, of: KindOfRuns = "runs") -> Any:
+    def frame(self, of: KindOfRuns = "runs") -> Frame:
         """Return the figures of all runs as one data frame, with columns ``defense`` and ``seed``.
 
         Args:
@@ -363,5 +364,5 @@ class Runs(Sequence[Run]):
                 values = [value for run in runs if isinstance(value := run[name], float)]
                 row[name] = statistics.fmean(values) if values else None
                 if not name.startswith("bound"):
-                    row[f"{name}_sd"] = statistics.stdev(values) if len(values) > 1 else None
+                    row[f"{name}_sd"] = statistics.stdev(values) if len(values) > 1 else math.nan
             yield row

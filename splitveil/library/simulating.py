@@ -71,7 +71,7 @@ def simulate(
         label_range: the least and the most that a label can be, if labels are numbers and the model
             predicts a number; None for classes.
         defense: a defense or several: names (``marvell``), names with settings
-            (``iso:noise_ratio=2``), mappings, sections of settings, subclasses of
+            (``marvell:power_ratio=8``), mappings, sections of settings, subclasses of
             ``splitveil.defenses.Defense``, or functions of gradients, labels and noise. By default
             that of the example.
         attacks: the attacks to measure: names, or functions of a batch's gradients that return one

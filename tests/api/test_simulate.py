@@ -14,10 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from splitveil import Run, Runs, attacks, defenses, predict, simulate
+from splitveil import Run, Runs, SettingsError, SplitveilError, attacks, defenses, predict, simulate
 from splitveil.active_party.defenses import Defense
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.deploy.demo import EXAMPLES
@@ -95,6 +94,9 @@ def test_a_seed_decides_the_bits_and_a_frame_of_defenses_holds_means(swept: Runs
     assert by_defense["none"]["seeds"] == 2
     assert by_defense["none"]["test_auc"] == pytest.approx(np.mean(ones), abs=1e-15)
     assert by_defense["none"]["test_auc_sd"] == pytest.approx(np.std(ones, ddof=1), abs=1e-12)
+    of_one = Runs({("none", 1): other}, swept.folder).frame("defenses")
+    assert np.isnan(np.asarray(of_one["test_auc_sd"], float)).all()
+    assert str(of_one["test_auc_sd"].dtype) == "float64"
 
 
 def test_the_figures_of_frames_are_those_of_the_files(swept: Runs) -> None:
@@ -114,10 +116,14 @@ def test_the_figures_of_frames_are_those_of_the_files(swept: Runs) -> None:
     assert found == {(x, name): one["auc"] for x, of in leaks.items() for name, one in of.items()}
 
 
-def test_a_run_can_be_read_while_it_trains(swept: Runs, tmp_path: Path) -> None:
+def test_a_run_can_be_read_while_it_trains(
+    swept: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(swept[0].path, tmp_path / "running")
     (tmp_path / "running" / "active" / "summary.json").unlink()
-    run = Run(tmp_path / "running")
+    monkeypatch.chdir(tmp_path)
+    run = Run("running")
+    assert run.path == tmp_path / "running"
     assert not run.has_ended
     assert run.summary == {}
     assert run.test_auc == swept[0].test_auc
@@ -435,6 +441,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no data at all": ({}, "expected an example, or tables"),
     "one table": ({"active": {"label": [0, 1]}}, "expected the tables of both parties"),
     "both": ({"example": "breast_cancer", "active": {}, "passive": {}}, "expected an example"),
+    "a misspelt example": ({"example": "breast_canser"}, "did you mean 'breast_cancer'?"),
     "no such example": ({"example": "breast"}, "expected a folder with active.yaml, or one of"),
     "a table of another kind": (
         {"active": [[1, "a"]], "passive": np.zeros((3, 1))},
@@ -454,6 +461,26 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"example": "breast_cancer", "settings": {"epochs": 1}},
         "expected active.NAME=VALUE",
     ),
+    "a misspelt party": (
+        {"example": "breast_cancer", "settings": {"pasive.party": "b"}},
+        "did you mean 'passive'?",
+    ),
+    "a misspelt setting": (
+        {"example": "breast_cancer", "settings": {"passive.botom_model": 1}},
+        "botom_model: unknown setting; did you mean 'bottom_model'?",
+    ),
+    "a misspelt defense": (
+        {"example": "breast_cancer", "defense": "marvel"},
+        "did you mean 'marvell'?",
+    ),
+    "a misspelt setting of a defense": (
+        {"example": "breast_cancer", "defense": "iso:noise_ratoi=2"},
+        "noise_ratoi: unknown setting; did you mean 'noise_ratio'?",
+    ),
+    "a setting of an inner section": (
+        {"example": "breast_cancer", "defense": {"name": "marvell", "power_ratio": 8}},
+        "power_ratio: unknown setting; did you mean 'defense.strength.power_ratio'?",
+    ),
     "not a defense": ({"example": "breast_cancer", "defense": int}, "expected a subclass"),
 }
 
@@ -461,5 +488,5 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_cannot_be_simulated_is_said(wrong: str) -> None:
     arguments, message = WRONG[wrong]
-    with pytest.raises((SettingsError, ValueError), match=message):
+    with pytest.raises((SplitveilError, ValueError), match=message):
         simulate(**arguments)

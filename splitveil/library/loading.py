@@ -49,7 +49,7 @@ def source_of(
     """Return the folder with the parties' settings files.
 
     Settings for tables are written into a new folder in ``folder``; ``labels`` are ``label``,
-    ``key`` and ``label_range`` of ``own_data.write_settings``.
+    ``key`` and the others of ``own_data.write_settings``.
     """
     if (example is None) == (active is None) or (active is None and passive is not None):
         raise ValueError("expected an example, or tables of the parties, and not both")

@@ -40,8 +40,9 @@ def simulate(
     active: Any = None,
     passive: Any = None,
     label: str = "label",
-    key: str | None = None,
+    key: str | None = "",
     label_range: tuple[float, float] | None = None,
+    positive_label: str | Sequence[str] | None = None,
     defense: DefenseChoice | Sequence[DefenseChoice] | None = None,
     attacks: Sequence[AttackChoice] | None = None,
     seeds: int | Sequence[int] = 1,
@@ -62,14 +63,17 @@ def simulate(
         active: the label owner's table: a data frame, a ``pyarrow.Table``, a mapping of columns, or
             an array (rows, columns).
         passive: the feature owner's table, or a mapping from names of feature owners to tables.
-        label: the column of ``active`` with the labels: 0 and 1, whole numbers from 0, or numbers
-            within ``label_range``.
+        label: the column of ``active`` with the labels: 0 and 1, whole numbers from 0, texts, or
+            numbers within ``label_range``.
         key: the column or index of ids that all tables have. Without it, data frames are joined by
             an index of unique ids that has one name or holds texts in all of them; otherwise row n
             is the same example everywhere, and tables of different lengths or row labels are
-            refused.
+            refused. With None, row n is the same example whatever the row labels are, and rows
+            that only a longer table has are left out.
         label_range: the least and the most that a label can be, if labels are numbers and the model
             predicts a number; None for classes.
+        positive_label: the text or texts of ``label`` that stand for 1; all others stand for 0. By
+            default words for yes, and each of three or more texts is a class.
         defense: a defense or several: names (``marvell``), names with settings
             (``marvell:power_ratio=8``), mappings, sections of settings, subclasses of
             ``splitveil.defenses.Defense``, or functions of gradients, labels and noise. By default
@@ -101,9 +105,8 @@ def simulate(
         scratch = Scratch()
         runs = scratch.path
     folder = Path(runs)
-    source = source_of(
-        example, folder, active, passive, label=label, key=key, label_range=label_range
-    )
+    labels = {"label_range": label_range, "positive_label": positive_label}
+    source = source_of(example, folder, active, passive, label=label, key=key, **labels)
     given = dict(settings or {})
     if threads is not None:
         given |= {f"{party}.torch_threads": threads for party in (ACTIVE, "passive")}

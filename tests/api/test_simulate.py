@@ -246,10 +246,60 @@ def test_a_table_of_any_kind_gives_the_same_bits(
     kind: str, columns: Columns, expected: Run
 ) -> None:
     active, passive = map(TABLES[kind], columns)
-    (run,) = simulate(active=active, passive=passive, key="id", settings=SHORT, attacks=[])
+    theirs = {"passive": passive}  # each owner's table, by its name
+    (run,) = simulate(active=active, passive=theirs, key="id", settings=SHORT, attacks=[])
     assert run.rows("steps") == expected.rows("steps")
     assert len(run.rows("steps")) > 2
     assert run.settings["data"]["features"]["numeric"] == ["own"]
+
+
+LABELS: dict[str, tuple[list[str], dict[str, Any], Any]] = {
+    "words": (["no", "yes"], {}, "yes"),
+    "a text of two": (["stays", "leaves"], {"positive_label": "leaves"}, "leaves"),
+    "numbers": (["1", "2"], {"positive_label": ("2", "3")}, ["2", "3"]),
+}
+
+
+@pytest.mark.parametrize("kind", LABELS)
+def test_labels_may_be_texts(kind: str, columns: Columns, expected: Run) -> None:
+    texts, given, read = LABELS[kind]
+    active = columns[0] | {"label": np.array(texts)[columns[0]["label"]]}
+    given = {**given, "key": "id", "settings": SHORT, "attacks": []}
+    (run,) = simulate(active=active, passive=columns[1], **given)
+    assert run.rows("steps") == expected.rows("steps")
+    assert run.settings["data"]["positive_label"] == read
+
+
+def test_more_than_two_texts_are_classes_and_a_guess_is_refused(
+    columns: Columns, tmp_path: Path
+) -> None:
+    active = columns[0] | {"label": np.array(["c", "a", "b"])[np.arange(300) % 3]}
+    write_settings(tmp_path, active, columns[1], label="label", key="id")
+    parties = read_settings(tmp_path)
+    adversary = parties.passive["passive"].adversary
+    assert adversary is not None
+    assert adversary.labels is not None
+    assert parties.active.data.classes == adversary.labels.classes == ("a", "b", "c")
+    active["label"] = np.array(["stays", "leaves"])[columns[0]["label"]]
+    with pytest.raises(SettingsError, match=r"name in positive_label= .* 'leaves', 'stays'"):
+        write_settings(tmp_path, active, columns[1], label="label", key="id")
+    active["label"] = np.array(["no", "yes", "Yes"])[np.arange(300) % 3]
+    with pytest.raises(SettingsError, match=r"stand for 1: positive_label .es positive_label"):
+        write_settings(tmp_path, active, columns[1], label="label", key="id")
+
+
+@pytest.mark.parametrize("gap", [np.nan, None])
+def test_gaps_are_filled_as_init_proposes(gap: Any, columns: Columns, tmp_path: Path) -> None:
+    passive = pa.table(columns[1] | {"x0": [gap, *columns[1]["x0"][1:]]})
+    write_settings(tmp_path, columns[0], passive, label="label", key="id")
+    parties = read_settings(tmp_path)
+    filled = parties.passive["passive"].data.features
+    assert filled is not None
+    assert (filled.missing_numeric, filled.missing_indicator) == ("mean", True)
+    complete = parties.active.data.features
+    assert complete is not None
+    assert (complete.missing_numeric, complete.missing_indicator) == ("error", False)
+    assert np.isnan(PartyData.of(parties.passive["passive"]).table.numeric["x0"][0])
 
 
 def indexed(frame: Any) -> Any:
@@ -257,18 +307,18 @@ def indexed(frame: Any) -> Any:
 
 
 FRAMES: dict[str, tuple[Any, ...]] = {
-    "an index": (indexed, indexed, None),
+    "an index": (indexed, indexed, ""),
     "a key that is an index": (pa.Table.from_pandas, indexed, "id"),
-    "texts without a name": (*[lambda frame: indexed(frame).rename_axis(None)] * 2, None),
-    "texts with two names": (indexed, lambda frame: indexed(frame).rename_axis("who"), None),
-    "a column, too": (*[lambda frame: frame.set_index("id", drop=False)] * 2, None),
-    "of pyarrow's tables": (*[lambda frame: pa.Table.from_pandas(indexed(frame))] * 2, None),
+    "texts without a name": (*[lambda frame: indexed(frame).rename_axis(None)] * 2, ""),
+    "texts with two names": (indexed, lambda frame: indexed(frame).rename_axis("who"), ""),
+    "a column, too": (*[lambda frame: frame.set_index("id", drop=False)] * 2, ""),
+    "of pyarrow's tables": (*[lambda frame: pa.Table.from_pandas(indexed(frame))] * 2, ""),
     "beside the key": (*[pa.Table.from_pandas] * 2, "id"),
     "beside the key, without pandas' description": (
         *[lambda frame: pa.Table.from_pandas(frame).replace_schema_metadata()] * 2,
         "id",
     ),
-    "whole numbers": (*[lambda f: indexed(f.assign(id=f["id"].str[1:].astype(int)))] * 2, None),
+    "whole numbers": (*[lambda f: indexed(f.assign(id=f["id"].str[1:].astype(int)))] * 2, ""),
 }
 
 
@@ -313,18 +363,31 @@ def test_cells_of_other_kinds_are_refused(
         write_settings(tmp_path, columns[0], passive, label="label", key="id")
 
 
-LABELS = "active and passive have different row labels .* name in key="
+ROW_LABELS = "active and passive have different row labels .* name in key="
 
 APART: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str]] = {
-    "columns": (lambda a, p: (dict(a), dict(p[:200])), "have 300 and 200 rows: name in key="),
+    "columns": (
+        lambda a, p: (dict(a), dict(p[:200])),
+        "have 300 and 200 rows: name in key= .* key=None",
+    ),
     "an array": (lambda a, p: (a, p[["x0"]].to_numpy()[:200]), "have 300 and 200 rows"),
-    "a sorted frame": (lambda a, p: (a, p[::-1]), LABELS),
-    "a sorted frame and an array": (lambda a, p: (a[::-1], p[["x0"]].to_numpy()), LABELS),
-    "other rows": (lambda a, p: (a[100:], p[:200]), LABELS),
-    "an index of one party": (lambda a, p: (indexed(a), p), LABELS),
-    "numbers of two names": (lambda a, p: (a.rename_axis("a"), p[::-1].rename_axis("b")), LABELS),
-    "a label twice": (lambda a, p: (indexed(a), indexed(p.assign(id=p["id"][0]))), LABELS),
+    "a sorted frame": (lambda a, p: (a, p[::-1]), ROW_LABELS),
+    "a sorted frame and an array": (lambda a, p: (a[::-1], p[["x0"]].to_numpy()), ROW_LABELS),
+    "other rows": (lambda a, p: (a[100:], p[:200]), ROW_LABELS),
+    "an index of one party": (lambda a, p: (indexed(a), p), ROW_LABELS),
+    "numbers of two names": (
+        lambda a, p: (a.rename_axis("a"), p[::-1].rename_axis("b")),
+        ROW_LABELS,
+    ),
+    "a label twice": (lambda a, p: (indexed(a), indexed(p.assign(id=p["id"][0]))), ROW_LABELS),
     "two kinds of cells": (lambda a, p: (a, p.assign(x0=[1, "a"] * 150)), "passive: .* column x0"),
+    "objects": (lambda a, p: (a, p.assign(x0=object())), "passive: .* column x0"),
+    "lists": (lambda a, p: (a, p.assign(x0=[[1]] * 300)), "column 'x0': expected numbers, .* list"),
+    "a name twice": (lambda a, p: (a, p.set_axis(["x"] * 4, axis=1)), "passive: .* names .*'x'"),
+    "a name twice, of Arrow": (
+        lambda a, p: (a, pa.table(p).rename_columns(["x"] * 4)),
+        "passive: .* several columns are named 'x'",
+    ),
 }
 
 
@@ -342,6 +405,9 @@ def test_equal_row_labels_leave_row_n_the_same_example(columns: Columns) -> None
     both = pandas.DataFrame(columns[0] | columns[1]).sample(frac=1, random_state=0)[:200]
     parts = {"active": both[["label", "own"]], "passive": both[["x0", "x1"]]}
     (run,) = simulate(**parts, settings=SHORT)
+    beyond = {"active": parts["active"][:150], "passive": parts["passive"].sort_index()}
+    (shorter,) = simulate(**beyond, key=None, settings=SHORT)
+    assert shorter.summary["aligned_rows"] == 150
     again = {party: part.reset_index(drop=True) for party, part in parts.items()}
     assert run.rows("steps") == simulate(**again, settings=SHORT)[0].rows("steps")
     with pytest.raises(SettingsError, match="2 and 3 rows"):

@@ -27,7 +27,7 @@ settings, a subclass of `Defense`, or a function of gradients, labels and noise.
 AttackChoice: TypeAlias = str | Mapping[str, Any] | CustomAttack | Callable[..., Any]
 """The name of an attack, a mapping or a section of settings, or a function of gradients."""
 
-_HANDED_OVER = "splitveil.library.handed_over"
+HANDED_OVER = "splitveil.library.handed_over"
 
 
 class _Chosen(Section):
@@ -153,8 +153,8 @@ def _name_of(thing: Callable[..., object]) -> str:
     if module != "__main__" and getattr(sys.modules.get(module), name, None) is thing:
         return f"{module}:{name}"
     plain = re.sub(r"\W", "_", getattr(thing, "__name__", "")).strip("_") or "unnamed"
-    home = sys.modules.setdefault(_HANDED_OVER, ModuleType(_HANDED_OVER))
+    home = sys.modules.setdefault(HANDED_OVER, ModuleType(HANDED_OVER))
     names = itertools.chain([plain], (f"{plain}_{number}" for number in itertools.count(2)))
     free = next(one for one in names if getattr(home, one, thing) is thing)
     setattr(home, free, thing)
-    return f"{_HANDED_OVER}:{free}"
+    return f"{HANDED_OVER}:{free}"

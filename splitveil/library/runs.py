@@ -160,6 +160,39 @@ class Run:
         """
         return write_report(self.path, None if output is None else Path(output))
 
+    def export(
+        self,
+        folder: str | Path,
+        *,
+        tables: Mapping[str, str | Path] | None = None,
+        seeds: bool = True,
+    ) -> Path:
+        """Write contract and settings files with which real parties repeat the run.
+
+        ``splitveil local FOLDER`` runs them on one machine, with the run's bits on the CPU.
+
+        Args:
+            folder: where ``contract.yaml``, ``active.yaml`` and ``passive.yaml`` are written, or
+                one ``passive_NAME.yaml`` for each of several feature owners.
+            tables: each party's file by its name (``active`` for the label owner); a table that was
+                in memory is otherwise written into the folder, and a file named where it lies.
+            seeds: whether the files hold the seeds of batches and noise. Without them, no two runs
+                have the same bits, and no peer can guess the noise: a run between organisations
+                needs that, beside addresses and certificates of their own.
+
+        Returns:
+            The folder.
+
+        Raises:
+            SplitveilError: a file of the folder exists, or the run has code without a name that
+                others can import.
+        """
+        # It imports much that reading a run does not need.
+        from splitveil.library.exporting import write_settings_of  # noqa: PLC0415
+
+        write_settings_of(self.path, self.base_dir, Path(folder), tables or {}, seeds=seeds)
+        return Path(folder)
+
     def overview(self) -> Row:
         """Return the run in one row: defense, quality, leak and bounds."""
         bounds, leak = self.bounds, self.leak

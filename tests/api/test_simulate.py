@@ -1,6 +1,7 @@
 """``simulate``: both parties in this process, with the bits that two processes leave."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from pyarrow import csv
 from safetensors.torch import load_file
 
 from splitveil import Run, Runs, SettingsError, SplitveilError, attacks, defenses, predict, simulate
@@ -25,6 +27,7 @@ from splitveil.library.own_data import write_settings
 from splitveil.library.runs import Kind
 from tests.support.equality import assert_same_weights
 from tests.support.processes import started
+from tests.support.programs import run_program
 from tests.support.runs import write_example
 
 ONE_CORE = {"active.torch_threads": 1, "passive.torch_threads": 1}
@@ -493,6 +496,43 @@ def test_tables_of_earlier_runs_stay_beside_them(columns: Columns, tmp_path: Pat
     assert first.base_dir != second.base_dir
     assert [run.summary["aligned_rows"] for run in (first, second)] == [300, 200]
     assert len(predict(first)) == 300
+
+
+@pytest.mark.parametrize("from_files", [False, True])
+def test_an_exported_run_has_its_bits_at_real_parties(
+    columns: Columns, tmp_path: Path, *, from_files: bool
+) -> None:
+    """The launcher runs both parties' processes with the files, without the simulation's folder."""
+    given: dict[str, Any] = {"key": "id", "settings": {**ONE_CORE, "contract.epochs": 2}}
+    (run,) = simulate(active=columns[0], passive=columns[1], defense="iso", seeds=[3], **given)
+    tables = {"active": tmp_path / "labels.csv", "passive": tmp_path / "features.csv"}
+    for table, of_party in zip(tables.values(), columns, strict=True):
+        csv.write_csv(pa.table(of_party), table)
+    folder = run.export(tmp_path / "ours", tables=tables if from_files else None)
+    text = (folder / "passive.yaml").read_text()
+    assert "label" not in text
+    assert str(run.base_dir) not in text + (folder / "active.yaml").read_text()
+    with pytest.raises(SettingsError, match="exists"):
+        run.export(folder)
+    run.export(tmp_path / "theirs", seeds=False)
+    assert "insecure_no" not in "".join(
+        one.read_text() for one in (tmp_path / "theirs").glob("*.yaml")
+    )
+    words = (sys.executable, "-m", "splitveil", "local", str(folder), "--runs", str(tmp_path))
+    done = run_program(*words, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout
+    there = Run(tmp_path / run.name)
+    for party in ("active", "passive"):
+        assert_same_weights(weights_of(run.path, party), weights_of(there.path, party))
+    assert run.rows("epochs") == there.rows("epochs")
+
+
+def test_code_without_a_name_is_not_exported(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    (run,) = simulate(tmp_path, defense=lambda gradients, labels, noise: gradients, settings=SHORT)
+    with pytest.raises(SettingsError, match=r"active.yaml: code .* no name"):
+        run.export(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_is_no_example_does_not_hide_one(

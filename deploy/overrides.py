@@ -34,7 +34,10 @@ class Overrides:
                 )
 
     def adding(self, *texts: str) -> "Overrides":
-        return Overrides([*(text for _, text in self._texts), *texts])
+        return Overrides([*self.texts(), *texts])
+
+    def texts(self) -> list[str]:
+        return [text for _, text in self._texts]
 
     def of(self, kind: str) -> list[str]:
         """Return ``NAME=VALUE`` for the party whose file has this name, the contract's included."""

@@ -55,7 +55,8 @@ def write_settings_of(
             data["source"] = {**read_raw(path, has_header=True, most_rows=1).source}
             data["source"]["path"] = not_expanded(str(path.absolute()))
         elif was_in_memory and data["source"]["kind"] == "parquet":
-            copied[base_dir / f"{name}.parquet"] = folder / f"{name}.parquet"
+            written = base_dir / Path(data["source"]["path"]).name
+            copied[written] = folder / f"{name}.parquet"
             data["source"]["path"] = f"{name}.parquet"
     texts = {
         name: yaml.safe_dump(one, sort_keys=False, allow_unicode=True)

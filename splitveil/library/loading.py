@@ -58,6 +58,10 @@ def source_of(
         names = (f"settings-{number}" for number in itertools.count(1))
         source = next(folder / name for name in names if not (folder / name).exists())
         own_data.write_settings(source, active, passive, **labels)
+        for same in sorted(folder.glob("settings-*")):
+            if same != source and _texts(same) == _texts(source):  # digests of tables in them
+                shutil.rmtree(source)
+                return same
         return source
     is_folder = (Path(example) / "active.yaml").is_file()
     if str(example) in names_of_examples() and not is_folder:
@@ -68,6 +72,10 @@ def source_of(
             f"{', '.join(names_of_examples())}{suggest(str(example), names_of_examples())}"
         )
     return Path(example)
+
+
+def _texts(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.yaml")}
 
 
 def load(source: Path, overrides: Overrides) -> PartiesSettings:

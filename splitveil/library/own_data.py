@@ -5,6 +5,7 @@ as two processes would. Numbers become numeric features, dates and times timesta
 categories. Gaps in numbers and times become the mean of the training rows, as ``init`` proposes.
 """
 
+import hashlib
 import logging
 import sys
 from collections import Counter
@@ -74,6 +75,7 @@ def write_settings(
     if label not in table.column_names:
         raise SettingsError(f"active: expected a column {label!r}, got {_listed(table)}")
     data = _data(folder, "active", table, [label], ids["active"])
+    source = data["source"]
     read: dict[str, Any] = {"label_column": label}
     if label_range is not None:
         low, high = label_range
@@ -91,7 +93,7 @@ def write_settings(
         data = _data(folder, name, theirs, [], ids[name])
         settings = _settings(data) | {"bottom_model": BOTTOM, "party": name}
         labels = {
-            "source": {"kind": "parquet", "path": "active.parquet"},
+            "source": source,
             **read,
             **({} if ids["active"] is None else {"id_column": ids["active"]}),
         }
@@ -207,9 +209,13 @@ def _is_by_party(passive: Any) -> bool:
 def _data(
     folder: Path, name: str, table: pa.Table, own: Sequence[str], id_column: str | None
 ) -> dict[str, Any]:
-    path = folder / f"{name}.parquet"
-    parquet.write_table(table, path)
-    path.chmod(0o600)
+    written = folder / f"{name}.parquet"
+    parquet.write_table(table, written)
+    written.chmod(0o600)
+    # Its name says what is in it, so that runs of other rows have other settings.
+    with written.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    path = written.rename(folder / f"{name}-{digest}.parquet")
     features: dict[str, list[str]] = {"numeric": [], "categorical": [], "timestamps": []}
     others = {*own, id_column, *_index_of(table)}
     for column in table.schema:

@@ -488,6 +488,38 @@ def test_after_each_epoch_the_caller_sees_the_run_and_may_end_it(
     )
 
 
+def test_an_interrupted_sweep_goes_on_and_runs_again_only_what_has_changed(
+    columns: Columns, tmp_path: Path
+) -> None:
+    ran: list[str] = []
+    given: dict[str, Any] = {"passive": columns[1], "key": "id", "settings": SHORT, "attacks": []}
+    given |= {"defense": ["none", defenses.own(halved_labels), Halved], "runs": tmp_path}
+    given["on_epoch"] = lambda run: ran.append(run.name)
+    none, _, halved = simulate(active=columns[0], **given)
+    before = halved.rows("steps")
+    (halved.path / "passive" / "summary.json").unlink()
+    ran.clear()
+    again = simulate(active=columns[0], **given)
+    # In another process, the function may be another one of the same name.
+    assert ran == [again[1].name, again[2].name]
+    assert again[2].rows("steps") == before
+    assert again[0].base_dir == none.base_dir
+    ran.clear()
+    simulate(active=columns[0] | {"own": columns[0]["own"] + 1}, **given)
+    assert ran == [run.name for run in again]
+
+
+def test_runs_side_by_side_have_the_bits_of_runs_one_after_the_other(swept: Runs) -> None:
+    chosen = ["none", "iso:noise_ratio=2"]
+    again = simulate(swept.folder.parent, defense=chosen, seeds=2, settings=SHORT, jobs=2)
+    assert [run.name for run in again] == [run.name for run in swept]
+    assert again.rows("steps") == swept.rows("steps")
+    assert again.rows("attacks") == swept.rows("attacks")
+    wrong = SHORT | {"passive.data.source.path": "nothing.csv"}
+    with pytest.raises(SplitveilError, match=r"small-seed-0: .*nothing\.csv"):
+        simulate(swept.folder.parent, settings=wrong, jobs=2)
+
+
 def test_tables_of_earlier_runs_stay_beside_them(columns: Columns, tmp_path: Path) -> None:
     given: dict[str, Any] = {"key": "id", "settings": SHORT, "runs": tmp_path}
     (first,) = simulate(active=columns[0], passive=columns[1], **given)
@@ -560,6 +592,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no ids": (
         {"active": {"label": [0, 1]}, "passive": {"x": [1.0, 2.0]}, "key": "id"},
         "active: expected a column 'id'",
+    ),
+    "no jobs": ({"example": "breast_cancer", "jobs": 0}, "jobs: expected at least one"),
+    "a callback for several jobs": (
+        {"example": "breast_cancer", "jobs": 2, "on_epoch": print},
+        "no more than one with on_epoch",
+    ),
+    "code for several jobs": (
+        {"example": "breast_cancer", "jobs": 2, "defense": lambda gradients, labels, noise: 0},
+        "no name that another process can import",
     ),
     "twice": ({"example": "breast_cancer", "defense": ["none", "none"]}, "each defense once"),
     "no seeds": ({"example": "breast_cancer", "seeds": 0}, "expected at least one"),

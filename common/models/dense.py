@@ -255,8 +255,13 @@ def dense_relu(input_dim: int, widths: Sequence[int]) -> nn.Sequential:
 
 
 def _input_of(settings: DenseModel | WideDeepModel, shapes: FeatureShapes) -> FeatureInput:
-    number_dim = settings.number_dim if isinstance(settings, TabularModel) else 0
-    return FeatureInput(shapes, settings.embedding_dim, number_dim)
+    if not isinstance(settings, TabularModel):
+        return FeatureInput(shapes, settings.embedding_dim)
+    embedded = FeatureInput(shapes, settings.embedding_dim, settings.number_dim)
+    if embedded.embedding is not None:  # torch's N(0, 1) would drown the numbers at first
+        bound = settings.embedding_dim**-0.5
+        nn.init.uniform_(embedded.embedding.weight, -bound, bound)
+    return embedded
 
 
 def _dense_layers(

@@ -125,7 +125,6 @@ class Proposal(NamedTuple):
     leak_auc: float = LEAK_AUC
     learning_rate: float = 0.004
     weight_decay: float = 0.01
-    dropout: float = 0.1
     train: float = TRAIN_SHARE
     test: float = round(1 - TRAIN_SHARE, 2)
 

@@ -251,13 +251,14 @@ def test_each_stage_is_drawn_once_at_the_first_step_of_its_epoch(
         (1, 1, (0,)),
         (5, 1, (0,)),
         (1, 7, (0,)),
-        (3, 7, (0, 2, 4)),
+        (3, 7, (0, 1, 3)),
+        (8, 20, (0, 1, 2, 4, 7, 9, 12, 16)),
         (7, 7, tuple(range(7))),
-        (15, 30, tuple(range(0, 30, 2))),
+        (4, 1000, (0, 125, 353, 649)),
         (10_000, 3, (0, 1, 2)),
     ],
 )
-def test_stages_begin_at_equal_distances_and_never_twice_in_an_epoch(
+def test_stages_begin_at_growing_distances_and_never_twice_in_an_epoch(
     stages: int, epochs: int, expected: tuple[int, ...]
 ) -> None:
     assert stage_epochs(stages, epochs) == expected

@@ -125,6 +125,14 @@ def test_tabular_embeds_the_numbers_that_have_bins() -> None:
     assert np.allclose(elsewhere.T.numpy(), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize(("kind", "largest"), [("tabular", 0.5), ("mlp", 3.0)])
+def test_categories_of_tabular_models_begin_as_small_as_numbers(kind: str, largest: float) -> None:
+    shapes = FeatureShapes(vocabulary_sizes=(200, 100))
+    bottom = build_bottom_model(model(kind=kind, embedding_dim=4), shapes, (5,), seed=0)
+    weights = named_layer(bottom, "input").get_parameter("embedding.weight")
+    assert 0.98 * largest < float(weights.detach().abs().max().clamp(max=3.0)) <= largest
+
+
 @pytest.mark.parametrize("part", ["numeric", "categorical", "image"])
 def test_every_kind_of_feature_reaches_the_output(part: str) -> None:
     bottom = build_bottom_model(model(), SHAPES, (4,), seed=0)

@@ -118,7 +118,7 @@ class ProjectedLabelsDefense(SeededDefense):
     """The bound for the whole run: ``leak_auc``, ``mu``, or ``epsilon`` and ``delta``."""
 
     stages: int = Field(default=8, ge=1, le=10_000)
-    """Number of times that sums are released, at equal distances over the epochs; no more than
+    """Number of times that sums are released, more often early than late in the run; no more than
     there are epochs. More stages follow the model more closely, and put more noise on each. The
     first takes the largest part of the bound, the second half as much, the third a third."""
 

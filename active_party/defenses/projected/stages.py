@@ -1,6 +1,7 @@
 """The stages of projected labels: designs, releases and targets, in the course of a run."""
 
 import hashlib
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -48,9 +49,14 @@ class StagePlan(NamedTuple):
 
 
 def stage_epochs(stages: int, epochs: int) -> tuple[int, ...]:
-    """Return the epochs at which stages begin, ascending: at equal distances, at most one each."""
+    """Return the epochs at which stages begin, ascending: at growing distances, at most one each.
+
+    They are epochs * (number / count)^1.5, rounded down.
+    """
     count = min(stages, epochs)
-    return tuple(number * epochs // count for number in range(count))
+    return tuple(
+        max(number, math.isqrt(epochs**2 * number**3 // count**3)) for number in range(count)
+    )
 
 
 class ProjectedLabels(StagedDefense):

@@ -114,7 +114,8 @@ def as_table(given: Any, name: str) -> pa.Table:
             table = pa.table(given)
             if twice := [one for one, n in Counter(table.column_names).items() if n > 1]:
                 raise ValueError(f"several columns are named {', '.join(map(repr, twice))}")
-            return table
+            plain = pa.table({one: _without_views(table[one]) for one in table.column_names})
+            return plain.replace_schema_metadata(table.schema.metadata)  # pandas' index
         rows = np.asarray(given)
     except (ValueError, TypeError, NotImplementedError) as error:
         # The last argument is pyarrow's name of the column.
@@ -125,6 +126,14 @@ def as_table(given: Any, name: str) -> pa.Table:
             f"(rows, columns) of numbers, got {type(given).__name__}"
         )
     return pa.table({f"x{column}": rows[:, column] for column in range(rows.shape[1])})
+
+
+def _without_views(cells: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return texts as Parquet can hold them: categories of polars are views, which it cannot."""
+    if pa.types.is_dictionary(cells.type) and cells.type.value_type == pa.string_view():
+        texts = [one.dictionary.cast(pa.string()).take(one.indices) for one in cells.chunks]
+        return pa.chunked_array(texts, pa.string())
+    return cells.cast(pa.string()) if cells.type == pa.string_view() else cells
 
 
 def id_columns(tables: Mapping[str, pa.Table], key: str | None) -> dict[str, str | None]:

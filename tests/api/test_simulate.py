@@ -220,8 +220,23 @@ Columns = tuple[dict[str, Any], dict[str, Any]]
 TABLES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "pyarrow": pa.table,
     "pandas": lambda columns: pytest.importorskip("pandas").DataFrame(columns),
-    "another frame": lambda columns: pa.table(columns).to_reader(),  # as polars hands over
+    "a stream": lambda columns: pa.table(columns).to_reader(),
+    "texts of polars": lambda columns: pa.table(
+        {
+            name: pa.array(cells).cast(pa.string_view()) if name == "id" else as_category(cells)
+            for name, cells in columns.items()
+        }
+    ),
 }
+
+
+def as_category(cells: Any) -> Any:
+    found = pa.array(cells)
+    if found.type != pa.string():
+        return found
+    of = found.dictionary_encode()
+    views = of.dictionary.cast(pa.string_view())
+    return pa.DictionaryArray.from_arrays(of.indices, views)
 
 
 @pytest.fixture(scope="module")

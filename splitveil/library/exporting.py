@@ -1,7 +1,6 @@
 """Writes the contract and the settings files with which real parties repeat a simulated run."""
 
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.source_settings import not_expanded
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
+from splitveil.common.record.run_folder import write_bytes_atomically
 from splitveil.common.run.contract import ACTIVE
 from splitveil.deploy.init.proposal import write_files
 from splitveil.deploy.init.tables import read_raw
@@ -40,13 +40,13 @@ def write_settings_of(
     for name in names:
         own = run / (name if len(names) > 1 else "passive") / "settings.yaml"
         kind = f"passive_{name}" if len(names) > 1 else "passive"
-        parties[name] = kind, load_party_settings(PassiveSettings, own, [f"party={name}"])
+        parties[name] = kind, load_party_settings(PassiveSettings, own)
     contract = active.contract
     values: dict[str, dict[str, Any]] = {
         "contract.yaml": _chosen(contract.model_dump(mode="json"), contract)
     }
     was_in_memory = base_dir.resolve().is_relative_to(run.parent.resolve())
-    copied: dict[Path, Path] = {}
+    copied: dict[str, Path] = {}
     for name, (kind, settings) in parties.items():
         chosen = values[f"{kind}.yaml"] = _party(settings, base_dir, seeds=seeds)
         data = chosen["data"]
@@ -55,9 +55,10 @@ def write_settings_of(
             data["source"] = {**read_raw(path, has_header=True, most_rows=1).source}
             data["source"]["path"] = not_expanded(str(path.absolute()))
         elif was_in_memory and data["source"]["kind"] == "parquet":
-            written = base_dir / Path(data["source"]["path"]).name
-            copied[written] = folder / f"{name}.parquet"
-            data["source"]["path"] = f"{name}.parquet"
+            written = base_dir / settings.model_dump()["data"]["source"]["path"]
+            if written.is_file():
+                copied[f"{name}.parquet"] = written
+                data["source"]["path"] = f"{name}.parquet"
     texts = {
         name: yaml.safe_dump(one, sort_keys=False, allow_unicode=True)
         for name, one in values.items()
@@ -69,9 +70,8 @@ def write_settings_of(
                 f"a module"
             )
     write_files(folder, texts, force=False)
-    for table, copy in copied.items():
-        shutil.copyfile(table, copy)
-        copy.chmod(0o600)
+    for copy, table in copied.items():
+        write_bytes_atomically(folder / copy, table.read_bytes())
 
 
 def _party(settings: PartySettings, base_dir: Path, *, seeds: bool) -> dict[str, Any]:

@@ -7,6 +7,9 @@ from traceback import walk_tb
 
 from splitveil.common.errors import SettingsError, SplitveilError
 
+HANDED_OVER = "splitveil.library.handed_over"
+"""The module of code that a program has given as objects; only its own process has it."""
+
 _own_modules: set[str] = set()
 """Names of the modules whose code the settings name, those of its base classes included."""
 _NOT_OWN = frozenset({"builtins", "splitveil", "torch"})

@@ -18,6 +18,7 @@ from splitveil.active_party.defenses.section import DefenseSection
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.settings import CustomAttack
 from splitveil.common.settings import Section, validate
+from splitveil.common.text.imports import HANDED_OVER
 from splitveil.deploy.overrides import NamedDefense, parse_defense
 
 DefenseChoice: TypeAlias = str | Mapping[str, Any] | DefenseSection | Callable[..., Any]
@@ -26,8 +27,6 @@ settings, a subclass of `Defense`, or a function of gradients, labels and noise.
 
 AttackChoice: TypeAlias = str | Mapping[str, Any] | CustomAttack | Callable[..., Any]
 """The name of an attack, a mapping or a section of settings, or a function of gradients."""
-
-HANDED_OVER = "splitveil.library.handed_over"
 
 
 class _Chosen(Section):

@@ -13,9 +13,9 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
 from splitveil.common.record.run_folder import write_bytes_atomically
 from splitveil.common.run.contract import ACTIVE
+from splitveil.common.text.imports import HANDED_OVER
 from splitveil.deploy.init.proposal import write_files
 from splitveil.deploy.init.tables import read_raw
-from splitveil.library.choices import HANDED_OVER
 from splitveil.passive_party.settings import PassiveSettings
 
 _KINDS = {"kind", "name", "mode"}
@@ -30,7 +30,7 @@ _SEEDS = {"insecure_nonce_seed", "insecure_noise_seed"}
 def write_settings_of(
     run: Path, base_dir: Path, folder: Path, tables: Mapping[str, str | Path], *, seeds: bool
 ) -> None:
-    """Write the files; the arguments are those of ``Run.export``, with the run's folder."""
+    """Write the files, with the arguments of ``Run.export_settings`` and the run's folder."""
     active = load_party_settings(ActiveSettings, run / ACTIVE / "settings.yaml")
     names = active.contract.passive_parties
     if unknown := sorted(tables.keys() - {ACTIVE, *names}):

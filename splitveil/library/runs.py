@@ -160,7 +160,7 @@ class Run:
         """
         return write_report(self.path, None if output is None else Path(output))
 
-    def export(
+    def export_settings(
         self,
         folder: str | Path,
         *,

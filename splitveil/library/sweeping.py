@@ -22,8 +22,8 @@ from splitveil.common.party import command_line
 from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.record.run_folder import claimed, has_finished, move_aside
 from splitveil.common.run.contract import ACTIVE
+from splitveil.common.text.imports import HANDED_OVER
 from splitveil.deploy.overrides import Overrides
-from splitveil.library.choices import HANDED_OVER
 from splitveil.library.loading import PartiesSettings, load
 from splitveil.library.recorded import run_recorded
 from splitveil.library.runs import Run

@@ -555,13 +555,13 @@ def test_an_exported_run_has_its_bits_at_real_parties(
     tables = {"active": tmp_path / "labels.csv", "passive": tmp_path / "features.csv"}
     for table, of_party in zip(tables.values(), columns, strict=True):
         csv.write_csv(pa.table(of_party), table)
-    folder = run.export(tmp_path / "ours", tables=tables if from_files else None)
+    folder = run.export_settings(tmp_path / "ours", tables=tables if from_files else None)
     text = (folder / "passive.yaml").read_text()
     assert "label" not in text
     assert str(run.base_dir) not in text + (folder / "active.yaml").read_text()
     with pytest.raises(SettingsError, match="exists"):
-        run.export(folder)
-    run.export(tmp_path / "theirs", seeds=False)
+        run.export_settings(folder)
+    run.export_settings(tmp_path / "theirs", seeds=False)
     assert "insecure_no" not in "".join(
         one.read_text() for one in (tmp_path / "theirs").glob("*.yaml")
     )
@@ -578,7 +578,7 @@ def test_code_without_a_name_is_not_exported(tmp_path: Path) -> None:
     write_example(tmp_path)
     (run,) = simulate(tmp_path, defense=lambda gradients, labels, noise: gradients, settings=SHORT)
     with pytest.raises(SettingsError, match=r"active.yaml: code .* no name"):
-        run.export(tmp_path / "out")
+        run.export_settings(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -194,7 +194,8 @@ def closest_setting(section: type[Section], where: Sequence[str | int]) -> str |
     A setting of this very name elsewhere comes first, then a similar one of the same section, then
     a similar one elsewhere.
     """
-    paths = sorted(_field_paths(section, (), ()), key=lambda path: (len(path), path))
+    tags = set(map(str, where[:-1]))
+    paths = sorted(_field_paths(section, tags=tags), key=lambda path: (len(path), path))
     parent, wrong = _parent(where, paths), str(where[-1])
     paths.sort(key=lambda path: path[: len(parent)] != parent)
     beside = [path for path in paths if path[:-1] == parent]
@@ -206,12 +207,19 @@ def closest_setting(section: type[Section], where: Sequence[str | int]) -> str |
     return None
 
 
+def full_name(section: type[Section], name: str) -> str:
+    """Return the dotted name of the only setting whose last part is ``name``, else ``name``."""
+    paths = _field_paths(section)
+    found = [path for path in paths if path[-1] == name]
+    return ".".join(found[0]) if len(found) == 1 and (name,) not in paths else name
+
+
 def _hint(section: type[Section], where: Sequence[str | int]) -> str:
     """Return the end of the message: a bare name within the same section, else a dotted one."""
     close = closest_setting(section, where)
     if close is None:
         return ""
-    paths = _field_paths(section, (), ())
+    paths = _field_paths(section)
     *parent, name = close.split(".")
     return f"; did you mean {(name if tuple(parent) == _parent(where, paths) else close)!r}?"
 
@@ -226,9 +234,15 @@ def _parent(where: Sequence[str | int], paths: Collection[tuple[str, ...]]) -> t
 
 
 def _field_paths(
-    annotation: Any, path: tuple[str, ...], within: tuple[Any, ...]
+    annotation: Any,
+    path: tuple[str, ...] = (),
+    within: tuple[Any, ...] = (),
+    tags: Collection[str] = (),
 ) -> set[tuple[str, ...]]:
-    """Collect the paths of all fields reachable from a type; the types around it may recur."""
+    """Collect the paths of all fields reachable from a type; the types around it may recur.
+
+    Of a union of sections, only those that ``tags`` name are followed, if it names any.
+    """
     if annotation in within:
         return set()
     around = (*within, annotation)
@@ -236,8 +250,14 @@ def _field_paths(
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         for name, field in annotation.model_fields.items():
             inner = (*path, name)
-            found |= {inner} | _field_paths(field.annotation, inner, around)
-    for argument in get_args(annotation):
+            found |= {inner} | _field_paths(field.annotation, inner, around, tags)
+    kinds = get_args(annotation)
+    for argument in [kind for kind in kinds if _tag_of(kind) in tags] or kinds:
         if isinstance(argument, type) or get_args(argument):
-            found |= _field_paths(argument, path, around)
+            found |= _field_paths(argument, path, around, tags)
     return found
+
+
+def _tag_of(kind: Any) -> Any:
+    fields = getattr(kind, "model_fields", {})
+    return next((fields[name].default for name in ("name", "kind") if name in fields), None)

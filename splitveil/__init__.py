@@ -12,6 +12,13 @@ Names are imported when they are first used, so that ``import splitveil`` takes 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from splitveil.common.errors import (
+    AlignmentError,
+    DataError,
+    SettingsError,
+    SplitveilError,
+    StorageError,
+)
 from splitveil.common.text.version import VERSION
 
 if TYPE_CHECKING:
@@ -24,11 +31,16 @@ if TYPE_CHECKING:
     from splitveil.library.simulating import simulate
 
 __all__ = [
+    "AlignmentError",
     "Audit",
+    "DataError",
     "Ledger",
     "Run",
     "RunPlan",
     "Runs",
+    "SettingsError",
+    "SplitveilError",
+    "StorageError",
     "__version__",
     "attacks",
     "audit",

@@ -26,7 +26,7 @@ from splitveil.common.text.upper_bounds import at_least
 from splitveil.common.text.visible_text import visible
 from splitveil.common.text.wording import suggest
 from splitveil.library.audited_rows import AuditedRows
-from splitveil.library.frames import Row, as_html, frame
+from splitveil.library.frames import Frame, Row, as_html, frame
 
 Part = Literal["adjusted", "batches", "run"]
 
@@ -92,7 +92,7 @@ class Audit:
             raise ValueError("no attack was measured: every batch is of a single class")
         return max(found, key=lambda one: one[1])
 
-    def frame(self, of: Part | None = None) -> Any:
+    def frame(self, of: Part | None = None) -> Frame:
         """Return the figures, one row per attack, as a data frame (else a ``pyarrow.Table``).
 
         Args:

@@ -11,14 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from pydantic import TypeAdapter, ValidationError
-
 from splitveil.active_party.defenses import CustomDefense, Defense, DefenseSettings
 from splitveil.active_party.defenses.interface import Defended, DefenseReport, RawBatch, release
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.section import DefenseSection
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.settings import CustomAttack
+from splitveil.common.settings import Section, validate
 from splitveil.common.text.imports import HANDED_OVER
 from splitveil.deploy.overrides import NamedDefense, parse_defense
 
@@ -29,7 +28,9 @@ settings, a subclass of `Defense`, or a function of gradients, labels and noise.
 AttackChoice: TypeAlias = str | Mapping[str, Any] | CustomAttack | Callable[..., Any]
 """The name of an attack, a mapping or a section of settings, or a function of gradients."""
 
-_defenses: TypeAdapter[DefenseSection] = TypeAdapter(DefenseSettings)
+
+class _Chosen(Section):
+    defense: DefenseSettings
 
 
 def own_defense(code: Callable[..., Any], **arguments: Any) -> CustomDefense:
@@ -81,10 +82,7 @@ def own_attack(
         "needs": tuple(needs),
         **({} if num_hints is None else {"num_hints": num_hints}),
     }
-    try:
-        return CustomAttack.model_validate(values)
-    except ValidationError as error:
-        raise SettingsError(_problems("attack", error)) from error
+    return validate(CustomAttack, values, "attack")
 
 
 def named_defense(choice: DefenseChoice) -> NamedDefense:
@@ -106,10 +104,7 @@ def named_defense(choice: DefenseChoice) -> NamedDefense:
 
 def section(values: Mapping[str, Any]) -> DefenseSection:
     """Return the section that a defense's settings are; SettingsError if they are wrong."""
-    try:
-        return _defenses.validate_python(dict(values))
-    except ValidationError as error:
-        raise SettingsError(_problems("defense", error)) from error
+    return validate(_Chosen, {"defense": dict(values)}, "settings").defense
 
 
 def attack_settings(choice: AttackChoice) -> str | dict[str, Any]:
@@ -153,14 +148,6 @@ def _title(chosen: DefenseSection) -> str:
         return " ".join([chosen.module.partition(":")[2], *given])
     values = chosen.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
     return " ".join([chosen.title, *(f"{name}={value}" for name, value in values.items())])
-
-
-def _problems(where: str, error: ValidationError) -> list[str]:
-    return [
-        f"{'.'.join([where, *map(str, problem['loc'])])}: "
-        + problem["msg"].removeprefix("Value error, ")
-        for problem in error.errors()
-    ]
 
 
 def _name_of(thing: Callable[..., object]) -> str:

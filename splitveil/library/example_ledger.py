@@ -6,7 +6,7 @@ example and knows for which peers a charge holds, behind an interface that needs
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from torch import Tensor
@@ -35,7 +35,7 @@ from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.id_rules import rules_as_bytes, rules_of_bytes
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
-from splitveil.library.frames import as_html, frame
+from splitveil.library.frames import Frame, as_html, frame
 
 Rows: TypeAlias = Sequence[int] | Sequence[str] | Positions | None
 """Positions of examples, their ids if the ledger knows ids, or None for all of them."""
@@ -158,7 +158,7 @@ class Ledger:
         reached = self._accounts.after(positions, logged(_charge(charge, adversary, is_gaussian)))
         return limit.objection(reached) is not None
 
-    def frame(self, rows: Rows = None) -> Any:
+    def frame(self, rows: Rows = None) -> Frame:
         """Return the accounts, one row per example, as a data frame (else a ``pyarrow.Table``).
 
         Its columns are ``sum_kl``, the strongest ``adversary`` class that the account describes,

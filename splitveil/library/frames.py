@@ -4,21 +4,30 @@ import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import pyarrow as pa
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Frame: TypeAlias = "pd.DataFrame | pa.Table"
+"""A data frame where pandas is installed."""
 
 Row = Mapping[str, object]
 
 
-def frame(rows: Iterable[Row]) -> Any:
+def frame(rows: Iterable[Row]) -> Frame:
     """Return rows (column -> value) as a ``pandas.DataFrame``; without pandas, a ``pyarrow.Table``.
 
     Columns are in the order in which they first appear; one that a row lacks is missing there.
     """
     listed = list(rows)
     names = dict.fromkeys(name for row in listed for name in row)
-    table = pa.table({name: [row.get(name) for row in listed] for name in names})
+    columns = {name: pa.array([row.get(name) for row in listed]) for name in names}
+    table = pa.table(
+        {n: c.cast("double") if c.type == pa.null() else c for n, c in columns.items()}
+    )
     try:
         import_module("pandas")
     except ImportError:

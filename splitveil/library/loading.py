@@ -13,6 +13,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.settings import Section
+from splitveil.common.text.wording import suggest
 from splitveil.deploy.demo import EXAMPLES, names_of_examples
 from splitveil.deploy.overrides import Overrides, party_kinds
 from splitveil.library import own_data
@@ -48,7 +49,7 @@ def source_of(
     """Return the folder with the parties' settings files.
 
     Settings for tables are written into a new folder in ``folder``; ``labels`` are ``label``,
-    ``key`` and ``label_range`` of ``own_data.write_settings``.
+    ``key`` and the others of ``own_data.write_settings``.
     """
     if (example is None) == (active is None) or (active is None and passive is not None):
         raise ValueError("expected an example, or tables of the parties, and not both")
@@ -57,6 +58,10 @@ def source_of(
         names = (f"settings-{number}" for number in itertools.count(1))
         source = next(folder / name for name in names if not (folder / name).exists())
         own_data.write_settings(source, active, passive, **labels)
+        for same in sorted(folder.glob("settings-*")):
+            if same != source and _texts(same) == _texts(source):  # digests of tables in them
+                shutil.rmtree(source)
+                return same
         return source
     is_folder = (Path(example) / "active.yaml").is_file()
     if str(example) in names_of_examples() and not is_folder:
@@ -64,9 +69,13 @@ def source_of(
     if not is_folder:
         raise SettingsError(
             f"{example}: expected a folder with active.yaml, or one of "
-            f"{', '.join(names_of_examples())}"
+            f"{', '.join(names_of_examples())}{suggest(str(example), names_of_examples())}"
         )
     return Path(example)
+
+
+def _texts(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.yaml")}
 
 
 def load(source: Path, overrides: Overrides) -> PartiesSettings:

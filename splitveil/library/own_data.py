@@ -2,17 +2,20 @@
 
 Each table is written as a Parquet file beside settings made for it, so that a simulation reads it
 as two processes would. Numbers become numeric features, dates and times timestamps, and texts
-categories.
+categories. Gaps in numbers and times become the mean of the training rows, as ``init`` proposes.
 """
 
+import hashlib
 import logging
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import yaml
 from pyarrow import parquet
 
@@ -26,6 +29,8 @@ from splitveil.common.data.columns import (
 from splitveil.common.data.sources import list_rows
 from splitveil.common.errors import SettingsError
 from splitveil.common.record.run_folder import write_text_atomically
+from splitveil.deploy.init.columns import describe
+from splitveil.deploy.init.labels import label_of
 
 _logger = logging.getLogger(__name__)
 
@@ -47,8 +52,9 @@ def write_settings(
     passive: Any,
     *,
     label: str,
-    key: str | None = None,
+    key: str | None = "",
     label_range: tuple[float, float] | None = None,
+    positive_label: str | Sequence[str] | None = None,
 ) -> None:
     """Write the parties' tables and settings files for them into a folder for its owner alone.
 
@@ -68,13 +74,18 @@ def write_settings(
     ids = id_columns({"active": table} | tables, key)
     if label not in table.column_names:
         raise SettingsError(f"active: expected a column {label!r}, got {_listed(table)}")
-    data = _data(folder, "active", table, [label], ids["active"]) | {"label_column": label}
-    classes = 2
+    data = _data(folder, "active", table, [label], ids["active"])
+    source = data["source"]
+    read: dict[str, Any] = {"label_column": label}
     if label_range is not None:
         low, high = label_range
-        data["label_range"] = {"low": float(low), "high": float(high)}
-    elif (classes := _classes(table.column(label))) > 2:
-        data["classes"] = classes
+        read["label_range"] = {"low": float(low), "high": float(high)}
+    elif positive_label is not None:
+        texts = [positive_label] if isinstance(positive_label, str) else positive_label
+        read["positive_label"] = [*map(str, texts)]
+    else:
+        read |= _classes(label, table.column(label))
+    data |= read
     _write(
         folder / "active.yaml", _settings(data) | {"top_model": TOP, "defense": {"name": "none"}}
     )
@@ -82,10 +93,9 @@ def write_settings(
         data = _data(folder, name, theirs, [], ids[name])
         settings = _settings(data) | {"bottom_model": BOTTOM, "party": name}
         labels = {
-            "source": {"kind": "parquet", "path": "active.parquet"},
-            "label_column": label,
+            "source": source,
+            **read,
             **({} if ids["active"] is None else {"id_column": ids["active"]}),
-            **({"classes": classes} if classes > 2 else {}),
         }
         if label_range is None:  # the adversary's attacks compare classes
             settings["adversary"] = {"layers": ["cut"], "labels": labels}
@@ -100,8 +110,12 @@ def as_table(given: Any, name: str) -> pa.Table:
             return pa.table({str(column): np.asarray(values) for column, values in given.items()})
         if isinstance(given, getattr(sys.modules.get("pandas"), "DataFrame", ())):
             return pa.Table.from_pandas(given, preserve_index=True)
-        if hasattr(given, "__arrow_c_stream__"):  # pyarrow, polars and others
-            return pa.table(given)
+        if hasattr(given, "__arrow_c_stream__"):  # pyarrow, polars, DuckDB and others
+            table = pa.table(given)
+            if twice := [one for one, n in Counter(table.column_names).items() if n > 1]:
+                raise ValueError(f"several columns are named {', '.join(map(repr, twice))}")
+            plain = pa.table({one: _without_views(table[one]) for one in table.column_names})
+            return plain.replace_schema_metadata(table.schema.metadata)  # pandas' index
         rows = np.asarray(given)
     except (ValueError, TypeError, NotImplementedError) as error:
         # The last argument is pyarrow's name of the column.
@@ -114,14 +128,24 @@ def as_table(given: Any, name: str) -> pa.Table:
     return pa.table({f"x{column}": rows[:, column] for column in range(rows.shape[1])})
 
 
-def id_columns(tables: Mapping[str, pa.Table], key: str | None = None) -> dict[str, str | None]:
+def _without_views(cells: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return texts as Parquet can hold them: categories of polars are views, which it cannot."""
+    if pa.types.is_dictionary(cells.type) and cells.type.value_type == pa.string_view():
+        texts = [one.dictionary.cast(pa.string()).take(one.indices) for one in cells.chunks]
+        return pa.chunked_array(texts, pa.string())
+    return cells.cast(pa.string()) if cells.type == pa.string_view() else cells
+
+
+def id_columns(tables: Mapping[str, pa.Table], key: str | None) -> dict[str, str | None]:
     """Return each table's column of ids; None for all if row n is the same example everywhere.
 
-    Without a key, ids are an index that is unique in each table, and has one name or holds texts in
-    all of them. Otherwise all tables must have the same row labels: different ones mean that rows
-    were sorted or left out in one of them, and that row n is another example.
+    With an empty key, ids are an index that is unique in each table, and has one name or holds
+    texts in all of them. Otherwise all tables must have the same row labels: different ones mean
+    that rows were sorted or left out in one of them, and that row n is another example.
     """
-    if key is not None:
+    if key is None:
+        return dict.fromkeys(tables)
+    if key:
         for name, table in tables.items():
             if key not in table.column_names:
                 raise SettingsError(f"{name}: expected a column {key!r}, got {_listed(table)}")
@@ -145,16 +169,16 @@ def check_rows_correspond(tables: Mapping[str, pa.Table]) -> None:
     first = next(iter(tables))
     for name, table in tables.items():
         shared = f"without key, row n is the same example in every table, but {first} and {name}"
-        advice = "name in key= the column or index of ids that all tables have"
+        advice = (
+            "name in key= the column or index of ids that all tables have, or say key=None if row "
+            "n is the same example all the same"
+        )
         if len(table) != len(tables[first]):
             raise SettingsError(
                 f"{shared} have {len(tables[first]):,} and {len(table):,} rows: {advice}"
             )
         if _row_labels(table) != _row_labels(tables[first]):
-            raise SettingsError(
-                f"{shared} have different row labels (pandas' index): {advice}; or call "
-                f"reset_index(drop=True) if their rows correspond"
-            )
+            raise SettingsError(f"{shared} have different row labels (pandas' index): {advice}")
 
 
 def _index_of(table: pa.Table) -> list[str]:
@@ -184,17 +208,23 @@ def _row_labels(table: pa.Table) -> list[list[Any]]:
 
 
 def _is_by_party(passive: Any) -> bool:
-    return isinstance(passive, Mapping) and all(
-        np.ndim(table) == 2 or isinstance(table, Mapping | pa.Table) for table in passive.values()
-    )
+    def is_table(one: Any) -> bool:  # and no column, which has __arrow_c_stream__ as well
+        has_columns = hasattr(one, "schema") or hasattr(one, "columns")
+        return has_columns or isinstance(one, Mapping) or np.ndim(one) == 2
+
+    return isinstance(passive, Mapping) and all(map(is_table, passive.values()))
 
 
 def _data(
     folder: Path, name: str, table: pa.Table, own: Sequence[str], id_column: str | None
 ) -> dict[str, Any]:
-    path = folder / f"{name}.parquet"
-    parquet.write_table(table, path)
-    path.chmod(0o600)
+    written = folder / f"{name}.parquet"
+    parquet.write_table(table, written)
+    written.chmod(0o600)
+    # Its name says what is in it, so that runs of other rows have other settings.
+    with written.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    path = written.rename(folder / f"{name}-{digest}.parquet")
     features: dict[str, list[str]] = {"numeric": [], "categorical": [], "timestamps": []}
     others = {*own, id_column, *_index_of(table)}
     for column in table.schema:
@@ -212,7 +242,9 @@ def _data(
                 num_cells,
                 list_rows(rows + 1),
             )
-    chosen = {kind: names for kind, names in features.items() if names}
+    chosen: dict[str, Any] = {kind: names for kind, names in features.items() if names}
+    if any(map(_has_gaps, table.select(features["numeric"] + features["timestamps"]).columns)):
+        chosen |= {"missing_numeric": "mean", "missing_indicator": True}
     return {
         "source": {"kind": "parquet", "path": path.name},
         **({} if id_column is None else {"id_column": id_column}),
@@ -242,11 +274,34 @@ def _settings(data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _classes(labels: pa.ChunkedArray) -> int:
-    """Return the number of classes if labels are the whole numbers from 0, else 2."""
+def _has_gaps(cells: pa.ChunkedArray) -> bool:
+    is_float = pa.types.is_floating(cells.type)
+    return bool(cells.null_count or (is_float and pc.any(pc.is_nan(cells)).as_py()))
+
+
+def _classes(label: str, labels: pa.ChunkedArray) -> dict[str, Any]:
+    """Return how labels are read: texts as ``init`` reads them, whole numbers from 0 as classes."""
+    if not (is_numeric(labels.type) or pa.types.is_boolean(labels.type)):
+        try:
+            read = label_of(describe(label, labels))
+        except SettingsError as error:
+            words = str(error).replace("--label-column ", "active: column ")
+            raise SettingsError(words.replace("--positive-label", "positive_label")) from error
+        if read.positive_is_guessed:
+            raise SettingsError(
+                f"active: column {label!r}: name in positive_label= the text that stands for 1; it "
+                f"has {', '.join(map(repr, sorted(labels.unique().to_pylist())))}"
+            )
+        given = {"classes": read.classes, "positive_label": read.positive_setting}
+        return {name: _plain(one) for name, one in given.items() if one is not None}
     found = labels.unique().drop_null().to_pylist()
     whole = all(isinstance(one, int) and not isinstance(one, bool) for one in found)
-    return max(found) + 1 if whole and found and max(found) > 1 and min(found) >= 0 else 2
+    are_several = whole and found and max(found) > 1 and min(found) >= 0
+    return {"classes": max(found) + 1} if are_several else {}
+
+
+def _plain(value: Any) -> Any:
+    return [*value] if isinstance(value, tuple) else value
 
 
 def _listed(table: pa.Table) -> str:

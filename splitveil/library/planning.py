@@ -1,7 +1,7 @@
 """Plans a run: what it will reveal about the labels, before any training."""
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.run.contract import ACTIVE
 from splitveil.deploy.overrides import Overrides, override
 from splitveil.library.choices import DefenseChoice, model_settings, named_defense
-from splitveil.library.frames import as_html, frame
+from splitveil.library.frames import Frame, as_html, frame
 from splitveil.library.loading import Scratch, source_of
 
 _COLUMNS = 120
@@ -33,7 +33,7 @@ class RunPlan:
         """Sentences about the reliability of the figures, other signals and the budget."""
         return self.figures.remarks
 
-    def frame(self) -> Any:
+    def frame(self) -> Frame:
         """Return one row for one answer and one for all answers, for each kind of noise.
 
         A figure has two columns, the least that it may be (``..._least``) and the most; they are
@@ -63,8 +63,9 @@ def plan(
     *,
     active: Any = None,
     label: str = "label",
-    key: str | None = None,
+    key: str | None = "",
     label_range: tuple[float, float] | None = None,
+    positive_label: str | Sequence[str] | None = None,
     defense: DefenseChoice | None = None,
     target_leak_auc: float | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -78,6 +79,7 @@ def plan(
         label: the column of ``active`` with the labels.
         key: the column or index of ids.
         label_range: the bounds of labels that are numbers.
+        positive_label: the text or texts that stand for label 1.
         defense: by default that of the settings.
         target_leak_auc: also find the power ratio of ``marvell`` at which the whole run stays below
             this AUC.
@@ -100,9 +102,8 @@ def plan(
     scratch = Scratch()  # deleted when the data have been read
     path = Path(example) if example is not None else None
     if path is None or not path.is_file():
-        folder = source_of(
-            example, scratch.path, active, None, label=label, key=key, label_range=label_range
-        )
+        labels = {"label_range": label_range, "positive_label": positive_label}
+        folder = source_of(example, scratch.path, active, None, label=label, key=key, **labels)
         path = folder / "active.yaml"
     elif active is not None:
         raise ValueError("expected an example, or the table active")

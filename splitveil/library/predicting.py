@@ -22,7 +22,7 @@ from splitveil.common.party.command_line import torch_device
 from splitveil.common.party.served_rows import ServedRows
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.messages import Embedded, ModelIdentity
-from splitveil.library.frames import Row, frame
+from splitveil.library.frames import Frame, Row, frame
 from splitveil.library.loading import Scratch
 from splitveil.library.own_data import as_table, check_rows_correspond
 from splitveil.library.runs import Run
@@ -67,7 +67,7 @@ def predict(
     tables: Mapping[str, Any] | None = None,
     base_dir: str | Path | None = None,
     model: ModelChoice | None = None,
-) -> Any:
+) -> Frame:
     """Predict with the model of a run, whose parties' folders are all on this machine.
 
     Args:

@@ -1,5 +1,6 @@
 """Runs as their folders describe them, finished or still running: one, or several side by side."""
 
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -25,7 +26,7 @@ from splitveil.common.record.lines import (
 )
 from splitveil.common.record.summary import Summary
 from splitveil.library.example_ledger import Ledger
-from splitveil.library.frames import Row, as_html, frame
+from splitveil.library.frames import Frame, Row, as_html, frame
 from splitveil.library.trained import Format, Half, export
 
 Kind: TypeAlias = Literal["epochs", "attacks", "steps", "batches"]
@@ -56,7 +57,7 @@ class Run:
     def __init__(
         self, path: str | Path, *, owner: object = None, base_dir: Path | None = None
     ) -> None:
-        self.path = read_run(Path(path)).folder
+        self.path = read_run(Path(path)).folder.absolute()
         self.base_dir = Path() if base_dir is None else base_dir
         self._owner = owner
 
@@ -125,7 +126,7 @@ class Run:
         """
         return Ledger.load(self.path / "active" / "checkpoint")
 
-    def frame(self, of: Kind = "epochs") -> Any:
+    def frame(self, of: Kind = "epochs") -> Frame:
         """Return the run's figures as a data frame (a ``pyarrow.Table`` without pandas).
 
         Args:
@@ -208,6 +209,39 @@ class Run:
             SettingsError: as for ``model``, or ``onnx`` is not installed.
         """
         return export(self.path, Path(folder), self.base_dir, format)
+
+    def export_settings(
+        self,
+        folder: str | Path,
+        *,
+        tables: Mapping[str, str | Path] | None = None,
+        seeds: bool = True,
+    ) -> Path:
+        """Write contract and settings files with which real parties repeat the run.
+
+        ``splitveil local FOLDER`` runs them on one machine, with the run's bits on the CPU.
+
+        Args:
+            folder: where ``contract.yaml``, ``active.yaml`` and ``passive.yaml`` are written, or
+                one ``passive_NAME.yaml`` for each of several feature owners.
+            tables: each party's file by its name (``active`` for the label owner); a table that was
+                in memory is otherwise written into the folder, and a file named where it lies.
+            seeds: whether the files hold the seeds of batches and noise. Without them, no two runs
+                have the same bits, and no peer can guess the noise: a run between organisations
+                needs that, beside addresses and certificates of their own.
+
+        Returns:
+            The folder.
+
+        Raises:
+            SplitveilError: a file of the folder exists, or the run has code without a name that
+                others can import.
+        """
+        # It imports much that reading a run does not need.
+        from splitveil.library.exporting import write_settings_of  # noqa: PLC0415
+
+        write_settings_of(self.path, self.base_dir, Path(folder), tables or {}, seeds=seeds)
+        return Path(folder)
 
     def overview(self) -> Row:
         """Return the run in one row: defense, quality, leak and bounds."""
@@ -358,7 +392,7 @@ class Runs(Sequence[Run]):
             raise ValueError(f"expected one run, got {len(self)}: choose one, as in runs[0].ledger")
         return self[0].ledger
 
-    def frame(self, of: KindOfRuns = "runs") -> Any:
+    def frame(self, of: KindOfRuns = "runs") -> Frame:
         """Return the figures of all runs as one data frame, with columns ``defense`` and ``seed``.
 
         Args:
@@ -413,5 +447,5 @@ class Runs(Sequence[Run]):
                 values = [value for run in runs if isinstance(value := run[name], float)]
                 row[name] = statistics.fmean(values) if values else None
                 if not name.startswith("bound"):
-                    row[f"{name}_sd"] = statistics.stdev(values) if len(values) > 1 else None
+                    row[f"{name}_sd"] = statistics.stdev(values) if len(values) > 1 else math.nan
             yield row

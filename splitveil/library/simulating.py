@@ -1,19 +1,11 @@
 """Simulates runs: both parties in this process, with the bits of two processes."""
 
-import logging
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.errors import EndedForGood, SettingsError
-from splitveil.common.party import command_line
+from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.attacks import ATTACKS, SideInformation
-from splitveil.common.record.run_folder import claimed, move_aside
 from splitveil.common.run.contract import ACTIVE
 from splitveil.deploy.overrides import NamedDefense, Overrides, override
 from splitveil.library.choices import (
@@ -25,11 +17,8 @@ from splitveil.library.choices import (
     section,
 )
 from splitveil.library.loading import Scratch, load, source_of
-from splitveil.library.recorded import run_recorded
 from splitveil.library.runs import Run, Runs
-
-NONCES_APART = 1_000_000
-"""Difference between the nonce seeds of two parties: larger than any number of seeds."""
+from splitveil.library.sweeping import Job, run_here, run_side_by_side
 
 EVERY_BATCH: Mapping[str, Any] = {"queue_batches": 1024, "max_cpu_share": None}
 """Audits that leave no batch out: figures do not depend on how fast the machine is."""
@@ -41,13 +30,15 @@ def simulate(
     active: Any = None,
     passive: Any = None,
     label: str = "label",
-    key: str | None = None,
+    key: str | None = "",
     label_range: tuple[float, float] | None = None,
+    positive_label: str | Sequence[str] | None = None,
     defense: DefenseChoice | Sequence[DefenseChoice] | None = None,
     attacks: Sequence[AttackChoice] | None = None,
     seeds: int | Sequence[int] = 1,
     settings: Mapping[str, Any] | None = None,
     threads: int | None = None,
+    jobs: int = 1,
     runs: str | Path | None = None,
     on_epoch: Callable[[Run], object] | None = None,
 ) -> Runs:
@@ -63,16 +54,19 @@ def simulate(
         active: the label owner's table: a data frame, a ``pyarrow.Table``, a mapping of columns, or
             an array (rows, columns).
         passive: the feature owner's table, or a mapping from names of feature owners to tables.
-        label: the column of ``active`` with the labels: 0 and 1, whole numbers from 0, or numbers
-            within ``label_range``.
+        label: the column of ``active`` with the labels: 0 and 1, whole numbers from 0, texts, or
+            numbers within ``label_range``.
         key: the column or index of ids that all tables have. Without it, data frames are joined by
             an index of unique ids that has one name or holds texts in all of them; otherwise row n
             is the same example everywhere, and tables of different lengths or row labels are
-            refused.
+            refused. With None, row n is the same example whatever the row labels are, and rows
+            that only a longer table has are left out.
         label_range: the least and the most that a label can be, if labels are numbers and the model
             predicts a number; None for classes.
+        positive_label: the text or texts of ``label`` that stand for 1; all others stand for 0. By
+            default words for yes, and each of three or more texts is a class.
         defense: a defense or several: names (``marvell``), names with settings
-            (``iso:noise_ratio=2``), mappings, sections of settings, subclasses of
+            (``marvell:power_ratio=8``), mappings, sections of settings, subclasses of
             ``splitveil.defenses.Defense``, or functions of gradients, labels and noise. By default
             that of the example.
         attacks: the attacks to measure: names, or functions of a batch's gradients that return one
@@ -84,10 +78,14 @@ def simulate(
             subclass of ``torch.nn.Module``, a function of `FeatureShapes` that returns a module, or
             a module, of which every run trains a copy.
         threads: the number of cores to compute on; by default that of the settings, or all. With
-            small models, one core is often as fast as all.
+            small models, one core is often as fast as all; with several jobs, each has one.
+        jobs: the number of runs side by side, each in a process of its own.
         runs: the folder of all runs. By default they are in a temporary folder, which is deleted
-            with the last reference to the result. Tables in memory are written there, too.
+            with the last reference to the result. Tables in memory are written there, too. A run
+            that is there, finished and of the same settings and tables in memory, is not run again,
+            so that the same call continues an interrupted one.
         on_epoch: called after every epoch with the run so far; what it raises ends the simulation.
+            With one job only.
 
     Returns:
         The runs: frames, report, bounds and ledgers.
@@ -95,31 +93,40 @@ def simulate(
     Raises:
         SplitveilError: settings or data cannot be used, or a run failed. A run that its budget or a
             gate has ended is a result.
-        ValueError: neither an example nor tables are given, or both, or there are no seeds.
+        ValueError: neither an example nor tables are given, or both, there are no seeds, or an
+            ``on_epoch`` with several jobs.
     """
     if (active is None) != (passive is None):
         raise ValueError("expected the tables of both parties, active and passive")
+    if jobs < 1 or (jobs > 1 and on_epoch is not None):
+        raise ValueError("jobs: expected at least one, and no more than one with on_epoch")
     scratch: Scratch | None = None
     if runs is None:
         scratch = Scratch()
         runs = scratch.path
     folder = Path(runs)
-    source = source_of(
-        example, folder, active, passive, label=label, key=key, label_range=label_range
-    )
+    labels = {"label_range": label_range, "positive_label": positive_label}
+    source = source_of(example, folder, active, passive, label=label, key=key, **labels)
     given = dict(settings or {})
     if threads is not None:
         given |= {f"{party}.torch_threads": threads for party in (ACTIVE, "passive")}
+    elif jobs > 1:
+        given = {f"{party}.torch_threads": 1 for party in (ACTIVE, "passive")} | given
     base = _base(source, given, attacks)
     chosen = _chosen(defense) or [named_defense(load(source, base).active.defense)]
     numbers = list(range(seeds)) if isinstance(seeds, int) else [int(seed) for seed in seeds]
     if not numbers:
         raise ValueError("seeds: expected at least one")
-    done = {}
-    for seed in numbers:
-        for one in chosen:
-            run_folder = _run(source, base, one, seed, folder, on_epoch, is_only=len(chosen) == 1)
-            done[one.title, seed] = Run(run_folder, owner=scratch, base_dir=source)
+    planned = {
+        (one.title, seed): _job(source, base, one, seed, folder, is_only=len(chosen) == 1)
+        for seed in numbers
+        for one in chosen
+    }
+    if jobs > 1:
+        run_side_by_side([*planned.values()], jobs)
+    else:
+        run_here([*planned.values()], on_epoch)
+    done = {key: Run(job.folder, owner=scratch, base_dir=source) for key, job in planned.items()}
     return Runs(done, folder)
 
 
@@ -163,16 +170,9 @@ def _chosen(defense: DefenseChoice | Sequence[DefenseChoice] | None) -> list[Nam
     return chosen
 
 
-def _run(
-    source: Path,
-    base: Overrides,
-    defense: NamedDefense,
-    seed: int,
-    runs: Path,
-    on_epoch: Callable[[Run], object] | None,
-    *,
-    is_only: bool,
-) -> Path:
+def _job(
+    source: Path, base: Overrides, defense: NamedDefense, seed: int, runs: Path, *, is_only: bool
+) -> Job:
     name = load(source, base).active.contract.run_name
     title = f"seed {seed}" if is_only else f"{defense.title} seed {seed}"
     own = NamedDefense(title, defense.settings).run_name(name)
@@ -186,36 +186,4 @@ def _run(
         *(override(f"{party}.runs_dir", runs) for party in (ACTIVE, "passive")),
         override("active.insecure_nonce_seed", seed),
     )
-    settings = load(source, overrides)
-    settings = settings._replace(
-        passive={
-            party: one.model_copy(update={"insecure_nonce_seed": seed + number * NONCES_APART})
-            for number, (party, one) in enumerate(settings.passive.items(), start=1)
-        }
-    )
-    folder = runs / own
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with claimed(folder / ACTIVE, "another process writes this run; name another folder in runs"):
-        for party in [ACTIVE, *(one.folder_name() for one in settings.passive.values())]:
-            if (folder / party).exists():
-                move_aside(folder / party)
-        with _as_in_a_process_of_its_own(settings.active), suppress(EndedForGood):
-            run_recorded(settings, folder, on_epoch and (lambda: on_epoch(Run(folder))))
-    return folder
-
-
-@contextmanager
-def _as_in_a_process_of_its_own(settings: ActiveSettings) -> Iterator[None]:
-    """Set what a party's process sets, and restore it for the program that simulates."""
-    log = logging.getLogger("splitveil")
-    level, path, threads = log.level, sys.path[:], torch.get_num_threads()
-    if level == logging.NOTSET:
-        log.setLevel(logging.ERROR)  # seeds are insecure between parties; here there are none
-    try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            command_line.prepare(settings)
-            yield
-    finally:
-        log.setLevel(level)
-        sys.path[:] = path
-        torch.set_num_threads(threads)
+    return Job(str(source), overrides.texts(), seed, str(runs / own))

@@ -269,8 +269,13 @@ def test_a_plan_has_a_frame_and_prints_itself() -> None:
 
 
 def test_a_plan_reads_a_table_in_memory() -> None:
-    table = {"label": [0, 1] * 50, "x": np.arange(100.0)}
-    found = plan(active=table, defense=defenses.IsoDefense(noise_ratio=2.0), target_leak_auc=0.65)
+    table = {"label": ["stays", "leaves"] * 50, "x": np.arange(100.0)}
+    found = plan(
+        active=table,
+        positive_label="leaves",
+        defense=defenses.IsoDefense(noise_ratio=2.0),
+        target_leak_auc=0.65,
+    )
     data = found.to_json()["data"]
     assert (data["rows"], data["training_rows"]) == (100, 80)
     assert found.to_json()["target"]["leak_auc"] == 0.65

@@ -1,6 +1,7 @@
 """``simulate``: both parties in this process, with the bits that two processes leave."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -12,12 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from pyarrow import csv
 from safetensors.torch import load_file
 
-from splitveil import Run, Runs, attacks, defenses, predict, simulate
+from splitveil import Run, Runs, SettingsError, SplitveilError, attacks, defenses, predict, simulate
 from splitveil.active_party.defenses import Defense
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.deploy.demo import EXAMPLES
@@ -26,6 +27,7 @@ from splitveil.library.own_data import write_settings
 from splitveil.library.runs import Kind
 from tests.support.equality import assert_same_weights
 from tests.support.processes import started
+from tests.support.programs import run_program
 from tests.support.runs import write_example
 
 ONE_CORE = {"active.torch_threads": 1, "passive.torch_threads": 1}
@@ -95,6 +97,9 @@ def test_a_seed_decides_the_bits_and_a_frame_of_defenses_holds_means(swept: Runs
     assert by_defense["none"]["seeds"] == 2
     assert by_defense["none"]["test_auc"] == pytest.approx(np.mean(ones), abs=1e-15)
     assert by_defense["none"]["test_auc_sd"] == pytest.approx(np.std(ones, ddof=1), abs=1e-12)
+    of_one = Runs({("none", 1): other}, swept.folder).frame("defenses")
+    assert np.isnan(np.asarray(of_one["test_auc_sd"], float)).all()
+    assert str(of_one["test_auc_sd"].dtype) == "float64"
 
 
 def test_the_figures_of_frames_are_those_of_the_files(swept: Runs) -> None:
@@ -114,10 +119,14 @@ def test_the_figures_of_frames_are_those_of_the_files(swept: Runs) -> None:
     assert found == {(x, name): one["auc"] for x, of in leaks.items() for name, one in of.items()}
 
 
-def test_a_run_can_be_read_while_it_trains(swept: Runs, tmp_path: Path) -> None:
+def test_a_run_can_be_read_while_it_trains(
+    swept: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(swept[0].path, tmp_path / "running")
     (tmp_path / "running" / "active" / "summary.json").unlink()
-    run = Run(tmp_path / "running")
+    monkeypatch.chdir(tmp_path)
+    run = Run("running")
+    assert run.path == tmp_path / "running"
     assert not run.has_ended
     assert run.summary == {}
     assert run.test_auc == swept[0].test_auc
@@ -211,8 +220,23 @@ Columns = tuple[dict[str, Any], dict[str, Any]]
 TABLES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "pyarrow": pa.table,
     "pandas": lambda columns: pytest.importorskip("pandas").DataFrame(columns),
-    "another frame": lambda columns: pa.table(columns).to_reader(),  # as polars hands over
+    "a stream": lambda columns: pa.table(columns).to_reader(),
+    "texts of polars": lambda columns: pa.table(
+        {
+            name: pa.array(cells).cast(pa.string_view()) if name == "id" else as_category(cells)
+            for name, cells in columns.items()
+        }
+    ),
 }
+
+
+def as_category(cells: Any) -> Any:
+    found = pa.array(cells)
+    if found.type != pa.string():
+        return found
+    of = found.dictionary_encode()
+    views = of.dictionary.cast(pa.string_view())
+    return pa.DictionaryArray.from_arrays(of.indices, views)
 
 
 @pytest.fixture(scope="module")
@@ -240,10 +264,60 @@ def test_a_table_of_any_kind_gives_the_same_bits(
     kind: str, columns: Columns, expected: Run
 ) -> None:
     active, passive = map(TABLES[kind], columns)
-    (run,) = simulate(active=active, passive=passive, key="id", settings=SHORT, attacks=[])
+    theirs = {"passive": passive}  # each owner's table, by its name
+    (run,) = simulate(active=active, passive=theirs, key="id", settings=SHORT, attacks=[])
     assert run.rows("steps") == expected.rows("steps")
     assert len(run.rows("steps")) > 2
     assert run.settings["data"]["features"]["numeric"] == ["own"]
+
+
+LABELS: dict[str, tuple[list[str], dict[str, Any], Any]] = {
+    "words": (["no", "yes"], {}, "yes"),
+    "a text of two": (["stays", "leaves"], {"positive_label": "leaves"}, "leaves"),
+    "numbers": (["1", "2"], {"positive_label": ("2", "3")}, ["2", "3"]),
+}
+
+
+@pytest.mark.parametrize("kind", LABELS)
+def test_labels_may_be_texts(kind: str, columns: Columns, expected: Run) -> None:
+    texts, given, read = LABELS[kind]
+    active = columns[0] | {"label": np.array(texts)[columns[0]["label"]]}
+    given = {**given, "key": "id", "settings": SHORT, "attacks": []}
+    (run,) = simulate(active=active, passive=columns[1], **given)
+    assert run.rows("steps") == expected.rows("steps")
+    assert run.settings["data"]["positive_label"] == read
+
+
+def test_more_than_two_texts_are_classes_and_a_guess_is_refused(
+    columns: Columns, tmp_path: Path
+) -> None:
+    active = columns[0] | {"label": np.array(["c", "a", "b"])[np.arange(300) % 3]}
+    write_settings(tmp_path, active, columns[1], label="label", key="id")
+    parties = read_settings(tmp_path)
+    adversary = parties.passive["passive"].adversary
+    assert adversary is not None
+    assert adversary.labels is not None
+    assert parties.active.data.classes == adversary.labels.classes == ("a", "b", "c")
+    active["label"] = np.array(["stays", "leaves"])[columns[0]["label"]]
+    with pytest.raises(SettingsError, match=r"name in positive_label= .* 'leaves', 'stays'"):
+        write_settings(tmp_path, active, columns[1], label="label", key="id")
+    active["label"] = np.array(["no", "yes", "Yes"])[np.arange(300) % 3]
+    with pytest.raises(SettingsError, match=r"stand for 1: positive_label .es positive_label"):
+        write_settings(tmp_path, active, columns[1], label="label", key="id")
+
+
+@pytest.mark.parametrize("gap", [np.nan, None])
+def test_gaps_are_filled_as_init_proposes(gap: Any, columns: Columns, tmp_path: Path) -> None:
+    passive = pa.table(columns[1] | {"x0": [gap, *columns[1]["x0"][1:]]})
+    write_settings(tmp_path, columns[0], passive, label="label", key="id")
+    parties = read_settings(tmp_path)
+    filled = parties.passive["passive"].data.features
+    assert filled is not None
+    assert (filled.missing_numeric, filled.missing_indicator) == ("mean", True)
+    complete = parties.active.data.features
+    assert complete is not None
+    assert (complete.missing_numeric, complete.missing_indicator) == ("error", False)
+    assert np.isnan(PartyData.of(parties.passive["passive"]).table.numeric["x0"][0])
 
 
 def indexed(frame: Any) -> Any:
@@ -251,18 +325,18 @@ def indexed(frame: Any) -> Any:
 
 
 FRAMES: dict[str, tuple[Any, ...]] = {
-    "an index": (indexed, indexed, None),
+    "an index": (indexed, indexed, ""),
     "a key that is an index": (pa.Table.from_pandas, indexed, "id"),
-    "texts without a name": (*[lambda frame: indexed(frame).rename_axis(None)] * 2, None),
-    "texts with two names": (indexed, lambda frame: indexed(frame).rename_axis("who"), None),
-    "a column, too": (*[lambda frame: frame.set_index("id", drop=False)] * 2, None),
-    "of pyarrow's tables": (*[lambda frame: pa.Table.from_pandas(indexed(frame))] * 2, None),
+    "texts without a name": (*[lambda frame: indexed(frame).rename_axis(None)] * 2, ""),
+    "texts with two names": (indexed, lambda frame: indexed(frame).rename_axis("who"), ""),
+    "a column, too": (*[lambda frame: frame.set_index("id", drop=False)] * 2, ""),
+    "of pyarrow's tables": (*[lambda frame: pa.Table.from_pandas(indexed(frame))] * 2, ""),
     "beside the key": (*[pa.Table.from_pandas] * 2, "id"),
     "beside the key, without pandas' description": (
         *[lambda frame: pa.Table.from_pandas(frame).replace_schema_metadata()] * 2,
         "id",
     ),
-    "whole numbers": (*[lambda f: indexed(f.assign(id=f["id"].str[1:].astype(int)))] * 2, None),
+    "whole numbers": (*[lambda f: indexed(f.assign(id=f["id"].str[1:].astype(int)))] * 2, ""),
 }
 
 
@@ -307,18 +381,31 @@ def test_cells_of_other_kinds_are_refused(
         write_settings(tmp_path, columns[0], passive, label="label", key="id")
 
 
-LABELS = "active and passive have different row labels .* name in key="
+ROW_LABELS = "active and passive have different row labels .* name in key="
 
 APART: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str]] = {
-    "columns": (lambda a, p: (dict(a), dict(p[:200])), "have 300 and 200 rows: name in key="),
+    "columns": (
+        lambda a, p: (dict(a), dict(p[:200])),
+        "have 300 and 200 rows: name in key= .* key=None",
+    ),
     "an array": (lambda a, p: (a, p[["x0"]].to_numpy()[:200]), "have 300 and 200 rows"),
-    "a sorted frame": (lambda a, p: (a, p[::-1]), LABELS),
-    "a sorted frame and an array": (lambda a, p: (a[::-1], p[["x0"]].to_numpy()), LABELS),
-    "other rows": (lambda a, p: (a[100:], p[:200]), LABELS),
-    "an index of one party": (lambda a, p: (indexed(a), p), LABELS),
-    "numbers of two names": (lambda a, p: (a.rename_axis("a"), p[::-1].rename_axis("b")), LABELS),
-    "a label twice": (lambda a, p: (indexed(a), indexed(p.assign(id=p["id"][0]))), LABELS),
+    "a sorted frame": (lambda a, p: (a, p[::-1]), ROW_LABELS),
+    "a sorted frame and an array": (lambda a, p: (a[::-1], p[["x0"]].to_numpy()), ROW_LABELS),
+    "other rows": (lambda a, p: (a[100:], p[:200]), ROW_LABELS),
+    "an index of one party": (lambda a, p: (indexed(a), p), ROW_LABELS),
+    "numbers of two names": (
+        lambda a, p: (a.rename_axis("a"), p[::-1].rename_axis("b")),
+        ROW_LABELS,
+    ),
+    "a label twice": (lambda a, p: (indexed(a), indexed(p.assign(id=p["id"][0]))), ROW_LABELS),
     "two kinds of cells": (lambda a, p: (a, p.assign(x0=[1, "a"] * 150)), "passive: .* column x0"),
+    "objects": (lambda a, p: (a, p.assign(x0=object())), "passive: .* column x0"),
+    "lists": (lambda a, p: (a, p.assign(x0=[[1]] * 300)), "column 'x0': expected numbers, .* list"),
+    "a name twice": (lambda a, p: (a, p.set_axis(["x"] * 4, axis=1)), "passive: .* names .*'x'"),
+    "a name twice, of Arrow": (
+        lambda a, p: (a, pa.table(p).rename_columns(["x"] * 4)),
+        "passive: .* several columns are named 'x'",
+    ),
 }
 
 
@@ -336,6 +423,9 @@ def test_equal_row_labels_leave_row_n_the_same_example(columns: Columns) -> None
     both = pandas.DataFrame(columns[0] | columns[1]).sample(frac=1, random_state=0)[:200]
     parts = {"active": both[["label", "own"]], "passive": both[["x0", "x1"]]}
     (run,) = simulate(**parts, settings=SHORT)
+    beyond = {"active": parts["active"][:150], "passive": parts["passive"].sort_index()}
+    (shorter,) = simulate(**beyond, key=None, settings=SHORT)
+    assert shorter.summary["aligned_rows"] == 150
     again = {party: part.reset_index(drop=True) for party, part in parts.items()}
     assert run.rows("steps") == simulate(**again, settings=SHORT)[0].rows("steps")
     with pytest.raises(SettingsError, match="2 and 3 rows"):
@@ -413,6 +503,38 @@ def test_after_each_epoch_the_caller_sees_the_run_and_may_end_it(
     )
 
 
+def test_an_interrupted_sweep_goes_on_and_runs_again_only_what_has_changed(
+    columns: Columns, tmp_path: Path
+) -> None:
+    ran: list[str] = []
+    given: dict[str, Any] = {"passive": columns[1], "key": "id", "settings": SHORT, "attacks": []}
+    given |= {"defense": ["none", defenses.own(halved_labels), Halved], "runs": tmp_path}
+    given["on_epoch"] = lambda run: ran.append(run.name)
+    none, _, halved = simulate(active=columns[0], **given)
+    before = halved.rows("steps")
+    (halved.path / "passive" / "summary.json").unlink()
+    ran.clear()
+    again = simulate(active=columns[0], **given)
+    # In another process, the function may be another one of the same name.
+    assert ran == [again[1].name, again[2].name]
+    assert again[2].rows("steps") == before
+    assert again[0].base_dir == none.base_dir
+    ran.clear()
+    simulate(active=columns[0] | {"own": columns[0]["own"] + 1}, **given)
+    assert ran == [run.name for run in again]
+
+
+def test_runs_side_by_side_have_the_bits_of_runs_one_after_the_other(swept: Runs) -> None:
+    chosen = ["none", "iso:noise_ratio=2"]
+    again = simulate(swept.folder.parent, defense=chosen, seeds=2, settings=SHORT, jobs=2)
+    assert [run.name for run in again] == [run.name for run in swept]
+    assert again.rows("steps") == swept.rows("steps")
+    assert again.rows("attacks") == swept.rows("attacks")
+    wrong = SHORT | {"passive.data.source.path": "nothing.csv"}
+    with pytest.raises(SplitveilError, match=r"small-seed-0: .*nothing\.csv"):
+        simulate(swept.folder.parent, settings=wrong, jobs=2)
+
+
 def test_tables_of_earlier_runs_stay_beside_them(columns: Columns, tmp_path: Path) -> None:
     given: dict[str, Any] = {"key": "id", "settings": SHORT, "runs": tmp_path}
     (first,) = simulate(active=columns[0], passive=columns[1], **given)
@@ -421,6 +543,43 @@ def test_tables_of_earlier_runs_stay_beside_them(columns: Columns, tmp_path: Pat
     assert first.base_dir != second.base_dir
     assert [run.summary["aligned_rows"] for run in (first, second)] == [300, 200]
     assert len(predict(first)) == 300
+
+
+@pytest.mark.parametrize("from_files", [False, True])
+def test_an_exported_run_has_its_bits_at_real_parties(
+    columns: Columns, tmp_path: Path, *, from_files: bool
+) -> None:
+    """The launcher runs both parties' processes with the files, without the simulation's folder."""
+    given: dict[str, Any] = {"key": "id", "settings": {**ONE_CORE, "contract.epochs": 2}}
+    (run,) = simulate(active=columns[0], passive=columns[1], defense="iso", seeds=[3], **given)
+    tables = {"active": tmp_path / "labels.csv", "passive": tmp_path / "features.csv"}
+    for table, of_party in zip(tables.values(), columns, strict=True):
+        csv.write_csv(pa.table(of_party), table)
+    folder = run.export_settings(tmp_path / "ours", tables=tables if from_files else None)
+    text = (folder / "passive.yaml").read_text()
+    assert "label" not in text
+    assert str(run.base_dir) not in text + (folder / "active.yaml").read_text()
+    with pytest.raises(SettingsError, match="exists"):
+        run.export_settings(folder)
+    run.export_settings(tmp_path / "theirs", seeds=False)
+    assert "insecure_no" not in "".join(
+        one.read_text() for one in (tmp_path / "theirs").glob("*.yaml")
+    )
+    words = (sys.executable, "-m", "splitveil", "local", str(folder), "--runs", str(tmp_path))
+    done = run_program(*words, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout
+    there = Run(tmp_path / run.name)
+    for party in ("active", "passive"):
+        assert_same_weights(weights_of(run.path, party), weights_of(there.path, party))
+    assert run.rows("epochs") == there.rows("epochs")
+
+
+def test_code_without_a_name_is_not_exported(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    (run,) = simulate(tmp_path, defense=lambda gradients, labels, noise: gradients, settings=SHORT)
+    with pytest.raises(SettingsError, match=r"active.yaml: code .* no name"):
+        run.export_settings(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_is_no_example_does_not_hide_one(
@@ -435,6 +594,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no data at all": ({}, "expected an example, or tables"),
     "one table": ({"active": {"label": [0, 1]}}, "expected the tables of both parties"),
     "both": ({"example": "breast_cancer", "active": {}, "passive": {}}, "expected an example"),
+    "a misspelt example": ({"example": "breast_canser"}, "did you mean 'breast_cancer'?"),
     "no such example": ({"example": "breast"}, "expected a folder with active.yaml, or one of"),
     "a table of another kind": (
         {"active": [[1, "a"]], "passive": np.zeros((3, 1))},
@@ -448,11 +608,40 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"active": {"label": [0, 1]}, "passive": {"x": [1.0, 2.0]}, "key": "id"},
         "active: expected a column 'id'",
     ),
+    "no jobs": ({"example": "breast_cancer", "jobs": 0}, "jobs: expected at least one"),
+    "a callback for several jobs": (
+        {"example": "breast_cancer", "jobs": 2, "on_epoch": print},
+        "no more than one with on_epoch",
+    ),
+    "code for several jobs": (
+        {"example": "breast_cancer", "jobs": 2, "defense": lambda gradients, labels, noise: 0},
+        "no name that another process can import",
+    ),
     "twice": ({"example": "breast_cancer", "defense": ["none", "none"]}, "each defense once"),
     "no seeds": ({"example": "breast_cancer", "seeds": 0}, "expected at least one"),
     "no such party": (
         {"example": "breast_cancer", "settings": {"epochs": 1}},
         "expected active.NAME=VALUE",
+    ),
+    "a misspelt party": (
+        {"example": "breast_cancer", "settings": {"pasive.party": "b"}},
+        "did you mean 'passive'?",
+    ),
+    "a misspelt setting": (
+        {"example": "breast_cancer", "settings": {"passive.botom_model": 1}},
+        "botom_model: unknown setting; did you mean 'bottom_model'?",
+    ),
+    "a misspelt defense": (
+        {"example": "breast_cancer", "defense": "marvel"},
+        "did you mean 'marvell'?",
+    ),
+    "a misspelt setting of a defense": (
+        {"example": "breast_cancer", "defense": "iso:noise_ratoi=2"},
+        "noise_ratoi: unknown setting; did you mean 'noise_ratio'?",
+    ),
+    "a setting of an inner section": (
+        {"example": "breast_cancer", "defense": {"name": "marvell", "power_ratio": 8}},
+        "power_ratio: unknown setting; did you mean 'defense.strength.power_ratio'?",
     ),
     "not a defense": ({"example": "breast_cancer", "defense": int}, "expected a subclass"),
 }
@@ -461,5 +650,5 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_cannot_be_simulated_is_said(wrong: str) -> None:
     arguments, message = WRONG[wrong]
-    with pytest.raises((SettingsError, ValueError), match=message):
+    with pytest.raises((SplitveilError, ValueError), match=message):
         simulate(**arguments)

@@ -22,6 +22,8 @@ from splitveil.deploy.overrides import refuse_unknown_settings
         (["run_name"], "contract.run_name"),
         (["data", "learning_rate"], "optimizer.learning_rate"),
         (["defense", "projected_labels", "leak_auc"], "defense.strength.leak_auc"),
+        (["defense", "marvell", "power_ratio"], "defense.strength.power_ratio"),
+        (["defense", "max_norm", "power_ratio"], None),
         (["xyzzy"], None),
     ],
 )
@@ -81,7 +83,7 @@ def label_owner(tmp_path: Path) -> Path:
         ("defense={name: marvel}", "'custom'; did you mean 'marvell'? (got 'marvel')"),
         ("defense=marvell", "defense: expected a section with names and values (got 'marvell')"),
         ("defense={}", "defense: expected a 'name'"),
-        ("optimizer.kind=adm", "optimizer: expected a 'kind' of 'adam', 'sgd'; did you mean 'ad"),
+        ("optimizer.kind=adm", "optimizer: expected a 'kind' of 'adam', 'adamw', 'sgd'; did you m"),
         ("top_model.activation=rleu", "expected 'relu' or 'leaky_relu'; did you mean 'relu'?"),
         ("top_model.hidden=16", "hidden: expected a list (got 16)"),
         ("leak_monitor={attacks: [cosin]}", "no such attack; did you mean 'cosine'? (got 'cosi"),

@@ -163,6 +163,11 @@ def test_a_finished_rehearsal_runs_again_and_none_counts_as_an_earlier_release(
             {"name": "marvell", "strength": {"power_ratio": 4}},
         ),
         (
+            "marvell:power_ratio=4,statistics=running",
+            "marvell power_ratio=4 statistics=running",
+            {"name": "marvell", "strength": {"power_ratio": 4}, "statistics": "running"},
+        ),
+        (
             "{name: marvell, strength: {power_ratio: 4}}",
             "marvell power_ratio=4",
             {"name": "marvell", "strength": {"power_ratio": 4}},

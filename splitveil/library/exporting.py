@@ -1,0 +1,115 @@
+"""Writes the contract and the settings files with which real parties repeat a simulated run."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.data.source_settings import not_expanded
+from splitveil.common.errors import SettingsError
+from splitveil.common.party.party_settings import PartySettings, load_party_settings
+from splitveil.common.record.run_folder import write_bytes_atomically
+from splitveil.common.run.contract import ACTIVE
+from splitveil.common.text.imports import HANDED_OVER
+from splitveil.deploy.init.proposal import write_files
+from splitveil.deploy.init.tables import read_raw
+from splitveil.passive_party.settings import PassiveSettings
+
+_KINDS = {"kind", "name", "mode"}
+"""Settings that choose a section's class: they are written even where they are the default."""
+_PATHS = {
+    *("path", "table", "cache_dir", "uri_file", "snapshot_dir", "initial_weights"),
+    *("earlier_ledgers", "certificate", "private_key", "authority"),
+}
+_SEEDS = {"insecure_nonce_seed", "insecure_noise_seed"}
+
+
+def write_settings_of(
+    run: Path, base_dir: Path, folder: Path, tables: Mapping[str, str | Path], *, seeds: bool
+) -> None:
+    """Write the files, with the arguments of ``Run.export_settings`` and the run's folder."""
+    active = load_party_settings(ActiveSettings, run / ACTIVE / "settings.yaml")
+    names = active.contract.passive_parties
+    if unknown := sorted(tables.keys() - {ACTIVE, *names}):
+        expected = ", ".join([ACTIVE, *names])
+        raise SettingsError(f"tables: {', '.join(unknown)}: expected {expected}")
+    parties: dict[str, tuple[str, PartySettings]] = {ACTIVE: (ACTIVE, active)}
+    for name in names:
+        own = run / (name if len(names) > 1 else "passive") / "settings.yaml"
+        kind = f"passive_{name}" if len(names) > 1 else "passive"
+        parties[name] = kind, load_party_settings(PassiveSettings, own)
+    contract = active.contract
+    values: dict[str, dict[str, Any]] = {
+        "contract.yaml": _chosen(contract.model_dump(mode="json"), contract)
+    }
+    was_in_memory = base_dir.resolve().is_relative_to(run.parent.resolve())
+    copied: dict[str, Path] = {}
+    for name, (kind, settings) in parties.items():
+        chosen = values[f"{kind}.yaml"] = _party(settings, base_dir, seeds=seeds)
+        data = chosen["data"]
+        if name in tables:
+            path = Path(tables[name])
+            data["source"] = {**read_raw(path, has_header=True, most_rows=1).source}
+            data["source"]["path"] = not_expanded(str(path.absolute()))
+        elif was_in_memory and data["source"]["kind"] == "parquet":
+            written = base_dir / settings.model_dump()["data"]["source"]["path"]
+            if written.is_file():
+                copied[f"{name}.parquet"] = written
+                data["source"]["path"] = f"{name}.parquet"
+    texts = {
+        name: yaml.safe_dump(one, sort_keys=False, allow_unicode=True)
+        for name, one in values.items()
+    }
+    for name, text in texts.items():
+        if HANDED_OVER in text:
+            raise SettingsError(
+                f"{name}: code of this program has no name that another can import: move it into "
+                f"a module"
+            )
+    write_files(folder, texts, force=False)
+    for copy, table in copied.items():
+        write_bytes_atomically(folder / copy, table.read_bytes())
+
+
+def _party(settings: PartySettings, base_dir: Path, *, seeds: bool) -> dict[str, Any]:
+    full = settings.model_dump(mode="json", exclude={"runs_dir", "contract"})
+    chosen = {"contract": "contract.yaml"} | _chosen(full, settings)
+    if adversary := chosen.get("adversary"):
+        adversary.pop("labels", None)  # they stay with the label owner
+    if not seeds:
+        _without(chosen, _SEEDS)
+    _from_here(chosen, base_dir.absolute())
+    return chosen
+
+
+def _chosen(full: dict[str, Any], section: Any) -> dict[str, Any]:
+    """Return the settings that are not defaults."""
+    return _reduced(full, section.model_dump(mode="json", exclude_defaults=True))
+
+
+def _reduced(full: dict[str, Any], short: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _reduced(value, short[name]) if isinstance(short.get(name), dict) else value
+        for name, value in full.items()
+        if name in short or (name in _KINDS and value is not None)
+    }
+
+
+def _without(values: dict[str, Any], names: set[str]) -> None:
+    for name in names & values.keys():
+        del values[name]
+    for inner in values.values():
+        if isinstance(inner, dict):
+            _without(inner, names)
+
+
+def _from_here(values: dict[str, Any], base_dir: Path) -> None:
+    """Make the paths of files absolute that are there, relative to ``base_dir``."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _from_here(value, base_dir)
+        elif name in _PATHS and isinstance(value, str) and (base_dir / value).exists():
+            values[name] = not_expanded(os.path.normpath(base_dir / value))

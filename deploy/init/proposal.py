@@ -33,8 +33,8 @@ from splitveil.deploy.init.own_ids import OwnIds
 from splitveil.deploy.init.tables import RawTable
 
 LEAK_AUC = 0.6
-RANK = 96
-"""The default of `projected_labels`: a smaller one takes away more than it saves."""
+RANK = 160
+"""Sums in each stage of `projected_labels`, for a cut layer of 64 numbers."""
 
 TRAIN_SHARE = 0.8
 _BATCHES = ((16_000, 1024), (2_000, 256), (500, 128), (0, 32))
@@ -123,6 +123,7 @@ class Proposal(NamedTuple):
     """What the recommended defense leaves of the labels; empty without labels."""
     ids: OwnIds
     leak_auc: float = LEAK_AUC
+    rank: int = RANK
     learning_rate: float = 0.004
     weight_decay: float = 0.01
     train: float = TRAIN_SHARE

@@ -118,9 +118,10 @@ class ProjectedLabelsDefense(SeededDefense):
     """The bound for the whole run: ``leak_auc``, ``mu``, or ``epsilon`` and ``delta``."""
 
     stages: int = Field(default=8, ge=1, le=10_000)
-    """Number of times that sums are released, more often early than late in the run; no more than
-    there are epochs. More stages follow the model more closely, and put more noise on each. The
-    first takes the largest part of the bound, the second half as much, the third a third."""
+    """Number of times that sums are released, at most once in each epoch; with more epochs than
+    stages, more often early than late. More stages follow the model more closely, and put more
+    noise on each. The first takes the largest part of the bound, the second half as much, the third
+    a third."""
 
     rank: int = Field(default=96, ge=1, le=1024)
     """Number of sums in each stage: directions of the activations, the own features and the top

@@ -260,4 +260,5 @@ def _field_paths(
 
 def _tag_of(kind: Any) -> Any:
     fields = getattr(kind, "model_fields", {})
-    return next((fields[name].default for name in ("name", "kind") if name in fields), None)
+    field = next((fields[name] for name in ("name", "kind") if name in fields), None)
+    return next(iter(get_args(field.annotation)), None) if field is not None else None

@@ -62,8 +62,8 @@ class ReleasedTargets(NamedTuple):
     bounds: tuple[float, float] | None = None
     """Of labels that are numbers: targets are shares of this range. None for classes."""
     releases: Mapping[str, Tensor] = MappingProxyType({})
-    """From which other targets can be computed (`Posterior.state_dict`, in which ``steps.*`` have a
-    row for each example); empty without."""
+    """From which other targets of the first examples can be computed (`Posterior.state_dict`, in
+    which ``steps.*`` have a row for each of these); empty without."""
 
     def state_dict(self) -> Mapping[str, Tensor]:
         """Return the tensors that ``read_targets`` reads."""
@@ -76,7 +76,8 @@ class ReleasedTargets(NamedTuple):
     def releases_of(self, ids: Iterable[str]) -> Mapping[str, Tensor]:
         """Return the releases, if they are about just these canonical ids, in their order."""
         at = torch.from_numpy(indices_of(names_of(ids), self.names))
-        if len(at) != len(self.names) or bool((at < 0).any()):
+        num_rows = {len(one) for name, one in self.releases.items() if name.startswith("steps.")}
+        if num_rows != {len(at)} or bool(((at < 0) | (at >= len(at))).any()):
             return {}
         return {n: one[at] if n.startswith("steps.") else one for n, one in self.releases.items()}
 
@@ -99,9 +100,11 @@ def read_targets(
     The later folder counts for an example of several. Raises SettingsError if a folder has no such
     file, it cannot be read, or it is of other classes, rules for ids, or bounds of numbers.
     """
-    runs = [_read_targets(folder / TARGETS, num_classes, bounds) for folder in folders]
-    for folder, run in zip(folders, runs, strict=True):
-        check_id_rules(run.id_rules, id_rules, f"{SETTING}: {folder}")
+    runs: list[ReleasedTargets] = []
+    for folder in folders:
+        runs = [run._replace(releases={}) for run in runs]  # large, and only the last one's count
+        runs.append(_read_targets(folder / TARGETS, num_classes, bounds))
+        check_id_rules(runs[-1].id_rules, id_rules, f"{SETTING}: {folder}")
     if not runs:
         return None
     together = runs[-1]
@@ -112,7 +115,7 @@ def read_targets(
             torch.cat([together.targets, earlier.targets[torch.from_numpy(others)]]),
             id_rules,
             bounds,
-            {} if len(others) else together.releases,
+            together.releases,
         )
     return together
 

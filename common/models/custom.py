@@ -35,6 +35,11 @@ def build_custom(settings: CustomModel, shapes: FeatureShapes, role: str) -> nn.
     found = import_named(settings.module, "class")
     build: Callable[..., Any]
     if isinstance(found, nn.Module):
+        if role == "top_model":
+            raise SettingsError(
+                f"{role}.module: {settings.module} is an instance, whose weights may have learned "
+                f"from true labels, which its predictions would reveal: give a class or a function"
+            )
         build = partial(copy.deepcopy, found)
     elif isinstance(found, type) and issubclass(found, nn.Module):
         takes_shapes = "shapes" in inspect.signature(found).parameters

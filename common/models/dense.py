@@ -99,7 +99,8 @@ def interpolated(at_edges: Tensor, places: Tensor) -> Tensor:
     """Interpolate between vectors of edges, (columns, edges, dim), on any device."""
     last = at_edges.shape[1] - 1
     places = places.clamp(0, last)
-    left, columns = places.long().clamp(max=last - 1), torch.arange(len(at_edges)).to(places.device)
+    left = places.long().clamp(max=last - 1)
+    columns = torch.arange(len(at_edges), device=places.device)
     beside = at_edges[columns, left], at_edges[columns, left + 1]
     return torch.lerp(*beside, (places - left)[:, :, None]).flatten(1)
 

@@ -96,18 +96,19 @@ class LearningRateSchedule(Section):
     """The course of both parties' learning rates over the run, in lockstep."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the learning rate rises linearly to its full value."""
+    """Steps over which the learning rate rises linearly to its full value, at most half the run."""
 
     decay: Literal["none", "cosine"] = "none"
     """Fall of the learning rate afterwards, up to the last step of the contract's epochs."""
 
     def factor(self, step: int, total_steps: int) -> float:
         """Return the multiplier of the learning rate at a step counted over the run, from 0."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
+        warmup = min(self.warmup_steps, total_steps // 2)
+        if step < warmup:
+            return (step + 1) / warmup
         if self.decay == "none":
             return 1.0
-        progress = (step - self.warmup_steps) / max(total_steps - self.warmup_steps, 1)
+        progress = (step - warmup) / max(total_steps - warmup, 1)
         return 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
 

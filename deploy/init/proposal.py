@@ -90,6 +90,8 @@ def _forecast(num_rows: int, label: Label) -> str:
 Role = Literal["active", "passive"]
 
 _MANY_CATEGORIES = 1000
+_LARGE_VOCABULARY = 100_000
+"""The default of ``optimizer.sparse_from_rows``."""
 _ROWS_PER_COUNT = 4000
 _MOST_MIN_COUNT = 20
 _WIDE_OPEN = 0o644
@@ -125,7 +127,6 @@ class Proposal(NamedTuple):
     leak_auc: float = LEAK_AUC
     rank: int = RANK
     learning_rate: float = 0.004
-    weight_decay: float = 0.01
     train: float = TRAIN_SHARE
     test: float = round(1 - TRAIN_SHARE, 2)
 
@@ -139,6 +140,12 @@ class Proposal(NamedTuple):
         if not self.choices.categorical:
             return 1
         return max(1, min(_MOST_MIN_COUNT, self.num_rows // _ROWS_PER_COUNT))
+
+    @property
+    def weight_decay(self) -> float:
+        """Return 0 where it would make every step touch all rows of a large embedding table."""
+        columns = self.choices.categorical
+        return 0.0 if any(column.distinct >= _LARGE_VOCABULARY for column in columns) else 0.01
 
     @property
     def embedding_dim(self) -> int:

@@ -17,6 +17,7 @@ from splitveil.command.program import main as splitveil
 from splitveil.common.data.table import read_table
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.run.contract import LearningRateSchedule
 from splitveil.deploy.init.choices import Wishes
 from splitveil.deploy.init.columns import Column, describe
 from splitveil.deploy.init.initialise import Written, initialise
@@ -126,6 +127,15 @@ def test_what_is_written_can_be_used_as_it_is(tmp_path: Path) -> None:
     assert (schedule.warmup_steps, schedule.decay) == (4, "cosine")  # of 20 epochs with 4 steps
     run.meet()
     assert run.active.seen.evaluations[-1].auc is not None
+
+
+@pytest.mark.parametrize("total", [8, 20, 100])
+def test_learning_rates_reach_their_full_value_with_few_common_rows(total: int) -> None:
+    """The steps for warming up follow the label owner's rows, which may be many more."""
+    schedule = LearningRateSchedule(warmup_steps=39, decay="cosine")
+    factors = [schedule.factor(step, total) for step in range(total)]
+    assert max(factors) == 1
+    assert factors[-1] < 0.2
 
 
 def test_sizes_follow_the_rows() -> None:

@@ -154,6 +154,13 @@ def test_releases_are_for_just_their_rows_in_any_order(tmp_path: Path) -> None:
     assert known is not None
     assert torch.equal(known.releases_of(["c", "a", "b"])["steps.0"], steps[[2, 0, 1]])
     assert known.releases_of(["a", "b"]) == known.releases_of(["a", "b", "d"]) == {}
+    (tmp_path / "other").mkdir()
+    of_z = ReleasedTargets(names_of(["z"]), torch.zeros(1))
+    save_file(dict(of_z.state_dict()), tmp_path / "other" / TARGETS)
+    both = read_targets([tmp_path / "other", tmp_path], 2)
+    assert both is not None
+    assert torch.equal(both.releases_of(["c", "a", "b"])["steps.0"], steps[[2, 0, 1]])
+    assert both.releases_of(["a", "b", "z"]) == {}
     wrong = ReleasedTargets(names, torch.zeros(3), releases=state | {"steps.0": steps[:2]})
     save_file(dict(wrong.state_dict()), tmp_path / TARGETS)
     with pytest.raises(SettingsError, match="expected a design of 3 rows, got 2"):

@@ -112,6 +112,9 @@ def model(**values: Any) -> ModelSettings:
     return validate(Holder, {"model": {"kind": "mlp", **values}}, "settings").model
 
 
+AN_INSTANCE = nn.Linear(5, 1)
+
+
 def custom(name: str, **arguments: Any) -> ModelSettings:
     module = f"{__name__}:{name}" if ":" not in name else name
     return model(kind="custom", module=module, arguments=arguments)
@@ -360,6 +363,7 @@ def test_bottom_model_that_does_not_fit_is_explained(
         (model(output_activation="relu"), None, (5,), "top_model.output_activation: expected id"),
         (model(kind="tabular", output_activation="relu"), None, (5,), "expected identity"),
         (model(), FeatureShapes(), (5,), "selects no column"),
+        (custom("AN_INSTANCE"), None, (5,), "whose weights may have learned from true labels"),
     ],
 )
 def test_top_model_that_does_not_fit_is_explained(

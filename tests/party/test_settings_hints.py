@@ -24,6 +24,7 @@ from splitveil.deploy.overrides import refuse_unknown_settings
         (["defense", "projected_labels", "leak_auc"], "defense.strength.leak_auc"),
         (["defense", "marvell", "power_ratio"], "defense.strength.power_ratio"),
         (["defense", "max_norm", "power_ratio"], None),
+        (["optimizer", "adam", "momentum"], None),
         (["xyzzy"], None),
     ],
 )

@@ -127,7 +127,7 @@ class ProjectedLabelsDefense(SeededDefense):
     """Number of sums in each stage: directions of the activations, the own features and the top
     model in which labels are summed."""
 
-    memory: int = Field(default=256, ge=1, le=1_000_000)
+    memory: int = Field(default=1024, ge=1, le=1_000_000)
     """MiB for the weights of earlier stages, which are combined with the newest; the oldest are
     forgotten first."""
 

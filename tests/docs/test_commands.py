@@ -205,7 +205,7 @@ PRINTED = {
         r".*True 0\.\d+.*cut/largest.*'active\.pt2', 'passive\.pt2'.*nobody +False.*EpsilonBound"
         r".*\n0\.7[0-4]\d+\n.*power ratio.*0\.6"
     ),
-    "docs/guide/tuning.md": r"'learning_rate': 0\.0.* 0\.9\d+ runs/trial-\d-seed-0",
+    "docs/guide/tuning.md": r"'learning_rate': 0\.0.* 0\.9\d+ .*runs/trial-\d-seed-0",
     "docs/guide/predicting.md": "",  # tests/journeys/test_predict_processes.py calls its function
 }
 """Page -> what its programs print, run one after the other in one interpreter."""

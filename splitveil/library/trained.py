@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -20,7 +21,7 @@ from splitveil.common.data.stored_ids import ABSENT
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_settings import PartySettingsT, load_party_settings
 from splitveil.common.party.served_rows import ServedRows
-from splitveil.common.record.run_folder import write_json_atomically
+from splitveil.common.record.run_folder import write_bytes_atomically, write_json_atomically
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.imports import extra_missing, first_line
 from splitveil.library.loading import Scratch
@@ -121,18 +122,20 @@ class Half(NamedTuple):
             write_json_atomically(path.with_suffix(".encoder.json"), self.encoder.state())
         shapes = {name: {0: torch.export.Dim.DYNAMIC} for name in inputs}
         half = _OfTensors(self.model, takes_activation="activation" in inputs).eval()
+        written = BytesIO()
         try:
             with warnings.catch_warnings(action="ignore"):  # torch's, of its own parts
                 program = torch.export.export(half, (), inputs, dynamic_shapes=shapes)
                 if kind == "onnx":
                     converted: Any = torch.onnx.export(program, dynamo=True, verbose=False)
-                    converted.save(path)
+                    written.write(converted.model_proto.SerializeToString())
                 else:
-                    torch.export.save(program, path)
+                    torch.export.save(program, written)
         except Exception as error:  # torch raises many kinds
             raise SettingsError(
                 f"{path.stem}: {kind} cannot express the model: {first_line(error)}"
             ) from error
+        write_bytes_atomically(path, written.getvalue())
 
 
 class _OfTensors(nn.Module):

@@ -171,6 +171,7 @@ def test_exported_halves_give_what_the_trained_ones_and_predictions_do(
 
     exported = {path.stem: path for path in run.export(tmp_path, kind)}
     assert exported.keys() == {"active", "passive"}
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
     found = call_of(exported["passive"])(**given(rows))
     torch.testing.assert_close(found, activation, rtol=1e-4, atol=1e-5)
     found = call_of(exported["active"])(activation=activation, **given(own))

@@ -13,7 +13,7 @@ import torch
 from pyarrow import parquet
 from torch import Tensor, nn
 
-from splitveil.active_party.predict.predictor import load_top
+from splitveil.active_party.predict.predictor import ModelChoice, load_top
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.canonical_form import compose
 from splitveil.common.data.features import FeatureEncoder, Features
@@ -83,12 +83,12 @@ class Half(NamedTuple):
     encoder: FeatureEncoder | None
 
     @classmethod
-    def of(cls, run: Path, party: str, base_dir: Path) -> "Half":
+    def of(cls, run: Path, party: str, base_dir: Path, choice: ModelChoice = "trained") -> "Half":
         """Load a party's half, in eval mode on the CPU; else SettingsError."""
         active = settings_of(ActiveSettings, run / ACTIVE, base_dir)
         with own_modules(base_dir):
             if party == ACTIVE:
-                trained, model, _ = load_top(active)
+                trained, model, _ = load_top(active, choice)
                 return cls(active, model, trained.encoder)
             folders = folders_of(run, active.contract.passive_parties)
             if party not in folders:
@@ -158,7 +158,9 @@ class _OfTensors(nn.Module):
         return output
 
 
-def export(run: Path, folder: Path, base_dir: Path, kind: Format) -> list[Path]:
+def export(
+    run: Path, folder: Path, base_dir: Path, kind: Format, choice: ModelChoice
+) -> list[Path]:
     """Export the halves whose party's folder is there, and return the files; see ``Run.export``."""
     if kind not in SUFFIXES:
         raise ValueError(f"expected {' or '.join(SUFFIXES)}, got {kind!r}")
@@ -173,5 +175,5 @@ def export(run: Path, folder: Path, base_dir: Path, kind: Format) -> list[Path]:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     paths = [folder / f"{party}{SUFFIXES[kind]}" for party in parties]
     for party, path in zip(parties, paths, strict=True):
-        Half.of(run, party, base_dir).export(path, kind)
+        Half.of(run, party, base_dir, choice).export(path, kind)
     return paths

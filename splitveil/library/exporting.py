@@ -22,7 +22,8 @@ _KINDS = {"kind", "name", "mode"}
 """Settings that choose a section's class: they are written even where they are the default."""
 _PATHS = {
     *("path", "table", "cache_dir", "uri_file", "snapshot_dir", "initial_weights"),
-    *("earlier_ledgers", "certificate", "private_key", "authority"),
+    *("earlier_ledgers", "earlier", "noise_key_path", "allowed_ids", "clients", "token_file"),
+    *("certificate", "private_key", "authority", "proxy_credentials"),
 }
 _SEEDS = {"insecure_nonce_seed", "insecure_noise_seed"}
 
@@ -111,5 +112,12 @@ def _from_here(values: dict[str, Any], base_dir: Path) -> None:
     for name, value in values.items():
         if isinstance(value, dict):
             _from_here(value, base_dir)
-        elif name in _PATHS and isinstance(value, str) and (base_dir / value).exists():
-            values[name] = not_expanded(os.path.normpath(base_dir / value))
+        elif name in _PATHS and isinstance(value, str):
+            values[name] = _absolute(value, base_dir)
+        elif name in _PATHS and isinstance(value, list):
+            values[name] = [_absolute(one, base_dir) for one in value]
+
+
+def _absolute(path: str, base_dir: Path) -> str:
+    whole = os.path.normpath(base_dir / path)
+    return not_expanded(whole) if os.path.exists(whole) else path  # noqa: PTH110

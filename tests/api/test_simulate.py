@@ -13,10 +13,21 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+import yaml
 from pyarrow import csv
 from safetensors.torch import load_file
 
-from splitveil import Run, Runs, SettingsError, SplitveilError, attacks, defenses, predict, simulate
+from splitveil import (
+    Ledger,
+    Run,
+    Runs,
+    SettingsError,
+    SplitveilError,
+    attacks,
+    defenses,
+    predict,
+    simulate,
+)
 from splitveil.active_party.defenses import Defense
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_data import PartyData
@@ -580,6 +591,25 @@ def test_code_without_a_name_is_not_exported(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"active.yaml: code .* no name"):
         run.export_settings(tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_paths_of_an_exported_run_are_absolute(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    for name in ("ids.txt", "token"):
+        (tmp_path / name).write_text("person-00001\n")
+        (tmp_path / name).chmod(0o600)
+    Ledger([f"person-{i:05d}" for i in range(400)]).save(tmp_path / "other")
+    own = {
+        "active.earlier_ledgers": ["other/checkpoint"],
+        "active.serving.token_file": "token",
+        "passive.answers.allowed_ids": "ids.txt",
+    }
+    (run,) = simulate(tmp_path, settings=SHORT | own)
+    folder = run.export_settings(tmp_path / "out" / "in")
+    found = [yaml.safe_load((folder / f"{one}.yaml").read_text()) for one in ("active", "passive")]
+    assert found[0]["earlier_ledgers"] == [str(tmp_path / "other" / "checkpoint")]
+    assert found[0]["serving"]["token_file"] == str(tmp_path / "token")
+    assert found[1]["answers"]["allowed_ids"] == str(tmp_path / "ids.txt")
 
 
 def test_a_folder_that_is_no_example_does_not_hide_one(

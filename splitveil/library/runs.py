@@ -59,7 +59,7 @@ class Run:
         self, path: str | Path, *, owner: object = None, base_dir: Path | None = None
     ) -> None:
         self.path = read_run(Path(path)).folder.absolute()
-        self.base_dir = Path() if base_dir is None else base_dir
+        self.base_dir = (base_dir or Path()).absolute()
         self._owner = owner
 
     @property
@@ -248,8 +248,8 @@ class Run:
             The folder.
 
         Raises:
-            SplitveilError: a file of the folder exists, or the run has code without a name that
-                others can import.
+            SplitveilError: a file of the folder exists, the run has code without a name that others
+                can import, or a party's table is not where its settings say.
         """
         # It imports much that reading a run does not need.
         from splitveil.library.exporting import write_settings_of  # noqa: PLC0415

@@ -572,6 +572,9 @@ def test_an_exported_run_has_its_bits_at_real_parties(
     assert str(run.base_dir) not in text + (folder / "active.yaml").read_text()
     with pytest.raises(SettingsError, match="exists"):
         run.export_settings(folder)
+    with pytest.raises(SettingsError, match=r"active: .*\.parquet: .*: name the table in tables="):
+        Run(run.path).export_settings(tmp_path / "reopened")
+    Run(run.path).export_settings(tmp_path / "reopened", tables=tables)
     run.export_settings(tmp_path / "theirs", seeds=False)
     assert "insecure_no" not in "".join(
         one.read_text() for one in (tmp_path / "theirs").glob("*.yaml")

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -67,20 +68,24 @@ def run_side_by_side(jobs: Sequence[Job], most: int) -> None:
             "a module, or leave jobs out"
         )
     running: set[subprocess.Popen[str]] = set()
+    starting, stopped = threading.Lock(), threading.Event()
 
     def launch(job: Job) -> tuple[int, str]:
-        process = subprocess.Popen(  # noqa: S603 - this interpreter and this module
-            [sys.executable, "-P", "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        running.add(process)
+        with starting:
+            if stopped.is_set():
+                return 0, ""
+            process = subprocess.Popen(  # noqa: S603 - this interpreter and this module
+                [sys.executable, "-P", "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+            running.add(process)
         _, said = process.communicate(json.dumps(job))
         running.discard(process)
-        return process.returncode, "\n".join(said.splitlines()[-_LAST_LINES:])
+        return process.returncode, _why_ended(process.returncode, said)
 
     with ThreadPoolExecutor(most) as pool:
         try:
@@ -89,9 +94,18 @@ def run_side_by_side(jobs: Sequence[Job], most: int) -> None:
                     raise _ERRORS.get(code, SplitveilError)(f"{Path(job.folder).name}: {said}")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in [*running]:
-                process.kill()
+            with starting:
+                stopped.set()
+                for process in [*running]:
+                    process.kill()
             raise
+
+
+def _why_ended(code: int, said: str) -> str:
+    if code < 0:
+        return f"ended by signal {-code}, perhaps for want of memory"
+    of_unexpected = said.splitlines()[-1:] if "Traceback (most recent call last)" in said else None
+    return "\n".join(of_unexpected or said.splitlines()[-_LAST_LINES:])
 
 
 def _run(job: Job, on_epoch: Callable[[Run], object] | None = None) -> None:
@@ -106,7 +120,11 @@ def _run(job: Job, on_epoch: Callable[[Run], object] | None = None) -> None:
             if (folder / name).exists():
                 move_aside(folder / name)
         with _as_in_a_process_of_its_own(settings.active), suppress(EndedForGood):
-            run_recorded(settings, folder, on_epoch and (lambda: on_epoch(Run(folder))))
+            run_recorded(
+                settings,
+                folder,
+                on_epoch and (lambda: on_epoch(Run(folder, base_dir=Path(job.source)))),
+            )
 
 
 def _is_finished(folder: Path, settings: PartySettings) -> bool:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -491,6 +492,7 @@ def test_after_each_epoch_the_caller_sees_the_run_and_may_end_it(
 
     def watch(run: Run) -> None:
         row = run.rows("epochs")[-1]
+        assert run.base_dir.is_relative_to(tmp_path)
         seen.append([row["epoch"], row["test_auc"], row["test_average_precision"]])
         if row["epoch"] == 1:
             raise Enough
@@ -535,12 +537,32 @@ def test_an_interrupted_sweep_goes_on_and_runs_again_only_what_has_changed(
     assert ran == [run.name for run in again]
 
 
+def killed(shapes: object) -> torch.nn.Module:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+class Broken(BaseException):
+    """An error that nothing expects."""
+
+
+def broken(shapes: object) -> torch.nn.Module:
+    raise Broken("of no section")
+
+
 def test_runs_side_by_side_have_the_bits_of_runs_one_after_the_other(swept: Runs) -> None:
     chosen = ["none", "iso:noise_ratio=2"]
     again = simulate(swept.folder.parent, defense=chosen, seeds=2, settings=SHORT, jobs=2)
     assert [run.name for run in again] == [run.name for run in swept]
     assert again.rows("steps") == swept.rows("steps")
     assert again.rows("attacks") == swept.rows("attacks")
+    for own, why in (
+        (killed, f"signal {signal.SIGKILL:d}, perhaps for want"),
+        (broken, r".*Broken: of no section"),
+    ):
+        chosen_here = SHORT | {"passive.bottom_model": own}
+        with pytest.raises(SplitveilError, match=rf"small-seed-0: (ended by )?{why}[^\n]*$"):
+            simulate(swept.folder.parent, settings=chosen_here, jobs=2)
     wrong = SHORT | {"passive.data.source.path": "nothing.csv"}
     with pytest.raises(SplitveilError, match=r"small-seed-0: .*nothing\.csv"):
         simulate(swept.folder.parent, settings=wrong, jobs=2)

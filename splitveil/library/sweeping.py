@@ -6,6 +6,7 @@ A job whose run is there, finished and of the same settings, is not run again.
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -25,7 +26,7 @@ from splitveil.common.record.run_folder import claimed, has_finished, move_aside
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.imports import HANDED_OVER
 from splitveil.deploy.overrides import Overrides
-from splitveil.library.loading import PartiesSettings, load
+from splitveil.library.loading import PartiesSettings, files_of, load
 from splitveil.library.recorded import run_recorded
 from splitveil.library.runs import Run
 
@@ -34,6 +35,8 @@ NONCES_APART = 1_000_000
 
 _ERRORS = {one.exit_code: one for one in (SettingsError, DataError)}
 _LAST_LINES = 12
+_CUSTOM = re.compile(r"\b(kind|name): custom\b")
+_logger = logging.getLogger(__name__)
 
 
 class Job(NamedTuple):
@@ -115,6 +118,7 @@ def _run(job: Job, on_epoch: Callable[[Run], object] | None = None) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with claimed(folder / ACTIVE, "another process writes this run; name another folder in runs"):
         if all(_is_finished(folder / name, one) for name, one in parties.items()):
+            _logger.warning("%s: taken from an earlier call: not run again", folder.name)
             return
         for name in parties:
             if (folder / name).exists():
@@ -130,9 +134,15 @@ def _run(job: Job, on_epoch: Callable[[Run], object] | None = None) -> None:
 def _is_finished(folder: Path, settings: PartySettings) -> bool:
     """Whether a party's folder has a finished run with exactly these settings.
 
-    Another function of the same name may since have been handed over: its run is never the same.
+    Code of one's own and files may since have changed: a run with such code, or with an older
+    summary than its files, is never the same.
     """
-    if not has_finished(folder) or HANDED_OVER in command_line.resolved_yaml(settings):
+    text = command_line.resolved_yaml(settings)
+    if not has_finished(folder) or HANDED_OVER in text or _CUSTOM.search(text):
+        return False
+    ended = (folder / "summary.json").stat().st_mtime_ns
+    files = files_of(settings.data.source, settings.base_dir)
+    if any(one.stat().st_mtime_ns > ended for one in files):
         return False
     stored = command_line.stored_settings(folder) | {"runs_dir": str(settings.runs_dir)}
     return stored == settings.model_dump(mode="json")

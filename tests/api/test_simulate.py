@@ -542,6 +542,24 @@ def killed(shapes: object) -> torch.nn.Module:
     raise AssertionError
 
 
+@pytest.mark.parametrize("change", ["nothing", "a file", "own code"])
+def test_a_finished_run_is_taken_unless_code_or_files_may_have_changed(
+    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_example(tmp_path)
+    own = "tests.api.test_simulate:Halved"
+    defense = {"name": "custom", "module": own} if change == "own code" else "none"
+    given: dict[str, Any] = {"settings": SHORT, "defense": defense, "runs": tmp_path / "runs"}
+    (first,) = simulate(tmp_path, **given)
+    before = (first.path / "active" / "summary.json").stat().st_mtime_ns
+    if change == "a file":
+        os.utime(tmp_path / "passive.csv", ns=(before + 10**12, before + 10**12))
+    ran: list[Run] = []
+    simulate(tmp_path, **given, on_epoch=ran.append)
+    assert len(ran) == (change != "nothing")
+    assert ("taken from an earlier call" in caplog.text) == (change == "nothing")
+
+
 class Broken(BaseException):
     """An error that nothing expects."""
 

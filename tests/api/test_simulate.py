@@ -316,6 +316,15 @@ def test_more_than_two_texts_are_classes_and_a_guess_is_refused(
     active["label"] = np.array(["no", "yes", "Yes"])[np.arange(300) % 3]
     with pytest.raises(SettingsError, match=r"stand for 1: positive_label .es positive_label"):
         write_settings(tmp_path, active, columns[1], label="label", key="id")
+    active["label"] = np.arange(300).astype("datetime64[D]")
+    with pytest.raises(SettingsError, match=r"'label': expected numbers or texts, not date32"):
+        write_settings(tmp_path, active, columns[1], label="label", key="id")
+    active["label"] = np.array(["no", "yes", None], object)[np.arange(300) % 3]
+    given: dict[str, Any] = {"active": active, "passive": columns[1], "key": "id", "attacks": []}
+    with pytest.raises(SplitveilError, match="unlabelled_rows"):
+        simulate(**given, settings=SHORT)
+    (run,) = simulate(**given, settings=SHORT | {"active.data.unlabelled_rows": "leave_out"})
+    assert run.summary["aligned_rows"] == 200
 
 
 @pytest.mark.parametrize("gap", [np.nan, None])

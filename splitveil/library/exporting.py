@@ -9,20 +9,22 @@ import yaml
 
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.source_settings import not_expanded
-from splitveil.common.errors import SettingsError
+from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
 from splitveil.common.record.run_folder import write_bytes_atomically
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.imports import HANDED_OVER
 from splitveil.deploy.init.proposal import write_files
 from splitveil.deploy.init.tables import read_raw
+from splitveil.library.loading import files_of
 from splitveil.passive_party.settings import PassiveSettings
 
 _KINDS = {"kind", "name", "mode"}
 """Settings that choose a section's class: they are written even where they are the default."""
 _PATHS = {
     *("path", "table", "cache_dir", "uri_file", "snapshot_dir", "initial_weights"),
-    *("earlier_ledgers", "certificate", "private_key", "authority"),
+    *("earlier_ledgers", "earlier", "noise_key_path", "allowed_ids", "clients", "token_file"),
+    *("certificate", "private_key", "authority", "proxy_credentials"),
 }
 _SEEDS = {"insecure_nonce_seed", "insecure_noise_seed"}
 
@@ -45,20 +47,18 @@ def write_settings_of(
     values: dict[str, dict[str, Any]] = {
         "contract.yaml": _chosen(contract.model_dump(mode="json"), contract)
     }
-    was_in_memory = base_dir.resolve().is_relative_to(run.parent.resolve())
     copied: dict[str, Path] = {}
     for name, (kind, settings) in parties.items():
         chosen = values[f"{kind}.yaml"] = _party(settings, base_dir, seeds=seeds)
-        data = chosen["data"]
+        source = chosen["data"]["source"]
         if name in tables:
             path = Path(tables[name])
-            data["source"] = {**read_raw(path, has_header=True, most_rows=1).source}
-            data["source"]["path"] = not_expanded(str(path.absolute()))
-        elif was_in_memory and data["source"]["kind"] == "parquet":
-            written = base_dir / settings.model_dump()["data"]["source"]["path"]
-            if written.is_file():
-                copied[f"{name}.parquet"] = written
-                data["source"]["path"] = f"{name}.parquet"
+            source = {**read_raw(path, has_header=True, most_rows=1).source}
+            source["path"] = not_expanded(str(path.absolute()))
+            chosen["data"]["source"] = source
+        elif written := _written(name, settings, base_dir, run):
+            copied[f"{name}.parquet"] = written
+            source["path"] = f"{name}.parquet"
     texts = {
         name: yaml.safe_dump(one, sort_keys=False, allow_unicode=True)
         for name, one in values.items()
@@ -72,6 +72,17 @@ def write_settings_of(
     write_files(folder, texts, force=False)
     for copy, table in copied.items():
         write_bytes_atomically(folder / copy, table.read_bytes())
+
+
+def _written(party: str, settings: PartySettings, base_dir: Path, run: Path) -> Path | None:
+    """Return the file of a table that was in memory; SettingsError if a party's file is gone."""
+    source = settings.data.source
+    try:
+        files = files_of(source, base_dir)
+    except DataError as error:
+        raise SettingsError(f"{party}: {error}: name the table in tables=") from error
+    was_in_memory = base_dir.resolve().is_relative_to(run.parent.resolve())
+    return files[0] if was_in_memory and source.kind == "parquet" and files else None
 
 
 def _party(settings: PartySettings, base_dir: Path, *, seeds: bool) -> dict[str, Any]:
@@ -111,5 +122,12 @@ def _from_here(values: dict[str, Any], base_dir: Path) -> None:
     for name, value in values.items():
         if isinstance(value, dict):
             _from_here(value, base_dir)
-        elif name in _PATHS and isinstance(value, str) and (base_dir / value).exists():
-            values[name] = not_expanded(os.path.normpath(base_dir / value))
+        elif name in _PATHS and isinstance(value, str):
+            values[name] = _absolute(value, base_dir)
+        elif name in _PATHS and isinstance(value, list):
+            values[name] = [_absolute(one, base_dir) for one in value]
+
+
+def _absolute(path: str, base_dir: Path) -> str:
+    whole = os.path.normpath(base_dir / path)
+    return not_expanded(whole) if os.path.exists(whole) else path  # noqa: PTH110

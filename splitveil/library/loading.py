@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.errors import SettingsError
+from splitveil.common.data.source_settings import CsvSource, FileSource, ParquetSource, Source
+from splitveil.common.data.table_paths import find_files, table_path_of
+from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.settings import Section
@@ -134,3 +136,17 @@ def _schema(file: str) -> dict[str, Any]:
         }
     del schema["title"]
     return {"$schema": _DRAFT, "title": f"splitveil: {file}.yaml", **schema}
+
+
+def files_of(source: Source, base_dir: Path) -> list[Path]:
+    """Return the files of this machine that a party's source reads; DataError if there are none."""
+    if isinstance(source, CsvSource | ParquetSource) and not getattr(source, "scheme", None):
+        return [Path(file.path) for file in find_files(table_path_of(source, base_dir))]
+    files = (
+        source.files(base_dir)
+        if isinstance(source, FileSource) and "://" not in source.path
+        else []
+    )
+    if missing := [one for one in files if not one.exists()]:
+        raise DataError(f"{missing[0]}: there is no such file")
+    return files

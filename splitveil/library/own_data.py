@@ -282,6 +282,10 @@ def _has_gaps(cells: pa.ChunkedArray) -> bool:
 def _classes(label: str, labels: pa.ChunkedArray) -> dict[str, Any]:
     """Return how labels are read: texts as ``init`` reads them, whole numbers from 0 as classes."""
     if not (is_numeric(labels.type) or pa.types.is_boolean(labels.type)):
+        kind = labels.type.value_type if pa.types.is_dictionary(labels.type) else labels.type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise SettingsError(f"active: column {label!r}: expected numbers or texts, not {kind}")
+        labels = labels.drop_null()  # gaps are for the run, which knows data.unlabelled_rows
         try:
             read = label_of(describe(label, labels))
         except SettingsError as error:

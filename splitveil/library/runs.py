@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args, overload
 
 from torch import nn
 
+from splitveil.active_party.predict.predictor import ModelChoice
 from splitveil.active_party.report import write_comparison, write_report
 from splitveil.active_party.report.run_files import RunFiles, read_run
 from splitveil.common.data.features import Features
@@ -58,7 +59,7 @@ class Run:
         self, path: str | Path, *, owner: object = None, base_dir: Path | None = None
     ) -> None:
         self.path = read_run(Path(path)).folder.absolute()
-        self.base_dir = Path() if base_dir is None else base_dir
+        self.base_dir = (base_dir or Path()).absolute()
         self._owner = owner
 
     @property
@@ -164,7 +165,7 @@ class Run:
         """
         return write_report(self.path, None if output is None else Path(output))
 
-    def model(self, party: str) -> nn.Module:
+    def model(self, party: str, model: ModelChoice = "trained") -> nn.Module:
         """Return a party's trained half, in eval mode on the CPU.
 
         A bottom model is called with ``features(party)`` and returns the activation, (rows, *cut
@@ -174,17 +175,22 @@ class Run:
 
         Args:
             party: ``active``, ``passive``, or the name of one of several passive parties.
+            model: the top model: ``trained``, ``refitted`` or ``best``, the refitted one if there
+                is one. The refitted one was fitted to the true labels after training (see the
+                defense's ``refit_top``) and may reveal them: keep it within the label owner.
 
         Raises:
-            SettingsError: there is no such party, its folder with the trained weights is not beside
-                the active party's, or its model is of a class that is not here.
+            SettingsError: there is no such party or model, its folder with the trained weights is
+                not beside the active party's, or its model is of a class that is not here.
         """
-        return Half.of(self.path, party, self.base_dir).model
+        return Half.of(self.path, party, self.base_dir, model).model
 
     def features(
         self, party: str, ids: Iterable[Any] | None = None, *, table: Any = None
     ) -> Features:
-        """Return rows of a party as its trained half takes them: scaled numbers, and slots.
+        """Return rows of a party as its trained half takes them: numbers, and slots.
+
+        Numbers are scaled or, for ``tabular``, places among the bins of their column.
 
         Args:
             party: as for ``model``.
@@ -197,18 +203,26 @@ class Run:
         """
         return Half.of(self.path, party, self.base_dir).features(ids, table)
 
-    def export(self, folder: str | Path, format: Format = "torch.export") -> list[Path]:  # noqa: A002
+    def export(
+        self,
+        folder: str | Path,
+        format: Format = "torch.export",  # noqa: A002
+        model: ModelChoice = "trained",
+    ) -> list[Path]:
         """Write the trained halves for programs without this package, and return the files.
 
         ``passive.pt2`` is for ``torch.export.load``, ``passive.onnx`` for ONNX runtimes; and so for
         every party whose folder is there. The inputs are tensors by name, with any number of rows:
         ``activation`` (of the top model), ``numeric``, ``categorical`` and ``image``, encoded as by
-        ``features``. The scalers and vocabularies of the encoding are in ``passive.encoder.json``.
+        ``features``. Scalers, vocabularies and ``bins`` of the encoding are in
+        ``passive.encoder.json``: a number of a column with bins is, once scaled, its place among
+        their edges, as by ``numpy.interp(scaled, edges, range(len(edges)))``.
+        ``model`` chooses the top model, as in ``model``.
 
         Raises:
             SettingsError: as for ``model``, or ``onnx`` is not installed.
         """
-        return export(self.path, Path(folder), self.base_dir, format)
+        return export(self.path, Path(folder), self.base_dir, format, model)
 
     def export_settings(
         self,
@@ -234,8 +248,8 @@ class Run:
             The folder.
 
         Raises:
-            SplitveilError: a file of the folder exists, or the run has code without a name that
-                others can import.
+            SplitveilError: a file of the folder exists, the run has code without a name that others
+                can import, or a party's table is not where its settings say.
         """
         # It imports much that reading a run does not need.
         from splitveil.library.exporting import write_settings_of  # noqa: PLC0415

@@ -82,8 +82,9 @@ def simulate(
         jobs: the number of runs side by side, each in a process of its own.
         runs: the folder of all runs. By default they are in a temporary folder, which is deleted
             with the last reference to the result. Tables in memory are written there, too. A run
-            that is there, finished and of the same settings and tables in memory, is not run again,
-            so that the same call continues an interrupted one.
+            that is there, finished and of the same settings and tables, is taken as it is, which is
+            logged, so that the same call continues an interrupted one. A run with code of one's own
+            (a model, defense or attack) or with a file that has changed since runs again.
         on_epoch: called after every epoch with the run so far; what it raises ends the simulation.
             With one job only.
 

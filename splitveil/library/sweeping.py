@@ -6,8 +6,10 @@ A job whose run is there, finished and of the same settings, is not run again.
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -24,7 +26,7 @@ from splitveil.common.record.run_folder import claimed, has_finished, move_aside
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.imports import HANDED_OVER
 from splitveil.deploy.overrides import Overrides
-from splitveil.library.loading import PartiesSettings, load
+from splitveil.library.loading import PartiesSettings, files_of, load
 from splitveil.library.recorded import run_recorded
 from splitveil.library.runs import Run
 
@@ -33,6 +35,8 @@ NONCES_APART = 1_000_000
 
 _ERRORS = {one.exit_code: one for one in (SettingsError, DataError)}
 _LAST_LINES = 12
+_CUSTOM = re.compile(r"\b(kind|name): custom\b")
+_logger = logging.getLogger(__name__)
 
 
 class Job(NamedTuple):
@@ -67,20 +71,24 @@ def run_side_by_side(jobs: Sequence[Job], most: int) -> None:
             "a module, or leave jobs out"
         )
     running: set[subprocess.Popen[str]] = set()
+    starting, stopped = threading.Lock(), threading.Event()
 
     def launch(job: Job) -> tuple[int, str]:
-        process = subprocess.Popen(  # noqa: S603 - this interpreter and this module
-            [sys.executable, "-P", "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        running.add(process)
+        with starting:
+            if stopped.is_set():
+                return 0, ""
+            process = subprocess.Popen(  # noqa: S603 - this interpreter and this module
+                [sys.executable, "-P", "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+            running.add(process)
         _, said = process.communicate(json.dumps(job))
         running.discard(process)
-        return process.returncode, "\n".join(said.splitlines()[-_LAST_LINES:])
+        return process.returncode, _why_ended(process.returncode, said)
 
     with ThreadPoolExecutor(most) as pool:
         try:
@@ -89,9 +97,18 @@ def run_side_by_side(jobs: Sequence[Job], most: int) -> None:
                     raise _ERRORS.get(code, SplitveilError)(f"{Path(job.folder).name}: {said}")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in [*running]:
-                process.kill()
+            with starting:
+                stopped.set()
+                for process in [*running]:
+                    process.kill()
             raise
+
+
+def _why_ended(code: int, said: str) -> str:
+    if code < 0:
+        return f"ended by signal {-code}, perhaps for want of memory"
+    of_unexpected = said.splitlines()[-1:] if "Traceback (most recent call last)" in said else None
+    return "\n".join(of_unexpected or said.splitlines()[-_LAST_LINES:])
 
 
 def _run(job: Job, on_epoch: Callable[[Run], object] | None = None) -> None:
@@ -101,20 +118,31 @@ def _run(job: Job, on_epoch: Callable[[Run], object] | None = None) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with claimed(folder / ACTIVE, "another process writes this run; name another folder in runs"):
         if all(_is_finished(folder / name, one) for name, one in parties.items()):
+            _logger.warning("%s: taken from an earlier call: not run again", folder.name)
             return
         for name in parties:
             if (folder / name).exists():
                 move_aside(folder / name)
         with _as_in_a_process_of_its_own(settings.active), suppress(EndedForGood):
-            run_recorded(settings, folder, on_epoch and (lambda: on_epoch(Run(folder))))
+            run_recorded(
+                settings,
+                folder,
+                on_epoch and (lambda: on_epoch(Run(folder, base_dir=Path(job.source)))),
+            )
 
 
 def _is_finished(folder: Path, settings: PartySettings) -> bool:
     """Whether a party's folder has a finished run with exactly these settings.
 
-    Another function of the same name may since have been handed over: its run is never the same.
+    Code of one's own and files may since have changed: a run with such code, or with an older
+    summary than its files, is never the same.
     """
-    if not has_finished(folder) or HANDED_OVER in command_line.resolved_yaml(settings):
+    text = command_line.resolved_yaml(settings)
+    if not has_finished(folder) or HANDED_OVER in text or _CUSTOM.search(text):
+        return False
+    ended = (folder / "summary.json").stat().st_mtime_ns
+    files = files_of(settings.data.source, settings.base_dir)
+    if any(one.stat().st_mtime_ns > ended for one in files):
         return False
     stored = command_line.stored_settings(folder) | {"runs_dir": str(settings.runs_dir)}
     return stored == settings.model_dump(mode="json")

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -12,7 +13,7 @@ import torch
 from pyarrow import parquet
 from torch import Tensor, nn
 
-from splitveil.active_party.predict.predictor import load_top
+from splitveil.active_party.predict.predictor import ModelChoice, load_top
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.canonical_form import compose
 from splitveil.common.data.features import FeatureEncoder, Features
@@ -20,7 +21,7 @@ from splitveil.common.data.stored_ids import ABSENT
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_settings import PartySettingsT, load_party_settings
 from splitveil.common.party.served_rows import ServedRows
-from splitveil.common.record.run_folder import write_json_atomically
+from splitveil.common.record.run_folder import write_bytes_atomically, write_json_atomically
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.imports import extra_missing, first_line
 from splitveil.library.loading import Scratch
@@ -82,12 +83,12 @@ class Half(NamedTuple):
     encoder: FeatureEncoder | None
 
     @classmethod
-    def of(cls, run: Path, party: str, base_dir: Path) -> "Half":
+    def of(cls, run: Path, party: str, base_dir: Path, choice: ModelChoice = "trained") -> "Half":
         """Load a party's half, in eval mode on the CPU; else SettingsError."""
         active = settings_of(ActiveSettings, run / ACTIVE, base_dir)
         with own_modules(base_dir):
             if party == ACTIVE:
-                trained, model, _ = load_top(active)
+                trained, model, _ = load_top(active, choice)
                 return cls(active, model, trained.encoder)
             folders = folders_of(run, active.contract.passive_parties)
             if party not in folders:
@@ -121,18 +122,20 @@ class Half(NamedTuple):
             write_json_atomically(path.with_suffix(".encoder.json"), self.encoder.state())
         shapes = {name: {0: torch.export.Dim.DYNAMIC} for name in inputs}
         half = _OfTensors(self.model, takes_activation="activation" in inputs).eval()
+        written = BytesIO()
         try:
             with warnings.catch_warnings(action="ignore"):  # torch's, of its own parts
                 program = torch.export.export(half, (), inputs, dynamic_shapes=shapes)
                 if kind == "onnx":
                     converted: Any = torch.onnx.export(program, dynamo=True, verbose=False)
-                    converted.save(path)
+                    written.write(converted.model_proto.SerializeToString())
                 else:
-                    torch.export.save(program, path)
+                    torch.export.save(program, written)
         except Exception as error:  # torch raises many kinds
             raise SettingsError(
                 f"{path.stem}: {kind} cannot express the model: {first_line(error)}"
             ) from error
+        write_bytes_atomically(path, written.getvalue())
 
 
 class _OfTensors(nn.Module):
@@ -155,7 +158,9 @@ class _OfTensors(nn.Module):
         return output
 
 
-def export(run: Path, folder: Path, base_dir: Path, kind: Format) -> list[Path]:
+def export(
+    run: Path, folder: Path, base_dir: Path, kind: Format, choice: ModelChoice
+) -> list[Path]:
     """Export the halves whose party's folder is there, and return the files; see ``Run.export``."""
     if kind not in SUFFIXES:
         raise ValueError(f"expected {' or '.join(SUFFIXES)}, got {kind!r}")
@@ -170,5 +175,5 @@ def export(run: Path, folder: Path, base_dir: Path, kind: Format) -> list[Path]:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     paths = [folder / f"{party}{SUFFIXES[kind]}" for party in parties]
     for party, path in zip(parties, paths, strict=True):
-        Half.of(run, party, base_dir).export(path, kind)
+        Half.of(run, party, base_dir, choice).export(path, kind)
     return paths

@@ -171,6 +171,7 @@ def test_exported_halves_give_what_the_trained_ones_and_predictions_do(
 
     exported = {path.stem: path for path in run.export(tmp_path, kind)}
     assert exported.keys() == {"active", "passive"}
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
     found = call_of(exported["passive"])(**given(rows))
     torch.testing.assert_close(found, activation, rtol=1e-4, atol=1e-5)
     found = call_of(exported["active"])(activation=activation, **given(own))
@@ -179,6 +180,21 @@ def test_exported_halves_give_what_the_trained_ones_and_predictions_do(
     assert FeatureEncoder.from_state(state).shapes.numeric_dim == (
         0 if rows.numeric is None else rows.numeric.shape[1]
     )
+
+
+def test_the_refitted_top_comes_out_only_where_it_is_asked_for(
+    columns: Columns, tmp_path: Path
+) -> None:
+    active, passive = columns
+    given: dict[str, Any] = {"key": "id", "attacks": [], "settings": SHORT}
+    (run,) = simulate(active=active, passive=passive, defense="projected_labels", **given)
+    trained, refitted = weights_of(run.path, "active"), run.model("active", "refitted").state_dict()
+    assert all(
+        torch.equal(one, trained[name]) for name, one in run.model("active").named_parameters()
+    )
+    assert any(not torch.equal(refitted[name], trained[name]) for name in trained)
+    exported = torch.export.load(run.export(tmp_path)[0]).state_dict
+    assert all(torch.equal(exported[f"model.{name}"], trained[name]) for name in trained)
 
 
 @pytest.mark.parametrize("kind", ["torch.export", "onnx"])

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,21 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+import yaml
 from pyarrow import csv
 from safetensors.torch import load_file
 
-from splitveil import Run, Runs, SettingsError, SplitveilError, attacks, defenses, predict, simulate
+from splitveil import (
+    Ledger,
+    Run,
+    Runs,
+    SettingsError,
+    SplitveilError,
+    attacks,
+    defenses,
+    predict,
+    simulate,
+)
 from splitveil.active_party.defenses import Defense
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_data import PartyData
@@ -304,6 +316,15 @@ def test_more_than_two_texts_are_classes_and_a_guess_is_refused(
     active["label"] = np.array(["no", "yes", "Yes"])[np.arange(300) % 3]
     with pytest.raises(SettingsError, match=r"stand for 1: positive_label .es positive_label"):
         write_settings(tmp_path, active, columns[1], label="label", key="id")
+    active["label"] = np.arange(300).astype("datetime64[D]")
+    with pytest.raises(SettingsError, match=r"'label': expected numbers or texts, not date32"):
+        write_settings(tmp_path, active, columns[1], label="label", key="id")
+    active["label"] = np.array(["no", "yes", None], object)[np.arange(300) % 3]
+    given: dict[str, Any] = {"active": active, "passive": columns[1], "key": "id", "attacks": []}
+    with pytest.raises(SplitveilError, match="unlabelled_rows"):
+        simulate(**given, settings=SHORT)
+    (run,) = simulate(**given, settings=SHORT | {"active.data.unlabelled_rows": "leave_out"})
+    assert run.summary["aligned_rows"] == 200
 
 
 @pytest.mark.parametrize("gap", [np.nan, None])
@@ -480,6 +501,7 @@ def test_after_each_epoch_the_caller_sees_the_run_and_may_end_it(
 
     def watch(run: Run) -> None:
         row = run.rows("epochs")[-1]
+        assert run.base_dir.is_relative_to(tmp_path)
         seen.append([row["epoch"], row["test_auc"], row["test_average_precision"]])
         if row["epoch"] == 1:
             raise Enough
@@ -524,12 +546,50 @@ def test_an_interrupted_sweep_goes_on_and_runs_again_only_what_has_changed(
     assert ran == [run.name for run in again]
 
 
+def killed(shapes: object) -> torch.nn.Module:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("change", ["nothing", "a file", "own code"])
+def test_a_finished_run_is_taken_unless_code_or_files_may_have_changed(
+    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_example(tmp_path)
+    own = "tests.api.test_simulate:Halved"
+    defense = {"name": "custom", "module": own} if change == "own code" else "none"
+    given: dict[str, Any] = {"settings": SHORT, "defense": defense, "runs": tmp_path / "runs"}
+    (first,) = simulate(tmp_path, **given)
+    before = (first.path / "active" / "summary.json").stat().st_mtime_ns
+    if change == "a file":
+        os.utime(tmp_path / "passive.csv", ns=(before + 10**12, before + 10**12))
+    ran: list[Run] = []
+    simulate(tmp_path, **given, on_epoch=ran.append)
+    assert len(ran) == (change != "nothing")
+    assert ("taken from an earlier call" in caplog.text) == (change == "nothing")
+
+
+class Broken(BaseException):
+    """An error that nothing expects."""
+
+
+def broken(shapes: object) -> torch.nn.Module:
+    raise Broken("of no section")
+
+
 def test_runs_side_by_side_have_the_bits_of_runs_one_after_the_other(swept: Runs) -> None:
     chosen = ["none", "iso:noise_ratio=2"]
     again = simulate(swept.folder.parent, defense=chosen, seeds=2, settings=SHORT, jobs=2)
     assert [run.name for run in again] == [run.name for run in swept]
     assert again.rows("steps") == swept.rows("steps")
     assert again.rows("attacks") == swept.rows("attacks")
+    for own, why in (
+        (killed, f"signal {signal.SIGKILL:d}, perhaps for want"),
+        (broken, r".*Broken: of no section"),
+    ):
+        chosen_here = SHORT | {"passive.bottom_model": own}
+        with pytest.raises(SplitveilError, match=rf"small-seed-0: (ended by )?{why}[^\n]*$"):
+            simulate(swept.folder.parent, settings=chosen_here, jobs=2)
     wrong = SHORT | {"passive.data.source.path": "nothing.csv"}
     with pytest.raises(SplitveilError, match=r"small-seed-0: .*nothing\.csv"):
         simulate(swept.folder.parent, settings=wrong, jobs=2)
@@ -561,6 +621,9 @@ def test_an_exported_run_has_its_bits_at_real_parties(
     assert str(run.base_dir) not in text + (folder / "active.yaml").read_text()
     with pytest.raises(SettingsError, match="exists"):
         run.export_settings(folder)
+    with pytest.raises(SettingsError, match=r"active: .*\.parquet: .*: name the table in tables="):
+        Run(run.path).export_settings(tmp_path / "reopened")
+    Run(run.path).export_settings(tmp_path / "reopened", tables=tables)
     run.export_settings(tmp_path / "theirs", seeds=False)
     assert "insecure_no" not in "".join(
         one.read_text() for one in (tmp_path / "theirs").glob("*.yaml")
@@ -580,6 +643,25 @@ def test_code_without_a_name_is_not_exported(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"active.yaml: code .* no name"):
         run.export_settings(tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_paths_of_an_exported_run_are_absolute(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    for name in ("ids.txt", "token"):
+        (tmp_path / name).write_text("person-00001\n")
+        (tmp_path / name).chmod(0o600)
+    Ledger([f"person-{i:05d}" for i in range(400)]).save(tmp_path / "other")
+    own = {
+        "active.earlier_ledgers": ["other/checkpoint"],
+        "active.serving.token_file": "token",
+        "passive.answers.allowed_ids": "ids.txt",
+    }
+    (run,) = simulate(tmp_path, settings=SHORT | own)
+    folder = run.export_settings(tmp_path / "out" / "in")
+    found = [yaml.safe_load((folder / f"{one}.yaml").read_text()) for one in ("active", "passive")]
+    assert found[0]["earlier_ledgers"] == [str(tmp_path / "other" / "checkpoint")]
+    assert found[0]["serving"]["token_file"] == str(tmp_path / "token")
+    assert found[1]["answers"]["allowed_ids"] == str(tmp_path / "ids.txt")
 
 
 def test_a_folder_that_is_no_example_does_not_hide_one(

@@ -402,7 +402,7 @@ def flights_and_weather() -> Tables:
     distance and destination.
     """
     drawn = np.random.default_rng(0)
-    planned, weather, planes = flights.read_package()
+    planned, weather, planes = flights.read_package("weather", "planes")
     planned = planned.filter(pc.is_valid(planned["arr_delay"]))
     planned = planned.take(np.sort(drawn.permutation(len(planned))[:40_000]))
     planned = planned.append_column("date", flights.days_of(planned))

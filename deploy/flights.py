@@ -30,7 +30,7 @@ def is_installed() -> bool:
 
 def write_tables(folder: Path) -> None:
     """Write ``airline.csv`` and ``airports.csv`` into a folder, with the same bytes every time."""
-    flights, weather, _ = read_package()
+    flights, weather = read_package("weather")
     own = flights.filter(pc.equal(flights["carrier"], _CARRIER))
     days = days_of(own)
     numbers = pc.binary_join_element_wise(own["carrier"], pc.cast(own["flight"], pa.string()), "")
@@ -61,8 +61,8 @@ def days_of(flights: pa.Table) -> pa.ChunkedArray:
     return pc.strptime(pc.binary_join_element_wise(*parts, "-"), "%Y-%m-%d", "s")
 
 
-def read_package() -> tuple[pa.Table, pa.Table, pa.Table]:
-    """Read flights, weather and planes from the package's files: importing it is slow or fails.
+def read_package(*others: str) -> tuple[pa.Table, ...]:
+    """Read flights and other tables from the package's files: importing it is slow or fails.
 
     It takes pandas and ``pkg_resources``, which setuptools no longer has.
     """
@@ -74,7 +74,5 @@ def read_package() -> tuple[pa.Table, pa.Table, pa.Table]:
     empty = csv.ConvertOptions(null_values=["", "NA"], strings_can_be_null=True)
     with zipfile.ZipFile(data / "flights.csv.zip") as archive, archive.open("flights.csv") as file:
         flights = csv.read_csv(file, convert_options=empty)
-    weather, planes = (
-        csv.read_csv(data / f"{name}.csv", convert_options=empty) for name in ("weather", "planes")
-    )
-    return flights, weather, planes
+    tables = (csv.read_csv(data / f"{name}.csv", convert_options=empty) for name in others)
+    return flights, *tables

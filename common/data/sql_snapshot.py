@@ -108,11 +108,11 @@ def _write(settings: SqlSource, address: str, base_dir: Path, path: Path) -> Non
         num_rows = 0
         with (
             _result(settings, address, base_dir) as batches,
-            parquet.ParquetWriter(temporary, _plain(batches.schema.empty_table()).schema) as writer,
+            parquet.ParquetWriter(temporary, batches.schema) as writer,
         ):
             for batch in _translated(batches):
                 num_rows += len(batch)
-                writer.write_table(_plain(pa.Table.from_batches([batch])))
+                writer.write_batch(batch)
         sync(temporary)
         temporary.rename(path)
         sync(path.parent)
@@ -219,12 +219,3 @@ def _translated(batches: Any) -> Iterator[Any]:
             f"({type(error).__name__}): a value cannot be computed, or has another type than the "
             f"column's first ones, which CAST changes"
         ) from error
-
-
-def _plain(table: Any) -> Any:
-    """Return what a driver hands over in types of its own as these are stored, except UUIDs."""
-    for index, field in enumerate(table.schema):
-        if isinstance(field.type, pa.BaseExtensionType) and not isinstance(field.type, pa.UuidType):
-            stored = table.column(index).cast(field.type.storage_type)
-            table = table.set_column(index, field.name, stored)
-    return table

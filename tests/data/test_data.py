@@ -330,7 +330,7 @@ def test_every_bad_column_is_reported_at_once(tmp_path: Path) -> None:
         ("rows.csv", b"id,y\n\xff\xfe,1\n", "csv", "UTF-8"),
         ("rows.csv", b"id,\xff\n1,1\n", "csv", "UTF-8"),
         ("rows.parquet", b"PAR1 no", "parquet", "cannot be read"),
-        ("rows.npz", b"no archive", "npz", "not an npz archive"),
+        ("rows.npz", b"no archive", "npz", "not a file of this kind"),
         ("rows.npz", b"", "npz", "cannot be read"),
     ],
 )

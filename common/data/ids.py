@@ -309,10 +309,8 @@ def check_allowed(
 def _changes_in_words(effects: Effects, names: Sequence[str]) -> dict[str, int]:
     """Return how many ids each rule has changed, by the rule's name and, of several, the column."""
     if len(names) < 2:
-        return {rule: count for (_, rule), count in effects.changed.items()}
-    return {
-        f"{rule} of {names[column]!r}": count for (column, rule), count in effects.changed.items()
-    }
+        return {rule: count for (_, rule), count in effects.items()}
+    return {f"{rule} of {names[column]!r}": count for (column, rule), count in effects.items()}
 
 
 def _is_blank(text: str, form: CanonicalForm) -> bool:

@@ -12,9 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.text.wording import suggest
+
+OWNER_ONLY = 0o600
+"""Mode of a file that only its owner may read and write."""
 
 _PIECE_BYTES = 2**20
 _LISTED_NAMES = 1000
@@ -77,3 +81,21 @@ def only_one_process(lock: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def replacing_file(path: Path, mode: int = OWNER_ONLY) -> Iterator[BinaryIO]:
+    """Open a file that takes the place of another once it is whole and on disk. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Anyone who can write to the folder could have put a link there, to a file that would change.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    temporary.unlink(missing_ok=True)  # left by a killed process that had this number
+    try:
+        with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import TableSource
-from splitveil.common.data.stored_ids import ID_ENDS, IDS, GrowingArrays, StoredIds
+from splitveil.common.data.stored_ids import ID_OFFSETS, IDS, GrowingArrays, StoredIds
 from splitveil.common.data.table import Table, TableReader
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
 from splitveil.common.text.files import sync
@@ -190,9 +190,9 @@ def keep_rows(folder: Path, num_rows: int, kept: NDArray[np.int64]) -> None:
             rows = np.memmap(path, np.uint8, "r", shape=(num_rows, size))
             _replace(path, (rows[part] for part in some))
     ids = StoredIds.open(folder, num_rows)
-    ends = np.cumsum(np.diff(ids.ends, prepend=0)[kept])
+    offsets = np.cumsum(np.append(0, np.diff(ids.offsets)[kept]))
     _replace(folder / IDS, (ids.take(part).text for part in some))
-    ends.tofile(folder / ID_ENDS)
+    offsets.tofile(folder / ID_OFFSETS)
     kept.astype(np.int64).tofile(folder / KEPT_ROWS)
 
 

@@ -10,7 +10,7 @@
         weights.bin             float64, (rows,), if the settings name a column of weights
         splits.bin              int8, (rows,), if the contract splits by a column
         image.bin               uint8 or float32, (rows, channels, height, width)
-        ids.bin, id_ends.bin    the canonical ids, UTF-8, and the end of each id, int64
+        ids.bin, id_offsets.bin the canonical ids, UTF-8, and where each begins, and the end, int64
         kept_rows.bin           int64, (rows,), the rows of the file, if some were left out
 
 All columns of a row are stored together, so that a batch in random order costs one look-up per row
@@ -54,7 +54,7 @@ from splitveil.common.errors import DataError, StorageError
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule, rules_as_plain
 from splitveil.common.text.files import only_one_process, sync
 
-VERSION = 1
+VERSION = 2
 """Version of the format of these files and of the rules by which cells are read."""
 
 _FILE_SETTINGS = (

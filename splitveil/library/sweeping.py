@@ -17,7 +17,7 @@ from functools import partial
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -25,18 +25,22 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import DataError, EndedForGood, SettingsError, SplitveilError
 from splitveil.common.party import command_line
 from splitveil.common.party.party_settings import PartySettings
+from splitveil.common.record.metrics_log import chart_outcome
 from splitveil.common.record.run_folder import claimed, has_finished, move_aside
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.imports import HANDED_OVER
 from splitveil.deploy.overrides import Overrides
 from splitveil.library.loading import PartiesSettings, files_of, load
 from splitveil.library.recorded import run_recorded
+from splitveil.library.runs import Run
 
 NONCES_APART = 1_000_000
 """Difference between the nonce seeds of two parties: larger than any number of seeds."""
 
 _ERRORS = {one.exit_code: one for one in (SettingsError, DataError)}
 _LAST_LINES = 12
+_CHARTED = {"cut_shape", "batch_size", "epochs", "schedule", "model_seed", "optimizer", "defense"}
+_CHARTED |= {"top_model", "bottom_model", "initial_weights", "early_stopping", "run_budget"}
 _CUSTOM = re.compile(r"\b(kind|name): custom\b")
 
 
@@ -162,9 +166,23 @@ def _run(job: Job, on_epoch: Callable[[], object]) -> bool:
         for name in parties:
             if (folder / name).exists():
                 move_aside(folder / name)
-        with _as_in_a_process_of_its_own(settings.active), suppress(EndedForGood):
-            run_recorded(settings, folder, on_epoch)
+        try:
+            with _as_in_a_process_of_its_own(settings.active), suppress(EndedForGood):
+                run_recorded(settings, folder, on_epoch)
+        finally:
+            with suppress(SettingsError):  # nothing was measured
+                figures = Run(folder).overview()
+                chart_outcome(folder / "hparams", _charted(settings), figures)
     return True
+
+
+def _charted(settings: PartiesSettings) -> dict[str, Any]:
+    """Return the settings that decide what is learned and revealed, by owner."""
+    contract = settings.active.contract.model_dump(mode="json", include=_CHARTED)
+    owners = {ACTIVE: settings.active, **settings.passive}
+    return {"contract": contract} | {
+        name: one.model_dump(mode="json", include=_CHARTED) for name, one in owners.items()
+    }
 
 
 def _is_finished(folder: Path, settings: PartySettings) -> bool:

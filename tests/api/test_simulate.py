@@ -18,6 +18,12 @@ import torch
 import yaml
 from pyarrow import csv
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider  # type: ignore[import-untyped]
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer  # type: ignore[import-untyped]
+from tensorboard.context import RequestContext  # type: ignore[import-untyped]
+from tensorboard.plugins.base_plugin import TBContext  # type: ignore[import-untyped]
+from tensorboard.plugins.hparams import backend_context as hparams  # type: ignore[import-untyped]
+from tensorboard.plugins.hparams import list_session_groups
 
 from splitveil import (
     Ledger,
@@ -98,6 +104,34 @@ def test_frames_are_of_pandas_where_it_is_installed(
     expected = {(one, seed) for one in ("none", "iso noise_ratio=2") for seed in (0, 1)}
     for of in get_args(Kind):
         assert {(row["defense"], row["seed"]) for row in swept.rows(of)} == expected
+
+
+def test_tensorboard_shows_a_sweep_s_settings_beside_its_final_figures(swept: Runs) -> None:
+    events = EventMultiplexer().AddRunsFromDirectory(str(swept.folder))
+    events.Reload()
+    board = TBContext(data_provider=MultiplexerDataProvider(events, ""))
+    given = RequestContext(), hparams.Context(board), ""
+    asked = hparams.api_pb2.ListSessionGroupsRequest(allowed_statuses=[1, 2, 3, 4], slice_size=10)
+    rows = list_session_groups.Handler(*given, asked).run().session_groups
+    shown: dict[str, Any] = {
+        row.sessions[0].name: (
+            row.hparams["active.defense.name"].string_value,
+            row.hparams["passive.optimizer.learning_rate"].number_value,
+            {one.name.tag: pytest.approx(one.value) for one in row.metric_values},
+        )
+        for row in rows
+    }
+    assert shown == {
+        f"{run.name}/hparams": (
+            run.defense,
+            0.01,
+            {f"run/{name}": x for name, x in run.overview().items() if isinstance(x, float)},
+        )
+        for run in swept
+    }
+    tags = {tag.split("/")[0] for tag in events.Runs()[f"{swept[0].name}/active"]["tensors"]}
+    assert tags >= {"train", "validation", "test", "leak", "ledger"}
+    assert not {tag for tag in tags if "leak_" in tag or "_leak" in tag or tag == "audit"}
 
 
 def test_a_seed_decides_the_bits_and_a_frame_of_defenses_holds_means(swept: Runs) -> None:
@@ -525,8 +559,9 @@ def test_after_each_epoch_the_caller_sees_the_run_and_may_end_it(
     ended = Run(tmp_path / "simulated-seed-0")
     assert not ended.has_ended
     assert [row["epoch"] for row in ended.rows("epochs")] == [0, 1]
-    most = ended.ledger.guarantee()
-    assert most.sum_kl.max == ended.rows("epochs")[-1]["sum_kl"] > 0
+    charged = ended.ledger.guarantee().sum_kl.max
+    assert charged > 0
+    assert charged == ended.rows("epochs")[-1]["sum_kl"]
     (whole,) = simulate(**given)
     assert [[row["epoch"], row["test_auc"]] for row in whole.rows("epochs")][:2] == [
         row[:2] for row in seen

@@ -423,6 +423,18 @@ APART: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str]] = {
     "objects": (lambda a, p: (a, p.assign(x0=object())), "passive: .* column x0"),
     "lists": (lambda a, p: (a, p.assign(x0=[[1]] * 300)), "column 'x0': expected numbers, .* list"),
     "a name twice": (lambda a, p: (a, p.set_axis(["x"] * 4, axis=1)), "passive: .* names .*'x'"),
+    "two kinds of cells of a mapping": (
+        lambda a, p: (a, {**p, "x0": np.array([1, "a"] * 150, object)}),
+        "passive: column 'x0': expected cells of one kind, and not nested$",
+    ),
+    "ranges": (
+        lambda a, p: (a, p.assign(x0=pytest.importorskip("pandas").cut(p["x0"], 4))),
+        r"column 'x0': expected numbers, .*, not extension<pandas\.interval",
+    ),
+    "a number and its text as names": (
+        lambda a, p: (a, p.set_axis(["id", "x", 0, "0"], axis=1)),
+        "passive: .* names .*'0'",
+    ),
     "a name twice, of Arrow": (
         lambda a, p: (a, pa.table(p).rename_columns(["x"] * 4)),
         "passive: .* several columns are named 'x'",

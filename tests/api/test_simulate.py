@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
+import duckdb
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pytest
 import torch
@@ -233,22 +235,11 @@ TABLES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "pyarrow": pa.table,
     "pandas": lambda columns: pytest.importorskip("pandas").DataFrame(columns),
     "a stream": lambda columns: pa.table(columns).to_reader(),
-    "texts of polars": lambda columns: pa.table(
-        {
-            name: pa.array(cells).cast(pa.string_view()) if name == "id" else as_category(cells)
-            for name, cells in columns.items()
-        }
+    "polars": lambda columns: pl.DataFrame(columns).with_columns(
+        pl.col("^colour$").cast(pl.Categorical)
     ),
+    "duckdb": lambda columns: duckdb.from_arrow(pa.table(columns)),
 }
-
-
-def as_category(cells: Any) -> Any:
-    found = pa.array(cells)
-    if found.type != pa.string():
-        return found
-    of = found.dictionary_encode()
-    views = of.dictionary.cast(pa.string_view())
-    return pa.DictionaryArray.from_arrays(of.indices, views)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
+import duckdb
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pytest
 import torch
@@ -268,22 +270,11 @@ TABLES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "pyarrow": pa.table,
     "pandas": lambda columns: pytest.importorskip("pandas").DataFrame(columns),
     "a stream": lambda columns: pa.table(columns).to_reader(),
-    "texts of polars": lambda columns: pa.table(
-        {
-            name: pa.array(cells).cast(pa.string_view()) if name == "id" else as_category(cells)
-            for name, cells in columns.items()
-        }
+    "polars": lambda columns: pl.DataFrame(columns).with_columns(
+        pl.col("^colour$").cast(pl.Categorical)
     ),
+    "duckdb": lambda columns: duckdb.from_arrow(pa.table(columns)),
 }
-
-
-def as_category(cells: Any) -> Any:
-    found = pa.array(cells)
-    if found.type != pa.string():
-        return found
-    of = found.dictionary_encode()
-    views = of.dictionary.cast(pa.string_view())
-    return pa.DictionaryArray.from_arrays(of.indices, views)
 
 
 @pytest.fixture(scope="module")
@@ -458,6 +449,18 @@ APART: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str]] = {
     "objects": (lambda a, p: (a, p.assign(x0=object())), "passive: .* column x0"),
     "lists": (lambda a, p: (a, p.assign(x0=[[1]] * 300)), "column 'x0': expected numbers, .* list"),
     "a name twice": (lambda a, p: (a, p.set_axis(["x"] * 4, axis=1)), "passive: .* names .*'x'"),
+    "two kinds of cells of a mapping": (
+        lambda a, p: (a, {**p, "x0": np.array([1, "a"] * 150, object)}),
+        "passive: column 'x0': expected cells of one kind, and not nested$",
+    ),
+    "ranges": (
+        lambda a, p: (a, p.assign(x0=pytest.importorskip("pandas").cut(p["x0"], 4))),
+        r"column 'x0': expected numbers, .*, not extension<pandas\.interval",
+    ),
+    "a number and its text as names": (
+        lambda a, p: (a, p.set_axis(["id", "x", 0, "0"], axis=1)),
+        "passive: .* names .*'0'",
+    ),
     "a name twice, of Arrow": (
         lambda a, p: (a, pa.table(p).rename_columns(["x"] * 4)),
         "passive: .* several columns are named 'x'",

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.data.sequences import tokenizer_files
 from splitveil.common.errors import DataError, EndedForGood, SettingsError, SplitveilError
 from splitveil.common.party import command_line
 from splitveil.common.party.party_settings import PartySettings
@@ -196,6 +197,7 @@ def _is_finished(folder: Path, settings: PartySettings) -> bool:
         return False
     ended = (folder / "summary.json").stat().st_mtime_ns
     files = files_of(settings.data.source, settings.base_dir)
+    files += tokenizer_files(settings.data.features, settings.base_dir).values()
     if any(one.stat().st_mtime_ns > ended for one in files):
         return False
     stored = command_line.stored_settings(folder) | {"runs_dir": str(settings.runs_dir)}

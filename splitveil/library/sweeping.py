@@ -86,11 +86,11 @@ def run_side_by_side(jobs: Sequence[Job], most: int, notify: Notify) -> None:
             "jobs: code of this program has no name that another process can import: move it into "
             "a module, or leave jobs out"
         )
-    waiting, running = deque(jobs), dict[Connection, _Process]()
+    waiting, running = deque(jobs), dict[Connection, _OfJob]()
     try:
         while waiting or running:
             while waiting and len(running) < most:
-                process = _Process(waiting.popleft())
+                process = _OfJob(waiting.popleft())
                 running[process.connection] = process
             for ready in [
                 one for one in connection.wait([*running]) if isinstance(one, Connection)
@@ -114,7 +114,7 @@ def run_side_by_side(jobs: Sequence[Job], most: int, notify: Notify) -> None:
             process.end()
 
 
-class _Process(subprocess.Popen[bytes]):
+class _OfJob(subprocess.Popen[bytes]):
     def __init__(self, job: Job) -> None:
         self.job = job
         self.connection, theirs = connection.Pipe()

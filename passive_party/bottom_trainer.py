@@ -84,7 +84,7 @@ def first_layer(model: nn.Module) -> nn.Module:
     """Return the layer whose output's gradient is attacked besides the cut layer's.
 
     In mlp, tabular and wide_deep that is the first dense layer with its activation, as in Marvell's
-        paper; with no hidden layer it is the cut layer itself. In conv it is the first ReLU, before the
+    paper; with no hidden layer it is the cut layer itself. In conv it is the first ReLU, before the
     pooling. In a user-defined model it is the first submodule, in the order of definition, that has
     parameters of its own that train; settings can name another.
     """

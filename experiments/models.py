@@ -23,7 +23,6 @@ class SummedTop(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, activation: Tensor, _features: Features | None) -> Tensor:
-        """Return one logit per row, (rows,)."""
         return activation.flatten(1).sum(dim=1) + self.bias
 
 
@@ -55,7 +54,6 @@ class GreyImageBottom(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Linear(width, cut_dim))
 
     def forward(self, features: Features) -> Tensor:
-        """Return the activation, (rows, cut_dim)."""
         if features.image is None:
             raise ValueError("expected images")
         activation: Tensor = self.layers(image_as_float(features.image))

@@ -28,7 +28,7 @@ from splitveil.active_party.report.decision import Decision
 from splitveil.active_party.report.figures import MeasuredAttack
 from splitveil.active_party.report.needs import needs_of
 from splitveil.active_party.report.run_files import RunFiles, read_run
-from splitveil.common.errors import SettingsError, SplitveilError
+from splitveil.common.errors import SplitveilError
 from splitveil.common.party.report_parts import circumstances, read_traffic, render, traffic_rows
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import ATTACKS
@@ -81,8 +81,6 @@ def write_report(
 
 def write_comparison(run_dirs: Sequence[Path], output: Path) -> Path:
     """Write a page with several runs side by side, and return its path."""
-    if len(run_dirs) < 2:
-        raise SettingsError("--compare: expected the folders of at least two runs")
     write_text_atomically(output, comparison_page([read_run(folder) for folder in run_dirs]))
     return output
 

@@ -89,9 +89,6 @@ class Parser(argparse.ArgumentParser):
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"  # noqa: SLF001
 
 
-ALIGN_PURPOSE = "find the rows that all parties have, and write this party's, without training"
-
-
 def party_parser(
     program: str, party: str, add_own_commands: Callable[[Commands], None]
 ) -> argparse.ArgumentParser:
@@ -127,8 +124,21 @@ def party_parser(
         help="with --connect: how long to wait for the other party (default: 60)",
     )
     add_json(check)
-    aligned = f"{settings} --output aligned.parquet"
-    add_align_arguments(add_command(commands, "align", ALIGN_PURPOSE, aligned))
+    align = add_command(
+        commands,
+        "align",
+        "find the rows that all parties have, and write this party's, without training",
+        f"{settings} --output aligned.parquet",
+    )
+    align.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="aligned.parquet or aligned.csv: this party's rows of the common ids, in the order "
+        "that is the same at all parties; an earlier file is replaced",
+    )
+    add_json(align)
     _add_verify_transcript(commands)
     add_own_commands(commands)
     return parser
@@ -153,18 +163,6 @@ def add_command(commands: Commands, name: str, purpose: str, example: str) -> Pa
     )
     add_verbosity(command)
     return command
-
-
-def add_align_arguments(align: argparse.ArgumentParser) -> None:
-    align.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="aligned.parquet or aligned.csv: this party's rows of the common ids, in the order "
-        "that is the same at all parties; an earlier file is replaced",
-    )
-    add_json(align)
 
 
 def add_verbosity(command: argparse.ArgumentParser) -> None:

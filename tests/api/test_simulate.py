@@ -46,11 +46,15 @@ from splitveil.deploy.demo import EXAMPLES
 from splitveil.library.loading import read_settings, source_of
 from splitveil.library.own_data import write_settings
 from splitveil.library.runs import Kind
+from tests.support.commands import begun, ended
 from tests.support.equality import assert_same_weights
+from tests.support.markdown import ROOT, blocks
 from tests.support.processes import started
 from tests.support.programs import run_program
 from tests.support.runs import write_example
+from tests.support.simulation import free_address
 
+PYTHON_API = ROOT / "docs" / "guide" / "python-api.md"
 ONE_CORE = {"active.torch_threads": 1, "passive.torch_threads": 1}
 SHORT = {**ONE_CORE, "contract.epochs": 1}
 
@@ -622,6 +626,15 @@ def test_callbacks_follow_the_runs_of_a_sweep_but_for_those_taken_as_they_are(
     assert {run.name for run in ends.runs} == {*names}
 
 
+def test_what_a_callback_draws_changes_no_bit_of_a_run_with_dropout(columns: Columns) -> None:
+    given: dict[str, Any] = {"active": columns[0], "passive": columns[1], "key": "id"}
+    dropout = {"contract.epochs": 2, "passive.bottom_model.dropout": 0.5}
+    given |= {"settings": ONE_CORE | dropout, "attacks": []}
+    (plain,) = simulate(**given)
+    (watched,) = simulate(**given, callbacks=[lambda run: torch.rand(1)])
+    assert watched.rows("steps") == plain.rows("steps")
+
+
 def test_an_interrupted_sweep_goes_on_and_runs_again_only_what_has_changed(
     columns: Columns, tmp_path: Path
 ) -> None:
@@ -729,6 +742,25 @@ def test_an_exported_run_has_its_bits_at_real_parties(
     done = run_program(*words, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout
     there = Run(tmp_path / run.name)
+    for party in ("active", "passive"):
+        assert_same_weights(weights_of(run.path, party), weights_of(there.path, party))
+    assert run.rows("epochs") == there.rows("epochs")
+
+
+def test_one_script_simulates_and_runs_real_parties_with_equal_bits(tmp_path: Path) -> None:
+    programs = [one.text for one in blocks(PYTHON_API) if one.language == "python"]
+    (tables,) = (one.partition("(run,)")[0] for one in programs if "clients = " in one)
+    (study,) = (one for one in programs if "sys.argv" in one)
+    head = 'from splitveil import simulate\n\nshort = {"contract.epochs": 2}\n'
+    (tmp_path / "study.py").write_text(head + tables + study)
+    address = free_address()
+    assert ended(begun(tmp_path, "study")).exit_code == 0
+    both = [
+        begun(tmp_path, "study", party, "--set", f"{option}={address}", "--set", "torch_threads=1")
+        for party, option in (("active", "listen"), ("passive", "connect"))
+    ]
+    assert [ended(process).exit_code for process in both] == [0, 0]
+    run, there = (Run(tmp_path / one / "simulated-seed-0") for one in ("simulated", "runs"))
     for party in ("active", "passive"):
         assert_same_weights(weights_of(run.path, party), weights_of(there.path, party))
     assert run.rows("epochs") == there.rows("epochs")

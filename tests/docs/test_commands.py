@@ -228,6 +228,7 @@ def test_the_programs_of_a_page_run_as_they_stand(
         pytest.importorskip("mlflow")
         monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["study.py"])
     names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page):
         if block.language == "python":

@@ -74,11 +74,6 @@ class Choices(NamedTuple):
     def has_numeric_gaps(self) -> bool:
         return any(column.missing for column in (*self.numeric, *self.timestamps))
 
-    @property
-    def is_skewed(self) -> bool:
-        """Whether some numbers have a long tail, as amounts of money do."""
-        return any(abs(column.skewness) > 5 for column in self.numeric)
-
 
 class Wishes(NamedTuple):
     """What the user has decided."""

@@ -85,21 +85,11 @@ class Traits(NamedTuple):
 
     coverage: Coverage = AGAINST_CLASS_MEANS
 
-    takes_numbers: bool = False
-    """Whether labels may be numbers within bounds, and not only classes."""
-
-    takes_weights: bool = True
-    """Whether the loss can have weights of rows and classes."""
-
-    needs_example_keys: bool = False
-    """Whether ``RawBatch.example_keys`` has to be given."""
-
-    needs_slopes: bool = False
-    """Whether ``RawBatch.slopes`` has to be given."""
-
-    has_own_objective: bool = False
-    """Whether ``DefenseSection.objective`` returns one."""
-
+    takes_numbers: bool = False  # whether labels may be numbers within bounds, and not only classes
+    takes_weights: bool = True  # whether the loss can have weights of rows and classes
+    needs_example_keys: bool = False  # whether ``RawBatch.example_keys`` has to be given
+    needs_slopes: bool = False  # whether ``RawBatch.slopes`` has to be given
+    has_own_objective: bool = False  # whether ``DefenseSection.objective`` returns one
     top_learns_targets: bool = True
     """Whether the top model learns from ``Defense.targets``, and not from the true labels."""
 
@@ -117,8 +107,7 @@ class Traits(NamedTuple):
     subject_column: str | None = None
     """The column that names the person whom a row is about; None if the defense reads none."""
 
-    earlier_targets: tuple[str, ...] = ()
-    """Folders of earlier runs whose targets are used again."""
+    earlier_targets: tuple[str, ...] = ()  # folders of earlier runs whose targets are used again
 
 
 class DefenseSection(Section):

@@ -16,6 +16,7 @@ import pytest
 
 from splitveil.active_party.defenses import Adversary, LeakCharge, NoisyLabelDefense
 from splitveil.active_party.defenses.dp_bounds import delta_of
+from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.ledger.ledger import LeakLedger
 
@@ -94,31 +95,41 @@ def divergence_of(draws: Sequence[Draw]) -> float:
     return 2 * float(accountant.rdp[0])  # that of either label to the other: all are symmetric
 
 
+KINDS = (
+    *(("gaussian", 2), ("laplace", 2), ("alibi", 2), ("alibi", 7)),
+    *(("randomized_response", classes) for classes in (2, 5)),
+)
+ONE = {
+    f"{kind} {strength} of {classes}": [label("a", kind, strength, classes)]
+    for kind, classes in KINDS
+    for strength in (0.1, 1.0, 4.0)
+}
 GAUSSIAN = {
     "six fresh answers": [fresh(0.3)] * 6,
     "answers of several strengths": [fresh(mu) for mu in (0.4, 0.5, 0.9)],
     "a noisy label": [label("a", "gaussian", 2.0)],
     "two keys and fresh answers": [
-        label("a", "gaussian", 2.0), label("b", "gaussian", 1.5), fresh(0.3), fresh(0.3)
+        *(label("a", "gaussian", 2.0), label("b", "gaussian", 1.5)),
+        *(fresh(0.3), fresh(0.3)),
     ],
-}  # fmt: skip
-OTHERS = {
-    "a response": [label("a", "randomized_response", 1.0)],
-    "a response over five classes": [label("a", "randomized_response", 1.0, classes=5)],
+}
+MIXED = {
     "three responses": [label(key, "randomized_response", 0.6) for key in "abc"],
     "laplace and alibi": [label("a", "laplace", 0.8), label("b", "alibi", 1.5)],
     "every kind": [
-        label("a", "randomized_response", 0.7), label("b", "laplace", 0.5),
-        label("c", "alibi", 0.9), label("d", "gaussian", 2.0), fresh(0.4), fresh(0.4)
+        *(label("a", "randomized_response", 0.7), label("b", "laplace", 0.5)),
+        *(label("c", "alibi", 0.9), label("d", "gaussian", 2.0), fresh(0.4), fresh(0.4)),
     ],
-}  # fmt: skip
+}
+EVERY = ONE | GAUSSIAN | MIXED
+OTHERS = {name: draws for name, draws in (ONE | MIXED).items() if "gaussian" not in name}
 
 
-@pytest.mark.parametrize("draws", (GAUSSIAN | OTHERS).values(), ids=GAUSSIAN | OTHERS)
+@pytest.mark.parametrize("draws", EVERY.values(), ids=EVERY)
 def test_the_divergence_of_all_draws_is_the_accountant_s(draws: list[Draw]) -> None:
     """Repeated noise counts once. Rejects one draw less, and a draw charged for each repetition."""
     bounds = ledger_after(draws, repeats=7)
-    assert bounds.sum_kl.max == pytest.approx(divergence_of(draws), rel=1e-5)
+    assert bounds.sum_kl.max == pytest.approx(divergence_of(draws), rel=1e-6)
     assert bounds.sum_kl.max > 1.05 * divergence_of(draws[1:] or [fresh(1e-3)])
     assert bounds.sum_kl.max < 0.95 * divergence_of([*draws, draws[0]])
 
@@ -126,8 +137,10 @@ def test_the_divergence_of_all_draws_is_the_accountant_s(draws: list[Draw]) -> N
 @pytest.mark.parametrize("draws", GAUSSIAN.values(), ids=GAUSSIAN)
 def test_gaussian_mechanisms_compose_exactly(draws: list[Draw]) -> None:
     """Delta at every epsilon, and the AUC. Rejects one draw less."""
-    guarantee = ledger_after(draws, repeats=7).against(Adversary.ANYBODY)
+    bounds = ledger_after(draws, repeats=7)
+    guarantee = bounds.against(Adversary.ANYBODY)
     assert guarantee.mu is not None
+    assert guarantee.leak_auc == bounds.estimate
     deltas = deltas_of(draws)
     own = np.array([delta_of(guarantee.mu, epsilon) for epsilon in EPSILONS])
     assert own == pytest.approx(deltas, abs=1e-5)
@@ -147,6 +160,7 @@ def test_no_mixture_passes_the_ledger_s_bounds(draws: list[Draw]) -> None:
     if len(draws) == 1:
         assert found == pytest.approx(bounds.guarantee.max, abs=ROUNDED_UP)
     else:
+        assert bounds.guarantee.max < leak_auc_bound(bounds.sum_kl.max) - 0.01
         assert found > max(ledger_after([one], 1).guarantee.max for one in draws) + 0.02
     if bounds.epsilon is not None:
         beyond = EPSILONS - bounds.epsilon

@@ -27,8 +27,8 @@ class WideDeepBelowCut(nn.Module):
 
     def forward(self, features: Features) -> Tensor:
         """Return the activation, (rows, 1)."""
-        activation: Tensor = self.deep(features)
-        return activation + self.wide(features)[:, None]
+        activation: Tensor = self.deep(features) + self.wide(features)[:, None]
+        return activation
 
 
 class GreyImageBottom(nn.Sequential):

@@ -22,9 +22,9 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from splitveil.common.data import sources
-from splitveil.common.data.source_settings import IN_MEMORY, SqlSource, expand_path, read_secret
+from splitveil.common.data.source_settings import IN_MEMORY, SqlSource, expand_path
 from splitveil.common.errors import DataError, SettingsError, StorageError
-from splitveil.common.text.files import check_regular, only_one_process, replacing_file
+from splitveil.common.text.files import check_regular, only_one_process, read_secret, replacing_file
 from splitveil.common.text.imports import extra_missing
 
 _logger = logging.getLogger(__name__)

@@ -79,7 +79,7 @@ def open_converted(
     cache_dir = source.resolve_cache(base_dir) if isinstance(source, CacheableSource) else None
     if cache_dir is None:
         raise TypeError("the settings have no cache_dir")
-    stamps = _stamps(source, base_dir)
+    stamps = stamps_of(source, base_dir)
     name = getattr(source, "path", "query").rstrip("/").rpartition("/")[2]
     key = _key(settings, stamps, split_column, id_rules)
     folder = cache_dir / f"{re.sub(_NOT_IN_NAMES, '_', name)}-{key}"
@@ -89,7 +89,7 @@ def open_converted(
         with only_one_process(folder.with_name(f".{folder.name}.lock")):
             if not (folder / MANIFEST).is_file():
                 _convert(settings, base_dir, folder, progress, split_column, id_rules)
-                if _stamps(source, base_dir) != stamps:
+                if stamps_of(source, base_dir) != stamps:
                     shutil.rmtree(folder)
                     raise DataError(f"{folder.name}: the file changed during its conversion")
     except OSError as error:
@@ -125,7 +125,8 @@ def _key(
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _stamps(source: Source, base_dir: Path) -> list[list[Any]]:
+def stamps_of(source: Source, base_dir: Path) -> list[list[Any]]:
+    """Return path, size and time of each file that a source consists of."""
     match source:
         case ParquetSource() | CsvSource():
             found = find_files(table_path_of(source, base_dir))
@@ -135,7 +136,7 @@ def _stamps(source: Source, base_dir: Path) -> list[list[Any]]:
         case FileSource():
             paths = source.files(base_dir)
         case _:
-            raise TypeError("only files can be converted")
+            paths = []
     return [_stamp(path) for path in paths]
 
 

@@ -88,13 +88,6 @@ class ReconnectSettings(Section):
     """Seconds within which the peer must answer a message."""
 
 
-class ReportSettings(Section):
-    """The contents of this party's report."""
-
-    show_host: bool = True
-    """Whether the summary and the report name the machine on which the run ended."""
-
-
 class PartySettings(Section):
     """The settings that every party has."""
 

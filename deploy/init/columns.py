@@ -205,7 +205,7 @@ MOST_VALUES = 200
 def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column:
     text = as_text(cells)
     if text is None:
-        return Column(name, "other", len(cells), cells.null_count, (), 0, (), (), 0.0, "")
+        return Column(name, "other", len(cells), cells.null_count, (), 0, (), (), "")
     present = set(pc.unique(text).to_pylist())
     gaps = tuple(gap for gap in dict.fromkeys((*GAPS, *missing_texts)) if gap in present)
     found = read_categories(WrittenColumn(text, name, gaps))

@@ -216,10 +216,8 @@ def test_a_signal_while_aligning_does_not_wait_for_the_last_id(tmp_path: Path) -
     """There is no model yet, and so no checkpoint: it would be there after the last id."""
 
     def interrupt(party: PartyName, number: signal.Signals) -> tuple[tuple[int, int], Pair]:
-        one_at_a_time = (
-            "alignment_workers=1"  # for it to last seconds, however many cores there are
-        )
-        with started(example(tmp_path / party, rows=30_000), one_at_a_time) as pair:
+        # So many ids last seconds, however many cores there are.
+        with started(example(tmp_path / party, rows=100_000)) as pair:
             pair.active.wait_until_says("handshake done")
             getattr(pair, party).signal(number)
             return pair.wait(), pair

@@ -155,7 +155,6 @@ def completed(line: str) -> list[str]:
         ("splitveil demo breast_cancer_", ["breast_cancer_two_labs"]),
         ("splitveil schema con", ["contract"]),
         ("splitveil audit READ", ["README.md"]),
-        ("splitveil compare doc", ["docs"]),
     ],
 )
 def test_bash_completes_sub_commands_options_and_files(line: str, offered: list[str]) -> None:
@@ -284,18 +283,6 @@ def test_a_report_says_where_it_is(folder: Path, call: Call) -> None:
     done = call(*words, folder / "runs" / "small-non-seed-0")
     assert done.exit_code == 2
     assert f"in {folder / 'runs'}; did you mean 'small-none-seed-0'?" in done.err
-
-
-def test_runs_are_compared_as_a_table_and_as_json(folder: Path, call: Call) -> None:
-    runs = [folder / "runs" / f"small-{name}-seed-0" for name in ("none", "iso")]
-    table = call("compare", *runs)
-    assert table.exit_code == 0
-    assert "test AUC" in table.out
-    found = call("compare", *runs, "--json").json()
-    assert [one["defense"] for one in found["runs"]] == ["none", "iso"]
-    summary = json.loads((runs[0] / "active" / "summary.json").read_text())
-    assert found["runs"][0]["summary"]["test_auc"] == summary["test_auc"]
-    assert call("compare", runs[0], runs[0]).exit_code == 2
 
 
 def test_certificates_are_shown_as_json(tmp_path: Path, call: Call) -> None:

@@ -193,8 +193,6 @@ def test_the_ledger_of_a_run_bounds_what_its_summary_bounds(swept: Runs) -> None
     for peers in defenses.Adversary:
         assert bounds.against(peers).leak_auc.max == run.bounds[str(peers)]
     assert run.bounds["knows class means only"] < 1 == run.bounds["anybody"]
-    with pytest.raises(ValueError, match="expected one run, got 4"):
-        _ = swept.ledger
 
 
 def test_a_simulation_leaves_nothing_behind_but_runs_that_are_in_use(tmp_path: Path) -> None:
@@ -522,7 +520,7 @@ def test_arrays_of_several_feature_owners_correspond_row_by_row(columns: Columns
     features = np.column_stack([columns[1]["x0"], columns[1]["x1"]])
     two = {"a": features, "b": np.column_stack([columns[0]["own"]])}
     (run,) = simulate(active={"y": np.arange(300) % 3}, passive=two, label="y", settings=SHORT)
-    assert sorted(run.summaries) == ["a", "active", "b"]
+    assert {path.parent.name for path in run.path.glob("*/summary.json")} == {"a", "active", "b"}
     assert run.summary["aligned_rows"] == 300
     assert run.settings["data"]["classes"] == 3
     assert run.summary["test_accuracy"] is not None

@@ -86,11 +86,7 @@ def p_value(guesses: int, correct: int, pairs: int, epsilon: float, delta: float
 
 
 def epsilon_lower_bound(
-    guesses: int,
-    correct: int,
-    pairs: int,
-    delta: float = DELTA,
-    confidence: float = CONFIDENCE,
+    guesses: int, correct: int, pairs: int, delta: float = DELTA, confidence: float = CONFIDENCE
 ) -> float:
     """Return the largest epsilon whose p-value is at most one minus the confidence, or 0."""
     largest_p = 1 - confidence
@@ -190,10 +186,7 @@ def is_offered(predictions: Floats, positive: Mask, draws: Floats) -> Mask:
 
 
 def _prepare(
-    attack: str,
-    scored: ScoredRows,
-    explainer: "_Explainer",
-    draws: Floats,
+    attack: str, scored: ScoredRows, explainer: "_Explainer", draws: Floats
 ) -> _Guesses | None:
     """Return an attack's guesses of the offered pairs; None if there are too few."""
     rows, predictions = scored.rows, scored.predictions

@@ -22,8 +22,7 @@ sum is the sum rounded: the guarantee is not weakened, and the low bits of a flo
 which differ between y = 0 and y = 1, reveal nothing. Laplace noise ends at 44 times its scale;
 anything beyond has probability 2^-63.
 
-The best AUC of any score, and the Gaussian mechanism that reveals no less, are those of
-`dp_bounds`. What is drawn once costs the same whatever the number of epochs.
+The best AUC of any score, and the Gaussian mechanism that reveals no less: `dp_bounds`.
 """
 
 import math

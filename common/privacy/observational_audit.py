@@ -12,17 +12,13 @@ positive with probability min(q, 1 - q) / q and a negative with min(q, 1 - q) / 
 conditional probability, an offered row's label is a fair coin given its features.
 
 The predictions q only approximate p(y given x). Two things keep their errors out of the guesses: a
-score's part that features explain is subtracted, which leaves the product of two errors (as in
-Shah and Peters, "The Hardness of Conditional Independence Testing and the Generalised Covariance
-Measure", 2020), and as many high as low scores are guessed, so that a shift of q alone makes as
-many wrong guesses as right ones.
+score's part that features explain is subtracted, which leaves the product of two errors
+(`adjusted_auc`), and as many high as low scores are guessed, so that a shift of q alone makes as
+many wrong guesses as right ones. One half of the rows chooses attack, sign and number of guesses,
+and the other half is tested: the confidence holds however many attacks were tried.
 
-One half of the rows chooses attack, sign and number of guesses, and the other half is tested: the
-confidence holds however many attacks were tried.
-
-The bound holds for one training run, without a second model. An adversary guesses for some of m
-independent pairs which of the two was used, and abstains from the others. Under (epsilon,
-delta)-differential privacy of each choice, with even odds before,
+An adversary of one training run guesses for some of m independent pairs which of the two was used.
+Under (epsilon, delta)-differential privacy of each choice, with even odds before,
 
     P[v or more of r guesses correct]  <=  beta + 2 m delta alpha
     beta   = P[B >= v],   B ~ Binomial(r, exp(epsilon) / (1 + exp(epsilon)))

@@ -300,8 +300,7 @@ class Defense(ABC):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Resume from a state that ``state_dict`` returned.
 
-        Raises:
-            ValueError: the state belongs to another defense.
+        Raises ValueError if the state belongs to another defense.
         """
         if state:
             raise ValueError(f"this defense keeps no state, got {sorted(state)}")

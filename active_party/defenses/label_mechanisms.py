@@ -253,7 +253,6 @@ def _laplace(keys: Tensor, epsilon: float) -> Tensor:
 
 
 def _others(labels: Tensor, bits: Tensor, num_classes: int) -> Tensor:
-    """Pick one of the other classes for each label, all equally likely."""
     # A draw of exactly 1 would otherwise lead back to the label.
     steps = 1 + (open_uniform(bits, torch.float64) * (num_classes - 1)).floor()
     return (labels + steps.clamp(max=num_classes - 1)) % num_classes

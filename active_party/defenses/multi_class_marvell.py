@@ -120,7 +120,6 @@ class MultiClassMarvell(RememberingDefense):
 
 
 def _charged(left: Tensor, fitted_means: Tensor, means: Tensor) -> Tensor:
-    """Charge each pair for its gap in the batch if that is longer than the fitted gap."""
     gaps, fitted = squared_distances(means), squared_distances(fitted_means)
     of_new_gaps = torch.where(gaps > 0, math.inf, 0.0)
     return torch.where(fitted > 0, left * (gaps / fitted).clamp(min=1.0), of_new_gaps)

@@ -195,14 +195,12 @@ def combine_with_hints(
 
 
 def _centre(values: _Floats) -> None:
-    """Subtract the mean, in a unit in which squares stay in range."""
     _make_size_one(values)
     values -= values.sum() / max(len(values), 1)
     _make_size_one(values)
 
 
 def _make_size_one(values: _Floats) -> None:
-    """Scale values to a largest magnitude of 1; zeros remain zeros."""
     largest = max(values.max(initial=0.0), -values.min(initial=0.0))
     if largest > 0:
         values /= largest

@@ -126,8 +126,7 @@ def strata_of(predictions: Floats, positive: Mask, max_strata: int = MAX_STRATA)
     The sum of q (1 - q) is the same in each, ``MIN_PER_STRATUM`` or more; there are at most
     ``max_strata``, and neighbours are merged until each has two rows of both classes.
 
-    Returns:
-        The number of each row's stratum from 0, ascending with the predictions, (rows,).
+    The number of each row's stratum from 0, ascending with the predictions, (rows,).
     """
     left_open = predictions * (1 - predictions)
     number = max(1, min(max_strata, int(left_open.sum() / MIN_PER_STRATUM)))
@@ -195,8 +194,7 @@ def adjusted_leak_auc(
 def advantage_over(prior: Floats, scores: Floats, positive: Mask) -> Advantage:
     """Compare an attack with ``prior``, the scores of the attacker's own model, or a constant.
 
-    Raises:
-        OneClass: there is no positive, or no negative.
+    Raises OneClass if there is no positive, or no negative.
     """
     attack, own = placements(scores, positive), placements(prior, positive)
     signs = [1.0 if of.auc >= 0.5 else -1.0 for of in (attack, own)]
@@ -215,8 +213,7 @@ def operating_points(scores: Floats, positive: Mask) -> OperatingPoints:
     A tie with the first negative too many counts as not found. Ties at the end of the highest
     scores count with their share of positives.
 
-    Raises:
-        OneClass: there is no positive, or no negative.
+    Raises OneClass if there is no positive, or no negative.
     """
     if placements(scores, positive).auc < 0.5:
         scores = -scores

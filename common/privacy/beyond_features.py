@@ -156,7 +156,6 @@ def _pairs(
 
 
 def _on(positions: npt.NDArray[np.int64], seen: RunScores) -> tuple[npt.NDArray[np.int64], Floats]:
-    """Return the rows that have a score, as indices of the positions, and the scores."""
     _, rows, chosen = np.intersect1d(
         positions, seen.positions, assume_unique=True, return_indices=True
     )

@@ -151,8 +151,7 @@ def pick_labelled(
 def complete_model(activations: Tensor, hints: Hints, num_classes: int, seed: int) -> Tensor:
     """Train a head on activations with some known labels, and classify all examples with it.
 
-    Returns:
-        The head's logits, (examples, classes), float64.
+    The head's logits, (examples, classes), float64.
     """
     rows = activations.detach().flatten(start_dim=1).cpu()
     centre, unit = _moments(rows)
@@ -218,7 +217,6 @@ class _Head:
 
 
 def _moments(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of each column, the latter 1 where all are equal."""
     parts = _parts(rows)
     centre = torch.stack([part.double().sum(dim=0) for part in parts]).sum(dim=0) / len(rows)
     squares = [(part.double() - centre).square().sum(dim=0) for part in parts]

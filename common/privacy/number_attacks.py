@@ -108,7 +108,6 @@ def ridge_r2(gradients: Tensor, labels: Tensor, seed: int) -> float:
 
 
 def _ridge(rows: _Floats, labels: _Floats) -> _Floats:
-    """Return the coefficients whose penalty has the smallest leave-one-out error."""
     left, sizes, right = np.linalg.svd(rows, full_matrices=False)
     unit = max(float(np.square(sizes).sum()) / max(rows.shape[1], 1), 1e-300)
     along = left.T @ labels

@@ -60,8 +60,7 @@ _SEED_OF_HALVES, _SEED_OF_OFFERS = 0, 1
 def p_value(guesses: int, correct: int, pairs: int, epsilon: float, delta: float = DELTA) -> float:
     """Return the largest probability of so many correct guesses on ``pairs`` under a bound.
 
-    Raises:
-        ValueError: the numbers do not fit each other.
+    Raises ValueError if the numbers do not fit each other.
     """
     if not 0 <= correct <= guesses <= pairs or not epsilon >= 0 or not 0 <= delta <= 1:
         raise ValueError(
@@ -149,8 +148,7 @@ def observe_epsilon(
 ) -> EpsilonBound | None:
     """Bound epsilon from below with the best of several attacks.
 
-    Returns:
-        None if no attack has enough offered pairs.
+    None if no attack has enough offered pairs.
     """
     draws = np.random.default_rng(_SEED_OF_OFFERS).random(models.num_rows)
     explainer = _Explainer(models, attacks.values())

@@ -93,7 +93,7 @@ def test_the_divergence_of_laplace_noise_is_that_of_its_densities(epsilon: float
         parts = ((-60 / each, 0), (0, 1), (1, 60 / each))
         return float(sum(integrate.quad(integrand, *part)[0] for part in parts))
 
-    expected = {
+    expected: dict[LabelMechanism, float] = {
         LaplaceLabels(kind="laplace", epsilon=epsilon): one_number(epsilon),
         AlibiLabels(kind="alibi", epsilon=epsilon): 2 * one_number(epsilon / 2),
     }

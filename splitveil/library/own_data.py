@@ -1,8 +1,9 @@
 """Tables in memory as the data of simulated parties: arrays, data frames, tables of pyarrow.
 
 Each table is written as a Parquet file beside settings made for it, so that a simulation reads it
-as two processes would. Numbers become numeric features, dates and times timestamps, and texts
-categories. Gaps in numbers and times become the mean of the training rows, as ``init`` proposes.
+as two processes would. Numbers become numeric features, dates and times timestamps, texts
+categories, and lists of whole numbers sequences. Gaps in numbers and times become the mean of the
+training rows, as ``init`` proposes.
 """
 
 import hashlib
@@ -19,6 +20,7 @@ import pyarrow.compute as pc
 import yaml
 from pyarrow import parquet
 
+from splitveil.common.data.category_lists import is_list
 from splitveil.common.data.columns import (
     WrittenColumn,
     almost_numbers,
@@ -228,7 +230,8 @@ def _is_by_party(passive: Any) -> bool:
 def _data(
     folder: Path, name: str, table: pa.Table, own: Sequence[str], id_column: str | None
 ) -> dict[str, Any]:
-    features: dict[str, list[str]] = {"numeric": [], "categorical": [], "timestamps": []}
+    ways = ("numeric", "categorical", "timestamps", "sequences")
+    features: dict[str, list[str]] = {way: [] for way in ways}
     others = {*own, id_column, *_index_of(table)}
     for column in table.schema:
         if column.name not in others and not is_unnamed_index(column.name):
@@ -253,6 +256,8 @@ def _data(
                 list_rows(rows + 1),
             )
     chosen: dict[str, Any] = {kind: names for kind, names in features.items() if names}
+    if sequences := chosen.get("sequences"):
+        chosen["sequences"] = {one: _sequence(table.column(one)) for one in sequences}
     if any(map(_has_gaps, table.select(features["numeric"] + features["timestamps"]).columns)):
         chosen |= {"missing_numeric": "mean", "missing_indicator": True}
     return {
@@ -266,14 +271,23 @@ def _way_of(column: pa.Field, table: str) -> str:
     kind, types = column.type, pa.types
     if types.is_date(kind) or types.is_timestamp(kind):
         return "timestamps"
+    if is_list(kind) and types.is_integer(kind.value_type):
+        return "sequences"
     cells = kind.value_type if types.is_dictionary(kind) else kind
     is_other = isinstance(cells, pa.BaseExtensionType) and cells.extension_name != "arrow.uuid"
     if types.is_duration(kind) or types.is_time(kind) or types.is_nested(cells) or is_other:
         raise SettingsError(
-            f"{table}: column {column.name!r}: expected numbers, dates, times or texts, not "
-            f"{cells}: convert the column or leave it out"
+            f"{table}: column {column.name!r}: expected numbers, dates, times, texts or lists of "
+            f"whole numbers, not {cells}: convert the column or leave it out"
         )
     return "numeric" if is_numeric(kind) or types.is_boolean(kind) else "categorical"
+
+
+def _sequence(cells: pa.ChunkedArray) -> dict[str, int]:
+    """Return settings that fit all rows of a column of lists of whole numbers."""
+    longest = pc.max(pc.list_value_length(cells)).as_py()
+    largest = pc.max(pc.list_flatten(cells)).as_py()
+    return {"max_length": max(1, longest or 0), "num_tokens": max(0, largest or 0) + 1}
 
 
 def _settings(data: dict[str, Any]) -> dict[str, Any]:

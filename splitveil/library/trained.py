@@ -191,10 +191,12 @@ class _OfTensors(nn.Module):
         numeric: Tensor | None = None,
         categorical: Tensor | None = None,
         image: Tensor | None = None,
+        tokens: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> Tensor:
         if self.scaling is not None:
             numeric = self.scaling(numeric)
-        given = (numeric, categorical, image)
+        given = (numeric, categorical, image, tokens, lengths)
         features = None if all(part is None for part in given) else Features(*given)
         called = (activation, features) if self._takes_activation else (features,)
         output: Tensor = self.model(*called)

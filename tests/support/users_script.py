@@ -42,12 +42,12 @@ def main(folder: Path) -> None:
         passive=passive,
         label="churned",
         key="id",
-        defense=["none", defenses.IsoDefense(noise_ratio=1.0), Halved, defenses.own(noisy)],
+        defense=["none", defenses.Marvell(power_ratio=4), Halved, defenses.own(noisy)],
         attacks=["norm", "spectral"],
         settings={"contract.epochs": 1, "passive.bottom_model": bottom},
         threads=1,
         runs=folder,
-        on_epoch=show,
+        callbacks=[show],
     )
     run, frame = runs[0], runs.frame("defenses")
     print(frame.shape, frame.columns, runs.bounds["none"]["anybody"], run.test_auc, runs.report())

@@ -177,7 +177,7 @@ def test_modules_are_found_under_one_name_alone(installed: Installed) -> None:
 def test_type_checkers_find_no_fault_with_a_users_script(
     installed: Installed, tmp_path: Path
 ) -> None:
-    script = shutil.copy(ROOT / "tests" / "support" / "users_script.py", tmp_path)
+    script = str(shutil.copy(ROOT / "tests" / "support" / "users_script.py", tmp_path))
     cache = f"--cache-dir={tmp_path / 'cache'}"
     installed.run("python", "-m", "mypy", "--strict", cache, script)
     python = str(installed.bin / "python")

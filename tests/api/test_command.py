@@ -3,7 +3,6 @@
 import argparse
 import json
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from splitveil.command.program import SUB_COMMANDS
 from splitveil.common.record.transcript import Transcript
 from splitveil.experiments import __main__ as experiments
 from splitveil.passive_party.commands import program as passive_party
-from tests.support.programs import ROOT, run_program
+from tests.support.programs import run_program
 from tests.support.runs import write_example
 
 HEAVY = ("torch", "grpc", "sklearn", "scipy", "pandas")
@@ -128,38 +127,6 @@ def test_every_program_prints_its_completion(shell: str, call: Call) -> None:
         done = call("--print-completion", shell, main=main)
         assert (done.exit_code, done.err) == (0, "")
         assert "print-completion" in done.out
-
-
-def completed(line: str) -> list[str]:
-    """Return what bash offers for a line at whose end the tabulator is pressed."""
-    script = run_program(sys.executable, "-m", "splitveil", "--print-completion", "bash").stdout
-    words = line.split(" ")
-    quoted = " ".join(f"'{word}'" for word in words)
-    tail = (
-        f"\nCOMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _shtab_splitveil 2>/dev/null"
-        '\nprintf "%s\\n" "${COMPREPLY[@]}"'
-    )
-    done = subprocess.run(
-        ["bash", "-c", script + tail], capture_output=True, text=True, check=False, cwd=ROOT
-    )
-    return done.stdout.split()
-
-
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("splitveil ac", ["active"]),
-        ("splitveil active pl", ["plan"]),
-        ("splitveil active run --fr", ["--fresh"]),
-        ("splitveil certs sh", ["show"]),
-        ("splitveil demo breast_cancer_", ["breast_cancer_two_labs"]),
-        ("splitveil schema con", ["contract"]),
-        ("splitveil audit READ", ["README.md"]),
-        ("splitveil active report doc", ["docs"]),
-    ],
-)
-def test_bash_completes_sub_commands_options_and_files(line: str, offered: list[str]) -> None:
-    assert completed(line) == offered
 
 
 @pytest.mark.parametrize("party", ["active", "passive"])

@@ -84,15 +84,14 @@ def first_layer(model: nn.Module) -> nn.Module:
     """Return the layer whose output's gradient is attacked besides the cut layer's.
 
     In mlp, tabular and wide_deep that is the first dense layer with its activation, as in Marvell's
-    paper; with no hidden layer it is the cut layer itself. In conv it is the first convolution with
-    activation and pooling: the gradient before the pooling has the same norms, in four times the
-    values. In a user-defined model it is the first submodule, in the order of definition, that has
+    paper; with no hidden layer it is the cut layer itself. In conv it is the first ReLU, before the
+    pooling. In a user-defined model it is the first submodule, in the order of definition, that has
     parameters of its own that train; settings can name another.
     """
     if isinstance(model, MlpBottom | MlpTop | WideDeepBottom | WideDeepTop):
         return next(iter(model.layers.children()))
     if isinstance(model, ConvBottom | ConvTop) and len(model.blocks):
-        return next(iter(model.blocks.children()))
+        return model.blocks.get_submodule("block_0.1")
     for layer in model.modules():
         if any(weight.requires_grad for weight in layer.parameters(recurse=False)):
             return layer

@@ -92,12 +92,13 @@ class Oriented(nn.Module):
 
 
 def build_critic(width: int, weight_limit: float, entropy: bytes) -> nn.Sequential:
-    """Return a critic of single numbers: two dense layers, clipped.
+    """Return a critic of single numbers: two dense layers, each with leaky ReLU, clipped.
 
     Its initial weights come from the entropy, 2,496 secret bytes.
     """
     with torch.random.fork_rng(devices=()):  # layers fill themselves from torch's own generator
-        critic = nn.Sequential(nn.Linear(1, width), nn.LeakyReLU(), nn.Linear(width, 1))
+        layers = nn.Linear(1, width), nn.LeakyReLU(), nn.Linear(width, 1), nn.LeakyReLU()
+        critic = nn.Sequential(*layers)
     generator = torch.Generator()
     fill_state(generator, entropy)
     with torch.no_grad():

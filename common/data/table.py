@@ -183,8 +183,8 @@ def table_of(
     """Read and check the columns of an open source that the settings name, as ``read_table``."""
     features = settings.features
     reader = TableReader(settings, source, split_column, id_rules)
-    columns = source.read(reader.selection.needed)
-    image = _read_image(source, features.image) if features and features.image else None
+    needed, has_image = reader.selection.needed, features is not None and features.image is not None
+    columns, image = _in_parts(source, needed) if has_image else (source.read(needed), None)
     if not num_rows_of(columns, image, source.name):
         raise DataError(f"{source.name}: there are no rows")
     table = reader.add(columns, image)
@@ -393,9 +393,12 @@ def num_rows_of(columns: Mapping[str, Any], image: NDArray[Any] | None, source: 
     return lengths.pop() if lengths else 0
 
 
-def _read_image(source: RowSource, settings: ImageSettings) -> NDArray[Any]:
-    if isinstance(source, ImageFolder):
-        return source.read_images()
-    if isinstance(source, NpzFile) and settings.array is not None:
-        return source.read_array(settings.array)
-    raise TypeError("images are allowed only in npz files and image folders")
+def _in_parts(source: RowSource, names: Sequence[str]) -> tuple[Mapping[str, Any], NDArray[Any]]:
+    if not isinstance(source, ImageFolder | NpzFile):
+        raise TypeError("images are allowed only in npz files and image folders")
+    parts = list(source.parts(names))
+    columns = {
+        name: pa.chunked_array([chunk for part in parts for chunk in part.columns[name].chunks])
+        for name in names
+    }
+    return columns, np.concatenate([part.image for part in parts if part.image is not None])

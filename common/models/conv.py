@@ -98,10 +98,9 @@ EMBEDDING_DIM = 4
 def _blocks(in_channels: int, channels: Sequence[int]) -> nn.Sequential:
     blocks: OrderedDict[str, nn.Module] = OrderedDict()
     for number, width in enumerate(channels):
-        # ReLU of the largest of four equals the largest of four ReLUs, and has the same gradient;
-        # in this order ReLU is applied to a quarter as many numbers.
+        convolution = nn.Conv2d(in_channels, width, kernel_size=3, padding="same")
         blocks[f"block_{number}"] = nn.Sequential(
-            nn.Conv2d(in_channels, width, kernel_size=3, padding="same"), nn.MaxPool2d(2), nn.ReLU()
+            convolution, nn.ReLU(inplace=True), nn.MaxPool2d(2)
         )
         in_channels = width
     return nn.Sequential(blocks)

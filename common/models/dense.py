@@ -159,7 +159,7 @@ class MlpBottom(DenseBottom):
             settings,
             self.input.output_dim,
             math.prod(cut_shape),
-            nn.ReLU() if settings.output_activation == "relu" else None,
+            {"relu": nn.ReLU(), "sigmoid": nn.Sigmoid()}.get(settings.output_activation),
         )
 
 

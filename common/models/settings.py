@@ -18,7 +18,7 @@ class DenseModel(Section):
     activation: Literal["relu", "leaky_relu"] = "relu"
     """Activation function after each hidden layer."""
 
-    output_activation: Literal["identity", "relu"] = "identity"
+    output_activation: Literal["identity", "relu", "sigmoid"] = "identity"
     """Activation function after the last layer of a bottom model; a top model must leave this at
     ``identity``, because its output is a logit."""
 

@@ -96,12 +96,15 @@ def slopes(function: Callable[[Tensor], float], at: Tensor) -> Tensor:
 
 def test_the_adversarial_loss_is_the_difference_of_the_critics_means() -> None:
     case = Case()
+    with torch.no_grad():
+        case.critic.get_parameter("2.bias").sub_(0.3)  # negative scores: their slope is small, too
     weights = [parameter.detach().numpy() for parameter in case.critic.parameters()]
 
     def score(numbers: Tensor) -> float:
         hidden = numbers.numpy()[:, None] * weights[0].T + weights[1]
         hidden = np.where(hidden > 0, hidden, 0.01 * hidden)
-        return float((hidden @ weights[2].T + weights[3]).mean())
+        scores = hidden @ weights[2].T + weights[3]
+        return float(np.where(scores > 0, scores, 0.01 * scores).mean())
 
     noisy, predicted = case.labels + 0.01, case.predictions(case.activation).detach()
     with torch.no_grad():
@@ -110,6 +113,8 @@ def test_the_adversarial_loss_is_the_difference_of_the_critics_means() -> None:
     assert loss == pytest.approx(score(noisy) - score(predicted), rel=1e-12)
     assert of_generator == pytest.approx(-score(predicted), rel=1e-12)
     assert abs(loss) > 1e-3
+    with torch.no_grad():
+        assert float(case.critic(noisy[1:2, None])) < 0 < float(case.critic(noisy[:1, None]))
 
 
 def test_what_is_sent_is_the_sum_of_both_slopes_at_norm_one() -> None:

@@ -378,11 +378,12 @@ def test_top_model_that_does_not_fit_is_explained(
     assert part in str(raised.value)
 
 
-def test_output_activation_is_that_of_the_cut_layer() -> None:
+@pytest.mark.parametrize("name", ["relu", "sigmoid"])
+def test_output_activation_is_that_of_the_cut_layer(name: str) -> None:
     plain = build_bottom_model(model(), SHAPES, (50,), seed=0)(batch())
-    cut = build_bottom_model(model(output_activation="relu"), SHAPES, (50,), seed=0)(batch())
+    cut = build_bottom_model(model(output_activation=name), SHAPES, (50,), seed=0)(batch())
     assert (plain < 0).any()
-    assert torch.equal(cut, plain.relu())
+    assert torch.equal(cut, getattr(plain, name)())
 
 
 def test_dropout_acts_in_training_only() -> None:
@@ -466,7 +467,19 @@ def test_first_layer_is_the_one_next_to_the_features_with_its_activation() -> No
     own = build_bottom_model(custom("OwnBottom"), SHAPES, (6,), seed=0)
     assert first_layer(own) is named_layer(own, "norm")
     images = build_bottom_model(conv(channels=[8, 9]), LESIONS, (9, 21, 21), seed=0)
-    assert first_layer(images) is named_layer(images, "blocks.block_0")
+    assert first_layer(images) is named_layer(images, "blocks.block_0.1")
+    tap, picture = LayerTap(first_layer(images)), batch(2, LESIONS)
+    activation = images(picture)
+    activation.sum().backward()
+    gradient = tap.take()
+    assert gradient is not None
+    assert gradient.shape == (2, 8, 84, 84)  # before the pooling, as in Marvell's paper
+    assert picture.image is not None
+    layers = [images.get_submodule(f"blocks.block_{number}.0") for number in (0, 1)]
+    first = layers[0](picture.image.float() / 255).clamp(min=0).detach().requires_grad_()
+    rest = nn.functional.max_pool2d(layers[1](nn.functional.max_pool2d(first, 2)).clamp(min=0), 2)
+    (expected,) = torch.autograd.grad(rest.sum(), first)
+    torch.testing.assert_close(gradient, expected)
     with pytest.raises(SettingsError, match=r"no layer 'layers.hiden_0'; did you mean .*hidden_0"):
         named_layer(deep, "layers.hiden_0")
 

@@ -1,5 +1,6 @@
 """Texts and sequences reach a model by name, which may begin with an encoder from a file."""
 
+import csv
 import json
 import shutil
 import sys
@@ -21,7 +22,7 @@ from splitveil.common.data.settings import DataSettings
 from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.settings import validate
-from tests.api.test_own_models import call_of, given
+from tests.api.test_own_models import call_of
 from tests.api.test_simulate import ONE_CORE, columns_of, weights_of
 from tests.models.test_models import custom
 from tests.support.equality import assert_same, assert_same_weights
@@ -136,9 +137,12 @@ def test_a_pretrained_encoder_trains_slower_and_its_embeddings_not_at_all(tmp_pa
         activation = run.model("passive")(rows)
         found = run.model("active")(activation, own).sigmoid()
     torch.testing.assert_close(found, torch.tensor(predicted["probability"][:5]))
+    with (tmp_path / "passive.csv").open() as file:
+        written = {row["id"]: float(row["x1"]) for row in csv.DictReader(file)}
+    numbers = torch.tensor([[written[name]] for name in ids], dtype=torch.float64)
     for kind in ("torch.export", "onnx"):
         _, path = run.export(tmp_path / "out", kind)
-        found = call_of(path)(**given(rows))
+        found = call_of(path)(numeric=numbers, tokens=rows.tokens, lengths=rows.lengths)
         torch.testing.assert_close(found, activation, rtol=1e-4, atol=1e-5)
     # Whoever encodes rows for the exported half needs no other file.
     (tmp_path / "tokenizer.json").unlink()

@@ -248,8 +248,6 @@ class TableReader:
         features = settings.features
         rows = _WrittenRows(settings, self._source, columns, first_row)
         labels, coded = rows.labels(), rows.coded(selection)
-        numeric, weights = rows.numeric(selection), rows.weights()
-        splits = rows.splits(self._split_column)
         if features is None or features.image is None:
             image = None
         elif image is not None:
@@ -261,14 +259,14 @@ class TableReader:
             source=self._source,
             ids=(),
             labels=labels,
-            numeric=numeric,
+            numeric=rows.numeric(selection),
             categorical={name: coded[name] for name in selection.chosen.categorical},
             image=image,
-            splits=splits,
+            splits=rows.splits(self._split_column),
             lists={name: coded[name] for name in selection.chosen.lists},
             sequences={name: coded[name] for name in selection.chosen.sequences},
             timestamps=tuple(selection.chosen.timestamps),
-            weights=weights,
+            weights=rows.weights(),
             gaps=features.gaps if features else "refused",
         )
 

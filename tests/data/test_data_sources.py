@@ -395,10 +395,18 @@ def test_a_driver_may_be_a_library_named_by_its_path(tmp_path: Path, one_file: s
     assert digest(source, tmp_path) == one_file
 
 
-@pytest.mark.parametrize("driver", ["nodriver", "no driver", "./absent.so", "./people.sqlite"])
-def test_a_driver_that_is_none_is_refused(tmp_path: Path, driver: str) -> None:
+@pytest.mark.parametrize(
+    ("driver", "remedy"),
+    [
+        ("acme", ": pip install adbc-driver-acme, or name the path"),
+        ("./absent.so", "$"),
+        ("./people.sqlite", "$"),
+    ],
+)
+def test_a_driver_that_is_none_is_refused(tmp_path: Path, driver: str, remedy: str) -> None:
     write_database(tmp_path / "people.sqlite", rows(3))
-    with pytest.raises(SettingsError, match=f"driver: {driver}: there is no such ADBC driver"):
+    expected = f"driver: {driver}: there is no such ADBC driver here{remedy}"
+    with pytest.raises(SettingsError, match=expected):
         PartyData.load(settings(query(driver=driver)), tmp_path)
 
 

@@ -24,6 +24,7 @@ from splitveil.experiments.settings import (
     Overlay,
     Settings,
     Size,
+    overlaid,
     rows_of,
 )
 from splitveil.passive_party.settings import PassiveSettings
@@ -168,22 +169,6 @@ def with_folders(settings: Settings, folders: Mapping[str, Path]) -> Settings:
 
 def folder_name(name: str) -> str:
     return slug(name, keep="_.=+-")
-
-
-def overlaid(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of ``base`` updated with the values of ``over``, section by section.
-
-    A section with another ``kind``, ``name`` or ``mode`` replaces the whole section: the settings
-    of an mlp make no sense for a convolution.
-    """
-    if any(key in over and over[key] != base.get(key) for key in ("kind", "name", "mode")):
-        return dict(over)
-    result = dict(base)
-    for name, value in over.items():
-        below = result.get(name)
-        is_section = isinstance(value, Mapping) and isinstance(below, dict)
-        result[name] = overlaid(below or {}, value) if is_section else value
-    return result
 
 
 def _size(experiment: Experiment, name: str) -> Size:

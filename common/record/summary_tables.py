@@ -1,12 +1,11 @@
 """Prints the tables at the end of a run."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rich.console import Console
 
 from splitveil.common.record.assessment import assess
-from splitveil.common.record.figures import LeakFigures
 from splitveil.common.record.summary import Summary, plain_figures
 from splitveil.common.text.log_lines import log_fields, writes_json
 from splitveil.common.text.output import printing_console
@@ -31,6 +30,9 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
     for name, value in _main_figures(summary):
         table.add_row(name, value)
     console.print(table)
+    if summary.active is None:
+        for found in _adversary_tables(summary):
+            console.print(found)
 
 
 def _main_figures(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -54,12 +56,6 @@ def _main_figures(summary: Summary) -> Iterator[tuple[str, str]]:
             figure = assessment.figure_in_words(assessment.strongest)
             yield "strongest attack, feature-adjusted leak AUC", figure
         yield "bound for the whole run", assessment.bound_in_words
-    elif summary.leak is not None:
-        yield "strongest attack, raw leak AUC, features included", _strongest_raw(summary.leak)
-    if summary.audited is not None:
-        layers = summary.audited.leak_aucs.values()
-        best = max((auc for attacks in layers for auc in attacks.values()), default=None)
-        yield "strongest own attack, audited leak AUC, features included", in_words(best)
     if active.leak_alarms:
         yield "leak alarms", str(active.leak_alarms)
     if active.refused_messages:
@@ -67,18 +63,24 @@ def _main_figures(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "refused messages", ", ".join(f"{label(name)} {count}" for name, count in refused)
 
 
-def _strongest_raw(leak: LeakFigures) -> str:
-    found = [
-        (auc, attack, layer)
-        for layers in (
-            {layer: {a: x.mean for a, x in one.items()} for layer, one in leak.batches.items()},
-            {layer: {a: x.auc for a, x in one.items()} for layer, one in leak.run_level.items()},
-        )
-        for layer, attacks in layers.items()
-        for attack, auc in attacks.items()
-        if auc is not None
-    ]
-    if not found:
-        return "none was measured"
-    auc, attack, layer = max(found)
-    return f"{attack} at {layer}: {auc:.3f}"
+def _adversary_tables(summary: Summary) -> Iterator[PlainTable]:
+    """Yield what a passive party's attacks have measured, and what they were given for it."""
+    if summary.leak is not None:
+        leak = summary.leak
+        layers: dict[str, dict[str, float | None]] = {}
+        for layer, batches in leak.batches.items():
+            layers[layer] = {attack: found.mean for attack, found in batches.items()}
+        for layer, of_run in leak.run_level.items():
+            layers.setdefault(layer, {}).update({a: found.auc for a, found in of_run.items()})
+        pair = "" if leak.by_class is None else ", worst pair of classes"
+        yield _adversary_table(layers, f"raw leak AUC{pair}; given: labels for evaluation")
+    if summary.audited is not None:
+        yield _adversary_table(summary.audited.leak_aucs, "leak AUC, audited by the active party")
+
+
+def _adversary_table(layers: Mapping[str, Mapping[str, float | None]], measured: str) -> PlainTable:
+    table = PlainTable(f"adversary: {measured}", ("attack",), tuple(layers))
+    for attack in dict.fromkeys(attack for found in layers.values() for attack in found):
+        of_layers = (found.get(attack) for found in layers.values())
+        table.add_row(attack, *("-" if auc is None else f"{auc:.3f}" for auc in of_layers))
+    return table

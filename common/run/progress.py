@@ -173,6 +173,6 @@ def refusing_other_versions() -> Iterator[None]:
 def other_data() -> DataError:
     """Return the error of a party whose data have changed since the run was started."""
     return DataError(
-        "this party's data are not those that the run was started with; restore them, or start "
-        "over with --fresh"
+        "this party's data, or its files of pretrained weights, are not those that the run was "
+        "started with; restore them, or start over with --fresh"
     )

@@ -148,7 +148,7 @@ class Column(NamedTuple):
     """The distinct values, the most frequent first; at most ``MOST_VALUES`` of them."""
 
     counts: tuple[int, ...]
-    """Third standardised moment of the numbers; 0 for other cells."""
+    """Rows of each of them."""
 
     reason: str
     """Why the whole numbers look like codes and not quantities; empty if they do not."""

@@ -61,7 +61,7 @@ def leave_results(
     write_summary(folder, summary)
     if stopped is not None:
         mark_as_ended(folder, {"ended_by": "the active party"})
-    print_summary("passive party", summary)
     try_to_report(folder)
+    print_summary("passive party", summary)
     if stopped is not None:
         raise stopped

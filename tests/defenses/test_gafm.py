@@ -20,7 +20,6 @@ from splitveil.active_party.defenses import (
     GafmDefense,
     IsoDefense,
     MarvellDefense,
-    MaxNormDefense,
     NoDefense,
     NoisyLabelDefense,
     RawBatch,
@@ -96,12 +95,15 @@ def slopes(function: Callable[[Tensor], float], at: Tensor) -> Tensor:
 
 def test_the_adversarial_loss_is_the_difference_of_the_critics_means() -> None:
     case = Case()
+    with torch.no_grad():
+        case.critic.get_parameter("2.bias").sub_(0.3)  # negative scores: their slope is small, too
     weights = [parameter.detach().numpy() for parameter in case.critic.parameters()]
 
     def score(numbers: Tensor) -> float:
         hidden = numbers.numpy()[:, None] * weights[0].T + weights[1]
         hidden = np.where(hidden > 0, hidden, 0.01 * hidden)
-        return float((hidden @ weights[2].T + weights[3]).mean())
+        scores = hidden @ weights[2].T + weights[3]
+        return float(np.where(scores > 0, scores, 0.01 * scores).mean())
 
     noisy, predicted = case.labels + 0.01, case.predictions(case.activation).detach()
     with torch.no_grad():
@@ -110,6 +112,8 @@ def test_the_adversarial_loss_is_the_difference_of_the_critics_means() -> None:
     assert loss == pytest.approx(score(noisy) - score(predicted), rel=1e-12)
     assert of_generator == pytest.approx(-score(predicted), rel=1e-12)
     assert abs(loss) > 1e-3
+    with torch.no_grad():
+        assert float(case.critic(noisy[1:2, None])) < 0 < float(case.critic(noisy[:1, None]))
 
 
 def test_what_is_sent_is_the_sum_of_both_slopes_at_norm_one() -> None:
@@ -214,13 +218,6 @@ def test_softened_labels_are_uniform_on_their_side_of_a_half(response: str) -> N
         part = soft[labels == label].numpy()
         assert stats.kstest(part, stats.uniform(low, 0.3).cdf).pvalue > 0.001
         assert stats.kstest(part, stats.uniform(low, 0.315).cdf).pvalue < 0.001
-
-
-def test_a_softened_label_still_tells_the_label() -> None:
-    """Unlike a randomised response, it has no label-DP of any epsilon: no value is of both."""
-    labels = (torch.arange(1000) % 2).float()
-    soft = losses.soften(labels, losses.draw_shifts(answer_noise(), labels, 0.5))
-    assert torch.equal(soft > 0.5, labels == 1)
 
 
 def test_fresh_responses_follow_the_question_and_persistent_ones_the_example() -> None:
@@ -328,23 +325,6 @@ def test_where_the_means_cancel_their_gap_would_be_the_wrong_charge() -> None:
     assert leak_auc_bound(report.charge.sum_kl) < 0.6
     assert read > 0.9
     assert leak_auc_bound(charge_of(settings, raw, labels, mixed.label_move).sum_kl) > read
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        GafmDefense(),
-        GafmDefense(response="persistent"),
-        GafmDefense(composed_with=MaxNormDefense()),
-        GafmDefense(composed_with=MarvellDefense(), terms="gan_only"),
-        GafmDefense(composed_with=IsoDefense(), terms="gan_only"),
-    ],
-    ids=str,
-)
-def test_what_has_no_proof_is_charged_without_bound(settings: GafmDefense) -> None:
-    labels, _, mixed = one_number_batch(0.2)
-    label_move = math.inf if settings.terms == "gan_only" else mixed.label_move
-    assert charge_of(settings, mixed.raw, labels, label_move).sum_kl == math.inf
 
 
 def test_on_a_wider_cut_marvells_noise_does_not_cover_the_labels_direction() -> None:

@@ -151,6 +151,7 @@ def test_every_example_is_defended_and_compose_runs_one() -> None:
         service = both[f"{party}-party"]
         assert service["command"][1] == f"/examples/{EXAMPLE.name}/{party}.yaml"
         assert service["mem_limit"]
+    assert "--set=defense.name=${DEFENSE:-marvell}" in both["active-party"]["command"]
 
 
 @deployed

@@ -85,12 +85,10 @@ def open_folder(settings: ActiveSettings, *, fresh: bool) -> Path | None:
 def leave_summary(
     settings: ActiveSettings, folder: Path, summary: Summary, stopped: EndedForGood | None
 ) -> None:
-    """Write and print a run's summary, and then its report."""
     # A run need not wait for what its report is made with, nor hold it in memory.
     from splitveil.active_party.report import try_to_report  # noqa: PLC0415
 
-    provenance = provenance_of_process(shows_host=settings.report.show_host)
-    summary = replace(summary, version=VERSION, provenance=provenance)
+    summary = replace(summary, version=VERSION, provenance=provenance_of_process())
     write_summary(folder, summary)
     if stopped is not None:
         limit = "run_budget" if isinstance(stopped, BudgetExhausted) else "leak_gate"

@@ -27,9 +27,8 @@ class WideDeepBelowCut(nn.Module):
 
     def forward(self, features: Features) -> Tensor:
         """Return the activation, (rows, 1)."""
-        deep: Tensor = self.deep(features)
-        wide: Tensor = self.wide(features)
-        return deep + wide[:, None]
+        activation: Tensor = self.deep(features) + self.wide(features)[:, None]
+        return activation
 
 
 class GreyImageBottom(nn.Sequential):

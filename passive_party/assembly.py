@@ -155,13 +155,12 @@ def evaluation_labels(settings: PassiveSettings) -> PartyData | None:
 def build_aligner(
     settings: PassiveSettings, data: PartyData, folder: Path, *, fresh: bool = False
 ) -> Aligner:
-    """Build the aligner. Call it before the first gRPC channel, because it may start processes."""
     kept, tried = records_of(settings, folder)
     if fresh:
         kept.discard()
     return Aligner(
         Participant(settings.contract, settings.party, data.ids, data.table.splits),
-        engine_of(settings, len(data.ids)),
+        engine_of(settings),
         partial(draw_nonce, settings),
         tried,
         kept,

@@ -82,7 +82,7 @@ class LeakAudit:
         keeps_scores: bool = False,
         convention: Literal["leak", "paper"] = "leak",
     ) -> None:
-        self._is_plain = convention == "paper"
+        self._is_plain = convention == "paper" and not class_names
         table = {str(name): attack for name, attack in (*ATTACKS.items(), *custom.items())}
         self._attacks = tuple(name for name in table if name in attacks)
         run_attacks = tuple(name for name in RUN_ATTACKS if name in attacks)

@@ -79,8 +79,6 @@ class RunIdentity(NamedTuple):
 
 
 class Progress:
-    """The progress of one party through the course of a run."""
-
     def __init__(self, contract: Contract, rows: AlignedRows, store: CheckpointStore) -> None:
         self.batch_number = 0  # number of batches that have been handled
         self.due: Batch | None = None  # the batch that is due; None after the last one

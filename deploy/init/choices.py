@@ -46,8 +46,6 @@ class LeftOut(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """What each column of a table is."""
-
     id_column: str | None
     label: Label | None
     numeric: tuple[Column, ...]
@@ -76,8 +74,6 @@ class Choices(NamedTuple):
 
 
 class Wishes(NamedTuple):
-    """What the user has decided."""
-
     id_column: str | None = None
     has_id: bool = True
     """Whether there is an id at all; without one, equal row numbers mean the same example."""

@@ -128,12 +128,11 @@ HALVES: dict[str, tuple[Any, Any]] = {
 
 @pytest.fixture(scope="module")
 def mixed(columns: Columns) -> Columns:
-    """Return the columns with gaps, times and lists among them."""
+    """Return the columns with gaps and lists among them."""
     active, passive = columns
-    times = np.datetime64("2025-11-03T07:30", "s") + np.arange(300) * np.timedelta64(29, "h")
     gaps = np.where(np.arange(300) % 3 == 0, np.nan, 50 * passive["x1"])
     tags = np.array(["", "a", "a|b", "b|c"])[np.arange(300) % 4]
-    return active, {**passive, "x1": gaps, "when": times.astype("datetime64[us]"), "tags": tags}
+    return active, {**passive, "x1": gaps, "tags": tags}
 
 
 MIXED = {
@@ -146,12 +145,8 @@ MIXED = {
 
 def numbers_of(passive: dict[str, Any]) -> NDArray[np.float64]:
     """Return the columns' numbers as they are, and for each list 1 at a, b and c that it has."""
-    hours, days = (passive["when"].astype(f"datetime64[{unit}]").astype(int) for unit in "hD")
-    months = passive["when"].astype("datetime64[M]").astype(int)
-    times = [1970 + months // 12, 1 + months % 12, (3 + days) % 7, hours % 24]
     tags = [np.char.count(passive["tags"], tag) for tag in "abc"]
-    unknown = np.zeros(300)
-    return np.column_stack([passive["x0"], passive["x1"], *times, *tags, unknown])
+    return np.column_stack([passive["x0"], passive["x1"], *tags, np.zeros(300)])
 
 
 @pytest.fixture(scope="module", params=HALVES)

@@ -343,11 +343,18 @@ def query(driver: str = "sqlite", **values: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("driver", ["sqlite", "duckdb"])
 @pytest.mark.parametrize("cache", [{}, {"cache_dir": "cache"}])
-def test_a_query_gives_the_same_bits_as_a_file(
+def test_a_query_gives_the_same_bits_as_a_file_and_notices_a_change(
     tmp_path: Path, one_file: str, driver: str, cache: dict[str, str]
 ) -> None:
-    write_database(tmp_path / f"people.{driver}", rows())
+    path = tmp_path / f"people.{driver}"
+    with pytest.raises(DataError, match="the database cannot be read"):
+        digest(query(driver, **cache), tmp_path)
+    assert not path.exists()
+    write_database(path, rows())
     assert digest(query(driver, **cache), tmp_path) == one_file
+    path.unlink()
+    write_database(path, rows(COUNT - 1))
+    assert digest(query(driver, **cache), tmp_path) != one_file
 
 
 def test_the_result_of_a_query_is_fixed_when_it_is_first_used(tmp_path: Path) -> None:
@@ -361,19 +368,6 @@ def test_the_result_of_a_query_is_fixed_when_it_is_first_used(tmp_path: Path) ->
     assert digest(shuffled | {"snapshot": "again"}, tmp_path) != before
     (first, second) = sorted((tmp_path / "snapshots").glob("query-*.parquet"))
     assert first.stat().st_mode & 0o077 == second.stat().st_mode & 0o077 == 0
-
-
-@pytest.mark.parametrize("driver", ["sqlite", "duckdb"])
-@pytest.mark.parametrize("cache", [{}, {"cache_dir": "cache"}])
-def test_a_change_of_the_database_is_noticed(
-    tmp_path: Path, driver: str, cache: dict[str, str]
-) -> None:
-    source, path = query(driver, **cache), tmp_path / f"people.{driver}"
-    write_database(path, rows())
-    before = digest(source, tmp_path)
-    path.unlink()
-    write_database(path, rows(COUNT - 1))
-    assert digest(source, tmp_path) != before
 
 
 FROM_FILES = (
@@ -453,44 +447,33 @@ def test_a_bad_query_is_refused(
     assert not (tmp_path / "copied.csv").exists()
 
 
-@pytest.mark.parametrize("driver", ["sqlite", "duckdb"])
-def test_a_database_that_is_not_there_is_refused_and_not_made(tmp_path: Path, driver: str) -> None:
-    with pytest.raises(DataError, match="the database cannot be read"):
-        PartyData.load(settings(query(driver)), tmp_path)
-    assert not (tmp_path / f"people.{driver}").exists()
+UNREADABLE = "its address cannot be read"
 
 
-def test_a_server_that_does_not_answer_is_named_without_its_password(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("postgresql://me:word-3391@127.0.0.1:1/people\n", "Connection refused"),
+        ("postgresql://me:word-3391@[::1/people", UNREADABLE),
+        ("postgresql://me:p@word-3391@localhost:1/people", UNREADABLE),
+        ("postgresql://me:word-3391/p@localhost/people", UNREADABLE),
+        ("postgresql://localhost/people?sslmode=word-3391", UNREADABLE),
+        ("host=localhost password=word word-3391", UNREADABLE),
+    ],
+)
+def test_a_server_that_cannot_be_reached_is_named_without_its_password(
+    tmp_path: Path, address: str, expected: str
+) -> None:
     path = tmp_path / "uri"
     path.touch(0o600)
-    path.write_text("postgresql://me:word-3391@127.0.0.1:1/people\n")
+    path.write_text(address)
     source = query("postgresql", uri=None, uri_file="uri")
-    with pytest.raises(DataError, match="Connection refused") as refused:
+    with pytest.raises(DataError, match=expected) as refused:
         PartyData.load(settings(source), tmp_path)
     assert "3391" not in str(refused.value)
     path.chmod(0o644)
     with pytest.raises(SettingsError, match="chmod 600"):
         PartyData.load(settings(source), tmp_path)
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        "postgresql://me:word-3391@[::1/people",
-        "postgresql://me:p@word-3391@localhost:1/people",
-        "postgresql://me:word-3391/p@localhost/people",
-        "postgresql://localhost/people?sslmode=word-3391",
-        "host=localhost password=word word-3391",
-    ],
-)
-def test_an_address_that_cannot_be_read_is_not_repeated(tmp_path: Path, address: str) -> None:
-    path = tmp_path / "uri"
-    path.touch(0o600)
-    path.write_text(address)
-    source = query("postgresql", uri=None, uri_file="uri")
-    with pytest.raises(DataError, match="its address cannot be read") as refused:
-        PartyData.load(settings(source), tmp_path)
-    assert "3391" not in str(refused.value)
 
 
 NO_SELECT = "begins with SELECT or WITH"

@@ -5,21 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
-import torch
 from torch import Tensor, nn
 
-from splitveil import Ledger, Run, Runs, attacks, audit, defenses, models, plan, predict, simulate
+from splitveil import Ledger, Run, Runs, audit, defenses, models, plan, predict, simulate
 
 
-class Bottom(nn.Module):
-    def __init__(self, shapes: models.FeatureShapes) -> None:
-        super().__init__()
-        self.plan = nn.Embedding(shapes.vocabulary_sizes[0], 4)
-        self.dense = nn.Linear(shapes.numeric_dim + 4, 16)
-
-    def forward(self, numbers: Tensor, categorical: Tensor) -> Tensor:
-        activation: Tensor = self.dense(torch.cat([numbers, self.plan(categorical[:, 0])], 1))
-        return activation
+def bottom(shapes: models.FeatureShapes) -> nn.Module:
+    return nn.Sequential(nn.Linear(shapes.numeric_dim, 16), nn.ReLU())
 
 
 class Halved(defenses.Defense):
@@ -37,10 +29,6 @@ def noisy(
     return gradients + ratio * noise.standard_normal(tuple(gradients.shape), gradients)
 
 
-def largest(gradients: Tensor) -> Tensor:
-    return gradients.abs().amax(dim=1)
-
-
 def show(run: Run) -> None:
     print(run.name, run.rows("epochs")[-1])
 
@@ -48,24 +36,23 @@ def show(run: Run) -> None:
 def main(folder: Path) -> None:
     x = np.random.default_rng(0).normal(size=(200, 3))
     active = pl.DataFrame({"id": range(200), "churned": x[:, 0] > 0, "age": x[:, 1]})
-    plans = np.where(x[:, 0] > 1, "M", "S")
-    passive = pl.DataFrame({"id": range(200), "calls": x[:, 2], "plan": plans})
+    passive = pl.DataFrame({"id": range(200), "calls": x[:, 2]})
     runs: Runs = simulate(
         active=active,
         passive=passive,
         label="churned",
         key="id",
-        defense=["none", defenses.Iso(noise_ratio=1.0), Halved, defenses.own(noisy)],
-        attacks=["norm", attacks.own(largest, name="largest")],
-        settings={"contract.epochs": 1, "passive.bottom_model": Bottom},
+        defense=["none", defenses.Marvell(power_ratio=4), Halved, defenses.own(noisy)],
+        attacks=["norm", "spectral"],
+        settings={"contract.epochs": 1, "passive.bottom_model": bottom},
         threads=1,
         runs=folder,
         callbacks=[show],
     )
     run, frame = runs[0], runs.frame("defenses")
     print(frame.shape, frame.columns, runs.bounds["none"]["anybody"], run.test_auc, runs.report())
-    bottom, top = run.model("passive"), run.model("active")
-    logits: Tensor = top(bottom(run.features("passive", [1, 2])), run.features("active", [1, 2]))
+    activation = run.model("passive")(run.features("passive", [1, 2]))
+    logits: Tensor = run.model("active")(activation, run.features("active", [1, 2]))
     print(logits.sigmoid(), predict(run, [1, 2, 500]), run.export(folder / "halves", "onnx"))
     ledger = Ledger(200)
     ledger.charge(0.05, np.arange(64), adversary="anybody")

@@ -139,10 +139,6 @@ class Ledger:
         The first four arguments are those of ``charge``.
 
         Args:
-            charge: the answer.
-            rows: its examples.
-            adversary: its peers.
-            is_gaussian: its mechanism.
             leak_auc: the limit as an AUC, above 0.5 and below 1; this or ``sum_kl``.
             sum_kl: the limit as a divergence, above 0.
             peers: the peers for whom the limit has to hold. An account that does not describe them

@@ -88,8 +88,7 @@ def leave_summary(
     # A run need not wait for what its report is made with, nor hold it in memory.
     from splitveil.active_party.report import try_to_report  # noqa: PLC0415
 
-    provenance = provenance_of_process(shows_host=settings.report.show_host)
-    summary = replace(summary, version=VERSION, provenance=provenance)
+    summary = replace(summary, version=VERSION, provenance=provenance_of_process())
     write_summary(folder, summary)
     if stopped is not None:
         limit = "run_budget" if isinstance(stopped, BudgetExhausted) else "leak_gate"

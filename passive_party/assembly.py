@@ -160,7 +160,7 @@ def build_aligner(
         kept.discard()
     return Aligner(
         Participant(settings.contract, settings.party, data.ids, data.table.splits),
-        engine_of(settings, len(data.ids)),
+        engine_of(settings),
         partial(draw_nonce, settings),
         tried,
         kept,

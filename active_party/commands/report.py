@@ -4,7 +4,10 @@ import argparse
 import logging
 from pathlib import Path
 
-from splitveil.active_party.report import write_comparison, write_report
+from rich.console import Console
+
+from splitveil.active_party.report import read_run, write_comparison, write_report
+from splitveil.active_party.report.comparison_table import comparison_table
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.json_output import print_json
 
@@ -21,6 +24,9 @@ def report(parsed: argparse.Namespace) -> None:
         raise SettingsError("--target-leak-auc: expected one run's folder")
     else:
         written = write_comparison(folders, parsed.output or Path("comparison.html"))
+        if not parsed.json:
+            summaries = {str(folder): read_run(folder).active.summary for folder in folders}
+            Console().print(comparison_table("comparison", summaries))
     if parsed.json:
         print_json({"report": str(written)})
     logger.info("report written to %s", written)

@@ -22,8 +22,7 @@ sum is the sum rounded: the guarantee is not weakened, and the low bits of a flo
 which differ between y = 0 and y = 1, reveal nothing. Laplace noise ends at 44 times its scale;
 anything beyond has probability 2^-63.
 
-The best AUC of any score, and the Gaussian mechanism that reveals no less, are those of
-`dp_bounds`. What is drawn once costs the same whatever the number of epochs.
+The best AUC of any score, and the Gaussian mechanism that reveals no less: `dp_bounds`.
 """
 
 import math
@@ -254,7 +253,6 @@ def _laplace(keys: Tensor, epsilon: float) -> Tensor:
 
 
 def _others(labels: Tensor, bits: Tensor, num_classes: int) -> Tensor:
-    """Pick one of the other classes for each label, all equally likely."""
     # A draw of exactly 1 would otherwise lead back to the label.
     steps = 1 + (open_uniform(bits, torch.float64) * (num_classes - 1)).floor()
     return (labels + steps.clamp(max=num_classes - 1)) % num_classes

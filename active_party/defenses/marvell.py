@@ -3,10 +3,8 @@
 Each class k gets N(0, l2k I + (l1k - l2k) D D^T / c), where D is the gap between the class means
 and c = |D|^2. It is sampled as one scalar along D and, where l2k > 0, an isotropic vector.
 
-Across D only one class gets noise. Where the gradients hardly vary, the energy of that noise
-distinguishes that class from the other, at every strength. An answer is charged only for the gap,
-against the noise on it.
-
+Across D only one class gets noise, whose energy distinguishes it from the other at every strength
+where the gradients hardly vary. An answer is charged only for the gap, against the noise on it.
 Three classes or more follow another law, see ``multi_class_marvell``.
 
 Forecasts of fresh noise for two classes are estimates: the ledger does not give credit to spread,

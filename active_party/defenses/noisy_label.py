@@ -59,7 +59,6 @@ from splitveil.common.privacy.adversary import Adversary
 
 
 def _word_of_true(value: object) -> object:
-    """Return YAML's ``true`` as the word that was written."""
     return "true" if value is True else value
 
 

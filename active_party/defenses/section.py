@@ -4,19 +4,12 @@ The settings class of a defense is its front door: it builds the defense, and it
 noise key the defense needs, which charges to expect, and where the defense cannot be used. Other
 modules read its `Traits` or ask it, and never check which defense it is.
 
-Which weights in the loss a defense can be used with (``refusal_of_weights``): a defended gradient
-is that of w_i c_y times the loss of row i, with the row's own weight w_i and the weight c_y of its
-class.
-
-- Class weights c are fixed numbers. They multiply the loss of each label. A defense that replaces
-  labels by targets multiplies by the targets' shares of the labels, never by those of the true
-  label: weights and gradient stay a function of what was released, and every bound holds as before.
-  A defense that adds noise to gradients measures the weighted ones. Persistent noise does not
-  measure: it is made for a label that moves a residual by 1, which with class weights it does not.
-- Row weights w stand in the gradient of every defense, as they are: the peer reads them off the
-  gradients' lengths. Weights that depend on the label would reveal it, whatever replaces the label
-  in the loss. Charges that are measured from class means see that; all others need weights that
-  were chosen without a look at labels.
+Weights in the loss (``refusal_of_weights``): a defended gradient is that of w_i c_y times the loss
+of row i, with the row's own weight w_i and the weight c_y of its class, a fixed number. A defense
+that replaces labels by targets multiplies by the targets' shares of the labels, so that the
+gradient stays a function of what was released; one that adds noise measures the weighted gradients;
+persistent noise does not measure. The peer reads w off the gradients' lengths, whatever replaces
+the label in the loss.
 """
 
 import logging

@@ -126,7 +126,7 @@ def serve_until_end(
 
     Returns the service, and the limit that has ended the run for good, if one has.
     """
-    contract, engine = settings.contract, engine_of(settings, len(data.ids))
+    contract, engine = settings.contract, engine_of(settings)
     exchanges, tried = records_of(settings, folder)
     service = ActiveService(
         session, engine, settings.reconnect.deadline_s, tried, status, exchanges

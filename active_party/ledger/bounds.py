@@ -8,28 +8,19 @@ Two figures follow from the divergence K of all answers about an example:
                                                         (Gilardoni 2010 for the total variation V)
 
 Where all answers together are one Gaussian mechanism, mu^2 = K, the estimate is exact, and so the
-bound is the same number: Phi(mu / sqrt 2) (Dong, Roth and Su 2022, "Gaussian differential privacy",
-theorem 3 and corollary 2). For noisy labels of other kinds there are bounds of their
-own (below), down to the exact AUC of a label that was drawn once; the smallest one counts, and caps
-the estimate. A bound holds for the peers whom every charge of the account describes; for all others
-it is 1.
+bound is the same number (Dong, Roth and Su 2022, "Gaussian differential privacy", theorem 3 and
+corollary 2). Three more bounds hold where they are finite; the smallest of all counts, and caps the
+estimate. A bound holds for the peers whom every charge of the account describes; for all others it
+is 1.
 
-What is known of accounts besides their divergence, from which smaller bounds follow.
-
-An account may be a single release of which the best AUC is known, such as one noisy label, and it
-may consist of releases whose odds are bounded. Each of these bounds on the AUC of every score holds
-where it is finite, and so does the smallest of them:
-
-    a                      all charges are one release, and no score of it passes a
+    a                      all charges are one release, such as one noisy label; no score passes a
     1/2 + tanh(e/2)/2      all charges are label-DP, e in total (`dp_bounds.auc_of_epsilon`)
     Phi(mu / sqrt 2)       no charge reveals more than some Gaussian mechanism; mu^2 adds up
 
-The last one holds for mixtures. A label of each mechanism reveals no more than some Gaussian
-mechanism (`dp_bounds`), and neither does any e-label-DP release (`dp_bounds.gaussian_of_epsilon`).
-Releases that follow each other, however the later ones depend on the earlier ones, reveal no more
-than the Gaussian mechanisms in their places (Dong, Roth and Su 2022, "Gaussian differential
-privacy", theorem 3.2). For a Gaussian mechanism mu^2 is the divergence itself, so an account
-remembers by how much mu^2 exceeds it.
+The last one holds for mixtures (`dp_bounds`): releases that follow each other, however the later
+ones depend on the earlier ones, reveal no more than the Gaussian mechanisms in their places
+(theorem 3.2 there). For a Gaussian mechanism mu^2 is the divergence itself, so an account remembers
+by how much mu^2 exceeds it.
 """
 
 import math

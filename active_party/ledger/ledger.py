@@ -210,7 +210,6 @@ class LeakLedger:
         self._settled_epsilon, self._current_epsilon = state["epsilon"].tolist()
 
     def _settle(self) -> None:
-        """Add the charges of the current noise identity to those of the earlier ones."""
         repeated = where_charged(self._current > 0, self._current_known)
         self._known, self._current_known = compose(self._known, repeated), NOTHING
         self._settled += self._current

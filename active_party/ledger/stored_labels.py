@@ -189,7 +189,6 @@ def labels_first_used(path: Path, key: NoiseKey, ids: Sequence[str], labels: Ten
 
 
 def _read_labels(file: Path) -> tuple[Names, Tensor]:
-    """Return names and labels, none of an empty file."""
     content = file.read_bytes()
     try:
         parts = load(content) if content else {}

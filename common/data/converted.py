@@ -10,7 +10,7 @@
         weights.bin             float64, (rows,), if the settings name a column of weights
         splits.bin              int8, (rows,), if the contract splits by a column
         image.bin               uint8 or float32, (rows, channels, height, width)
-        ids.bin, id_ends.bin    the canonical ids, UTF-8, and the end of each id, int64
+        ids.bin, id_offsets.bin the canonical ids, UTF-8, and where each begins, and the end, int64
         kept_rows.bin           int64, (rows,), the rows of the file, if some were left out
 
 All columns of a row are stored together, so that a batch in random order costs one look-up per row
@@ -43,6 +43,7 @@ from splitveil.common.data.source_settings import (
     CsvSource,
     FileSource,
     ParquetSource,
+    Source,
     SqlSource,
 )
 from splitveil.common.data.sql_snapshot import snapshot_of
@@ -63,6 +64,9 @@ _FILE_SETTINGS = (
 """Settings of sources that decide only which files are read, of which the key has the stamps."""
 
 
+_NOT_IN_NAMES = r"[*?\[\]:${}]+"
+
+
 def open_converted(
     settings: DataSettings,
     base_dir: Path,
@@ -71,21 +75,21 @@ def open_converted(
     id_rules: Sequence[IdRule] = AS_WRITTEN,
 ) -> Table:
     """Open the converted columns that the settings name; convert the file first if necessary."""
-    if not isinstance(settings.source, CacheableSource):
-        raise TypeError("only files can be converted")
-    cache_dir = settings.source.resolve_cache(base_dir)
+    source = settings.source
+    cache_dir = source.resolve_cache(base_dir) if isinstance(source, CacheableSource) else None
     if cache_dir is None:
         raise TypeError("the settings have no cache_dir")
-    stamps = _stamps(settings.source, base_dir)
+    stamps = stamps_of(source, base_dir)
+    name = getattr(source, "path", "query").rstrip("/").rpartition("/")[2]
     key = _key(settings, stamps, split_column, id_rules)
-    folder = cache_dir / f"{_folder_name(settings.source, base_dir)}-{key}"
+    folder = cache_dir / f"{re.sub(_NOT_IN_NAMES, '_', name)}-{key}"
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         # Two parties on one machine may need the same columns of the same file at the same time.
         with only_one_process(folder.with_name(f".{folder.name}.lock")):
             if not (folder / MANIFEST).is_file():
                 _convert(settings, base_dir, folder, progress, split_column, id_rules)
-                if _stamps(settings.source, base_dir) != stamps:
+                if stamps_of(source, base_dir) != stamps:
                     shutil.rmtree(folder)
                     raise DataError(f"{folder.name}: the file changed during its conversion")
     except OSError as error:
@@ -121,7 +125,8 @@ def _key(
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _stamps(source: CacheableSource, base_dir: Path) -> list[list[Any]]:
+def stamps_of(source: Source, base_dir: Path) -> list[list[Any]]:
+    """Return path, size and time of each file that a source consists of."""
     match source:
         case ParquetSource() | CsvSource():
             found = find_files(table_path_of(source, base_dir))
@@ -131,7 +136,7 @@ def _stamps(source: CacheableSource, base_dir: Path) -> list[list[Any]]:
         case FileSource():
             paths = source.files(base_dir)
         case _:
-            raise TypeError("only files can be converted")
+            paths = []
     return [_stamp(path) for path in paths]
 
 
@@ -145,16 +150,6 @@ def _stamp(path: Path) -> list[Any]:
 
 def _resolved(file: FoundFile) -> str:
     return str(file.location.resolve()) if isinstance(file.location, Path) else file.location
-
-
-def _folder_name(source: CacheableSource, base_dir: Path) -> str:
-    if isinstance(source, ParquetSource):
-        return re.sub(r"[*?\[\]:/]+", "_", source.path.rstrip("/").rpartition("/")[2])
-    if isinstance(source, CsvSource):
-        return re.sub(r"[*?\[\]]+", "_", source.resolve(base_dir).name)
-    if isinstance(source, FileSource):
-        return source.resolve(base_dir).name
-    return "query"
 
 
 def _convert(

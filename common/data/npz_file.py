@@ -13,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from splitveil.common.data import sources
-from splitveil.common.data.sources import ArrowColumn, Part, unreadable_is_data_error
+from splitveil.common.data.sources import ArrowColumn, Part, joined, unreadable_is_data_error
 from splitveil.common.errors import DataError
 from splitveil.common.text.wording import suggest
 
@@ -45,11 +45,7 @@ class NpzFile:
         return names
 
     def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
-        parts = [part.columns for part in NpzFile(self._path).parts(names)]
-        return {
-            name: pa.chunked_array([chunk for part in parts for chunk in part[name].chunks])
-            for name in names
-        }
+        return joined(NpzFile(self._path).parts(names), names)
 
     def parts(self, names: Sequence[str]) -> Iterator[Part]:
         shapes, image_array = self._shapes(), self._image_array

@@ -114,8 +114,8 @@ class TokenReader:
             tokens[place, : len(cell)] = cell
         if tokens.max(initial=0) >= self._column.num_tokens:
             raise DataError(
-                f"{self._source}: column {self._column.name!r}: the model was trained with tokens "
-                f"below {self._column.num_tokens:,}, and there are larger ones"
+                f"{self._source}: column {self._column.name!r}: expected tokens below "
+                f"{self._column.num_tokens:,} as in the training, and there are larger ones"
             )
         return tokens[places], lengths[places], is_cut[places]
 
@@ -130,7 +130,8 @@ class TokenReader:
             raise DataError(
                 f"{self._source}: column {self._column.name!r}: its tokenizer cannot split a text"
             ) from error
-        return [(one.ids, bool(one.overflowing)) for one in found]
+        # Tokens that a tokenizer adds to every text are not cut off by itself.
+        return [(one.ids[:most], bool(one.overflowing or one.ids[most:])) for one in found]
 
 
 def say_cut(columns: Sequence[TokenColumn], table: Table, rows: NDArray[np.int64]) -> None:

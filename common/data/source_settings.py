@@ -2,7 +2,6 @@
 
 import os
 import re
-import stat
 import string
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,11 +11,8 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 from splitveil.common.errors import SettingsError
 from splitveil.common.settings import Section
 from splitveil.common.text.addresses import may_hold_secret
-from splitveil.common.text.files import read_bytes, why_unreadable
 
 ColumnName = Annotated[str, StringConstraints(min_length=1)]
-
-_MAX_SECRET_BYTES = 2**16
 
 
 def expand_path(setting: str, path: str, base_dir: Path) -> Path:
@@ -47,22 +43,6 @@ def expand_variables(setting: str, text: str) -> str:
         raise SettingsError(
             f"{setting}: {text}: expected ${{NAME}} for a variable or $$ for a dollar sign"
         ) from error
-
-
-def read_secret(path: Path, setting: str) -> str:
-    """Return the text of a file that only its owner may read; errors never quote it."""
-    try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        if mode & 0o077:
-            raise SettingsError(
-                f"{setting}: {path} has mode {mode:04o}, so that others may read it: "
-                f"chmod 600 {path}"
-            )
-        return read_bytes(path, _MAX_SECRET_BYTES).decode("utf-8").strip()
-    except OSError as error:
-        raise SettingsError(f"{setting}: {path}: {why_unreadable(path, error)}") from error
-    except UnicodeDecodeError:
-        raise SettingsError(f"{setting}: {path}: the text is not UTF-8") from None
 
 
 class CacheableSource(Section):

@@ -10,7 +10,6 @@ only after all of it is on disk.
 import hashlib
 import json
 import logging
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,9 +22,9 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from splitveil.common.data import sources
-from splitveil.common.data.source_settings import IN_MEMORY, SqlSource, expand_path, read_secret
+from splitveil.common.data.source_settings import IN_MEMORY, SqlSource, expand_path
 from splitveil.common.errors import DataError, SettingsError, StorageError
-from splitveil.common.text.files import check_regular, only_one_process, sync
+from splitveil.common.text.files import check_regular, only_one_process, read_secret, replacing_file
 from splitveil.common.text.imports import extra_missing
 
 _logger = logging.getLogger(__name__)
@@ -101,28 +100,21 @@ def _stamps(path: Path, journal_ending: str) -> list[list[int]]:
 def _write(settings: SqlSource, address: str, base_dir: Path, path: Path) -> None:
     for left in path.parent.glob(f".{path.name}.*.tmp"):  # left by a process that was killed
         left.unlink()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    num_rows = 0
     try:
-        # The result is at most as public as the database.
-        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        num_rows = 0
         with (
             _result(settings, address, base_dir) as batches,
-            parquet.ParquetWriter(temporary, batches.schema) as writer,
+            replacing_file(path) as file,  # the result is at most as public as the database
+            parquet.ParquetWriter(file, batches.schema) as writer,
         ):
             for batch in _translated(batches):
                 num_rows += len(batch)
                 writer.write_batch(batch)
-        sync(temporary)
-        temporary.rename(path)
-        sync(path.parent)
     except pa.ArrowNotImplementedError as error:
         raise DataError(
             f"data.source.query: a column has a type that Parquet lacks: change it with CAST "
             f"({error})"
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
     _logger.info("the query returned %d rows, kept in %s", num_rows, path)
 
 

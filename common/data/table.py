@@ -1,6 +1,6 @@
 """Reads a party's own table and checks the columns it needs before anything is sent."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ from splitveil.common.data.label_columns import (
 from splitveil.common.data.npz_file import NpzFile
 from splitveil.common.data.settings import DataSettings, Gaps, ImageSettings
 from splitveil.common.data.source_settings import CsvSource
-from splitveil.common.data.sources import RowSource, TableSource, list_rows
+from splitveil.common.data.sources import RowSource, TableSource, joined, list_rows
 from splitveil.common.data.stored_ids import GrowingArrays, RowNumbers, StoredIds
 from splitveil.common.data.timestamps import read_timestamps
 from splitveil.common.errors import DataError
@@ -121,17 +121,14 @@ class Table:
         """Return a function that gives a column's numbers in some rows."""
         if self.numeric_rows is None:
             return lambda name: self.numeric[name][rows]
-        # All columns of a row are read at once.
-        columns = np.ascontiguousarray(self.numeric_rows[rows].T)
-        return dict(zip(self.numeric, columns, strict=True)).__getitem__
+        return _by_column(self.numeric_rows, rows, self.numeric)
 
     def codes_at(self, rows: NDArray[np.int64]) -> Callable[[str], NDArray[np.int32]]:
         """Return a function that gives a column's codes in some rows."""
         if self.code_rows is None:
             coded = self.coded
             return lambda name: coded[name].codes[rows]
-        columns = np.ascontiguousarray(self.code_rows[rows].T)
-        return dict(zip(self.coded, columns, strict=True)).__getitem__
+        return _by_column(self.code_rows, rows, self.coded)
 
     def with_ids(self, found: UsableIds) -> "Table":
         """Return a table in memory with ids, and without the rows that are left out."""
@@ -159,6 +156,13 @@ class Table:
             sequences=coded(self.sequences),
             weights=taken(self.weights),
         )
+
+
+def _by_column(
+    stored: NDArray[Any], rows: NDArray[np.int64], names: Iterable[str]
+) -> Callable[[str], NDArray[Any]]:
+    columns = np.ascontiguousarray(stored[rows].T)  # all columns of a row are read at once
+    return dict(zip(names, columns, strict=True)).__getitem__
 
 
 def read_table(
@@ -250,8 +254,6 @@ class TableReader:
         features = settings.features
         rows = _WrittenRows(settings, self._source, columns, first_row)
         labels, coded = rows.labels(), rows.coded(selection)
-        numeric, weights = rows.numeric(selection), rows.weights()
-        splits = rows.splits(self._split_column)
         if features is None or features.image is None:
             image = None
         elif image is not None:
@@ -263,14 +265,14 @@ class TableReader:
             source=self._source,
             ids=(),
             labels=labels,
-            numeric=numeric,
+            numeric=rows.numeric(selection),
             categorical={name: coded[name] for name in selection.chosen.categorical},
             image=image,
-            splits=splits,
+            splits=rows.splits(self._split_column),
             lists={name: coded[name] for name in selection.chosen.lists},
             sequences={name: coded[name] for name in selection.chosen.sequences},
             timestamps=tuple(selection.chosen.timestamps),
-            weights=weights,
+            weights=rows.weights(),
             gaps=features.gaps if features else "refused",
         )
 
@@ -397,8 +399,5 @@ def _in_parts(source: RowSource, names: Sequence[str]) -> tuple[Mapping[str, Any
     if not isinstance(source, ImageFolder | NpzFile):
         raise TypeError("images are allowed only in npz files and image folders")
     parts = list(source.parts(names))
-    columns = {
-        name: pa.chunked_array([chunk for part in parts for chunk in part.columns[name].chunks])
-        for name in names
-    }
-    return columns, np.concatenate([part.image for part in parts if part.image is not None])
+    images = [part.image for part in parts if part.image is not None]
+    return joined(parts, names), np.concatenate(images)

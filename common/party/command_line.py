@@ -36,7 +36,6 @@ MAY_CHANGE = frozenset(
     {
         "alignment_attempts",
         "alignment_memory_limit",
-        "alignment_workers",
         "allow_audits",
         "answers",
         "connect",

@@ -6,20 +6,17 @@
     adjusted AUC share of the pairs of a positive and a negative of one stratum in which the rest
                  of the positive is higher, ties half; a positive weighs 1 - q, a negative q
 
-It is the area under the covariate-adjusted ROC curve (Janes and Pepe, "Adjusting for covariate
-effects on classification accuracy using the covariate-adjusted ROC curve", Biometrika 96, 2009)
-with overlap weights (Li, Morgan and Zaslavsky, "Balancing covariates via propensity score
-weighting", JASA 113, 2018): a row counts as much as features leave its label open. With these
-weights either order of a pair of unequal q is equally likely where the rest knows nothing, so that
-the width of a stratum does not count as a leak. Whoever knows the features can subtract what they
-explain: a bound on the AUC of any score of one example bounds this one, too.
+It is the area under the covariate-adjusted ROC curve (Janes and Pepe, Biometrika 96, 2009) with
+overlap weights (Li, Morgan and Zaslavsky, JASA 113, 2018): a row counts as much as features leave
+its label open, and either order of a pair of unequal q is equally likely where the rest knows
+nothing, so that the width of a stratum does not count as a leak. Whoever knows the features can
+subtract what they explain: a bound on the AUC of any score of one example bounds this one, too.
 
 Neither q nor what features explain is known. What is left of an error in q is its product with an
-error in the rest (Chernozhukov et al., "Double/debiased machine learning for treatment and
-structural parameters", 2018; Shah and Peters, "The Hardness of Conditional Independence Testing and
-the Generalised Covariance Measure", 2020). So that a score that repeats features better than q does
-is no leak, q is fitted once more with what features explain of the score (`informed`), as targeted
-learning does (van der Laan and Rose 2011).
+error in the rest (Chernozhukov et al., 2018, "Double/debiased machine learning"; Shah and Peters,
+2020, "The Hardness of Conditional Independence Testing"). So that a score that repeats features
+better than q does is no leak, q is fitted once more with what features explain of the score
+(`informed`), as targeted learning does (van der Laan and Rose 2011).
 
 The interval takes the variance of the placements within strata (DeLong, DeLong and Clarke-Pearson,
 Biometrics 44, 1988), on the logit scale, where an area close to 1 keeps its interval below 1.
@@ -129,8 +126,7 @@ def strata_of(predictions: Floats, positive: Mask, max_strata: int = MAX_STRATA)
     The sum of q (1 - q) is the same in each, ``MIN_PER_STRATUM`` or more; there are at most
     ``max_strata``, and neighbours are merged until each has two rows of both classes.
 
-    Returns:
-        The number of each row's stratum from 0, ascending with the predictions, (rows,).
+    The number of each row's stratum from 0, ascending with the predictions, (rows,).
     """
     left_open = predictions * (1 - predictions)
     number = max(1, min(max_strata, int(left_open.sum() / MIN_PER_STRATUM)))
@@ -198,8 +194,7 @@ def adjusted_leak_auc(
 def advantage_over(prior: Floats, scores: Floats, positive: Mask) -> Advantage:
     """Compare an attack with ``prior``, the scores of the attacker's own model, or a constant.
 
-    Raises:
-        OneClass: there is no positive, or no negative.
+    Raises OneClass if there is no positive, or no negative.
     """
     attack, own = placements(scores, positive), placements(prior, positive)
     signs = [1.0 if of.auc >= 0.5 else -1.0 for of in (attack, own)]
@@ -218,8 +213,7 @@ def operating_points(scores: Floats, positive: Mask) -> OperatingPoints:
     A tie with the first negative too many counts as not found. Ties at the end of the highest
     scores count with their share of positives.
 
-    Raises:
-        OneClass: there is no positive, or no negative.
+    Raises OneClass if there is no positive, or no negative.
     """
     if placements(scores, positive).auc < 0.5:
         scores = -scores

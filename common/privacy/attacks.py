@@ -173,8 +173,7 @@ class Attack(NamedTuple):
     def score(self, gradients: Gradients, knowledge: Knowledge) -> Tensor:
         """Return one score per example, (batch,).
 
-        Raises:
-            ValueError: something that it needs is missing.
+        Raises ValueError if something that it needs is missing.
         """
         missing = self.missing(knowledge)
         if missing is not None:

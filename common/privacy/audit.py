@@ -82,7 +82,7 @@ class LeakAudit:
         keeps_scores: bool = False,
         convention: Literal["leak", "paper"] = "leak",
     ) -> None:
-        self._is_plain = convention == "paper"
+        self._is_plain = convention == "paper" and not class_names
         table = {str(name): attack for name, attack in (*ATTACKS.items(), *custom.items())}
         self._attacks = tuple(name for name in table if name in attacks)
         run_attacks = tuple(name for name in RUN_ATTACKS if name in attacks)
@@ -210,8 +210,7 @@ class LeakAudit:
     def beyond_features(self, covariates: Covariates) -> BeyondFeatures | None:
         """Measure the attacks on the cut layer against what features reveal.
 
-        Returns:
-            None if too few rows of a class are known.
+        None if too few rows of a class are known.
         """
         know_classes = [name for name, attack in self._scored.items() if attack.needs_classes]
         return measure_beyond_features(
@@ -240,8 +239,7 @@ class LeakAudit:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state that ``state_dict`` returned.
 
-        Raises:
-            ValueError: the state belongs to other attacks, classes or number of examples.
+        Raises ValueError if the state belongs to other attacks, classes or number of examples.
         """
         if list(state["attacks"]) != list(self._attacks):
             raise ValueError(
@@ -276,7 +274,6 @@ class LeakAudit:
     def _measure(
         self, observation: Observation, layers: Mapping[str, LayerScores], labels: Tensor
     ) -> AuditedBatch:
-        """Measure random scores and all attacks on all layers together."""
         places = [
             (layer, name)
             for layer in layers

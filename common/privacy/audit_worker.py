@@ -106,10 +106,7 @@ class AuditWorker:
         return self.submit_later(observation.step, observation.gradients, lambda: observation)
 
     def submit_later(
-        self,
-        step: int,
-        gradients: Mapping[str, Tensor],
-        observation: Callable[[], Observation],
+        self, step: int, gradients: Mapping[str, Tensor], observation: Callable[[], Observation]
     ) -> bool:
         """Submit one batch as `submit` does, and let the worker's thread build the observation."""
         if not self.audit.wants(step):

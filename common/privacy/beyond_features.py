@@ -1,8 +1,7 @@
 """What the attacks of a run reveal of the labels beyond what the features reveal.
 
-The figures of a run's audit say how well a score reveals labels. Part of that is not the gradients'
-doing: features reveal labels, too, and a model that learns makes its gradients repeat it. Here the
-same scores are measured against predictions of models that have not seen a row's label.
+Features reveal labels, too, and a model that learns makes its gradients repeat it. Here the scores
+of a run's audit are measured against predictions of models that have not seen a row's label.
 
     adjusted     `splitveil.common.privacy.adjusted_auc`: the leak AUC among rows of one prediction
     advantage    `splitveil.common.privacy.adjusted_auc`: over the attacker's own features
@@ -157,7 +156,6 @@ def _pairs(
 
 
 def _on(positions: npt.NDArray[np.int64], seen: RunScores) -> tuple[npt.NDArray[np.int64], Floats]:
-    """Return the rows that have a score, as indices of the positions, and the scores."""
     _, rows, chosen = np.intersect1d(
         positions, seen.positions, assume_unique=True, return_indices=True
     )

@@ -233,7 +233,6 @@ def _standardised(values: npt.NDArray[Any]) -> _Values:
 
 
 def _calibrated(log_odds: Floats, indices: ClassIndices) -> Floats:
-    """Return probabilities, (rows, classes)."""
     from sklearn.linear_model import LogisticRegression  # noqa: PLC0415
 
     shares = np.arange(1, _BENDS_OF_ODDS + 1) / (_BENDS_OF_ODDS + 1)

@@ -142,8 +142,7 @@ class PairAucs(NamedTuple):
     def worst_pair(self) -> tuple[int, int]:
         """Return the two classes that are separated best: that of the score, and the other one.
 
-        Raises:
-            OneClass: there is no pair with examples.
+        Raises OneClass if there is no pair with examples.
         """
         if np.isnan(self.pairs).all():
             raise OneClass("no pair of classes has examples")
@@ -192,10 +191,7 @@ def batch_aucs(
     """Measure several attacks on one batch together.
 
     Each has one score, or one per class; with two classes at most one, whose AUC is left below 1/2
-    if ``is_plain``.
-
-    Raises:
-        ValueError: a score is NaN, or the shapes differ.
+    if ``is_plain``. Raises ValueError if a score is NaN, or the shapes differ.
     """
     if num_classes == 2:
         every = [one for scores in attacks for one in scores]
@@ -249,8 +245,7 @@ def worst_pair_leak_auc(
 ) -> float:
     """Return the leak AUC of the pair of classes, of enough examples each, that is separated best.
 
-    Raises:
-        OneClass: no pair of classes has that many examples.
+    Raises OneClass if no pair of classes has that many examples.
     """
     aucs = pair_aucs(scores, labels, num_classes)
     sizes = np.bincount(labels, minlength=num_classes)
@@ -315,7 +310,6 @@ def _count(true: Tensor) -> int:
 
 
 def _ascending(values: Tensor) -> Tensor:
-    """Return the order of each row, ties in any order."""
     if values.device.type == "cpu":  # numpy's is several times faster than torch's
         return torch.from_numpy(np.argsort(values.numpy(), axis=1))
     return values.argsort(dim=1)

@@ -14,11 +14,8 @@ variance that the attack explains, where 1 reads every label.
                                examples whose labels it knows; measured on all others
 
 A model that predicts well sends little but what it could not predict, so that attacks which know
-nothing see less and less of the labels while ``informed`` sees them all.
-
-An AUC asks how well positives and negatives are separated, and says nothing of numbers.
-
-What a score reveals beyond what features reveal is a partial R2:
+nothing see less and less of the labels while ``informed`` sees them all. What a score reveals
+beyond what features reveal is a partial R2:
 
     y'    label less its prediction from features
     s'    score less its prediction from features
@@ -27,9 +24,7 @@ What a score reveals beyond what features reveal is a partial R2:
           Econometrica 1988)
 
 Every prediction comes from a regression that has not seen the row (`FeatureModels`). A score that
-repeats what these regressions know of the features has 0, however high its raw R2; one that is the
-label has 1. A score that knows better than the regressions how features reveal labels has more than
-0 without any leak.
+knows better than these regressions how features reveal labels has more than 0 without any leak.
 """
 
 from collections.abc import Mapping
@@ -113,7 +108,6 @@ def ridge_r2(gradients: Tensor, labels: Tensor, seed: int) -> float:
 
 
 def _ridge(rows: _Floats, labels: _Floats) -> _Floats:
-    """Return the coefficients whose penalty has the smallest leave-one-out error."""
     left, sizes, right = np.linalg.svd(rows, full_matrices=False)
     unit = max(float(np.square(sizes).sum()) / max(rows.shape[1], 1), 1e-300)
     along = left.T @ labels

@@ -58,8 +58,7 @@ class LabelClasses(NamedTuple):
     def indices(self, labels: Tensor) -> Tensor:
         """Return labels, (batch,) or (batch, 1), as class indices in int64, (batch,).
 
-        Raises:
-            ValueError: a label is not the index of a class.
+        Raises ValueError if a label is not the index of a class.
         """
         values = labels.detach().reshape(-1)
         indices = values.long()

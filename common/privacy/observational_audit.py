@@ -12,17 +12,13 @@ positive with probability min(q, 1 - q) / q and a negative with min(q, 1 - q) / 
 conditional probability, an offered row's label is a fair coin given its features.
 
 The predictions q only approximate p(y given x). Two things keep their errors out of the guesses: a
-score's part that features explain is subtracted, which leaves the product of two errors (as in
-Shah and Peters, "The Hardness of Conditional Independence Testing and the Generalised Covariance
-Measure", 2020), and as many high as low scores are guessed, so that a shift of q alone makes as
-many wrong guesses as right ones.
+score's part that features explain is subtracted, which leaves the product of two errors
+(`adjusted_auc`), and as many high as low scores are guessed, so that a shift of q alone makes as
+many wrong guesses as right ones. One half of the rows chooses attack, sign and number of guesses,
+and the other half is tested: the confidence holds however many attacks were tried.
 
-One half of the rows chooses attack, sign and number of guesses, and the other half is tested: the
-confidence holds however many attacks were tried.
-
-The bound holds for one training run, without a second model. An adversary guesses for some of m
-independent pairs which of the two was used, and abstains from the others. Under (epsilon,
-delta)-differential privacy of each choice, with even odds before,
+An adversary of one training run guesses for some of m independent pairs which of the two was used.
+Under (epsilon, delta)-differential privacy of each choice, with even odds before,
 
     P[v or more of r guesses correct]  <=  beta + 2 m delta alpha
     beta   = P[B >= v],   B ~ Binomial(r, exp(epsilon) / (1 + exp(epsilon)))
@@ -64,8 +60,7 @@ _SEED_OF_HALVES, _SEED_OF_OFFERS = 0, 1
 def p_value(guesses: int, correct: int, pairs: int, epsilon: float, delta: float = DELTA) -> float:
     """Return the largest probability of so many correct guesses on ``pairs`` under a bound.
 
-    Raises:
-        ValueError: the numbers do not fit each other.
+    Raises ValueError if the numbers do not fit each other.
     """
     if not 0 <= correct <= guesses <= pairs or not epsilon >= 0 or not 0 <= delta <= 1:
         raise ValueError(
@@ -86,11 +81,7 @@ def p_value(guesses: int, correct: int, pairs: int, epsilon: float, delta: float
 
 
 def epsilon_lower_bound(
-    guesses: int,
-    correct: int,
-    pairs: int,
-    delta: float = DELTA,
-    confidence: float = CONFIDENCE,
+    guesses: int, correct: int, pairs: int, delta: float = DELTA, confidence: float = CONFIDENCE
 ) -> float:
     """Return the largest epsilon whose p-value is at most one minus the confidence, or 0."""
     largest_p = 1 - confidence
@@ -157,8 +148,7 @@ def observe_epsilon(
 ) -> EpsilonBound | None:
     """Bound epsilon from below with the best of several attacks.
 
-    Returns:
-        None if no attack has enough offered pairs.
+    None if no attack has enough offered pairs.
     """
     draws = np.random.default_rng(_SEED_OF_OFFERS).random(models.num_rows)
     explainer = _Explainer(models, attacks.values())
@@ -190,10 +180,7 @@ def is_offered(predictions: Floats, positive: Mask, draws: Floats) -> Mask:
 
 
 def _prepare(
-    attack: str,
-    scored: ScoredRows,
-    explainer: "_Explainer",
-    draws: Floats,
+    attack: str, scored: ScoredRows, explainer: "_Explainer", draws: Floats
 ) -> _Guesses | None:
     """Return an attack's guesses of the offered pairs; None if there are too few."""
     rows, predictions = scored.rows, scored.predictions

@@ -1,10 +1,9 @@
 """Scores rows by their energy outside the directions in which the batch stretches most.
 
 Gradients of a network hardly vary outside a few strong directions. Noise that only one class gets,
-or that each class gets in another amount, is almost alone in the rest, so that the energy of a
-row there reveals its class, however strong the noise is. Fresh ``marvell`` is such a defense: its
-noise across the gap of the class means goes into one class (Li et al., "Label Leakage and
-Protection in Two-Party Split Learning", ICLR 2022, theorem 1). Nothing but the batch is needed.
+as that of fresh ``marvell`` across the gap of the class means (Li et al., ICLR 2022, theorem 1), is
+almost alone in the rest, so that the energy of a row there reveals its class, however strong the
+noise is.
 
 With right-singular vectors v_1, v_2, ... of the batch's rows g_i and their singular values s_j, the
 score is

@@ -144,11 +144,7 @@ class MultiClassTally:
             counts[present] += 1
 
     def result(self, names: Sequence[str]) -> ClassLeak:
-        """Return the means under the names of the classes.
-
-        Raises:
-            OneClass: nothing was added.
-        """
+        """Return the means under the names of the classes; OneClass if nothing was added."""
         with np.errstate(invalid="ignore"):
             pairs, classes, random_pairs, random = map(np.divide, self._sums, self._counts)
         worst = PairAucs(pairs, classes).worst_pair()

@@ -25,15 +25,11 @@ from splitveil.common.record.lines import (
     to_json,
 )
 from splitveil.common.record.progress import TrainingProgress
-from splitveil.common.record.run_folder import (
-    OWNER_ONLY,
-    finite_or_null,
-    open_to_append,
-    storage_errors,
-)
+from splitveil.common.record.run_folder import finite_or_null, open_to_append, storage_errors
 from splitveil.common.record.run_record import METRICS
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
+from splitveil.common.text.files import OWNER_ONLY
 from splitveil.common.text.log_lines import log_fields, shows_bars
 from splitveil.common.text.output import printing_console
 from splitveil.common.text.wording import seconds_in_words

@@ -132,7 +132,7 @@ def _train(
         return
     if run.trainer is not None and build_trainer.encoder is not None:
         try_to_measure(settings.report, folder, run.trainer, build_trainer.encoder, len(data.ids))
-    leave_results(settings, folder, recorder.summary(), transcript, stopped)
+    leave_results(folder, recorder.summary(), transcript, stopped)
     aligner.tried.forget()
     store.forget_finished()  # last: a process that ends before this does not train from scratch
 

@@ -58,7 +58,6 @@ SUB_COMMANDS = (
         "splitveil.deploy.local",
     ),
     SubCommand("certs", "make and show certificates", "splitveil.deploy.certs"),
-    SubCommand("compare", "print the final figures of several runs, side by side", _OWN),
     SubCommand(
         "audit",
         "attack gradients of any trainer, and print what they reveal about the labels",

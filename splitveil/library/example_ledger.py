@@ -73,8 +73,7 @@ class Ledger:
 
         Ids are then compared by the rules of that run's contract.
 
-        Raises:
-            SettingsError: there is none, or it cannot be read.
+        Raises SettingsError if there is none, or it cannot be read.
         """
         book = open_book(Path(folder))
         ledger = cls(len(book))
@@ -115,8 +114,7 @@ class Ledger:
         ``q95`` and ``mean`` over the examples; ``against(peers)`` is the same for fewer peers. An
         AUC of 1 is no bound.
 
-        Raises:
-            ValueError: there are no examples, or a row is unknown or given twice.
+        Raises ValueError if there are no examples, or a row is unknown or given twice.
         """
         positions = self._positions(rows)
         if not len(positions):
@@ -139,6 +137,7 @@ class Ledger:
         The first four arguments are those of ``charge``.
 
         Args:
+            charge, rows, adversary, is_gaussian: the answer.
             leak_auc: the limit as an AUC, above 0.5 and below 1; this or ``sum_kl``.
             sum_kl: the limit as a divergence, above 0.
             peers: the peers for whom the limit has to hold. An account that does not describe them
@@ -188,8 +187,7 @@ class Ledger:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take up the accounts that ``state_dict`` returned.
 
-        Raises:
-            ValueError: the state is of other examples, or does not come from a ledger.
+        Raises ValueError if the state is of other examples, or does not come from a ledger.
         """
         if self._names is None:
             self._accounts.load_state_dict(state)

@@ -25,7 +25,6 @@ from splitveil.common.record.lines import (
     LedgerLine,
     TrainingLine,
 )
-from splitveil.common.record.summary import Summary
 from splitveil.library.example_ledger import Ledger
 from splitveil.library.frames import Frame, Row, as_html, frame
 from splitveil.library.trained import Format, Half, export
@@ -87,12 +86,6 @@ class Run:
         """The active party's summary as in ``summary.json``; empty until the run has ended."""
         active = self._files().active
         return MappingProxyType(active.summary.form() if active.has_ended else {})
-
-    @property
-    def summaries(self) -> Mapping[str, Summary]:
-        """The summaries of all parties that have ended, by their names."""
-        ended = (party for party in self._files().parties if party.has_ended)
-        return {party.name: party.summary for party in ended}
 
     @property
     def test_auc(self) -> float | None:

@@ -17,7 +17,7 @@ from functools import partial
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -92,13 +92,9 @@ def run_side_by_side(jobs: Sequence[Job], most: int, notify: Notify) -> None:
             while waiting and len(running) < most:
                 process = _OfJob(waiting.popleft())
                 running[process.connection] = process
-            for ready in [
-                one for one in connection.wait([*running]) if isinstance(one, Connection)
-            ]:
-                process = running.pop(ready)
-                try:
-                    event = ready.recv_bytes().decode()
-                except (EOFError, ConnectionError):
+            for ready in connection.wait([*running]):
+                process = running.pop(cast("Connection", ready))
+                if not (event := process.heard()):
                     process.check_ended()
                     continue
                 try:
@@ -106,8 +102,8 @@ def run_side_by_side(jobs: Sequence[Job], most: int, notify: Notify) -> None:
                 except BaseException:
                     process.end()
                     raise
-                ready.send_bytes(b"")
-                running[ready] = process
+                process.say(b"")
+                running[process.connection] = process
     finally:
         for process in running.values():
             process.kill()
@@ -128,12 +124,22 @@ class _OfJob(subprocess.Popen[bytes]):
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
                 pass_fds=[theirs.fileno()],
             )
-        self.connection.send_bytes(json.dumps(job).encode())
+        self.say(json.dumps(job).encode())
+
+    def say(self, words: bytes) -> None:
+        with suppress(ConnectionError):  # it has ended, which is heard next
+            self.connection.send_bytes(words)
+
+    def heard(self) -> str:
+        """Return its next event; empty once it has ended."""
+        try:
+            return self.connection.recv_bytes().decode()
+        except (EOFError, ConnectionError):
+            return ""
 
     def end(self) -> str:
         """Wait until the process has ended, which it does after its next event; return its log."""
-        with self.connection:
-            pass
+        self.connection.close()
         self.wait()
         with self._said:
             self._said.seek(0)

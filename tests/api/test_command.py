@@ -129,6 +129,15 @@ def test_every_program_prints_its_completion(shell: str, call: Call) -> None:
         assert "print-completion" in done.out
 
 
+@pytest.mark.parametrize("party", ["active", "passive"])
+def test_align_writes_tables_only(party: str, folder: Path, call: Call) -> None:
+    text = folder / "aligned.txt"
+    done = call(party, "align", folder / f"{party}.yaml", "--output", text)
+    assert (done.exit_code, done.out) == (2, "")
+    assert "--output: expected a file ending in .parquet or .csv" in done.err
+    assert f" {party} ERROR " in done.err
+
+
 def test_check_prints_settings_and_outcomes_as_json(folder: Path, call: Call) -> None:
     done = call("active", "check", folder / "active.yaml", "--json", "-q")
     assert done.exit_code == 0
@@ -234,27 +243,14 @@ def test_a_plan_is_printed_as_json(folder: Path, call: Call) -> None:
 
 
 def test_a_report_says_where_it_is(folder: Path, call: Call) -> None:
-    words, run = ("active", "report"), folder / "runs" / "small-none-seed-0"
+    words = ("active", "report")
+    run = folder / "runs" / "small-none-seed-0"
     found = call(*words, run, "--json", "--output", folder / "page.html").json()
     assert found == {"report": str(folder / "page.html")}
     assert "<html" in (folder / "page.html").read_text()
     done = call(*words, folder / "runs" / "small-non-seed-0")
     assert done.exit_code == 2
     assert f"in {folder / 'runs'}; did you mean 'small-none-seed-0'?" in done.err
-
-
-def test_runs_are_compared_as_a_table_and_as_json(folder: Path, call: Call) -> None:
-    runs = [folder / "runs" / f"small-{name}-seed-0" for name in ("none", "iso")]
-    table = call("compare", *runs)
-    assert table.exit_code == 0
-    assert "test AUC" in table.out
-    page = folder / "compared.html"
-    found = call("compare", *runs, "--json", "--output", page).json()
-    assert [one["defense"] for one in found["runs"]] == ["none", "iso"]
-    assert found["report"] == str(page)
-    summary = json.loads((runs[0] / "active" / "summary.json").read_text())
-    assert found["runs"][0]["summary"]["test_auc"] == summary["test_auc"]
-    assert call("compare", runs[0], runs[0]).exit_code == 2
 
 
 def test_certificates_are_shown_as_json(tmp_path: Path, call: Call) -> None:

@@ -256,7 +256,7 @@ def test_a_cache_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["manifest.json", "numeric.bin", "codes.bin", "categories-1.arrow", "id_ends.bin"]
+    "name", ["manifest.json", "numeric.bin", "codes.bin", "categories-1.arrow", "id_offsets.bin"]
 )
 def test_a_damaged_cache_is_a_storage_error(tmp_path: Path, name: str) -> None:
     source = {**source_of("csv", tmp_path), "cache_dir": "cache"}

@@ -277,11 +277,7 @@ def with_other_labels(example: Path, folder: Path, every: int = 3) -> Path:
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        "top_labels: noisy",
-        "top_labels: true",
-        "mechanism: {kind: gaussian, posterior: model}",
-    ],
+    ["top_labels: noisy", "top_labels: true", "mechanism: {kind: gaussian, posterior: model}"],
 )
 def test_with_noisy_top_labels_the_true_ones_change_no_bit_of_what_the_peer_gets(
     example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: str

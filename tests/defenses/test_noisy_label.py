@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
-from scipy import stats
+from scipy import integrate, stats
 from torch import Tensor
 
 from splitveil.active_party.defenses import (
@@ -79,6 +79,30 @@ def test_noise_has_the_stated_distribution(
         part = noise[LABELS.numpy() == label]
         assert stats.kstest(part, distribution.cdf).pvalue > 0.001
         assert stats.kstest(1.05 * part, distribution.cdf).pvalue < 0.001
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 3.0])
+def test_the_divergence_of_laplace_noise_is_that_of_its_densities(epsilon: float) -> None:
+    """Of two entries with half the epsilon each, that of both; the others by their formulas."""
+
+    def one_number(each: float) -> float:
+        def integrand(x: float) -> float:
+            one, other = stats.laplace.pdf([x - 1, x], scale=1 / each)
+            return float((one - other) * each * (abs(x) - abs(x - 1)))
+
+        parts = ((-60 / each, 0), (0, 1), (1, 60 / each))
+        return float(sum(integrate.quad(integrand, *part)[0] for part in parts))
+
+    expected: dict[LabelMechanism, float] = {
+        LaplaceLabels(kind="laplace", epsilon=epsilon): one_number(epsilon),
+        AlibiLabels(kind="alibi", epsilon=epsilon): 2 * one_number(epsilon / 2),
+    }
+    for mechanism, sum_kl in expected.items():
+        for num_classes in (2, 7):
+            leak = label_leak(mechanism, num_classes)
+            assert leak.sum_kl == pytest.approx(sum_kl, rel=1e-6)
+            assert leak.epsilon == epsilon
+    assert label_leak(GaussianLabels(kind="gaussian", noise_ratio=epsilon)).epsilon is None
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS[:2], ids=kind_of)

@@ -70,17 +70,12 @@ def test_an_answer_that_tells_a_weak_peer_nothing_still_bounds_nobody_else() -> 
 
 @pytest.mark.parametrize("count", [1, 4, 25])
 def test_gaussian_mechanisms_add_up_to_one_whose_auc_is_exact(count: int) -> None:
-    """Against the oracle: the likelihood ratio of N(0, 1) and N(mu, 1), with mu^2 added up."""
     ledger = after(*[LeakCharge(0.04, adversary=ANYBODY, is_gaussian=True)] * count)
     bounds = ledger.bounds(np.array([0]))
     mu = 0.2 * math.sqrt(count)
     assert bounds.against(ANYBODY).mu == pytest.approx(mu, rel=1e-12)
     assert bounds.against(ANYBODY).leak_auc.max == pytest.approx(exact(mu), rel=1e-12)
     assert bounds.against(ANYBODY).leak_auc.max == bounds.estimate.max
-    scores = np.random.default_rng(count).normal(size=(2, 200_000))
-    measured = np.searchsorted(np.sort(scores[0]), scores[1] + mu).mean() / scores.shape[1]
-    assert measured == pytest.approx(bounds.guarantee.max, abs=0.004)
-    assert abs(measured - leak_auc_bound(mu**2)) > 0.01  # the bound for any distributions is above
 
 
 def test_one_charge_of_unknown_distribution_takes_the_exact_figure_away() -> None:

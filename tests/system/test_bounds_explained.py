@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from deploy.comparison import comparison_table
 from splitveil import simulate
 from splitveil.active_party.report import read_run, write_comparison, write_report
 from splitveil.active_party.report.bounds import assessment_of
+from splitveil.active_party.report.comparison_table import comparison_table
 from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.summary_tables import print_summary

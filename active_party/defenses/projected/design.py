@@ -10,27 +10,23 @@ Almost every row of A has norm 1, so that every label is charged the same and no
 (row-wise weighting in the matrix mechanism of Li et al., PODS 2010). Weights as
 integers make the bound exact (below).
 
-The leading directions of a stage's columns are much the same as those of the stage before.
-Releasing them again only averages noise away, where another direction would say something new. So
-the next design chooses its directions from what is left of the columns Phi once they are predicted
-from noisy sums with the weights A (N, R) of the earlier stages, as the labels will be:
+Releasing the directions of the stage before again would only average noise away. So the next design
+chooses its directions from what is left of the columns Phi once they are predicted from noisy sums
+with the weights A (N, R) of the earlier stages, as the labels will be:
 
     Phi - A C,    C = (A^T A + D / q)^-1 A^T Phi,    D = diag(sigma^2),    q = 1
 
-A direction with little noise vanishes, and one that noise still hides stays: few rows or a strict
-bound lead back to the leading directions. q is 4 times the largest variance of a label, since
-directions that were chosen hold more of the labels than others; measured, 1/4 is .007 of test AUC
-worse on texts, 2 and 4 are no better, and tables with few columns do not notice.
-C follows from weights, columns and the sizes of the noise, never from labels.
+A direction with little noise vanishes, and one that noise still hides stays. q is 4 times the
+largest variance of a label, since directions that were chosen hold more of the labels than others;
+measured, 1/4 is .007 of test AUC worse on texts, and 2 and 4 are no better. C follows from weights,
+columns and the sizes of the noise, never from labels.
 
-Weights as integers, so that their sensitivity is decided exactly.
-
-A weight is an int16 times a power of 2, the unit. Squared norms and products of rows are integers
-times unit^2, and "at most 1" is a comparison of integers: weights are rounded towards zero, and
-what still exceeds 1 is shrunk and rounded again. A sum of entries over rows is a multiple of the
-unit, below 2^53 of them for fewer than 2^38 rows, and so exact in float64: in any order, on any
-number of threads and workers and by any BLAS, with or without fused operations. No bit of A^T y
-depends on anything but the exact sum.
+Weights are integers, so that their sensitivity is decided exactly: each is an int16 times a power
+of 2, the unit. Squared norms and products of rows are integers times unit^2, and "at most 1" is a
+comparison of integers: weights are rounded towards zero, and what still exceeds 1 is shrunk and
+rounded again. A sum of entries over rows is a multiple of the unit, below 2^53 of them for fewer
+than 2^38 rows, and so exact in float64: in any order, on any number of threads and workers and by
+any BLAS, with or without fused operations. No bit of A^T y depends on anything but the exact sum.
 
 Rows of one subject share the bound: for changes d_i of -1, 0 or 1 to any of its labels,
 

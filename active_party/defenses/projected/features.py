@@ -78,7 +78,6 @@ def sample_of(chunks: Chunks, num_rows: int) -> tuple[RowChunk, int]:
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the rows of all chunks, or None if there are none."""
     given = [part for part in parts if part is not None]
     if given and len(given) != len(parts):
         raise ValueError("expected chunks of the same kinds of facts")

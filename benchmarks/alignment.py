@@ -2,7 +2,7 @@
 
     python -m benchmarks.alignment [--ids 1000000] [--workers 0] [--memory-limit 128MB]
 
-Both parties run ``splitveil align`` as processes of their own, over the loopback interface, in
+Both parties run ``align`` as processes of their own, over the loopback interface, in
 plain text. The two files that they write are compared with the true intersection, which comes from
 how the tables are made: the same ids in both, in one order, each with the rest of its own row.
 The figures are of whole processes, with reading and writing the files: seconds, CPU seconds and
@@ -79,7 +79,7 @@ def align(folder: Path) -> dict[str, Cost]:
     """Run both commands, and return what each took."""
     started, begun = {}, time.monotonic()
     for party in ("active", "passive"):
-        command = [sys.executable, "-P", "-m", "splitveil", "align", party, f"{party}.yaml"]
+        command = [sys.executable, "-P", "-m", "splitveil", party, "align", f"{party}.yaml"]
         command += ["--output", f"{party}.out.parquet"]
         started[subprocess.Popen(command, cwd=folder).pid] = party
     costs = {}

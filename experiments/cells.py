@@ -205,7 +205,7 @@ def _rows(
                 name,
                 series,
                 seed,
-                _completed(settings, experiment, choice, seed, follows=dataset.after is not None),
+                _completed(settings, choice, seed, follows=dataset.after is not None),
                 dataset.prepare,
             )
 
@@ -243,9 +243,7 @@ def _at_guarantee(settings: Settings, leak_auc: float) -> Settings:
     return {**settings, "active": {**active, "defense": {**stated, "name": defense.title}}}
 
 
-def _completed(
-    settings: Settings, experiment: Experiment, choice: Choice, seed: int, *, follows: bool
-) -> Settings:
+def _completed(settings: Settings, choice: Choice, seed: int, *, follows: bool) -> Settings:
     both = {
         "contract": "contract.yaml",
         "security": {"mode": "insecure"},
@@ -253,9 +251,6 @@ def _completed(
         "model_seed": seed,
     }
     active = {**settings["active"], **both, "insecure_nonce_seed": seed}
-    defense = active.get("defense", {})
-    if experiment.seeded_noise and defense.get("name") != "none":
-        active["defense"] = {**defense, "insecure_noise_seed": seed}
     passive = {**settings["passive"], **both, "insecure_nonce_seed": seed + _NONCES_APART}
     passives = {
         name: {

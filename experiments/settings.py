@@ -257,10 +257,6 @@ class Experiment(Section):
     seeds: PositiveInt = 10
     """Number of runs of each variant, with seeds 0, 1, ..."""
 
-    seeded_noise: bool = False
-    """Whether a defense's noise also depends on the run's seed. By default it stays secret, and
-    figures repeat only in distribution."""
-
     spread: Spread = "deviation"
     """The figure behind a mean: the standard deviation over the seeds, or the standard error."""
 

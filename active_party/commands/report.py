@@ -12,15 +12,10 @@ logger = logging.getLogger("splitveil.active_party")
 
 
 def report(parsed: argparse.Namespace) -> None:
-    if parsed.run_dirs and parsed.compare:
-        raise SettingsError("report: expected runs' folders either before or after --compare")
-    folders = parsed.run_dirs or parsed.compare
-    target = parsed.target_leak_auc
-    if not folders:
-        raise SettingsError("report: expected a run's folder, or several to compare")
+    folders, target = parsed.run_dirs, parsed.target_leak_auc
     if target is not None and not 0.5 < target < 1:
         raise SettingsError(f"--target-leak-auc: expected an AUC between 0.5 and 1, got {target}")
-    if len(folders) == 1 and parsed.compare is None:
+    if len(folders) == 1:
         written = write_report(folders[0], parsed.output, target)
     elif target is not None:
         raise SettingsError("--target-leak-auc: expected one run's folder")

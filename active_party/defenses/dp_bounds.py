@@ -60,11 +60,6 @@ from splitveil.active_party.defenses.root_finding import find_root
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(64)
 
 
-def gaussian_auc(mu: float) -> float:
-    """Return the best AUC against a mu-Gaussian mechanism, Phi(mu / sqrt 2)."""
-    return NormalDist().cdf(mu / math.sqrt(2))
-
-
 def auc_of_epsilon(epsilon: float) -> float:
     """Return the most that any score of an epsilon-label-DP release reaches.
 

@@ -36,10 +36,11 @@ from pydantic import Field
 from torch import Tensor
 
 from splitveil.active_party.defenses.dp_bounds import (
-    gaussian_auc,
     gaussian_of_laplace,
     gaussian_of_response,
     laplace_auc,
+    leak_auc_of_mu,
+    mu_of_leak_auc,
     response_auc,
     strength_for_auc,
 )
@@ -130,7 +131,7 @@ def label_leak(mechanism: LabelMechanism, num_classes: int = 2) -> LeakCharge:
         return LeakCharge(
             mechanism.noise_ratio**-2,
             is_gaussian=True,
-            leak_auc=gaussian_auc(mu),
+            leak_auc=leak_auc_of_mu(mu),
             dominating_mu=mu,
         )
     epsilon = mechanism.epsilon
@@ -157,7 +158,7 @@ def at_leak_auc(mechanism: LabelMechanism, leak_auc: float, num_classes: int = 2
     The AUC is above 0.5 and below 1, and between any two of the classes.
     """
     if isinstance(mechanism, GaussianLabels):
-        ratio = 1 / strength_for_auc(gaussian_auc, leak_auc)
+        ratio = 1 / mu_of_leak_auc(leak_auc)
         return mechanism.model_copy(update={"noise_ratio": ratio})
     bound = laplace_auc
     if isinstance(mechanism, AlibiLabels):

@@ -25,7 +25,7 @@ Noise fitted to earlier batches may meet a gap that did not exist before.
 """
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -94,6 +94,10 @@ class MarvellDefense(NoisyDefense):
     The scale of noise that is fitted to a batch reveals something about the batch's share of
     positives. Choose ``running`` if batches hold few positives and the peer might count them.
     """
+
+    if TYPE_CHECKING:  # those of an inner section, too
+
+        def __init__(self, **settings: Any) -> None: ...
 
     def _build(self, given: BuildInputs, /) -> Defense:
         num_classes = given.context.num_classes

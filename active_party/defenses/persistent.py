@@ -46,8 +46,7 @@ from splitveil.active_party.defenses.interface import DefenseReport, LeakCharge,
 from splitveil.active_party.defenses.rows import as_positive, as_rows, row_norms
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 
-_GRID = 2.0**20
-"""The noise on a label is a multiple of its inverse, as the label is."""
+_GRID = 2.0**20  # the noise on a label is a multiple of its inverse, as the label is
 
 
 class LabelMoves(NamedTuple):

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from splitveil.common.data.label_range import ONE_NUMBER
 
-_SMALLEST_UNIT = 1e-307
-"""Below it the reciprocal of a float64 overflows."""
+_SMALLEST_UNIT = 1e-307  # below it the reciprocal of a float64 overflows
 
 
 def as_rows(gradients: Tensor) -> Tensor:

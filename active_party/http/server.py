@@ -189,8 +189,6 @@ _NO_DESCRIPTORS_S = 0.1
 
 
 class HttpServer:
-    """Serves an application until it is closed."""
-
     def __init__(
         self, app: Any, address: str, tls: ServerTls | None = None, grace_s: int = 5
     ) -> None:

@@ -58,8 +58,7 @@ KnownBounds = npt.NDArray[np.float64]
                 unknown, 0 for a Gaussian mechanism
 """
 
-NOTHING: KnownBounds = np.array([0.5, 0.0, 0.0])
-"""Of an account without charges."""
+NOTHING: KnownBounds = np.array([0.5, 0.0, 0.0])  # of an account without charges
 OF_ANY_KIND: KnownBounds = np.array([1.0, math.inf, math.inf])
 
 
@@ -107,19 +106,16 @@ def estimate_of(sum_kl: float, known: KnownBounds) -> float:
 
 
 Divergences = npt.NDArray[np.float64]
-Caveats = npt.NDArray[np.uint8]
-"""What does not hold of each account, as bits."""
+Caveats = npt.NDArray[np.uint8]  # what does not hold of each account, as bits
 
 _NOT_GAUSSIAN = 1
 _NOT_AGAINST = {adversary: 2 << rank for rank, adversary in enumerate(Adversary)}
 ALL_CAVEATS = _NOT_GAUSSIAN + sum(_NOT_AGAINST.values())
 
-_SATURATED = 75.0
-"""Divergence above which both AUCs are 1 to nine digits."""
+_SATURATED = 75.0  # divergence above which both AUCs are 1 to nine digits
 _CELLS_PER_UNIT = 4096
 """Mean AUCs are rounded up by less than the inverse of this: millions of roots take seconds."""
-_ROUNDING = 1e-9
-"""Difference of two AUCs below which rounding may have made them differ."""
+_ROUNDING = 1e-9  # difference of two AUCs below which rounding may have made them differ
 
 
 class Spread(NamedTuple):
@@ -133,8 +129,7 @@ class Spread(NamedTuple):
 class PeerBound(NamedTuple):
     """The bound for one adversary class."""
 
-    leak_auc: Spread
-    """AUC that no score of such a peer exceeds; 1 for an example without a bound."""
+    leak_auc: Spread  # AUC that no score of such a peer exceeds; 1 for an example without a bound
     mu: float | None
     """Parameter of the Gaussian mechanism that all answers are together, of the most exposed
     example; None if they are not one, or not for these peers."""
@@ -144,10 +139,8 @@ class LeakBounds(NamedTuple):
     """Bounds on the information about the labels that a run may have revealed so far."""
 
     sum_kl: Spread
-    estimate: Spread
-    """AUC of the best score under the Gaussian model."""
-    by_peers: tuple[PeerBound, ...]
-    """One for each adversary class, in the order of ``Adversary``."""
+    estimate: Spread  # AUC of the best score under the Gaussian model
+    by_peers: tuple[PeerBound, ...]  # one for each adversary class, in the order of ``Adversary``
     epsilon: float | None
     """Label differential privacy of all answers together; None if an answer had none."""
 

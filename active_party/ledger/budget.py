@@ -123,9 +123,7 @@ def num_answers_within(max_sum_kl: float, charge: float) -> float:
 class Allowance:
     """The label owner's limit to what a run may reveal, and the part already used."""
 
-    limit: Limit | None = None
-    """What no example may exceed over the whole run; None for no limit."""
-
+    limit: Limit | None = None  # what no example may exceed over the whole run; None for no limit
     earlier: AccountBook = field(default_factory=AccountBook.empty)
     """Accounts of earlier runs for some of the ids; they count towards the budget."""
 

@@ -149,7 +149,7 @@ def _ignore(_done_ids: int, _total_ids: int) -> None: ...
 # ---- the engine of a party, and what it stores about its exchanges for one run ----
 
 _FEW_IDS = 50_000
-"""Two cores align so many in about six seconds, which is not worth the memory of workers."""
+"""Two cores align so many in about six seconds."""
 
 _FEW_CORES, _MOST_WORKERS = 2, 8
 
@@ -166,10 +166,7 @@ def default_workers(num_ids: int) -> int:
 
 
 def build_engine(settings: AlignmentSettings, workers: int = 0) -> AlignmentEngine:
-    """Build the engine of a contract, and start its worker processes.
-
-    Without any, the party's own process does the work on up to two cores.
-    """
+    """Build the engine of a contract; without workers it computes on up to two cores."""
     return EcdhEngine(
         min_aligned=settings.min_aligned, max_set_size=settings.max_set_size, workers=workers
     )

@@ -75,7 +75,7 @@ class AlignmentExchange(CountedExchange, Protocol):
 
 
 class AlignmentEngine(Protocol):
-    """Holds the resources that outlive one alignment. Build it before the first gRPC channel."""
+    """Holds the resources that outlive one alignment."""
 
     def start(
         self, ids: Sequence[str], *, nonce: bytes, run_id: str, splits: Splits | None = None

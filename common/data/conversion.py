@@ -74,6 +74,7 @@ def convert(
         "numeric": list(table.numeric),
         "categorical": list(table.categorical),
         "lists": list(table.lists),
+        "sequences": list(table.sequences),
         "timestamps": table.timestamps,
         "gaps": table.gaps,
         "image": None if image is None else {"shape": image.shape[1:], "dtype": image.dtype.name},
@@ -91,8 +92,7 @@ def convert(
 
 
 def _append(arrays: GrowingArrays, texts: Sequence[Any], table: Table) -> None:
-    numeric = [*table.numeric.values()]
-    coded = [*table.categorical.values(), *table.lists.values()]
+    numeric, coded = [*table.numeric.values()], [*table.coded.values()]
     for name, array in (
         ("labels.bin", table.labels),
         ("weights.bin", table.weights),

@@ -3,8 +3,8 @@
     <cache_dir>/<file name>-<key>/
         manifest.json           number of rows, names of the columns, shape of the images
         numeric.bin             float64, (rows, numeric columns), NaN for a gap that is filled later
-        codes.bin               int32, (rows, categorical columns), -1 for a missing value; columns
-                                of lists come last
+        codes.bin               int32, (rows, columns), -1 for a missing value: categorical columns,
+                                columns of lists, columns of sequences
         categories-<j>.arrow    the distinct texts of one column, in the order of the codes
         labels.bin              float32, (rows,)
         weights.bin             float64, (rows,), if the settings name a column of weights
@@ -53,7 +53,7 @@ from splitveil.common.errors import DataError, StorageError
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule, rules_as_plain
 from splitveil.common.text.files import only_one_process, sync
 
-VERSION = 1
+VERSION = 2
 """Version of the format of these files and of the rules by which cells are read."""
 
 _FILE_SETTINGS = (
@@ -182,8 +182,9 @@ def _convert(
 
 def _open(folder: Path) -> Table:
     found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    num_rows, numeric, categorical = found["rows"], found["numeric"], found["categorical"]
-    coded = [*categorical, *found["lists"]]
+    num_rows, numeric = found["rows"], found["numeric"]
+    kinds = ("categorical", "lists", "sequences")
+    coded = [name for kind in kinds for name in found[kind]]
 
     def mapped(name: str, dtype: str, *shape: int) -> NDArray[Any]:
         if 0 in shape:
@@ -204,9 +205,8 @@ def _open(folder: Path) -> Table:
         weights=mapped("weights.bin", "float64") if found["weights"] else None,
         splits=mapped("splits.bin", "int8") if found["splits"] else None,
         numeric={name: numeric_rows[:, j] for j, name in enumerate(numeric)},
-        categorical={name: columns[name] for name in categorical},
         image=None if image is None else mapped("image.bin", image["dtype"], *image["shape"]),
-        lists={name: columns[name] for name in coded[len(categorical) :]},
+        **{kind: {name: columns[name] for name in found[kind]} for kind in kinds},
         gaps=found["gaps"],
         timestamps=tuple(found["timestamps"]),
         numeric_rows=numeric_rows,

@@ -221,29 +221,36 @@ class ParquetSource(FileSource):
         return self
 
 
+IN_MEMORY = ":memory:"
+"""The address of a DuckDB database without a file, for queries that read files."""
+
+
 class SqlSource(CacheableSource):
     """The result of a query, read by ADBC; needs ``pip install splitveil[sql]``.
 
     The query runs once. Its result is kept as a Parquet file, which later commands read: a database
     promises no order of rows and changes under a run, and a resumed run needs the rows that it
     began with. The query runs again if the query, the database's address or ``snapshot`` changes,
-    and for SQLite also after the database file has changed.
+    and for SQLite and DuckDB also after the database file has changed.
     """
 
     kind: Literal["sql"]
 
-    driver: Literal["sqlite", "postgresql"]
-    """The database."""
+    driver: ColumnName
+    """``sqlite``, ``postgresql``, ``duckdb`` or another ADBC driver: the NAME of an installed
+    package ``adbc-driver-NAME``, a name that ADBC's driver manager knows, or the path of a shared
+    library, which has a slash. A driver is code that runs in this process."""
 
     uri: ColumnName | None = None
-    """The database's address, without a password: ``postgresql://USER@HOST/DATABASE``, or for
-    SQLite the file, written like the path of other sources."""
+    """The database's address, without a password: ``postgresql://USER@HOST/DATABASE``; for SQLite
+    and DuckDB the file, written like the path of other sources, or for DuckDB ``:memory:``."""
 
     uri_file: ColumnName | None = None
     """File, mode 0600, whose only line is the address, instead of ``uri``."""
 
     query: ColumnName
-    """One SELECT statement. It decides which rows are read, and in which order."""
+    """One SELECT statement. It decides which rows are read, and in which order. Paths in a query of
+    DuckDB are relative to the settings file's folder."""
 
     snapshot: str = ""
     """Any text, such as a date. Change it to run the query again."""
@@ -255,7 +262,7 @@ class SqlSource(CacheableSource):
     def _has_one_address(self) -> "SqlSource":
         if (self.uri is None) == (self.uri_file is None):
             raise ValueError("name one of uri and uri_file")
-        if self.uri is not None and self.driver == "postgresql" and may_hold_secret(self.uri):
+        if self.uri is not None and self.driver != "sqlite" and may_hold_secret(self.uri):
             # The message does not repeat the address.
             raise ValueError("uri: write an address with a password into a file: uri_file")
         if not _READS.match(self.query):

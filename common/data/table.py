@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.data.category_lists import read_lists
+from splitveil.common.data.category_lists import read_lists, read_tokens
 from splitveil.common.data.columns import (
     CategoricalColumn,
     Numbers,
@@ -81,6 +81,9 @@ class Table:
     lists: Mapping[str, CategoricalColumn] = field(default_factory=dict)
     """Sets of categories by column, as ``category_lists`` writes them."""
 
+    sequences: Mapping[str, CategoricalColumn] = field(default_factory=dict)
+    """Texts by column, or sequences of whole numbers as ``category_lists`` writes them."""
+
     timestamps: tuple[str, ...] = ()
     """The columns of times whose parts are in ``numeric``."""
 
@@ -100,7 +103,7 @@ class Table:
     """On disk, all numbers of a row are together: (rows, numeric columns), as in ``numeric``."""
 
     code_rows: NDArray[np.int32] | None = None
-    """(rows, categorical columns), in the order of ``categorical``, then of ``lists``."""
+    """(rows, columns with codes), in the order of ``coded``."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -108,6 +111,11 @@ class Table:
     @property
     def is_on_disk(self) -> bool:
         return self.numeric_rows is not None
+
+    @property
+    def coded(self) -> dict[str, CategoricalColumn]:
+        """All columns of codes."""
+        return {**self.categorical, **self.lists, **self.sequences}
 
     def numbers_at(self, rows: NDArray[np.int64]) -> Callable[[str], Numbers]:
         """Return a function that gives a column's numbers in some rows."""
@@ -120,9 +128,10 @@ class Table:
     def codes_at(self, rows: NDArray[np.int64]) -> Callable[[str], NDArray[np.int32]]:
         """Return a function that gives a column's codes in some rows."""
         if self.code_rows is None:
-            return lambda name: (self.categorical.get(name) or self.lists[name]).codes[rows]
+            coded = self.coded
+            return lambda name: coded[name].codes[rows]
         columns = np.ascontiguousarray(self.code_rows[rows].T)
-        return dict(zip([*self.categorical, *self.lists], columns, strict=True)).__getitem__
+        return dict(zip(self.coded, columns, strict=True)).__getitem__
 
     def with_ids(self, found: UsableIds) -> "Table":
         """Return a table in memory with ids, and without the rows that are left out."""
@@ -147,6 +156,7 @@ class Table:
             image=taken(self.image),
             splits=taken(self.splits),
             lists=coded(self.lists),
+            sequences=coded(self.sequences),
             weights=taken(self.weights),
         )
 
@@ -173,8 +183,8 @@ def table_of(
     """Read and check the columns of an open source that the settings name, as ``read_table``."""
     features = settings.features
     reader = TableReader(settings, source, split_column, id_rules)
-    columns = source.read(reader.selection.needed)
-    image = _read_image(source, features.image) if features and features.image else None
+    needed, has_image = reader.selection.needed, features is not None and features.image is not None
+    columns, image = _in_parts(source, needed) if has_image else (source.read(needed), None)
     if not num_rows_of(columns, image, source.name):
         raise DataError(f"{source.name}: there are no rows")
     table = reader.add(columns, image)
@@ -258,6 +268,7 @@ class TableReader:
             image=image,
             splits=splits,
             lists={name: coded[name] for name in selection.chosen.lists},
+            sequences={name: coded[name] for name in selection.chosen.sequences},
             timestamps=tuple(selection.chosen.timestamps),
             weights=weights,
             gaps=features.gaps if features else "refused",
@@ -328,7 +339,7 @@ class _WrittenRows(NamedTuple):
         return read_numeric(plain, features.gaps)
 
     def coded(self, selection: Selection) -> dict[str, CategoricalColumn]:
-        """Return codes by column: categories, then sets of categories."""
+        """Return codes by column: categories, then sets of categories, then sequences."""
         features = self.settings.features
         if features is None:
             return {}
@@ -336,6 +347,9 @@ class _WrittenRows(NamedTuple):
         found = {n: read_categories(self._texts_of(n, gaps)) for n in chosen.categorical}
         for name in chosen.lists:
             found[name] = read_lists(self._texts_of(name, gaps), features.list_separator)
+        for name in chosen.sequences:
+            size = features.sequences[name].num_tokens
+            found[name] = read_tokens(self._texts_of(name, gaps), features.list_separator, size)
         return found
 
     def _texts_of(self, name: str, gaps: Sequence[str]) -> WrittenColumn:
@@ -379,9 +393,12 @@ def num_rows_of(columns: Mapping[str, Any], image: NDArray[Any] | None, source: 
     return lengths.pop() if lengths else 0
 
 
-def _read_image(source: RowSource, settings: ImageSettings) -> NDArray[Any]:
-    if isinstance(source, ImageFolder):
-        return source.read_images()
-    if isinstance(source, NpzFile) and settings.array is not None:
-        return source.read_array(settings.array)
-    raise TypeError("images are allowed only in npz files and image folders")
+def _in_parts(source: RowSource, names: Sequence[str]) -> tuple[Mapping[str, Any], NDArray[Any]]:
+    if not isinstance(source, ImageFolder | NpzFile):
+        raise TypeError("images are allowed only in npz files and image folders")
+    parts = list(source.parts(names))
+    columns = {
+        name: pa.chunked_array([chunk for part in parts for chunk in part.columns[name].chunks])
+        for name in names
+    }
+    return columns, np.concatenate([part.image for part in parts if part.image is not None])

@@ -26,7 +26,8 @@ class ConvBottom(nn.Module):
         self, settings: ConvModel, shapes: FeatureShapes, cut_shape: Sequence[int]
     ) -> None:
         super().__init__()
-        if shapes.image_shape is None or shapes.numeric_dim or shapes.vocabulary_sizes:
+        others = shapes.numeric_dim or shapes.vocabulary_sizes or shapes.max_lengths
+        if shapes.image_shape is None or others:
             raise SettingsError("bottom_model: conv takes data.features.image and nothing else")
         if not settings.channels:
             raise SettingsError("bottom_model.channels: expected at least one convolution")

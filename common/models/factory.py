@@ -154,7 +154,7 @@ def _shapes(encoder: FeatureEncoder | FeatureShapes) -> FeatureShapes:
 
 
 def _has_features(shapes: FeatureShapes) -> bool:
-    return bool(shapes.numeric_dim or shapes.vocabulary_sizes or shapes.image_shape)
+    return any(part is not None for part in shapes.zeros(1).parts())
 
 
 def _build_and_probe(

@@ -67,8 +67,9 @@ def _ids_alone(data: DataSettings) -> DataSettings:
     if data.unlabelled_rows == "error":
         unused += ["label_column", "positive_label", "classes", "label_range"]
     elif data.features is not None:  # they say which labels are missing
-        no_columns = dict.fromkeys(("numeric", "categorical", "timestamps", "lists"), ())
-        unused, features = [], data.features.model_copy(update=no_columns | {"image": None})
+        none: dict[str, Any] = dict.fromkeys(("numeric", "categorical", "timestamps", "lists"), ())
+        none |= {"sequences": {}, "image": None}
+        unused, features = [], data.features.model_copy(update=none)
         data = data.model_copy(update={"features": features})
     unweighted = {"class_weights": None, "weight_column": None, "weights_are_label_free": False}
     return data.model_copy(update=dict.fromkeys(unused) | unweighted)

@@ -112,7 +112,6 @@ def describe(credentials: Credentials) -> str:
 
 
 def subject_of(certificate: x509.Certificate) -> str:
-    """Return a certificate's subject on one line of plain ASCII."""
     return printable(certificate.subject.rfc4514_string())
 
 

@@ -18,6 +18,7 @@ from splitveil.common.data.converted import open_converted
 from splitveil.common.data.features import FeatureEncoder, Features, MappedFeatures, RowEncoder
 from splitveil.common.data.id_forms import form_of
 from splitveil.common.data.kinds import open_table_source, with_advice
+from splitveil.common.data.sequences import TokenColumn, token_columns
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
     CacheableSource,
@@ -50,6 +51,7 @@ class PartyData:
 
     settings: DataSettings
     table: Table
+    sequences: tuple[TokenColumn, ...] = ()
 
     @property
     def ids(self) -> Sequence[str]:
@@ -73,6 +75,7 @@ class PartyData:
         split: SplitSettings | None = None,
         id_rules: Sequence[IdRule] = AS_WRITTEN,
     ) -> "PartyData":
+        sequences = token_columns(settings.features, base_dir)
         with with_advice(settings.source, base_dir):
             split_column = split.column if isinstance(split, ColumnSplit) else None
             source = settings.source
@@ -85,7 +88,7 @@ class PartyData:
                 table = read_table(settings, base_dir, split_column, id_rules)
             _say_almost_numbers(table)
             _say(table, settings)
-            return cls(settings, table)
+            return cls(settings, table, sequences)
 
     def fit(
         self, training_rows: Positions, earlier: EarlierModel | None = None, num_bins: int = 0
@@ -101,7 +104,9 @@ class PartyData:
             return encoder
         if self.settings.features is None:
             return None
-        return FeatureEncoder.fit(self.settings.features, self.table, training_rows, num_bins)
+        return FeatureEncoder.fit(
+            self.settings.features, self.table, training_rows, num_bins, self.sequences
+        )
 
     def encode(
         self, rows: AlignedRows, earlier: EarlierModel | None = None, num_bins: int = 0
@@ -142,7 +147,7 @@ class PartyData:
     def summary(self, contract: Contract) -> str:
         """Describe the rows and columns; SettingsError if the training rows fill no batch."""
         table, size, rows = self.table, contract.batch_size, self.training_rows(contract.split)
-        columns = len(table.numeric) + len(table.categorical) + len(table.lists)
+        columns = len(table.numeric) + len(table.coded)
         text = f"{len(self.ids)} rows in {table.source}"
         if table.splits is not None:
             counts = np.bincount(table.splits, minlength=len(SPLITS))

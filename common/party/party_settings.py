@@ -136,10 +136,10 @@ class PartySettings(Section):
     takes seconds to minutes; needs a C++ compiler, or a GPU. Not with several processes."""
 
     alignment_workers: int | None = Field(default=None, ge=0, le=1024)
-    """Number of worker processes for the alignment; with 0, this process does the arithmetic, on up
-    to two cores. By default one for each core that the process may use, at most eight, if these are
-    more than two and the party has more than 50,000 ids, and otherwise 0. Each takes 16 MiB until
-    the party ends."""
+    """Number of threads that do the arithmetic of the alignment; with 0, those that send and
+    receive do it, on up to two cores. By default one for each core that the process may use, at
+    most eight, if these are more than two and the party has more than 50,000 ids, and otherwise 0.
+    """
 
     alignment_memory_limit: ByteSize | None = Field(default=None, ge=LEAST_ALIGNMENT_MEMORY)
     """Memory that an exchange of ids may take, such as ``128MB`` or ``1GiB``; a number without a

@@ -45,9 +45,7 @@ _LARGEST_HALF = 6e4
 
 
 class RunScores(NamedTuple):
-    positions: npt.NDArray[np.int64]
-    """Positions of the examples in the common order, ascending."""
-
+    positions: npt.NDArray[np.int64]  # positions of the examples in the common order, ascending
     scores: npt.NDArray[np.float64]
 
 

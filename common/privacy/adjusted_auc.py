@@ -54,8 +54,7 @@ the truth as often as they say (`benchmarks/null_coverage.py`)."""
 TOP_ROWS = 100
 RESOLUTION = 0.2
 """Standard deviation of the rest of a score, of the score's own, below which it is no leak yet."""
-_SMALLEST = 1e-6
-"""Predictions stay this far from 0 and 1."""
+_SMALLEST = 1e-6  # predictions stay this far from 0 and 1
 _NORMAL_975 = 1.959963984540054
 
 Mask = npt.NDArray[np.bool_]
@@ -63,10 +62,8 @@ Strata = npt.NDArray[np.int64]
 
 
 class AdjustedLeak(NamedTuple):
-    value: float
-    """``max(auc, 1 - auc)``: an inverted score is a leak, too."""
-    low: float
-    """Below 1/2 where the sign of the score may have come out by chance."""
+    value: float  # ``max(auc, 1 - auc)``: an inverted score is a leak, too
+    low: float  # below 1/2 where the sign of the score may have come out by chance
     high: float
 
 
@@ -74,15 +71,12 @@ class Advantage(NamedTuple):
     value: float
     low: float
     high: float
-    prior: float
-    """Leak AUC of the attacker's own model."""
+    prior: float  # leak AUC of the attacker's own model
 
 
 class OperatingPoints(TypedDict):
-    tpr_at_per_mille: float
-    """True positive rate where at most 0.1 % of the negatives are accused."""
-    tpr_at_percent: float
-    """True positive rate where at most 1 % of the negatives are accused."""
+    tpr_at_per_mille: float  # true positive rate where at most 0.1 % of the negatives are accused
+    tpr_at_percent: float  # true positive rate where at most 1 % of the negatives are accused
     precision_at_100: float | None
     """Share of positives among the 100 highest scores; None for 100 rows or fewer."""
 
@@ -90,12 +84,9 @@ class OperatingPoints(TypedDict):
 class Placements(NamedTuple):
     """The AUC of a score, row by row (DeLong et al. 1988, section 3)."""
 
-    positives: Floats
-    """Share of the negatives, by weight, below each positive, ties half."""
-    negatives: Floats
-    """Share of the positives, by weight, above each negative, ties half."""
-    weights: tuple[Floats, Floats]
-    """Of the positives and of the negatives; the sum of either is 1."""
+    positives: Floats  # share of the negatives, by weight, below each positive, ties half
+    negatives: Floats  # share of the positives, by weight, above each negative, ties half
+    weights: tuple[Floats, Floats]  # of the positives and of the negatives; the sum of either is 1
 
     @property
     def auc(self) -> float:

@@ -38,8 +38,7 @@ from splitveil.common.privacy.run_level import RunAudit
 from splitveil.common.privacy.scoring import AttackScores, BatchScorer, LayerScores
 from splitveil.common.privacy.tally import AttackTally, ClassLeak, MultiClassTally, by_layer
 
-LeakByAttack = dict[str, dict[str, float]]
-"""Layer name -> attack name -> leak AUC."""
+LeakByAttack = dict[str, dict[str, float]]  # layer name -> attack name -> leak AUC
 
 
 class AuditedBatch(NamedTuple):
@@ -50,13 +49,10 @@ class AuditedBatch(NamedTuple):
 
 
 class AttackSummary(TypedDict):
-    q95: float
-    """The 95 % quantile over batches."""
+    q95: float  # the 95 % quantile over batches
     mean: float
-    last_epoch: float
-    """Mean over the batches of the last observed epoch."""
-    random_q95: float
-    """The 95 % quantile of random scores on the same batches: the floor."""
+    last_epoch: float  # mean over the batches of the last observed epoch
+    random_q95: float  # the 95 % quantile of random scores on the same batches: the floor
 
 
 class AuditCounts(NamedTuple):

@@ -15,11 +15,9 @@ from torch import Tensor
 from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.observation import Observation
 
-_NICENESS = 10
-"""Niceness of the worker: about a tenth of the weight of a thread that trains."""
+_NICENESS = 10  # niceness of the worker: about a tenth of the weight of a thread that trains
 
-_BURST_S = 1.0
-"""CPU time that the worker may take beyond its share: short runs are measured whole."""
+_BURST_S = 1.0  # CPU time that the worker may take beyond its share: short runs are measured whole
 
 
 class Auditing(Protocol):
@@ -192,8 +190,7 @@ class AuditWorker:
 
 class _Submitted(NamedTuple):
     observation: Callable[[], Observation]
-    device: torch.device | None
-    """The device of the gradients; None for the CPU."""
+    device: torch.device | None  # the device of the gradients; None for the CPU
     computed: torch.cuda.Event | None
     """Passed once the gradients are there; None on the CPU, where they always are."""
 

@@ -54,8 +54,7 @@ class Covariates(NamedTuple):
     """What the whole model predicts of them, in any form, (rows, values), finite."""
     own: npt.NDArray[np.float32]
     """What the active party knows about them, (rows, values), finite; perhaps no value."""
-    labels: ClassIndices
-    """Class indices, (rows,), only for the measurement."""
+    labels: ClassIndices  # class indices, (rows,), only for the measurement
 
 
 class BeyondFeatures(NamedTuple):
@@ -64,10 +63,8 @@ class BeyondFeatures(NamedTuple):
     adjusted: dict[str, AdjustedLeak]
     advantage: dict[str, Advantage]
     """Only of attacks over the run that know a certain number of labels, perhaps none."""
-    epsilon: EpsilonBound | None
-    """None if too few rows were offered another label."""
-    rows: int = 0
-    """Rows on which the strongest attack was adjusted."""
+    epsilon: EpsilonBound | None  # none if too few rows were offered another label
+    rows: int = 0  # rows on which the strongest attack was adjusted
     feature_auc: float | None = None
     """AUC of the predictions from features on these rows: what they reveal without any attack;
     1/2 where it is below."""
@@ -75,8 +72,7 @@ class BeyondFeatures(NamedTuple):
 
 class _PairScores(NamedTuple):
     attack: str
-    target: int
-    """The class that counts as the positives."""
+    target: int  # the class that counts as the positives
     scored: ScoredRows
 
 

@@ -52,10 +52,8 @@ _LEARNING_RATE = 0.02
 _TEMPERATURE = 0.8
 _MIXING = 0.75
 _UNLABELLED_WEIGHT = 50.0
-_PENALTY = 4.0
-"""Weight of half the head's squared norm."""
-_AVERAGED = 0.02
-"""Share of the newest weights in their moving average."""
+_PENALTY = 4.0  # weight of half the head's squared norm
+_AVERAGED = 0.02  # share of the newest weights in their moving average
 _ROWS_AT_ONCE = 65_536
 
 
@@ -132,8 +130,7 @@ def final_scores(
 
 class Hints(NamedTuple):
     rows: npt.NDArray[np.int64]
-    labels: npt.NDArray[np.int64]
-    """Their classes."""
+    labels: npt.NDArray[np.int64]  # their classes
 
 
 def pick_labelled(

@@ -41,8 +41,7 @@ class GradientRows:
         return two_clusters(directions, directions @ self.top.direction)
 
 
-Gradients: TypeAlias = Tensor | GradientRows
-"""(batch, ...), prepared or not."""
+Gradients: TypeAlias = Tensor | GradientRows  # (batch, ...), prepared or not
 
 
 def prepared(gradients: Gradients) -> GradientRows:

@@ -87,8 +87,7 @@ def leak_auc(scores: Values, labels: Values) -> float:
 
 class LeakInterval(NamedTuple):
     auc: float
-    low: float
-    """Below 1/2 where the sign of the score may have come out by chance."""
+    low: float  # below 1/2 where the sign of the score may have come out by chance
     high: float
 
 
@@ -134,8 +133,7 @@ class PairAucs(NamedTuple):
     """Row i, column j: the AUC of class i's score, class i against class j,
     (..., classes, classes)."""
 
-    one_vs_rest: Floats
-    """The AUC of class i's score, class i against all others, (..., classes)."""
+    one_vs_rest: Floats  # the AUC of class i's score, class i against all others, (..., classes)
 
     def leak(self) -> "PairAucs":
         """Return ``max(auc, 1 - auc)``: an inverted score is a leak, too."""
@@ -175,20 +173,14 @@ class PairAucs(NamedTuple):
 
 
 class Score(NamedTuple):
-    values: Tensor
-    """(batch,)."""
-
-    left_out: tuple[int, ...] = ()
-    """Rows whose class the attack knew."""
-
+    values: Tensor  # (batch,)
+    left_out: tuple[int, ...] = ()  # rows whose class the attack knew
     of_class: int | None = None
     """Index of the class to which the score belongs; None for a score for more than two classes."""
 
 
 class BatchAucs(NamedTuple):
-    worst: list[float]
-    """The leak AUC of each attack's worst pair; NaN for an attack without one."""
-
+    worst: list[float]  # the leak AUC of each attack's worst pair; NaN for an attack without one
     leak: PairAucs | None
     """All leak AUCs, with a leading dimension, (attacks,); None for two classes, which have one
     pair."""

@@ -44,18 +44,15 @@ from splitveil.common.privacy.accumulation import RunScores
 from splitveil.common.privacy.cross_fitting import FeatureModels
 from splitveil.common.privacy.gradient_rows import prepared
 
-MIN_ROWS = 50
-"""Rows below which regressions on features say nothing."""
+MIN_ROWS = 50  # rows below which regressions on features say nothing
 
-NUM_HINTS = 40
-"""Labels that the ridge regression knows, as many as model completion."""
+NUM_HINTS = 40  # labels that the ridge regression knows, as many as model completion
 
 _PENALTIES = tuple(10.0**power for power in range(-6, 4))
 """Candidates, in units of the mean square of a column."""
 
 _NORMAL_QUANTILE = 1.96
-_NOTHING_LEFT = 1e-12
-"""Share of a score's variance that counts as rounding."""
+_NOTHING_LEFT = 1e-12  # share of a score's variance that counts as rounding
 
 _MOST_VALUES = 2**24
 """Numbers that sums of gradients take: 64 MiB. Of a long run, evenly spaced examples are kept."""
@@ -191,14 +188,10 @@ def _apart(num_examples: int, width: int) -> int:
 
 
 class SeenSums(NamedTuple):
-    gradients: Tensor
-    """(examples, row_dim)."""
-    activations: Tensor
-    """(examples, row_dim)."""
-    labels: Tensor
-    """(examples,)."""
-    positions: Tensor
-    """Of the examples in the common order, ascending, (examples,)."""
+    gradients: Tensor  # (examples, row_dim)
+    activations: Tensor  # (examples, row_dim)
+    labels: Tensor  # (examples,)
+    positions: Tensor  # of the examples in the common order, ascending, (examples,)
 
     def top_direction_r2(self) -> float:
         """Return the figure of ``accumulated_top_direction``."""
@@ -237,14 +230,12 @@ class NumberCovariates(NamedTuple):
     """Positions of the rows in the common order, ascending, (rows,)."""
     features: npt.NDArray[np.float32]
     """Activations, predictions and the active party's own features, (rows, values), finite."""
-    labels: _Floats
-    """Shares of the range, (rows,), only for the measurement."""
+    labels: _Floats  # shares of the range, (rows,), only for the measurement
 
 
 class AdjustedR2(NamedTuple):
     value: float
-    low: float
-    """Lower end of its 95 % interval; 0 where it may be chance."""
+    low: float  # lower end of its 95 % interval; 0 where it may be chance
     high: float
 
 

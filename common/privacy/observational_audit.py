@@ -48,14 +48,12 @@ DELTA = 1e-5
 """The delta at which epsilon is bounded: smaller than one over the rows of most runs. What is
 (epsilon, 0)-private is (epsilon, delta)-private, too."""
 
-_LARGEST = 40.0
-"""No number of rows excludes an epsilon beyond this."""
+_LARGEST = 40.0  # no number of rows excludes an epsilon beyond this
 
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 """Shares of the offered pairs on which a guess is made."""
 
-FEWEST_PAIRS = 20
-"""Offered pairs per half below which there is nothing to test."""
+FEWEST_PAIRS = 20  # offered pairs per half below which there is nothing to test
 
 _CHOOSING_CONFIDENCE = 0.999
 """Strict, so that a lucky choice of few guesses is not preferred to a good one of many."""
@@ -119,14 +117,11 @@ def quick_lower_bound(guesses: int, correct: int, confidence: float = CONFIDENCE
 
 
 class EpsilonBound(NamedTuple):
-    epsilon: float
-    """0 if they exclude none."""
-    attack: str
-    """The attack whose guesses were tested."""
+    epsilon: float  # 0 if they exclude none
+    attack: str  # the attack whose guesses were tested
     guesses: int
     correct: int
-    pairs: int
-    """Pairs that were offered in the half that was tested."""
+    pairs: int  # pairs that were offered in the half that was tested
     confidence: float = CONFIDENCE
     delta: float = DELTA
 
@@ -136,20 +131,15 @@ class EpsilonBound(NamedTuple):
 
 
 class ScoredRows(NamedTuple):
-    rows: npt.NDArray[np.int64]
-    """Indices into the rows of the audit, (scored,)."""
-    scores: Floats
-    """(scored,); infinities are allowed."""
-    positive: Mask
-    """Which of the two classes each row has, (scored,)."""
-    predictions: Floats
-    """Cross-fitted probability of the positive class, (scored,)."""
+    rows: npt.NDArray[np.int64]  # indices into the rows of the audit, (scored,)
+    scores: Floats  # (scored,); infinities are allowed
+    positive: Mask  # which of the two classes each row has, (scored,)
+    predictions: Floats  # cross-fitted probability of the positive class, (scored,)
 
 
 class _Guesses(NamedTuple):
     attack: str
-    chosen: tuple[Floats, Mask]
-    """Scores and labels of the half that chooses."""
+    chosen: tuple[Floats, Mask]  # scores and labels of the half that chooses
     tested: tuple[Floats, Mask]
 
 

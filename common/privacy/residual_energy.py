@@ -26,8 +26,7 @@ from torch import Tensor
 from splitveil.common.privacy.gradient_rows import Gradients, prepared
 from splitveil.common.privacy.top_direction import gram
 
-STRONGEST = 0.25
-"""Share of a batch's directions that count as strong."""
+STRONGEST = 0.25  # share of a batch's directions that count as strong
 
 _MAX_DIRECTIONS = 64
 """A batch with more rows and more columns than this is folded to this number of columns first: more
@@ -36,8 +35,7 @@ directions would cost several times as much, and reveal little more."""
 _NEGLIGIBLE = 1e-12
 """A direction with less than this fraction of the strongest one's energy is rounding error."""
 
-_LOWEST = 1e-30
-"""Fraction of the batch's largest energy below which all energies count alike."""
+_LOWEST = 1e-30  # fraction of the batch's largest energy below which all energies count alike
 
 _MAX_MOVES = 50
 

@@ -42,18 +42,14 @@ from splitveil.common.privacy.top_direction import (
 _MAX_VOTERS = 2048
 _SMALLEST = torch.finfo(torch.float64).tiny
 
-_NEGLIGIBLE = 1e-10
-"""A residual below this fraction of the batch's largest entry is rounding error."""
+_NEGLIGIBLE = 1e-10  # a residual below this fraction of the batch's largest entry is rounding error
 
 
 class KnownClasses(NamedTuple):
     """Gradients and labels of examples other than the ones to be scored."""
 
-    negatives: Tensor
-    """(negatives, ...), at least one."""
-
-    positives: Tensor
-    """(positives, ...), at least one."""
+    negatives: Tensor  # (negatives, ...), at least one
+    positives: Tensor  # (positives, ...), at least one
 
 
 def norm(gradients: Gradients) -> Tensor:

@@ -28,8 +28,7 @@ class AttackScores(NamedTuple):
     """One score for all classes, or one for each target, (batch,) each; None for a target about
     which the attack knew too little."""
 
-    left_out: Sequence[tuple[int, ...]]
-    """Rows whose class the attack knew, for each of the scores."""
+    left_out: Sequence[tuple[int, ...]]  # rows whose class the attack knew, for each of the scores
 
 
 class LayerScores(NamedTuple):

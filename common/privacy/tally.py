@@ -117,18 +117,12 @@ def _quantile(counts: npt.NDArray[np.int32], share: float) -> float:
 class ClassLeak(TypedDict):
     """One attack on one layer, class by class: means over the batches of a run."""
 
-    worst_pair: list[str]
-    """The two classes that are separated best on average."""
-
+    worst_pair: list[str]  # the two classes that are separated best on average
     worst_pair_auc: float
     """Their leak AUC. At most the mean of the batches' worst pairs, which differ."""
 
-    worst_pair_random: float
-    """Leak AUC of random scores on the same pair."""
-
-    classes: dict[str, float]
-    """Leak AUC of each class against the rest."""
-
+    worst_pair_random: float  # leak AUC of random scores on the same pair
+    classes: dict[str, float]  # leak AUC of each class against the rest
     random: dict[str, float]
 
 

@@ -37,7 +37,7 @@ from splitveil.common.run.sample_order import Positions
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 from splitveil.library.frames import Frame, as_html, frame
 
-Rows: TypeAlias = Sequence[int] | Sequence[str] | Positions | None
+Rows: TypeAlias = Sequence[int] | Sequence[str] | Positions | Tensor | None
 """Positions of examples, their ids if the ledger knows ids, or None for all of them."""
 
 
@@ -241,7 +241,7 @@ class Ledger:
     def _positions(self, rows: Rows) -> Positions:
         if rows is None:
             return np.arange(len(self))
-        given = np.asarray(rows)
+        given = np.asarray(rows.cpu() if isinstance(rows, Tensor) else rows)
         if given.dtype.kind in "UO" and len(given):
             if self._names is None:
                 raise ValueError("expected positions: this ledger knows no ids")

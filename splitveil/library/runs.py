@@ -213,10 +213,10 @@ class Run:
 
         ``passive.pt2`` is for ``torch.export.load``, ``passive.onnx`` for ONNX runtimes; and so for
         every party whose folder is there. The inputs are tensors by name, with any number of rows:
-        ``activation`` (of the top model), ``numeric``, ``categorical`` and ``image``, encoded as by
-        ``features``. Scalers, vocabularies and ``bins`` of the encoding are in
-        ``passive.encoder.json``: a number of a column with bins is, once scaled, its place among
-        their edges, as by ``numpy.interp(scaled, edges, range(len(edges)))``.
+        ``activation`` (of the top model), ``numeric`` (float64: numbers as in the table, NaN for a
+        gap, which the half fills, marks and scales; then a 1 or 0 per category of each list),
+        ``categorical`` and ``image``, as by ``features``. ``passive.encoder.json`` has the order of
+        the columns and the slots of the categories: from 2, in the order of ``categories``.
         ``model`` chooses the top model, as in ``model``.
 
         Raises:

@@ -154,23 +154,12 @@ def completed(line: str) -> list[str]:
         ("splitveil certs sh", ["show"]),
         ("splitveil demo breast_cancer_", ["breast_cancer_two_labs"]),
         ("splitveil schema con", ["contract"]),
-        ("splitveil align pas", ["passive"]),
         ("splitveil audit READ", ["README.md"]),
-        ("splitveil report doc", ["docs"]),
+        ("splitveil active report doc", ["docs"]),
     ],
 )
 def test_bash_completes_sub_commands_options_and_files(line: str, offered: list[str]) -> None:
     assert completed(line) == offered
-
-
-@pytest.mark.parametrize("words", [("align", "active"), ("active", "align"), ("align", "passive")])
-def test_align_is_that_of_the_party(words: tuple[str, str], folder: Path, call: Call) -> None:
-    party = "active" if "active" in words else "passive"
-    text = folder / "aligned.txt"
-    done = call(*words, folder / f"{party}.yaml", "--output", text)
-    assert (done.exit_code, done.out) == (2, "")
-    assert "--output: expected a file ending in .parquet or .csv" in done.err
-    assert f" {party} ERROR " in done.err
 
 
 def test_check_prints_settings_and_outcomes_as_json(folder: Path, call: Call) -> None:
@@ -277,9 +266,8 @@ def test_a_plan_is_printed_as_json(folder: Path, call: Call) -> None:
     assert "0.600" in call(*words).out
 
 
-@pytest.mark.parametrize("words", [("report",), ("active", "report")], ids=" ".join)
-def test_a_report_says_where_it_is(words: tuple[str, ...], folder: Path, call: Call) -> None:
-    run = folder / "runs" / "small-none-seed-0"
+def test_a_report_says_where_it_is(folder: Path, call: Call) -> None:
+    words, run = ("active", "report"), folder / "runs" / "small-none-seed-0"
     found = call(*words, run, "--json", "--output", folder / "page.html").json()
     assert found == {"report": str(folder / "page.html")}
     assert "<html" in (folder / "page.html").read_text()

@@ -240,6 +240,7 @@ def test_a_party_s_own_command_gives_the_remedy(
     [
         ("ids.txt", '\ufeff"a"\r\n"b"\r\n'),
         ("ids.txt", ' "a"\n"b" \n\n'),
+        ("ids.txt", " a\nb \n\n\n"),
         ("ids.csv", "client;note\na;1\nb;2\n"),
         ("ids.csv", "sep=;\nclient;note\na;1\nb;2\n"),
         ("ids.tsv", "client,note\na,1\nb,2\n"),

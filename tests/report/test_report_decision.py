@@ -265,10 +265,9 @@ def test_the_command_takes_a_target_and_several_runs(
     assert (tmp_path / "comparison.html").is_file()
     assert run(a) == 0
     assert (tmp_path / "a" / "active" / "report.html").is_file()
-    assert run("--compare", a, b, "--output", str(tmp_path / "two.html")) == 0
+    assert run(a, b, "--output", str(tmp_path / "two.html")) == 0
     assert "2 runs side by side" in (tmp_path / "two.html").read_text(encoding="utf-8")
-    for wrong in ((), (str(tmp_path),), ("--compare", a), (a, "--compare", a, b)):
-        assert run(*wrong) == 2
+    assert run(str(tmp_path)) == 2
 
 
 def test_a_comparison_has_paired_intervals_where_the_test_rows_are_shared(tmp_path: Path) -> None:

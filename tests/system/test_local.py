@@ -165,7 +165,7 @@ def test_a_finished_rehearsal_runs_again_and_none_counts_as_an_earlier_release(
         (
             "marvell:power_ratio=4,statistics=running",
             "marvell power_ratio=4 statistics=running",
-            {"name": "marvell", "strength": {"power_ratio": 4}, "statistics": "running"},
+            {"name": "marvell", "power_ratio": 4, "statistics": "running"},
         ),
         (
             "{name: marvell, strength: {power_ratio: 4}}",

@@ -50,17 +50,13 @@ from torch import Tensor
 
 from splitveil.active_party.defenses.projected.features import Chunks, columns_of, sample_of
 
-BLOCK_ROWS = 16_384
-"""Rows that are handled at a time."""
+BLOCK_ROWS = 16_384  # rows that are handled at a time
 
-_BITS = 14
-"""Bits of the largest entry."""
+_BITS = 14  # bits of the largest entry
 
-_PAIRWISE_ROWS = 64
-"""Rows of a subject up to which their products are taken pair by pair."""
+_PAIRWISE_ROWS = 64  # rows of a subject up to which their products are taken pair by pair
 
-_JUST_ABOVE_1 = 1 + 2.0**-20
-"""Divisor that makes up for the rounding of norms in float32."""
+_JUST_ABOVE_1 = 1 + 2.0**-20  # divisor that makes up for the rounding of norms in float32
 
 _SHRINK = 1 - 2.0**-10
 """Factor below what is needed, so that rounding rarely makes another round necessary."""
@@ -162,15 +158,13 @@ def _sum_of_norms(rows: Tensor) -> Tensor:
     return (rows.square_().sum(dim=2).sqrt_().sum(dim=1) * (1 + 1e-9)).square()
 
 
-_SMALLEST_SHARE = 0.1
-"""Leverage, in shares of the mean, below which a row is no longer weighted up."""
+_SMALLEST_SHARE = 0.1  # leverage, in shares of the mean, below which a row is no longer weighted up
 
 _NEGLIGIBLE = 1e-5
 """Eigenvalue of Phi^T Phi, in units of the largest, below which a direction may be no more than the
 rounding of float32."""
 
-_VARIANCE = 1.0
-"""q."""
+_VARIANCE = 1.0  # q
 
 
 class Design(NamedTuple):
@@ -179,8 +173,7 @@ class Design(NamedTuple):
     steps: Tensor
     """A in steps of ``unit``, (N, r) int16; the bound of every row or subject is at most 1."""
 
-    unit: float
-    """A power of 2."""
+    unit: float  # a power of 2
 
     @property
     def num_rows(self) -> int:

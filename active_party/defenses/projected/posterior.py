@@ -30,8 +30,7 @@ from torch import Tensor
 from splitveil.active_party.defenses.projected.design import BLOCK_ROWS, Design, ReleasedStages
 from splitveil.active_party.defenses.projected.release import Release
 
-_MOST_DOUBLINGS = 8
-"""q lies within 2^-8 and 2^8 times 1/4."""
+_MOST_DOUBLINGS = 8  # q lies within 2^-8 and 2^8 times 1/4
 
 
 class _Stage(NamedTuple):

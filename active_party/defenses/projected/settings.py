@@ -27,7 +27,7 @@ learning allows because the active party sees every activation; LabelDP-Pro (Gha
 """
 
 import math
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, Tag
 
@@ -148,6 +148,10 @@ class ProjectedLabelsDefense(SeededDefense):
     training rows of the last folder makes its own targets from the sums of that run. Whether a
     label has changed since does not matter, because the choice of rows would reveal it. Needs
     ``data.id_column``."""
+
+    if TYPE_CHECKING:  # those of an inner section, too
+
+        def __init__(self, **settings: Any) -> None: ...
 
     @property
     def traits(self) -> Traits:

@@ -134,9 +134,8 @@ class PartyData:
         if features is not None:
             for start in range(0, len(features), _ROWS_AT_ONCE):
                 positions = torch.arange(start, min(start + _ROWS_AT_ONCE, len(features)))
-                for part in features.rows(positions).parts():
-                    if part is not None:
-                        found.update(part.numpy().data)
+                for part in features.rows(positions).tensors():
+                    found.update(part.numpy().data)
         return found.hexdigest()
 
     def training_rows(self, split: SplitSettings) -> int:

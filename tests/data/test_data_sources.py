@@ -11,7 +11,6 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import adbc_driver_sqlite
 import duckdb
@@ -138,23 +137,6 @@ def test_a_part_without_any_value_has_the_type_of_the_others(tmp_path: Path) -> 
             features={"numeric": "n1", "missing_numeric": "zero"},
         )
         assert PartyData.load(chosen, tmp_path).table.numeric["n1"].tolist() == [0, 0, 2.5, 3.5]
-
-
-def test_types_for_which_arrow_has_no_functions_are_read_as_what_they_hold(tmp_path: Path) -> None:
-    uuids = [UUID(int=7), UUID(int=8)]
-    columns = {
-        "id": pa.array([one.bytes for one in uuids], pa.uuid()),
-        "n1": pa.array(["1.5", "2"], pa.string_view()),
-        "n2": pa.ExtensionArray.from_storage(pa.json_(pa.string()), pa.array(["7", "8"])),
-        "c1": pa.array([uuids[0].bytes, None], pa.uuid()),
-    }
-    parquet.write_table(pa.table(columns), tmp_path / "rows.parquet")
-    source = {"kind": "parquet", "path": "rows.parquet"}
-    features = {"numeric": "n*", "lists": ["c1"]}
-    table = read_table(settings(source, label_column=None, features=features), tmp_path)
-    assert list(table.ids) == [str(one) for one in uuids]
-    assert [column.tolist() for column in table.numeric.values()] == [[1.5, 2], [7, 8]]
-    assert table.lists["c1"].categories.to_pylist() == [str(uuids[0])]
 
 
 def converted_folders(folder: Path) -> set[str]:

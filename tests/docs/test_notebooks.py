@@ -37,21 +37,22 @@ def test_the_notebook_does_with_modules_frames_and_sweeps_what_it_says(
     outputs = [output for cell in code for output in cell.outputs]
     shown = [one.data for one in outputs if one.output_type == "execute_result"]
     said = "".join(one.text for one in outputs if one.output_type == "stream")
-    sweep, epochs, rows, own, both, weights, difference, attacks, again, repeated = shown
+    sweep, epochs, rows, *aucs, weights, difference, attacks, ledger, again, repeated = shown
     assert all(f"<td>{name}</td>" in sweep["text/html"] for name in ("marvell", "projected_labels"))
     assert epochs["text/html"].count("<tr") == 1 + 3 * 2 * 2
     assert "<html" in (tmp_path / "report.html").read_text()
     assert "simulated-projected_labels-seed-1" in (tmp_path / "comparison.html").read_text()
     assert "have 400 and 360 rows" in said
     assert rows["text/plain"] == "360"
-    assert 0 < float(own["text/plain"]) < 1
-    assert 0 < float(both["text/plain"]) < 1
+    assert [0 < float(one["text/plain"]) < 1 for one in aucs] == [True] * 3
     assert "'plan.weight': (4, 4)" in weights["text/plain"]
     assert float(difference["text/plain"].removeprefix("np.float32").strip("()")) < 1e-5
     assert "did you mean 'marvell'?" in said
     assert "did you mean 'defense.strength.power_ratio'?" in said
     assert "largest_entry" in attacks["text/html"]
     assert "clipped" in attacks["text/html"]
+    assert "knows class means only" in ledger["text/html"]
     assert "ended" in said
+    assert "simulated-seed-0: taken from an earlier call" in said
     assert "3 runs" in again["text/html"]
     assert repeated["text/plain"] == "True"

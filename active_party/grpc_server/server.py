@@ -147,7 +147,6 @@ def serve_until_end(
         patience_s = _LAST_WORDS_S if stopped is None else _FINAL_WORDS_S
         service.announce_end(min(patience_s, settings.reconnect.max_s), interruption)
         server.stop(_GRACE_S).wait()
-        engine.close()
     return service, stopped
 
 

@@ -117,9 +117,6 @@ class EcdhEngine:
             splits=splits,
         )
 
-    def close(self) -> None:
-        self._group.close()
-
 
 class EcdhExchange:
     """The rules of one alignment: takes received frames, returns frames to send, does no I/O.

@@ -82,9 +82,6 @@ class AlignmentEngine(Protocol):
     ) -> AlignmentExchange:
         """Start one alignment, with fresh keys."""
 
-    def close(self) -> None:
-        """Release the engine's resources."""
-
 
 class Alignment(NamedTuple):
     """The outcome of one alignment."""

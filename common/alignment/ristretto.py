@@ -122,9 +122,6 @@ class Ristretto:
     def mask(self, digests: bytes, scalar: bytes) -> bytes:
         return self.multiply(self.hash_to_group(digests), scalar)
 
-    def close(self) -> None:
-        """Do nothing; exists because a ``WorkerPool`` must be closed."""
-
     def _check_vectors(self) -> None:
         two = (2).to_bytes(SCALAR_BYTES, "little")
         hashed = self.hash_to_group(hashlib.sha512(_LABEL).digest())

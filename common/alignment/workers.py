@@ -19,8 +19,6 @@ class GroupOperations(Protocol):
     def multiply(self, points: bytes, scalar: bytes) -> bytes:
         """Multiply each point by the scalar, or raise NotInGroupError."""
 
-    def close(self) -> None: ...
-
 
 class WorkerPool:
     """The batch operations of a group on several cores, for several threads at once."""
@@ -35,9 +33,6 @@ class WorkerPool:
 
     def multiply(self, points: bytes, scalar: bytes) -> bytes:
         return self._spread(self._group.multiply, points, ristretto.POINT_BYTES, scalar)
-
-    def close(self) -> None:
-        self._threads.shutdown(cancel_futures=True)
 
     def _spread(
         self,

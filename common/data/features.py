@@ -14,7 +14,7 @@ The encoder is fitted on a party's own training rows only and saved with its mod
 - Images are not changed.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -65,20 +65,25 @@ class Features:
     """(rows, columns of sequences), int64; 0 for an empty cell."""
 
     def __len__(self) -> int:
-        return next((len(part) for part in self.parts() if part is not None), 0)
+        return next(map(len, self.tensors()), 0)
 
     def rows(self, index: Tensor) -> "Features":
         """Return the rows with these positions, (count,) int64, in this order."""
         # Indexing copies value by value: four times as long for rows of 64 numbers.
-        return Features(
-            *(None if part is None else part.index_select(0, index) for part in self.parts())
-        )
+        return self.changed(lambda part: part.index_select(0, index))
 
     def to(self, device: torch.device) -> "Features":
-        return Features(*(None if part is None else part.to(device) for part in self.parts()))
+        return self.changed(lambda part: part.to(device))
 
-    def parts(self) -> tuple[Tensor | None, ...]:
-        return self.numeric, self.categorical, self.image, self.tokens, self.lengths
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "Features":
+        """Return what a function makes of the parts that are present."""
+        parts = (self.numeric, self.categorical, self.image, self.tokens, self.lengths)
+        return Features(*(None if part is None else change(part) for part in parts))
+
+    def tensors(self) -> list[Tensor]:
+        """Return the parts that are present."""
+        parts = (self.numeric, self.categorical, self.image, self.tokens, self.lengths)
+        return [part for part in parts if part is not None]
 
 
 def image_as_float(image: Tensor) -> Tensor:
@@ -135,13 +140,8 @@ class NumericScaler(Section):
 class Vocabulary(Section):
     name: str
     categories: tuple[str, ...]
-    """The texts of slots 2 and up."""
-
-
-class ListVocabulary(Section):
-    name: str
-    categories: tuple[str, ...]
-    """The texts that have a number of their own; the column's last number is for all others."""
+    """The texts of slots 2 and up; of a column of lists, those with a number of their own, before
+    the one for all others."""
 
 
 class ImageInfo(Section):
@@ -171,7 +171,7 @@ class FeatureEncoder(Section):
     timestamps: tuple[str, ...] = ()
     """Columns of times, whose parts are among ``numeric``."""
 
-    lists: tuple[ListVocabulary, ...] = ()
+    lists: tuple[Vocabulary, ...] = ()
     """Columns of lists; their numbers come after the indicators."""
 
     sequences: tuple[TokenColumn, ...] = ()
@@ -215,7 +215,7 @@ class FeatureEncoder(Section):
             indicators=found.indicators(),
             timestamps=table.timestamps,
             lists=tuple(
-                ListVocabulary(name=name, categories=kept) for name, kept in found.members(table)
+                Vocabulary(name=name, categories=kept) for name, kept in found.members(table)
             ),
             sequences=sequences,
             bins=bins,
@@ -406,9 +406,8 @@ def unknown_categories(
 
     With it comes whether that is so in all of many rows with a value, and not for being rare.
     """
-    vocabularies: tuple[Vocabulary | ListVocabulary, ...] = (*encoder.categorical, *encoder.lists)
-    columns = {**table.categorical, **table.lists}
-    judged = {v.name: _judged(v, columns[v.name].categories) for v in vocabularies}
+    vocabularies, columns = (*encoder.categorical, *encoder.lists), table.coded
+    judged = {v.name: _judged(v, table) for v in vocabularies}
     counts = dict.fromkeys(judged, 0)
     # In parts, so that a table on disk is read once, front to back.
     for start in range(0, len(table), FIT_ROWS):
@@ -418,7 +417,7 @@ def unknown_categories(
     for vocabulary in vocabularies:
         (is_unknown, is_alike), rows = judged[vocabulary.name], counts[vocabulary.name]
         is_exact = settings is not None and settings.min_count == 1
-        if settings is not None and isinstance(vocabulary, ListVocabulary):
+        if settings is not None and vocabulary.name in table.lists:
             is_exact &= len(vocabulary.categories) < settings.max_list_categories
         is_all = bool(vocabulary.categories) and bool(is_unknown[:-1].all())
         is_whole = is_all and rows >= MANY and (is_exact or is_alike)
@@ -431,10 +430,11 @@ def unknown_categories(
             yield sentence, is_whole
 
 
-def _judged(vocabulary: Vocabulary | ListVocabulary, texts: Any) -> tuple[NDArray[np.bool_], bool]:
+def _judged(vocabulary: Vocabulary, table: Table) -> tuple[NDArray[np.bool_], bool]:
     """Return whether texts are unknown, by code, and whether some are known in another form."""
-    words, text_of = texts, np.arange(len(texts))
-    if isinstance(vocabulary, ListVocabulary):
+    texts = words = table.coded[vocabulary.name].categories
+    text_of = np.arange(len(texts))
+    if vocabulary.name in table.lists:
         split = pc.split_pattern(texts, SEPARATOR)
         words, text_of = pc.list_flatten(split), pc.list_parent_indices(split).to_numpy()
     known = pa.array(vocabulary.categories, pa.string())

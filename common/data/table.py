@@ -258,10 +258,7 @@ class TableReader:
             image = None
         elif image is not None:
             image = _checked_image(image, features.image, self._source, first_row)
-        if settings.id_column is not None:
-            raw = part_ids(settings, self._id_rules, columns, self._source, first_row)
-            self._ids.add(raw, labels)
-        return Table(
+        table = Table(
             source=self._source,
             ids=(),
             labels=labels,
@@ -275,6 +272,10 @@ class TableReader:
             weights=rows.weights(),
             gaps=features.gaps if features else "refused",
         )
+        if settings.id_column is not None:
+            raw = part_ids(settings, self._id_rules, columns, self._source, first_row)
+            self._ids.add(raw, labels)
+        return table
 
     def finish(self, table: Table) -> Table:
         """Return the whole table with its ids, without the rows that are left out."""

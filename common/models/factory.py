@@ -161,7 +161,7 @@ def _shapes(encoder: FeatureEncoder | FeatureShapes) -> FeatureShapes:
 
 
 def _has_features(shapes: FeatureShapes) -> bool:
-    return any(part is not None for part in shapes.zeros(1).parts())
+    return bool(shapes.zeros(1).tensors())
 
 
 def _build_and_probe(

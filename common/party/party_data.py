@@ -27,6 +27,7 @@ from splitveil.common.data.source_settings import (
     expand_path,
 )
 from splitveil.common.data.sources import list_rows
+from splitveil.common.data.stored_ids import ABSENT, IdIndex
 from splitveil.common.data.table import Table, read_table, table_of_ids
 from splitveil.common.errors import DataError, SettingsError, SplitveilError
 from splitveil.common.party.party_settings import PartySettings
@@ -133,9 +134,8 @@ class PartyData:
         if features is not None:
             for start in range(0, len(features), _ROWS_AT_ONCE):
                 positions = torch.arange(start, min(start + _ROWS_AT_ONCE, len(features)))
-                for part in features.rows(positions).parts():
-                    if part is not None:
-                        found.update(part.numpy().data)
+                for part in features.rows(positions).tensors():
+                    found.update(part.numpy().data)
         return found.hexdigest()
 
     def training_rows(self, split: SplitSettings) -> int:
@@ -179,16 +179,12 @@ class PartyData:
 
     def labels_of(self, ids: Sequence[str]) -> Tensor:
         """Return the labels of some ids, (ids,), float32, or raise DataError."""
-        if self.table.labels is None:
-            raise DataError(f"{self.table.source}: there is no label column")
-        row_of = {name: row for row, name in enumerate(self.ids)}
-        rows = np.array([row_of.get(name, -1) for name in ids], dtype=np.int64)
-        missing = int((rows < 0).sum())
-        if missing:
+        rows = IdIndex(self.ids).rows_of(ids)
+        if missing := int((rows == ABSENT).sum()):
             raise DataError(
                 f"{self.table.source}: {missing} of the {len(ids)} aligned ids have no label here"
             )
-        return torch.from_numpy(self.table.labels[rows])
+        return self.labels_at(rows)
 
 
 def read_ids_alone(

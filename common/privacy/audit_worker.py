@@ -29,11 +29,8 @@ class Auditing(Protocol):
 class CpuBudget:
     """The CPU time that the audit may still use. Thread-safe.
 
-    It counts whether or not a core is idle, because the audit's computations also cost the training
-    cache space and time in which it waits for the interpreter's lock.
-
-    The clock of an `AuditWorker` is the CPU time of its process: where other programs leave half a
-    core to the training, the audit has half as much time, too. Without ``max_share`` it has all.
+    It counts whether or not a core is idle: the audit's computations also cost the training cache
+    space and the interpreter's lock. The clock of an `AuditWorker` is the CPU time of its process.
     """
 
     def __init__(self, max_share: float | None, now_s: float) -> None:

@@ -5,8 +5,7 @@
     scores    ridge regression on the same functions; scores of the same rows share the sums
 
 Every row's prediction comes from models that never saw the row's label or score; calibration fits
-a handful of numbers to all rows. On features without information the predictions are the classes'
-shares.
+a handful of numbers to all rows.
 
 The functions of a feature are a line, the normal quantile of its rank, bends of that, and for a
 feature with few values whether it has a certain one. More functions are the positive parts of

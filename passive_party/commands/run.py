@@ -121,7 +121,6 @@ def _train(
                 raise
             logger.warning("the active party does not resume this run: %s", error)
         finally:
-            aligner.engine.close()
             # A run that has ended for good and is not resumed keeps the model that it ended with.
             if run.trainer is not None and end_of(folder) is None:
                 identity = identity_metadata(run.model_identity, settings.contract)

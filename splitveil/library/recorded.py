@@ -212,9 +212,6 @@ class _ClearGroup:
     def multiply(self, points: bytes, scalar: bytes) -> bytes:  # noqa: ARG002
         return points
 
-    def close(self) -> None:
-        """There are no resources."""
-
 
 def clear_engine(settings: AlignmentSettings) -> AlignmentEngine:
     """Build an engine that compares ids in the clear. Never use it between two processes.

@@ -275,7 +275,6 @@ def test_a_failure_of_the_sending_side_is_raised_at_once_and_as_it_is() -> None:
     group = WorkerPool(2, Failing(ristretto.load().name))
     failing = EcdhEngine(min_aligned=1, max_set_size=10_000, group=group)
     outcomes = align_both((names(range(50)), names(range(50))), (failing, ENGINE))
-    failing.close()
     assert type(outcomes[0].error) is StorageError
     assert type(outcomes[1].error) is PeerUnreachable
     assert "silent" not in str(outcomes[1].error)

@@ -135,20 +135,14 @@ def test_workers_give_the_same_bytes(num_elements: int) -> None:
     digests = ristretto.digest_ids(map(str, range(num_elements)))
     secret = group.random_scalar()
     pool = WorkerPool(3, group)
-    try:
-        masked = pool.mask(digests, secret)
-        assert masked == group.mask(digests, secret)
-        assert pool.multiply(masked, secret) == group.multiply(masked, secret)
-    finally:
-        pool.close()
+    masked = pool.mask(digests, secret)
+    assert masked == group.mask(digests, secret)
+    assert pool.multiply(masked, secret) == group.multiply(masked, secret)
 
 
 def test_workers_name_the_bad_element_and_continue() -> None:
     pool = WorkerPool(3, ristretto.load())
-    try:
-        with pytest.raises(NotInGroupError) as caught:
-            pool.multiply(GENERATOR * 10 + bytes(32) + GENERATOR, scalar(2))
-        assert caught.value.position == 10
-        assert pool.multiply(GENERATOR, scalar(2)).hex() == MULTIPLES[1]
-    finally:
-        pool.close()
+    with pytest.raises(NotInGroupError) as caught:
+        pool.multiply(GENERATOR * 10 + bytes(32) + GENERATOR, scalar(2))
+    assert caught.value.position == 10
+    assert pool.multiply(GENERATOR, scalar(2)).hex() == MULTIPLES[1]

@@ -221,54 +221,46 @@ def bad_rows(*lines: str) -> str:
     return "id,y,x0,city\n" + "".join(f"{line}\n" for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        pytest.param("", ["empty"], id="empty file"),
-        pytest.param("id,y,x0,city\n", ["no rows"], id="header only"),
-        pytest.param(
-            bad_rows("1,0,1,a", "2,2,1,a", "3,1,1,a", "4,-1,1,a"),
-            ["column 'y'", "0 or 1", "rows 2, 4 (2 in all)"],
-            id="label outside 0 and 1",
-        ),
-        pytest.param(
-            bad_rows("1,0,1,a", "2,,1,a", "3,1,1,a"), ["column 'y'", "row 2"], id="label missing"
-        ),
-        pytest.param(
-            bad_rows("1,yes,1,a", "2,no,1,a"),
-            ["column 'y'", "positive_label", "rows 1, 2 (2 in all)"],
-            id="label is text",
-        ),
-        pytest.param(
-            bad_rows("1,1,1,a", "2,1,1,a"),
-            ["column 'y'", "all 2 labels are 1", "both classes"],
-            id="one class",
-        ),
-        pytest.param(
-            bad_rows(*["1,0,,a"] * 4, "1,1,1,a", *["1,0,nan,a"] * 3),
-            ["column 'x0'", "rows 1, 2, 3, 4, 6, ... (7 in all)", "missing_numeric"],
-            id="NaN in features",
-        ),
-        pytest.param(
-            bad_rows("1,0,inf,a", "2,1,,a", "3,1,1e39,a"),
-            ["column 'x0': infinite", "rows 1, 3 (2 in all)", "\n", "column 'x0': no number"],
-            id="infinite features and a gap",
-        ),
-        pytest.param(
-            bad_rows("1,0,1,a", "2,1,1_000,a", "3,1,x,a", "4,1,+1.,a", "5,1,.5e-3,a"),
-            ["column 'x0'", "expected numbers", "rows 2, 3 (2 in all)"],
-            id="text in a numeric column",
-        ),
-        pytest.param(
-            bad_rows("1,0,1,a", "2,1", "3,1,1,a,b", "4,1,1,a"),
-            ["4 cells", "rows 2, 3 (2 in all)"],
-            id="ragged rows",
-        ),
-        pytest.param("id,y,X0,city\n1,0,1,a\n", ["'x0'", "did you mean 'X0'"], id="misspelt"),
-        pytest.param("y,y,x0,city,id\n0,0,1,a,1\n", ["2 columns 'y'"], id="column twice"),
-    ],
-)
-def test_bad_file_is_explained(tmp_path: Path, text: str, parts: list[str]) -> None:
+BAD_FILES = {
+    "empty file": ("", ["empty"]),
+    "header only": ("id,y,x0,city\n", ["no rows"]),
+    "label outside 0 and 1": (
+        bad_rows("1,0,1,a", "2,2,1,a", "3,1,1,a", "4,-1,1,a"),
+        ["column 'y'", "0 or 1", "rows 2, 4 (2 in all)"],
+    ),
+    "label missing": (bad_rows("1,0,1,a", "2,,1,a", "3,1,1,a"), ["column 'y'", "row 2"]),
+    "label is text": (
+        bad_rows("1,yes,1,a", "2,no,1,a"),
+        ["column 'y'", "positive_label", "rows 1, 2 (2 in all)"],
+    ),
+    "one class": (
+        bad_rows("1,1,1,a", "2,1,1,a"),
+        ["column 'y'", "all 2 labels are 1", "both classes"],
+    ),
+    "NaN in features": (
+        bad_rows(*["1,0,,a"] * 4, "1,1,1,a", *["1,0,nan,a"] * 3),
+        ["column 'x0'", "rows 1, 2, 3, 4, 6, ... (7 in all)", "missing_numeric"],
+    ),
+    "infinite features and a gap": (
+        bad_rows("1,0,inf,a", "2,1,,a", "3,1,1e39,a"),
+        ["column 'x0': infinite", "rows 1, 3 (2 in all)", "\n", "column 'x0': no number"],
+    ),
+    "text in a numeric column": (
+        bad_rows("1,0,1,a", "2,1,1_000,a", "3,1,x,a", "4,1,+1.,a", "5,1,.5e-3,a"),
+        ["column 'x0'", "expected numbers", "rows 2, 3 (2 in all)"],
+    ),
+    "ragged rows": (
+        bad_rows("1,0,1,a", "2,1", "3,1,1,a,b", "4,1,1,a"),
+        ["4 cells", "rows 2, 3 (2 in all)"],
+    ),
+    "misspelt": ("id,y,X0,city\n1,0,1,a\n", ["'x0'", "did you mean 'X0'"]),
+    "column twice": ("y,y,x0,city,id\n0,0,1,a,1\n", ["2 columns 'y'"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_file_is_explained(tmp_path: Path, case: str) -> None:
+    text, parts = BAD_FILES[case]
     with pytest.raises(DataError) as raised:
         read_csv(tmp_path, text, **NAMED, features={"numeric": "x0", "categorical": "city"})
     assert raised.value.exit_code == 3

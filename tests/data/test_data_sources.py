@@ -6,6 +6,7 @@ The object store is moto's server for S3, in a thread of this process.
 import itertools
 import logging
 import os
+import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -184,14 +185,8 @@ def test_the_converted_columns_notice_a_change_of_any_part(tmp_path: Path, chang
     assert len(converted_folders(tmp_path) - {first}) == 1
 
 
-def lacking(parts: Path) -> None:
-    parquet.write_table(rows(3).drop_columns(["n2"]), parts / "part-001.parquet")
-
-
-def typed(parts: Path) -> None:
-    table = rows(3)
-    changed = table.set_column(3, "n2", table.column("n2").cast(pa.float64()))
-    parquet.write_table(changed, parts / "part-001.parquet")
+def rewrite(parts: Path, table: Any) -> None:
+    parquet.write_table(table, parts / "part-001.parquet")
 
 
 def emptied(parts: Path) -> None:
@@ -199,16 +194,19 @@ def emptied(parts: Path) -> None:
         path.unlink()
 
 
-def gone(parts: Path) -> None:
-    emptied(parts)
-    parts.rmdir()
-
-
 BAD_FOLDERS: dict[str, tuple[str, Callable[[Path], object], list[str]]] = {
-    "a column is missing": ("parts", lacking, ["'n2' is missing in 1 of", "part-001.parquet"]),
-    "types differ": ("parts", typed, ["'n2' has several types: int64", "double", "part-001"]),
+    "a column is missing": (
+        "parts",
+        lambda parts: rewrite(parts, rows(3).drop_columns(["n2"])),
+        ["'n2' is missing in 1 of", "part-001.parquet"],
+    ),
+    "types differ": (
+        "parts",
+        lambda parts: rewrite(parts, rows(3).set_column(3, "n2", pa.array([1.5] * 3))),
+        ["'n2' has several types: int64", "double", "part-001"],
+    ),
     "an empty folder": ("parts", emptied, ["parts", "found none"]),
-    "no folder": ("parts", gone, ["parts", "there is no such file"]),
+    "no folder": ("parts", shutil.rmtree, ["parts", "there is no such file"]),
     "no match": ("parts/*.pq", lambda parts: None, ["parts/*.pq", "no file matches"]),
     "another file": (
         "parts",

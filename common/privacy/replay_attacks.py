@@ -251,8 +251,8 @@ def _search(received: Received, shares: Sequence[float], hints: Hints | None, se
         agreement = batch.cross_entropy(labels) / entropy
         means = labels.mean(dim=0).clamp(min=1e-9)
         divergence = torch.special.xlogy(of_class, of_class / means).sum()
-        total: Tensor = batch.distances(labels).mean() + divergence
-        return total + _CROSS_ENTROPY_WEIGHT * agreement
+        mean: Tensor = batch.distances(labels).mean()
+        return mean.add(divergence).add(agreement, alpha=_CROSS_ENTROPY_WEIGHT)
 
     known = None
     if hints is not None:

@@ -30,14 +30,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from benchmarks.environment import print_environment
 from splitveil.active_party.monitor.stated_bounds import ledger_figures
+from splitveil.attacks import REPLAYED
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import ATTACKS, CUT, FINAL_ATTACKS, RUN_ATTACKS, RunAttackName
 from splitveil.common.privacy.run_level import RunLevelLeak
-from tests.support.attacked_run import BATCH_ATTACKS, AttackedRun, attacked_run, deal_labels
+from splitveil.common.run.course import Batch
+from splitveil.library.auditing import audit
+from tests.support.attacked_run import BATCH_ATTACKS, AttackedRun, Sender, attacked_run, deal_labels
+from tests.support.runs import PassiveRecording, build_parties, run_in_process
 
 EXAMPLES = Path(__file__).parent.parent / "deploy" / "examples"
 EPOCHS = {"breast_cancer": 15, "default_credit": 10}
@@ -69,7 +75,10 @@ DEFENSES: Mapping[str, str] = {
         "{name: noisy_label, mechanism: {kind: randomized_response, epsilon: 1}}"
     ),
     "projected_labels": "{name: projected_labels}",
+    "gafm": "{name: gafm}",
 }
+COMPARED = ("accumulated_spectral", "accumulated_residual_energy", "completion_40")
+"""Attacks that the monitor runs, on the same rows."""
 
 
 class Task(NamedTuple):
@@ -82,23 +91,76 @@ class Task(NamedTuple):
     deals_labels: bool
 
 
+class Replayed(NamedTuple):
+    """What attacks on one run's stored rows found, with their seconds."""
+
+    test_auc: float
+    leak: dict[str, tuple[RunLevelLeak, float]]
+    bound: float
+
+
 def run(task: Task) -> AttackedRun:
     """Train once; the same seed gives every defense the same rows, batches and weights."""
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
-    both = [f"contract.epochs={task.epochs}", f"model_seed={task.seed}"]
     with tempfile.TemporaryDirectory() as folder:
-        active = [
-            *both,
-            f"insecure_nonce_seed={task.seed}",
-            f"defense={DEFENSES[task.defense]}",
-            f"runs_dir={folder}",  # with the noise key, which all runs of an example would share
-        ]
-        passive = [*both, f"insecure_nonce_seed={task.seed + 1000}"]
-        example = EXAMPLES / task.example  # or the folder itself, if the path is absolute
-        if task.deals_labels:
-            active += deal_labels(example, Path(folder), task.seed)
-        return attacked_run(example, active, passive)
+        return attacked_run(*settings_of(task, Path(folder)))
+
+
+def settings_of(task: Task, folder: Path) -> tuple[Path, list[str], list[str]]:
+    """Return the example with both parties' overrides: equal rows, batches and weights."""
+    both = [f"contract.epochs={task.epochs}", f"model_seed={task.seed}"]
+    active = [
+        *both,
+        f"insecure_nonce_seed={task.seed}",
+        f"defense={DEFENSES[task.defense]}",
+        f"runs_dir={folder}",  # with the noise key, which all runs of an example would share
+    ]
+    example = EXAMPLES / task.example  # or the folder itself, if the path is absolute
+    if task.deals_labels:
+        active += deal_labels(example, folder, task.seed)
+    return example, active, [*both, f"insecure_nonce_seed={task.seed + 1000}"]
+
+
+class Stored(PassiveRecording):
+    """The rows that the passive party received, with their labels."""
+
+    def __init__(self, sender: Sender) -> None:
+        super().__init__()
+        self.sent_back: list[tuple[Tensor, ...]] = []
+        self._sender = sender
+
+    def on_step(self, batch: Batch, sent: Tensor, received: Tensor, layers: Any) -> None:
+        if self._sender.latest is not None:
+            rows = received.detach(), sent.detach(), torch.from_numpy(batch.positions.copy())
+            self.sent_back.append((*rows, self._sender.latest.labels))
+
+
+def replay(task: Task) -> Replayed:
+    """Train once, and run every attack on the rows that the passive party then has."""
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    sender = Sender()
+    stored = Stored(sender)
+    with tempfile.TemporaryDirectory() as folder:
+        example, active, passive = settings_of(task, Path(folder))
+        parties = build_parties(example, active, passive, active_seen=sender, passive_seen=stored)
+        run_in_process(parties)
+        gradients, activations, examples, labels = map(
+            torch.cat, zip(*stored.sent_back, strict=True)
+        )
+        bounds = parties.session.leak_bounds()
+    sizes = [len(rows[0]) for rows in stored.sent_back]
+    found: dict[str, tuple[RunLevelLeak, float]] = {}
+    for name in (*COMPARED, *REPLAYED):
+        begun = time.monotonic()
+        leak = audit(
+            gradients, labels, batches=np.repeat(np.arange(len(sizes)), sizes), examples=examples,
+            activations=activations, attacks=[name],
+        )  # fmt: skip
+        found[name] = leak.run[name], time.monotonic() - begun
+    test = [one.auc for one in sender.evaluations if one.split == "test"][-1]
+    return Replayed(test, found, bounds.against(Adversary.CLASS_MEANS).leak_auc.max)
 
 
 def batch_leak(run: AttackedRun, layer: str, attack: str) -> float:
@@ -181,6 +243,20 @@ def interval(found: Sequence[RunLevelLeak]) -> str:
     return f"{area} ({low}–{high})"
 
 
+def print_replayed(runs: Mapping[str, Sequence[Replayed]]) -> None:
+    every = [one for found in runs.values() for one in found]
+    names = list(every[0].leak)
+    lines = header(["defense", "test AUC", *(f"`{name}`" for name in names), "bound"])
+    for defense, found in runs.items():
+        leaks = [interval([one.leak[name][0] for one in found]) for name in names]
+        test = figure(statistics.mean(one.test_auc for one in found))
+        bound = figure(statistics.mean(one.bound for one in found))
+        lines.append(row([defense, test, *leaks, bound]))
+    seconds = [statistics.mean(one.leak[name][1] for one in every) for name in names]
+    lines.append(row(["seconds", "", *(f"{each:.0f}" for each in seconds), ""]))
+    print("\n".join([*lines, row(["knows", "", *(REPLAYED.get(n, "") for n in names), ""])]))
+
+
 def print_tables(task: Task, runs: Mapping[str, Sequence[AttackedRun]]) -> None:
     first = next(iter(runs.values()))
     batches = statistics.mean(len(r.random) for r in first)
@@ -206,6 +282,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", nargs="*", default=list(DEFENSES), choices=list(DEFENSES))
     parser.add_argument("--deal-labels", action="store_true")
+    parser.add_argument("--replay", action="store_true", help="attack the stored rows instead")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     print_environment("scikit-learn", "scipy")
@@ -222,12 +299,13 @@ def main() -> None:
         ]
         begun = time.monotonic()
         with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
-            results = pool.map(run, tasks, chunksize=1)
+            work: Callable[[Task], Any] = replay if arguments.replay else run
+            results = pool.map(work, tasks, chunksize=1)
         found = list(zip(tasks, results, strict=True))
         runs = {name: [r for task, r in found if task.defense == name] for name in arguments.only}
-        print_tables(tasks[0], runs)
+        (print_replayed(runs) if arguments.replay else print_tables(tasks[0], runs))
         print(f"\n{len(tasks)} runs in {time.monotonic() - begun:.0f} s")
-        kept += [as_json(task, result) for task, result in found]
+        kept += [] if arguments.replay else [as_json(task, result) for task, result in found]
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 

@@ -17,8 +17,11 @@ def markdown(
 ) -> str:
     """Return the page: the question, one table per data set, and the circumstances of the runs.
 
-    A figure that was neither measured nor published for a data set has no column there.
+    A figure that was neither measured nor published for a data set has no column there. Another
+    size than the full one is not compared with what was published.
     """
+    if any(row.size != "full" for row in rows):
+        experiment = experiment.model_copy(update={"published": None})
     lines = [f"# {experiment.title}", "", experiment.about.strip(), ""]
     lines += _tables(experiment, rows)
     if experiment.published is not None:

@@ -449,7 +449,10 @@ APART: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str]] = {
     "a label twice": (lambda a, p: (indexed(a), indexed(p.assign(id=p["id"][0]))), ROW_LABELS),
     "two kinds of cells": (lambda a, p: (a, p.assign(x0=[1, "a"] * 150)), "passive: .* column x0"),
     "objects": (lambda a, p: (a, p.assign(x0=object())), "passive: .* column x0"),
-    "lists": (lambda a, p: (a, p.assign(x0=[[1]] * 300)), "column 'x0': expected numbers, .* list"),
+    "lists": (
+        lambda a, p: (a, p.assign(x0=[["a"]] * 300)),
+        "column 'x0': expected numbers, .* list",
+    ),
     "a name twice": (lambda a, p: (a, p.set_axis(["x"] * 4, axis=1)), "passive: .* names .*'x'"),
     "two kinds of cells of a mapping": (
         lambda a, p: (a, {**p, "x0": np.array([1, "a"] * 150, object)}),

@@ -539,6 +539,8 @@ def test_the_table_has_mean_and_spread_beside_what_was_published(
     assert "| none | .970 | 1.000 |  | 1 |" in page.splitlines()
     assert "| variant | test_auc | norm | published | seeds |" in page.splitlines()
     assert f"Mean ± standard {spread} over 1 or 3 seeds." in page
+    smaller = [one._replace(size="quick") for one in rows]
+    assert "published" not in markdown("tiny", tiny(spread=spread), smaller, circumstances).lower()
     assert "`the command`" in page
     assert "abacus" in page
 

@@ -68,7 +68,7 @@ $(BIN)/zensical: $(INSTALLED)
 # What constraints.txt pins, with digests: the package and the extras for its users.
 lock:
 	uv pip compile --quiet --universal --python-version 3.11 --no-header -c constraints.txt \
-	  --extra board --extra ids --extra images --extra serve --extra sql \
+	  --extra board --extra ids --extra images --extra serve --extra sql --extra text \
 	  --format pylock.toml -o pylock.toml pyproject.toml
 
 bench: $(INSTALLED)

@@ -16,6 +16,7 @@ A run that its budget or leak gate has ended for good is marked; the same limits
 
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.alignment import ExchangeStores
 from splitveil.common.errors import BudgetExhausted, EndedForGood
 from splitveil.common.models.optimizers import build_optimizer
+from splitveil.common.models.settings import OptimizerSettings
 from splitveil.common.party import command_line
 from splitveil.common.record.model_files import (
     ALONE,
@@ -83,12 +85,10 @@ def open_folder(settings: ActiveSettings, *, fresh: bool) -> Path | None:
 def leave_summary(
     settings: ActiveSettings, folder: Path, summary: Summary, stopped: EndedForGood | None
 ) -> None:
-    """Write and print a run's summary, and then its report."""
     # A run need not wait for what its report is made with, nor hold it in memory.
     from splitveil.active_party.report import try_to_report  # noqa: PLC0415
 
-    provenance = provenance_of_process(shows_host=settings.report.show_host)
-    summary = replace(summary, version=VERSION, provenance=provenance)
+    summary = replace(summary, version=VERSION, provenance=provenance_of_process())
     write_summary(folder, summary)
     if stopped is not None:
         limit = "run_budget" if isinstance(stopped, BudgetExhausted) else "leak_gate"
@@ -169,7 +169,8 @@ def save_alone(
         build_alone(encoder, settings.data.num_classes, settings.model_seed),
         rows,
         torch.from_numpy(splits["train"].copy()),
-        _fitting(settings),
+        # The rates are about modules of the top model.
+        _fitting(settings, settings.optimizer.model_copy(update={"rates": {}})),
     )
     metadata = TRUE_LABELS | _identity(settings, session)
     save_tensors(folder, ALONE, model.state_dict(), metadata)
@@ -186,9 +187,9 @@ def _identity(settings: ActiveSettings, session: ActiveSession) -> dict[str, str
     return identity_metadata(model, settings.contract)
 
 
-def _fitting(settings: ActiveSettings) -> Fitting:
+def _fitting(settings: ActiveSettings, optimizer: OptimizerSettings) -> Fitting:
     return Fitting(
-        lambda model: build_optimizer(settings.optimizer, model),
+        partial(build_optimizer, optimizer),
         settings.contract.batch_size,
         settings.model_seed,
     )
@@ -211,7 +212,7 @@ def _save_targets(
 def _refit(
     settings: ActiveSettings, folder: Path, session: ActiveSession, trainer: TopTrainer
 ) -> PredictionFigures | None:
-    model = trainer.refitted(_fitting(settings))
+    model = trainer.refitted(_fitting(settings, settings.optimizer))
     if model is None:
         return None
     metadata = TRUE_LABELS | _identity(settings, session)

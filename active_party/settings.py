@@ -13,7 +13,7 @@ from splitveil.active_party.ledger.label_signals import LabelUses, label_signals
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import ModelSettings
-from splitveil.common.party.party_settings import Address, PartySettings, ReportSettings
+from splitveil.common.party.party_settings import Address, PartySettings
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import SideInformation
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings
@@ -214,7 +214,7 @@ class LeakMonitorSettings(AuditSettings):
         return self
 
 
-class ActiveReportSettings(ReportSettings):
+class ActiveReportSettings(Section):
     """The contents of the active party's report, and the target against which it judges the run."""
 
     target_leak_auc: float | None = Field(default=None, gt=0.5, lt=1)

@@ -1,8 +1,8 @@
 """Aligns two files of a million ids each, half of them in common, with one command per party.
 
-    python -m benchmarks.alignment [--ids 1000000] [--workers 0] [--memory-limit 128MB]
+    python -m benchmarks.alignment [--ids 1000000] [--memory-limit 128MB]
 
-Both parties run ``splitveil align`` as processes of their own, over the loopback interface, in
+Both parties run ``align`` as processes of their own, over the loopback interface, in
 plain text. The two files that they write are compared with the true intersection, which comes from
 how the tables are made: the same ids in both, in one order, each with the rest of its own row.
 The figures are of whole processes, with reading and writing the files: seconds, CPU seconds and
@@ -43,9 +43,7 @@ class Cost(NamedTuple):
     max_mb: float
 
 
-def write_parties(
-    folder: Path, num_ids: int, workers: int, memory_limit: str | None = None
-) -> None:
+def write_parties(folder: Path, num_ids: int, memory_limit: str | None = None) -> None:
     """Write two tables and their settings: the second half of one is the first of the other."""
     address, generator = free_address(), np.random.default_rng(1)
     numbers = {
@@ -70,8 +68,7 @@ def write_parties(
         data: dict[str, Any] = {"id_column": "id", "source": source, "features": {"numeric": "x"}}
         if party == "active":
             data["label_column"] = "label"
-        settings = PARTY | own_settings | {"data": data, "alignment_workers": workers}
-        settings["alignment_memory_limit"] = memory_limit
+        settings = PARTY | own_settings | {"data": data, "alignment_memory_limit": memory_limit}
         (folder / f"{party}.yaml").write_text(yaml.safe_dump(settings))
 
 
@@ -79,7 +76,7 @@ def align(folder: Path) -> dict[str, Cost]:
     """Run both commands, and return what each took."""
     started, begun = {}, time.monotonic()
     for party in ("active", "passive"):
-        command = [sys.executable, "-P", "-m", "splitveil", "align", party, f"{party}.yaml"]
+        command = [sys.executable, "-P", "-m", "splitveil", party, "align", f"{party}.yaml"]
         command += ["--output", f"{party}.out.parquet"]
         started[subprocess.Popen(command, cwd=folder).pid] = party
     costs = {}
@@ -122,14 +119,13 @@ def _value(party: str, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ids", type=int, default=1_000_000, help="ids of each party")
-    parser.add_argument("--workers", type=int, default=0, help="alignment_workers of each party")
     parser.add_argument("--memory-limit", help="alignment_memory_limit of each party")
     options = parser.parse_args()
     print_environment("pyarrow")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         # What a command's process took counts from this one's peak.
-        in_a_process(write_parties, folder, options.ids, options.workers, options.memory_limit)
+        in_a_process(write_parties, folder, options.ids, options.memory_limit)
         costs = align(folder)
         common = check(folder, options.ids)
     print(f"{common:,} common ids of {options.ids:,} at each party: exact in both files, one order")

@@ -32,8 +32,6 @@ CLOCK_SKEW = timedelta(hours=1)
 
 
 class PartyFolder(NamedTuple):
-    """The files of one party."""
-
     folder: Path
 
     @property
@@ -46,7 +44,6 @@ class PartyFolder(NamedTuple):
 
     @property
     def authority(self) -> Path:
-        """The authority's certificate."""
         return self.folder / "authority.pem"
 
 

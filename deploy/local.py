@@ -132,7 +132,7 @@ def run_example(example_dir: Path, options: argparse.Namespace) -> int:
 
 def _show(name: str, ended: Mapping[str, EndedRun], page: Path | None) -> None:
     # It imports torch, which help does not need.
-    from splitveil.deploy.comparison import comparison_table  # noqa: PLC0415
+    from splitveil.active_party.report.comparison_table import comparison_table  # noqa: PLC0415
 
     results = {title: read_summary(one.folder / ACTIVE) for title, one in ended.items()}
     Console().print(comparison_table(name, results))

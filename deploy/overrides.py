@@ -4,13 +4,13 @@ import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import yaml
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.run.contract import ACTIVE, NAME_CHARACTERS
-from splitveil.common.settings import apply_overrides, closest_setting, full_name, read_yaml
+from splitveil.common.settings import apply_overrides, closest_setting, read_yaml
 from splitveil.common.text.wording import slug, suggest
 from splitveil.common.text.yaml_text import load_yaml
 
@@ -131,10 +131,7 @@ class NamedDefense(NamedTuple):
 
 
 def parse_defense(text: str) -> NamedDefense:
-    """Parse a defense: a name, ``name:setting=value,...``, or YAML.
-
-    A setting of an inner section needs no more than its own name: ``marvell:power_ratio=4``.
-    """
+    """Parse a defense: a name, ``name:setting=value,...``, or YAML."""
     if text.lstrip().startswith("{"):
         settings = load_yaml(text, "--defense")
         if not isinstance(settings, dict) or "name" not in settings:
@@ -143,18 +140,8 @@ def parse_defense(text: str) -> NamedDefense:
             )
     else:
         name, _, rest = text.partition(":")
-        given = [_in_full(name, one) for one in rest.split(",")] if rest else []
-        settings = apply_overrides({"name": name}, given)
+        settings = apply_overrides({"name": name}, rest.split(",") if rest else [])
     return NamedDefense(" ".join(_title_parts(settings)), settings)
-
-
-def _in_full(defense: str, setting: str) -> str:
-    known = import_module("splitveil.active_party.defenses").DefenseSettings
-    name, *value = setting.split("=", 1)
-    for section in get_args(get_args(known)[0]):
-        if section.model_fields["name"].default == defense:
-            name = full_name(section, name)
-    return "=".join([name, *value])
 
 
 def _title_parts(settings: Mapping[str, Any]) -> Iterator[str]:

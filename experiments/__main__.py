@@ -24,7 +24,7 @@ from splitveil.experiments.execution import Ending, Resources, is_finished, run_
 from splitveil.experiments.plots import PlottingUnavailable, draw
 from splitveil.experiments.preparation import prepare
 from splitveil.experiments.settings import Experiment, experiment_names, load_experiment, rows_of
-from splitveil.experiments.table import markdown, put_into
+from splitveil.experiments.table import markdown
 
 DEFAULT_OUTPUT = Path(__file__).parent / "results"
 
@@ -62,8 +62,6 @@ def _run(options: argparse.Namespace) -> int:
     runnable = [cell for cell, why in judged if not why]
     refused = [(cell, why) for cell, why in judged if why]
     waiting = [cell for cell in runnable if not is_finished(cell, results)]
-    if options.finished:
-        runnable, waiting = [cell for cell in runnable if cell not in waiting], []
     _say(
         f"{name}: {len(cells)} cells; {len(runnable) - len(waiting)} have run, {len(waiting)} to "
         f"run, {len(refused)} cannot be run"
@@ -94,20 +92,7 @@ def _report(options: argparse.Namespace) -> int:
     name, experiment, _ = load_experiment(options.name)
     results = _results(options, name)
     _show(name, experiment, results)
-    if options.into is not None:
-        _put_into(options.into, name, experiment, results)
     return 0
-
-
-def _put_into(page: Path, name: str, experiment: Experiment, results: Path) -> None:
-    """Replace an experiment's part of a page, with its plots in the folder beside it."""
-    rows, circumstances = read_rows(results / "results.parquet")
-    folder = page.parent / "images" / name
-    drawn = draw(experiment.plots, rows, folder)
-    paths = [path.relative_to(page.parent).as_posix() for path in drawn]
-    text = put_into(page.read_text(encoding="utf-8"), name, experiment, rows, circumstances, paths)
-    write_text_atomically(page, text, AS_USUAL)
-    _say(f"{page}")
 
 
 def _why_refused(cell: Cell, prepared: Path) -> list[str]:
@@ -221,23 +206,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PARTY.NAME=VALUE",
         help="a setting to override in every cell",
     )
-    run.add_argument(
-        "--finished", action="store_true", help="run nothing, and report the cells that have run"
-    )
-    report = _add(
-        commands.add_parser(
-            "report",
-            help="rewrite table and plots from results.parquet",
-            example="guaranteed_tradeoff --into docs/results.md",
-        )
-    )
-    report.set_defaults(action=_report)
-    report.add_argument(
-        "--into",
-        type=Path,
-        metavar="PAGE",
-        help="also replace this experiment's part of a Markdown page, which its comments mark",
-    )
+    purpose = "rewrite table and plots from results.parquet"
+    report = commands.add_parser("report", help=purpose, example="guaranteed_tradeoff")
+    _add(report).set_defaults(action=_report)
     return parser
 
 

@@ -24,6 +24,7 @@ from splitveil.experiments.settings import (
     Overlay,
     Settings,
     Size,
+    overlaid,
     rows_of,
 )
 from splitveil.passive_party.settings import PassiveSettings
@@ -170,22 +171,6 @@ def folder_name(name: str) -> str:
     return slug(name, keep="_.=+-")
 
 
-def overlaid(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of ``base`` updated with the values of ``over``, section by section.
-
-    A section with another ``kind``, ``name`` or ``mode`` replaces the whole section: the settings
-    of an mlp make no sense for a convolution.
-    """
-    if any(key in over and over[key] != base.get(key) for key in ("kind", "name", "mode")):
-        return dict(over)
-    result = dict(base)
-    for name, value in over.items():
-        below = result.get(name)
-        is_section = isinstance(value, Mapping) and isinstance(below, dict)
-        result[name] = overlaid(below or {}, value) if is_section else value
-    return result
-
-
 def _size(experiment: Experiment, name: str) -> Size:
     if name == "full" and name not in experiment.sizes:
         return Size()
@@ -220,7 +205,7 @@ def _rows(
                 name,
                 series,
                 seed,
-                _completed(settings, experiment, choice, seed, follows=dataset.after is not None),
+                _completed(settings, choice, seed, follows=dataset.after is not None),
                 dataset.prepare,
             )
 
@@ -258,9 +243,7 @@ def _at_guarantee(settings: Settings, leak_auc: float) -> Settings:
     return {**settings, "active": {**active, "defense": {**stated, "name": defense.title}}}
 
 
-def _completed(
-    settings: Settings, experiment: Experiment, choice: Choice, seed: int, *, follows: bool
-) -> Settings:
+def _completed(settings: Settings, choice: Choice, seed: int, *, follows: bool) -> Settings:
     both = {
         "contract": "contract.yaml",
         "security": {"mode": "insecure"},
@@ -268,9 +251,6 @@ def _completed(
         "model_seed": seed,
     }
     active = {**settings["active"], **both, "insecure_nonce_seed": seed}
-    defense = active.get("defense", {})
-    if experiment.seeded_noise and defense.get("name") != "none":
-        active["defense"] = {**defense, "insecure_noise_seed": seed}
     passive = {**settings["passive"], **both, "insecure_nonce_seed": seed + _NONCES_APART}
     passives = {
         name: {

@@ -2,7 +2,7 @@
 
 By default the local launcher runs a cell, with a process per party. With ``in_process`` both
 parties share one, which gives the same figures at a fraction of the time (see
-`splitveil.library.recorded`); it is forked from one that has imported everything.
+`splitveil.library.recorded`).
 
     cells/<data set>/<variant>/seed-<n>/
         settings/            the files for ``splitveil local``, which can also be run by hand
@@ -16,7 +16,6 @@ from its checkpoints, if it has any; a cell whose settings changed starts over.
 """
 
 import json
-import multiprocessing
 import os
 import platform
 import shutil
@@ -25,14 +24,12 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from functools import partial
 from importlib.metadata import version
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import yaml
 
@@ -57,7 +54,7 @@ ENDED_AS_ASKED = (0, EndedForGood.exit_code)
 """Exit codes of runs whose figures count; a budget or a gate may end a run."""
 
 _LAST_LINES = 12
-_CONTEXT = multiprocessing.get_context("forkserver")
+Process: TypeAlias = subprocess.Popen[bytes]
 
 
 class Ending(NamedTuple):
@@ -119,38 +116,11 @@ def run_cells(
         raise Interrupted(launched.stopped_by)
 
 
-class _Process(Protocol):
-    def wait(self) -> int:
-        """Wait for its end and return the exit code, negative after a signal."""
-
-    def send_signal(self, number: int, /) -> None: ...
-
-
-class _CellProcess:
-    def __init__(self, settings: Path, run_folder: Path, log: Path, threads: int) -> None:
-        _CONTEXT.set_forkserver_preload([__name__])
-        self._process: ForkServerProcess = _CONTEXT.Process(
-            target=_run_in_process, args=(settings, run_folder, log, threads)
-        )
-        self._process.start()
-
-    def wait(self) -> int:
-        self._process.join()
-        return self._process.exitcode or 0
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal; the cell has no checkpoints and will begin anew."""
-        if self._process.is_alive() and self._process.pid is not None:
-            os.kill(self._process.pid, number)
-
-
-def _run_in_process(settings: Path, run_folder: Path, log: Path, threads: int) -> None:
-    with log.open("ab") as output:
-        for descriptor in (1, 2):
-            os.dup2(output.fileno(), descriptor)
+def run_in_process(settings: Path, run_folder: Path, threads: str) -> None:
+    """Run both parties of a cell in this process; it has no checkpoints, and begins anew."""
     configure_logging("cell")
+    with_threads = [f"torch_threads={threads}", f"runs_dir={run_folder.parent}"]
     try:
-        with_threads = [f"torch_threads={threads}", f"runs_dir={run_folder.parent}"]
         both = read_settings(settings, with_threads, with_threads)
         passive, *others = both.passive.values()
         if others or passive.audits:
@@ -162,12 +132,13 @@ def _run_in_process(settings: Path, run_folder: Path, log: Path, threads: int) -
         run_recorded(both, run_folder)
     except SplitveilError as error:
         sys.stderr.write(f"{error}\n")
-        sys.stderr.flush()
         raise SystemExit(error.exit_code) from None
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.flush()
-        raise SystemExit(1) from None
+
+
+_IN_PROCESS = (
+    "import pathlib, sys; from splitveil.experiments.execution import run_in_process; "
+    "run_in_process(*map(pathlib.Path, sys.argv[1:3]), sys.argv[3])"
+)
 
 
 class _Launched:
@@ -175,11 +146,11 @@ class _Launched:
 
     def __init__(self) -> None:
         self.stopped_by: int | None = None
-        self._processes: set[_Process] = set()
+        self._processes: set[Process] = set()
         # A signal handler interrupts the main thread anywhere and must not wait for its own lock.
         self._lock = threading.RLock()
 
-    def start(self, start: Callable[[], _Process]) -> _Process | None:
+    def start(self, start: Callable[[], Process]) -> Process | None:
         with self._lock:
             if self.stopped_by is not None:
                 return None
@@ -187,7 +158,7 @@ class _Launched:
             self._processes.add(process)
             return process
 
-    def ended(self, process: _Process) -> None:
+    def ended(self, process: Process) -> None:
         with self._lock:
             self._processes.discard(process)
 
@@ -238,17 +209,18 @@ def _run(
     return Ending(cell, exit_code, wall_s, "")
 
 
-def _start(folder: Path, resources: Resources) -> _Process:
-    threads, log = resources.threads, folder / "output.log"
+def _start(folder: Path, resources: Resources) -> Process:
+    threads, settings, runs = str(resources.threads), str(folder / "settings"), folder / "runs"
+    python = [sys.executable, "-P"]
     if resources.in_process:
-        return _CellProcess(folder / "settings", folder / "runs" / RUN_NAME, log, threads)
-    command = [sys.executable, "-P", "-m", "splitveil", "local", "-v", str(folder / "settings")]
-    command += ["--runs", str(folder / "runs")]
-    command += ["--set", *(f"{party}.torch_threads={threads}" for party in ("active", "passive"))]
-    with log.open("ab") as output:
+        command = [*python, "-c", _IN_PROCESS, settings, str(runs / RUN_NAME), threads]
+    else:
+        command = [*python, "-m", "splitveil", "local", "-v", settings, "--runs", str(runs)]
+        command += ["--set", *(f"{name}.torch_threads={threads}" for name in ("active", "passive"))]
+    with (folder / "output.log").open("ab") as output:
         return subprocess.Popen(
             command,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            env={**os.environ, "OMP_NUM_THREADS": threads},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -1,62 +1,58 @@
-"""Models of the papers that the built-in kinds do not cover, for ``kind: custom``."""
+"""Models and attacks of the papers that the built-in kinds do not cover, for ``kind: custom``."""
 
-from collections.abc import Sequence
+import itertools
 
-import torch
 from torch import Tensor, nn
 
-from splitveil.common.data.features import Features, image_as_float
+from splitveil.common.data.features import Features, FeatureShapes
+from splitveil.common.models.dense import MlpBottom, WidePart
+from splitveil.common.models.settings import MlpModel
+from splitveil.common.privacy import scores
 
 GREY_SIDE = 64
 """Height and width in pixels of GAFM's images of skin lesions."""
 
 
-class SummedTop(nn.Module):
-    """A top model whose logit is the activation, summed over the cut, plus a bias.
+class WideDeepBelowCut(nn.Module):
+    """GAFM's network for advertisements: a wide and a deep part, whose sum is the cut.
 
-    GAFM's networks end at the cut: the active party only has the sigmoid and the loss. The bias
-    duplicates that of the bottom model's last layer, because a top model needs a parameter.
+    The deep part has embeddings of 16 per category and two dense layers of 16 with ReLU.
+    """
+
+    def __init__(self, shapes: FeatureShapes) -> None:
+        super().__init__()
+        settings = MlpModel(kind="mlp", hidden=(16, 16), embedding_dim=16)
+        self.deep = MlpBottom(settings, shapes, (1,))
+        self.wide = WidePart(shapes)
+
+    def forward(self, features: Features) -> Tensor:
+        """Return the activation, (rows, 1)."""
+        activation: Tensor = self.deep(features) + self.wide(features)[:, None]
+        return activation
+
+
+class GreyImageBottom(nn.Sequential):
+    """GAFM's network for skin lesions: a LeNet for images of 64 x 64 x 1, with a cut of 40.
+
+    It has convolutions of 3 x 3 to 6, 16 and 32 channels, each with ReLU and pooling, then dense
+    layers of 120, 84 and 40, each with ReLU.
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(1))
-
-    def forward(self, activation: Tensor, _features: Features | None) -> Tensor:
-        """Return one logit per row, (rows,)."""
-        return activation.flatten(1).sum(dim=1) + self.bias
-
-
-class GreyImageBottom(nn.Module):
-    """GAFM's network for skin lesions: a LeNet for images of 64 x 64 x 1.
-
-    It has convolutions of 5 x 5 with ReLU and pooling, then dense layers, as published:
-    ``channels`` [6, 16, 32] and ``hidden`` [120, 84, 40]. The last dense layer has as many outputs
-    as the cut.
-    """
-
-    def __init__(
-        self,
-        channels: Sequence[int] = (6, 16, 32),
-        hidden: Sequence[int] = (120, 84, 40),
-        cut_dim: int = 1,
-    ) -> None:
-        super().__init__()
         layers: list[nn.Module] = []
-        side, width = GREY_SIDE, 1
-        for number in channels:
-            layers += [nn.Conv2d(width, number, kernel_size=5), nn.ReLU(), nn.MaxPool2d(2)]
-            side, width = (side - 4) // 2, number
+        for before, after in itertools.pairwise((1, 6, 16, 32)):
+            layers += [nn.Conv2d(before, after, kernel_size=3), nn.ReLU(), nn.MaxPool2d(2)]
         layers.append(nn.Flatten())
-        width *= side * side
-        for units in hidden:
-            layers += [nn.Linear(width, units), nn.ReLU()]
-            width = units
-        self.layers = nn.Sequential(*layers, nn.Linear(width, cut_dim))
+        for before, after in itertools.pairwise((32 * 6 * 6, 120, 84, 40)):
+            layers += [nn.Linear(before, after), nn.ReLU()]
+        super().__init__(*layers)
 
-    def forward(self, features: Features) -> Tensor:
-        """Return the activation, (rows, cut_dim)."""
-        if features.image is None:
-            raise ValueError("expected images")
-        activation: Tensor = self.layers(image_as_float(features.image))
-        return activation
+
+def mean_hard(gradients: Tensor, classes: scores.KnownClasses) -> Tensor:
+    """Assign each example to the class whose mean gradient is nearer, as GAFM's equation (8)."""
+    return scores.mean(gradients, classes).sign()
+
+
+def median_hard(gradients: Tensor, classes: scores.KnownClasses) -> Tensor:
+    """Assign each example to the class whose median gradient is nearer, as GAFM's equation (9)."""
+    return scores.median(gradients, classes).sign()

@@ -21,7 +21,6 @@ SYNTHETIC_ROWS = 1_000_000
 
 
 def prepare(name: str, folder: Path) -> None:
-    """Make the files of a preparation, unless they exist."""
     done = folder / f".{name}.done"
     if done.exists():
         return

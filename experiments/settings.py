@@ -88,6 +88,9 @@ class Dataset(Overlay):
     """Data set earlier in the file: each cell of this data set starts with the weights of that data
     set's cell with the same variant and seed."""
 
+    like: str | None = None
+    """Another experiment, whose data set of this name has all settings that are not set here."""
+
     variants: dict[Label, Overlay] = Field(default_factory=dict)
     """Differing settings of variants on this data set, by the variant's name."""
 
@@ -254,10 +257,6 @@ class Experiment(Section):
     seeds: PositiveInt = 10
     """Number of runs of each variant, with seeds 0, 1, ..."""
 
-    seeded_noise: bool = False
-    """Whether a defense's noise also depends on the run's seed. By default it stays secret, and
-    figures repeat only in distribution."""
-
     spread: Spread = "deviation"
     """The figure behind a mean: the standard deviation over the seeds, or the standard error."""
 
@@ -328,11 +327,39 @@ def load_experiment(name_or_path: str) -> tuple[str, Experiment, Path]:
         if not path.is_file():
             names = ", ".join(experiment_names())
             raise SettingsError(f"{name_or_path}: unknown experiment; expected one of {names}")
-    return path.stem, validate(Experiment, read_yaml(path, OWN_PLAN), str(path)), path.parent
+    experiment = validate(Experiment, read_yaml(path, OWN_PLAN), str(path))
+    datasets = {key: _completed(key, own) for key, own in experiment.datasets.items()}
+    return path.stem, experiment.model_copy(update={"datasets": datasets}), path.parent
 
 
 def experiment_names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def overlaid(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of ``base`` updated with the values of ``over``, section by section.
+
+    A section with another ``kind``, ``name`` or ``mode`` replaces the whole section: the settings
+    of an mlp make no sense for a convolution.
+    """
+    if any(key in over and over[key] != base.get(key) for key in ("kind", "name", "mode")):
+        return dict(over)
+    result = dict(base)
+    for name, value in over.items():
+        below = result.get(name)
+        is_section = isinstance(value, Mapping) and isinstance(below, dict)
+        result[name] = overlaid(below or {}, value) if is_section else value
+    return result
+
+
+def _completed(name: str, dataset: Dataset) -> Dataset:
+    if dataset.like is None:
+        return dataset
+    _, other, _ = load_experiment(dataset.like)
+    if name not in other.datasets:
+        raise SettingsError(f"datasets.{name}.like: {dataset.like} has no such data set")
+    base, own = (one.model_dump(exclude_unset=True) for one in (other.datasets[name], dataset))
+    return Dataset.model_validate(overlaid(base, own))
 
 
 def _refuse_unknown(where: str, given: Mapping[str, Any], known: set[str]) -> None:

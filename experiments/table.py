@@ -4,9 +4,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import PurePosixPath
 
-from splitveil.common.errors import SettingsError
 from splitveil.experiments.collection import FigureRow
 from splitveil.experiments.settings import Experiment, Figure, Spread
 
@@ -19,37 +17,17 @@ def markdown(
 ) -> str:
     """Return the page: the question, one table per data set, and the circumstances of the runs.
 
-    A figure that was neither measured nor published for a data set has no column there.
+    A figure that was neither measured nor published for a data set has no column there. Another
+    size than the full one is not compared with what was published.
     """
+    if any(row.size != "full" for row in rows):
+        experiment = experiment.model_copy(update={"published": None})
     lines = [f"# {experiment.title}", "", experiment.about.strip(), ""]
-    lines += _tables(experiment, rows, "##")
+    lines += _tables(experiment, rows)
     if experiment.published is not None:
         lines += [f"Published: {experiment.published.source}", ""]
     lines += [_spread_note(rows, experiment.spread), "", *_circumstances(name, rows, circumstances)]
     return "\n".join(lines) + "\n"
-
-
-def put_into(
-    page: str,
-    name: str,
-    experiment: Experiment,
-    rows: Sequence[FigureRow],
-    circumstances: Mapping[str, str],
-    plots: Sequence[str] = (),
-) -> str:
-    """Return a page with the present tables, and plots, in the place of those that it has.
-
-    The lines ``<!-- results of NAME -->`` and ``<!-- end of NAME -->`` mark the place.
-    """
-    first, last = f"<!-- results of {name} -->\n", f"<!-- end of {name} -->"
-    before, begin, rest = page.partition(first)
-    _, end, after = rest.partition(last)
-    if not begin or not end:
-        raise SettingsError(f"expected the lines {first.strip()} and {last} in the page")
-    lines = [f"![{PurePosixPath(path).stem}]({path})\n" for path in plots]
-    lines += _tables(experiment, rows, "###")
-    lines += [_spread_note(rows, experiment.spread), *_circumstances(name, rows, circumstances)]
-    return before + begin + "\n" + "\n".join(lines) + "\n\n" + end + after
 
 
 def values_of(rows: Iterable[FigureRow], figure: Figure) -> Values:
@@ -82,7 +60,7 @@ def spread(values: Sequence[float], kind: Spread = "deviation") -> str:
     return f"{mean} ± {_figure(statistics.stdev(values) / divisor)}"
 
 
-def _tables(experiment: Experiment, rows: Sequence[FigureRow], heading: str) -> list[str]:
+def _tables(experiment: Experiment, rows: Sequence[FigureRow]) -> list[str]:
     found = {title: values_of(rows, figure) for title, figure in experiment.figures.items()}
     lines = []
     for dataset in experiment.datasets:
@@ -91,7 +69,7 @@ def _tables(experiment: Experiment, rows: Sequence[FigureRow], heading: str) -> 
             if row.dataset == dataset:
                 seeds[row.variant].add(row.seed)
         measured = {variant: len(of_variant) for variant, of_variant in seeds.items()}
-        lines += [f"{heading} {dataset}", ""]
+        lines += [f"## {dataset}", ""]
         if measured:
             lines += [*_table(experiment, dataset, measured, found), ""]
         else:

@@ -26,6 +26,7 @@ from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.party_status import RunStatus
 from splitveil.common.party.workers import Rank, check_same_model, work
+from splitveil.common.record.model_files import PretrainedWeights
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.wire.connection import PeerConnection
@@ -154,13 +155,12 @@ def evaluation_labels(settings: PassiveSettings) -> PartyData | None:
 def build_aligner(
     settings: PassiveSettings, data: PartyData, folder: Path, *, fresh: bool = False
 ) -> Aligner:
-    """Build the aligner. Call it before the first gRPC channel, because it may start processes."""
     kept, tried = records_of(settings, folder)
     if fresh:
         kept.discard()
     return Aligner(
         Participant(settings.contract, settings.party, data.ids, data.table.splits),
-        engine_of(settings, len(data.ids)),
+        engine_of(settings),
         partial(draw_nonce, settings),
         tried,
         kept,
@@ -183,6 +183,7 @@ class BottomBuilder:
         self._data = data
         self._device = device
         self._earlier = open_earlier_model(settings)
+        self._pretrained = PretrainedWeights.open(settings.bottom_model, settings.base_dir)
 
     def __call__(self, rows: AlignedRows) -> BottomTrainer:
         settings, contract = self._settings, self._settings.contract
@@ -198,6 +199,7 @@ class BottomBuilder:
             # Each of several processes would compute a part of these rows.
             trial=None if self._line else Trial(rows.order.batch_sizes, self._device),
         )
+        self._pretrained.put_into(model)
         if self._earlier is not None:
             self._earlier.put_into(model)
         model.to(self._device)
@@ -213,7 +215,7 @@ class BottomBuilder:
             schedule=LambdaLR(optimizer, lambda step: contract.schedule.factor(step, total_steps)),
             features=features,
             device=self._device,
-            data_digest=self._data.digest(encoder, features),
+            data_digest=self._data.digest(encoder, features) + self._pretrained.digest,
             training=training,
         )
 

@@ -2,7 +2,7 @@
 
 With a ``pipeline_depth`` above 1 the model learns from other gradients before that of an activation
 arrives. Autograd would then refuse the backward pass, because optimizers change weights in place.
-So whatever the backward pass needs of the model's parameters and buffers is copied when the
+So whatever the backward pass needs of parameters that train, and of buffers, is copied when the
 activation is computed (weight stashing: Narayanan et al., "PipeDream", SOSP 2019, section 3.3). The
 first layer's weights and embedding tables are not among it, however large they are. Masks of
 dropout and all other values of the forward pass belong to the activation anyway.
@@ -26,7 +26,12 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.conv import ConvBottom, ConvTop
 from splitveil.common.models.dense import MlpBottom, MlpTop, WideDeepBottom, WideDeepTop
-from splitveil.common.models.training_state import in_training_mode, random_state, set_random_state
+from splitveil.common.models.training_state import (
+    in_training_mode,
+    random_state,
+    set_random_state,
+    trained_of,
+)
 from splitveil.common.run.host_copies import to_device
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
@@ -46,7 +51,7 @@ def stashing_weights(model: nn.Module) -> Iterator[None]:
     A function that keeps a weight by other means than ``save_for_backward``, or computes the
     forward pass again (``torch.utils.checkpoint``), gets the weights of its backward pass instead.
     """
-    owned = {_storage(tensor) for tensor in chain(model.parameters(), model.buffers())}
+    owned = {_storage(tensor) for tensor in chain(trained_of(model), model.buffers())}
 
     def save(tensor: Tensor) -> _Saved:
         if tensor.layout is torch.strided and _storage(tensor) in owned:
@@ -79,17 +84,16 @@ def first_layer(model: nn.Module) -> nn.Module:
     """Return the layer whose output's gradient is attacked besides the cut layer's.
 
     In mlp, tabular and wide_deep that is the first dense layer with its activation, as in Marvell's
-    paper; with no hidden layer it is the cut layer itself. In conv it is the first convolution with
-    activation and pooling: the gradient before the pooling has the same norms, in four times the
-    values. In a user-defined model it is the first submodule, in the order of definition, that has
-    parameters of its own; settings can name another.
+    paper; with no hidden layer it is the cut layer itself. In conv it is the first ReLU, before the
+    pooling. In a user-defined model it is the first submodule, in the order of definition, that has
+    parameters of its own that train; settings can name another.
     """
     if isinstance(model, MlpBottom | MlpTop | WideDeepBottom | WideDeepTop):
         return next(iter(model.layers.children()))
     if isinstance(model, ConvBottom | ConvTop) and len(model.blocks):
-        return next(iter(model.blocks.children()))
+        return model.blocks.get_submodule("block_0.1")
     for layer in model.modules():
-        if next(layer.parameters(recurse=False), None) is not None:
+        if any(weight.requires_grad for weight in layer.parameters(recurse=False)):
             return layer
     raise SettingsError("the model has no layer with parameters")
 

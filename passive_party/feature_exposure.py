@@ -80,7 +80,7 @@ class FeatureExposure:
     dimensions: NonNegativeInt  # values per activation
     columns: tuple[ColumnExposure, ...]
     own_rows: NonNegativeInt  # rows of this party's file, whose blinded ids were offered
-    unjudged: tuple[str, ...]  # columns of one value, or whose levels are mostly too rare
+    unjudged: tuple[str, ...]  # of one value, of sequences, or whose levels are mostly too rare
     has_images: bool = False  # whether there are images, whose reconstruction is not measured
 
 
@@ -107,6 +107,7 @@ def measure_exposure(
     folds = generator.permutation(count) % FOLDS
     nearest = _nearest_rows(activations, folds)
     best: dict[str, ColumnExposure | None] = {}
+    best |= {column.name: None for column in encoder.sequences}
     for name, kind, values in _columns(features, encoder):
         found, earlier = _exposure(name, kind, values, activations, nearest, folds), best.get(name)
         # Of a list, the category that is guessed best.

@@ -21,10 +21,11 @@ from splitveil.common.record.leak_recorder import IDLE_S, AuditedRun, LeakRecord
 from splitveil.common.record.lines import AuditLine
 from splitveil.common.record.metrics_log import RunRecorder
 from splitveil.common.record.progress import each_in_words
-from splitveil.common.record.run_folder import clear_mark, replacing_file, storage_errors
+from splitveil.common.record.run_folder import clear_mark, storage_errors
 from splitveil.common.record.summary import AuditedFigures, RunCounts, Summary
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.course import AlignedRows, Batch
+from splitveil.common.text.files import replacing_file
 from splitveil.common.wire.connection import NoteAttempt
 from splitveil.passive_party.label_free_audit import GatheredScores, LabelFreeAudit
 from splitveil.passive_party.settings import PassiveSettings

@@ -7,7 +7,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.models.settings import ModelSettings
-from splitveil.common.party.party_settings import Address, Insecure, PartySettings, ReportSettings
+from splitveil.common.party.party_settings import Address, Insecure, PartySettings
 from splitveil.common.privacy.attacks import ATTACKS, CUT, LABEL_FREE
 from splitveil.common.privacy.settings import AuditSettings
 from splitveil.common.settings import Section
@@ -79,7 +79,7 @@ class AdversarySettings(AuditSettings):
         return self
 
 
-class PassiveReportSettings(ReportSettings):
+class PassiveReportSettings(Section):
     """The contents of the passive party's report."""
 
     probe_rows: int = Field(default=4000, ge=0, le=100_000)

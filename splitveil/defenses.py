@@ -2,7 +2,8 @@
 
     from splitveil import defenses, simulate
 
-    simulate("breast_cancer", defense=defenses.IsoDefense(noise_ratio=2.0))
+    simulate("breast_cancer", defense=defenses.Iso(noise_ratio=2))
+    sent, report = defenses.Marvell(power_ratio=4)(gradients, labels)   # in a loop of one's own
 
     class Half(defenses.Defense):
         def __init__(self, context, noise):
@@ -22,47 +23,47 @@ from typing import get_args
 
 from splitveil.active_party.defenses import (
     Adversary,
-    CustomDefense,
     Defended,
     DefendedGradient,
     Defense,
     DefenseContext,
     DefenseReport,
     DefenseSettings,
-    GafmDefense,
-    IsoDefense,
     LeakCharge,
-    MarvellDefense,
-    MaxNormDefense,
-    MaxNormPositiveDefense,
     NoDefense,
     NoiseSource,
-    NoisyLabelDefense,
-    ProjectedLabelsDefense,
     RawBatch,
     release,
 )
+from splitveil.active_party.defenses import CustomDefense as Custom
+from splitveil.active_party.defenses import GafmDefense as Gafm
+from splitveil.active_party.defenses import IsoDefense as Iso
+from splitveil.active_party.defenses import MarvellDefense as Marvell
+from splitveil.active_party.defenses import MaxNormDefense as MaxNorm
+from splitveil.active_party.defenses import MaxNormPositiveDefense as MaxNormPositive
+from splitveil.active_party.defenses import NoisyLabelDefense as NoisyLabel
+from splitveil.active_party.defenses import ProjectedLabelsDefense as ProjectedLabels
 from splitveil.library.choices import own_defense as own
 
 __all__ = [
     "NAMES",
     "Adversary",
-    "CustomDefense",
+    "Custom",
     "Defended",
     "DefendedGradient",
     "Defense",
     "DefenseContext",
     "DefenseReport",
-    "GafmDefense",
-    "IsoDefense",
+    "Gafm",
+    "Iso",
     "LeakCharge",
-    "MarvellDefense",
-    "MaxNormDefense",
-    "MaxNormPositiveDefense",
+    "Marvell",
+    "MaxNorm",
+    "MaxNormPositive",
     "NoDefense",
     "NoiseSource",
-    "NoisyLabelDefense",
-    "ProjectedLabelsDefense",
+    "NoisyLabel",
+    "ProjectedLabels",
     "RawBatch",
     "own",
     "release",

@@ -6,7 +6,6 @@ thread, the figures of a test are the same for any number of cores.
 
 import logging
 import os
-import socket
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before numpy reads it; processes of tests inherit it
 
@@ -20,8 +19,9 @@ import torch
 
 import splitveil.common  # noqa: F401 (before any test imports gRPC)
 from splitveil.common.alignment import ecdh
-from tests.support.inference import Trained, train, write_wide_deep
+from tests.support.inference import Trained, free_port, train, write_wide_deep
 from tests.support.runs import write_example
+from tests.support.several import write_several
 
 for _name in (*("grpc_proxy", "https_proxy", "http_proxy"), "no_grpc_proxy", "no_proxy"):
     os.environ.pop(_name, None)  # channels of the tests' own would obey it, on loopback, too
@@ -52,6 +52,14 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of an example of three passive parties."""
+    folder = tmp_path_factory.mktemp("three")
+    write_several(folder, 3)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Return a small trained run whose parties can serve, with a fallback."""
@@ -63,8 +71,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 @pytest.fixture
 def port() -> int:
     """Return a free port on loopback."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture

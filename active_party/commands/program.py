@@ -24,8 +24,6 @@ _ACTIONS = {
     **{name: f"{_OWN}.{name}:{name}" for name in _NAMES},
     "verify-transcript": "splitveil.common.party.command_line:verify_transcript",
 }
-REPORT_PURPOSE = "write a page that shows what a run revealed about the labels"
-REPORT_EXAMPLE = "runs/breast_cancer"
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -45,10 +43,7 @@ def _add_own_commands(commands: Commands) -> None:
     _add_plan(commands)
     _add_predict(commands)
     _add_serve(commands)
-    report = commands.add_parser(
-        "report", help=REPORT_PURPOSE, description=REPORT_PURPOSE, example=REPORT_EXAMPLE
-    )
-    add_report_arguments(report)
+    _add_report(commands)
 
 
 def _add_plan(commands: Commands) -> None:
@@ -127,16 +122,17 @@ def _add_serve(commands: Commands) -> None:
     )
 
 
-def add_report_arguments(command: argparse.ArgumentParser) -> None:
+def _add_report(commands: Commands) -> None:
+    purpose = "write a page that shows what a run revealed about the labels"
+    command = commands.add_parser(
+        "report", help=purpose, description=purpose, example="runs/breast_cancer"
+    )
     command.add_argument(
         "run_dirs",
         type=Path,
-        nargs="*",
+        nargs="+",
         metavar="RUN_DIR",
         help="the run's folder, runs/<run name>; several are set side by side",
-    )
-    command.add_argument(
-        "--compare", type=Path, nargs="+", metavar="RUN_DIR", help="set runs side by side, too"
     )
     command.add_argument(
         "--target-leak-auc",

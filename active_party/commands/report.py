@@ -4,7 +4,10 @@ import argparse
 import logging
 from pathlib import Path
 
-from splitveil.active_party.report import write_comparison, write_report
+from rich.console import Console
+
+from splitveil.active_party.report import read_run, write_comparison, write_report
+from splitveil.active_party.report.comparison_table import comparison_table
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.json_output import print_json
 
@@ -12,20 +15,18 @@ logger = logging.getLogger("splitveil.active_party")
 
 
 def report(parsed: argparse.Namespace) -> None:
-    if parsed.run_dirs and parsed.compare:
-        raise SettingsError("report: expected runs' folders either before or after --compare")
-    folders = parsed.run_dirs or parsed.compare
-    target = parsed.target_leak_auc
-    if not folders:
-        raise SettingsError("report: expected a run's folder, or several to compare")
+    folders, target = parsed.run_dirs, parsed.target_leak_auc
     if target is not None and not 0.5 < target < 1:
         raise SettingsError(f"--target-leak-auc: expected an AUC between 0.5 and 1, got {target}")
-    if len(folders) == 1 and parsed.compare is None:
+    if len(folders) == 1:
         written = write_report(folders[0], parsed.output, target)
     elif target is not None:
         raise SettingsError("--target-leak-auc: expected one run's folder")
     else:
         written = write_comparison(folders, parsed.output or Path("comparison.html"))
+        if not parsed.json:
+            summaries = {str(folder): read_run(folder).active.summary for folder in folders}
+            Console().print(comparison_table("comparison", summaries))
     if parsed.json:
         print_json({"report": str(written)})
     logger.info("report written to %s", written)

@@ -1,10 +1,8 @@
 """The gaps between the classes of a batch, and charges for the gap that noise covers the least.
 
-Two classes have one gap; with more classes, the pair that an answer leaves furthest apart counts.
-The divergence of that pair bounds every other pair, and also any class against the rest: the rest
-is a mixture of classes, and a mixture is never easier to tell from a class than the easiest of its
-parts. While a class has not occurred in any batch, the worst gap is unknown and the charge is
-infinite.
+With more than two classes, the pair that an answer leaves furthest apart counts. Its divergence
+bounds every other pair, and any class against the rest, a mixture of classes. While a class has not
+occurred in any batch, the worst gap is unknown and the charge is infinite.
 """
 
 import math

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from splitveil.active_party.defenses.rows import RowsInDouble
 
-KEPT_SHARE = 0.9
-"""Weight of the past in all running statistics: about the last ten batches count."""
+KEPT_SHARE = 0.9  # weight of the past in all running statistics: about the last ten batches count
 
 _NAMES = ("neg", "pos")
 

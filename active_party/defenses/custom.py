@@ -154,7 +154,6 @@ def _described(value: object) -> str:
 
 
 def _probe_batches(context: DefenseContext, *, with_keys: bool) -> list[RawBatch]:
-    """Return small batches of the kinds that training may bring."""
     generator = torch.Generator().manual_seed(1)
     rows, classes = _PROBE_ROWS, context.num_classes
     gradients = torch.randn((rows, *context.cut_shape), generator=generator) / rows

@@ -9,8 +9,7 @@ mu^2 adds up (their corollary 3.3).
     (epsilon, delta)                  delta = Phi(-epsilon/mu + mu/2)
                                               - exp(epsilon) Phi(-epsilon/mu - mu/2)
 
-The second line is corollary 2.13 there, and theorem 8 of Balle and Wang (ICML 2018). It is exact:
-the mechanism is (epsilon, delta)-private for this delta and for no smaller one.
+The second line is exact: corollary 2.13 there, and theorem 8 of Balle and Wang (ICML 2018).
 
 A peer that sees a release about one example scores it by the likelihood ratio of the two labels,
 and no other score has a higher AUC (Neyman and Pearson). Let L be the logarithm of that ratio in
@@ -25,16 +24,14 @@ independent copies of L is above 0. So
     Laplace of scale 1/e      L has mass 1/2 at e, exp(-e)/2 at -e, and the density
                               exp((l - e)/2) / 4 in between
 
-For two classes, randomised response is the worst e-label-DP mechanism: every other one is a
-function of its output (Kairouz, Oh and Viswanath, "The Composition Theorem for Differential
-Privacy", ICML 2015). Its AUC is therefore the bound of all.
-Phi(mu / sqrt 2) is that of Gaussian differential privacy (Dong, Roth and Su, "Gaussian Differential
-Privacy", 2022, whose trade-off curve encloses this area).
+For two classes, the AUC of randomised response is the bound of all e-label-DP mechanisms: every
+other one is a function of its output (Kairouz, Oh and Viswanath, "The Composition Theorem for
+Differential Privacy", ICML 2015).
 
-For releases that follow each other the AUCs do not add up, and Gaussian mechanisms do: mu^2. One
-reveals no less than a mechanism if its trade-off curve, the error on one label at each error on the
-other, lies nowhere above the mechanism's (Blackwell; theorem 2 there). Its curve is convex, goes
-through (0, 1) and (1, 0), and consists of the points (Phi(-z), Phi(z - mu)).
+For releases that follow each other the AUCs do not add up, and Gaussian mechanisms do. One reveals
+no less than a mechanism if its trade-off curve, the error on one label at each error on the other,
+lies nowhere above the mechanism's (Blackwell; theorem 2 there). Its curve is convex, goes through
+(0, 1) and (1, 0), and consists of the points (Phi(-z), Phi(z - mu)).
 
     randomised response   the curve is a polygon with the corners (s, 1 - k), (1 - k, s), k the
                           probability of the own class and s that of the other. A convex curve that
@@ -58,11 +55,6 @@ from scipy import special
 from splitveil.active_party.defenses.root_finding import find_root
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(64)
-
-
-def gaussian_auc(mu: float) -> float:
-    """Return the best AUC against a mu-Gaussian mechanism, Phi(mu / sqrt 2)."""
-    return NormalDist().cdf(mu / math.sqrt(2))
 
 
 def auc_of_epsilon(epsilon: float) -> float:

@@ -22,8 +22,7 @@ from splitveil.active_party.defenses.noise import box_muller
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.run.sample_order import keyed_digests
 
-NoiseKey = NewType("NoiseKey", bytes)
-"""32 secret bytes."""
+NoiseKey = NewType("NoiseKey", bytes)  # 32 secret bytes
 
 GRADIENT_NOISE = b"gradient noise"
 LABEL_NOISE = b"label noise"

@@ -26,9 +26,7 @@ Certainty = Literal["exact", "bound", "estimate", "unknown"]
 class ChargeForecast(NamedTuple):
     """A charge, as precisely as it is known before the run."""
 
-    low: float
-    """The lowest divergence."""
-
+    low: float  # the lowest divergence
     highest: LeakCharge
     """The charge with the highest divergence, and everything else that is known of it."""
 
@@ -82,11 +80,8 @@ class Forecast(NamedTuple):
     """The charge of one answer, for each kind of noise that could be set; the charge of persistent
     noise covers all repetitions."""
 
-    configured: NoiseKind
-    """The kind of noise that is set, one of the keys of ``charges``."""
-
-    honesty: str
-    """A sentence about how reliable the forecast is."""
+    configured: NoiseKind  # the kind of noise that is set, one of the keys of ``charges``
+    honesty: str  # a sentence about how reliable the forecast is
 
     @property
     def charge(self) -> ChargeForecast:

@@ -12,22 +12,19 @@ prediction Y^; a critic D on single numbers separates labels Y from predictions.
 D's weights are clipped to [-c, c], and the norms are taken over the whole batch.
 
 The paper calls Y~ a randomised response. It is not one in the sense of differential privacy: the
-side of 1/2 on which it lies *is* the label. The passive party knows f, and everything in the sum
-but Y~ is a smooth function of f, so it can fit that function and read the labels off the residual;
-norms and class means, which the paper measures, do not show this. So an answer is charged without
-bound unless a defense behind the sum covers the move caused by the example's own label, at most
+side of 1/2 on which it lies *is* the label, which a peer reads off the residual of a smooth
+function of f. So an answer is charged without bound unless a defense behind the sum covers the move
+caused by the example's own label, at most
 
     2 D_max / |sigmoid(sum of f) - Y~|    (norm over the batch)
 
 along the direction in which all coordinates of the cut are equal. The classes' means would be the
-wrong measure here, because the two terms make them cancel while each label's own share stays. As
-for every fresh charge, what G and D have learned about the labels is not counted.
+wrong measure here: the two terms make them cancel while each label's own share stays. As for every
+fresh charge, what G and D have learned about the labels is not counted.
 
-The two losses do not determine which end of Y^ is the positive one: L_GAN compares distributions,
-and L_CE never sees G. Of ten runs on Spambase, two ended with a Y^ that falls as the label rises;
-of ten more that started with the right orientation, one flipped during training. Therefore the
-label owner tracks the end at which its positives are, and predicts 1 - Y^ if it is the lower one
-(`Oriented`). Nothing that is sent depends on it.
+The two losses do not determine which end of Y^ is the positive one, and some runs end with the
+wrong one. Therefore the label owner tracks the end at which its positives are, and predicts 1 - Y^
+if it is the lower one (`Oriented`). Nothing that is sent depends on it.
 """
 
 import math
@@ -92,12 +89,13 @@ class Oriented(nn.Module):
 
 
 def build_critic(width: int, weight_limit: float, entropy: bytes) -> nn.Sequential:
-    """Return a critic of single numbers: two dense layers, clipped.
+    """Return a critic of single numbers: two dense layers, each with leaky ReLU, clipped.
 
     Its initial weights come from the entropy, 2,496 secret bytes.
     """
     with torch.random.fork_rng(devices=()):  # layers fill themselves from torch's own generator
-        critic = nn.Sequential(nn.Linear(1, width), nn.LeakyReLU(), nn.Linear(width, 1))
+        layers = nn.Linear(1, width), nn.LeakyReLU(), nn.Linear(width, 1), nn.LeakyReLU()
+        critic = nn.Sequential(*layers)
     generator = torch.Generator()
     fill_state(generator, entropy)
     with torch.no_grad():

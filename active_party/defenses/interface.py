@@ -41,9 +41,7 @@ class LeakCharge:
     epsilon: float | None = None
     """Label differential privacy that holds for all answers of this identity together."""
 
-    adversary: Adversary = Adversary.CLASS_MEANS
-    """The peers whom the charge describes."""
-
+    adversary: Adversary = Adversary.CLASS_MEANS  # the peers whom the charge describes
     is_gaussian: bool = False
     """Whether the answers are a Gaussian mechanism with mu^2 = ``sum_kl``. Then the best AUC is
     Phi(mu / sqrt 2), exactly (Dong, Roth and Su 2022); otherwise only a bound for any distributions
@@ -78,9 +76,7 @@ class LeakCharge:
 class DefenseReport:
     """A description of a defense's effect on one batch."""
 
-    noise_power: float
-    """Mean expected squared noise norm per example."""
-
+    noise_power: float  # mean expected squared noise norm per example
     sum_kl_before: float | None = None
     """Divergence of the classes in the raw gradient; None where it was not estimated."""
 
@@ -90,9 +86,7 @@ class DefenseReport:
     leak_auc_bound: float | None = None
     """AUC that no attack on this answer alone exceeds, if the estimate holds."""
 
-    solution: NoiseSolution | None = None
-    """The noise of each class, where a solver chose it."""
-
+    solution: NoiseSolution | None = None  # the noise of each class, where a solver chose it
     charge: LeakCharge = LeakCharge(math.inf)
     """The amount that the leak ledger records for each example of the batch."""
 
@@ -100,9 +94,7 @@ class DefenseReport:
 class DefenseContext(NamedTuple):
     """The facts about a run that a defense depends on."""
 
-    cut_shape: tuple[int, ...]
-    """Shape of one row of the gradient that is defended."""
-
+    cut_shape: tuple[int, ...]  # shape of one row of the gradient that is defended
     num_classes: int = 2
     """``ONE_NUMBER`` where labels are numbers, as shares of their range within 0 and 1."""
 
@@ -111,9 +103,7 @@ class DefenseContext(NamedTuple):
     with numbers, charges do not depend on it. For numbers: the share with which 0 and 1 would have
     the labels' variance."""
 
-    epochs: int = 1
-    """Number of epochs of the run."""
-
+    epochs: int = 1  # number of epochs of the run
     label_bounds: tuple[float, float] | None = None
     """The bounds of labels that are numbers, in their unit; None for classes."""
 
@@ -148,15 +138,9 @@ NO_SECRETS = NoiseSecrets()
 class Examples(NamedTuple):
     """The aligned examples of a run, in the common order."""
 
-    ids: Sequence[str]
-    """Canonical ids; empty if the defense does not have a noise key."""
-
-    labels: Tensor
-    """True labels, (aligned,)."""
-
-    device: torch.device
-    """The device on which the top model is trained."""
-
+    ids: Sequence[str]  # canonical ids; empty if the defense does not have a noise key
+    labels: Tensor  # true labels, (aligned,)
+    device: torch.device  # the device on which the top model is trained
     training: Tensor | None = None
     """Positions of the training rows, (training rows,) int64, ascending; None for all rows."""
 
@@ -186,12 +170,8 @@ class BuildInputs(NamedTuple):
 class RawBatch(NamedTuple):
     """Everything that a defense may use of one batch."""
 
-    gradients: Tensor
-    """Raw loss gradient at the cut layer, (batch, *cut_shape), float32 or float64."""
-
-    labels: Tensor
-    """True labels, (batch,) or (batch, 1), any dtype: 0 and 1, or class indices."""
-
+    gradients: Tensor  # raw loss gradient at the cut layer, (batch, *cut_shape), float32 or float64
+    labels: Tensor  # true labels, (batch,) or (batch, 1), any dtype: 0 and 1, or class indices
     example_keys: Tensor | None = None
     """Secret bits of each example's id, (batch, 2) int64 on the CPU; the source of persistent
     noise. None where the settings do not ask for them."""
@@ -211,9 +191,7 @@ class RawBatch(NamedTuple):
 class Defended(NamedTuple):
     """A defense's answer to one batch."""
 
-    gradient: DefendedGradient
-    """Of the same shape, dtype and device as the raw gradient."""
-
+    gradient: DefendedGradient  # of the same shape, dtype and device as the raw gradient
     report: DefenseReport
 
 
@@ -224,15 +202,9 @@ def _no_logits() -> Tensor:
 class LabelledRows(NamedTuple):
     """A batch before its gradient is computed."""
 
-    rows: Tensor
-    """Indices in the common order, (batch,), on the device of training."""
-
-    labels: Tensor
-    """True labels of the rows, (batch,)."""
-
-    activation: Tensor
-    """The aggregated activation, (batch, *cut_shape), without a graph."""
-
+    rows: Tensor  # indices in the common order, (batch,), on the device of training
+    labels: Tensor  # true labels of the rows, (batch,)
+    activation: Tensor  # the aggregated activation, (batch, *cut_shape), without a graph
     logits: Callable[[], Tensor] = _no_logits
     """Computes what the top model predicts at this step, (batch,) or (batch, classes), without a
     graph, dropout or any trace in the model. Costs a pass through the top model, if it is asked."""
@@ -241,32 +213,20 @@ class LabelledRows(NamedTuple):
 class LabelMove(NamedTuple):
     """The influence of an example's own label on its own row, and the noise put on that row."""
 
-    size: float
-    """The most by which the label moves the row, as a norm; infinite if it is unknown."""
-
+    size: float  # the most by which the label moves the row, as a norm; infinite if it is unknown
     cut_dim: int
 
-    report: DefenseReport
-    """Of the same batch."""
+    report: DefenseReport  # of the same batch
 
 
 class RowChunk(NamedTuple):
     """Facts about consecutive training rows that do not depend on any label."""
 
-    activations: Tensor
-    """(rows, cut_dim) float32."""
-
-    own: Tensor | None
-    """Dense own features of the active party, (rows, features)."""
-
-    hidden: Tensor | None
-    """Hidden units of the top model, (rows, units)."""
-
-    logits: Tensor
-    """(rows,), or (rows, classes)."""
-
-    slopes: Tensor
-    """d logit / d activation, (rows, cut_dim), or (rows, classes, cut_dim)."""
+    activations: Tensor  # (rows, cut_dim) float32
+    own: Tensor | None  # dense own features of the active party, (rows, features)
+    hidden: Tensor | None  # hidden units of the top model, (rows, units)
+    logits: Tensor  # (rows,), or (rows, classes)
+    slopes: Tensor  # d logit / d activation, (rows, cut_dim), or (rows, classes, cut_dim)
 
 
 class RowFacts(Protocol):
@@ -340,8 +300,7 @@ class Defense(ABC):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Resume from a state that ``state_dict`` returned.
 
-        Raises:
-            ValueError: the state belongs to another defense.
+        Raises ValueError if the state belongs to another defense.
         """
         if state:
             raise ValueError(f"this defense keeps no state, got {sorted(state)}")

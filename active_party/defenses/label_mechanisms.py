@@ -22,8 +22,7 @@ sum is the sum rounded: the guarantee is not weakened, and the low bits of a flo
 which differ between y = 0 and y = 1, reveal nothing. Laplace noise ends at 44 times its scale;
 anything beyond has probability 2^-63.
 
-The best AUC of any score, and the Gaussian mechanism that reveals no less, are those of
-`dp_bounds`. What is drawn once costs the same whatever the number of epochs.
+The best AUC of any score, and the Gaussian mechanism that reveals no less: `dp_bounds`.
 """
 
 import math
@@ -36,10 +35,11 @@ from pydantic import Field
 from torch import Tensor
 
 from splitveil.active_party.defenses.dp_bounds import (
-    gaussian_auc,
     gaussian_of_laplace,
     gaussian_of_response,
     laplace_auc,
+    leak_auc_of_mu,
+    mu_of_leak_auc,
     response_auc,
     strength_for_auc,
 )
@@ -130,7 +130,7 @@ def label_leak(mechanism: LabelMechanism, num_classes: int = 2) -> LeakCharge:
         return LeakCharge(
             mechanism.noise_ratio**-2,
             is_gaussian=True,
-            leak_auc=gaussian_auc(mu),
+            leak_auc=leak_auc_of_mu(mu),
             dominating_mu=mu,
         )
     epsilon = mechanism.epsilon
@@ -157,7 +157,7 @@ def at_leak_auc(mechanism: LabelMechanism, leak_auc: float, num_classes: int = 2
     The AUC is above 0.5 and below 1, and between any two of the classes.
     """
     if isinstance(mechanism, GaussianLabels):
-        ratio = 1 / strength_for_auc(gaussian_auc, leak_auc)
+        ratio = 1 / mu_of_leak_auc(leak_auc)
         return mechanism.model_copy(update={"noise_ratio": ratio})
     bound = laplace_auc
     if isinstance(mechanism, AlibiLabels):
@@ -253,7 +253,6 @@ def _laplace(keys: Tensor, epsilon: float) -> Tensor:
 
 
 def _others(labels: Tensor, bits: Tensor, num_classes: int) -> Tensor:
-    """Pick one of the other classes for each label, all equally likely."""
     # A draw of exactly 1 would otherwise lead back to the label.
     steps = 1 + (open_uniform(bits, torch.float64) * (num_classes - 1)).floor()
     return (labels + steps.clamp(max=num_classes - 1)) % num_classes

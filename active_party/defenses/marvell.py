@@ -3,10 +3,8 @@
 Each class k gets N(0, l2k I + (l1k - l2k) D D^T / c), where D is the gap between the class means
 and c = |D|^2. It is sampled as one scalar along D and, where l2k > 0, an isotropic vector.
 
-Across D only one class gets noise. Where the gradients hardly vary, the energy of that noise
-distinguishes that class from the other, at every strength. An answer is charged only for the gap,
-against the noise on it.
-
+Across D only one class gets noise, whose energy distinguishes it from the other at every strength
+where the gradients hardly vary. An answer is charged only for the gap, against the noise on it.
 Three classes or more follow another law, see ``multi_class_marvell``.
 
 Forecasts of fresh noise for two classes are estimates: the ledger does not give credit to spread,
@@ -25,7 +23,7 @@ Noise fitted to earlier batches may meet a gap that did not exist before.
 """
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -94,6 +92,10 @@ class MarvellDefense(NoisyDefense):
     The scale of noise that is fitted to a batch reveals something about the batch's share of
     positives. Choose ``running`` if batches hold few positives and the peer might count them.
     """
+
+    if TYPE_CHECKING:  # those of an inner section, too
+
+        def __init__(self, **settings: Any) -> None: ...
 
     def _build(self, given: BuildInputs, /) -> Defense:
         num_classes = given.context.num_classes

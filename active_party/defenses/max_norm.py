@@ -51,8 +51,6 @@ from splitveil.active_party.defenses.section import NoisyDefense, refusal_of_sev
 
 
 class _NormAligningDefense(NoisyDefense):
-    """The settings of the defenses that bring rows to a common norm."""
-
     def noise_key_strength(self, _context: DefenseContext, /) -> str | None:
         return f"{self.title} to the largest norm" if self.noise == "persistent" else None
 

@@ -4,13 +4,10 @@ An answer is charged the divergence of the pair of classes that it leaves furthe
 as if the classes had zero spread, see ``gaps``. Until every class has been seen, the answer is
 noise without signal.
 
-The noise is placed by square-root water-filling (below). All classes get the same
-weight, and their spread does not get credit:
-
-- With the batch's shares as weights, the gap of a rare class would get little noise; its pair would
-  then be the worst one, which counts. The shares would also show in the noise.
-- With the spread counted, a direction under water does not get noise at all. A peer may predict
-  the spread from its activations, so that the ledger would have to charge infinity.
+The noise is placed by square-root water-filling (below). All classes get the same weight: with the
+batch's shares, the pair of a rare class would be the worst one, and the shares would show in the
+noise. Their spread does not get credit: a direction under water would not get noise at all, and a
+peer may predict the spread from its activations.
 
 A power ratio s is noise power s c, with c the squared distance of the two classes furthest apart.
 It has to cover up to K - 1 directions: of K classes the worst pair is left between 1/s and
@@ -123,7 +120,6 @@ class MultiClassMarvell(RememberingDefense):
 
 
 def _charged(left: Tensor, fitted_means: Tensor, means: Tensor) -> Tensor:
-    """Charge each pair for its gap in the batch if that is longer than the fitted gap."""
     gaps, fitted = squared_distances(means), squared_distances(fitted_means)
     of_new_gaps = torch.where(gaps > 0, math.inf, 0.0)
     return torch.where(fitted > 0, left * (gaps / fitted).clamp(min=1.0), of_new_gaps)

@@ -27,16 +27,14 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from torch import Tensor
 
-_MT_WORDS = 624
-"""Size of the Mersenne Twister's state, in 32-bit words."""
+_MT_WORDS = 624  # size of the Mersenne Twister's state, in 32-bit words
 
 _MT_OFFSET = 24
 """Bytes before those words in torch's CPU generator state, which holds each in 8 bytes."""
 
 _KEY_BYTES = 32
 
-_CHUNK_PAIRS = 2**17
-"""Pairs of numbers made at a time: few enough to stay in the processor's cache."""
+_CHUNK_PAIRS = 2**17  # pairs of numbers made at a time: few enough to stay in the processor's cache
 
 
 class NoiseSource(Protocol):

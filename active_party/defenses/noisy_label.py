@@ -23,7 +23,7 @@ refused with it: they would pass on the label itself.
 """
 
 from dataclasses import replace
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import torch
 from pydantic import BeforeValidator, model_validator
@@ -59,7 +59,6 @@ from splitveil.common.privacy.adversary import Adversary
 
 
 def _word_of_true(value: object) -> object:
-    """Return YAML's ``true`` as the word that was written."""
     return "true" if value is True else value
 
 
@@ -80,6 +79,10 @@ class NoisyLabelDefense(SeededDefense):
     the bound is for an honest-but-curious peer, and about what predictions do not say. Refused
     where targets depend on predictions.
     """
+
+    if TYPE_CHECKING:  # those of an inner section, too
+
+        def __init__(self, **settings: Any) -> None: ...
 
     @model_validator(mode="after")
     def _predictions_know_noisy_labels_alone(self) -> Self:

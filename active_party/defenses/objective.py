@@ -22,8 +22,7 @@ from splitveil.common.run.progress import State
 
 _MIDDLE = 0.5
 
-Schedule = Callable[[int], float]
-"""Maps a step to the multiplier of the learning rate."""
+Schedule = Callable[[int], float]  # maps a step to the multiplier of the learning rate
 
 
 class TopModel(NamedTuple):

@@ -9,20 +9,15 @@ answers hold y and x only in this one sum: an adversary that knows p and J in ev
 y - k x and nothing else, and reaches AUC = Phi(1/(k sqrt 2)), sumKL = 1/k^2, in any number of
 epochs.
 
-Three obvious forms fail against an adversary that remembers; the tests contain their attacks:
+Three obvious forms fail against an adversary that remembers, so that ``marvell`` and ``iso``
+measure persistent noise in units of J:
 
-- k x times the gap of the class means. The gap shrinks as the model learns to tell the classes
-  apart, by c = 1 - mean p of the positives + mean p of the negatives; (p - y) + k c x with two
+- k x times the gap of the class means, which shrinks as the model learns: (p - y) + k c x with two
   values of c gives two equations for y and x.
-- A vector of the example, scaled by the batch's largest norm (``iso`` unchanged). J turns and that
-  noise does not, so that the difference of two scaled answers is free of noise.
-- A scalar along the row that fills it up to the batch's largest norm (``max_norm`` unchanged). Its
-  k depends on p and y: only the true label explains all epochs with the same x.
-
-Therefore ``marvell`` and ``iso`` measure persistent noise in units of J, the gap of the classes as
-each example sees it. ``max_norm`` does not have such a form, because equalising the norms changes
-k: its persistent noise protects against a peer that only adds up answers, and is charged as if
-there were no noise.
+- A vector of the example, scaled by the batch's largest norm. J turns and that noise does not.
+- A scalar that fills the row up to the largest norm, with a k that depends on p and y: only the
+  true label explains all epochs with the same x. ``max_norm`` has no other form: its persistent
+  noise protects against a peer that only adds up answers, and is charged as if there were none.
 
 J has to come from the model alone. Taken from the raw gradient, divided by p - y, it holds the
 label: in its last bits, which are rounded differently for p and for p - 1, and all of it where the
@@ -46,8 +41,7 @@ from splitveil.active_party.defenses.interface import DefenseReport, LeakCharge,
 from splitveil.active_party.defenses.rows import as_positive, as_rows, row_norms
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 
-_GRID = 2.0**20
-"""The noise on a label is a multiple of its inverse, as the label is."""
+_GRID = 2.0**20  # the noise on a label is a multiple of its inverse, as the label is
 
 
 class LabelMoves(NamedTuple):

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from splitveil.common.data.label_range import ONE_NUMBER
 
-_SMALLEST_UNIT = 1e-307
-"""Below it the reciprocal of a float64 overflows."""
+_SMALLEST_UNIT = 1e-307  # below it the reciprocal of a float64 overflows
 
 
 def as_rows(gradients: Tensor) -> Tensor:
@@ -25,7 +24,6 @@ def as_rows(gradients: Tensor) -> Tensor:
 
 
 def _one_per_row(labels: Tensor, rows: Tensor) -> Tensor:
-    """Return labels as (batch,), on the rows' device."""
     batch = rows.shape[0]
     if labels.shape not in {(batch,), (batch, 1)}:
         raise ValueError(f"expected {batch} labels, got shape {tuple(labels.shape)}")
@@ -69,7 +67,6 @@ def all_finite(rows: Tensor) -> bool:
 
 
 def _largest_size(rows: Tensor) -> Tensor:
-    """Return the largest absolute value, as a float64 scalar on the same device."""
     low, high = rows.aminmax()
     return torch.maximum(-low, high).double()
 

@@ -4,27 +4,21 @@ The settings class of a defense is its front door: it builds the defense, and it
 noise key the defense needs, which charges to expect, and where the defense cannot be used. Other
 modules read its `Traits` or ask it, and never check which defense it is.
 
-Which weights in the loss a defense can be used with (``refusal_of_weights``): a defended gradient
-is that of w_i c_y times the loss of row i, with the row's own weight w_i and the weight c_y of its
-class.
-
-- Class weights c are fixed numbers. They multiply the loss of each label. A defense that replaces
-  labels by targets multiplies by the targets' shares of the labels, never by those of the true
-  label: weights and gradient stay a function of what was released, and every bound holds as before.
-  A defense that adds noise to gradients measures the weighted ones. Persistent noise does not
-  measure: it is made for a label that moves a residual by 1, which with class weights it does not.
-- Row weights w stand in the gradient of every defense, as they are: the peer reads them off the
-  gradients' lengths. Weights that depend on the label would reveal it, whatever replaces the label
-  in the loss. Charges that are measured from class means see that; all others need weights that
-  were chosen without a look at labels.
+Weights in the loss (``refusal_of_weights``): a defended gradient is that of w_i c_y times the loss
+of row i, with the row's own weight w_i and the weight c_y of its class, a fixed number. A defense
+that replaces labels by targets multiplies by the targets' shares of the labels, so that the
+gradient stays a function of what was released; one that adds noise measures the weighted gradients;
+persistent noise does not measure. The peer reads w off the gradients' lengths, whatever replaces
+the label in the loss.
 """
 
 import logging
 from abc import abstractmethod
 from pathlib import Path
-from typing import Literal, NamedTuple, Self, final
+from typing import Any, Literal, NamedTuple, Self, final
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
+from torch import Tensor
 
 from splitveil.active_party.defenses.example_keys import (
     NoiseKey,
@@ -36,10 +30,12 @@ from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast, N
 from splitveil.active_party.defenses.interface import (
     NO_SECRETS,
     BuildInputs,
+    Defended,
     Defense,
     DefenseContext,
     Examples,
     NoiseSecrets,
+    RawBatch,
 )
 from splitveil.active_party.defenses.noise import (
     DefaultNoise,
@@ -50,8 +46,9 @@ from splitveil.active_party.defenses.noise import (
     fresh_key,
 )
 from splitveil.active_party.defenses.objective import Objective, TopModel
+from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.settings import Section
+from splitveil.common.settings import Section, full_name, validate
 
 SEE = "docs/defenses.md, section 'Which bounds do not hold'"
 
@@ -81,21 +78,11 @@ class Traits(NamedTuple):
 
     coverage: Coverage = AGAINST_CLASS_MEANS
 
-    takes_numbers: bool = False
-    """Whether labels may be numbers within bounds, and not only classes."""
-
-    takes_weights: bool = True
-    """Whether the loss can have weights of rows and classes."""
-
-    needs_example_keys: bool = False
-    """Whether ``RawBatch.example_keys`` has to be given."""
-
-    needs_slopes: bool = False
-    """Whether ``RawBatch.slopes`` has to be given."""
-
-    has_own_objective: bool = False
-    """Whether ``DefenseSection.objective`` returns one."""
-
+    takes_numbers: bool = False  # whether labels may be numbers within bounds, and not only classes
+    takes_weights: bool = True  # whether the loss can have weights of rows and classes
+    needs_example_keys: bool = False  # whether ``RawBatch.example_keys`` has to be given
+    needs_slopes: bool = False  # whether ``RawBatch.slopes`` has to be given
+    has_own_objective: bool = False  # whether ``DefenseSection.objective`` returns one
     top_learns_targets: bool = True
     """Whether the top model learns from ``Defense.targets``, and not from the true labels."""
 
@@ -113,12 +100,99 @@ class Traits(NamedTuple):
     subject_column: str | None = None
     """The column that names the person whom a row is about; None if the defense reads none."""
 
-    earlier_targets: tuple[str, ...] = ()
-    """Folders of earlier runs whose targets are used again."""
+    earlier_targets: tuple[str, ...] = ()  # folders of earlier runs whose targets are used again
 
 
 class DefenseSection(Section):
-    """The base of all defenses' settings, with the answers for a defense without noise."""
+    """The base of all defenses' settings, with the answers for a defense without noise.
+
+    A setting that only an inner section has may stand outside of it: ``power_ratio`` of
+    ``marvell`` for that of its ``strength``.
+    """
+
+    _begun: tuple["DefenseSection", DefenseContext, Defense] | None = PrivateAttr(None)
+
+    def __init__(self, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError:
+            validate(type(self), settings, self.title)  # the same problems, as of a file
+            raise
+
+    # As pydantic marks its own: a file's sections are validated all at once, and not by calls.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_names_of_inner_sections(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        values = dict(values)
+        for name in values.keys() - cls.model_fields.keys():
+            outer, *within = full_name(cls, str(name)).split(".")
+            inner = values.get(outer, {})
+            if within and isinstance(inner, dict) and not inner.keys() & {name, within[0]}:
+                values[outer] = {**inner, name: values.pop(name)}
+        return values
+
+    @final
+    def __call__(
+        self,
+        gradients: Tensor,
+        labels: Tensor,
+        *,
+        probabilities: Tensor | None = None,
+        num_classes: int = 2,
+    ) -> Defended:
+        """Defend the gradient of one batch in a training loop of one's own, as a run does.
+
+        Fresh noise comes from the operating system's entropy, and never from torch's global
+        generator; with ``insecure_noise_seed`` it is repeatable. Batches that lack a class are
+        compared with earlier ones, so that each training needs a section of its own.
+
+        Args:
+            gradients: raw gradient at the cut, (batch, ...), float32 or float64.
+            labels: 0 and 1, or class indices, (batch,).
+            probabilities: predictions for label 1, (batch,), which ``max_norm_positive`` needs.
+            num_classes: number of classes of the whole table.
+
+        Returns:
+            The gradient to send, and a report, whose ``charge`` is for ``Ledger.charge``.
+
+        Raises:
+            SettingsError: the defense needs more than a gradient, or not so many classes.
+            ValueError: a shape, a dtype or a value does not fit.
+        """
+        context = DefenseContext(tuple(gradients.shape[1:]), num_classes)
+        if self._begun is None or self._begun[0] is not self:  # not the memory of what it is a copy
+            objection = self._objection_to_calls(context) or self.objection(context)
+            if objection is not None:
+                raise SettingsError(objection)
+            self._begun = self, context, self.build(context)
+        _, begun, defense = self._begun
+        if context != begun:
+            raise ValueError(
+                f"expected rows of shape {begun.cut_shape} and {begun.num_classes} classes, as "
+                f"before, got {context.cut_shape} and {num_classes}; another cut needs another "
+                f"{type(self).__name__}"
+            )
+        return defense.defend(RawBatch(gradients, labels, probabilities=probabilities))
+
+    def _objection_to_calls(self, context: DefenseContext) -> str | None:
+        if self.traits.is_staged:
+            needs = "releases sums over all training rows before there is a gradient"
+        elif self.traits.has_own_objective:
+            needs = "has a loss of its own, with a critic that learns in every step"
+        elif self.traits.needs_slopes:
+            needs = "with noise: persistent needs ids, a noise key and the slopes of logits"
+        elif self.noise_key_strength(context) is not None:
+            needs = "replaces labels, by ids and a noise key, before there is a gradient"
+        else:
+            return None
+        return (
+            f"{self.title} {needs}: expected simulate(..., defense=...), or marvell, iso or "
+            f"max_norm with noise: fresh"
+        )
 
     @property
     def title(self) -> str:

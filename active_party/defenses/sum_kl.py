@@ -36,8 +36,7 @@ Their reciprocals' squares would overflow.
 """
 
 
-_LARGEST = 1e250
-"""A power above this, in units of the largest input, is infinite."""
+_LARGEST = 1e250  # a power above this, in units of the largest input, is infinite
 
 
 class NoiseSolution(NamedTuple):

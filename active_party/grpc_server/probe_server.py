@@ -44,8 +44,6 @@ class Introduced(NamedTuple):
 
 
 class ProbeServer:
-    """Answers probes until every passive party has made them."""
-
     def __init__(
         self,
         contract: Contract,

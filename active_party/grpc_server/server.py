@@ -126,7 +126,7 @@ def serve_until_end(
 
     Returns the service, and the limit that has ended the run for good, if one has.
     """
-    contract, engine = settings.contract, engine_of(settings, len(data.ids))
+    contract, engine = settings.contract, engine_of(settings)
     exchanges, tried = records_of(settings, folder)
     service = ActiveService(
         session, engine, settings.reconnect.deadline_s, tried, status, exchanges
@@ -147,7 +147,6 @@ def serve_until_end(
         patience_s = _LAST_WORDS_S if stopped is None else _FINAL_WORDS_S
         service.announce_end(min(patience_s, settings.reconnect.max_s), interruption)
         server.stop(_GRACE_S).wait()
-        engine.close()
     return service, stopped
 
 

@@ -92,7 +92,6 @@ class ActiveService:
         }
 
     def silent_s(self, party: str) -> float:
-        """Return the seconds since a passive party's last message."""
         return time.monotonic() - self._callers[party].heard_at
 
     def announce_end(
@@ -125,7 +124,6 @@ class ActiveService:
     def handshake(
         self, request: pb.HandshakeRequest, context: grpc.ServicerContext
     ) -> pb.HandshakeReply:
-        """Open a new run, or resume one."""
         caller = self._caller(context)
         caller.hear()
         greeting = decode_greeting(request)
@@ -233,7 +231,6 @@ class ActiveService:
     def evaluate(
         self, requests: Iterator[Frame], context: grpc.ServicerContext
     ) -> Iterator[pb.EvaluateReply]:
-        """Score the activations of held-out rows."""
         caller = self._caller(context)
         caller.opened_stream(context, lambda: self._session.stage.is_over)
         with caller.evaluate_slots.enter(context):
@@ -244,7 +241,6 @@ class ActiveService:
                 self._session.finish_step()
 
     def audit(self, request: pb.AuditRequest, context: grpc.ServicerContext) -> pb.AuditReply:
-        """Measure scores of the peer."""
         caller = self._caller(context)
         caller.hear()
         leak_auc = self._session.audit(decode_question(request), caller.name)

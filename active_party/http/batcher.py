@@ -107,7 +107,6 @@ class Batcher:
         return answer
 
     def num_waiting(self) -> int:
-        """How many questions wait to be asked."""
         return self._incoming.qsize()
 
     def close(self) -> None:

@@ -57,6 +57,7 @@ _NUMBER = _Kinds((_NUMBERS, _TEXTS), "numbers, or texts that are numbers")
 _CATEGORY = _Kinds((_NUMBERS, _TEXTS), "texts, or numbers that stand for them")
 _TIME = _Kinds((_TEXTS,), "times as texts")
 _LIST = _Kinds((frozenset({list}), _TEXTS), "lists of texts, or texts")
+_OF_KINDS = (_NUMBER, _CATEGORY, _TIME, _LIST, _CATEGORY, _LIST)
 
 
 class GivenFeatures:
@@ -71,8 +72,11 @@ class GivenFeatures:
         self._expected: dict[str, _Kinds] = {}
         self.columns: tuple[str, ...] = ()
         if encoder is not None and chosen is not None:
-            kinds = (chosen.numeric, chosen.categorical, chosen.timestamps, chosen.lists)
-            for names, expected in zip(kinds, (_NUMBER, _CATEGORY, _TIME, _LIST), strict=True):
+            plain = (chosen.numeric, chosen.categorical, chosen.timestamps, chosen.lists)
+            texts = tuple(column.name for column in encoder.sequences if column.tokenizer)
+            tokens = tuple(column.name for column in encoder.sequences if not column.tokenizer)
+            kinds = (*plain, texts, tokens)
+            for names, expected in zip(kinds, _OF_KINDS, strict=True):
                 self._expected |= dict.fromkeys(names, expected)
             self.columns = tuple(name for columns in kinds for name in columns)
         """The names of all columns that a request has to give."""

@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from splitveil.common.data.source_settings import read_secret
 from splitveil.common.errors import SettingsError
+from splitveil.common.text.files import read_secret
 
 
 class RequestError(Exception):

@@ -21,11 +21,10 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from splitveil.active_party.settings import ServingTls
-from splitveil.common.data.source_settings import read_secret
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.credentials import printable
 from splitveil.common.text.addresses import on_loopback, split_address
-from splitveil.common.text.files import read_bytes
+from splitveil.common.text.files import read_bytes, read_secret
 
 logger = logging.getLogger(__name__)
 
@@ -189,8 +188,6 @@ _NO_DESCRIPTORS_S = 0.1
 
 
 class HttpServer:
-    """Serves an application until it is closed."""
-
     def __init__(
         self, app: Any, address: str, tls: ServerTls | None = None, grace_s: int = 5
     ) -> None:

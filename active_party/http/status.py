@@ -56,8 +56,6 @@ class IdOutcome(Enum):
 
 
 class OnlineStatus(PartyStatus):
-    """The state of ``splitveil active serve``, for its operators."""
-
     def __init__(self, contract: Contract) -> None:
         super().__init__(ACTIVE, contract, STAGES)
         for name in contract.passive_parties:
@@ -125,14 +123,12 @@ class OnlineStatus(PartyStatus):
 
     @property
     def readiness(self) -> ServingState:
-        """Whether the joint model answers."""
         trouble = self._trouble_of()
         if trouble is None:
             return ServingState(ready=True, reason="the joint model answers")
         return ServingState(ready=False, reason=trouble)
 
     def facts(self) -> dict[str, str]:
-        """Return what the endpoint says beside health and readiness."""
         return super().facts() | {"answering": self.answering}
 
     # ---- requests ----

@@ -34,12 +34,10 @@ from splitveil.common.run.id_rules import rules_of_bytes
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.text.files import check_regular
 
-LEDGER = "ledger.safetensors"
-"""File in the active party's ``checkpoint`` folder."""
+LEDGER = "ledger.safetensors"  # file in the active party's ``checkpoint`` folder
 SETTING = "earlier_ledgers"
 
-Names = npt.NDArray[np.uint8]
-"""A digest for each example, (examples, 16)."""
+Names = npt.NDArray[np.uint8]  # a digest for each example, (examples, 16)
 
 _EXAMPLES = "examples"
 _ID_RULES = "id_rules"

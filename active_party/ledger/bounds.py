@@ -8,28 +8,19 @@ Two figures follow from the divergence K of all answers about an example:
                                                         (Gilardoni 2010 for the total variation V)
 
 Where all answers together are one Gaussian mechanism, mu^2 = K, the estimate is exact, and so the
-bound is the same number: Phi(mu / sqrt 2) (Dong, Roth and Su 2022, "Gaussian differential privacy",
-theorem 3 and corollary 2). For noisy labels of other kinds there are bounds of their
-own (below), down to the exact AUC of a label that was drawn once; the smallest one counts, and caps
-the estimate. A bound holds for the peers whom every charge of the account describes; for all others
-it is 1.
+bound is the same number (Dong, Roth and Su 2022, "Gaussian differential privacy", theorem 3 and
+corollary 2). Three more bounds hold where they are finite; the smallest of all counts, and caps the
+estimate. A bound holds for the peers whom every charge of the account describes; for all others it
+is 1.
 
-What is known of accounts besides their divergence, from which smaller bounds follow.
-
-An account may be a single release of which the best AUC is known, such as one noisy label, and it
-may consist of releases whose odds are bounded. Each of these bounds on the AUC of every score holds
-where it is finite, and so does the smallest of them:
-
-    a                      all charges are one release, and no score of it passes a
+    a                      all charges are one release, such as one noisy label; no score passes a
     1/2 + tanh(e/2)/2      all charges are label-DP, e in total (`dp_bounds.auc_of_epsilon`)
     Phi(mu / sqrt 2)       no charge reveals more than some Gaussian mechanism; mu^2 adds up
 
-The last one holds for mixtures. A label of each mechanism reveals no more than some Gaussian
-mechanism (`dp_bounds`), and neither does any e-label-DP release (`dp_bounds.gaussian_of_epsilon`).
-Releases that follow each other, however the later ones depend on the earlier ones, reveal no more
-than the Gaussian mechanisms in their places (Dong, Roth and Su 2022, "Gaussian differential
-privacy", theorem 3.2). For a Gaussian mechanism mu^2 is the divergence itself, so an account
-remembers by how much mu^2 exceeds it.
+The last one holds for mixtures (`dp_bounds`): releases that follow each other, however the later
+ones depend on the earlier ones, reveal no more than the Gaussian mechanisms in their places
+(theorem 3.2 there). For a Gaussian mechanism mu^2 is the divergence itself, so an account remembers
+by how much mu^2 exceeds it.
 """
 
 import math
@@ -58,8 +49,7 @@ KnownBounds = npt.NDArray[np.float64]
                 unknown, 0 for a Gaussian mechanism
 """
 
-NOTHING: KnownBounds = np.array([0.5, 0.0, 0.0])
-"""Of an account without charges."""
+NOTHING: KnownBounds = np.array([0.5, 0.0, 0.0])  # of an account without charges
 OF_ANY_KIND: KnownBounds = np.array([1.0, math.inf, math.inf])
 
 
@@ -107,19 +97,16 @@ def estimate_of(sum_kl: float, known: KnownBounds) -> float:
 
 
 Divergences = npt.NDArray[np.float64]
-Caveats = npt.NDArray[np.uint8]
-"""What does not hold of each account, as bits."""
+Caveats = npt.NDArray[np.uint8]  # what does not hold of each account, as bits
 
 _NOT_GAUSSIAN = 1
 _NOT_AGAINST = {adversary: 2 << rank for rank, adversary in enumerate(Adversary)}
 ALL_CAVEATS = _NOT_GAUSSIAN + sum(_NOT_AGAINST.values())
 
-_SATURATED = 75.0
-"""Divergence above which both AUCs are 1 to nine digits."""
+_SATURATED = 75.0  # divergence above which both AUCs are 1 to nine digits
 _CELLS_PER_UNIT = 4096
 """Mean AUCs are rounded up by less than the inverse of this: millions of roots take seconds."""
-_ROUNDING = 1e-9
-"""Difference of two AUCs below which rounding may have made them differ."""
+_ROUNDING = 1e-9  # difference of two AUCs below which rounding may have made them differ
 
 
 class Spread(NamedTuple):
@@ -133,8 +120,7 @@ class Spread(NamedTuple):
 class PeerBound(NamedTuple):
     """The bound for one adversary class."""
 
-    leak_auc: Spread
-    """AUC that no score of such a peer exceeds; 1 for an example without a bound."""
+    leak_auc: Spread  # AUC that no score of such a peer exceeds; 1 for an example without a bound
     mu: float | None
     """Parameter of the Gaussian mechanism that all answers are together, of the most exposed
     example; None if they are not one, or not for these peers."""
@@ -144,10 +130,8 @@ class LeakBounds(NamedTuple):
     """Bounds on the information about the labels that a run may have revealed so far."""
 
     sum_kl: Spread
-    estimate: Spread
-    """AUC of the best score under the Gaussian model."""
-    by_peers: tuple[PeerBound, ...]
-    """One for each adversary class, in the order of ``Adversary``."""
+    estimate: Spread  # AUC of the best score under the Gaussian model
+    by_peers: tuple[PeerBound, ...]  # one for each adversary class, in the order of ``Adversary``
     epsilon: float | None
     """Label differential privacy of all answers together; None if an answer had none."""
 

@@ -2,12 +2,9 @@
 
 A run that resumes from a checkpoint takes its ledger from there, so that the ledger afterwards is,
 bit for bit, what it would have been. Later answers stay known to the peer, whether or not the run
-gets that far again: it gets back none of their charges. So the accounts of everything that was
-answered are kept as well, until the same answers have been given again; these are the ones that are
-reported and held against a budget. After a process was killed they are rebuilt from the newest
-checkpoint and the log of answers.
-
-The limit to what a run may reveal, and for which peers it has to hold.
+gets that far again. So the accounts of everything that was answered are kept as well, until the
+same answers have been given again; these are reported and held against a budget. After a process
+was killed they are rebuilt from the newest checkpoint and the log of answers.
 
 A limit in divergences is the same for every account. A limit in AUCs allows an account the larger
 a divergence, the more is known of it: its exact figure where all its charges are a Gaussian
@@ -123,9 +120,7 @@ def num_answers_within(max_sum_kl: float, charge: float) -> float:
 class Allowance:
     """The label owner's limit to what a run may reveal, and the part already used."""
 
-    limit: Limit | None = None
-    """What no example may exceed over the whole run; None for no limit."""
-
+    limit: Limit | None = None  # what no example may exceed over the whole run; None for no limit
     earlier: AccountBook = field(default_factory=AccountBook.empty)
     """Accounts of earlier runs for some of the ids; they count towards the budget."""
 

@@ -21,8 +21,7 @@ class LabelUses(NamedTuple):
     """Whether the peer gets to know the leak AUC of scores that it sends."""
     has_stopping_gate: bool = False
     """Whether attacks on the training labels decide when the run ends."""
-    has_early_stopping: bool = False
-    """Whether the validation labels decide when the run ends."""
+    has_early_stopping: bool = False  # whether the validation labels decide when the run ends
     begins_with_labels: bool = False
     """Whether the top model begins with weights that true labels have entered."""
     begins_with_releases: bool = False

@@ -6,11 +6,9 @@ earlier answers; that changes nothing as long as the sum that counts is the one 
 charged. Repeated noise gives the same answer again: for one noise identity, only the largest charge
 counts.
 
-An account also remembers what does not hold of its charges: whom they do not describe, and whether
-one is not of a Gaussian mechanism; and it remembers what is known besides the divergence, such as
-the best AUC of a label that was drawn once. ``bounds`` says what follows from
-all this, and for whom. No charge is ever forgotten, so that the adversary class only becomes
-narrower.
+An account also remembers whom its charges do not describe, whether one is not of a Gaussian
+mechanism, and what is known besides the divergence, such as the best AUC of a label that was drawn
+once. ``bounds`` says what follows from all this, and for whom. No charge is ever forgotten.
 """
 
 import hashlib
@@ -210,7 +208,6 @@ class LeakLedger:
         self._settled_epsilon, self._current_epsilon = state["epsilon"].tolist()
 
     def _settle(self) -> None:
-        """Add the charges of the current noise identity to those of the earlier ones."""
         repeated = where_charged(self._current > 0, self._current_known)
         self._known, self._current_known = compose(self._known, repeated), NOTHING
         self._settled += self._current

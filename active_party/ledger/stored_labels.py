@@ -45,8 +45,7 @@ from splitveil.common.record.run_folder import write_bytes_atomically
 from splitveil.common.run.sample_order import keyed_digests
 from splitveil.common.text.files import check_regular, only_one_process
 
-TARGETS = "targets.safetensors"
-"""File in the active party's ``checkpoint`` folder, mode 0600."""
+TARGETS = "targets.safetensors"  # file in the active party's ``checkpoint`` folder, mode 0600
 SETTING = "defense.earlier"
 _RELEASES = "posterior."
 
@@ -190,7 +189,6 @@ def labels_first_used(path: Path, key: NoiseKey, ids: Sequence[str], labels: Ten
 
 
 def _read_labels(file: Path) -> tuple[Names, Tensor]:
-    """Return names and labels, none of an empty file."""
     content = file.read_bytes()
     try:
         parts = load(content) if content else {}

@@ -38,8 +38,6 @@ _STAGES = {
 
 
 class ActiveStatus(RunStatus):
-    """The state of a run at the active party, for its operators."""
-
     def __init__(self, settings: ActiveSettings) -> None:
         super().__init__(ACTIVE, settings.contract)
         for name in settings.contract.passive_parties:

@@ -53,8 +53,6 @@ STANDARD_ERRORS = 4.0
 
 
 class Alarm(NamedTuple):
-    """An attack that measured more than one answer can have revealed."""
-
     attack: str
     layer: str
     measured: float
@@ -176,8 +174,6 @@ class AlarmRecorder:
 
 
 class GateFinding(NamedTuple):
-    """An attack that measured more than the limit."""
-
     epoch: int
     step: int
     """Step of the last batch of the window."""

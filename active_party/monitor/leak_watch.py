@@ -119,7 +119,6 @@ class LeakWatch:
         )
 
     def note_evaluation(self, evaluation: Evaluation) -> None:
-        """Note how well the model predicts the labels of held-out rows."""
         if self._numbers is not None:
             self._numbers.note_evaluation(evaluation)
         if self._covariates is not None:
@@ -236,7 +235,6 @@ class NumberWatch:
         self._budget.pay(time.thread_time() - began_s)
 
     def note_evaluation(self, evaluation: Evaluation) -> None:
-        """Note how well the model explains the labels of held-out rows."""
         if evaluation.number is not None:
             self._covariates.note_held_out(evaluation.number.r2)
 

@@ -90,8 +90,6 @@ class Latest:
 
 
 class RowCovariates:
-    """What is known about some training rows."""
-
     _LABEL_TYPE: ClassVar[torch.dtype] = torch.int8
 
     def __init__(self, training: Positions, num_examples: int, num_classes: int) -> None:
@@ -115,7 +113,6 @@ class RowCovariates:
         self._held_out = math.nan
 
     def note_step(self, batch: Batch, result: StepResult) -> None:
-        """Note the activations and predictions of one batch's rows."""
         slots = self._slots[batch.positions]
         stored: npt.NDArray[np.intp] = np.flatnonzero(slots >= 0)
         if not len(stored):
@@ -250,7 +247,6 @@ class NumberRowCovariates(RowCovariates):
         return probabilities
 
     def _figure(self, logits: Tensor, labels: Tensor) -> float:
-        """Return the R2 of predictions; NaN if all labels are the same."""
         spread = float((labels.double() - labels.double().mean()).square().sum())
         missed = float((labels.double() - logits[:, 0].double()).square().sum())
         return 1 - missed / spread if spread > 0 else math.nan

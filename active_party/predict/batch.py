@@ -65,8 +65,6 @@ class PredictionPlan(NamedTuple):
 
 
 class Parts:
-    """The finished rows of one output."""
-
     def __init__(
         self,
         output: Path,
@@ -176,8 +174,6 @@ Advance = Callable[[int], None]
 
 
 class BatchResult(NamedTuple):
-    """What a whole prediction came to."""
-
     rows: int
     found: int
     missing_at: dict[str, int]
@@ -202,7 +198,6 @@ class BatchPrediction:
         self._retrying = Retrying(reconnect, interruption, where, self._renew)
 
     def run(self, parts: Parts, advance: Advance) -> BatchResult:
-        """Predict what is missing, and write the output."""
         began = time.monotonic()
         num_ids = len(parts.ids)
         asked_rows = sum(part.stop - part.start for part in parts.missing)

@@ -87,7 +87,6 @@ class JointModel:
     def load(
         cls, settings: ActiveSettings, device: torch.device, choice: ModelChoice | None = None
     ) -> "JointModel":
-        """Load the top model that a run has left."""
         trained, model, kind = load_top(settings, choice)
         rule, labels = settings.contract.aggregation, kind_of(settings.data)
         return cls(trained.identity, model, trained.encoder, rule, device, kind, labels)
@@ -122,8 +121,6 @@ def _which(choice: ModelChoice, folder: Path) -> Literal["trained", "refitted"]:
 
 
 class Predictions(NamedTuple):
-    """What the joint model says of some ids."""
-
     probabilities: NDArray[np.float32]
     """Of label 1, (ids,), or of each class, (ids, classes); or numbers in the label's unit, (ids,).
     NaN for an id that was not found."""
@@ -235,7 +232,6 @@ class Predictor:
 
 
 def log_security(settings: ActiveSettings) -> None:
-    """Log what protects the connection to each passive party."""
     credentials = credential_files(settings, ACTIVE)
     for party, address in settings.inference.connect.items():
         security = check_security(credentials, address, f"inference.connect.{party}")

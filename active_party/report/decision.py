@@ -45,8 +45,6 @@ _ROUNDING = 1e-9
 
 
 class Check(NamedTuple):
-    """One figure, held against what is accepted."""
-
     name: str
     outcome: Outcome
     figure: str

@@ -82,7 +82,7 @@ def write_report(
 def write_comparison(run_dirs: Sequence[Path], output: Path) -> Path:
     """Write a page with several runs side by side, and return its path."""
     if len(run_dirs) < 2:
-        raise SettingsError("--compare: expected the folders of at least two runs")
+        raise SettingsError("expected the folders of at least two runs")
     write_text_atomically(output, comparison_page([read_run(folder) for folder in run_dirs]))
     return output
 

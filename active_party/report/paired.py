@@ -35,7 +35,6 @@ class Estimate(NamedTuple):
     high: float
 
     def in_words(self, digits: int = 4, *, signed: bool = False) -> str:
-        """Write the figure and its interval."""
         form = f"{'+' if signed else ''}.{digits}f"
         return f"{self.value:{form}} ({self.low:{form}} to {self.high:{form}})"
 
@@ -122,8 +121,6 @@ def estimate_of(recorded: float, predictions: StoredPredictions | None) -> Estim
 
 
 class ComparedTests(NamedTuple):
-    """The test AUCs of several runs."""
-
     aucs: list[str]
     """Each run's, with its 95 % interval where its predictions were kept."""
     differences: list[str]

@@ -74,8 +74,6 @@ class RunFiles(NamedTuple):
 
 
 class LeakSeries(NamedTuple):
-    """One attack on one layer, batch by batch."""
-
     party: str
     layer: str
     attack: str

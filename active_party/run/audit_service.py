@@ -44,8 +44,6 @@ _LAYER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class AuditService:
-    """Keeps count of the questions of one run."""
-
     def __init__(self, *, is_open: bool, asker: int = 0) -> None:
         self._is_open = is_open
         self._asker = asker

@@ -94,11 +94,9 @@ class ClassLabels(NamedTuple):
         return probabilities_of(outputs)
 
     def measure(self, outputs: Tensor, labels: Tensor) -> PredictionFigures:
-        """Measure loss, AUC, average precision and calibration."""
         return measure_predictions(outputs, labels)
 
     def agreement(self, outputs: Tensor, targets: Tensor) -> float:
-        """Return the AUC on shares of classes."""
         return auc_of_shares(outputs, targets)
 
 

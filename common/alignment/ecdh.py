@@ -71,7 +71,7 @@ CHUNK_IDS = limits.CHUNK_IDS
 
 
 class EcdhEngine:
-    """Starts exchanges, and owns the worker processes that they share."""
+    """Starts exchanges, and owns the worker threads that they share."""
 
     def __init__(
         self,
@@ -81,10 +81,7 @@ class EcdhEngine:
         workers: int = 0,
         group: GroupOperations | None = None,
     ) -> None:
-        """Load libsodium and start worker processes, before the first gRPC channel is opened.
-
-        Without workers, the group operations run in the threads that send and receive.
-        """
+        """Without workers, the group operations run in the threads that send and receive."""
         self._min_aligned = min_aligned
         self._max_set_size = max_set_size
         try:
@@ -92,7 +89,7 @@ class EcdhEngine:
         except ristretto.LibraryError as error:
             raise SplitveilError(f"ids cannot be aligned without libsodium:\n{error}") from error
         self._group: GroupOperations = group or (
-            WorkerPool(workers, self._library.name) if workers else self._library
+            WorkerPool(workers, self._library) if workers else self._library
         )
 
     def start(
@@ -119,9 +116,6 @@ class EcdhEngine:
             max_set_size=self._max_set_size,
             splits=splits,
         )
-
-    def close(self) -> None:
-        self._group.close()
 
 
 class EcdhExchange:

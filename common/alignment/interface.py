@@ -75,15 +75,12 @@ class AlignmentExchange(CountedExchange, Protocol):
 
 
 class AlignmentEngine(Protocol):
-    """Holds the resources that outlive one alignment. Build it before the first gRPC channel."""
+    """Holds the resources that outlive one alignment."""
 
     def start(
         self, ids: Sequence[str], *, nonce: bytes, run_id: str, splits: Splits | None = None
     ) -> AlignmentExchange:
         """Start one alignment, with fresh keys."""
-
-    def close(self) -> None:
-        """Release the engine's resources."""
 
 
 class Alignment(NamedTuple):

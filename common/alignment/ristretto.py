@@ -1,22 +1,16 @@
 """The group ristretto255 (RFC 9496), by libsodium: hash to the group, multiply, reject.
 
 libsodium is the system's library or, failing that, the copy in the ``rbcl`` wheel; either must
-reproduce test vectors of the RFC before it is used. Run as a script, this file is a worker of
-``workers.py``. It therefore imports only the standard library, so that a worker starts in
-milliseconds and takes some ten megabytes instead of the memory of everything the party imports.
+reproduce test vectors of the RFC before it is used.
 """
 
 import atexit
 import ctypes
 import functools
 import hashlib
-import signal
-import struct
-import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
 
 POINT_BYTES = 32
 SCALAR_BYTES = 32
@@ -128,9 +122,6 @@ class Ristretto:
     def mask(self, digests: bytes, scalar: bytes) -> bytes:
         return self.multiply(self.hash_to_group(digests), scalar)
 
-    def close(self) -> None:
-        """Do nothing; exists because a ``WorkerPool`` must be closed."""
-
     def _check_vectors(self) -> None:
         two = (2).to_bytes(SCALAR_BYTES, "little")
         hashed = self.hash_to_group(hashlib.sha512(_LABEL).digest())
@@ -182,29 +173,3 @@ def find_in_wheel() -> str:
     path = str(rbcl._sodium._name)  # noqa: SLF001 - rbcl has no public name for the path
     atexit.register(Path(path).unlink, missing_ok=True)
     return path
-
-
-# ---- the worker's side of workers.py: requests and replies are one of these headers and data -----
-
-MASK, MULTIPLY = 1, 2
-REQUEST = struct.Struct(f"<B{SCALAR_BYTES}sI")  # operation, scalar, length of the data
-REPLY = struct.Struct("<qI")  # position of an element that is not in the group or -1, length
-
-
-def serve(group: Ristretto, requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answer requests until the party closes the pipe, or dies, which closes it as well."""
-    operations = {MASK: group.mask, MULTIPLY: group.multiply}
-    while header := requests.read(REQUEST.size):
-        operation, scalar, length = REQUEST.unpack(header)
-        try:
-            result, position = operations[operation](requests.read(length), scalar), -1
-        except NotInGroupError as error:
-            result, position = b"", error.position
-        replies.write(REPLY.pack(position, len(result)) + result)
-        replies.flush()
-
-
-if __name__ == "__main__":
-    # Ctrl-C reaches the whole process group; the party alone decides when its workers end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    serve(Ristretto(sys.argv[1]), sys.stdin.buffer, sys.stdout.buffer)

@@ -31,17 +31,8 @@ class _NamedRule(NamedTuple):
     apply: _Rule
 
 
-class Effects:
-    """Counts what the rules did to some ids; may be fed in parts."""
-
-    def __init__(self) -> None:
-        self.changed: Counter[tuple[int, str]] = Counter()
-        """Ids that a rule has changed, by the index of the column and the rule's name."""
-
-    def note(self, column: int, rule: str, before: Sequence[str], after: Sequence[str]) -> None:
-        found = sum(map(operator.ne, before, after))
-        if found:
-            self.changed[column, rule] += found
+Effects = Counter[tuple[int, str]]
+"""Ids that a rule has changed, by the index of the column and the rule's name."""
 
 
 class CanonicalForm:
@@ -85,8 +76,8 @@ class CanonicalForm:
         after = list(texts)
         for step in self._steps[index]:
             before, after = after, list(map(step.apply, after))
-            if effects is not None:
-                effects.note(index, step.name, before, after)
+            if effects is not None and before != after:
+                effects[index, step.name] += sum(map(operator.ne, before, after))
         return after
 
 

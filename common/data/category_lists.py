@@ -1,7 +1,7 @@
-"""Columns of lists of categories, each cell as the text of a set of categories.
+"""Columns of lists, each cell as one text, so that they are stored like any column of categories.
 
-A set is written as its categories in the order of their text, with ``SEPARATOR`` between them, so
-that equal sets are equal texts and the column is stored like any column of categories.
+A set is written as its categories in the order of their text, and a sequence as its tokens in their
+own order, with ``SEPARATOR`` between them: equal sets, and equal sequences, are equal texts.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from splitveil.common.data.columns import CategoricalColumn, WrittenColumn, clean_text
+from splitveil.common.data.columns import (
+    CategoricalColumn,
+    WrittenColumn,
+    clean_text,
+    read_categories,
+)
 from splitveil.common.data.sources import ArrowColumn
 from splitveil.common.errors import DataError
 
@@ -24,51 +29,71 @@ def read_lists(column: WrittenColumn, separator: str) -> CategoricalColumn:
 
     Its cells are lists, or texts with ``separator`` between the categories.
     """
-    cells = column.cells
-    if isinstance(cells, pa.ChunkedArray):
-        cells = cells.combine_chunks()
-    if pa.types.is_dictionary(cells.type):
-        cells = pc.cast(cells, cells.type.value_type)
-    if _is_list(cells.type):
-        rows = pc.list_parent_indices(cells).to_numpy()
-        items = pc.list_flatten(cells)
-    else:
-        texts = clean_text(column._replace(cells=cells))
-        split = pc.split_pattern(texts, separator)
-        rows, items = pc.list_parent_indices(split).to_numpy(), pc.list_flatten(split)
-    words = clean_text(column._replace(cells=items))
-    is_there = pc.is_valid(words).to_numpy(zero_copy_only=False)
-    if pc.any(pc.match_substring(words, SEPARATOR)).as_py():
-        has_it = pc.fill_null(pc.match_substring(words, SEPARATOR), False)
-        wrong = np.zeros(len(cells), np.bool_)
-        wrong[rows[has_it.to_numpy(zero_copy_only=False)]] = True
-        raise DataError(
-            f"{column.where}: expected categories without the control character U+001F in "
-            f"{column.list_rows(wrong)}"
-        )
-    return _as_sets(rows[is_there], words.filter(pa.array(is_there)), len(cells))
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    rows, words = _words(column, separator)
+    has_it = pc.match_substring(words, SEPARATOR).to_numpy(zero_copy_only=False)
+    _check_words(
+        column, rows[has_it], "expected categories without the control character U+001F in"
     )
-
-
-def _as_sets(rows: NDArray[np.int64], words: ArrowColumn, num_rows: int) -> CategoricalColumn:
     encoded = pc.dictionary_encode(words)
     texts = encoded.dictionary.to_pylist()
     # Sorted by the words' text, each word once per row.
     rank = np.empty(len(texts), np.int64)
     rank[np.argsort(np.array(texts, dtype=object))] = np.arange(len(texts))
-    in_order = sorted(texts)
     pairs = np.unique(
         np.column_stack([rows, rank[encoded.indices.to_numpy()]]).reshape(-1, 2), axis=0
     )
-    counts = np.bincount(pairs[:, 0], minlength=num_rows)
+    in_order = pa.array(sorted(texts), pa.string()).take(pa.array(pairs[:, 1]))
+    return _joined(pairs[:, 0], in_order, len(column.cells))
+
+
+def read_tokens(column: WrittenColumn, separator: str, num_tokens: int | None) -> CategoricalColumn:
+    """Return a column's distinct sequences, as ``read_lists`` returns sets.
+
+    They are whole numbers below ``num_tokens``, or texts if it is None.
+    """
+    if num_tokens is None:
+        return read_categories(column)
+    rows, words = _words(column, separator)
+    is_number = pc.match_substring_regex(words, r"^\d{1,18}$")
+    numbers = pc.cast(pc.if_else(is_number, words, "-1"), pa.int64()).to_numpy()
+    is_wrong = (numbers < 0) | (numbers >= num_tokens)
+    _check_words(column, rows[is_wrong], f"expected whole numbers from 0 to {num_tokens - 1:,} in")
+    return _joined(rows, words, len(column.cells))
+
+
+def _words(column: WrittenColumn, separator: str) -> tuple[NDArray[np.int64], ArrowColumn]:
+    """Return all entries of all cells but empty ones, and the row of each."""
+    cells = column.cells
+    if isinstance(cells, pa.ChunkedArray):
+        cells = cells.combine_chunks()
+    if pa.types.is_dictionary(cells.type):
+        cells = pc.cast(cells, cells.type.value_type)
+    if not is_list(cells.type):
+        cells = pc.split_pattern(clean_text(column._replace(cells=cells)), separator)
+    rows = pc.list_parent_indices(cells).to_numpy()
+    words = clean_text(column._replace(cells=pc.list_flatten(cells)))
+    is_there = pc.is_valid(words)
+    return rows[is_there.to_numpy(zero_copy_only=False)], words.filter(is_there)
+
+
+def is_list(kind: pa.DataType) -> bool:
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+
+
+def _check_words(column: WrittenColumn, rows: NDArray[np.int64], expected: str) -> None:
+    if len(rows):
+        is_wrong = np.zeros(len(column.cells), np.bool_)
+        is_wrong[rows] = True
+        raise DataError(f"{column.where}: {expected} {column.list_rows(is_wrong)}")
+
+
+def _joined(rows: NDArray[np.int64], words: ArrowColumn, num_rows: int) -> CategoricalColumn:
+    """Join the words of each row; rows are ascending."""
+    counts = np.bincount(rows, minlength=num_rows)
     ends = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    sorted_words = pa.array(in_order, pa.string()).take(pa.array(pairs[:, 1]))
-    joined = pc.binary_join(pa.ListArray.from_arrays(pa.array(ends), sorted_words), SEPARATOR)
+    joined = pc.binary_join(pa.ListArray.from_arrays(pa.array(ends), words), SEPARATOR)
     joined = pc.if_else(pa.array(counts > 0), joined, pa.scalar(None, pa.string()))
     distinct = pc.dictionary_encode(joined)
     codes = pc.fill_null(distinct.indices, -1).to_numpy(zero_copy_only=False)

@@ -90,6 +90,11 @@ class ChosenColumns(NamedTuple):
     categorical: list[str]
     timestamps: list[str]
     lists: list[str]
+    sequences: list[str]
+
+    @classmethod
+    def none(cls) -> "ChosenColumns":
+        return cls(*([] for _ in cls._fields))
 
 
 def select_features(
@@ -98,19 +103,22 @@ def select_features(
     # Nobody can ask for a column without a name, such as the row numbers that pandas writes.
     candidates = [name for name in names if name and name not in reserved]
     ways = (settings.numeric, settings.categorical, settings.timestamps, settings.lists)
-    chosen = ChosenColumns([], [], [], [])
+    chosen = ChosenColumns.none()
     both = []
     for name in candidates:
+        if name in settings.sequences:
+            chosen.sequences.append(name)
+            continue
         closeness = [_closeness(name, requested, settings.exclude) for requested in ways]
         if closeness.count(max(closeness)) == 1:
             chosen[closeness.index(max(closeness))].append(name)
         elif any(closeness):
             both.append(name)
-    requested = [name for way in ways for name in way]
+    requested = [name for way in (*ways, settings.sequences) for name in way]
     if wrong := [name for name in requested if name in reserved] + both:
         raise SettingsError(
             f"data.features: {', '.join(map(repr, wrong))}: a column is one of "
-            f"id, label, split, numeric, categorical, timestamps and lists"
+            f"id, label, split, numeric, categorical, timestamps, lists and sequences"
         )
     unmatched = [
         name
@@ -130,8 +138,8 @@ class Selection(NamedTuple):
 
     @property
     def coded(self) -> list[str]:
-        """The columns that become codes: categorical ones, then lists."""
-        return [*self.chosen.categorical, *self.chosen.lists]
+        """The columns that become codes: categorical ones, then lists, then sequences."""
+        return [*self.chosen.categorical, *self.chosen.lists, *self.chosen.sequences]
 
 
 def select_columns(
@@ -147,7 +155,7 @@ def select_columns(
     if split_column is not None and split_column in own:
         raise SettingsError(f"contract.split.column: {split_column!r} is the id, label or weight")
     reserved = [name for name in (*own, split_column) if name is not None]
-    chosen = ChosenColumns([], [], [], [])
+    chosen = ChosenColumns.none()
     if features:
         chosen = select_features(features, names, reserved, source.name)
     needed = list(dict.fromkeys([*reserved, *(name for way in chosen for name in way)]))

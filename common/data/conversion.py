@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import TableSource
-from splitveil.common.data.stored_ids import ID_ENDS, IDS, GrowingArrays, StoredIds
+from splitveil.common.data.stored_ids import ID_OFFSETS, IDS, GrowingArrays, StoredIds
 from splitveil.common.data.table import Table, TableReader
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
 from splitveil.common.text.files import sync
@@ -74,6 +74,7 @@ def convert(
         "numeric": list(table.numeric),
         "categorical": list(table.categorical),
         "lists": list(table.lists),
+        "sequences": list(table.sequences),
         "timestamps": table.timestamps,
         "gaps": table.gaps,
         "image": None if image is None else {"shape": image.shape[1:], "dtype": image.dtype.name},
@@ -91,8 +92,7 @@ def convert(
 
 
 def _append(arrays: GrowingArrays, texts: Sequence[Any], table: Table) -> None:
-    numeric = [*table.numeric.values()]
-    coded = [*table.categorical.values(), *table.lists.values()]
+    numeric, coded = [*table.numeric.values()], [*table.coded.values()]
     for name, array in (
         ("labels.bin", table.labels),
         ("weights.bin", table.weights),
@@ -182,21 +182,18 @@ _AT_ONCE = 64 * 1024
 
 def keep_rows(folder: Path, num_rows: int, kept: NDArray[np.int64]) -> None:
     """Keep only some rows, ascending, of all files in a folder of converted columns."""
+    some = np.array_split(kept, max(1, len(kept) // _AT_ONCE))
     for name in _BY_ROW:
         path = folder / name
         if path.is_file():
             size = path.stat().st_size // num_rows
             rows = np.memmap(path, np.uint8, "r", shape=(num_rows, size))
-            _replace(path, (rows[kept[at : at + _AT_ONCE]] for at in _starts(kept)))
+            _replace(path, (rows[part] for part in some))
     ids = StoredIds.open(folder, num_rows)
-    ends = np.cumsum(np.diff(ids.ends, prepend=0)[kept])
-    _replace(folder / IDS, (ids.take(kept[at : at + _AT_ONCE]).text for at in _starts(kept)))
-    ends.tofile(folder / ID_ENDS)
+    offsets = np.cumsum(np.append(0, np.diff(ids.offsets)[kept]))
+    _replace(folder / IDS, (ids.take(part).text for part in some))
+    offsets.tofile(folder / ID_OFFSETS)
     kept.astype(np.int64).tofile(folder / KEPT_ROWS)
-
-
-def _starts(kept: NDArray[np.int64]) -> range:
-    return range(0, len(kept), _AT_ONCE)
 
 
 def _replace(path: Path, pieces: Iterator[NDArray[np.uint8]]) -> None:

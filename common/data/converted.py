@@ -3,14 +3,14 @@
     <cache_dir>/<file name>-<key>/
         manifest.json           number of rows, names of the columns, shape of the images
         numeric.bin             float64, (rows, numeric columns), NaN for a gap that is filled later
-        codes.bin               int32, (rows, categorical columns), -1 for a missing value; columns
-                                of lists come last
+        codes.bin               int32, (rows, columns), -1 for a missing value: categorical columns,
+                                columns of lists, columns of sequences
         categories-<j>.arrow    the distinct texts of one column, in the order of the codes
         labels.bin              float32, (rows,)
         weights.bin             float64, (rows,), if the settings name a column of weights
         splits.bin              int8, (rows,), if the contract splits by a column
         image.bin               uint8 or float32, (rows, channels, height, width)
-        ids.bin, id_ends.bin    the canonical ids, UTF-8, and the end of each id, int64
+        ids.bin, id_offsets.bin the canonical ids, UTF-8, and where each begins, and the end, int64
         kept_rows.bin           int64, (rows,), the rows of the file, if some were left out
 
 All columns of a row are stored together, so that a batch in random order costs one look-up per row
@@ -43,6 +43,7 @@ from splitveil.common.data.source_settings import (
     CsvSource,
     FileSource,
     ParquetSource,
+    Source,
     SqlSource,
 )
 from splitveil.common.data.sql_snapshot import snapshot_of
@@ -53,7 +54,7 @@ from splitveil.common.errors import DataError, StorageError
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule, rules_as_plain
 from splitveil.common.text.files import only_one_process, sync
 
-VERSION = 1
+VERSION = 2
 """Version of the format of these files and of the rules by which cells are read."""
 
 _FILE_SETTINGS = (
@@ -61,6 +62,9 @@ _FILE_SETTINGS = (
     *("driver", "uri", "uri_file", "query", "snapshot", "snapshot_dir"),
 )
 """Settings of sources that decide only which files are read, of which the key has the stamps."""
+
+
+_NOT_IN_NAMES = r"[*?\[\]:${}]+"
 
 
 def open_converted(
@@ -71,21 +75,21 @@ def open_converted(
     id_rules: Sequence[IdRule] = AS_WRITTEN,
 ) -> Table:
     """Open the converted columns that the settings name; convert the file first if necessary."""
-    if not isinstance(settings.source, CacheableSource):
-        raise TypeError("only files can be converted")
-    cache_dir = settings.source.resolve_cache(base_dir)
+    source = settings.source
+    cache_dir = source.resolve_cache(base_dir) if isinstance(source, CacheableSource) else None
     if cache_dir is None:
         raise TypeError("the settings have no cache_dir")
-    stamps = _stamps(settings.source, base_dir)
+    stamps = stamps_of(source, base_dir)
+    name = getattr(source, "path", "query").rstrip("/").rpartition("/")[2]
     key = _key(settings, stamps, split_column, id_rules)
-    folder = cache_dir / f"{_folder_name(settings.source, base_dir)}-{key}"
+    folder = cache_dir / f"{re.sub(_NOT_IN_NAMES, '_', name)}-{key}"
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         # Two parties on one machine may need the same columns of the same file at the same time.
         with only_one_process(folder.with_name(f".{folder.name}.lock")):
             if not (folder / MANIFEST).is_file():
                 _convert(settings, base_dir, folder, progress, split_column, id_rules)
-                if _stamps(settings.source, base_dir) != stamps:
+                if stamps_of(source, base_dir) != stamps:
                     shutil.rmtree(folder)
                     raise DataError(f"{folder.name}: the file changed during its conversion")
     except OSError as error:
@@ -121,7 +125,8 @@ def _key(
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _stamps(source: CacheableSource, base_dir: Path) -> list[list[Any]]:
+def stamps_of(source: Source, base_dir: Path) -> list[list[Any]]:
+    """Return path, size and time of each file that a source consists of."""
     match source:
         case ParquetSource() | CsvSource():
             found = find_files(table_path_of(source, base_dir))
@@ -131,7 +136,7 @@ def _stamps(source: CacheableSource, base_dir: Path) -> list[list[Any]]:
         case FileSource():
             paths = source.files(base_dir)
         case _:
-            raise TypeError("only files can be converted")
+            paths = []
     return [_stamp(path) for path in paths]
 
 
@@ -145,16 +150,6 @@ def _stamp(path: Path) -> list[Any]:
 
 def _resolved(file: FoundFile) -> str:
     return str(file.location.resolve()) if isinstance(file.location, Path) else file.location
-
-
-def _folder_name(source: CacheableSource, base_dir: Path) -> str:
-    if isinstance(source, ParquetSource):
-        return re.sub(r"[*?\[\]:/]+", "_", source.path.rstrip("/").rpartition("/")[2])
-    if isinstance(source, CsvSource):
-        return re.sub(r"[*?\[\]]+", "_", source.resolve(base_dir).name)
-    if isinstance(source, FileSource):
-        return source.resolve(base_dir).name
-    return "query"
 
 
 def _convert(
@@ -182,8 +177,9 @@ def _convert(
 
 def _open(folder: Path) -> Table:
     found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    num_rows, numeric, categorical = found["rows"], found["numeric"], found["categorical"]
-    coded = [*categorical, *found["lists"]]
+    num_rows, numeric = found["rows"], found["numeric"]
+    kinds = ("categorical", "lists", "sequences")
+    coded = [name for kind in kinds for name in found[kind]]
 
     def mapped(name: str, dtype: str, *shape: int) -> NDArray[Any]:
         if 0 in shape:
@@ -204,9 +200,8 @@ def _open(folder: Path) -> Table:
         weights=mapped("weights.bin", "float64") if found["weights"] else None,
         splits=mapped("splits.bin", "int8") if found["splits"] else None,
         numeric={name: numeric_rows[:, j] for j, name in enumerate(numeric)},
-        categorical={name: columns[name] for name in categorical},
         image=None if image is None else mapped("image.bin", image["dtype"], *image["shape"]),
-        lists={name: columns[name] for name in coded[len(categorical) :]},
+        **{kind: {name: columns[name] for name in found[kind]} for kind in kinds},
         gaps=found["gaps"],
         timestamps=tuple(found["timestamps"]),
         numeric_rows=numeric_rows,

@@ -17,7 +17,13 @@ from pyarrow import csv as arrow_csv
 from splitveil.common.data import sources
 from splitveil.common.data.canonical_form import is_unicode
 from splitveil.common.data.columns import NUMBER, NUMBERS_BY_DECIMAL, check_columns_exist
-from splitveil.common.data.sources import ArrowColumn, Part, list_rows, unreadable_is_data_error
+from splitveil.common.data.sources import (
+    ArrowColumn,
+    Part,
+    joined,
+    list_rows,
+    unreadable_is_data_error,
+)
 from splitveil.common.data.table_paths import find_files, local_table_path
 from splitveil.common.errors import DataError
 
@@ -140,13 +146,7 @@ class CsvFile:
         )
 
     def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
-        parts = list(self.parts(names)) if names else []
-        return {
-            name: pa.chunked_array(
-                [chunk for part in parts for chunk in part.columns[name].chunks], pa.string()
-            )
-            for name in names
-        }
+        return joined(self.parts(names) if names else [], names, pa.string())
 
     def parts(self, names: Sequence[str]) -> Iterator[Part]:
         for index, path in enumerate(self._files):

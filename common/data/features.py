@@ -10,10 +10,11 @@ The encoder is fitted on a party's own training rows only and saved with its mod
 - A category becomes a slot: 0 for a category that is absent from the training rows (or too rare),
   1 for "no value", 2 and up for the others in the order of their text.
 - A list of categories becomes a number per category, 1 or 0.
+- A sequence becomes its tokens, padded with zeros, and its length.
 - Images are not changed.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from splitveil.common.data.category_lists import SEPARATOR, SetMembers
 from splitveil.common.data.fitting import FIT_ROWS, Fitted, compress
+from splitveil.common.data.sequences import TokenColumn, TokenReader, say_cut
 from splitveil.common.data.settings import FeatureSettings
 from splitveil.common.data.table import Table
 from splitveil.common.errors import DataError
@@ -55,21 +57,33 @@ class Features:
     image: Tensor | None = None
     """(rows, channels, height, width), uint8 or float32 as in the file; see ``image_as_float``."""
 
+    tokens: Tensor | None = None
+    """(rows, max_length of all columns of sequences together), int64; zeros behind each sequence.
+    """
+
+    lengths: Tensor | None = None
+    """(rows, columns of sequences), int64; 0 for an empty cell."""
+
     def __len__(self) -> int:
-        return next((len(part) for part in self.parts() if part is not None), 0)
+        return next(map(len, self.tensors()), 0)
 
     def rows(self, index: Tensor) -> "Features":
         """Return the rows with these positions, (count,) int64, in this order."""
         # Indexing copies value by value: four times as long for rows of 64 numbers.
-        return Features(
-            *(None if part is None else part.index_select(0, index) for part in self.parts())
-        )
+        return self.changed(lambda part: part.index_select(0, index))
 
     def to(self, device: torch.device) -> "Features":
-        return Features(*(None if part is None else part.to(device) for part in self.parts()))
+        return self.changed(lambda part: part.to(device))
 
-    def parts(self) -> tuple[Tensor | None, ...]:
-        return self.numeric, self.categorical, self.image
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "Features":
+        """Return what a function makes of the parts that are present."""
+        parts = (self.numeric, self.categorical, self.image, self.tokens, self.lengths)
+        return Features(*(None if part is None else change(part) for part in parts))
+
+    def tensors(self) -> list[Tensor]:
+        """Return the parts that are present."""
+        parts = (self.numeric, self.categorical, self.image, self.tokens, self.lengths)
+        return [part for part in parts if part is not None]
 
 
 def image_as_float(image: Tensor) -> Tensor:
@@ -91,16 +105,27 @@ class FeatureShapes(NamedTuple):
     bins: tuple[int, ...] = ()
     """How many bins each of the first numeric columns has, whose numbers are places among them."""
 
+    num_tokens: tuple[int, ...] = ()
+    """How many tokens each column of sequences may hold: the rows of an embedding."""
+
+    max_lengths: tuple[int, ...] = ()
+    """How many places of ``tokens`` each column of sequences has, side by side."""
+
     def zeros(self, num_rows: int) -> Features:
         image = None
         if self.image_shape is not None:
             dtype = torch.uint8 if self.image_dtype == "uint8" else torch.float32
             image = torch.zeros(num_rows, *self.image_shape, dtype=dtype)
-        num_categorical = len(self.vocabulary_sizes)
+
+        def whole(count: int) -> Tensor | None:
+            return torch.zeros(num_rows, count, dtype=torch.int64) if count else None
+
         return Features(
             torch.zeros(num_rows, self.numeric_dim) if self.numeric_dim else None,
-            torch.zeros(num_rows, num_categorical, dtype=torch.int64) if num_categorical else None,
+            whole(len(self.vocabulary_sizes)),
             image,
+            whole(sum(self.max_lengths)),
+            whole(len(self.max_lengths)),
         )
 
 
@@ -115,13 +140,8 @@ class NumericScaler(Section):
 class Vocabulary(Section):
     name: str
     categories: tuple[str, ...]
-    """The texts of slots 2 and up."""
-
-
-class ListVocabulary(Section):
-    name: str
-    categories: tuple[str, ...]
-    """The texts that have a number of their own; the column's last number is for all others."""
+    """The texts of slots 2 and up; of a column of lists, those with a number of their own, before
+    the one for all others."""
 
 
 class ImageInfo(Section):
@@ -151,15 +171,23 @@ class FeatureEncoder(Section):
     timestamps: tuple[str, ...] = ()
     """Columns of times, whose parts are among ``numeric``."""
 
-    lists: tuple[ListVocabulary, ...] = ()
+    lists: tuple[Vocabulary, ...] = ()
     """Columns of lists; their numbers come after the indicators."""
+
+    sequences: tuple[TokenColumn, ...] = ()
+    """Columns of sequences, in the order of their tokens."""
 
     bins: tuple[tuple[float, ...], ...] = ()
     """Edges of each numeric column's bins, in the unit of scaled numbers, ascending; or none."""
 
     @classmethod
     def fit(
-        cls, settings: FeatureSettings, table: Table, rows: NDArray[np.int64], num_bins: int = 0
+        cls,
+        settings: FeatureSettings,
+        table: Table,
+        rows: NDArray[np.int64],
+        num_bins: int = 0,
+        sequences: tuple[TokenColumn, ...] = (),
     ) -> "FeatureEncoder":
         """Fit scalers, vocabularies and bins on the training rows of the party's own table.
 
@@ -173,6 +201,7 @@ class FeatureEncoder(Section):
         for start in range(0, len(ordered), FIT_ROWS):
             found.add(table, ordered[start : start + FIT_ROWS])
         fills, bins = found.fills(table, ordered), found.bins(table, ordered, num_bins)
+        say_cut(sequences, table, ordered)
         return cls(
             signed_log1p=settings.signed_log1p,
             numeric=tuple(
@@ -186,8 +215,9 @@ class FeatureEncoder(Section):
             indicators=found.indicators(),
             timestamps=table.timestamps,
             lists=tuple(
-                ListVocabulary(name=name, categories=kept) for name, kept in found.members(table)
+                Vocabulary(name=name, categories=kept) for name, kept in found.members(table)
             ),
+            sequences=sequences,
             bins=bins,
         )
 
@@ -200,6 +230,12 @@ class FeatureEncoder(Section):
         """Return everything that was fitted, as values that JSON represents exactly."""
         # What is fitted only on request is left out, as it was before there was such a request.
         return self.model_dump(mode="json", exclude_defaults=True)
+
+    @property
+    def columns(self) -> set[str]:
+        """The names of all columns from which features are made."""
+        kinds = (self.numeric, self.categorical, self.lists, self.sequences)
+        return {column.name for kind in kinds for column in kind}
 
     @property
     def numeric_parts(self) -> tuple[tuple[str, int], ...]:
@@ -216,9 +252,16 @@ class FeatureEncoder(Section):
         sizes = tuple(FIRST_CATEGORY_SLOT + len(column.categories) for column in self.categorical)
         numeric_dim = sum(width for _, width in self.numeric_parts)
         bins = tuple(len(edges) - 1 for edges in self.bins)
+        found = FeatureShapes(
+            numeric_dim,
+            sizes,
+            bins=bins,
+            num_tokens=tuple(column.num_tokens for column in self.sequences),
+            max_lengths=tuple(column.max_length for column in self.sequences),
+        )
         if self.image is None:
-            return FeatureShapes(numeric_dim, sizes, bins=bins)
-        return FeatureShapes(numeric_dim, sizes, self.image.shape, self.image.dtype, bins)
+            return found
+        return found._replace(image_shape=self.image.shape, image_dtype=self.image.dtype)
 
     def transform(self, table: Table, rows: NDArray[np.int64]) -> Features:
         """Return some rows of a table as tensors.
@@ -229,9 +272,12 @@ class FeatureEncoder(Section):
 
     def check_same_columns(self, table: Table) -> None:
         """Check that a table has the columns, images and gaps that the encoder was fitted on."""
-        absent = [s.name for s in self.numeric if s.name not in table.numeric]
-        absent += [v.name for v in self.categorical if v.name not in table.categorical]
-        absent += [v.name for v in self.lists if v.name not in table.lists]
+        absent = [
+            column.name
+            for kind in ("numeric", "categorical", "lists", "sequences")
+            for column in getattr(self, kind)
+            if column.name not in getattr(table, kind)
+        ]
         if absent:
             raise DataError(
                 f"{table.source}: the model was trained with columns that are missing here: "
@@ -265,6 +311,10 @@ class RowEncoder:
             (v.name, SetMembers(table.lists[v.name].categories, v.categories))
             for v in encoder.lists
         ]
+        self._tokens = [
+            (v.name, TokenReader(v, table.sequences[v.name].categories, table.source))
+            for v in encoder.sequences
+        ]
 
     def __call__(self, rows: NDArray[np.int64]) -> Features:
         codes_of = self._table.codes_at(rows)
@@ -275,11 +325,17 @@ class RowEncoder:
         categorical = np.empty((len(rows), len(self._slots)), dtype=np.int64)
         for j, (name, slots) in enumerate(self._slots):
             categorical[:, j] = slots[codes_of(name)]
-        image = self._table.image
+        image, tokens, lengths = self._table.image, [], []
+        for name, read in self._tokens:
+            padded, length, _ = read(codes_of(name))
+            tokens.append(torch.from_numpy(padded))
+            lengths.append(torch.from_numpy(length))
         return Features(
             torch.from_numpy(numeric) if numeric.shape[1] else None,
             torch.from_numpy(categorical) if self._slots else None,
             None if image is None else torch.from_numpy(np.ascontiguousarray(image[rows])),
+            torch.cat(tokens, dim=1) if tokens else None,
+            torch.stack(lengths, dim=1) if lengths else None,
         )
 
     def _scaled(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -350,9 +406,8 @@ def unknown_categories(
 
     With it comes whether that is so in all of many rows with a value, and not for being rare.
     """
-    vocabularies: tuple[Vocabulary | ListVocabulary, ...] = (*encoder.categorical, *encoder.lists)
-    columns = {**table.categorical, **table.lists}
-    judged = {v.name: _judged(v, columns[v.name].categories) for v in vocabularies}
+    vocabularies, columns = (*encoder.categorical, *encoder.lists), table.coded
+    judged = {v.name: _judged(v, table) for v in vocabularies}
     counts = dict.fromkeys(judged, 0)
     # In parts, so that a table on disk is read once, front to back.
     for start in range(0, len(table), FIT_ROWS):
@@ -362,7 +417,7 @@ def unknown_categories(
     for vocabulary in vocabularies:
         (is_unknown, is_alike), rows = judged[vocabulary.name], counts[vocabulary.name]
         is_exact = settings is not None and settings.min_count == 1
-        if settings is not None and isinstance(vocabulary, ListVocabulary):
+        if settings is not None and vocabulary.name in table.lists:
             is_exact &= len(vocabulary.categories) < settings.max_list_categories
         is_all = bool(vocabulary.categories) and bool(is_unknown[:-1].all())
         is_whole = is_all and rows >= MANY and (is_exact or is_alike)
@@ -375,10 +430,11 @@ def unknown_categories(
             yield sentence, is_whole
 
 
-def _judged(vocabulary: Vocabulary | ListVocabulary, texts: Any) -> tuple[NDArray[np.bool_], bool]:
+def _judged(vocabulary: Vocabulary, table: Table) -> tuple[NDArray[np.bool_], bool]:
     """Return whether texts are unknown, by code, and whether some are known in another form."""
-    words, text_of = texts, np.arange(len(texts))
-    if isinstance(vocabulary, ListVocabulary):
+    texts = words = table.coded[vocabulary.name].categories
+    text_of = np.arange(len(texts))
+    if vocabulary.name in table.lists:
         split = pc.split_pattern(texts, SEPARATOR)
         words, text_of = pc.list_flatten(split), pc.list_parent_indices(split).to_numpy()
     known = pa.array(vocabulary.categories, pa.string())

@@ -30,7 +30,7 @@ from splitveil.common.data.id_forms import SHORTENED, ColumnForms
 from splitveil.common.data.kinds import open_table_source
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.stored_ids import (
-    ID_ENDS,
+    ID_OFFSETS,
     IDS,
     GrowingArrays,
     RowNumbers,
@@ -201,6 +201,7 @@ class IdReader:
         self._arrays = arrays or GrowingArrays()
         self._forms, self._effects = ColumnForms(columns), Effects()
         self._num_bytes = self._num_rows = self._unlabelled = 0
+        self._arrays.append(ID_OFFSETS, np.zeros(1, np.int64))
 
     def add(self, raw: Sequence[str], labels: NDArray[np.float32] | None = None) -> None:
         """Take the ids of the next rows, of which those with a label of NaN are left out."""
@@ -218,13 +219,14 @@ class IdReader:
         ends = self._num_bytes + np.cumsum([len(text) for text in encoded], dtype=np.int64)
         self._num_bytes = int(ends[-1]) if len(ends) else self._num_bytes
         self._arrays.append(IDS, np.frombuffer(b"".join(encoded), np.uint8))
-        self._arrays.append(ID_ENDS, ends)
+        self._arrays.append(ID_OFFSETS, ends)
         for name, texts in ((_HASHES, ids), (_RAW_HASHES, raw)):
             self._arrays.append(name, np.fromiter(map(hash, texts), np.int64, len(texts)))
 
     def finish(self) -> UsableIds:
         """Return the ids of the rows that are not left out."""
-        ids = StoredIds(self._arrays.array(IDS, np.uint8), self._arrays.array(ID_ENDS, np.int64))
+        text, offsets = self._arrays.array(IDS, np.uint8), self._arrays.array(ID_OFFSETS, np.int64)
+        ids = StoredIds(text, offsets)
         raw_hashes = self._arrays.array(_RAW_HASHES, np.int64)
         twins = repeated_rows(ids, self._arrays.array(_HASHES, np.int64))
         same = [(row, first) for row, first in twins if raw_hashes[row] == raw_hashes[first]]
@@ -232,7 +234,7 @@ class IdReader:
         check_allowed(UnusableRows(duplicates=same, alike=alike), self._allowed, self._where)
         for name in (_HASHES, _RAW_HASHES):
             self._arrays.discard(name)
-        is_kept = np.diff(ids.ends, prepend=0) > 0
+        is_kept = np.diff(offsets) > 0
         unusable = len(ids) - int(np.count_nonzero(is_kept)) - self._unlabelled
         is_kept[[row for row, _ in twins]] = False
         if not is_kept.any():
@@ -309,10 +311,8 @@ def check_allowed(
 def _changes_in_words(effects: Effects, names: Sequence[str]) -> dict[str, int]:
     """Return how many ids each rule has changed, by the rule's name and, of several, the column."""
     if len(names) < 2:
-        return {rule: count for (_, rule), count in effects.changed.items()}
-    return {
-        f"{rule} of {names[column]!r}": count for (column, rule), count in effects.changed.items()
-    }
+        return {rule: count for (_, rule), count in effects.items()}
+    return {f"{rule} of {names[column]!r}": count for (column, rule), count in effects.items()}
 
 
 def _is_blank(text: str, form: CanonicalForm) -> bool:

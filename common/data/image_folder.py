@@ -61,13 +61,6 @@ class ImageFolder:
                 yield Part(columns, image, part.done_fraction if is_last else 0.0)
             first_row += len(files)
 
-    def read_images(self) -> NDArray[np.uint8]:
-        """Return all images, (rows, height, width, channels)."""
-        images = [part.image for part in self.parts([]) if part.image is not None]
-        if not images:
-            raise DataError(f"{self.name}: there are no rows")
-        return np.concatenate(images)
-
     def _load(self, name: str, row: int) -> NDArray[np.uint8]:
         path = self._folder / f"{name}{self._settings.file_ending}"
         size = (self._settings.width, self._settings.height)

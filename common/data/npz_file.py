@@ -2,22 +2,25 @@
 
 import math
 import tokenize
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from splitveil.common.data import sources
-from splitveil.common.data.sources import ArrowColumn, Part, unreadable_is_data_error
+from splitveil.common.data.sources import ArrowColumn, Part, joined, unreadable_is_data_error
 from splitveil.common.errors import DataError
 from splitveil.common.text.wording import suggest
 
 _NO_LITERAL = (ValueError, TypeError, LookupError, SyntaxError, tokenize.TokenError, RecursionError)
 """The errors of numpy for a header, a Python expression, that is no literal."""
+
+_ENDING = ".npy"
 
 
 class NpzFile:
@@ -42,61 +45,65 @@ class NpzFile:
         return names
 
     def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
-        array_of = self._array_of(names)
-        arrays = {array: self.read_array(array) for array in set(array_of.values())}
-        self._check_lengths({name: len(array) for name, array in arrays.items()})
-        return self._columns(array_of, arrays)
+        return joined(NpzFile(self._path).parts(names), names)
 
     def parts(self, names: Sequence[str]) -> Iterator[Part]:
-        array_of, image_array = self._array_of(names), self._image_array
+        shapes, image_array = self._shapes(), self._image_array
+        array_of = {name: name if name in shapes else name.rpartition(".")[0] for name in names}
         wanted = {*array_of.values(), *([] if image_array is None else [image_array])}
-        with unreadable_is_data_error(self._path), self._open() as archive, ExitStack() as streams:
-            for name in wanted - set(archive.files):
-                raise self._absent(name, archive)
-            arrays = {name: self._open_array(archive, name, streams) for name in wanted}
-            for array in arrays.values():
-                array.check_rows_are_together()
-            num_rows = self._check_lengths({name: one.shape[0] for name, one in arrays.items()})
-            row_bytes = max(1, sum(array.row_bytes for array in arrays.values()))
-            rows_at_once = min(sources.PART_ROWS, max(1, sources.PART_BYTES // row_bytes))
-            for start in range(0, num_rows, rows_at_once):
-                end = min(num_rows, start + rows_at_once)
+        with self._open(wanted) as arrays:
+            lengths = {name: array.num_rows for name, array in arrays.items()}
+            if len(set(lengths.values())) > 1:
+                raise DataError(
+                    f"{self.name}: the arrays have different numbers of rows: "
+                    f"{dict(sorted(lengths.items()))}"
+                )
+            num_rows = next(iter(lengths.values()), 0)
+            row_bytes = sum(array.row_bytes for array in arrays.values())
+            rows_at_once = max(1, sources.PART_BYTES // max(1, row_bytes))
+            for start in range(0, max(1, num_rows), rows_at_once):
+                end = min(start + rows_at_once, num_rows)
                 rows = {name: array.next_rows(end - start) for name, array in arrays.items()}
                 image = None if image_array is None else rows[image_array]
-                yield Part(self._columns(array_of, rows), image, end / num_rows)
+                yield Part(self._columns(array_of, rows), image, end / max(1, num_rows))
 
     def array_names(self) -> list[str]:
         return list(self._shapes())
 
     def read_array(self, name: str) -> NDArray[Any]:
         """Return one array as stored."""
-        with unreadable_is_data_error(self._path), self._open() as archive:
-            if name not in archive.files:
-                raise self._absent(name, archive)
-            try:
-                array: NDArray[Any] = archive[name]
-            except ValueError as error:
-                raise DataError(
-                    f"{self.name}: array {name!r} cannot be read: expected numbers or text, never "
-                    f"pickled objects"
-                ) from error
-            return array
-
-    def _array_of(self, names: Sequence[str]) -> dict[str, str]:
-        shapes = self._shapes()
-        return {name: name if name in shapes else name.rpartition(".")[0] for name in names}
+        with self._open([name]) as arrays:
+            return arrays[name].next_rows(arrays[name].num_rows)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        with unreadable_is_data_error(self._path), self._open() as archive, ExitStack() as streams:
-            return {name: self._open_array(archive, name, streams).shape for name in archive.files}
+        with self._open() as arrays:
+            return {name: array.shape for name, array in arrays.items()}
 
-    def _check_lengths(self, lengths: Mapping[str, int]) -> int:
-        if len(set(lengths.values())) > 1:
-            raise DataError(
-                f"{self.name}: the arrays have different numbers of rows: "
-                f"{dict(sorted(lengths.items()))}"
-            )
-        return next(iter(lengths.values()), 0)
+    @contextmanager
+    def _open(self, names: Sequence[str] | set[str] | None = None) -> Iterator[dict[str, "_Array"]]:
+        """Open some arrays for reading, or with ``None`` all of them for a look at their shapes."""
+        with (
+            unreadable_is_data_error(self._path),
+            zipfile.ZipFile(self._path) as archive,
+            ExitStack() as streams,
+        ):
+            members = [name for name in archive.namelist() if name.endswith(_ENDING)]
+            stored = [name.removesuffix(_ENDING) for name in members]
+            arrays = {}
+            for name in stored if names is None else names:
+                if name not in stored:
+                    raise DataError(
+                        f"{self.name}: there is no array {name!r}{suggest(name, stored)}"
+                    )
+                where = f"{self.name}: array {name!r}"
+                try:
+                    stream = streams.enter_context(archive.open(name + _ENDING))
+                except RuntimeError as error:  # it needs a password, or an unsupported method
+                    raise DataError(f"{where} is not compressed as numpy does it") from error
+                arrays[name] = _Array(stream, where)
+                if names is not None:
+                    arrays[name].check_rows()
+            yield arrays
 
     def _columns(
         self, array_of: Mapping[str, str], arrays: Mapping[str, NDArray[Any]]
@@ -113,29 +120,6 @@ class NpzFile:
                 ) from error
         return columns
 
-    def _open(self) -> Any:
-        try:
-            archive = np.load(self._path, allow_pickle=False)
-        except ValueError as error:
-            raise DataError(f"{self.name}: this is not an npz archive") from error
-        if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise DataError(f"{self.name}: expected an npz archive, got a single array")
-        return archive
-
-    def _open_array(self, archive: Any, name: str, streams: ExitStack) -> "_Array":
-        try:
-            stream = streams.enter_context(archive.zip.open(f"{name}.npy"))
-        except KeyError as error:
-            raise DataError(f"{self.name}: {name!r} is not an array") from error
-        except RuntimeError as error:  # it needs a password, or an unsupported method
-            raise DataError(
-                f"{self.name}: array {name!r} is not compressed as numpy does it"
-            ) from error
-        return _Array(stream, f"{self.name}: array {name!r}")
-
-    def _absent(self, name: str, archive: Any) -> DataError:
-        return DataError(f"{self.name}: there is no array {name!r}{suggest(name, archive)}")
-
 
 class _Array:
     """An array of an archive, read sequentially from its first row."""
@@ -149,19 +133,28 @@ class _Array:
                 header = np.lib.format.read_array_header_2_0(stream)
         except _NO_LITERAL as error:
             raise DataError(f"{where} cannot be read: its header is damaged") from error
-        self.shape, self._by_columns, self._dtype = header
+        self.shape, by_columns, self._dtype = header
+        self._order: Literal["F", "C"] = "F" if by_columns else "C"
+        self._held: NDArray[Any] | None = None
+        self.num_rows = self.shape[0] if self.shape else 0
         self.row_bytes = math.prod(self.shape[1:]) * self._dtype.itemsize
 
-    def check_rows_are_together(self) -> None:
-        by_columns = self._by_columns and len(self.shape) > 1
-        if self._dtype.hasobject or not self.shape or by_columns or not self.row_bytes:
+    def check_rows(self) -> None:
+        if self._dtype.hasobject or not self.shape or min(self.shape) < 0 or not self.row_bytes:
             raise DataError(
-                f"{self._where} cannot be read row by row: expected numbers or text, never "
-                f"pickled objects, stored in the order of their rows"
+                f"{self._where} cannot be read: expected rows of numbers or text, never pickled "
+                f"objects"
             )
 
     def next_rows(self, count: int) -> NDArray[Any]:
-        data = self._stream.read(count * self.row_bytes)
-        if len(data) < count * self.row_bytes:
+        if self._held is not None:
+            rows, self._held = self._held[:count], self._held[count:]
+            return rows
+        size = self.num_rows if self._order == "F" else count  # columns are together: read all
+        data = self._stream.read(size * self.row_bytes)
+        if len(data) < size * self.row_bytes:
             raise DataError(f"{self._where} ends before its last row")
-        return np.frombuffer(data, self._dtype).reshape(count, *self.shape[1:])
+        rows = np.frombuffer(data, self._dtype).reshape(size, *self.shape[1:], order=self._order)
+        if self._order == "F":
+            self._held = rows[count:]
+        return rows[:count]

@@ -114,7 +114,7 @@ class ParquetFiles:
             if file.schema.get_field_index(name) < 0:  # absent, or there several times
                 lacking.append(file.found.name)
             elif not pa.types.is_null(file.schema.field(name).type):
-                known.append((file.schema.field(name).type, file.found.name))
+                known.append((_plain_type(file.schema.field(name).type), file.found.name))
         if lacking:
             problems.append(
                 f"{self.name}: column {name!r} is missing in {len(lacking)} of "
@@ -143,10 +143,23 @@ class ParquetFiles:
                     pa.repeat(pa.scalar(file.from_folders[field.name], field.type), len(batch))
                     if field.name in file.from_folders
                     # A column of nothing but nulls may have no type.
-                    else batch.column(field.name).cast(field.type)
+                    else _plain(batch.column(field.name)).cast(field.type)
                     for field in schema
                 ]
                 yield pa.Table.from_arrays(columns, schema=schema)
+
+
+def _plain_type(kind: Any) -> Any:
+    """Return as what types are read for which Arrow has no functions."""
+    if isinstance(kind, pa.UuidType) or kind == pa.string_view():
+        return pa.string()
+    return kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
+
+
+def _plain(column: Any) -> Any:
+    if isinstance(column.type, pa.UuidType):  # as people and other files write it
+        return pa.array((str(one) if one else None for one in column.to_pylist()), pa.string())
+    return column
 
 
 def _part(table: Any, done_fraction: float) -> Part:

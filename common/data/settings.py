@@ -93,13 +93,36 @@ class ImageSettings(Section):
     """Whether the channels are the array's last dimension or the dimension after the rows."""
 
 
+class SequenceSettings(Section):
+    """A column of sequences of tokens: of whole numbers, or of texts that a tokenizer splits."""
+
+    max_length: int = Field(ge=1, le=65_536)
+    """Most tokens of a cell that the model gets; the rest of a longer one is cut off, and the log
+    says in how many rows. An empty cell is a sequence of length 0."""
+
+    num_tokens: int | None = Field(default=None, ge=1, le=10**9)
+    """For whole numbers, in a Parquet list or in text in which ``list_separator`` stands between
+    them: all are at least 0 and less than this."""
+
+    tokenizer: str | None = Field(default=None, min_length=1)
+    """For texts: a file of the library ``tokenizers`` (the extra ``text``), usually
+    ``tokenizer.json``. Relative to this settings file; ``~`` and ``${NAME}`` are replaced. A copy
+    is kept with the model."""
+
+    @model_validator(mode="after")
+    def _is_of_one_kind(self) -> "SequenceSettings":
+        if (self.num_tokens is None) == (self.tokenizer is None):
+            raise ValueError("expected num_tokens for whole numbers, or a tokenizer for texts")
+        return self
+
+
 class FeatureSettings(Section):
     """The columns that a party feeds into its model.
 
-    A column is used in one way. A name takes precedence over a pattern, and a pattern over ``*``:
-    with ``categorical: C*`` and ``numeric: "*"``, all columns except the ``C`` columns are numeric.
-    Id and label are never features, and what pandas calls ``__index_level_0__`` or ``Unnamed: 0``
-    is one only by its name.
+    A column is used in one way. ``sequences`` take precedence over all others, a name over a
+    pattern, and a pattern over ``*``: with ``categorical: C*`` and ``numeric: "*"``, all columns
+    except the ``C`` columns are numeric. Id and label are never features, and what pandas calls
+    ``__index_level_0__`` or ``Unnamed: 0`` is one only by its name.
     """
 
     numeric: Columns = ()
@@ -137,6 +160,10 @@ class FeatureSettings(Section):
     """How many categories of a column of lists are kept: those in the most training rows, the first
     by their text among equals."""
 
+    sequences: dict[ColumnName, SequenceSettings] = Field(default_factory=dict)
+    """Columns of sequences by name, such as ``{note: {tokenizer: bert/tokenizer.json, max_length:
+    128}}``."""
+
     image: ImageSettings | None = None
     """The image of each row."""
 
@@ -170,9 +197,9 @@ class FeatureSettings(Section):
     @model_validator(mode="after")
     def _selects_something(self) -> "FeatureSettings":
         columns = (*self.numeric, *self.categorical, *self.timestamps, *self.lists)
-        if not (columns or self.image):
+        if not (columns or self.sequences or self.image):
             raise ValueError(
-                "name at least one of numeric, categorical, timestamps, lists and image"
+                "name at least one of numeric, categorical, timestamps, lists, sequences and image"
             )
         if self.missing_indicator and self.missing_numeric == "error":
             raise ValueError("missing_indicator: no gap is left with missing_numeric: error")

@@ -2,7 +2,6 @@
 
 import os
 import re
-import stat
 import string
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,11 +11,8 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 from splitveil.common.errors import SettingsError
 from splitveil.common.settings import Section
 from splitveil.common.text.addresses import may_hold_secret
-from splitveil.common.text.files import read_bytes, why_unreadable
 
 ColumnName = Annotated[str, StringConstraints(min_length=1)]
-
-_MAX_SECRET_BYTES = 2**16
 
 
 def expand_path(setting: str, path: str, base_dir: Path) -> Path:
@@ -47,22 +43,6 @@ def expand_variables(setting: str, text: str) -> str:
         raise SettingsError(
             f"{setting}: {text}: expected ${{NAME}} for a variable or $$ for a dollar sign"
         ) from error
-
-
-def read_secret(path: Path, setting: str) -> str:
-    """Return the text of a file that only its owner may read; errors never quote it."""
-    try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        if mode & 0o077:
-            raise SettingsError(
-                f"{setting}: {path} has mode {mode:04o}, so that others may read it: "
-                f"chmod 600 {path}"
-            )
-        return read_bytes(path, _MAX_SECRET_BYTES).decode("utf-8").strip()
-    except OSError as error:
-        raise SettingsError(f"{setting}: {path}: {why_unreadable(path, error)}") from error
-    except UnicodeDecodeError:
-        raise SettingsError(f"{setting}: {path}: the text is not UTF-8") from None
 
 
 class CacheableSource(Section):
@@ -221,29 +201,36 @@ class ParquetSource(FileSource):
         return self
 
 
+IN_MEMORY = ":memory:"
+"""The address of a DuckDB database without a file, for queries that read files."""
+
+
 class SqlSource(CacheableSource):
     """The result of a query, read by ADBC; needs ``pip install splitveil[sql]``.
 
     The query runs once. Its result is kept as a Parquet file, which later commands read: a database
     promises no order of rows and changes under a run, and a resumed run needs the rows that it
     began with. The query runs again if the query, the database's address or ``snapshot`` changes,
-    and for SQLite also after the database file has changed.
+    and for SQLite and DuckDB also after the database file has changed.
     """
 
     kind: Literal["sql"]
 
-    driver: Literal["sqlite", "postgresql"]
-    """The database."""
+    driver: ColumnName
+    """``sqlite``, ``postgresql``, ``duckdb`` or another ADBC driver: the NAME of an installed
+    package ``adbc-driver-NAME``, a name that ADBC's driver manager knows, or the path of a shared
+    library, which has a slash. A driver is code that runs in this process."""
 
     uri: ColumnName | None = None
-    """The database's address, without a password: ``postgresql://USER@HOST/DATABASE``, or for
-    SQLite the file, written like the path of other sources."""
+    """The database's address, without a password: ``postgresql://USER@HOST/DATABASE``; for SQLite
+    and DuckDB the file, written like the path of other sources, or for DuckDB ``:memory:``."""
 
     uri_file: ColumnName | None = None
     """File, mode 0600, whose only line is the address, instead of ``uri``."""
 
     query: ColumnName
-    """One SELECT statement. It decides which rows are read, and in which order."""
+    """One SELECT statement. It decides which rows are read, and in which order. Paths in a query of
+    DuckDB are relative to the settings file's folder."""
 
     snapshot: str = ""
     """Any text, such as a date. Change it to run the query again."""
@@ -255,7 +242,7 @@ class SqlSource(CacheableSource):
     def _has_one_address(self) -> "SqlSource":
         if (self.uri is None) == (self.uri_file is None):
             raise ValueError("name one of uri and uri_file")
-        if self.uri is not None and self.driver == "postgresql" and may_hold_secret(self.uri):
+        if self.uri is not None and self.driver != "sqlite" and may_hold_secret(self.uri):
             # The message does not repeat the address.
             raise ValueError("uri: write an address with a password into a file: uri_file")
         if not _READS.match(self.query):

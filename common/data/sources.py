@@ -5,7 +5,7 @@ import lzma
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,13 @@ class Part(NamedTuple):
     columns: Mapping[str, ArrowColumn]
     image: NDArray[Any] | None  # as stored, (rows, ...)
     done_fraction: float  # fraction of the source that is done after this part
+
+
+def joined(parts: Iterable[Part], names: Sequence[str], kind: Any = None) -> dict[str, ArrowColumn]:
+    """Return the columns of all parts; if there may be none, the columns' type is needed."""
+    columns = [part.columns for part in parts]
+    chunks = {name: [chunk for part in columns for chunk in part[name].chunks] for name in names}
+    return {name: pa.chunked_array(some, kind) for name, some in chunks.items()}
 
 
 class RowSource(Protocol):

@@ -1,17 +1,17 @@
 """Ids that are known to be canonical and distinct, and an index of hashes that finds their rows."""
 
 import io
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, overload
+from typing import IO, Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 _CHUNK = 64 * 1024
 
-IDS, ID_ENDS = "ids.bin", "id_ends.bin"
+IDS, ID_OFFSETS = "ids.bin", "id_offsets.bin"
 
 
 class GrowingArrays:
@@ -48,103 +48,57 @@ class GrowingArrays:
                 parts.close()
 
 
-class _Ids(Sequence[str]):
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        rows = range(len(self))[index]
-        return self._text_of(rows) if isinstance(rows, int) else self._texts(rows)
-
-    @abstractmethod
-    def _text_of(self, row: int) -> str: ...
-
-    def _texts(self, rows: range) -> list[str]:
-        return list(map(self._text_of, rows))
-
-
-class RowNumbers(_Ids):
+class RowNumbers(Sequence[str]):
     """The row numbers, from 1, as ids."""
 
     def __init__(self, num_rows: int) -> None:
-        self._num_rows = num_rows
+        self._rows = range(1, num_rows + 1)
 
     def __len__(self) -> int:
-        return self._num_rows
+        return len(self._rows)
 
-    def __iter__(self) -> Iterator[str]:
-        return map(str, range(1, self._num_rows + 1))
-
-    def _text_of(self, row: int) -> str:
-        return str(row + 1)
+    def __getitem__(self, index: Any) -> Any:
+        rows = self._rows[index]
+        return str(rows) if isinstance(rows, int) else list(map(str, rows))
 
 
-class StoredIds(_Ids):
-    """Ids as one text, UTF-8, in a mapped file or in memory, with the end of each, (rows,)."""
+class StoredIds(Sequence[str]):
+    """Ids as one text, UTF-8, in a mapped file or in memory.
 
-    def __init__(self, text: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
-        self.text, self.ends = text, ends
-        # Faster for single ids than the arrays.
-        self._text_view, self._ends_view = memoryview(text.data), memoryview(ends.data)
+    ``offsets``, (rows + 1,), says where each id begins and the last one ends.
+    """
+
+    def __init__(self, text: NDArray[np.uint8], offsets: NDArray[np.int64]) -> None:
+        self.text, self.offsets = text, offsets
+        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(text)]
+        self._array = pa.Array.from_buffers(pa.large_string(), len(offsets) - 1, buffers)
 
     @classmethod
     def open(cls, folder: Path, num_rows: int) -> "StoredIds":
         """Map the ids of a folder; ValueError if its files are shorter than when written."""
-        ends = np.memmap(folder / ID_ENDS, np.int64, "r", shape=(num_rows,))
-        return cls(np.memmap(folder / IDS, np.uint8, "r", shape=(int(ends[-1]),)), ends)
+        offsets = np.memmap(folder / ID_OFFSETS, np.int64, "r", shape=(num_rows + 1,))
+        return cls(np.memmap(folder / IDS, np.uint8, "r", shape=(int(offsets[-1]),)), offsets)
 
     def __len__(self) -> int:
-        return len(self.ends)
+        return len(self._array)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._array[index]
+        return found.to_pylist() if isinstance(index, slice) else found.as_py()
 
     def __iter__(self) -> Iterator[str]:
         for first in range(0, len(self), _CHUNK):
-            yield from map(bytes.decode, self._between(first, min(first + _CHUNK, len(self))))
-
-    def _texts(self, rows: range) -> list[str]:
-        if rows.step == 1:
-            return list(map(bytes.decode, self._between(rows.start, rows.stop)))
-        return super()._texts(rows)
-
-    def _text_of(self, row: int) -> str:
-        return str(self._text_view[self._start(row) : self._ends_view[row]], "utf-8")
+            yield from self[first : first + _CHUNK]
 
     def take(self, rows: NDArray[np.int64]) -> "StoredIds":
-        """Return the ids of some rows, ascending, in memory."""
-        ends = np.cumsum(np.diff(self.ends, prepend=0)[rows])
-        text = bytearray()
-        for first in range(0, len(rows), _CHUNK):
-            text += "".join(self[row] for row in rows[first : first + _CHUNK].tolist()).encode()
-        return StoredIds(np.frombuffer(text, np.uint8), ends)
+        """Return the ids of some rows in memory."""
+        _, offsets, text = self._array.take(pa.array(rows)).buffers()
+        return StoredIds(np.frombuffer(text, np.uint8), np.frombuffer(offsets, np.int64))
 
     def holds(self, rows: NDArray[np.int64], texts: Sequence[str]) -> bool:
         """Return whether some rows have these ids, comparing the text of all rows at once."""
-        wanted = "".join(texts)
-        if wanted.isascii():
-            lengths = np.fromiter(map(len, texts), np.int64, len(texts))
-        else:
-            lengths = np.array([len(text.encode()) for text in texts], np.int64)
-        ends = self.ends[rows]
-        starts = np.where(rows > 0, self.ends[rows - 1], 0)
-        if not np.array_equal(ends - starts, lengths):
-            return False
-        # Position of each character of all texts together, counted from the start of its own.
-        within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        found = self.text[np.repeat(starts, lengths) + within]
-        return bool(found.tobytes() == wanted.encode())
-
-    def _start(self, row: int) -> int:
-        return self._ends_view[row - 1] if row else 0
-
-    def _between(self, first: int, last: int) -> Iterator[bytes]:
-        origin = start = self._start(first)
-        ends = self.ends[first:last].tolist()
-        text = self.text[origin : ends[-1] if ends else origin].tobytes()
-        for end in ends:
-            yield text[start - origin : end - origin]
-            start = end
+        found: bool = self._array.take(pa.array(rows)).equals(pa.array(texts, pa.large_string()))
+        return found
 
 
 def repeated_rows(ids: Sequence[str], hashes: NDArray[np.int64]) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """Reads a party's own table and checks the columns it needs before anything is sent."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.data.category_lists import read_lists
+from splitveil.common.data.category_lists import read_lists, read_tokens
 from splitveil.common.data.columns import (
     CategoricalColumn,
     Numbers,
@@ -43,7 +43,7 @@ from splitveil.common.data.label_columns import (
 from splitveil.common.data.npz_file import NpzFile
 from splitveil.common.data.settings import DataSettings, Gaps, ImageSettings
 from splitveil.common.data.source_settings import CsvSource
-from splitveil.common.data.sources import RowSource, TableSource, list_rows
+from splitveil.common.data.sources import RowSource, TableSource, joined, list_rows
 from splitveil.common.data.stored_ids import GrowingArrays, RowNumbers, StoredIds
 from splitveil.common.data.timestamps import read_timestamps
 from splitveil.common.errors import DataError
@@ -81,6 +81,9 @@ class Table:
     lists: Mapping[str, CategoricalColumn] = field(default_factory=dict)
     """Sets of categories by column, as ``category_lists`` writes them."""
 
+    sequences: Mapping[str, CategoricalColumn] = field(default_factory=dict)
+    """Texts by column, or sequences of whole numbers as ``category_lists`` writes them."""
+
     timestamps: tuple[str, ...] = ()
     """The columns of times whose parts are in ``numeric``."""
 
@@ -100,7 +103,7 @@ class Table:
     """On disk, all numbers of a row are together: (rows, numeric columns), as in ``numeric``."""
 
     code_rows: NDArray[np.int32] | None = None
-    """(rows, categorical columns), in the order of ``categorical``, then of ``lists``."""
+    """(rows, columns with codes), in the order of ``coded``."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -109,46 +112,52 @@ class Table:
     def is_on_disk(self) -> bool:
         return self.numeric_rows is not None
 
+    @property
+    def coded(self) -> dict[str, CategoricalColumn]:
+        """All columns of codes."""
+        return {**self.categorical, **self.lists, **self.sequences}
+
     def numbers_at(self, rows: NDArray[np.int64]) -> Callable[[str], Numbers]:
         """Return a function that gives a column's numbers in some rows."""
         if self.numeric_rows is None:
             return lambda name: self.numeric[name][rows]
-        # All columns of a row are read at once.
-        columns = np.ascontiguousarray(self.numeric_rows[rows].T)
-        return dict(zip(self.numeric, columns, strict=True)).__getitem__
+        return _by_column(self.numeric_rows, rows, self.numeric)
 
     def codes_at(self, rows: NDArray[np.int64]) -> Callable[[str], NDArray[np.int32]]:
         """Return a function that gives a column's codes in some rows."""
         if self.code_rows is None:
-            return lambda name: (self.categorical.get(name) or self.lists[name]).codes[rows]
-        columns = np.ascontiguousarray(self.code_rows[rows].T)
-        return dict(zip([*self.categorical, *self.lists], columns, strict=True)).__getitem__
+            coded = self.coded
+            return lambda name: coded[name].codes[rows]
+        return _by_column(self.code_rows, rows, self.coded)
 
     def with_ids(self, found: UsableIds) -> "Table":
         """Return a table in memory with ids, and without the rows that are left out."""
-        ids, rows = found.ids, found.kept
-        table = replace(self, ids=ids, id_report=found.report, id_doubts=found.doubts)
+        rows = found.kept
+        table = replace(self, ids=found.ids, id_report=found.report, id_doubts=found.doubts)
         if rows is None:
             return table
 
-        def taken(array: NDArray[Any] | None) -> Any:
-            return None if array is None else array[rows]
+        def taken(value: Any) -> Any:
+            match value:
+                case np.ndarray():
+                    return value[rows]
+                case StoredIds():
+                    return value.take(rows)
+                case CategoricalColumn():
+                    return value._replace(codes=value.codes[rows])
+                case Mapping():
+                    return {name: taken(one) for name, one in value.items()}
+            return value
 
-        def coded(columns: Mapping[str, CategoricalColumn]) -> dict[str, CategoricalColumn]:
-            return {name: c._replace(codes=taken(c.codes)) for name, c in columns.items()}
+        cells = {one.name: taken(getattr(table, one.name)) for one in fields(table)}
+        return replace(table, **cells | {"kept": rows})
 
-        return replace(
-            table,
-            ids=ids.take(rows) if isinstance(ids, StoredIds) else ids,
-            kept=rows,
-            labels=taken(self.labels),
-            numeric={name: taken(numbers) for name, numbers in self.numeric.items()},
-            categorical=coded(self.categorical),
-            image=taken(self.image),
-            splits=taken(self.splits),
-            lists=coded(self.lists),
-            weights=taken(self.weights),
-        )
+
+def _by_column(
+    stored: NDArray[Any], rows: NDArray[np.int64], names: Iterable[str]
+) -> Callable[[str], NDArray[Any]]:
+    columns = np.ascontiguousarray(stored[rows].T)  # all columns of a row are read at once
+    return dict(zip(names, columns, strict=True)).__getitem__
 
 
 def read_table(
@@ -173,12 +182,11 @@ def table_of(
     """Read and check the columns of an open source that the settings name, as ``read_table``."""
     features = settings.features
     reader = TableReader(settings, source, split_column, id_rules)
-    columns = source.read(reader.selection.needed)
-    image = _read_image(source, features.image) if features and features.image else None
+    needed, has_image = reader.selection.needed, features is not None and features.image is not None
+    columns, image = _in_parts(source, needed) if has_image else (source.read(needed), None)
     if not num_rows_of(columns, image, source.name):
         raise DataError(f"{source.name}: there are no rows")
-    table = reader.add(columns, image)
-    return reader.finish(table)
+    return reader.finish(reader.add(columns, image))
 
 
 def table_of_ids(
@@ -240,28 +248,28 @@ class TableReader:
         features = settings.features
         rows = _WrittenRows(settings, self._source, columns, first_row)
         labels, coded = rows.labels(), rows.coded(selection)
-        numeric, weights = rows.numeric(selection), rows.weights()
-        splits = rows.splits(self._split_column)
         if features is None or features.image is None:
             image = None
         elif image is not None:
             image = _checked_image(image, features.image, self._source, first_row)
-        if settings.id_column is not None:
-            raw = part_ids(settings, self._id_rules, columns, self._source, first_row)
-            self._ids.add(raw, labels)
-        return Table(
+        table = Table(
             source=self._source,
             ids=(),
             labels=labels,
-            numeric=numeric,
+            numeric=rows.numeric(selection),
             categorical={name: coded[name] for name in selection.chosen.categorical},
             image=image,
-            splits=splits,
+            splits=rows.splits(self._split_column),
             lists={name: coded[name] for name in selection.chosen.lists},
+            sequences={name: coded[name] for name in selection.chosen.sequences},
             timestamps=tuple(selection.chosen.timestamps),
-            weights=weights,
+            weights=rows.weights(),
             gaps=features.gaps if features else "refused",
         )
+        if settings.id_column is not None:
+            raw = part_ids(settings, self._id_rules, columns, self._source, first_row)
+            self._ids.add(raw, labels)
+        return table
 
     def finish(self, table: Table) -> Table:
         """Return the whole table with its ids, without the rows that are left out."""
@@ -328,7 +336,7 @@ class _WrittenRows(NamedTuple):
         return read_numeric(plain, features.gaps)
 
     def coded(self, selection: Selection) -> dict[str, CategoricalColumn]:
-        """Return codes by column: categories, then sets of categories."""
+        """Return codes by column: categories, then sets of categories, then sequences."""
         features = self.settings.features
         if features is None:
             return {}
@@ -336,6 +344,9 @@ class _WrittenRows(NamedTuple):
         found = {n: read_categories(self._texts_of(n, gaps)) for n in chosen.categorical}
         for name in chosen.lists:
             found[name] = read_lists(self._texts_of(name, gaps), features.list_separator)
+        for name in chosen.sequences:
+            size = features.sequences[name].num_tokens
+            found[name] = read_tokens(self._texts_of(name, gaps), features.list_separator, size)
         return found
 
     def _texts_of(self, name: str, gaps: Sequence[str]) -> WrittenColumn:
@@ -379,9 +390,9 @@ def num_rows_of(columns: Mapping[str, Any], image: NDArray[Any] | None, source: 
     return lengths.pop() if lengths else 0
 
 
-def _read_image(source: RowSource, settings: ImageSettings) -> NDArray[Any]:
-    if isinstance(source, ImageFolder):
-        return source.read_images()
-    if isinstance(source, NpzFile) and settings.array is not None:
-        return source.read_array(settings.array)
-    raise TypeError("images are allowed only in npz files and image folders")
+def _in_parts(source: RowSource, names: Sequence[str]) -> tuple[Mapping[str, Any], NDArray[Any]]:
+    if not isinstance(source, ImageFolder | NpzFile):
+        raise TypeError("images are allowed only in npz files and image folders")
+    parts = list(source.parts(names))
+    images = [part.image for part in parts if part.image is not None]
+    return joined(parts, names), np.concatenate(images)

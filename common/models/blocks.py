@@ -15,7 +15,8 @@ that give it the same bits as the first place are used.
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -46,7 +47,7 @@ class _Layout(NamedTuple):
     """(usable places,), int64, ascending, the first one 0."""
 
 
-_Inputs = Sequence[Tensor | Features | None]
+Inputs: TypeAlias = Sequence[Tensor | Features | None]
 
 _layouts: WeakKeyDictionary[nn.Module, dict[tuple[int, str], _Layout]] = WeakKeyDictionary()
 """By model, and by what may differ between its calls."""
@@ -54,6 +55,14 @@ _layouts: WeakKeyDictionary[nn.Module, dict[tuple[int, str], _Layout]] = WeakKey
 
 def _unchanged(output: Tensor) -> Tensor:
     return output
+
+
+def tensors_of(inputs: Inputs) -> list[Tensor]:
+    """Return the tensors that a model's inputs consist of, in order."""
+    parts = (
+        [one] if isinstance(one, Tensor) else one.tensors() for one in inputs if one is not None
+    )
+    return [tensor for part in parts for tensor in part]
 
 
 def predict_in_blocks(
@@ -70,7 +79,7 @@ def predict_in_blocks(
     given = [part for part in inputs if part is not None]
     num_rows = len(given[0])
     with torch.no_grad():
-        if _tensors(given[0])[0].device.type != "cpu" or not num_rows:
+        if tensors_of(given)[0].device.type != "cpu" or not num_rows:
             return link(model(*inputs))
         layout = _layout_of(model, inputs, link)
         at_once = len(layout.places)
@@ -84,11 +93,9 @@ def predict_in_blocks(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _layout_of(model: nn.Module, inputs: _Inputs, link: Callable[[Tensor], Tensor]) -> _Layout:
+def _layout_of(model: nn.Module, inputs: Inputs, link: Callable[[Tensor], Tensor]) -> _Layout:
     """Return how rows lie in a block; it depends on the model and the form of a row."""
-    values = sum(
-        values[:1].numel() for part in inputs if part is not None for values in _tensors(part)
-    )
+    values = sum(values[:1].numel() for values in tensors_of(inputs))
     key = values, getattr(link, "__qualname__", type(link).__qualname__)
     known = _layouts.setdefault(model, {})
     if key not in known:
@@ -102,7 +109,7 @@ def _layout_of(model: nn.Module, inputs: _Inputs, link: Callable[[Tensor], Tenso
 
 
 def _equal_places(
-    model: nn.Module, inputs: _Inputs, link: Callable[[Tensor], Tensor], size: int
+    model: nn.Module, inputs: Inputs, link: Callable[[Tensor], Tensor], size: int
 ) -> Tensor:
     """Return the places in which a row gets the same bits as in the first place, ascending."""
     every_place = _Layout(size, torch.arange(size))
@@ -127,9 +134,7 @@ def _drawn(rows: Tensor | Features | None, generator: torch.Generator) -> Tensor
         return None
     if isinstance(rows, Features):
         first = rows.rows(torch.zeros(1, dtype=torch.int64))
-        return Features(
-            *(None if part is None else _drawn_tensor(part, generator) for part in first.parts())
-        )
+        return first.changed(partial(_drawn_tensor, generator=generator))
     return _drawn_tensor(rows[:1], generator)
 
 
@@ -137,11 +142,6 @@ def _drawn_tensor(values: Tensor, generator: torch.Generator) -> Tensor:
     if not values.is_floating_point():
         return values
     return torch.randn(values.shape, generator=generator).to(values.dtype)
-
-
-def _tensors(rows: Tensor | Features) -> list[Tensor]:
-    parts = [rows] if isinstance(rows, Tensor) else rows.parts()
-    return [part for part in parts if part is not None]
 
 
 def _block(

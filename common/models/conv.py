@@ -26,7 +26,8 @@ class ConvBottom(nn.Module):
         self, settings: ConvModel, shapes: FeatureShapes, cut_shape: Sequence[int]
     ) -> None:
         super().__init__()
-        if shapes.image_shape is None or shapes.numeric_dim or shapes.vocabulary_sizes:
+        others = shapes.numeric_dim or shapes.vocabulary_sizes or shapes.max_lengths
+        if shapes.image_shape is None or others:
             raise SettingsError("bottom_model: conv takes data.features.image and nothing else")
         if not settings.channels:
             raise SettingsError("bottom_model.channels: expected at least one convolution")
@@ -97,10 +98,9 @@ EMBEDDING_DIM = 4
 def _blocks(in_channels: int, channels: Sequence[int]) -> nn.Sequential:
     blocks: OrderedDict[str, nn.Module] = OrderedDict()
     for number, width in enumerate(channels):
-        # ReLU of the largest of four equals the largest of four ReLUs, and has the same gradient;
-        # in this order ReLU is applied to a quarter as many numbers.
+        convolution = nn.Conv2d(in_channels, width, kernel_size=3, padding="same")
         blocks[f"block_{number}"] = nn.Sequential(
-            nn.Conv2d(in_channels, width, kernel_size=3, padding="same"), nn.MaxPool2d(2), nn.ReLU()
+            convolution, nn.ReLU(inplace=True), nn.MaxPool2d(2)
         )
         in_channels = width
     return nn.Sequential(blocks)

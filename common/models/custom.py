@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from splitveil.common.data.features import Features, FeatureShapes, image_as_float
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import CustomModel
+from splitveil.common.models.training_state import freeze
 from splitveil.common.text.imports import first_line, import_named
 
-_PARTS = ("numeric", "categorical", "image")
+_PARTS = ("numeric", "categorical", "image", "tokens", "lengths")
 
 
 def build_custom(settings: CustomModel, shapes: FeatureShapes, role: str) -> nn.Module:
@@ -34,12 +35,17 @@ def build_custom(settings: CustomModel, shapes: FeatureShapes, role: str) -> nn.
     """
     found = import_named(settings.module, "class")
     build: Callable[..., Any]
+    if role == "top_model" and (settings.weights or isinstance(found, nn.Module)):
+        given = (
+            "weights: these"
+            if settings.weights
+            else f"module: {settings.module} is an instance, whose weights"
+        )
+        raise SettingsError(
+            f"{role}.{given} may have learned from true labels, which predictions would reveal: "
+            f"give a class or a function without weights"
+        )
     if isinstance(found, nn.Module):
-        if role == "top_model":
-            raise SettingsError(
-                f"{role}.module: {settings.module} is an instance, whose weights may have learned "
-                f"from true labels, which its predictions would reveal: give a class or a function"
-            )
         build = partial(copy.deepcopy, found)
     elif isinstance(found, type) and issubclass(found, nn.Module):
         takes_shapes = "shapes" in inspect.signature(found).parameters
@@ -65,6 +71,7 @@ def build_custom(settings: CustomModel, shapes: FeatureShapes, role: str) -> nn.
                 f"{role}: {type(model).__name__} has weights on {tensor.device}: build it on the "
                 f"CPU with values; the setting device moves it"
             )
+    freeze(model, settings.frozen, f"{role}.frozen")
     _hand_over_tensors(model, shapes, role, leading=int(role == "top_model"))
     return model
 
@@ -106,9 +113,9 @@ def _hand_over_tensors(model: nn.Module, shapes: FeatureShapes, role: str, *, le
     if any(one.name == "features" or _is_features(one.annotation) for one in parameters):
         return
     parts: list[tuple[str, str | None]] = [(p.name, p.name) for p in parameters if p.name in _PARTS]
-    has = (shapes.numeric_dim, shapes.vocabulary_sizes, shapes.image_shape)
-    rest = [part for part, is_there in zip(_PARTS, has, strict=True) if is_there]
-    rest = [part for part in rest if (part, part) not in parts]
+    there = vars(shapes.zeros(1))
+    # Whoever takes tokens may do without their lengths.
+    rest = [p for p in _PARTS[:-1] if there[p] is not None and (p, p) not in parts]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     places = [one for one in parameters if one.name not in _PARTS and one.kind is kind][leading:]
     if len(rest) > min(len(places), 1):

@@ -24,10 +24,10 @@ EMBEDDING_RANGE = 0.05
 
 
 class FeatureInput(nn.Module):
-    """Concatenates a row's features: numbers, embedded categories, flattened image.
+    """Concatenates a row's features: numbers, embedded categories, flattened image, sequences.
 
     The categories of all columns share one table, so that one look-up serves all of them. Numbers
-    with bins are embedded if ``number_dim`` is not 0.
+    with bins are embedded if ``number_dim`` is not 0. A sequence is its tokens' mean vector.
     """
 
     def __init__(self, shapes: FeatureShapes, embedding_dim: int, number_dim: int = 0) -> None:
@@ -35,13 +35,14 @@ class FeatureInput(nn.Module):
         self._binned = len(shapes.bins) if number_dim else 0
         self.numbers = NumberEmbedding(shapes.bins, number_dim) if self._binned else None
         numeric_dim = shapes.numeric_dim + self._binned * (number_dim - 1)
-        sizes = shapes.vocabulary_sizes
+        sizes, self._max_lengths = shapes.vocabulary_sizes, list(shapes.max_lengths)
         self.embedding = nn.Embedding(sum(sizes), embedding_dim) if sizes else None
-        starts = [sum(sizes[:column]) for column in range(len(sizes))]
-        column_starts = torch.tensor(starts, dtype=torch.int64)
-        self.register_buffer("column_starts", column_starts, persistent=False)
+        self.register_buffer("column_starts", _starts(sizes), persistent=False)
+        tokens = shapes.num_tokens
+        self.tokens = nn.Embedding(sum(tokens), embedding_dim) if tokens else None
+        self.register_buffer("token_starts", _starts(tokens), persistent=False)
         image_dim = math.prod(shapes.image_shape) if shapes.image_shape else 0
-        self.output_dim = numeric_dim + len(sizes) * embedding_dim + image_dim
+        self.output_dim = numeric_dim + (len(sizes) + len(tokens)) * embedding_dim + image_dim
 
     def forward(self, features: Features) -> Tensor:
         """Return the vectors, (rows, output_dim), float32."""
@@ -57,7 +58,27 @@ class FeatureInput(nn.Module):
             parts.append(self.embedding(slots).flatten(1))
         if features.image is not None:
             parts.append(image_as_float(features.image).flatten(1))
+        if features.tokens is not None and features.lengths is not None:
+            columns = torch.split(features.tokens, self._max_lengths, dim=1)
+            starts, lengths = self.get_buffer("token_starts"), features.lengths
+            for column, tokens in enumerate(columns):
+                parts.append(self._mean(tokens + starts[column], lengths[:, column, None]))
         return joined(parts)
+
+    def tables(self) -> list[nn.Embedding]:
+        return [table for table in (self.embedding, self.tokens) if table is not None]
+
+    def _mean(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        if self.tokens is None:
+            raise TypeError("this model takes no sequences")
+        is_there = torch.arange(tokens.shape[1], device=tokens.device) < lengths
+        vectors: Tensor = self.tokens(tokens) * is_there[:, :, None]
+        return vectors.sum(1) / lengths.clamp(min=1)
+
+
+def _starts(sizes: Sequence[int]) -> Tensor:
+    """Return where each column's rows begin in a table that all columns share."""
+    return torch.tensor([sum(sizes[:column]) for column in range(len(sizes))], dtype=torch.int64)
 
 
 class NumberEmbedding(nn.Module):
@@ -138,7 +159,7 @@ class MlpBottom(DenseBottom):
             settings,
             self.input.output_dim,
             math.prod(cut_shape),
-            nn.ReLU() if settings.output_activation == "relu" else None,
+            {"relu": nn.ReLU(), "sigmoid": nn.Sigmoid()}.get(settings.output_activation),
         )
 
 
@@ -179,8 +200,8 @@ class WideDeepBottom(DenseBottom):
                 f"and contract.cut_shape {list(cut_shape)} has {cut_dim} values"
             )
         super().__init__(settings, shapes, cut_shape)
-        if self.input.embedding is not None:
-            nn.init.uniform_(self.input.embedding.weight, -EMBEDDING_RANGE, EMBEDDING_RANGE)
+        for table in self.input.tables():
+            nn.init.uniform_(table.weight, -EMBEDDING_RANGE, EMBEDDING_RANGE)
         self.layers = dense_relu(self.input.output_dim, settings.hidden)
 
 
@@ -221,8 +242,8 @@ class WidePart(nn.Module):
         _check_no_image(shapes, "top_model")
         self._num_logits = num_logits
         self.input = FeatureInput(shapes, embedding_dim=num_logits)
-        if self.input.embedding is not None:
-            nn.init.zeros_(self.input.embedding.weight)
+        for table in self.input.tables():
+            nn.init.zeros_(table.weight)
         size = (shapes.numeric_dim,) if num_logits == 1 else (shapes.numeric_dim, num_logits)
         self.numeric = nn.Parameter(torch.zeros(size)) if shapes.numeric_dim else None
 
@@ -259,9 +280,9 @@ def _input_of(settings: DenseModel | WideDeepModel, shapes: FeatureShapes) -> Fe
     if not isinstance(settings, TabularModel):
         return FeatureInput(shapes, settings.embedding_dim)
     embedded = FeatureInput(shapes, settings.embedding_dim, settings.number_dim)
-    if embedded.embedding is not None:  # torch's N(0, 1) would drown the numbers at first
+    for table in embedded.tables():  # torch's N(0, 1) would drown the numbers at first
         bound = settings.embedding_dim**-0.5
-        nn.init.uniform_(embedded.embedding.weight, -bound, bound)
+        nn.init.uniform_(table.weight, -bound, bound)
     return embedded
 
 

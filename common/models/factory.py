@@ -73,7 +73,7 @@ def build_bottom_model(
     def probe(model: nn.Module, rows: int, device: torch.device) -> object:
         return model(shapes.zeros(rows).to(device))
 
-    trial = trial if isinstance(settings, CustomModel) else None
+    trial = _own_trial(settings, trial)
     return _build_and_probe(build, probe, tuple(cut_shape), seed, "bottom_model", trial)
 
 
@@ -123,8 +123,15 @@ def build_top_model(
         features = None if shapes is None else shapes.zeros(rows).to(device)
         return model(torch.zeros(rows, *cut_shape, device=device, requires_grad=True), features)
 
-    trial = trial if isinstance(settings, CustomModel) else None
+    trial = _own_trial(settings, trial)
     return _build_and_probe(build, probe, row_shape, seed, "top_model", trial)
+
+
+def _own_trial(settings: ModelSettings, trial: Trial | None) -> Trial | None:
+    if not isinstance(settings, CustomModel):
+        return None
+    import_named(settings.module, "class")  # before the seed: an import may draw numbers
+    return trial
 
 
 def lone_row_in_words(build: Callable[..., nn.Module], device: torch.device) -> str:
@@ -154,7 +161,7 @@ def _shapes(encoder: FeatureEncoder | FeatureShapes) -> FeatureShapes:
 
 
 def _has_features(shapes: FeatureShapes) -> bool:
-    return bool(shapes.numeric_dim or shapes.vocabulary_sizes or shapes.image_shape)
+    return bool(shapes.zeros(1).tensors())
 
 
 def _build_and_probe(

@@ -1,6 +1,6 @@
 """Builds optimizers from settings; large embedding tables get sparse gradients."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, overload
 
@@ -15,6 +15,7 @@ from splitveil.common.models.settings import (
     OptimizerSettings,
     SgdOptimizer,
 )
+from splitveil.common.models.training_state import check_names, is_in
 
 
 def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> Optimizer:
@@ -23,23 +24,24 @@ def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> Optimizer:
     Embedding tables that are large according to the settings are switched to sparse gradients.
 
     Raises:
-        SettingsError: the model has no trainable parameters.
+        SettingsError: the model has no trainable parameters, or none that ``rates`` names.
     """
     large = {id(table.weight): table for table in _large_tables(settings, model)}
     for table in large.values():
         table.sparse = True
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    check_names(settings.rates, model, "optimizer.rates")
+    trainable = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     if not trainable:
         raise SettingsError("optimizer: the model has no trainable parameters")
     built: Optimizer
     match settings:
         case AdamSettings():
-            dense = [parameter for parameter in trainable if id(parameter) not in large]
-            sparse = [parameter for parameter in trainable if id(parameter) in large]
-            built = _build_adam(settings, dense, sparse)
+            dense = [(name, one) for name, one in trainable if id(one) not in large]
+            sparse = [(name, one) for name, one in trainable if id(one) in large]
+            built = _build_adam(settings, _groups(settings, dense), _groups(settings, sparse))
         case SgdOptimizer():
             built = SGD(
-                trainable,
+                _groups(settings, trainable),
                 lr=settings.learning_rate,
                 momentum=settings.momentum,
                 weight_decay=settings.weight_decay,
@@ -47,6 +49,17 @@ def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> Optimizer:
     if settings.clip_norm is not None:
         built.register_step_pre_hook(partial(_clip, settings.clip_norm))
     return built
+
+
+def _groups(
+    settings: OptimizerSettings, weights: Iterable[tuple[str, nn.Parameter]]
+) -> list[dict[str, Any]]:
+    """Return groups of parameters by their step size."""
+    groups: dict[float, list[nn.Parameter]] = {}
+    for name, weight in weights:
+        fitting = max((part for part in settings.rates if is_in(name, [part])), key=len, default="")
+        groups.setdefault(settings.rates.get(fitting, settings.learning_rate), []).append(weight)
+    return [{"params": weights, "lr": rate} for rate, weights in groups.items()]
 
 
 def _clip(limit: float, optimizer: Optimizer, *_given: Any) -> None:
@@ -72,12 +85,14 @@ def _large_tables(settings: OptimizerSettings, model: nn.Module) -> Iterator[nn.
     if settings.sparse_from_rows is None or settings.weight_decay or momentum:
         return
     for part in model.modules():
-        if isinstance(part, nn.Embedding) and part.num_embeddings >= settings.sparse_from_rows:
+        if not isinstance(part, nn.Embedding) or not part.weight.requires_grad:
+            continue
+        if part.num_embeddings >= settings.sparse_from_rows:
             yield part
 
 
 def _build_adam(
-    settings: AdamSettings, dense: list[nn.Parameter], sparse: list[nn.Parameter]
+    settings: AdamSettings, dense: list[dict[str, Any]], sparse: list[dict[str, Any]]
 ) -> Optimizer:
     parts: list[Optimizer] = []
     if dense:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, StringConstraints
+from pydantic import BeforeValidator, Field, PositiveInt, StringConstraints
 
 from splitveil.common.settings import Section
 
@@ -18,7 +18,7 @@ class DenseModel(Section):
     activation: Literal["relu", "leaky_relu"] = "relu"
     """Activation function after each hidden layer."""
 
-    output_activation: Literal["identity", "relu"] = "identity"
+    output_activation: Literal["identity", "relu", "sigmoid"] = "identity"
     """Activation function after the last layer of a bottom model; a top model must leave this at
     ``identity``, because its output is a logit."""
 
@@ -30,7 +30,10 @@ class DenseModel(Section):
 
 
 class MlpModel(DenseModel):
-    """Dense layers over numbers, embedded categories and flattened images."""
+    """Dense layers over numbers, embedded categories and flattened images.
+
+    A sequence is the mean of its tokens' vectors, and an empty one is zeros.
+    """
 
     kind: Literal["mlp"]
 
@@ -99,8 +102,10 @@ class CustomModel(Section):
 
     ``forward`` takes the features as tensors. A parameter ``numeric`` gets scaled numbers,
     (rows, numbers) float32; ``categorical`` slots of categories, (rows, columns) int64; ``image``
-    images, (rows, channels, height, width) float32, bytes scaled to [0, 1]; None where there are no
-    such features. A single kind of features that has no parameter of its name goes to the next
+    images, (rows, channels, height, width) float32, bytes scaled to [0, 1]; ``tokens`` sequences,
+    (rows, places) int64, each column with ``max_length`` places and zeros behind its tokens;
+    ``lengths`` the numbers of tokens, (rows, columns) int64; None where there are no such features.
+    A single kind of features that has no parameter of its name goes to the next
     parameter, so that ``nn.Linear`` gets the numbers. A parameter ``features``, or one annotated as
     ``splitveil.models.Features``, gets all of them in one object, at a top model without features
     None.
@@ -111,10 +116,26 @@ class CustomModel(Section):
     module: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
     """The class or function, as ``package.module:name``. A function, and a class with a parameter
     ``shapes``, gets a ``splitveil.models.FeatureShapes``: numbers in ``numeric_dim``, slots of each
-    column of categories in ``vocabulary_sizes``, and ``image_shape``."""
+    column of categories in ``vocabulary_sizes``, ``image_shape``, and of each column of sequences
+    ``num_tokens`` and ``max_lengths``."""
 
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments for the class or function."""
+
+    weights: Annotated[
+        dict[str, str],
+        BeforeValidator(
+            lambda given: {"": given} if isinstance(given, str) else given,
+            json_schema_input_type=str | dict[str, str],
+        ),
+    ] = Field(default_factory=dict)
+    """A safetensors file with which a bottom model begins to train, or a file for each of some of
+    its modules, such as ``{encoder: bert/model.safetensors}``. A file has all tensors of its
+    module, and no others. Relative to this settings file; ``~`` and ``${NAME}`` are replaced."""
+
+    frozen: tuple[str, ...] = ()
+    """Parameters that do not train, or modules such as ``encoder.embeddings`` with all of theirs.
+    """
 
 
 ModelSettings = Annotated[
@@ -139,6 +160,10 @@ class StepSettings(Section):
     clip_norm: float | None = Field(default=None, gt=0)
     """Largest norm of the gradient of all weights of this party's half together, before weight
     decay: a longer one is scaled down to it. ``null`` for no limit."""
+
+    rates: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Other step sizes for some parameters, or modules with all of theirs, such as ``{encoder:
+    1.0e-5}``. The longest name counts where several fit."""
 
 
 class AdamSettings(StepSettings):

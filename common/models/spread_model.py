@@ -13,7 +13,7 @@ trace of them.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import TypeAdapter
@@ -22,10 +22,9 @@ from torch.autograd.function import Function
 
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import SettingsError
+from splitveil.common.models.blocks import Inputs, tensors_of
 from splitveil.common.models.training_state import in_training_mode, trained_of
 from splitveil.common.models.worker_line import Order, Pending, WorkerLine, wait_for
-
-Inputs: TypeAlias = Sequence[Tensor | Features | None]
 
 
 class RowForm(NamedTuple):
@@ -51,12 +50,6 @@ class RowForm(NamedTuple):
     def from_json(cls, found: dict[str, Any]) -> "RowForm":
         """Return the form that ``to_json`` described."""
         return TypeAdapter(cls).validate_python(found)
-
-
-def tensors_of(inputs: Inputs) -> list[Tensor]:
-    """Return the tensors that a model's inputs consist of, in order."""
-    parts = (part.parts() if isinstance(part, Features) else (part,) for part in inputs)
-    return [tensor for part in parts for tensor in part if tensor is not None]
 
 
 def shares_of(rows: int, processes: int) -> list[int]:
@@ -263,13 +256,13 @@ class _Batch:
 
 def _first_rows(inputs: Inputs, count: int) -> Inputs:
     return [
-        part[:count] if isinstance(part, Tensor) else None if part is None else _head(part, count)
+        part.changed(lambda one: one[:count])
+        if isinstance(part, Features)
+        else None
+        if part is None
+        else part[:count]
         for part in inputs
     ]
-
-
-def _head(features: Features, count: int) -> Features:
-    return Features(*(None if part is None else part[:count] for part in features.parts()))
 
 
 def _like(tensors: Sequence[Tensor | None], values: Tensor) -> list[Tensor | None]:

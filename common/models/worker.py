@@ -9,14 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from splitveil.common.data.features import Features
-from splitveil.common.models.spread_model import (
-    Inputs,
-    RowForm,
-    RowShare,
-    in_one,
-    tensors_of,
-    weights_of,
-)
+from splitveil.common.models.blocks import Inputs, tensors_of
+from splitveil.common.models.spread_model import RowForm, RowShare, in_one, weights_of
 from splitveil.common.models.worker_line import Order, WorkerLine
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from splitveil.common.data.converted import stamps_of
 from splitveil.common.data.kinds import columns_in_parts, in_small_blocks, open_table_source
 from splitveil.common.data.settings import DataSettings
-from splitveil.common.data.source_settings import FileSource
 from splitveil.common.data.sources import TableSource
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.json_output import print_json
@@ -34,30 +34,21 @@ def aligning(settings: PartySettingsT) -> PartySettingsT:
 
 def check_outputs(settings: PartySettings, output: Path) -> None:
     check_output(output)
-    if output.resolve() in {path.resolve() for path in _files_of(settings)}:
+    stamps = stamps_of(settings.data.source, settings.base_dir)
+    if str(output.resolve()) in {path for path, *_ in stamps}:
         raise SettingsError(f"--output: {output} is the table of data.source itself")
 
 
 class StampedIds(NamedTuple):
     data: PartyData
-    stamps: tuple[tuple[int, int], ...]
+    stamps: list[list[Any]]
 
 
 def read_own_ids(settings: PartySettings) -> StampedIds:
     """Read a party's ids, and the column by which the contract splits rows, but nothing else."""
-    contract, stamps = settings.contract, _stamps(settings)
+    contract, stamps = settings.contract, stamps_of(settings.data.source, settings.base_dir)
     data = _ids_alone(settings.data)
     return StampedIds(read_ids_alone(data, settings.base_dir, contract.split, contract.ids), stamps)
-
-
-def _stamps(settings: PartySettings) -> tuple[tuple[int, int], ...]:
-    found = [path.stat() for path in _files_of(settings) if path.exists()]
-    return tuple((state.st_mtime_ns, state.st_size) for state in found)
-
-
-def _files_of(settings: PartySettings) -> list[Path]:
-    source = settings.data.source
-    return source.files(settings.base_dir) if isinstance(source, FileSource) else []
 
 
 def _ids_alone(data: DataSettings) -> DataSettings:
@@ -67,8 +58,9 @@ def _ids_alone(data: DataSettings) -> DataSettings:
     if data.unlabelled_rows == "error":
         unused += ["label_column", "positive_label", "classes", "label_range"]
     elif data.features is not None:  # they say which labels are missing
-        no_columns = dict.fromkeys(("numeric", "categorical", "timestamps", "lists"), ())
-        unused, features = [], data.features.model_copy(update=no_columns | {"image": None})
+        none: dict[str, Any] = dict.fromkeys(("numeric", "categorical", "timestamps", "lists"), ())
+        none |= {"sequences": {}, "image": None}
+        unused, features = [], data.features.model_copy(update=none)
         data = data.model_copy(update={"features": features})
     unweighted = {"class_weights": None, "weight_column": None, "weights_are_label_free": False}
     return data.model_copy(update=dict.fromkeys(unused) | unweighted)
@@ -87,7 +79,7 @@ def write_aligned(
     rows = order.file_rows if data.kept is None else data.kept[order.file_rows]
     source, ordered = open_table_source(settings.data, settings.base_dir), np.sort(rows)
     table = in_small_blocks(source, lambda some: _rows_of(some, ordered))
-    if _stamps(settings) != own.stamps:
+    if stamps_of(settings.data.source, settings.base_dir) != own.stamps:
         raise DataError(f"{data.table.source}: has changed since its ids were read: align again")
     with replacing(output) as file, writer_of(output, file, table.schema) as writer:
         for first in range(0, len(rows), _ROWS_AT_ONCE):

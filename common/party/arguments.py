@@ -89,9 +89,6 @@ class Parser(argparse.ArgumentParser):
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"  # noqa: SLF001
 
 
-ALIGN_PURPOSE = "find the rows that all parties have, and write this party's, without training"
-
-
 def party_parser(
     program: str, party: str, add_own_commands: Callable[[Commands], None]
 ) -> argparse.ArgumentParser:
@@ -127,8 +124,7 @@ def party_parser(
         help="with --connect: how long to wait for the other party (default: 60)",
     )
     add_json(check)
-    aligned = f"{settings} --output aligned.parquet"
-    add_align_arguments(add_command(commands, "align", ALIGN_PURPOSE, aligned))
+    _add_align(commands, f"{settings} --output aligned.parquet")
     _add_verify_transcript(commands)
     add_own_commands(commands)
     return parser
@@ -155,7 +151,9 @@ def add_command(commands: Commands, name: str, purpose: str, example: str) -> Pa
     return command
 
 
-def add_align_arguments(align: argparse.ArgumentParser) -> None:
+def _add_align(commands: Commands, example: str) -> None:
+    purpose = "find the rows that all parties have, and write this party's, without training"
+    align = add_command(commands, "align", purpose, example)
     align.add_argument(
         "--output",
         type=Path,

@@ -24,7 +24,6 @@ from splitveil.common.record.run_folder import end_of, has_finished, write_text_
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Broken, Verified, compare, verify
 from splitveil.common.run.contract import in_short
-from splitveil.common.settings import validate
 from splitveil.common.text.files import why_unreadable
 from splitveil.common.text.log_lines import add_to_log_lines, use_log_format
 from splitveil.common.text.visible_text import visible
@@ -37,7 +36,6 @@ MAY_CHANGE = frozenset(
     {
         "alignment_attempts",
         "alignment_memory_limit",
-        "alignment_workers",
         "allow_audits",
         "answers",
         "connect",
@@ -174,8 +172,7 @@ def takes_up(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
     finished = has_finished(folder)
     if not finished and RunStore(folder, settings.contract.checkpoints.keep).run() is None:
         return all(path.name == _SETTINGS for path in folder.iterdir())
-    earlier = _with_defaults(type(settings), stored_settings(folder))
-    changed = list(_changes(settings.model_dump(mode="json"), earlier))
+    changed = list(_changes(settings.model_dump(mode="json"), stored_settings(folder)))
     if changed:
         raise SettingsError(
             f"{folder} has {'a finished' if finished else 'an unfinished'} "
@@ -217,14 +214,6 @@ def _changes(now: Any, earlier: Any, *path: str) -> Iterator[str]:
     elif now != earlier:
         values = "" if path[-1] in _SECRET else f": {in_short(now)} now, {in_short(earlier)} then"
         yield ".".join(path) + values
-
-
-def _with_defaults(section: type[PartySettings], earlier: dict[str, Any]) -> dict[str, Any]:
-    """Fill in settings that an earlier version did not have, as it did what their defaults say."""
-    try:
-        return validate(section, earlier, "settings").model_dump(mode="json")
-    except SettingsError:  # they differ in any case
-        return earlier
 
 
 def save_resolved(settings: PartySettings, folder: Path) -> None:

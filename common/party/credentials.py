@@ -1,7 +1,6 @@
 """Reads and checks a party's certificate, key and authority, and reloads them when they change."""
 
 import logging
-import stat
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_settings import Insecure, MutualTls, PartySettings
-from splitveil.common.text.files import read_bytes, why_unreadable
+from splitveil.common.text.files import check_secret, read_bytes, why_unreadable
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +111,6 @@ def describe(credentials: Credentials) -> str:
 
 
 def subject_of(certificate: x509.Certificate) -> str:
-    """Return a certificate's subject on one line of plain ASCII."""
     return printable(certificate.subject.rfc4514_string())
 
 
@@ -182,17 +180,14 @@ def _load(certificate: Path, private_key: Path, authority: Path, identity: str) 
 
 def _read(path: Path, setting: str, problems: list[str]) -> bytes:
     try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        if setting == "private_key" and mode & 0o077:
-            problems.append(
-                f"security.private_key: {path} has mode {mode:04o}, so that others may read it: "
-                f"chmod 600 {path}"
-            )
-            return b""
+        if setting == "private_key":
+            check_secret(path, "security.private_key")
         return read_bytes(path, MAX_FILE_BYTES)
+    except SettingsError as error:
+        problems.append(str(error))
     except OSError as error:
         problems.append(f"security.{setting}: {path}: {why_unreadable(path, error)}")
-        return b""
+    return b""
 
 
 def _certificates(pem: bytes, setting: str, path: Path) -> list[x509.Certificate]:

@@ -18,6 +18,7 @@ from splitveil.common.data.converted import open_converted
 from splitveil.common.data.features import FeatureEncoder, Features, MappedFeatures, RowEncoder
 from splitveil.common.data.id_forms import form_of
 from splitveil.common.data.kinds import open_table_source, with_advice
+from splitveil.common.data.sequences import TokenColumn, token_columns
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
     CacheableSource,
@@ -26,6 +27,7 @@ from splitveil.common.data.source_settings import (
     expand_path,
 )
 from splitveil.common.data.sources import list_rows
+from splitveil.common.data.stored_ids import ABSENT, IdIndex
 from splitveil.common.data.table import Table, read_table, table_of_ids
 from splitveil.common.errors import DataError, SettingsError, SplitveilError
 from splitveil.common.party.party_settings import PartySettings
@@ -50,6 +52,7 @@ class PartyData:
 
     settings: DataSettings
     table: Table
+    sequences: tuple[TokenColumn, ...] = ()
 
     @property
     def ids(self) -> Sequence[str]:
@@ -73,6 +76,7 @@ class PartyData:
         split: SplitSettings | None = None,
         id_rules: Sequence[IdRule] = AS_WRITTEN,
     ) -> "PartyData":
+        sequences = token_columns(settings.features, base_dir)
         with with_advice(settings.source, base_dir):
             split_column = split.column if isinstance(split, ColumnSplit) else None
             source = settings.source
@@ -85,7 +89,7 @@ class PartyData:
                 table = read_table(settings, base_dir, split_column, id_rules)
             _say_almost_numbers(table)
             _say(table, settings)
-            return cls(settings, table)
+            return cls(settings, table, sequences)
 
     def fit(
         self, training_rows: Positions, earlier: EarlierModel | None = None, num_bins: int = 0
@@ -101,7 +105,9 @@ class PartyData:
             return encoder
         if self.settings.features is None:
             return None
-        return FeatureEncoder.fit(self.settings.features, self.table, training_rows, num_bins)
+        return FeatureEncoder.fit(
+            self.settings.features, self.table, training_rows, num_bins, self.sequences
+        )
 
     def encode(
         self, rows: AlignedRows, earlier: EarlierModel | None = None, num_bins: int = 0
@@ -128,9 +134,8 @@ class PartyData:
         if features is not None:
             for start in range(0, len(features), _ROWS_AT_ONCE):
                 positions = torch.arange(start, min(start + _ROWS_AT_ONCE, len(features)))
-                for part in features.rows(positions).parts():
-                    if part is not None:
-                        found.update(part.numpy().data)
+                for part in features.rows(positions).tensors():
+                    found.update(part.numpy().data)
         return found.hexdigest()
 
     def training_rows(self, split: SplitSettings) -> int:
@@ -142,7 +147,7 @@ class PartyData:
     def summary(self, contract: Contract) -> str:
         """Describe the rows and columns; SettingsError if the training rows fill no batch."""
         table, size, rows = self.table, contract.batch_size, self.training_rows(contract.split)
-        columns = len(table.numeric) + len(table.categorical) + len(table.lists)
+        columns = len(table.numeric) + len(table.coded)
         text = f"{len(self.ids)} rows in {table.source}"
         if table.splits is not None:
             counts = np.bincount(table.splits, minlength=len(SPLITS))
@@ -174,16 +179,12 @@ class PartyData:
 
     def labels_of(self, ids: Sequence[str]) -> Tensor:
         """Return the labels of some ids, (ids,), float32, or raise DataError."""
-        if self.table.labels is None:
-            raise DataError(f"{self.table.source}: there is no label column")
-        row_of = {name: row for row, name in enumerate(self.ids)}
-        rows = np.array([row_of.get(name, -1) for name in ids], dtype=np.int64)
-        missing = int((rows < 0).sum())
-        if missing:
+        rows = IdIndex(self.ids).rows_of(ids)
+        if missing := int((rows == ABSENT).sum()):
             raise DataError(
                 f"{self.table.source}: {missing} of the {len(ids)} aligned ids have no label here"
             )
-        return torch.from_numpy(self.table.labels[rows])
+        return self.labels_at(rows)
 
 
 def read_ids_alone(

@@ -88,13 +88,6 @@ class ReconnectSettings(Section):
     """Seconds within which the peer must answer a message."""
 
 
-class ReportSettings(Section):
-    """The contents of this party's report."""
-
-    show_host: bool = True
-    """Whether the summary and the report name the machine on which the run ended."""
-
-
 class PartySettings(Section):
     """The settings that every party has."""
 
@@ -134,12 +127,6 @@ class PartySettings(Section):
     compile: bool = False
     """Whether torch compiles how this party's model computes training batches. The first batch then
     takes seconds to minutes; needs a C++ compiler, or a GPU. Not with several processes."""
-
-    alignment_workers: int | None = Field(default=None, ge=0, le=1024)
-    """Number of worker processes for the alignment; with 0, this process does the arithmetic, on up
-    to two cores. By default one for each core that the process may use, at most eight, if these are
-    more than two and the party has more than 50,000 ids, and otherwise 0. Each takes 16 MiB until
-    the party ends."""
 
     alignment_memory_limit: ByteSize | None = Field(default=None, ge=LEAST_ALIGNMENT_MEMORY)
     """Memory that an exchange of ids may take, such as ``128MB`` or ``1GiB``; a number without a

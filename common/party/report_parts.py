@@ -135,7 +135,6 @@ def circumstances(
     if found is not None:
         yield "Python, PyTorch", f"{found.python}, {found.torch}"
         yield "system", found.system
-        yield "host", found.host or "not shown (report.show_host)"
     yield from phases(metrics)
     if traffic is None:
         yield "bytes", "not recorded: there is no transcript"

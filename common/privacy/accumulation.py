@@ -18,10 +18,8 @@ A standardised score has mean 0 and variance 1 over its batch, so that every bat
 Fresh noise averages out of the sums like one over the root of the epochs; persistent noise, which
 is the same in every epoch, does not.
 
-The attacks ``final_kmeans``, ``final_nearest_hint`` and ``completion_40`` look at the activations
-that the bottom model has come to in the end: `splitveil.common.privacy.final_attacks`.
-
-Each other attack keeps at most 16 bytes per example of the run.
+Each of them keeps at most 16 bytes per example of the run. Attacks on the activations that the
+bottom model has come to in the end are in `splitveil.common.privacy.final_attacks`.
 """
 
 import math
@@ -45,9 +43,7 @@ _LARGEST_HALF = 6e4
 
 
 class RunScores(NamedTuple):
-    positions: npt.NDArray[np.int64]
-    """Positions of the examples in the common order, ascending."""
-
+    positions: npt.NDArray[np.int64]  # positions of the examples in the common order, ascending
     scores: npt.NDArray[np.float64]
 
 
@@ -199,14 +195,12 @@ def combine_with_hints(
 
 
 def _centre(values: _Floats) -> None:
-    """Subtract the mean, in a unit in which squares stay in range."""
     _make_size_one(values)
     values -= values.sum() / max(len(values), 1)
     _make_size_one(values)
 
 
 def _make_size_one(values: _Floats) -> None:
-    """Scale values to a largest magnitude of 1; zeros remain zeros."""
     largest = max(values.max(initial=0.0), -values.min(initial=0.0))
     if largest > 0:
         values /= largest

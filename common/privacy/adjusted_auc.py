@@ -6,20 +6,17 @@
     adjusted AUC share of the pairs of a positive and a negative of one stratum in which the rest
                  of the positive is higher, ties half; a positive weighs 1 - q, a negative q
 
-It is the area under the covariate-adjusted ROC curve (Janes and Pepe, "Adjusting for covariate
-effects on classification accuracy using the covariate-adjusted ROC curve", Biometrika 96, 2009)
-with overlap weights (Li, Morgan and Zaslavsky, "Balancing covariates via propensity score
-weighting", JASA 113, 2018): a row counts as much as features leave its label open. With these
-weights either order of a pair of unequal q is equally likely where the rest knows nothing, so that
-the width of a stratum does not count as a leak. Whoever knows the features can subtract what they
-explain: a bound on the AUC of any score of one example bounds this one, too.
+It is the area under the covariate-adjusted ROC curve (Janes and Pepe, Biometrika 96, 2009) with
+overlap weights (Li, Morgan and Zaslavsky, JASA 113, 2018): a row counts as much as features leave
+its label open, and either order of a pair of unequal q is equally likely where the rest knows
+nothing, so that the width of a stratum does not count as a leak. Whoever knows the features can
+subtract what they explain: a bound on the AUC of any score of one example bounds this one, too.
 
 Neither q nor what features explain is known. What is left of an error in q is its product with an
-error in the rest (Chernozhukov et al., "Double/debiased machine learning for treatment and
-structural parameters", 2018; Shah and Peters, "The Hardness of Conditional Independence Testing and
-the Generalised Covariance Measure", 2020). So that a score that repeats features better than q does
-is no leak, q is fitted once more with what features explain of the score (`informed`), as targeted
-learning does (van der Laan and Rose 2011).
+error in the rest (Chernozhukov et al., 2018, "Double/debiased machine learning"; Shah and Peters,
+2020, "The Hardness of Conditional Independence Testing"). So that a score that repeats features
+better than q does is no leak, q is fitted once more with what features explain of the score
+(`informed`), as targeted learning does (van der Laan and Rose 2011).
 
 The interval takes the variance of the placements within strata (DeLong, DeLong and Clarke-Pearson,
 Biometrics 44, 1988), on the logit scale, where an area close to 1 keeps its interval below 1.
@@ -54,8 +51,7 @@ the truth as often as they say (`benchmarks/null_coverage.py`)."""
 TOP_ROWS = 100
 RESOLUTION = 0.2
 """Standard deviation of the rest of a score, of the score's own, below which it is no leak yet."""
-_SMALLEST = 1e-6
-"""Predictions stay this far from 0 and 1."""
+_SMALLEST = 1e-6  # predictions stay this far from 0 and 1
 _NORMAL_975 = 1.959963984540054
 
 Mask = npt.NDArray[np.bool_]
@@ -63,10 +59,8 @@ Strata = npt.NDArray[np.int64]
 
 
 class AdjustedLeak(NamedTuple):
-    value: float
-    """``max(auc, 1 - auc)``: an inverted score is a leak, too."""
-    low: float
-    """Below 1/2 where the sign of the score may have come out by chance."""
+    value: float  # ``max(auc, 1 - auc)``: an inverted score is a leak, too
+    low: float  # below 1/2 where the sign of the score may have come out by chance
     high: float
 
 
@@ -74,15 +68,12 @@ class Advantage(NamedTuple):
     value: float
     low: float
     high: float
-    prior: float
-    """Leak AUC of the attacker's own model."""
+    prior: float  # leak AUC of the attacker's own model
 
 
 class OperatingPoints(TypedDict):
-    tpr_at_per_mille: float
-    """True positive rate where at most 0.1 % of the negatives are accused."""
-    tpr_at_percent: float
-    """True positive rate where at most 1 % of the negatives are accused."""
+    tpr_at_per_mille: float  # true positive rate where at most 0.1 % of the negatives are accused
+    tpr_at_percent: float  # true positive rate where at most 1 % of the negatives are accused
     precision_at_100: float | None
     """Share of positives among the 100 highest scores; None for 100 rows or fewer."""
 
@@ -90,12 +81,9 @@ class OperatingPoints(TypedDict):
 class Placements(NamedTuple):
     """The AUC of a score, row by row (DeLong et al. 1988, section 3)."""
 
-    positives: Floats
-    """Share of the negatives, by weight, below each positive, ties half."""
-    negatives: Floats
-    """Share of the positives, by weight, above each negative, ties half."""
-    weights: tuple[Floats, Floats]
-    """Of the positives and of the negatives; the sum of either is 1."""
+    positives: Floats  # share of the negatives, by weight, below each positive, ties half
+    negatives: Floats  # share of the positives, by weight, above each negative, ties half
+    weights: tuple[Floats, Floats]  # of the positives and of the negatives; the sum of either is 1
 
     @property
     def auc(self) -> float:
@@ -138,8 +126,7 @@ def strata_of(predictions: Floats, positive: Mask, max_strata: int = MAX_STRATA)
     The sum of q (1 - q) is the same in each, ``MIN_PER_STRATUM`` or more; there are at most
     ``max_strata``, and neighbours are merged until each has two rows of both classes.
 
-    Returns:
-        The number of each row's stratum from 0, ascending with the predictions, (rows,).
+    The number of each row's stratum from 0, ascending with the predictions, (rows,).
     """
     left_open = predictions * (1 - predictions)
     number = max(1, min(max_strata, int(left_open.sum() / MIN_PER_STRATUM)))
@@ -207,8 +194,7 @@ def adjusted_leak_auc(
 def advantage_over(prior: Floats, scores: Floats, positive: Mask) -> Advantage:
     """Compare an attack with ``prior``, the scores of the attacker's own model, or a constant.
 
-    Raises:
-        OneClass: there is no positive, or no negative.
+    Raises OneClass if there is no positive, or no negative.
     """
     attack, own = placements(scores, positive), placements(prior, positive)
     signs = [1.0 if of.auc >= 0.5 else -1.0 for of in (attack, own)]
@@ -227,8 +213,7 @@ def operating_points(scores: Floats, positive: Mask) -> OperatingPoints:
     A tie with the first negative too many counts as not found. Ties at the end of the highest
     scores count with their share of positives.
 
-    Raises:
-        OneClass: there is no positive, or no negative.
+    Raises OneClass if there is no positive, or no negative.
     """
     if placements(scores, positive).auc < 0.5:
         scores = -scores

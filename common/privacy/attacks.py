@@ -28,8 +28,7 @@ argument, and `ATTACKS` names it. With more than two classes, an attack that kno
 the positives runs once for each class, with that class as the positives. The scores themselves are
 defined in `splitveil.common.privacy.scores`, `residual_energy` and `informed` in modules of their
 own, attacks that accumulate over a run in `splitveil.common.privacy.accumulation`, and user-defined
-attacks are loaded by `splitveil.common.privacy.custom_attacks`. `optimal`, on the released sums of
-projected labels, needs no gradient: it is a function by itself.
+attacks are loaded by `splitveil.common.privacy.custom_attacks`.
 
 The oracles learn the classes from examples other than the ones that they score: a class mean that
 includes the scored example itself finds a leak in pure noise.
@@ -87,8 +86,7 @@ RunAttackName: TypeAlias = Literal[
 
 AttackName: TypeAlias = Literal[BatchAttackName, RunAttackName]
 
-CUT = "cut"
-"""Name of the layer at which the gradients arrive."""
+CUT = "cut"  # name of the layer at which the gradients arrive
 
 _EVALUATION_ONLY = " (evaluation only)"
 
@@ -122,19 +120,12 @@ class Knowledge(NamedTuple):
     """The side information available for one batch; None for each kind that is missing."""
 
     positive_gradient: Tensor | None = None
-    hints: Tensor | None = None
-    """Gradients of known positives, (hints, ...)."""
-
+    hints: Tensor | None = None  # gradients of known positives, (hints, ...)
     classes: scores.KnownClasses | None = None
-    activations: Tensor | None = None
-    """(batch, ...)."""
-
+    activations: Tensor | None = None  # (batch, ...)
     predictions: KnownPredictions | None = None
-    target: int = 1
-    """The class taken for the positives."""
-
-    other_hints: Tensor | None = None
-    """Gradient of one example of each other class, (classes, ...)."""
+    target: int = 1  # the class taken for the positives
+    other_hints: Tensor | None = None  # gradient of one example of each other class, (classes, ...)
 
 
 class Attack(NamedTuple):
@@ -142,8 +133,7 @@ class Attack(NamedTuple):
     """Returns the scores, from the gradients (if it reads them) and each thing that it needs."""
     needs: frozenset[SideInformation] = frozenset()
     num_hints: int = 0
-    reads_gradients: bool = True
-    """False for an attack whose scores are the same at every layer."""
+    reads_gradients: bool = True  # false for an attack whose scores are the same at every layer
 
     @property
     def is_oracle(self) -> bool:
@@ -183,8 +173,7 @@ class Attack(NamedTuple):
     def score(self, gradients: Gradients, knowledge: Knowledge) -> Tensor:
         """Return one score per example, (batch,).
 
-        Raises:
-            ValueError: something that it needs is missing.
+        Raises ValueError if something that it needs is missing.
         """
         missing = self.missing(knowledge)
         if missing is not None:
@@ -208,8 +197,7 @@ class RunAttack(NamedTuple):
     """The labels of the run that it knows, in words; None for one that knows none."""
     has_sum_per_target: bool = False
     """Whether it scores each target class, because it knows something about each."""
-    standardises: bool = True
-    """False for sums in which batches that say more count more."""
+    standardises: bool = True  # false for sums in which batches that say more count more
     agrees_with_sums: bool = False
     """Whether each batch gets the sign that agrees with the sums of its examples."""
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from torch import Tensor
 
@@ -38,8 +38,7 @@ from splitveil.common.privacy.run_level import RunAudit
 from splitveil.common.privacy.scoring import AttackScores, BatchScorer, LayerScores
 from splitveil.common.privacy.tally import AttackTally, ClassLeak, MultiClassTally, by_layer
 
-LeakByAttack = dict[str, dict[str, float]]
-"""Layer name -> attack name -> leak AUC."""
+LeakByAttack = dict[str, dict[str, float]]  # layer name -> attack name -> leak AUC
 
 
 class AuditedBatch(NamedTuple):
@@ -50,13 +49,10 @@ class AuditedBatch(NamedTuple):
 
 
 class AttackSummary(TypedDict):
-    q95: float
-    """The 95 % quantile over batches."""
+    q95: float  # the 95 % quantile over batches
     mean: float
-    last_epoch: float
-    """Mean over the batches of the last observed epoch."""
-    random_q95: float
-    """The 95 % quantile of random scores on the same batches: the floor."""
+    last_epoch: float  # mean over the batches of the last observed epoch
+    random_q95: float  # the 95 % quantile of random scores on the same batches: the floor
 
 
 class AuditCounts(NamedTuple):
@@ -72,6 +68,7 @@ class LeakAudit:
         num_examples: number of aligned examples of the run, for attacks that accumulate over it.
         class_names: names of more than two classes, in the order of their indices; empty for two.
         keeps_scores: whether to keep each example's latest scores at the cut layer, too.
+        convention: what a batch's figure is, as in `AuditSettings`.
     """
 
     def __init__(
@@ -83,7 +80,9 @@ class LeakAudit:
         custom: Mapping[str, Attack] = MappingProxyType({}),
         *,
         keeps_scores: bool = False,
+        convention: Literal["leak", "paper"] = "leak",
     ) -> None:
+        self._is_plain = convention == "paper" and not class_names
         table = {str(name): attack for name, attack in (*ATTACKS.items(), *custom.items())}
         self._attacks = tuple(name for name in table if name in attacks)
         run_attacks = tuple(name for name in RUN_ATTACKS if name in attacks)
@@ -211,8 +210,7 @@ class LeakAudit:
     def beyond_features(self, covariates: Covariates) -> BeyondFeatures | None:
         """Measure the attacks on the cut layer against what features reveal.
 
-        Returns:
-            None if too few rows of a class are known.
+        None if too few rows of a class are known.
         """
         know_classes = [name for name, attack in self._scored.items() if attack.needs_classes]
         return measure_beyond_features(
@@ -241,8 +239,7 @@ class LeakAudit:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state that ``state_dict`` returned.
 
-        Raises:
-            ValueError: the state belongs to other attacks, classes or number of examples.
+        Raises ValueError if the state belongs to other attacks, classes or number of examples.
         """
         if list(state["attacks"]) != list(self._attacks):
             raise ValueError(
@@ -277,7 +274,6 @@ class LeakAudit:
     def _measure(
         self, observation: Observation, layers: Mapping[str, LayerScores], labels: Tensor
     ) -> AuditedBatch:
-        """Measure random scores and all attacks on all layers together."""
         places = [
             (layer, name)
             for layer in layers
@@ -287,7 +283,7 @@ class LeakAudit:
         scores = [self._scores_of(layers[layer].scores[name]) for layer, name in places]
         random = [Score(random_scores(observation), (), of) for of in self._classes.of_scores(1)]
         (of_random, *worst), by_class = batch_aucs(
-            [random, *scores], labels, self._classes.num_classes
+            [random, *scores], labels, self._classes.num_classes, is_plain=self._is_plain
         )
         leak: LeakByAttack = {layer: {} for layer in layers}
         with self._lock:
@@ -309,7 +305,7 @@ class LeakAudit:
         by_target, left_out = attack
         of_scores = self._classes.of_scores(len(by_target))
         return [
-            Score(values, known, of_class)
+            Score(values, () if self._is_plain else known, of_class)
             for values, known, of_class in zip(by_target, left_out, of_scores, strict=True)
             if values is not None
         ]

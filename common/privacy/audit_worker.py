@@ -15,11 +15,9 @@ from torch import Tensor
 from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.observation import Observation
 
-_NICENESS = 10
-"""Niceness of the worker: about a tenth of the weight of a thread that trains."""
+_NICENESS = 10  # niceness of the worker: about a tenth of the weight of a thread that trains
 
-_BURST_S = 1.0
-"""CPU time that the worker may take beyond its share: short runs are measured whole."""
+_BURST_S = 1.0  # CPU time that the worker may take beyond its share: short runs are measured whole
 
 
 class Auditing(Protocol):
@@ -31,11 +29,8 @@ class Auditing(Protocol):
 class CpuBudget:
     """The CPU time that the audit may still use. Thread-safe.
 
-    It counts whether or not a core is idle, because the audit's computations also cost the training
-    cache space and time in which it waits for the interpreter's lock.
-
-    The clock of an `AuditWorker` is the CPU time of its process: where other programs leave half a
-    core to the training, the audit has half as much time, too. Without ``max_share`` it has all.
+    It counts whether or not a core is idle: the audit's computations also cost the training cache
+    space and the interpreter's lock. The clock of an `AuditWorker` is the CPU time of its process.
     """
 
     def __init__(self, max_share: float | None, now_s: float) -> None:
@@ -108,10 +103,7 @@ class AuditWorker:
         return self.submit_later(observation.step, observation.gradients, lambda: observation)
 
     def submit_later(
-        self,
-        step: int,
-        gradients: Mapping[str, Tensor],
-        observation: Callable[[], Observation],
+        self, step: int, gradients: Mapping[str, Tensor], observation: Callable[[], Observation]
     ) -> bool:
         """Submit one batch as `submit` does, and let the worker's thread build the observation."""
         if not self.audit.wants(step):
@@ -192,8 +184,7 @@ class AuditWorker:
 
 class _Submitted(NamedTuple):
     observation: Callable[[], Observation]
-    device: torch.device | None
-    """The device of the gradients; None for the CPU."""
+    device: torch.device | None  # the device of the gradients; None for the CPU
     computed: torch.cuda.Event | None
     """Passed once the gradients are there; None on the CPU, where they always are."""
 

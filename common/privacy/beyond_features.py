@@ -1,8 +1,7 @@
 """What the attacks of a run reveal of the labels beyond what the features reveal.
 
-The figures of a run's audit say how well a score reveals labels. Part of that is not the gradients'
-doing: features reveal labels, too, and a model that learns makes its gradients repeat it. Here the
-same scores are measured against predictions of models that have not seen a row's label.
+Features reveal labels, too, and a model that learns makes its gradients repeat it. Here the scores
+of a run's audit are measured against predictions of models that have not seen a row's label.
 
     adjusted     `splitveil.common.privacy.adjusted_auc`: the leak AUC among rows of one prediction
     advantage    `splitveil.common.privacy.adjusted_auc`: over the attacker's own features
@@ -54,8 +53,7 @@ class Covariates(NamedTuple):
     """What the whole model predicts of them, in any form, (rows, values), finite."""
     own: npt.NDArray[np.float32]
     """What the active party knows about them, (rows, values), finite; perhaps no value."""
-    labels: ClassIndices
-    """Class indices, (rows,), only for the measurement."""
+    labels: ClassIndices  # class indices, (rows,), only for the measurement
 
 
 class BeyondFeatures(NamedTuple):
@@ -64,10 +62,8 @@ class BeyondFeatures(NamedTuple):
     adjusted: dict[str, AdjustedLeak]
     advantage: dict[str, Advantage]
     """Only of attacks over the run that know a certain number of labels, perhaps none."""
-    epsilon: EpsilonBound | None
-    """None if too few rows were offered another label."""
-    rows: int = 0
-    """Rows on which the strongest attack was adjusted."""
+    epsilon: EpsilonBound | None  # none if too few rows were offered another label
+    rows: int = 0  # rows on which the strongest attack was adjusted
     feature_auc: float | None = None
     """AUC of the predictions from features on these rows: what they reveal without any attack;
     1/2 where it is below."""
@@ -75,8 +71,7 @@ class BeyondFeatures(NamedTuple):
 
 class _PairScores(NamedTuple):
     attack: str
-    target: int
-    """The class that counts as the positives."""
+    target: int  # the class that counts as the positives
     scored: ScoredRows
 
 
@@ -161,7 +156,6 @@ def _pairs(
 
 
 def _on(positions: npt.NDArray[np.int64], seen: RunScores) -> tuple[npt.NDArray[np.int64], Floats]:
-    """Return the rows that have a score, as indices of the positions, and the scores."""
     _, rows, chosen = np.intersect1d(
         positions, seen.positions, assume_unique=True, return_indices=True
     )

@@ -5,8 +5,7 @@
     scores    ridge regression on the same functions; scores of the same rows share the sums
 
 Every row's prediction comes from models that never saw the row's label or score; calibration fits
-a handful of numbers to all rows. On features without information the predictions are the classes'
-shares.
+a handful of numbers to all rows.
 
 The functions of a feature are a line, the normal quantile of its rank, bends of that, and for a
 feature with few values whether it has a certain one. More functions are the positive parts of
@@ -24,8 +23,7 @@ import numpy.typing as npt
 from splitveil.common.privacy.leakage import ClassIndices, Floats
 
 FOLDS = 5
-WIDTH = 256
-"""Functions, if there are few features."""
+WIDTH = 256  # functions, if there are few features
 
 _Values = npt.NDArray[np.float32]
 
@@ -38,17 +36,12 @@ _RIDGES_OF_SCORES = ((1.0, 10.0, 1e5), (1.0, 30.0, 100.0), (1.0, 1e3, 1e4))
 everything of a score, or nothing."""
 _SHARE_OF_SINGLE = 0.75
 _MOST_BENDS = 7
-_MOST_VALUES = 24
-"""Different values up to which they count as categories."""
-_FEWEST_OF_VALUE = 5
-"""Rows of a value, below which nothing is learned of it."""
-_LOOKED_AT = 4_096
-"""Rows whose quantiles and values are those of all."""
+_MOST_VALUES = 24  # different values up to which they count as categories
+_FEWEST_OF_VALUE = 5  # rows of a value, below which nothing is learned of it
+_LOOKED_AT = 4_096  # rows whose quantiles and values are those of all
 _FARTHEST = 5.0
-_BENDS_OF_ODDS = 2
-"""Of the curve that turns log-odds into calibrated ones."""
-_SMALLEST = 1e-6
-"""Predictions stay this far from 0 and 1, so that their logarithms are finite."""
+_BENDS_OF_ODDS = 2  # of the curve that turns log-odds into calibrated ones
+_SMALLEST = 1e-6  # predictions stay this far from 0 and 1, so that their logarithms are finite
 _SEED = 0
 
 
@@ -239,7 +232,6 @@ def _standardised(values: npt.NDArray[Any]) -> _Values:
 
 
 def _calibrated(log_odds: Floats, indices: ClassIndices) -> Floats:
-    """Return probabilities, (rows, classes)."""
     from sklearn.linear_model import LogisticRegression  # noqa: PLC0415
 
     shares = np.arange(1, _BENDS_OF_ODDS + 1) / (_BENDS_OF_ODDS + 1)

@@ -48,8 +48,7 @@ def _load(chosen: CustomAttack, *, is_trial: bool = False) -> Attack:
 class _Scorer:
     chosen: CustomAttack
     function: Callable[..., object]
-    names: tuple[str, ...]
-    """Of its keyword arguments."""
+    names: tuple[str, ...]  # of its keyword arguments
     is_trial: bool
 
     def __call__(self, gradients: Gradients, *known: object) -> Tensor:

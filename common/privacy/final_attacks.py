@@ -5,12 +5,9 @@
                            one example of each class being known
     completion_40          a head on the activations, trained with 40 known labels
 
-A bottom model that has learned from gradients separates the classes better than the features alone
-do. What these attacks find is therefore partly what features reveal: compare it with the same
-attack on features, for which `complete_model` serves as well.
-
-Each example counts with the activation of its last visit. Of a long run, evenly spaced examples
-are kept, so that all of them take 64 MiB at most.
+What these attacks find is partly what features reveal: compare it with the same attack on features,
+for which `complete_model` serves as well. Each example counts with the activation of its last
+visit. Of a long run, evenly spaced examples are kept, so that all of them take 64 MiB at most.
 
 ``completion_40`` is the model completion of Fu et al. ("Label Inference Attacks Against Vertical
 Federated Learning", USENIX Security 2022, section 4.1): they put a head on the bottom model, and
@@ -22,11 +19,10 @@ Holistic Approach to Semi-Supervised Learning", NeurIPS 2019). Here as there:
     the loss is the cross entropy of mixed labelled rows, and, with a weight that grows to 50, the
     squared error of mixed unlabelled rows; the result is the moving average of the weights.
 
-Two things are simpler. The bottom model is not trained further, so that its activations are all
-that the attack needs: whoever receives them can run it, too. The guesses are not averaged over
-distorted copies of an example, because rows of a table have none. The head is linear, on
-standardised activations, and its weights are penalised: with a few dozen labels this found more
-than heads with a hidden layer.
+Two things are simpler: the bottom model is not trained further, so that whoever receives its
+activations can run the attack, and the guesses are not averaged over distorted copies of an
+example. The head is linear, on standardised activations, and its weights are penalised: with a few
+dozen labels this found more than heads with a hidden layer.
 """
 
 from collections.abc import Mapping
@@ -52,10 +48,8 @@ _LEARNING_RATE = 0.02
 _TEMPERATURE = 0.8
 _MIXING = 0.75
 _UNLABELLED_WEIGHT = 50.0
-_PENALTY = 4.0
-"""Weight of half the head's squared norm."""
-_AVERAGED = 0.02
-"""Share of the newest weights in their moving average."""
+_PENALTY = 4.0  # weight of half the head's squared norm
+_AVERAGED = 0.02  # share of the newest weights in their moving average
 _ROWS_AT_ONCE = 65_536
 
 
@@ -132,8 +126,7 @@ def final_scores(
 
 class Hints(NamedTuple):
     rows: npt.NDArray[np.int64]
-    labels: npt.NDArray[np.int64]
-    """Their classes."""
+    labels: npt.NDArray[np.int64]  # their classes
 
 
 def pick_labelled(
@@ -158,8 +151,7 @@ def pick_labelled(
 def complete_model(activations: Tensor, hints: Hints, num_classes: int, seed: int) -> Tensor:
     """Train a head on activations with some known labels, and classify all examples with it.
 
-    Returns:
-        The head's logits, (examples, classes), float64.
+    The head's logits, (examples, classes), float64.
     """
     rows = activations.detach().flatten(start_dim=1).cpu()
     centre, unit = _moments(rows)
@@ -225,7 +217,6 @@ class _Head:
 
 
 def _moments(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of each column, the latter 1 where all are equal."""
     parts = _parts(rows)
     centre = torch.stack([part.double().sum(dim=0) for part in parts]).sum(dim=0) / len(rows)
     squares = [(part.double() - centre).square().sum(dim=0) for part in parts]

@@ -95,7 +95,6 @@ def _add(
     scores: Tensor,
     known: tuple[int, ...],
 ) -> None:
-    """Add the scores of a batch's rows whose labels the attack did not know."""
     attack = RUN_ATTACKS[name]
     if known:
         others = np.ones(len(positions), dtype=np.bool_)

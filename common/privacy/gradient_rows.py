@@ -41,8 +41,7 @@ class GradientRows:
         return two_clusters(directions, directions @ self.top.direction)
 
 
-Gradients: TypeAlias = Tensor | GradientRows
-"""(batch, ...), prepared or not."""
+Gradients: TypeAlias = Tensor | GradientRows  # (batch, ...), prepared or not
 
 
 def prepared(gradients: Gradients) -> GradientRows:
@@ -59,8 +58,7 @@ def direction_of(gradient: Tensor, device: torch.device) -> Tensor:
 def rows_together(gradients: Gradients, *others: Tensor) -> tuple[list[Tensor], Tensor | None]:
     """Flatten several batches to float64 rows in one common unit.
 
-    Returns:
-        The rows of each batch, and the unit; None for a unit of 1.
+    The rows of each batch, and the unit; None for a unit of 1.
     """
     first = gradients.gradients if isinstance(gradients, GradientRows) else gradients
     every = [first, *(known.to(first.device) for known in others)]

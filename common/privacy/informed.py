@@ -34,23 +34,18 @@ from torch.nn.functional import one_hot
 
 from splitveil.common.privacy.gradient_rows import GradientRows, Gradients, scaled
 
-_ROUNDS = 8
-"""Rounds of expectation maximisation: the scores hardly change after half as many."""
+_ROUNDS = 8  # rounds of expectation maximisation: the scores hardly change after half as many
 
-_OWN_SHARES = (0.0, 0.1, 0.5, 0.9, 1.0)
-"""The values of w that are tried."""
+_OWN_SHARES = (0.0, 0.1, 0.5, 0.9, 1.0)  # the values of w that are tried
 
-_SMALLEST_VARIANCE = 1e-6
-"""Of t: below it, an answer reveals its label anyway."""
+_SMALLEST_VARIANCE = 1e-6  # of t: below it, an answer reveals its label anyway
 
 _ALL_ALONG = 1e-6
 """Share of the noise across the rows' own slopes below which all of it counts as along these."""
 
-_NEGLIGIBLE = 1e-12
-"""Fraction of the mean noise variance that every direction has: rounding."""
+_NEGLIGIBLE = 1e-12  # fraction of the mean noise variance that every direction has: rounding
 
-_ROUNDING = 1e-24
-"""Least noise variance, in units of the squared largest value."""
+_ROUNDING = 1e-24  # least noise variance, in units of the squared largest value
 
 _LARGEST = 1e6
 
@@ -58,11 +53,8 @@ _LARGEST = 1e6
 class KnownPredictions(NamedTuple):
     """What the label owner knows of a batch before it looks at a label."""
 
-    probabilities: Tensor
-    """The model's predictions: (batch,) for label 1, or (batch, classes)."""
-
-    slopes: Tensor
-    """J, in the unit of the gradients: (batch, ...), or (batch, classes, ...)."""
+    probabilities: Tensor  # the model's predictions: (batch,) for label 1, or (batch, classes)
+    slopes: Tensor  # J, in the unit of the gradients: (batch, ...), or (batch, classes, ...)
 
 
 def informed(gradients: Gradients, known: KnownPredictions, target: int = 1) -> Tensor:
@@ -86,12 +78,9 @@ def informed(gradients: Gradients, known: KnownPredictions, target: int = 1) -> 
 class _Problem(NamedTuple):
     """A batch in float64 and one unit: its answers, less what they are expected to be."""
 
-    rest: Tensor
-    """Answers less their mean if no label were 1 or of any class, (batch, row_dim)."""
-    moves: Sequence[Tensor]
-    """By how much each class moves that mean, (batch, row_dim) each."""
-    probabilities: Tensor
-    """(batch, classes)."""
+    rest: Tensor  # answers less their mean if no label were 1 or of any class, (batch, row_dim)
+    moves: Sequence[Tensor]  # by how much each class moves that mean, (batch, row_dim) each
+    probabilities: Tensor  # (batch, classes)
 
     @property
     def is_binary(self) -> bool:

@@ -87,8 +87,7 @@ def leak_auc(scores: Values, labels: Values) -> float:
 
 class LeakInterval(NamedTuple):
     auc: float
-    low: float
-    """Below 1/2 where the sign of the score may have come out by chance."""
+    low: float  # below 1/2 where the sign of the score may have come out by chance
     high: float
 
 
@@ -134,8 +133,7 @@ class PairAucs(NamedTuple):
     """Row i, column j: the AUC of class i's score, class i against class j,
     (..., classes, classes)."""
 
-    one_vs_rest: Floats
-    """The AUC of class i's score, class i against all others, (..., classes)."""
+    one_vs_rest: Floats  # the AUC of class i's score, class i against all others, (..., classes)
 
     def leak(self) -> "PairAucs":
         """Return ``max(auc, 1 - auc)``: an inverted score is a leak, too."""
@@ -144,8 +142,7 @@ class PairAucs(NamedTuple):
     def worst_pair(self) -> tuple[int, int]:
         """Return the two classes that are separated best: that of the score, and the other one.
 
-        Raises:
-            OneClass: there is no pair with examples.
+        Raises OneClass if there is no pair with examples.
         """
         if np.isnan(self.pairs).all():
             raise OneClass("no pair of classes has examples")
@@ -175,35 +172,30 @@ class PairAucs(NamedTuple):
 
 
 class Score(NamedTuple):
-    values: Tensor
-    """(batch,)."""
-
-    left_out: tuple[int, ...] = ()
-    """Rows whose class the attack knew."""
-
+    values: Tensor  # (batch,)
+    left_out: tuple[int, ...] = ()  # rows whose class the attack knew
     of_class: int | None = None
     """Index of the class to which the score belongs; None for a score for more than two classes."""
 
 
 class BatchAucs(NamedTuple):
-    worst: list[float]
-    """The leak AUC of each attack's worst pair; NaN for an attack without one."""
-
+    worst: list[float]  # the leak AUC of each attack's worst pair; NaN for an attack without one
     leak: PairAucs | None
     """All leak AUCs, with a leading dimension, (attacks,); None for two classes, which have one
     pair."""
 
 
-def batch_aucs(attacks: Sequence[Sequence[Score]], labels: Tensor, num_classes: int) -> BatchAucs:
+def batch_aucs(
+    attacks: Sequence[Sequence[Score]], labels: Tensor, num_classes: int, *, is_plain: bool = False
+) -> BatchAucs:
     """Measure several attacks on one batch together.
 
-    Each has one score, or one per class; with two classes at most one.
-
-    Raises:
-        ValueError: a score is NaN, or the shapes differ.
+    Each has one score, or one per class; with two classes at most one, whose AUC is left below 1/2
+    if ``is_plain``. Raises ValueError if a score is NaN, or the shapes differ.
     """
     if num_classes == 2:
-        aucs = iter(_leak_aucs_of_one_pair([one for scores in attacks for one in scores], labels))
+        every = [one for scores in attacks for one in scores]
+        aucs = iter(_aucs_of_one_pair(every, labels, is_plain=is_plain))
         return BatchAucs([next(aucs) if scores else math.nan for scores in attacks], None)
     indices = labels.cpu().numpy()
     table = PairAucs.none(num_classes, len(attacks))
@@ -253,8 +245,7 @@ def worst_pair_leak_auc(
 ) -> float:
     """Return the leak AUC of the pair of classes, of enough examples each, that is separated best.
 
-    Raises:
-        OneClass: no pair of classes has that many examples.
+    Raises OneClass if no pair of classes has that many examples.
     """
     aucs = pair_aucs(scores, labels, num_classes)
     sizes = np.bincount(labels, minlength=num_classes)
@@ -319,7 +310,6 @@ def _count(true: Tensor) -> int:
 
 
 def _ascending(values: Tensor) -> Tensor:
-    """Return the order of each row, ties in any order."""
     if values.device.type == "cpu":  # numpy's is several times faster than torch's
         return torch.from_numpy(np.argsort(values.numpy(), axis=1))
     return values.argsort(dim=1)
@@ -354,8 +344,8 @@ def _of_one_pair(scores: Floats, labels: ClassIndices) -> PairAucs:
     return aucs
 
 
-def _leak_aucs_of_one_pair(scores: Sequence[Score], labels: Tensor) -> list[float]:
-    """Return the leak AUCs of two classes by one sort of all scores, on the scores' device."""
+def _aucs_of_one_pair(scores: Sequence[Score], labels: Tensor, *, is_plain: bool) -> list[float]:
+    """Return the AUCs of two classes by one sort of all scores, on the scores' device."""
     device = scores[-1].values.device
     chosen = np.ones((len(scores), len(labels)), dtype=np.bool_)
     for row, score in enumerate(scores):
@@ -364,8 +354,8 @@ def _leak_aucs_of_one_pair(scores: Sequence[Score], labels: Tensor) -> list[floa
     if values.shape != chosen.shape:
         raise ValueError(f"expected one label per score, got {len(labels)} for {values.shape[1]}")
     aucs = areas(values.double(), labels.to(device) == 1, torch.from_numpy(chosen))
-    leak_aucs: list[float] = torch.maximum(aucs, 1.0 - aucs).tolist()
-    return leak_aucs
+    found: list[float] = (aucs if is_plain else torch.maximum(aucs, 1.0 - aucs)).tolist()
+    return found
 
 
 def _folded(aucs: Floats) -> Floats:

@@ -14,11 +14,8 @@ variance that the attack explains, where 1 reads every label.
                                examples whose labels it knows; measured on all others
 
 A model that predicts well sends little but what it could not predict, so that attacks which know
-nothing see less and less of the labels while ``informed`` sees them all.
-
-An AUC asks how well positives and negatives are separated, and says nothing of numbers.
-
-What a score reveals beyond what features reveal is a partial R2:
+nothing see less and less of the labels while ``informed`` sees them all. What a score reveals
+beyond what features reveal is a partial R2:
 
     y'    label less its prediction from features
     s'    score less its prediction from features
@@ -27,9 +24,7 @@ What a score reveals beyond what features reveal is a partial R2:
           Econometrica 1988)
 
 Every prediction comes from a regression that has not seen the row (`FeatureModels`). A score that
-repeats what these regressions know of the features has 0, however high its raw R2; one that is the
-label has 1. A score that knows better than the regressions how features reveal labels has more than
-0 without any leak.
+knows better than these regressions how features reveal labels has more than 0 without any leak.
 """
 
 from collections.abc import Mapping
@@ -44,18 +39,15 @@ from splitveil.common.privacy.accumulation import RunScores
 from splitveil.common.privacy.cross_fitting import FeatureModels
 from splitveil.common.privacy.gradient_rows import prepared
 
-MIN_ROWS = 50
-"""Rows below which regressions on features say nothing."""
+MIN_ROWS = 50  # rows below which regressions on features say nothing
 
-NUM_HINTS = 40
-"""Labels that the ridge regression knows, as many as model completion."""
+NUM_HINTS = 40  # labels that the ridge regression knows, as many as model completion
 
 _PENALTIES = tuple(10.0**power for power in range(-6, 4))
 """Candidates, in units of the mean square of a column."""
 
 _NORMAL_QUANTILE = 1.96
-_NOTHING_LEFT = 1e-12
-"""Share of a score's variance that counts as rounding."""
+_NOTHING_LEFT = 1e-12  # share of a score's variance that counts as rounding
 
 _MOST_VALUES = 2**24
 """Numbers that sums of gradients take: 64 MiB. Of a long run, evenly spaced examples are kept."""
@@ -116,7 +108,6 @@ def ridge_r2(gradients: Tensor, labels: Tensor, seed: int) -> float:
 
 
 def _ridge(rows: _Floats, labels: _Floats) -> _Floats:
-    """Return the coefficients whose penalty has the smallest leave-one-out error."""
     left, sizes, right = np.linalg.svd(rows, full_matrices=False)
     unit = max(float(np.square(sizes).sum()) / max(rows.shape[1], 1), 1e-300)
     along = left.T @ labels
@@ -191,14 +182,10 @@ def _apart(num_examples: int, width: int) -> int:
 
 
 class SeenSums(NamedTuple):
-    gradients: Tensor
-    """(examples, row_dim)."""
-    activations: Tensor
-    """(examples, row_dim)."""
-    labels: Tensor
-    """(examples,)."""
-    positions: Tensor
-    """Of the examples in the common order, ascending, (examples,)."""
+    gradients: Tensor  # (examples, row_dim)
+    activations: Tensor  # (examples, row_dim)
+    labels: Tensor  # (examples,)
+    positions: Tensor  # of the examples in the common order, ascending, (examples,)
 
     def top_direction_r2(self) -> float:
         """Return the figure of ``accumulated_top_direction``."""
@@ -237,14 +224,12 @@ class NumberCovariates(NamedTuple):
     """Positions of the rows in the common order, ascending, (rows,)."""
     features: npt.NDArray[np.float32]
     """Activations, predictions and the active party's own features, (rows, values), finite."""
-    labels: _Floats
-    """Shares of the range, (rows,), only for the measurement."""
+    labels: _Floats  # shares of the range, (rows,), only for the measurement
 
 
 class AdjustedR2(NamedTuple):
     value: float
-    low: float
-    """Lower end of its 95 % interval; 0 where it may be chance."""
+    low: float  # lower end of its 95 % interval; 0 where it may be chance
     high: float
 
 

@@ -58,8 +58,7 @@ class LabelClasses(NamedTuple):
     def indices(self, labels: Tensor) -> Tensor:
         """Return labels, (batch,) or (batch, 1), as class indices in int64, (batch,).
 
-        Raises:
-            ValueError: a label is not the index of a class.
+        Raises ValueError if a label is not the index of a class.
         """
         values = labels.detach().reshape(-1)
         indices = values.long()
@@ -75,8 +74,7 @@ class LabelClasses(NamedTuple):
         return bool((indices != indices[:1]).any())
 
 
-TWO_CLASSES = LabelClasses()
-"""Negatives, class 0, and positives, class 1."""
+TWO_CLASSES = LabelClasses()  # negatives, class 0, and positives, class 1
 
 
 class Clues(NamedTuple):
@@ -98,10 +96,8 @@ class Observation:
 
     epoch: int
     step: int
-    gradients: Mapping[str, Tensor]
-    """Layer name -> gradients, (batch, ...)."""
-    labels: Tensor
-    """Class indices, (batch,) or (batch, 1)."""
+    gradients: Mapping[str, Tensor]  # layer name -> gradients, (batch, ...)
+    labels: Tensor  # class indices, (batch,) or (batch, 1)
     clues: Mapping[int, Clues] = field(default_factory=dict)
     """Class index -> clues about the class; with two classes, only about the positives."""
     positions: Tensor | None = None

@@ -12,17 +12,13 @@ positive with probability min(q, 1 - q) / q and a negative with min(q, 1 - q) / 
 conditional probability, an offered row's label is a fair coin given its features.
 
 The predictions q only approximate p(y given x). Two things keep their errors out of the guesses: a
-score's part that features explain is subtracted, which leaves the product of two errors (as in
-Shah and Peters, "The Hardness of Conditional Independence Testing and the Generalised Covariance
-Measure", 2020), and as many high as low scores are guessed, so that a shift of q alone makes as
-many wrong guesses as right ones.
+score's part that features explain is subtracted, which leaves the product of two errors
+(`adjusted_auc`), and as many high as low scores are guessed, so that a shift of q alone makes as
+many wrong guesses as right ones. One half of the rows chooses attack, sign and number of guesses,
+and the other half is tested: the confidence holds however many attacks were tried.
 
-One half of the rows chooses attack, sign and number of guesses, and the other half is tested: the
-confidence holds however many attacks were tried.
-
-The bound holds for one training run, without a second model. An adversary guesses for some of m
-independent pairs which of the two was used, and abstains from the others. Under (epsilon,
-delta)-differential privacy of each choice, with even odds before,
+An adversary of one training run guesses for some of m independent pairs which of the two was used.
+Under (epsilon, delta)-differential privacy of each choice, with even odds before,
 
     P[v or more of r guesses correct]  <=  beta + 2 m delta alpha
     beta   = P[B >= v],   B ~ Binomial(r, exp(epsilon) / (1 + exp(epsilon)))
@@ -48,14 +44,12 @@ DELTA = 1e-5
 """The delta at which epsilon is bounded: smaller than one over the rows of most runs. What is
 (epsilon, 0)-private is (epsilon, delta)-private, too."""
 
-_LARGEST = 40.0
-"""No number of rows excludes an epsilon beyond this."""
+_LARGEST = 40.0  # no number of rows excludes an epsilon beyond this
 
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 """Shares of the offered pairs on which a guess is made."""
 
-FEWEST_PAIRS = 20
-"""Offered pairs per half below which there is nothing to test."""
+FEWEST_PAIRS = 20  # offered pairs per half below which there is nothing to test
 
 _CHOOSING_CONFIDENCE = 0.999
 """Strict, so that a lucky choice of few guesses is not preferred to a good one of many."""
@@ -66,8 +60,7 @@ _SEED_OF_HALVES, _SEED_OF_OFFERS = 0, 1
 def p_value(guesses: int, correct: int, pairs: int, epsilon: float, delta: float = DELTA) -> float:
     """Return the largest probability of so many correct guesses on ``pairs`` under a bound.
 
-    Raises:
-        ValueError: the numbers do not fit each other.
+    Raises ValueError if the numbers do not fit each other.
     """
     if not 0 <= correct <= guesses <= pairs or not epsilon >= 0 or not 0 <= delta <= 1:
         raise ValueError(
@@ -88,11 +81,7 @@ def p_value(guesses: int, correct: int, pairs: int, epsilon: float, delta: float
 
 
 def epsilon_lower_bound(
-    guesses: int,
-    correct: int,
-    pairs: int,
-    delta: float = DELTA,
-    confidence: float = CONFIDENCE,
+    guesses: int, correct: int, pairs: int, delta: float = DELTA, confidence: float = CONFIDENCE
 ) -> float:
     """Return the largest epsilon whose p-value is at most one minus the confidence, or 0."""
     largest_p = 1 - confidence
@@ -119,14 +108,11 @@ def quick_lower_bound(guesses: int, correct: int, confidence: float = CONFIDENCE
 
 
 class EpsilonBound(NamedTuple):
-    epsilon: float
-    """0 if they exclude none."""
-    attack: str
-    """The attack whose guesses were tested."""
+    epsilon: float  # 0 if they exclude none
+    attack: str  # the attack whose guesses were tested
     guesses: int
     correct: int
-    pairs: int
-    """Pairs that were offered in the half that was tested."""
+    pairs: int  # pairs that were offered in the half that was tested
     confidence: float = CONFIDENCE
     delta: float = DELTA
 
@@ -136,20 +122,15 @@ class EpsilonBound(NamedTuple):
 
 
 class ScoredRows(NamedTuple):
-    rows: npt.NDArray[np.int64]
-    """Indices into the rows of the audit, (scored,)."""
-    scores: Floats
-    """(scored,); infinities are allowed."""
-    positive: Mask
-    """Which of the two classes each row has, (scored,)."""
-    predictions: Floats
-    """Cross-fitted probability of the positive class, (scored,)."""
+    rows: npt.NDArray[np.int64]  # indices into the rows of the audit, (scored,)
+    scores: Floats  # (scored,); infinities are allowed
+    positive: Mask  # which of the two classes each row has, (scored,)
+    predictions: Floats  # cross-fitted probability of the positive class, (scored,)
 
 
 class _Guesses(NamedTuple):
     attack: str
-    chosen: tuple[Floats, Mask]
-    """Scores and labels of the half that chooses."""
+    chosen: tuple[Floats, Mask]  # scores and labels of the half that chooses
     tested: tuple[Floats, Mask]
 
 
@@ -167,8 +148,7 @@ def observe_epsilon(
 ) -> EpsilonBound | None:
     """Bound epsilon from below with the best of several attacks.
 
-    Returns:
-        None if no attack has enough offered pairs.
+    None if no attack has enough offered pairs.
     """
     draws = np.random.default_rng(_SEED_OF_OFFERS).random(models.num_rows)
     explainer = _Explainer(models, attacks.values())
@@ -200,10 +180,7 @@ def is_offered(predictions: Floats, positive: Mask, draws: Floats) -> Mask:
 
 
 def _prepare(
-    attack: str,
-    scored: ScoredRows,
-    explainer: "_Explainer",
-    draws: Floats,
+    attack: str, scored: ScoredRows, explainer: "_Explainer", draws: Floats
 ) -> _Guesses | None:
     """Return an attack's guesses of the offered pairs; None if there are too few."""
     rows, predictions = scored.rows, scored.predictions

@@ -123,7 +123,7 @@ def unsplit(received: Received, num_classes: int, seed: int = 0) -> Tensor:
     distances = torch.zeros(received.num_examples, num_classes)
     labels = torch.eye(num_classes)
 
-    def loss(batch: _Batch) -> Tensor:
+    def loss(batch: _Replayed) -> Tensor:
         each = torch.stack([batch.distances(label) for label in labels], dim=1)
         # Earlier passes, of a worse surrogate, count ever less.
         distances.index_add_(0, batch.positions, each.detach())
@@ -218,7 +218,7 @@ def replay(
     return [RunScores(others, scores[:, target]) for target in classes.targets]
 
 
-class _Batch(NamedTuple):
+class _Replayed(NamedTuple):
     gradients: Tensor
     positions: Tensor
     logits: Tensor
@@ -246,7 +246,7 @@ def _search(received: Received, shares: Sequence[float], hints: Hints | None, se
     searched = nn.Embedding(received.num_examples, len(shares), sparse=True)
     nn.init.zeros_(searched.weight)
 
-    def loss(batch: _Batch) -> Tensor:
+    def loss(batch: _Replayed) -> Tensor:
         labels = searched(batch.positions).softmax(dim=1)
         agreement = batch.cross_entropy(labels) / entropy
         means = labels.mean(dim=0).clamp(min=1e-9)
@@ -268,7 +268,7 @@ def _search(received: Received, shares: Sequence[float], hints: Hints | None, se
 def _replay(
     received: Received,
     num_classes: int,
-    loss: Callable[[_Batch], Tensor],
+    loss: Callable[[_Replayed], Tensor],
     seed: int,
     searched: nn.Module | None = None,
     known: _Known | None = None,
@@ -286,11 +286,11 @@ def _replay(
     if searched is not None:
         optimizers.append(torch.optim.SparseAdam(searched.parameters(), lr=_LABEL_LEARNING_RATE))
 
-    def step(chosen: slice | Tensor, loss: Callable[[_Batch], Tensor]) -> None:
+    def step(chosen: slice | Tensor, loss: Callable[[_Replayed], Tensor]) -> None:
         with torch.enable_grad():
             logits, slopes = _logits_and_slopes(top, rows.activations[chosen])
             gradients, positions = rows.gradients[chosen], rows.positions[chosen]
-            value = loss(_Batch(gradients, positions, logits, slopes * scale.exp()))
+            value = loss(_Replayed(gradients, positions, logits, slopes * scale.exp()))
         for optimizer in optimizers:
             optimizer.zero_grad()
         torch.autograd.backward(value)

@@ -1,10 +1,9 @@
 """Scores rows by their energy outside the directions in which the batch stretches most.
 
 Gradients of a network hardly vary outside a few strong directions. Noise that only one class gets,
-or that each class gets in another amount, is almost alone in the rest, so that the energy of a
-row there reveals its class, however strong the noise is. Fresh ``marvell`` is such a defense: its
-noise across the gap of the class means goes into one class (Li et al., "Label Leakage and
-Protection in Two-Party Split Learning", ICLR 2022, theorem 1). Nothing but the batch is needed.
+as that of fresh ``marvell`` across the gap of the class means (Li et al., ICLR 2022, theorem 1), is
+almost alone in the rest, so that the energy of a row there reveals its class, however strong the
+noise is.
 
 With right-singular vectors v_1, v_2, ... of the batch's rows g_i and their singular values s_j, the
 score is
@@ -26,8 +25,7 @@ from torch import Tensor
 from splitveil.common.privacy.gradient_rows import Gradients, prepared
 from splitveil.common.privacy.top_direction import gram
 
-STRONGEST = 0.25
-"""Share of a batch's directions that count as strong."""
+STRONGEST = 0.25  # share of a batch's directions that count as strong
 
 _MAX_DIRECTIONS = 64
 """A batch with more rows and more columns than this is folded to this number of columns first: more
@@ -36,8 +34,7 @@ directions would cost several times as much, and reveal little more."""
 _NEGLIGIBLE = 1e-12
 """A direction with less than this fraction of the strongest one's energy is rounding error."""
 
-_LOWEST = 1e-30
-"""Fraction of the batch's largest energy below which all energies count alike."""
+_LOWEST = 1e-30  # fraction of the batch's largest energy below which all energies count alike
 
 _MAX_MOVES = 50
 

@@ -32,37 +32,28 @@ from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses
 from splitveil.common.privacy.scoring import LayerScores
 from splitveil.common.privacy.tally import REMEMBERED_EPOCHS, by_layer
 
-SEED = 0
-"""Seed of hints and bootstrap: the same scores always give the same figures."""
+SEED = 0  # seed of hints and bootstrap: the same scores always give the same figures
 
-UNSEEN = -1
-"""Label of an example that no batch has held so far."""
+UNSEEN = -1  # label of an example that no batch has held so far
 
 
 class RunLevelLeak(OperatingPoints):
-    auc: float
-    """The leak AUC; with more than two classes, of the pair that is separated best."""
-    low: float
-    """Lower end of its 95 % bootstrap interval; below 1/2 where the leak may be chance."""
+    auc: float  # the leak AUC; with more than two classes, of the pair that is separated best
+    low: float  # lower end of its 95 % bootstrap interval; below 1/2 where the leak may be chance
     high: float
-    examples: int
-    """Number of examples that were scored and whose label the attack did not know."""
+    examples: int  # number of examples that were scored and whose label the attack did not know
 
 
 class ClassRunLeak(TypedDict):
-    worst_pair: list[str]
-    """The two classes that are separated best."""
-
-    classes: dict[str, float]
-    """Leak AUC of each class against the rest."""
+    worst_pair: list[str]  # the two classes that are separated best
+    classes: dict[str, float]  # leak AUC of each class against the rest
 
 
 class RunLeaks(NamedTuple):
     """The leak of a whole run: layer -> attack -> figures."""
 
     leak: dict[str, dict[str, RunLevelLeak]]
-    by_class: dict[str, dict[str, ClassRunLeak]]
-    """Empty for two classes."""
+    by_class: dict[str, dict[str, ClassRunLeak]]  # empty for two classes
 
 
 class RunAudit:

@@ -42,18 +42,14 @@ from splitveil.common.privacy.top_direction import (
 _MAX_VOTERS = 2048
 _SMALLEST = torch.finfo(torch.float64).tiny
 
-_NEGLIGIBLE = 1e-10
-"""A residual below this fraction of the batch's largest entry is rounding error."""
+_NEGLIGIBLE = 1e-10  # a residual below this fraction of the batch's largest entry is rounding error
 
 
 class KnownClasses(NamedTuple):
     """Gradients and labels of examples other than the ones to be scored."""
 
-    negatives: Tensor
-    """(negatives, ...), at least one."""
-
-    positives: Tensor
-    """(positives, ...), at least one."""
+    negatives: Tensor  # (negatives, ...), at least one
+    positives: Tensor  # (positives, ...), at least one
 
 
 def norm(gradients: Gradients) -> Tensor:
@@ -65,8 +61,7 @@ def norm(gradients: Gradients) -> Tensor:
 def cosine(gradients: Gradients, reference: Tensor) -> Tensor:
     """Score each example by the cosine between its gradient and a positive's.
 
-    Returns:
-        Values in [-1, 1]; 0 where either gradient is zero.
+    Values in [-1, 1]; 0 where either gradient is zero.
     """
     known = prepared(gradients)
     direction = direction_of(reference, known.rows.device)
@@ -82,8 +77,7 @@ def cosine_majority(gradients: Gradients) -> Tensor:
 
     All examples of a batch of up to 2,048 vote; in a larger batch, evenly spaced ones do.
 
-    Returns:
-        Values in [-1, 0]; -1/2 where the gradient is zero.
+    Values in [-1, 0]; -1/2 where the gradient is zero.
     """
     rows = prepared(gradients).rows
     voters = rows[:: -(-len(rows) // _MAX_VOTERS)]
@@ -121,8 +115,7 @@ def lda(gradients: Gradients, classes: KnownClasses) -> Tensor:
     dimension d, so that a discriminant exists for few gradients, and for gradients that all share
     one direction.
 
-    Returns:
-        Scores in a unit of their own.
+    Scores in a unit of their own.
     """
     (rows, negatives, positives), _ = rows_together(gradients, *classes)
     centre_0, centre_1 = negatives.mean(dim=0), positives.mean(dim=0)
@@ -146,8 +139,7 @@ def regress_out(gradients: Gradients, activations: Tensor) -> Tensor:
     The prediction of a model of the activations does not depend on the example's label; the
     residual does.
 
-    Returns:
-        Zeros if the activations, with a constant, explain everything.
+    Zeros if the activations, with a constant, explain everything.
     """
     rows, unit = prepared(gradients).rows, prepared(gradients).unit
     known, _ = scaled(activations.detach().flatten(start_dim=1).to(rows))
@@ -193,8 +185,7 @@ def kmeans_hint(gradients: Gradients, hints: Tensor, other_hints: Tensor) -> Ten
 def nearest_hint(gradients: Gradients, hints: Tensor, other_hints: Tensor) -> Tensor:
     """Score each example by its largest cosine with a known positive less that with another class.
 
-    Returns:
-        Values in [-2, 2].
+    Values in [-2, 2].
     """
     (rows, known, others), _ = rows_together(gradients, hints, other_hints)
     directions = unit_rows(rows)
@@ -234,7 +225,6 @@ def _nearer_to_positives(
 
 
 def _nearest(rows: Tensor, hints: Tensor) -> Tensor:
-    """Return each row's smallest distance to a hint."""
     return torch.stack([_distances(rows, hint) for hint in hints]).amin(dim=0)
 
 

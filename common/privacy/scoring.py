@@ -1,10 +1,8 @@
 """Runs the attacks on one batch: for each layer and attack, one score per example and target.
 
-An attack that does not need labels scores a batch once for all classes. An attack that knows
-something about the positives scores it once for each target class: ``cosine`` with a gradient of
-the class, the hint attacks with some of its rows, the class oracles with the class against the
-rest. Everything that does not depend on labels (rows in float64, their norms, their top direction)
-is computed once for all attacks.
+An attack that does not need labels scores a batch once for all classes, and one that knows
+something about the positives once for each target class. Everything that does not depend on labels
+(rows in float64, their norms, their top direction) is computed once for all attacks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,8 +26,7 @@ class AttackScores(NamedTuple):
     """One score for all classes, or one for each target, (batch,) each; None for a target about
     which the attack knew too little."""
 
-    left_out: Sequence[tuple[int, ...]]
-    """Rows whose class the attack knew, for each of the scores."""
+    left_out: Sequence[tuple[int, ...]]  # rows whose class the attack knew, for each of the scores
 
 
 class LayerScores(NamedTuple):

@@ -134,6 +134,11 @@ class AuditSettings(Section):
     every_steps: int = Field(default=1, ge=1)
     """Audit the steps of an epoch whose number is a multiple of this."""
 
+    convention: Literal["leak", "paper"] = "leak"
+    """What a batch's figure is: ``leak`` is max(AUC, 1 - AUC) over the examples whose class the
+    attack does not know. ``paper``, for two classes, is the AUC over all examples, as in the
+    notebooks of Marvell's authors, with whose figures it can be compared."""
+
     @property
     def attack_names(self) -> tuple[str, ...]:
         return tuple(one.name if isinstance(one, CustomAttack) else one for one in self.attacks)

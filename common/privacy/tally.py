@@ -1,7 +1,7 @@
 """Leak AUCs of one attack on one layer over a run, in memory that does not grow with the run.
 
 Sums are exact. Quantiles come from counts in 10,000 equal cells between 0.5 and 1, and are off by
-at most half a cell, 0.000025.
+at most half a cell, 0.000025; AUCs below 0.5 count as 0.5 there.
 """
 
 import math
@@ -48,7 +48,7 @@ class AttackTally:
         self.batches += 1
         self._sum += auc
         for counts, value in ((self._measured, auc), (self._random, random)):
-            counts[min(int((value - 0.5) * 2 * _CELLS), _CELLS - 1)] += 1
+            counts[min(max(int((value - 0.5) * 2 * _CELLS), 0), _CELLS - 1)] += 1
 
     @property
     def mean(self) -> float:
@@ -117,18 +117,12 @@ def _quantile(counts: npt.NDArray[np.int32], share: float) -> float:
 class ClassLeak(TypedDict):
     """One attack on one layer, class by class: means over the batches of a run."""
 
-    worst_pair: list[str]
-    """The two classes that are separated best on average."""
-
+    worst_pair: list[str]  # the two classes that are separated best on average
     worst_pair_auc: float
     """Their leak AUC. At most the mean of the batches' worst pairs, which differ."""
 
-    worst_pair_random: float
-    """Leak AUC of random scores on the same pair."""
-
-    classes: dict[str, float]
-    """Leak AUC of each class against the rest."""
-
+    worst_pair_random: float  # leak AUC of random scores on the same pair
+    classes: dict[str, float]  # leak AUC of each class against the rest
     random: dict[str, float]
 
 
@@ -150,11 +144,7 @@ class MultiClassTally:
             counts[present] += 1
 
     def result(self, names: Sequence[str]) -> ClassLeak:
-        """Return the means under the names of the classes.
-
-        Raises:
-            OneClass: nothing was added.
-        """
+        """Return the means under the names of the classes; OneClass if nothing was added."""
         with np.errstate(invalid="ignore"):
             pairs, classes, random_pairs, random = map(np.divide, self._sums, self._counts)
         worst = PairAucs(pairs, classes).worst_pair()

@@ -29,24 +29,19 @@ _MAX_LANCZOS_STEPS = 25
 succeed."""
 
 _STEPS_BETWEEN_CHECKS = 2
-_FIRST_DOUBT = 8
-"""Number of steps after which the rate of convergence becomes meaningful."""
+_FIRST_DOUBT = 8  # number of steps after which the rate of convergence becomes meaningful
 
 _CONVERGED = 1e-11
 """The top direction counts as found when ``|Gv - lv|`` falls below this fraction of l."""
 
-_MAX_ROUNDS = 20
-"""Rounds after which centres hardly move any more; they bound the time of a batch."""
+_MAX_ROUNDS = 20  # rounds after which centres hardly move any more; they bound the time of a batch
 
 
 class TopDirection(NamedTuple):
     """The direction in which a batch of gradients stretches most; its sign is arbitrary."""
 
-    projections: Tensor
-    """The gradients' coordinates along it, (batch,), in the gradients' unit."""
-
-    direction: Tensor
-    """A unit vector, (row_dim,), or zero if all gradients are zero."""
+    projections: Tensor  # the gradients' coordinates along it, (batch,), in the gradients' unit
+    direction: Tensor  # a unit vector, (row_dim,), or zero if all gradients are zero
 
 
 def top_direction_of_rows(rows: Tensor) -> TopDirection:

@@ -84,6 +84,7 @@ class LeakRecorder:
             run.class_names,
             load_custom_attacks(settings),
             keeps_scores=run.keeps_scores,
+            convention=settings.convention,
         )
         self._worker = AuditWorker(
             self._audit if beside is None else AuditsTogether(self._audit, beside),

@@ -8,8 +8,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -25,15 +25,11 @@ from splitveil.common.record.lines import (
     to_json,
 )
 from splitveil.common.record.progress import TrainingProgress
-from splitveil.common.record.run_folder import (
-    OWNER_ONLY,
-    finite_or_null,
-    open_to_append,
-    storage_errors,
-)
+from splitveil.common.record.run_folder import finite_or_null, open_to_append, storage_errors
 from splitveil.common.record.run_record import METRICS
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
+from splitveil.common.text.files import OWNER_ONLY
 from splitveil.common.text.log_lines import log_fields, shows_bars
 from splitveil.common.text.output import printing_console
 from splitveil.common.text.wording import seconds_in_words
@@ -47,6 +43,13 @@ _SOUGHT_BYTES = 2**16
 CHARTED_EVERY_S = 0.5
 """Least time between two batches in TensorBoard's charts: a point there costs a thread as much CPU
 as some attacks."""
+
+
+_EVENTS = "events.out.tfevents.*"
+_GROUPS = {"epoch_leak": "leak/epoch", "epoch_leak_of_numbers": "leak/epoch"}
+_GROUPS |= {"leak_gate": "leak/gate", "leak_alarm": "leak/alarm", "audit": "leak/audit"}
+"""Kind of line -> what its tags begin with, if that is not the kind: TensorBoard shows the tags up
+to the first slash in one section."""
 
 
 class ChartClock:
@@ -147,8 +150,9 @@ class MetricsLog:
     def _chart(self, fields: LineFields, chart_step: int) -> None:
         # One event per line: an event per number takes several times as much of a core.
         finite: Mapping[str, float | None] = finite_or_null(fields.values)
+        section = _GROUPS.get(fields.kind, fields.kind)
         found = {
-            f"{fields.kind}/{name}": number for name, number in finite.items() if number is not None
+            f"{section}/{name}": number for name, number in finite.items() if number is not None
         }
         # Also if there is none: how many figures can be measured depends on labels.
         self._charts.file_writer.add_summary(_charted(found), chart_step)
@@ -217,9 +221,38 @@ def _open_charts(folder: Path, purge_step: int | None = None) -> Any:
         return None
 
     charts = SummaryWriter(str(folder), flush_secs=1, purge_step=purge_step)
-    for path in folder.glob("events.out.tfevents.*"):
+    for path in folder.glob(_EVENTS):
         path.chmod(OWNER_ONLY)  # the library cannot set a mode
     return charts
+
+
+def chart_outcome(folder: Path, settings: Mapping[str, Any], figures: Mapping[str, object]) -> None:
+    """Make a run a row of TensorBoard's HParams tab, in the place of one written there before.
+
+    The columns are all scalars of ``folder`` and of folders in it: take one of its own.
+    """
+    with storage_errors(folder, "cannot be written"):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        for path in folder.glob(_EVENTS):
+            path.unlink()
+        if (charts := _open_charts(folder)) is None:
+            return
+        from torch.utils.tensorboard.summary import hparams  # noqa: PLC0415
+
+        numbers = {f"run/{name}": x for name, x in figures.items() if isinstance(x, float)}
+        # Without a description of the experiment, whose columns would be those of its first run.
+        _, *row = hparams(dict(_leaves(settings)), {})
+        with closing(charts):
+            for written in (*row, _charted(numbers)):
+                charts.file_writer.add_summary(written)
+
+
+def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield prefix + name, value if isinstance(value, bool | int | float) else str(value)
 
 
 def _charted(numbers: Mapping[str, float]) -> Any:

@@ -12,6 +12,7 @@ a defense had released, and which run it is from: its id, the number of batches 
 have seen, and the digest of the contract. Both halves of a model have to agree in the latter.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,8 +24,10 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from splitveil.common.data.features import FeatureEncoder
+from splitveil.common.data.source_settings import expand_path
 from splitveil.common.data.table import Table
 from splitveil.common.errors import SettingsError
+from splitveil.common.models.settings import CustomModel, ModelSettings
 from splitveil.common.record.run_folder import (
     checkpoint_folder,
     delete,
@@ -73,6 +76,7 @@ def delete_saved(folder: Path, file_name: str) -> None:
 
 
 SETTING = "initial_weights"
+PRETRAINED = "bottom_model.weights"
 
 TRUE_LABELS = {"learned_from": "true labels"}
 """Metadata of weights that true labels have entered."""
@@ -85,6 +89,7 @@ _UNREADABLE = (
 )
 """Errors that the libraries raise for files of another kind; errors of the disk are not among them.
 """
+_CHECKPOINT = "the checkpoint folder of this party in a run that has ended, as RUN/PARTY/checkpoint"
 _MAX_ENCODER_BYTES = 2**31
 """Twice the size of vocabularies with a hundred million categories."""
 
@@ -117,8 +122,7 @@ class EarlierModel:
             spoilt = _first_not_finite(path)
             metadata = _metadata(path)
             encoder = _read_encoder(folder / ENCODER)
-        if spoilt is not None:
-            raise SettingsError(f"{setting}: {path}: tensor {spoilt!r} holds NaN or infinity")
+        _check_finite(spoilt, path, setting)
         is_free = metadata.items() >= RELEASED_LABELS.items()
         return cls(folder, encoder, is_free, metadata, weights, setting)
 
@@ -133,11 +137,8 @@ class EarlierModel:
         if table is None or self.encoder is None:
             return None
         self.encoder.check_same_columns(table)
-        known = {column.name for column in self.encoder.numeric}
-        known |= {column.name for column in self.encoder.categorical}
-        known |= {column.name for column in self.encoder.lists}
-        columns = (*table.numeric, *table.categorical, *table.lists)
-        new = [name for name in columns if name not in known]
+        columns = (*table.numeric, *table.coded)
+        new = [name for name in columns if name not in self.encoder.columns]
         if new:
             raise SettingsError(
                 f"{self.setting}: {source}: the model was trained without {', '.join(new)}: leave "
@@ -146,21 +147,57 @@ class EarlierModel:
         return self.encoder
 
     def put_into(self, model: nn.Module) -> None:
-        path = self.folder / self.weights
-        try:
-            found = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise SettingsError(f"{self.setting}: {path}: cannot be read") from error
-        expected = model.state_dict()
-        for name in dict.fromkeys((*expected, *found)):
-            for form in (_shape, _dtype):
-                there, here = form(found.get(name)), form(expected.get(name))
-                if there != here:
-                    raise SettingsError(
-                        f"{self.setting}: {path}: tensor {name!r} is {there} there and {here} in "
-                        f"the model of these settings"
-                    )
-        model.load_state_dict(found)
+        _put(self.folder / self.weights, model, self.setting)
+
+
+@dataclass(frozen=True)
+class PretrainedWeights:
+    """Files of weights with which modules of a party's own bottom model begin to train."""
+
+    files: Mapping[str, Path]
+    """By module; an empty name is the whole model."""
+
+    digest: str = ""
+
+    @classmethod
+    def open(cls, model: ModelSettings, base_dir: Path) -> "PretrainedWeights":
+        """Check the files that settings name; they are loaded when they are needed."""
+        named = model.weights if isinstance(model, CustomModel) else {}
+        files = {part: expand_path(PRETRAINED, name, base_dir) for part, name in named.items()}
+        digest = hashlib.sha256()
+        for part, path in files.items():
+            with _reading(path, path.name, PRETRAINED, "a file of safetensors"):
+                check_regular(path)
+                spoilt = _first_not_finite(path)
+                with path.open("rb") as file:
+                    digest.update(part.encode() + hashlib.file_digest(file, "sha256").digest())
+            _check_finite(spoilt, path, PRETRAINED)
+        return cls(files, digest.hexdigest() if files else "")
+
+    def put_into(self, model: nn.Module) -> None:
+        for part, path in self.files.items():
+            try:
+                module = model.get_submodule(part)
+            except AttributeError as error:
+                raise SettingsError(f"{PRETRAINED}: the model has no module {part!r}") from error
+            _put(path, module, PRETRAINED)
+
+
+def _put(path: Path, model: nn.Module, setting: str) -> None:
+    try:
+        found = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise SettingsError(f"{setting}: {path}: cannot be read") from error
+    expected = model.state_dict()
+    for name in dict.fromkeys((*expected, *found)):
+        for form in (_shape, _dtype):
+            there, here = form(found.get(name)), form(expected.get(name))
+            if there != here:
+                raise SettingsError(
+                    f"{setting}: {path}: tensor {name!r} is {there} there and {here} in "
+                    f"the model of these settings"
+                )
+    model.load_state_dict(found)
 
 
 def is_label_free(folder: Path) -> bool:
@@ -170,13 +207,14 @@ def is_label_free(folder: Path) -> bool:
 
 
 @contextmanager
-def _reading(folder: Path, weights: str, setting: str) -> Iterator[None]:
+def _reading(
+    folder: Path, weights: str, setting: str, expected: str = _CHECKPOINT
+) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
         raise SettingsError(
-            f"{setting}: {folder}: there is no {weights}: expected the checkpoint folder of "
-            f"this party in a run that has ended, as RUN/PARTY/checkpoint"
+            f"{setting}: {folder}: there is no {weights}: expected {expected}"
         ) from error
     except OSError as error:
         reason = error.strerror or type(error).__name__
@@ -202,6 +240,11 @@ def _first_not_finite(path: Path) -> str | None:
             if not tensor.isfinite().all():
                 return str(name)
     return None
+
+
+def _check_finite(spoilt: str | None, path: Path, setting: str) -> None:
+    if spoilt is not None:
+        raise SettingsError(f"{setting}: {path}: tensor {spoilt!r} holds NaN or infinity")
 
 
 def _read_encoder(path: Path) -> FeatureEncoder | None:

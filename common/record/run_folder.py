@@ -19,15 +19,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 from splitveil.common.errors import SettingsError, StorageError
-from splitveil.common.text.files import sync
+from splitveil.common.text.files import OWNER_ONLY, replacing_file
 
 _logger = logging.getLogger(__name__)
 
-OWNER_ONLY = 0o600
-"""Mode of a file that only its owner may read and write."""
 AS_USUAL = 0o666
 """Mode of a file that is meant to be passed on: the process's umask decides."""
 _OWNER_ONLY_FOLDER = 0o700
@@ -77,24 +75,6 @@ def write_bytes_atomically(path: Path, data: bytes, mode: int = OWNER_ONLY) -> N
     """Replace a file as a whole: afterwards it holds the old content or the new, never a part."""
     with storage_errors(path, "cannot be written"), replacing_file(path, mode) as file:
         file.write(data)
-
-
-@contextmanager
-def replacing_file(path: Path, mode: int = OWNER_ONLY) -> Iterator[BinaryIO]:
-    """Open a file that takes the place of another once it is whole and on disk. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    # Anyone who can write to the folder could have put a link there, to a file that would change.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    temporary.unlink(missing_ok=True)  # left by a killed process that had this number
-    try:
-        with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync(path.parent)
 
 
 @contextmanager

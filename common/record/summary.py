@@ -5,7 +5,6 @@ bounds of the ledger; both may contain the figures of attacks.
 """
 
 import platform
-import socket
 import sys
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -37,18 +36,15 @@ from splitveil.common.record.values import (
 class Provenance(NamedTuple):
     ended: str
     """Date and time, UTC, ISO 8601 to the second."""
-    host: str | None
-    """Name of the machine; None if the settings keep it out."""
     system: str
     """Operating system and processor architecture."""
     python: str
     torch: str
 
 
-def provenance_of_process(*, shows_host: bool) -> Provenance:
+def provenance_of_process() -> Provenance:
     return Provenance(
         datetime.now(UTC).isoformat(timespec="seconds"),
-        socket.gethostname() if shows_host else None,
         f"{platform.system()} {platform.release()}, {platform.machine()}",
         ".".join(map(str, sys.version_info[:3])),
         version("torch"),

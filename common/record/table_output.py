@@ -10,7 +10,7 @@ from pyarrow import csv as arrow_csv
 from pyarrow import parquet
 
 from splitveil.common.errors import SettingsError, StorageError
-from splitveil.common.record.run_folder import replacing_file
+from splitveil.common.text.files import replacing_file
 
 FORMATS = (".parquet", ".csv")
 

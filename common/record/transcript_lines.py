@@ -41,8 +41,7 @@ def _known(kind: str) -> str:
 _Count = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 """The range of the messages' fields: a peer's number is recorded as received."""
 _Link = Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")]
-_Digest = Annotated[str, Field(pattern=r"\A(blake3:)?[0-9a-f]{64}\z")]
-"""Of a message: BLAKE3, or SHA-256 without a prefix, as earlier versions wrote it."""
+_Digest = Annotated[str, Field(pattern=r"\Ablake3:[0-9a-f]{64}\z")]
 _Party = Annotated[str, Field(max_length=NAME_CHARACTERS)]
 
 

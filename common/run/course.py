@@ -112,8 +112,6 @@ def batch_in_words(epoch: int, step: int) -> str:
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows that one message is about."""
-
     epoch: int
     split: PassName
     step: int  # number of the batch within the epoch's split, from 0

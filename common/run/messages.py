@@ -25,8 +25,6 @@ carries nothing else, so mypy refuses code that would send a raw gradient.
 
 
 class BatchId(NamedTuple):
-    """The batch that a message is about."""
-
     run_id: str
     epoch: int
     step: int  # number of the batch within the epoch's split, from 0
@@ -81,8 +79,6 @@ class Opening(NamedTuple):
 
 
 class LeaveReason(Enum):
-    """Why a passive party leaves a run."""
-
     FINISHED = "finished"
     INTERRUPTED = "interrupted"
     ALIGNMENT_FAILED = "alignment failed"

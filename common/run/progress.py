@@ -79,8 +79,6 @@ class RunIdentity(NamedTuple):
 
 
 class Progress:
-    """The progress of one party through the course of a run."""
-
     def __init__(self, contract: Contract, rows: AlignedRows, store: CheckpointStore) -> None:
         self.batch_number = 0  # number of batches that have been handled
         self.due: Batch | None = None  # the batch that is due; None after the last one
@@ -175,6 +173,6 @@ def refusing_other_versions() -> Iterator[None]:
 def other_data() -> DataError:
     """Return the error of a party whose data have changed since the run was started."""
     return DataError(
-        "this party's data are not those that the run was started with; restore them, or start "
-        "over with --fresh"
+        "this party's data, or its files of pretrained weights, are not those that the run was "
+        "started with; restore them, or start over with --fresh"
     )

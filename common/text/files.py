@@ -12,10 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.text.wording import suggest
 
+OWNER_ONLY = 0o600
+"""Mode of a file that only its owner may read and write."""
+
+_MAX_SECRET_BYTES = 2**16
 _PIECE_BYTES = 2**20
 _LISTED_NAMES = 1000
 
@@ -45,6 +50,26 @@ def read_or_refuse(path: Path, max_bytes: int, consequence: str = "") -> bytes:
         return read_bytes(path, max_bytes)
     except OSError as error:
         raise SettingsError(f"{path}: {why_unreadable(path, error)}{consequence}") from error
+
+
+def check_secret(path: Path, setting: str) -> None:
+    """Check that only its owner may read a file; SettingsError otherwise, OSError without one."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077:
+        raise SettingsError(
+            f"{setting}: {path} has mode {mode:04o}, so that others may read it: chmod 600 {path}"
+        )
+
+
+def read_secret(path: Path, setting: str) -> str:
+    """Return the text of a file that only its owner may read; errors never quote it."""
+    try:
+        check_secret(path, setting)
+        return read_bytes(path, _MAX_SECRET_BYTES).decode("utf-8").strip()
+    except OSError as error:
+        raise SettingsError(f"{setting}: {path}: {why_unreadable(path, error)}") from error
+    except UnicodeDecodeError:
+        raise SettingsError(f"{setting}: {path}: the text is not UTF-8") from None
 
 
 def why_unreadable(path: Path, error: OSError) -> str:
@@ -77,3 +102,21 @@ def only_one_process(lock: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def replacing_file(path: Path, mode: int = OWNER_ONLY) -> Iterator[BinaryIO]:
+    """Open a file that takes the place of another once it is whole and on disk. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Anyone who can write to the folder could have put a link there, to a file that would change.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    temporary.unlink(missing_ok=True)  # left by a killed process that had this number
+    try:
+        with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 
 def in_words(value: object) -> str:
@@ -14,10 +14,6 @@ def in_words(value: object) -> str:
             return "yes" if value else "no"
         case float():
             return in_short(value)
-        case Mapping():
-            return ", ".join(_parts_in_words(value)) or "none"
-        case list() | tuple():
-            return ", ".join(map(in_words, value)) or "none"
         case _:
             return str(value)
 
@@ -36,17 +32,6 @@ def setting_in_words(value: object) -> str:
             return ", ".join(map(setting_in_words, value)) or "none"
         case _:
             return in_words(value) or "(empty)"
-
-
-def _parts_in_words(values: Mapping[str, object]) -> Iterator[str]:
-    """Yield the entries of a mapping, its name first, leaving out those that are not set."""
-    if isinstance(values.get("name"), str):
-        yield str(values["name"])
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _parts_in_words(value)
-        elif value is not None and (name != "name" or not isinstance(value, str)):
-            yield f"{label(name)} {in_words(value)}"
 
 
 def label(name: str) -> str:

@@ -10,7 +10,6 @@ import ipaddress
 import os
 import re
 import socket
-import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 from splitveil.common.errors import PeerUnreachable, SettingsError
-from splitveil.common.text.files import read_bytes
+from splitveil.common.text.files import read_secret
 
 ChannelOptions = list[tuple[str, int | str]]
 
@@ -30,7 +29,6 @@ EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
 """Variables that list the hosts to reach without the proxy: the first that is set counts."""
 
 _REPLY_BYTES = 8192
-_CREDENTIALS_BYTES = 4096
 
 # The environment has a second way to impose a proxy, which the main switch does not turn off.
 _NO_ADDRESSES: ChannelOptions = [("grpc.address_http_proxy_enabled_addresses", "")]
@@ -93,18 +91,7 @@ def named_proxy(url: str, credentials: Path | None = None) -> HttpProxy:
 
 
 def _read_credentials(path: Path) -> str:
-    try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        text = read_bytes(path, _CREDENTIALS_BYTES).decode().strip()
-    except OSError as error:
-        raise SettingsError(f"proxy_credentials: {path}: {error.strerror}") from error
-    except UnicodeDecodeError:  # not chained: it quotes the content
-        raise SettingsError(f"proxy_credentials: {path}: the text is not UTF-8") from None
-    if mode & 0o077:
-        raise SettingsError(
-            f"proxy_credentials: {path} has mode {mode:04o}, so that others may read it: "
-            f"chmod 600 {path}"
-        )
+    text = read_secret(path, "proxy_credentials")
     user, separator, password = text.partition(":")
     if not user or not separator:
         raise SettingsError(f"proxy_credentials: {path}: expected one line USER:PASSWORD")

@@ -46,8 +46,6 @@ class LeftOut(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """What each column of a table is."""
-
     id_column: str | None
     label: Label | None
     numeric: tuple[Column, ...]
@@ -74,15 +72,8 @@ class Choices(NamedTuple):
     def has_numeric_gaps(self) -> bool:
         return any(column.missing for column in (*self.numeric, *self.timestamps))
 
-    @property
-    def is_skewed(self) -> bool:
-        """Whether some numbers have a long tail, as amounts of money do."""
-        return any(abs(column.skewness) > 5 for column in self.numeric)
-
 
 class Wishes(NamedTuple):
-    """What the user has decided."""
-
     id_column: str | None = None
     has_id: bool = True
     """Whether there is an id at all; without one, equal row numbers mean the same example."""

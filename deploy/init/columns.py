@@ -13,7 +13,6 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from splitveil.common.data.columns import (
-    LARGEST_FLOAT32,
     NUMBER,
     NUMBERS_BY_DECIMAL,
     CategoricalColumn,
@@ -149,8 +148,7 @@ class Column(NamedTuple):
     """The distinct values, the most frequent first; at most ``MOST_VALUES`` of them."""
 
     counts: tuple[int, ...]
-    skewness: float
-    """Third standardised moment of the numbers; 0 for other cells."""
+    """Rows of each of them."""
 
     reason: str
     """Why the whole numbers look like codes and not quantities; empty if they do not."""
@@ -207,7 +205,7 @@ MOST_VALUES = 200
 def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column:
     text = as_text(cells)
     if text is None:
-        return Column(name, "other", len(cells), cells.null_count, (), 0, (), (), 0.0, "")
+        return Column(name, "other", len(cells), cells.null_count, (), 0, (), (), "")
     present = set(pc.unique(text).to_pylist())
     gaps = tuple(gap for gap in dict.fromkeys((*GAPS, *missing_texts)) if gap in present)
     found = read_categories(WrittenColumn(text, name, gaps))
@@ -230,7 +228,6 @@ def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column
         distinct=len(values),
         values=tuple(values.take(pa.array(order)).to_pylist()),
         counts=tuple(counts[order].tolist()),
-        skewness=_skewness(numbers, counts),
         reason=_reason_for_codes(name, kind, numbers, counts),
         low=float(numbers.min()) if len(numbers) else 0.0,
         high=float(numbers.max()) if len(numbers) else 0.0,
@@ -303,16 +300,6 @@ def _kind_of_texts(name: str, column: CategoricalColumn, is_number: NDArray[np.b
 def _variance(numbers: NDArray[np.float64], counts: NDArray[np.int64]) -> float:
     centred = numbers - np.average(numbers, weights=counts)
     return float(np.average(centred**2, weights=counts))
-
-
-def _skewness(numbers: NDArray[np.float64], counts: NDArray[np.int64]) -> float:
-    is_finite = np.abs(numbers) <= LARGEST_FLOAT32
-    numbers, counts = numbers[is_finite], counts[: len(is_finite)][is_finite]
-    if len(numbers) < 2:
-        return 0.0
-    centred = numbers - np.average(numbers, weights=counts)
-    spread = np.sqrt(np.average(centred**2, weights=counts))
-    return float(np.average((centred / spread) ** 3, weights=counts)) if spread > 0 else 0.0
 
 
 def _reason_for_codes(

@@ -16,7 +16,6 @@ from splitveil.common.party.json_output import add_json
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    """Return the sub-command's parser."""
     init = Parser(prog=program, example="active clients.csv --label-column churned")
     init.add_argument(
         "role",

@@ -43,8 +43,6 @@ _STAGES = 8
 
 
 class Sizes(NamedTuple):
-    """The sizes of a run."""
-
     batch_size: int
     epochs: int
     min_aligned: int
@@ -217,7 +215,6 @@ def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: T
 
 
 def texts_of(proposal: Proposal, role: Role) -> dict[str, str]:
-    """Return the files of a proposal by name."""
     names = ["active.yaml", "contract.yaml"] if role == ACTIVE else ["passive.yaml"]
     templates = _templates()
     return {name: templates.get_template(f"{name}.jinja").render(p=proposal) for name in names}

@@ -66,7 +66,6 @@ def _find_common_order(
         progress.note(done_ids, total_ids)
 
     with ExitStack() as resources:
-        resources.callback(aligner.engine.close)
         wanted = Transcript(folder, settings.party) if settings.transcript else nullcontext()
         transcript = resources.enter_context(wanted)
         peer = resources.enter_context(

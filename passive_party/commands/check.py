@@ -15,6 +15,7 @@ from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.endpoint import status_checks
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
+from splitveil.common.record.model_files import PretrainedWeights
 from splitveil.common.wire.endpoint import check_security
 from splitveil.passive_party.assembly import connection_of, evaluation_labels, idle_peer
 from splitveil.passive_party.probing import connection_checks
@@ -46,6 +47,7 @@ def check(parsed: argparse.Namespace) -> None:
         )
         model = build(trial=Trial((contract.batch_size,), device))
         but = "" if contract.drop_last else lone_row_in_words(build, device)
+        PretrainedWeights.open(settings.bottom_model, settings.base_dir).put_into(model)
         if earlier is not None:
             earlier.put_into(model)
         fits = f"the bottom model fits them{but}"

@@ -15,7 +15,7 @@ from splitveil.common.text.version import VERSION
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.feature_exposure import measure_exposure
 from splitveil.passive_party.report_page import write_exposure, write_passive_report
-from splitveil.passive_party.settings import PassiveReportSettings, PassiveSettings
+from splitveil.passive_party.settings import PassiveReportSettings
 
 _logger = logging.getLogger(__name__)
 
@@ -47,7 +47,6 @@ def try_to_report(folder: Path) -> None:
 
 
 def leave_results(
-    settings: PassiveSettings,
     folder: Path,
     recorded: Summary,
     transcript: Transcript | None,
@@ -57,7 +56,7 @@ def leave_results(
         recorded,
         transcript=None if transcript is None else transcript.summary(),
         version=VERSION,
-        provenance=provenance_of_process(shows_host=settings.report.show_host),
+        provenance=provenance_of_process(),
     )
     write_summary(folder, summary)
     if stopped is not None:

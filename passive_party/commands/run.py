@@ -121,7 +121,6 @@ def _train(
                 raise
             logger.warning("the active party does not resume this run: %s", error)
         finally:
-            aligner.engine.close()
             # A run that has ended for good and is not resumed keeps the model that it ended with.
             if run.trainer is not None and end_of(folder) is None:
                 identity = identity_metadata(run.model_identity, settings.contract)
@@ -132,7 +131,7 @@ def _train(
         return
     if run.trainer is not None and build_trainer.encoder is not None:
         try_to_measure(settings.report, folder, run.trainer, build_trainer.encoder, len(data.ids))
-    leave_results(settings, folder, recorder.summary(), transcript, stopped)
+    leave_results(folder, recorder.summary(), transcript, stopped)
     aligner.tried.forget()
     store.forget_finished()  # last: a process that ends before this does not train from scratch
 

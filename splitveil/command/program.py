@@ -57,14 +57,7 @@ SUB_COMMANDS = (
         "run all parties of a folder as processes on this machine",
         "splitveil.deploy.local",
     ),
-    SubCommand(
-        "align",
-        "find the rows that all parties have, and write this party's, without training",
-        _OWN,
-    ),
     SubCommand("certs", "make and show certificates", "splitveil.deploy.certs"),
-    SubCommand("report", "write a page that shows what a run revealed about the labels", _OWN),
-    SubCommand("compare", "print the final figures of several runs, side by side", _OWN),
     SubCommand(
         "audit",
         "attack gradients of any trainer, and print what they reveal about the labels",

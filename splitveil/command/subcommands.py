@@ -1,7 +1,4 @@
-"""The sub-commands of ``splitveil`` that work on files: align, report, compare, audit, schema.
-
-``align`` and ``report`` do the same as in ``splitveil active`` and ``splitveil passive``.
-"""
+"""The sub-commands of ``splitveil`` that work on files of no single party: audit, schema."""
 
 import argparse
 import math
@@ -13,15 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from splitveil.active_party.commands.program import REPORT_EXAMPLE, add_report_arguments
-from splitveil.common.errors import DataError, SettingsError
-from splitveil.common.party.arguments import (
-    ALIGN_PURPOSE,
-    Commands,
-    Parser,
-    add_align_arguments,
-    add_command,
-)
+from splitveil.common.errors import DataError
+from splitveil.common.party.arguments import Parser
 from splitveil.common.party.json_output import add_json, print_json
 from splitveil.common.text.upper_bounds import at_least
 from splitveil.common.text.visible_text import PlainTable
@@ -44,68 +34,6 @@ def parser(program: str) -> argparse.ArgumentParser:
 def run(parsed: argparse.Namespace) -> int:
     exit_code: int = parsed.action(parsed)
     return exit_code
-
-
-def _add_align(align: argparse.ArgumentParser) -> None:
-    align.description = f"{ALIGN_PURPOSE}; every party runs it at once"
-    parties: Commands = align.add_subparsers(dest="party", required=True, metavar="PARTY")
-    parts = {
-        "active": "the label owner's part: it is called",
-        "passive": "a feature owner's part: it calls",
-    }
-    for party, part in parts.items():
-        example = f"{party}.yaml --output aligned.parquet"
-        add_align_arguments(add_command(parties, party, part, example))
-    align.set_defaults(command="align", action=_run_of_party)
-
-
-def _add_report(report: argparse.ArgumentParser) -> None:
-    add_report_arguments(report)
-    report.set_defaults(command="report", party="active", action=_run_of_party)
-
-
-def _run_of_party(parsed: argparse.Namespace) -> int:
-    run_party = resolve_name(f"splitveil.{parsed.party}_party.commands.program:run")
-    exit_code: int = run_party(parsed)
-    return exit_code
-
-
-def _add_compare(compare: argparse.ArgumentParser) -> None:
-    compare.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN_DIR", help="a run's folder, runs/<run name>"
-    )
-    compare.add_argument(
-        "--output", type=Path, metavar="FILE", help="also write a page with their charts"
-    )
-    add_json(compare)
-    compare.set_defaults(action=_compare)
-
-
-def _compare(parsed: argparse.Namespace) -> int:
-    if len({folder.resolve() for folder in parsed.runs}) < len(parsed.runs):
-        raise SettingsError("expected each run once")
-    written: Path | None = None
-    if parsed.output is not None:
-        write_comparison = resolve_name("splitveil.active_party.report:write_comparison")
-        written = write_comparison(parsed.runs, parsed.output)
-    if parsed.json:
-        runs = list(map(resolve_name("splitveil.library.runs:Run"), parsed.runs))
-        print_json(
-            {
-                "runs": [{**run.overview(), "summary": dict(run.summary)} for run in runs],
-                "report": None if written is None else str(written),
-            }
-        )
-        return 0
-    titles = [folder.resolve().name for folder in parsed.runs]
-    if len(set(titles)) < len(titles):
-        titles = list(map(str, parsed.runs))
-    read_summary = resolve_name("splitveil.common.record.run_record:read_summary")
-    summaries = [read_summary(folder / "active") for folder in parsed.runs]
-    comparison_table = resolve_name("splitveil.deploy.comparison:comparison_table")
-    table = comparison_table("comparison", dict(zip(titles, summaries, strict=True)))
-    Console().print(table)
-    return 0
 
 
 def _add_audit(audit: argparse.ArgumentParser) -> None:
@@ -218,9 +146,6 @@ def _schema(parsed: argparse.Namespace) -> int:
 
 
 _PARSERS: Mapping[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
-    "align": (_add_align, "active active.yaml --output aligned.parquet"),
-    "report": (_add_report, REPORT_EXAMPLE),
-    "compare": (_add_compare, "runs/breast_cancer-none runs/breast_cancer-marvell"),
     "audit": (_add_audit, "gradients.npz --batch-size 128"),
     "schema": (_add_schema, "active"),
 }

@@ -37,7 +37,7 @@ from splitveil.common.run.sample_order import Positions
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 from splitveil.library.frames import Frame, as_html, frame
 
-Rows: TypeAlias = Sequence[int] | Sequence[str] | Positions | None
+Rows: TypeAlias = Sequence[int] | Sequence[str] | Positions | Tensor | None
 """Positions of examples, their ids if the ledger knows ids, or None for all of them."""
 
 
@@ -73,8 +73,7 @@ class Ledger:
 
         Ids are then compared by the rules of that run's contract.
 
-        Raises:
-            SettingsError: there is none, or it cannot be read.
+        Raises SettingsError if there is none, or it cannot be read.
         """
         book = open_book(Path(folder))
         ledger = cls(len(book))
@@ -115,8 +114,7 @@ class Ledger:
         ``q95`` and ``mean`` over the examples; ``against(peers)`` is the same for fewer peers. An
         AUC of 1 is no bound.
 
-        Raises:
-            ValueError: there are no examples, or a row is unknown or given twice.
+        Raises ValueError if there are no examples, or a row is unknown or given twice.
         """
         positions = self._positions(rows)
         if not len(positions):
@@ -139,10 +137,7 @@ class Ledger:
         The first four arguments are those of ``charge``.
 
         Args:
-            charge: the answer.
-            rows: its examples.
-            adversary: its peers.
-            is_gaussian: its mechanism.
+            charge, rows, adversary, is_gaussian: the answer.
             leak_auc: the limit as an AUC, above 0.5 and below 1; this or ``sum_kl``.
             sum_kl: the limit as a divergence, above 0.
             peers: the peers for whom the limit has to hold. An account that does not describe them
@@ -192,8 +187,7 @@ class Ledger:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take up the accounts that ``state_dict`` returned.
 
-        Raises:
-            ValueError: the state is of other examples, or does not come from a ledger.
+        Raises ValueError if the state is of other examples, or does not come from a ledger.
         """
         if self._names is None:
             self._accounts.load_state_dict(state)
@@ -241,7 +235,7 @@ class Ledger:
     def _positions(self, rows: Rows) -> Positions:
         if rows is None:
             return np.arange(len(self))
-        given = np.asarray(rows)
+        given = np.asarray(rows.cpu() if isinstance(rows, Tensor) else rows)
         if given.dtype.kind in "UO" and len(given):
             if self._names is None:
                 raise ValueError("expected positions: this ledger knows no ids")

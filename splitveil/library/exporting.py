@@ -22,7 +22,7 @@ from splitveil.passive_party.settings import PassiveSettings
 _KINDS = {"kind", "name", "mode"}
 """Settings that choose a section's class: they are written even where they are the default."""
 _PATHS = {
-    *("path", "table", "cache_dir", "uri_file", "snapshot_dir", "initial_weights"),
+    *("path", "table", "cache_dir", "uri_file", "snapshot_dir", "initial_weights", "tokenizer"),
     *("earlier_ledgers", "earlier", "noise_key_path", "allowed_ids", "clients", "token_file"),
     *("certificate", "private_key", "authority", "proxy_credentials"),
 }
@@ -120,7 +120,9 @@ def _without(values: dict[str, Any], names: set[str]) -> None:
 def _from_here(values: dict[str, Any], base_dir: Path) -> None:
     """Make the paths of files absolute that are there, relative to ``base_dir``."""
     for name, value in values.items():
-        if isinstance(value, dict):
+        if name == "weights":  # of modules, by name
+            values[name] = {part: _absolute(one, base_dir) for part, one in value.items()}
+        elif isinstance(value, dict):
             _from_here(value, base_dir)
         elif name in _PATHS and isinstance(value, str):
             values[name] = _absolute(value, base_dir)

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, TypeAlias
 import pyarrow as pa
 
 if TYPE_CHECKING:
-    import pandas as pd
+    try:  # as where the types are checked
+        from pandas import DataFrame
+    except ImportError:
+        from pyarrow import Table as DataFrame
 
-Frame: TypeAlias = "pd.DataFrame | pa.Table"
-"""A data frame where pandas is installed."""
+Frame: TypeAlias = "DataFrame"
 
 Row = Mapping[str, object]
 

@@ -169,17 +169,18 @@ def meet(
 ) -> None:
     """Let all parties meet, and return when all of them have finished; resumes what has begun.
 
-    A single passive party runs in the calling thread, several parties in one thread each; of their
-    errors the first is raised.
+    The first passive party runs in the calling thread, others in one thread each; of their errors
+    the first is raised.
     """
     if session.stage is Stage.WAITING:
         session.reopen()
-    if len(runs) == 1:
-        for name, run in runs.items():
-            run.run(connect(name))
-        return
     errors: list[BaseException] = []
-    threads = [start(name, run, connect, errors.append) for name, run in runs.items()]
+    (first, *others) = runs
+    threads = [start(name, runs[name], connect, errors.append) for name in others]
+    try:
+        runs[first].run(connect(first))
+    except BaseException as error:  # the others' threads end first
+        errors.append(error)
     for thread in threads:
         thread.join()
     if errors:

@@ -1,8 +1,9 @@
 """Tables in memory as the data of simulated parties: arrays, data frames, tables of pyarrow.
 
 Each table is written as a Parquet file beside settings made for it, so that a simulation reads it
-as two processes would. Numbers become numeric features, dates and times timestamps, and texts
-categories. Gaps in numbers and times become the mean of the training rows, as ``init`` proposes.
+as two processes would. Numbers become numeric features, dates and times timestamps, texts
+categories, and lists of whole numbers sequences. Gaps in numbers and times become the mean of the
+training rows, as ``init`` proposes.
 """
 
 import hashlib
@@ -19,6 +20,7 @@ import pyarrow.compute as pc
 import yaml
 from pyarrow import parquet
 
+from splitveil.common.data.category_lists import is_list
 from splitveil.common.data.columns import (
     WrittenColumn,
     almost_numbers,
@@ -105,10 +107,13 @@ def write_settings(
 
 def as_table(given: Any, name: str) -> pa.Table:
     """Return a table of any kind as one of pyarrow; the index of a data frame becomes columns."""
+    of_pandas: Any = getattr(sys.modules.get("pandas"), "DataFrame", ())
     try:
         if isinstance(given, Mapping):
-            return pa.table({str(column): np.asarray(values) for column, values in given.items()})
-        if isinstance(given, getattr(sys.modules.get("pandas"), "DataFrame", ())):
+            return pa.table({str(one): _cells(name, one, cells) for one, cells in given.items()})
+        if isinstance(given, of_pandas):
+            if given.columns.inferred_type != "string":
+                given = given.rename(columns=str)
             return pa.Table.from_pandas(given, preserve_index=True)
         if hasattr(given, "__arrow_c_stream__"):  # pyarrow, polars, DuckDB and others
             table = pa.table(given)
@@ -118,7 +123,7 @@ def as_table(given: Any, name: str) -> pa.Table:
             return plain.replace_schema_metadata(table.schema.metadata)  # pandas' index
         rows = np.asarray(given)
     except (ValueError, TypeError, NotImplementedError) as error:
-        # The last argument is pyarrow's name of the column.
+        # The last argument is pyarrow's name of the column; the first may quote a cell.
         raise SettingsError(f"{name}: cannot be read as a table: {error.args[-1]}") from error
     if rows.ndim != 2 or rows.dtype.kind not in "biuf":
         raise SettingsError(
@@ -126,6 +131,15 @@ def as_table(given: Any, name: str) -> pa.Table:
             f"(rows, columns) of numbers, got {type(given).__name__}"
         )
     return pa.table({f"x{column}": rows[:, column] for column in range(rows.shape[1])})
+
+
+def _cells(table: str, column: object, values: Any) -> pa.Array:
+    try:
+        return pa.array(np.asarray(values))
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise SettingsError(
+            f"{table}: column {column!r}: expected cells of one kind, and not nested"
+        ) from error
 
 
 def _without_views(cells: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -218,6 +232,12 @@ def _is_by_party(passive: Any) -> bool:
 def _data(
     folder: Path, name: str, table: pa.Table, own: Sequence[str], id_column: str | None
 ) -> dict[str, Any]:
+    ways = ("numeric", "categorical", "timestamps", "sequences")
+    features: dict[str, list[str]] = {way: [] for way in ways}
+    others = {*own, id_column, *_index_of(table)}
+    for column in table.schema:
+        if column.name not in others and not is_unnamed_index(column.name):
+            features[_way_of(column, name)].append(column.name)
     written = folder / f"{name}.parquet"
     parquet.write_table(table, written)
     written.chmod(0o600)
@@ -225,11 +245,6 @@ def _data(
     with written.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     path = written.rename(folder / f"{name}-{digest}.parquet")
-    features: dict[str, list[str]] = {"numeric": [], "categorical": [], "timestamps": []}
-    others = {*own, id_column, *_index_of(table)}
-    for column in table.schema:
-        if column.name not in others and not is_unnamed_index(column.name):
-            features[_way_of(column, name)].append(column.name)
     for text in features["categorical"]:
         where = f"{name}: column {text!r}"
         found = read_categories(WrittenColumn(table.column(text), where, ("",)))
@@ -243,6 +258,8 @@ def _data(
                 list_rows(rows + 1),
             )
     chosen: dict[str, Any] = {kind: names for kind, names in features.items() if names}
+    if sequences := chosen.get("sequences"):
+        chosen["sequences"] = {one: _sequence(table.column(one)) for one in sequences}
     if any(map(_has_gaps, table.select(features["numeric"] + features["timestamps"]).columns)):
         chosen |= {"missing_numeric": "mean", "missing_indicator": True}
     return {
@@ -256,13 +273,23 @@ def _way_of(column: pa.Field, table: str) -> str:
     kind, types = column.type, pa.types
     if types.is_date(kind) or types.is_timestamp(kind):
         return "timestamps"
-    is_other = isinstance(kind, pa.BaseExtensionType) and kind.extension_name != "arrow.uuid"
-    if types.is_duration(kind) or types.is_time(kind) or types.is_nested(kind) or is_other:
+    if is_list(kind) and types.is_integer(kind.value_type):
+        return "sequences"
+    cells = kind.value_type if types.is_dictionary(kind) else kind
+    is_other = isinstance(cells, pa.BaseExtensionType) and cells.extension_name != "arrow.uuid"
+    if types.is_duration(kind) or types.is_time(kind) or types.is_nested(cells) or is_other:
         raise SettingsError(
-            f"{table}: column {column.name!r}: expected numbers, dates, times or texts, not "
-            f"{kind}: convert the column or leave it out"
+            f"{table}: column {column.name!r}: expected numbers, dates, times, texts or lists of "
+            f"whole numbers, not {cells}: convert the column or leave it out"
         )
     return "numeric" if is_numeric(kind) or types.is_boolean(kind) else "categorical"
+
+
+def _sequence(cells: pa.ChunkedArray) -> dict[str, int]:
+    """Return settings that fit all rows of a column of lists of whole numbers."""
+    longest = pc.max(pc.list_value_length(cells)).as_py()
+    largest = pc.max(pc.list_flatten(cells)).as_py()
+    return {"max_length": max(1, longest or 0), "num_tokens": max(0, largest or 0) + 1}
 
 
 def _settings(data: dict[str, Any]) -> dict[str, Any]:

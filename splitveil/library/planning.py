@@ -75,11 +75,8 @@ def plan(
     Args:
         example: the name of an example of the package, a folder with ``active.yaml``, or the
             active party's settings file; this, or ``active``.
-        active: the label owner's table, like the other arguments as for ``simulate``.
-        label: the column of ``active`` with the labels.
-        key: the column or index of ids.
-        label_range: the bounds of labels that are numbers.
-        positive_label: the text or texts that stand for label 1.
+        active: the label owner's table; it, ``label``, ``key``, ``label_range`` and
+            ``positive_label`` are as for ``simulate``.
         defense: by default that of the settings.
         target_leak_auc: also find the power ratio of ``marvell`` at which the whole run stays below
             this AUC.

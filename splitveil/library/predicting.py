@@ -94,67 +94,44 @@ def predict(
             training.
     """
     opened = run if isinstance(run, Run) else Run(run)
-    parties = _Parties(opened, passive, tables or {}, base_dir)
-    with parties.predictor(model) as predictor:
-        predictor.check_models()
-        asked = parties.all_ids() if ids is None else list(ids)
-        texts = list(map(as_text, asked))
-        canonical = CanonicalForm(parties.active.contract.ids).of(texts)
-        # Whole numbers stay what they are: they join the list that they come from.
-        given = asked if all(isinstance(one, Integral) for one in asked) else texts
-        rows = _rows(predictor, canonical, parties.active.data.class_names)
-        return frame({"id": one, **row} for one, row in zip(given, rows, strict=True))
-
-
-class _Parties:
-    def __init__(
-        self,
-        run: Run,
-        passive: Mapping[str, str | Path] | str | Path | None,
-        tables: Mapping[str, Any],
-        base_dir: str | Path | None,
-    ) -> None:
-        base = run.base_dir if base_dir is None else Path(base_dir)
-        self.active = settings_of(ActiveSettings, run.path / ACTIVE, base)
-        names = self.active.contract.passive_parties
-        folders = folders_of(run.path, names, passive)
-        self._passive = {
-            name: settings_of(PassiveSettings, folders[name], base, f"party={name}")
-            for name in names
+    base = opened.base_dir if base_dir is None else Path(base_dir)
+    active = settings_of(ActiveSettings, opened.path / ACTIVE, base)
+    names = active.contract.passive_parties
+    folders = folders_of(opened.path, names, passive)
+    others = {
+        name: settings_of(PassiveSettings, folders[name], base, f"party={name}") for name in names
+    }
+    given = {name: as_table(table, name) for name, table in (tables or {}).items()}
+    if unknown := sorted(given.keys() - {ACTIVE, *names}):
+        expected = ", ".join([ACTIVE, *names])
+        raise SettingsError(f"tables: {', '.join(unknown)}: expected {expected}")
+    if given and active.data.id_column is None:
+        check_rows_correspond(given)
+    scratch = Scratch()
+    paths = {name: scratch.path / f"{name}.parquet" for name in given}
+    for name, table in given.items():
+        parquet.write_table(table, paths[name])
+    with own_modules(base):
+        joint = JointModel.load(active, torch_device(active.device), model)
+        served = {
+            name: ServedModel.load(one, torch_device(one.device), paths.get(name))
+            for name, one in others.items()
         }
-        unknown = sorted(tables.keys() - {ACTIVE, *names})
-        if unknown:
-            raise SettingsError(
-                f"tables: {', '.join(unknown)}: expected {', '.join([ACTIVE, *names])}"
-            )
-        self._scratch = Scratch()
-        given = {name: as_table(table, name) for name, table in tables.items()}
-        if given and self.active.data.id_column is None:
-            check_rows_correspond(given)
-        self._tables = {name: self._scratch.path / f"{name}.parquet" for name in given}
-        for name, table in given.items():
-            parquet.write_table(table, self._tables[name])
-        self._served: dict[str, ServedModel] = {}
-
-    def predictor(self, choice: ModelChoice | None) -> Predictor:
-        device = torch_device(self.active.device)
-        with own_modules(self.active.base_dir):
-            model = JointModel.load(self.active, device, choice)
-        own = None
-        if model.encoder is not None:
-            own = ServedRows.load(self.active, model.encoder, self._tables.get(ACTIVE))
-        for name, settings in self._passive.items():
-            where = torch_device(settings.device)
-            with own_modules(settings.base_dir):
-                self._served[name] = ServedModel.load(settings, where, self._tables.get(name))
-        clients = [LocalEmbedder(name, one, model.identity) for name, one in self._served.items()]
-        # They are asked like clients of parties elsewhere, and have nothing else of them.
-        return Predictor(model, cast("list[EmbedClient]", clients), own)
-
-    def all_ids(self) -> list[str]:
-        """Return the ids of the first passive party's rows."""
-        rows = next(iter(self._served.values())).rows
-        return rows.ids_at(rows.served())
+    own = None
+    if joint.encoder is not None:
+        own = ServedRows.load(active, joint.encoder, paths.get(ACTIVE))
+    clients = [LocalEmbedder(name, one, joint.identity) for name, one in served.items()]
+    # They are asked like clients of parties elsewhere, and have nothing else of them.
+    with Predictor(joint, cast("list[EmbedClient]", clients), own) as predictor:
+        predictor.check_models()
+        rows = served[names[0]].rows
+        asked = rows.ids_at(rows.served()) if ids is None else list(ids)
+        texts = list(map(as_text, asked))
+        canonical = CanonicalForm(active.contract.ids).of(texts)
+        # Whole numbers stay what they are: they join the list that they come from.
+        shown = asked if all(isinstance(one, Integral) for one in asked) else texts
+        found = _rows(predictor, canonical, active.data.class_names)
+        return frame({"id": one, **row} for one, row in zip(shown, found, strict=True))
 
 
 def _rows(predictor: Predictor, ids: Sequence[str], classes: Sequence[str]) -> Iterator[Row]:

@@ -134,7 +134,8 @@ class _Recorder(PassiveRecorder):
         super().on_epoch(epoch)
         try:
             if self.then is not None:
-                self.then()
+                with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+                    self.then()  # dropout may draw from the same generator
         except BaseException as error:
             self.raised = error
             raise
@@ -210,9 +211,6 @@ class _ClearGroup:
 
     def multiply(self, points: bytes, scalar: bytes) -> bytes:  # noqa: ARG002
         return points
-
-    def close(self) -> None:
-        """There are no resources."""
 
 
 def clear_engine(settings: AlignmentSettings) -> AlignmentEngine:

@@ -25,7 +25,6 @@ from splitveil.common.record.lines import (
     LedgerLine,
     TrainingLine,
 )
-from splitveil.common.record.summary import Summary
 from splitveil.library.example_ledger import Ledger
 from splitveil.library.frames import Frame, Row, as_html, frame
 from splitveil.library.trained import Format, Half, export
@@ -87,12 +86,6 @@ class Run:
         """The active party's summary as in ``summary.json``; empty until the run has ended."""
         active = self._files().active
         return MappingProxyType(active.summary.form() if active.has_ended else {})
-
-    @property
-    def summaries(self) -> Mapping[str, Summary]:
-        """The summaries of all parties that have ended, by their names."""
-        ended = (party for party in self._files().parties if party.has_ended)
-        return {party.name: party.summary for party in ended}
 
     @property
     def test_auc(self) -> float | None:
@@ -213,10 +206,10 @@ class Run:
 
         ``passive.pt2`` is for ``torch.export.load``, ``passive.onnx`` for ONNX runtimes; and so for
         every party whose folder is there. The inputs are tensors by name, with any number of rows:
-        ``activation`` (of the top model), ``numeric``, ``categorical`` and ``image``, encoded as by
-        ``features``. Scalers, vocabularies and ``bins`` of the encoding are in
-        ``passive.encoder.json``: a number of a column with bins is, once scaled, its place among
-        their edges, as by ``numpy.interp(scaled, edges, range(len(edges)))``.
+        ``activation`` (of the top model), ``numeric`` (float64: numbers as in the table, NaN for a
+        gap, which the half fills, marks and scales; then a 1 or 0 per category of each list),
+        ``categorical`` and ``image``, as by ``features``. ``passive.encoder.json`` has the order of
+        the columns and the slots of the categories: from 2, in the order of ``categories``.
         ``model`` chooses the top model, as in ``model``.
 
         Raises:
@@ -376,15 +369,6 @@ class Runs(Sequence[Run]):
         return list(dict.fromkeys(defense for defense, _ in self._runs))
 
     @property
-    def seeds(self) -> list[int]:
-        return list(dict.fromkeys(seed for _, seed in self._runs))
-
-    @property
-    def summary(self) -> Mapping[str, Mapping[str, Any]]:
-        """Run name -> the active party's summary."""
-        return {run.name: run.summary for run in self}
-
-    @property
     def bounds(self) -> Mapping[str, Mapping[str, float]]:
         """Defense -> peers -> the largest bound of its runs, each by itself; 1 is no bound."""
         return {
@@ -394,17 +378,6 @@ class Runs(Sequence[Run]):
             }
             for defense in self.defenses
         }
-
-    @property
-    def ledger(self) -> Ledger:
-        """The ledger of the only run.
-
-        Raises:
-            ValueError: there are several, each with a ledger of its own.
-        """
-        if len(self) != 1:
-            raise ValueError(f"expected one run, got {len(self)}: choose one, as in runs[0].ledger")
-        return self[0].ledger
 
     def frame(self, of: KindOfRuns = "runs") -> Frame:
         """Return the figures of all runs as one data frame, with columns ``defense`` and ``seed``.

@@ -1,8 +1,9 @@
 """Simulates runs: both parties in this process, with the bits of two processes."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.attacks import ATTACKS, SideInformation
@@ -18,7 +19,20 @@ from splitveil.library.choices import (
 )
 from splitveil.library.loading import Scratch, load, source_of
 from splitveil.library.runs import Run, Runs
-from splitveil.library.sweeping import Job, run_here, run_side_by_side
+from splitveil.library.sweeping import TAKEN, Job, Notify, run_here, run_side_by_side
+
+_logger = logging.getLogger(__name__)
+
+
+class OnEpoch(Protocol):
+    def on_epoch(self, run: Run, /) -> object: ...
+
+
+class OnEnd(Protocol):
+    def on_end(self, run: Run, /) -> object: ...
+
+
+Callback: TypeAlias = Callable[[Run], object] | OnEpoch | OnEnd
 
 EVERY_BATCH: Mapping[str, Any] = {"queue_batches": 1024, "max_cpu_share": None}
 """Audits that leave no batch out: figures do not depend on how fast the machine is."""
@@ -40,7 +54,7 @@ def simulate(
     threads: int | None = None,
     jobs: int = 1,
     runs: str | Path | None = None,
-    on_epoch: Callable[[Run], object] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Runs:
     """Run both parties in this process, once for each defense and seed.
 
@@ -85,8 +99,10 @@ def simulate(
             that is there, finished and of the same settings and tables, is taken as it is, which is
             logged, so that the same call continues an interrupted one. A run with code of one's own
             (a model, defense or attack) or with a file that has changed since runs again.
-        on_epoch: called after every epoch with the run so far; what it raises ends the simulation.
-            With one job only.
+        callbacks: objects with ``on_epoch(run)``, called after every epoch with the run so far, or
+            ``on_end(run)``, called with a run that has ended, or both; a function is an
+            ``on_epoch``. A run waits for them; what one raises ends its run and the simulation, and
+            reaches the caller. They are not called for a run that is taken as it is.
 
     Returns:
         The runs: frames, report, bounds and ledgers.
@@ -94,13 +110,12 @@ def simulate(
     Raises:
         SplitveilError: settings or data cannot be used, or a run failed. A run that its budget or a
             gate has ended is a result.
-        ValueError: neither an example nor tables are given, or both, there are no seeds, or an
-            ``on_epoch`` with several jobs.
+        ValueError: neither an example nor tables are given, or both, or there are no seeds or jobs.
     """
     if (active is None) != (passive is None):
         raise ValueError("expected the tables of both parties, active and passive")
-    if jobs < 1 or (jobs > 1 and on_epoch is not None):
-        raise ValueError("jobs: expected at least one, and no more than one with on_epoch")
+    if jobs < 1:
+        raise ValueError("jobs: expected at least one")
     scratch: Scratch | None = None
     if runs is None:
         scratch = Scratch()
@@ -123,12 +138,35 @@ def simulate(
         for seed in numbers
         for one in chosen
     }
+
+    def run_of(job: Job) -> Run:
+        return Run(job.folder, owner=scratch, base_dir=source)
+
+    notify = _notifier(callbacks, run_of)
     if jobs > 1:
-        run_side_by_side([*planned.values()], jobs)
+        run_side_by_side([*planned.values()], jobs, notify)
     else:
-        run_here([*planned.values()], on_epoch)
-    done = {key: Run(job.folder, owner=scratch, base_dir=source) for key, job in planned.items()}
-    return Runs(done, folder)
+        run_here([*planned.values()], notify)
+    return Runs({key: run_of(job) for key, job in planned.items()}, folder)
+
+
+def _notifier(callbacks: Sequence[Callback], run_of: Callable[[Job], Run]) -> Notify:
+    handlers: dict[str, list[Callable[[Run], object]]] = {"on_epoch": [], "on_end": []}
+    for one in callbacks:
+        own = {event: getattr(one, event) for event in handlers if hasattr(one, event)}
+        if not own and not callable(one):
+            raise ValueError("callbacks: expected functions, or objects with on_epoch or on_end")
+        for event, handler in (own or {"on_epoch": one}).items():
+            handlers[event].append(handler)
+
+    def notify(event: str, job: Job) -> None:
+        if event == TAKEN:
+            name = Path(job.folder).name
+            _logger.warning("%s: taken from an earlier call: not run again", name)
+        for handler in handlers.get(event, ()):
+            handler(run_of(job))
+
+    return notify
 
 
 def _base(

@@ -9,19 +9,24 @@ import os
 import re
 import subprocess
 import sys
-import threading
+import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing import connection
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.data.sequences import tokenizer_files
 from splitveil.common.errors import DataError, EndedForGood, SettingsError, SplitveilError
 from splitveil.common.party import command_line
 from splitveil.common.party.party_settings import PartySettings
+from splitveil.common.record.metrics_log import chart_outcome
 from splitveil.common.record.run_folder import claimed, has_finished, move_aside
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.imports import HANDED_OVER
@@ -35,8 +40,9 @@ NONCES_APART = 1_000_000
 
 _ERRORS = {one.exit_code: one for one in (SettingsError, DataError)}
 _LAST_LINES = 12
+_CHARTED = {"cut_shape", "batch_size", "epochs", "schedule", "model_seed", "optimizer", "defense"}
+_CHARTED |= {"top_model", "bottom_model", "initial_weights", "early_stopping", "run_budget"}
 _CUSTOM = re.compile(r"\b(kind|name): custom\b")
-_logger = logging.getLogger(__name__)
 
 
 class Job(NamedTuple):
@@ -58,50 +64,94 @@ class Job(NamedTuple):
         return settings._replace(passive=seeded)
 
 
-def run_here(jobs: Sequence[Job], on_epoch: Callable[[Run], object] | None = None) -> None:
+Notify: TypeAlias = Callable[[str, Job], None]
+"""Called with an event of a job: ``on_epoch``, ``on_end`` or `TAKEN`."""
+TAKEN = "taken"
+"""The job's run was there."""
+
+
+def run_here(jobs: Sequence[Job], notify: Notify) -> None:
     for job in jobs:
-        _run(job, on_epoch)
+        notify("on_end" if _run(job, partial(notify, "on_epoch", job)) else TAKEN, job)
 
 
-def run_side_by_side(jobs: Sequence[Job], most: int) -> None:
-    """Run jobs in processes of their own, at most ``most`` at a time; none is left at an error."""
+def run_side_by_side(jobs: Sequence[Job], most: int, notify: Notify) -> None:
+    """Run jobs in processes of their own, at most ``most`` at a time; none is left at an error.
+
+    A process waits after each of its events until ``notify`` has returned here; if that raises, its
+    run ends as in this process, and those of the others are interrupted.
+    """
     if any(HANDED_OVER in text for job in jobs for text in job.overrides):
         raise SettingsError(
             "jobs: code of this program has no name that another process can import: move it into "
             "a module, or leave jobs out"
         )
-    running: set[subprocess.Popen[str]] = set()
-    starting, stopped = threading.Lock(), threading.Event()
+    waiting, running = deque(jobs), dict[Connection, _OfJob]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < most:
+                process = _OfJob(waiting.popleft())
+                running[process.connection] = process
+            for ready in connection.wait([*running]):
+                process = running.pop(cast("Connection", ready))
+                if not (event := process.heard()):
+                    process.check_ended()
+                    continue
+                try:
+                    notify(event, process.job)
+                except BaseException:
+                    process.end()
+                    raise
+                process.say(b"")
+                running[process.connection] = process
+    finally:
+        for process in running.values():
+            process.kill()
+            process.end()
 
-    def launch(job: Job) -> tuple[int, str]:
-        with starting:
-            if stopped.is_set():
-                return 0, ""
-            process = subprocess.Popen(  # noqa: S603 - this interpreter and this module
-                [sys.executable, "-P", "-m", __name__],
-                stdin=subprocess.PIPE,
+
+class _OfJob(subprocess.Popen[bytes]):
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.connection, theirs = connection.Pipe()
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        with theirs:
+            super().__init__(
+                [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
+                stderr=self._said,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                pass_fds=[theirs.fileno()],
             )
-            running.add(process)
-        _, said = process.communicate(json.dumps(job))
-        running.discard(process)
-        return process.returncode, _why_ended(process.returncode, said)
+        self.say(json.dumps(job).encode())
 
-    with ThreadPoolExecutor(most) as pool:
+    def say(self, words: bytes) -> None:
+        with suppress(ConnectionError):  # it has ended, which is heard next
+            self.connection.send_bytes(words)
+
+    def heard(self) -> str:
+        """Return its next event; empty once it has ended."""
         try:
-            for job, (code, said) in zip(jobs, pool.map(launch, jobs), strict=True):
-                if code:
-                    raise _ERRORS.get(code, SplitveilError)(f"{Path(job.folder).name}: {said}")
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            with starting:
-                stopped.set()
-                for process in [*running]:
-                    process.kill()
-            raise
+            return self.connection.recv_bytes().decode()
+        except (EOFError, ConnectionError):
+            return ""
+
+    def end(self) -> str:
+        """Wait until the process has ended, which it does after its next event; return its log."""
+        self.connection.close()
+        self.wait()
+        with self._said:
+            self._said.seek(0)
+            return self._said.read().decode(errors="replace")
+
+    def check_ended(self) -> None:
+        said = self.end()
+        if self.returncode:
+            why = _why_ended(self.returncode, said)
+            raise _ERRORS.get(self.returncode, SplitveilError)(
+                f"{Path(self.job.folder).name}: {why}"
+            )
 
 
 def _why_ended(code: int, said: str) -> str:
@@ -111,24 +161,35 @@ def _why_ended(code: int, said: str) -> str:
     return "\n".join(of_unexpected or said.splitlines()[-_LAST_LINES:])
 
 
-def _run(job: Job, on_epoch: Callable[[Run], object] | None = None) -> None:
+def _run(job: Job, on_epoch: Callable[[], object]) -> bool:
+    """Run a job, and return whether that was necessary."""
     settings, folder = job.settings(), Path(job.folder)
     parties: dict[str, PartySettings] = {ACTIVE: settings.active}
     parties |= {one.folder_name(): one for one in settings.passive.values()}
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with claimed(folder / ACTIVE, "another process writes this run; name another folder in runs"):
         if all(_is_finished(folder / name, one) for name, one in parties.items()):
-            _logger.warning("%s: taken from an earlier call: not run again", folder.name)
-            return
+            return False
         for name in parties:
             if (folder / name).exists():
                 move_aside(folder / name)
-        with _as_in_a_process_of_its_own(settings.active), suppress(EndedForGood):
-            run_recorded(
-                settings,
-                folder,
-                on_epoch and (lambda: on_epoch(Run(folder, base_dir=Path(job.source)))),
-            )
+        try:
+            with _as_in_a_process_of_its_own(settings.active), suppress(EndedForGood):
+                run_recorded(settings, folder, on_epoch)
+        finally:
+            with suppress(SettingsError):  # nothing was measured
+                figures = Run(folder).overview()
+                chart_outcome(folder / "hparams", _charted(settings), figures)
+    return True
+
+
+def _charted(settings: PartiesSettings) -> dict[str, Any]:
+    """Return the settings that decide what is learned and revealed, by owner."""
+    contract = settings.active.contract.model_dump(mode="json", include=_CHARTED)
+    owners = {ACTIVE: settings.active, **settings.passive}
+    return {"contract": contract} | {
+        name: one.model_dump(mode="json", include=_CHARTED) for name, one in owners.items()
+    }
 
 
 def _is_finished(folder: Path, settings: PartySettings) -> bool:
@@ -142,6 +203,7 @@ def _is_finished(folder: Path, settings: PartySettings) -> bool:
         return False
     ended = (folder / "summary.json").stat().st_mtime_ns
     files = files_of(settings.data.source, settings.base_dir)
+    files += tokenizer_files(settings.data.features, settings.base_dir).values()
     if any(one.stat().st_mtime_ns > ended for one in files):
         return False
     stored = command_line.stored_settings(folder) | {"runs_dir": str(settings.runs_dir)}
@@ -165,9 +227,17 @@ def _as_in_a_process_of_its_own(settings: ActiveSettings) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+def _run_for(caller: Connection) -> None:
+    def notify(event: str, _: Job) -> None:
+        caller.send_bytes(event.encode())
+        caller.recv_bytes()  # EOFError, which ends the run, if the caller is gone
+
+    run_here([Job(*json.loads(caller.recv_bytes()))], notify)
+
+
 if __name__ == "__main__":
     try:
-        _run(Job(*json.load(sys.stdin)))
+        _run_for(Connection(int(sys.argv[1])))
     except SplitveilError as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(error.exit_code) from None

@@ -1,9 +1,11 @@
 """The halves of the model that a run has trained: as modules, and exported for other programs."""
 
+import math
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from io import BytesIO
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from pyarrow import parquet
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from splitveil.active_party.predict.predictor import ModelChoice, load_top
 from splitveil.active_party.settings import ActiveSettings
@@ -119,9 +122,12 @@ class Half(NamedTuple):
         if self.encoder is not None:
             rows = vars(self.encoder.shapes.zeros(ROWS))
             inputs |= {name: part for name, part in rows.items() if part is not None}
+            if "numeric" in inputs:
+                width = inputs["numeric"].shape[1] - len(self.encoder.indicators)
+                inputs["numeric"] = torch.zeros(ROWS, width, dtype=torch.float64)
             write_json_atomically(path.with_suffix(".encoder.json"), self.encoder.state())
         shapes = {name: {0: torch.export.Dim.DYNAMIC} for name in inputs}
-        half = _OfTensors(self.model, takes_activation="activation" in inputs).eval()
+        half = _OfTensors(self.model, self.encoder, takes_activation="activation" in inputs).eval()
         written = BytesIO()
         try:
             with warnings.catch_warnings(action="ignore"):  # torch's, of its own parts
@@ -138,10 +144,43 @@ class Half(NamedTuple):
         write_bytes_atomically(path, written.getvalue())
 
 
+class _Scaling(nn.Module):
+    """What ``RowEncoder`` does with numbers, as operations of tensors that a program can hold."""
+
+    def __init__(self, encoder: FeatureEncoder) -> None:
+        super().__init__()
+        self._signed_log1p = encoder.signed_log1p
+        scalers, wide = encoder.numeric, partial(torch.tensor, dtype=torch.float64)
+        names = [one.name for one in scalers]
+        self._marked = [names.index(name) for name in encoder.indicators]
+        self.shift = nn.Buffer(wide([one.shift for one in scalers]))
+        self.scale = nn.Buffer(wide([one.scale for one in scalers]))
+        fills = [math.nan if one.fill is None else one.fill for one in scalers]
+        self.fill = nn.Buffer(wide(fills))
+        edges = [*map(wide, encoder.bins)] or [wide([])]
+        # A bin of infinite width adds nothing: it stands where other columns have more bins.
+        self.lows = nn.Buffer(pad_sequence([one[:-1] for one in edges], True))
+        self.widths = nn.Buffer(pad_sequence([one.diff() for one in edges], True, math.inf))
+        self._bins = bool(encoder.bins)
+
+    def forward(self, numeric: Tensor) -> Tensor:
+        values, members = numeric.tensor_split([len(self.shift)], dim=1)
+        if self._signed_log1p:
+            values = values.sign() * values.abs().log1p()
+        gaps = values.isnan()
+        values = (torch.where(gaps, self.fill, values) - self.shift) / self.scale
+        if self._bins:
+            values = ((values[:, :, None] - self.lows) / self.widths).clamp(0, 1).sum(dim=2)
+        return torch.cat([values, gaps[:, self._marked], members], dim=1).float()
+
+
 class _OfTensors(nn.Module):
-    def __init__(self, model: nn.Module, *, takes_activation: bool) -> None:
+    def __init__(
+        self, model: nn.Module, encoder: FeatureEncoder | None, *, takes_activation: bool
+    ) -> None:
         super().__init__()
         self.model = model
+        self.scaling = _Scaling(encoder) if encoder is not None and encoder.numeric_parts else None
         self._takes_activation = takes_activation
 
     def forward(
@@ -150,8 +189,12 @@ class _OfTensors(nn.Module):
         numeric: Tensor | None = None,
         categorical: Tensor | None = None,
         image: Tensor | None = None,
+        tokens: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> Tensor:
-        given = (numeric, categorical, image)
+        if self.scaling is not None:
+            numeric = self.scaling(numeric)
+        given = (numeric, categorical, image, tokens, lengths)
         features = None if all(part is None for part in given) else Features(*given)
         called = (activation, features) if self._takes_activation else (features,)
         output: Tensor = self.model(*called)

@@ -171,9 +171,6 @@ class Together:
     def multiply(self, points: bytes, scalar: bytes) -> bytes:
         return self._group.multiply(points, scalar)
 
-    def close(self) -> None:
-        self._group.close()
-
 
 def test_two_parties_are_aligned_at_a_time() -> None:
     meeting = some_ids(2)

@@ -56,16 +56,12 @@ def test_each_learns_the_nonce_and_the_set_size_of_the_other() -> None:
     assert (second.alignment.peer_nonce, second.alignment.peer_set_size) == (NONCES[0], 7)
 
 
-def test_whole_chunks_and_worker_processes_give_the_same_result(
+def test_whole_chunks_and_worker_threads_give_the_same_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ecdh, "CHUNK_IDS", CHUNK_IDS)
     own, peer = names(range(NUM_TWO_CHUNKS)), names(range(4000, 4000 + CHUNK_IDS))
-    with_workers = engine(workers=2)
-    try:
-        first, second = align_both((own, peer), (with_workers, ENGINE))
-    finally:
-        with_workers.close()
+    first, second = align_both((own, peer), (engine(workers=2), ENGINE))
     assert set(common_ids(own, first)) == set(own) & set(peer)
     assert common_ids(own, first) == common_ids(peer, second)
 

@@ -8,15 +8,7 @@ import pytest
 from splitveil.common.alignment import AlignChannel, Alignment, QueueChannel, align, channel_pair
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.ids import Allowed, canonical_ids
-from splitveil.common.errors import (
-    AlignmentError,
-    DataError,
-    InvalidMessage,
-    OutOfStep,
-    PeerUnreachable,
-    SplitveilError,
-    TooLarge,
-)
+from splitveil.common.errors import DataError, InvalidMessage, OutOfStep, SplitveilError, TooLarge
 from splitveil.common.party.aligned_table import aligning, read_own_ids
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.passive_party.settings import PassiveSettings
@@ -63,12 +55,6 @@ def test_ids_that_are_all_equal_are_an_error_or_a_single_id() -> None:
     outcomes = align_both((first.ids, ["another", *first.ids]))
     assert [len(outcome.alignment.rows) for outcome in outcomes] == [1, 1]
     assert first.rows == outcomes[0].alignment.rows.tolist() == [0]
-
-
-def test_sets_without_a_common_id_are_an_error_on_both_sides_that_counts_none() -> None:
-    for outcome in align_both((names(range(30)), names(range(100, 150)))):
-        assert isinstance(outcome.error, AlignmentError)
-        assert ", 0 in common" in str(outcome.error)
 
 
 def test_ids_of_one_byte_of_64_kib_and_in_any_unicode_align_exactly() -> None:
@@ -140,32 +126,6 @@ def test_a_peer_that_tampers_with_its_chunks_is_refused_at_once(
     honest, dishonest = align_both((ids, ids), channels=(here, Tampers(there, 5, tampering)))
     assert type(honest.error) is error
     assert isinstance(dishonest.error, SplitveilError), "it learns nothing either"
-
-
-def test_a_peer_that_announces_more_than_it_sends_is_unreachable_after_the_deadline() -> None:
-    here, there = channel_pair(deadline_s=0.3)
-    there.send(pb.AlignFrame(hello=peer_hello(set_size=9_000)))
-    there.send(points_frame(0, points(16)))
-    outcome = Outcome(lambda: align_here(here, names(range(20))))
-    assert type(outcome.error) is PeerUnreachable
-    assert "silent" in str(outcome.error)
-
-
-def test_a_peer_that_stops_half_way_is_unreachable_at_once() -> None:
-    class Stops(Passing):
-        left = 3
-
-        def send(self, frame: pb.AlignFrame) -> None:
-            self.left -= 1
-            if not self.left:
-                self.close()
-            super().send(frame)
-
-    here, there = channel_pair(deadline_s=LONG_S)
-    ids = names(range(70))
-    honest, _ = align_both((ids, ids), channels=(here, Stops(there)))
-    assert type(honest.error) is PeerUnreachable
-    assert "silent" not in str(honest.error)
 
 
 class Endless(Passing):

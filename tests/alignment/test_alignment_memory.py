@@ -56,9 +56,6 @@ class Fast:
         elements = np.frombuffer(points, np.uint8).reshape(-1, 32)
         return (elements ^ np.frombuffer(scalar, np.uint8)).tobytes()
 
-    def close(self) -> None:
-        """Close nothing."""
-
 
 class Party(NamedTuple):
     ids: list[str]

@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from splitveil.common.alignment import QueueChannel, StreamChannel, align, channel_pair
-from splitveil.common.alignment.ecdh import EcdhExchange
+from splitveil.common.alignment import QueueChannel, StreamChannel, align, channel_pair, ristretto
+from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
 from splitveil.common.alignment.exchange import _transfer
+from splitveil.common.alignment.ristretto import Ristretto
 from splitveil.common.alignment.workers import WorkerPool
 from splitveil.common.errors import (
     AlignmentError,
@@ -32,7 +33,6 @@ from tests.support.aligned import (
     committed,
     common_ids,
     done_frame,
-    engine,
     greeted,
     names,
     peer_hello,
@@ -268,15 +268,14 @@ def test_no_peer_makes_500_ids_common_where_none_are(kind: str) -> None:
 
 
 def test_a_failure_of_the_sending_side_is_raised_at_once_and_as_it_is() -> None:
-    workers = engine(workers=1)
-    pool = workers._group
-    assert isinstance(pool, WorkerPool)
-    process = pool._workers[0]._process
-    process.kill()
-    process.wait()
-    outcomes = align_both((names(range(50)), names(range(50))), (workers, ENGINE))
-    workers.close()
-    assert "worker process ended" in str(outcomes[0].error)
+    class Failing(Ristretto):
+        def mask(self, digests: bytes, scalar: bytes) -> bytes:
+            raise StorageError("no more")
+
+    group = WorkerPool(2, Failing(ristretto.load().name))
+    failing = EcdhEngine(min_aligned=1, max_set_size=10_000, group=group)
+    outcomes = align_both((names(range(50)), names(range(50))), (failing, ENGINE))
+    assert type(outcomes[0].error) is StorageError
     assert type(outcomes[1].error) is PeerUnreachable
     assert "silent" not in str(outcomes[1].error)
 

@@ -2,7 +2,7 @@
 
 import random
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from splitveil.common.alignment.common_tags import common_tags
-from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.ids import Allowed
 from splitveil.common.errors import AlignmentError, InvalidMessage
@@ -21,16 +20,7 @@ pytestmark = pytest.mark.usefixtures("small_chunks")
 
 PLAIN = CanonicalForm()
 LOOSE = CanonicalForm([TextId(fold_case=True, drop_characters="-", space="remove")])
-Engines = dict[int, EcdhEngine]
-
-
-@pytest.fixture(scope="module")
-def engines() -> Iterator[Engines]:
-    """Yield engines by their number of worker processes."""
-    made = {0: ENGINE, 1: engine(workers=1), 2: engine(workers=2)}
-    yield made
-    for number in (1, 2):
-        made[number].close()
+ENGINES = {0: ENGINE, 1: engine(workers=1), 2: engine(workers=2)}
 
 
 def written(person: int, draw: random.Random, form: CanonicalForm) -> str:
@@ -58,7 +48,6 @@ TABLES = st.lists(st.integers(0, 40), min_size=1, max_size=40)
     draw=st.randoms(use_true_random=False),
 )
 def test_any_two_tables_align_as_the_sets_of_their_people(
-    engines: Engines,
     tables: tuple[list[int], list[int]],
     form: CanonicalForm,
     workers: int,
@@ -68,7 +57,7 @@ def test_any_two_tables_align_as_the_sets_of_their_people(
         usable_ids([written(person, draw, form) for person in table], form, Allowed(True))
         for table in tables
     )
-    outcomes = align_both((own.ids, peer.ids), (engines[workers], ENGINE))
+    outcomes = align_both((own.ids, peer.ids), (ENGINES[workers], ENGINE))
     common = set(tables[0]) & set(tables[1])
     if not common:
         assert [type(outcome.error) for outcome in outcomes] == [AlignmentError] * 2

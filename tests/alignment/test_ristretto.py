@@ -1,8 +1,6 @@
 """ristretto255 as RFC 9496 defines it, from either copy of libsodium."""
 
 import hashlib
-import os
-import signal
 import subprocess
 import sys
 
@@ -11,7 +9,6 @@ import pytest
 from splitveil.common.alignment import ristretto
 from splitveil.common.alignment.ristretto import LibraryError, NotInGroupError, Ristretto
 from splitveil.common.alignment.workers import WorkerPool
-from tests.support.waiting import HANGS_AFTER_S
 
 # RFC 9496, appendix A.1: the generator's multiples 1, 2, 3, ...
 MULTIPLES = [
@@ -137,47 +134,15 @@ def test_workers_give_the_same_bytes(num_elements: int) -> None:
     group = ristretto.load()
     digests = ristretto.digest_ids(map(str, range(num_elements)))
     secret = group.random_scalar()
-    pool = WorkerPool(3, group.name)
-    try:
-        masked = pool.mask(digests, secret)
-        assert masked == group.mask(digests, secret)
-        assert pool.multiply(masked, secret) == group.multiply(masked, secret)
-    finally:
-        pool.close()
+    pool = WorkerPool(3, group)
+    masked = pool.mask(digests, secret)
+    assert masked == group.mask(digests, secret)
+    assert pool.multiply(masked, secret) == group.multiply(masked, secret)
 
 
 def test_workers_name_the_bad_element_and_continue() -> None:
-    pool = WorkerPool(3, ristretto.load().name)
-    try:
-        with pytest.raises(NotInGroupError) as caught:
-            pool.multiply(GENERATOR * 10 + bytes(32) + GENERATOR, scalar(2))
-        assert caught.value.position == 10
-        assert pool.multiply(GENERATOR, scalar(2)).hex() == MULTIPLES[1]
-    finally:
-        pool.close()
-
-
-def test_workers_end_when_their_party_is_killed() -> None:
-    program = (
-        "import os, signal; from splitveil.common.alignment import ristretto; "
-        "from splitveil.common.alignment.workers import WorkerPool; "
-        "pool = WorkerPool(2, ristretto.load().name); "
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    ends, start = os.pipe()
-    with subprocess.Popen(
-        [sys.executable, "-c", program], env={"PYTHONPATH": ":".join(sys.path)}, stderr=start
-    ) as party:
-        os.close(start)
-        assert party.wait(timeout=HANGS_AFTER_S) == -signal.SIGKILL
-    # The workers hold the other end of this pipe as their standard error for as long as they live.
-    with os.fdopen(ends, "rb") as pipe:
-        assert pipe.read() == b""
-
-
-def test_closing_the_pool_ends_every_worker() -> None:
-    pool = WorkerPool(2, ristretto.load().name)
-    processes = [worker._process for worker in pool._workers]
-    assert all(process.poll() is None for process in processes)
-    pool.close()
-    assert [process.poll() for process in processes] == [0, 0]
+    pool = WorkerPool(3, ristretto.load())
+    with pytest.raises(NotInGroupError) as caught:
+        pool.multiply(GENERATOR * 10 + bytes(32) + GENERATOR, scalar(2))
+    assert caught.value.position == 10
+    assert pool.multiply(GENERATOR, scalar(2)).hex() == MULTIPLES[1]

@@ -273,7 +273,7 @@ def test_a_plan_reads_a_table_in_memory() -> None:
     found = plan(
         active=table,
         positive_label="leaves",
-        defense=defenses.IsoDefense(noise_ratio=2.0),
+        defense=defenses.Iso(noise_ratio=2.0),
         target_leak_auc=0.65,
     )
     data = found.to_json()["data"]

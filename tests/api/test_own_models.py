@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from splitveil import Run, models, predict, simulate
@@ -111,27 +112,50 @@ def test_another_process_says_that_an_object_was_given_to_simulate() -> None:
         )
 
 
+def several_logits(shapes: models.FeatureShapes, classes: int) -> nn.Module:
+    return nn.Bilinear(16, shapes.numeric_dim, classes)
+
+
 IN_TWO_LAYERS = {"kind": "mlp", "hidden": [8], "output_activation": "relu"}
 HALVES: dict[str, tuple[Any, Any]] = {
     "own": (Embedding, one_logit),
     "mlp": (IN_TWO_LAYERS, {"kind": "mlp", "hidden": [8]}),
     "tabular": ({"kind": "tabular"}, {"kind": "tabular"}),
     "wide_deep": ({"kind": "wide_deep", "hidden": [16]}, {"kind": "wide_deep"}),
+    "several classes": (IN_TWO_LAYERS, partial(several_logits, classes=3)),
 }
 
 
-def several_logits(shapes: models.FeatureShapes, classes: int) -> nn.Module:
-    return nn.Bilinear(32, shapes.numeric_dim, classes)
-
-
-@pytest.fixture(scope="module", params=[*HALVES, "several classes"])
-def run(request: pytest.FixtureRequest, columns: Columns) -> Run:
-    if request.param == "several classes":
-        top = partial(several_logits, classes=10)
-        return simulate("digits", settings={**SHORT, "active.top_model": top}, attacks=[])[0]
-    bottom, top = HALVES[request.param]
-    chosen = {**SHORT, "passive.bottom_model": bottom, "active.top_model": top}
+@pytest.fixture(scope="module")
+def mixed(columns: Columns) -> Columns:
+    """Return the columns with gaps and lists among them."""
     active, passive = columns
+    gaps = np.where(np.arange(300) % 3 == 0, np.nan, 50 * passive["x1"])
+    tags = np.array(["", "a", "a|b", "b|c"])[np.arange(300) % 4]
+    return active, {**passive, "x1": gaps, "tags": tags}
+
+
+MIXED = {
+    **SHORT,
+    "passive.data.features.categorical": ["colour"],
+    "passive.data.features.lists": ["tags"],
+    "passive.data.features.signed_log1p": True,
+}
+
+
+def numbers_of(passive: dict[str, Any]) -> NDArray[np.float64]:
+    """Return the columns' numbers as they are, and for each list 1 at a, b and c that it has."""
+    tags = [np.char.count(passive["tags"], tag) for tag in "abc"]
+    return np.column_stack([passive["x0"], passive["x1"], *tags, np.zeros(300)])
+
+
+@pytest.fixture(scope="module", params=HALVES)
+def run(request: pytest.FixtureRequest, mixed: Columns) -> Run:
+    active, passive = mixed
+    bottom, top = HALVES[request.param]
+    if request.param == "several classes":
+        active = {**active, "label": np.arange(300) % 3}
+    chosen = {**MIXED, "passive.bottom_model": bottom, "active.top_model": top}
     return simulate(active=active, passive=passive, key="id", attacks=[], settings=chosen)[0]
 
 
@@ -144,37 +168,34 @@ def call_of(path: Path) -> Callable[..., Tensor]:
     )
 
 
-def given(features: models.Features | None) -> dict[str, Tensor]:
-    parts = {} if features is None else vars(features)
-    return {name: part for name, part in parts.items() if part is not None}
-
-
 @pytest.mark.parametrize("kind", ["torch.export", "onnx"])
-def test_exported_halves_give_what_the_trained_ones_and_predictions_do(
-    run: Run, kind: Format, tmp_path: Path
+def test_exported_halves_give_of_numbers_as_they_are_what_trained_ones_and_predictions_do(
+    run: Run, mixed: Columns, kind: Format, tmp_path: Path
 ) -> None:
     if kind == "onnx":
         pytest.importorskip("onnxscript")
     predicted = columns_of(predict(run))
-    ids = predicted["id"][7:2:-1]
+    ids, places = predicted["id"][7:2:-1], np.arange(7, 2, -1)
     bottom, top = run.model("passive"), run.model("active")
     assert not bottom.training
     assert not top.training
-    has_own = (run.path / "active" / "checkpoint" / "encoder.json").exists()
-    rows, own = run.features("passive", ids), run.features("active", ids) if has_own else None
+    rows, own = run.features("passive", ids), run.features("active", ids)
     with torch.no_grad():
         activation = bottom(rows)
         logits = top(activation, own)
     columns = [values for name, values in predicted.items() if name.startswith("probability")]
     found = logits.softmax(1) if logits.ndim == 2 else logits.sigmoid()[:, None]
-    torch.testing.assert_close(found, torch.tensor(columns).T[2:8].flip(0)[:5])
+    torch.testing.assert_close(found, torch.tensor(np.array(columns, np.float32).T[places]))
 
     exported = {path.stem: path for path in run.export(tmp_path, kind)}
     assert exported.keys() == {"active", "passive"}
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
-    found = call_of(exported["passive"])(**given(rows))
+    active, passive = mixed
+    numbers = [torch.from_numpy(one[places]) for one in (numbers_of(passive), active["own"])]
+    categories = {"categorical": rows.categorical}
+    found = call_of(exported["passive"])(numeric=numbers[0], **categories)
     torch.testing.assert_close(found, activation, rtol=1e-4, atol=1e-5)
-    found = call_of(exported["active"])(activation=activation, **given(own))
+    found = call_of(exported["active"])(activation=activation, numeric=numbers[1][:, None])
     torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
     state = json.loads((tmp_path / "passive.encoder.json").read_text())
     assert FeatureEncoder.from_state(state).shapes.numeric_dim == (
@@ -207,7 +228,7 @@ def test_images_go_into_an_exported_half_as_bytes(kind: Format, tmp_path: Path) 
     settings: Any = None
     Half(settings, bottom, encoder).export(tmp_path / f"half{SUFFIXES[kind]}", kind)
     rows = models.Features(image=torch.arange(192, dtype=torch.uint8).reshape(3, 1, 8, 8))
-    found = call_of(tmp_path / f"half{SUFFIXES[kind]}")(**given(rows))
+    found = call_of(tmp_path / f"half{SUFFIXES[kind]}")(image=rows.image)
     torch.testing.assert_close(found, bottom(rows).detach(), rtol=1e-4, atol=1e-5)
 
 

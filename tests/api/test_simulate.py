@@ -6,17 +6,26 @@ import re
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
+import duckdb
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pytest
 import torch
 import yaml
 from pyarrow import csv
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider  # type: ignore[import-untyped]
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer  # type: ignore[import-untyped]
+from tensorboard.context import RequestContext  # type: ignore[import-untyped]
+from tensorboard.plugins.base_plugin import TBContext  # type: ignore[import-untyped]
+from tensorboard.plugins.hparams import backend_context as hparams  # type: ignore[import-untyped]
+from tensorboard.plugins.hparams import list_session_groups
 
 from splitveil import (
     Ledger,
@@ -37,11 +46,15 @@ from splitveil.deploy.demo import EXAMPLES
 from splitveil.library.loading import read_settings, source_of
 from splitveil.library.own_data import write_settings
 from splitveil.library.runs import Kind
+from tests.support.commands import begun, ended
 from tests.support.equality import assert_same_weights
+from tests.support.markdown import ROOT, blocks
 from tests.support.processes import started
 from tests.support.programs import run_program
 from tests.support.runs import write_example
+from tests.support.simulation import free_address
 
+PYTHON_API = ROOT / "docs" / "guide" / "python-api.md"
 ONE_CORE = {"active.torch_threads": 1, "passive.torch_threads": 1}
 SHORT = {**ONE_CORE, "contract.epochs": 1}
 
@@ -99,6 +112,34 @@ def test_frames_are_of_pandas_where_it_is_installed(
         assert {(row["defense"], row["seed"]) for row in swept.rows(of)} == expected
 
 
+def test_tensorboard_shows_a_sweep_s_settings_beside_its_final_figures(swept: Runs) -> None:
+    events = EventMultiplexer().AddRunsFromDirectory(str(swept.folder))
+    events.Reload()
+    board = TBContext(data_provider=MultiplexerDataProvider(events, ""))
+    given = RequestContext(), hparams.Context(board), ""
+    asked = hparams.api_pb2.ListSessionGroupsRequest(allowed_statuses=[1, 2, 3, 4], slice_size=10)
+    rows = list_session_groups.Handler(*given, asked).run().session_groups
+    shown: dict[str, Any] = {
+        row.sessions[0].name: (
+            row.hparams["active.defense.name"].string_value,
+            row.hparams["passive.optimizer.learning_rate"].number_value,
+            {one.name.tag: pytest.approx(one.value) for one in row.metric_values},
+        )
+        for row in rows
+    }
+    assert shown == {
+        f"{run.name}/hparams": (
+            run.defense,
+            0.01,
+            {f"run/{name}": x for name, x in run.overview().items() if isinstance(x, float)},
+        )
+        for run in swept
+    }
+    tags = {tag.split("/")[0] for tag in events.Runs()[f"{swept[0].name}/active"]["tensors"]}
+    assert tags >= {"train", "validation", "test", "leak", "ledger"}
+    assert not {tag for tag in tags if "leak_" in tag or "_leak" in tag or tag == "audit"}
+
+
 def test_a_seed_decides_the_bits_and_a_frame_of_defenses_holds_means(swept: Runs) -> None:
     one, other = swept.of("none")
     assert one.rows("epochs") != other.rows("epochs")
@@ -154,8 +195,6 @@ def test_the_ledger_of_a_run_bounds_what_its_summary_bounds(swept: Runs) -> None
     for peers in defenses.Adversary:
         assert bounds.against(peers).leak_auc.max == run.bounds[str(peers)]
     assert run.bounds["knows class means only"] < 1 == run.bounds["anybody"]
-    with pytest.raises(ValueError, match="expected one run, got 4"):
-        _ = swept.ledger
 
 
 def test_a_simulation_leaves_nothing_behind_but_runs_that_are_in_use(tmp_path: Path) -> None:
@@ -233,22 +272,11 @@ TABLES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "pyarrow": pa.table,
     "pandas": lambda columns: pytest.importorskip("pandas").DataFrame(columns),
     "a stream": lambda columns: pa.table(columns).to_reader(),
-    "texts of polars": lambda columns: pa.table(
-        {
-            name: pa.array(cells).cast(pa.string_view()) if name == "id" else as_category(cells)
-            for name, cells in columns.items()
-        }
+    "polars": lambda columns: pl.DataFrame(columns).with_columns(
+        pl.col("^colour$").cast(pl.Categorical)
     ),
+    "duckdb": lambda columns: duckdb.from_arrow(pa.table(columns)),
 }
-
-
-def as_category(cells: Any) -> Any:
-    found = pa.array(cells)
-    if found.type != pa.string():
-        return found
-    of = found.dictionary_encode()
-    views = of.dictionary.cast(pa.string_view())
-    return pa.DictionaryArray.from_arrays(of.indices, views)
 
 
 @pytest.fixture(scope="module")
@@ -393,7 +421,7 @@ def test_dates_and_times_are_times(kind: pa.DataType, columns: Columns, tmp_path
     assert theirs.timestamps == ("since",)
 
 
-@pytest.mark.parametrize("kind", [pa.duration("s"), pa.time32("s"), pa.list_(pa.int32())])
+@pytest.mark.parametrize("kind", [pa.duration("s"), pa.time32("s"), pa.list_(pa.string())])
 def test_cells_of_other_kinds_are_refused(
     kind: pa.DataType, columns: Columns, tmp_path: Path
 ) -> None:
@@ -421,8 +449,23 @@ APART: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str]] = {
     "a label twice": (lambda a, p: (indexed(a), indexed(p.assign(id=p["id"][0]))), ROW_LABELS),
     "two kinds of cells": (lambda a, p: (a, p.assign(x0=[1, "a"] * 150)), "passive: .* column x0"),
     "objects": (lambda a, p: (a, p.assign(x0=object())), "passive: .* column x0"),
-    "lists": (lambda a, p: (a, p.assign(x0=[[1]] * 300)), "column 'x0': expected numbers, .* list"),
+    "lists": (
+        lambda a, p: (a, p.assign(x0=[["a"]] * 300)),
+        "column 'x0': expected numbers, .* list",
+    ),
     "a name twice": (lambda a, p: (a, p.set_axis(["x"] * 4, axis=1)), "passive: .* names .*'x'"),
+    "two kinds of cells of a mapping": (
+        lambda a, p: (a, {**p, "x0": np.array([1, "a"] * 150, object)}),
+        "passive: column 'x0': expected cells of one kind, and not nested$",
+    ),
+    "ranges": (
+        lambda a, p: (a, p.assign(x0=pytest.importorskip("pandas").cut(p["x0"], 4))),
+        r"column 'x0': expected numbers, .*, not extension<pandas\.interval",
+    ),
+    "a number and its text as names": (
+        lambda a, p: (a, p.set_axis(["id", "x", 0, "0"], axis=1)),
+        "passive: .* names .*'0'",
+    ),
     "a name twice, of Arrow": (
         lambda a, p: (a, pa.table(p).rename_columns(["x"] * 4)),
         "passive: .* several columns are named 'x'",
@@ -483,7 +526,7 @@ def test_arrays_of_several_feature_owners_correspond_row_by_row(columns: Columns
     features = np.column_stack([columns[1]["x0"], columns[1]["x1"]])
     two = {"a": features, "b": np.column_stack([columns[0]["own"]])}
     (run,) = simulate(active={"y": np.arange(300) % 3}, passive=two, label="y", settings=SHORT)
-    assert sorted(run.summaries) == ["a", "active", "b"]
+    assert {path.parent.name for path in run.path.glob("*/summary.json")} == {"a", "active", "b"}
     assert run.summary["aligned_rows"] == 300
     assert run.settings["data"]["classes"] == 3
     assert run.summary["test_accuracy"] is not None
@@ -493,13 +536,19 @@ class Enough(Exception):
     pass
 
 
-@pytest.mark.parametrize("owners", [1, 2])
+def alive() -> tuple[list[threading.Thread], str]:
+    children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
+    return threading.enumerate(), children.read_text()
+
+
+@pytest.mark.parametrize(("owners", "jobs"), [(1, 1), (2, 1), (1, 2)])
 def test_after_each_epoch_the_caller_sees_the_run_and_may_end_it(
-    columns: Columns, tmp_path: Path, owners: int
+    columns: Columns, tmp_path: Path, owners: int, jobs: int
 ) -> None:
     seen: list[list[Any]] = []
 
     def watch(run: Run) -> None:
+        assert threading.current_thread() is threading.main_thread()
         row = run.rows("epochs")[-1]
         assert run.base_dir.is_relative_to(tmp_path)
         seen.append([row["epoch"], row["test_auc"], row["test_average_precision"]])
@@ -508,14 +557,19 @@ def test_after_each_epoch_the_caller_sees_the_run_and_may_end_it(
 
     tables = {f"owner{number}": columns[1] for number in range(owners)}
     given: dict[str, Any] = {"active": columns[0], "passive": tables, "key": "id"}
-    given |= {"runs": tmp_path, "settings": {**ONE_CORE, "contract.epochs": 4}}
+    given |= {"runs": tmp_path, "settings": {**ONE_CORE, "contract.epochs": 4}, "defense": "iso"}
+    simulate(**given, seeds=[1])  # whatever stays is there before
+    before = alive()
     with pytest.raises(Enough):
-        simulate(**given, on_epoch=watch)
+        simulate(**given, callbacks=[watch], jobs=jobs)
+    assert alive() == before
     assert [row[0] for row in seen] == [0, 1]
-    (metrics,) = tmp_path.glob("*/active/metrics.jsonl")
-    ended = Run(metrics.parents[1])
+    ended = Run(tmp_path / "simulated-seed-0")
     assert not ended.has_ended
     assert [row["epoch"] for row in ended.rows("epochs")] == [0, 1]
+    charged = ended.ledger.guarantee().sum_kl.max
+    assert charged > 0
+    assert charged == ended.rows("epochs")[-1]["sum_kl"]
     (whole,) = simulate(**given)
     assert [[row["epoch"], row["test_auc"]] for row in whole.rows("epochs")][:2] == [
         row[:2] for row in seen
@@ -525,13 +579,70 @@ def test_after_each_epoch_the_caller_sees_the_run_and_may_end_it(
     )
 
 
+class Tracker:
+    def __init__(self, ends_at: tuple[str, str] | None = None) -> None:
+        self.events: dict[str, list[Any]] = {}
+        self.ends_at = ends_at
+
+    def _note(self, run: Run, event: str) -> None:
+        self.events.setdefault(run.name, []).append((event, run.has_ended))
+        if (run.name, event) == self.ends_at:
+            raise Enough
+
+    def on_epoch(self, run: Run) -> None:
+        self._note(run, "epoch")
+
+    def on_end(self, run: Run) -> None:
+        self._note(run, "end")
+
+
+class Ends:
+    def __init__(self) -> None:
+        self.runs: list[Run] = []
+
+    def on_end(self, run: Run) -> None:
+        self.runs.append(run)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_callbacks_follow_the_runs_of_a_sweep_but_for_those_taken_as_they_are(
+    columns: Columns, tmp_path: Path, jobs: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    given: dict[str, Any] = {"active": columns[0], "passive": columns[1], "key": "id", "seeds": 3}
+    given |= {"runs": tmp_path, "settings": {**ONE_CORE, "contract.epochs": 2}, "jobs": jobs}
+    names = [f"simulated-seed-{seed}" for seed in range(3)]
+    first, ends, before = Tracker(ends_at=(names[1], "end")), Ends(), alive()
+    with pytest.raises(Enough):
+        simulate(**given, callbacks=[ends, first])
+    assert alive() == before
+    whole = [("epoch", False), ("epoch", False), ("end", True)]
+    assert first.events[names[1]] == whole
+    assert names[1] in [run.name for run in ends.runs]
+    again = Tracker()
+    runs = simulate(**given, callbacks=[again, ends])
+    assert names[1] not in again.events
+    assert f"{names[1]}: taken from an earlier call" in caplog.text
+    assert again.events[names[2]] == whole
+    assert all(run.has_ended for run in runs)
+    assert {run.name for run in ends.runs} == {*names}
+
+
+def test_what_a_callback_draws_changes_no_bit_of_a_run_with_dropout(columns: Columns) -> None:
+    given: dict[str, Any] = {"active": columns[0], "passive": columns[1], "key": "id"}
+    dropout = {"contract.epochs": 2, "passive.bottom_model.dropout": 0.5}
+    given |= {"settings": ONE_CORE | dropout, "attacks": []}
+    (plain,) = simulate(**given)
+    (watched,) = simulate(**given, callbacks=[lambda run: torch.rand(1)])
+    assert watched.rows("steps") == plain.rows("steps")
+
+
 def test_an_interrupted_sweep_goes_on_and_runs_again_only_what_has_changed(
     columns: Columns, tmp_path: Path
 ) -> None:
     ran: list[str] = []
     given: dict[str, Any] = {"passive": columns[1], "key": "id", "settings": SHORT, "attacks": []}
     given |= {"defense": ["none", defenses.own(halved_labels), Halved], "runs": tmp_path}
-    given["on_epoch"] = lambda run: ran.append(run.name)
+    given["callbacks"] = [lambda run: ran.append(run.name)]
     none, _, halved = simulate(active=columns[0], **given)
     before = halved.rows("steps")
     (halved.path / "passive" / "summary.json").unlink()
@@ -564,9 +675,15 @@ def test_a_finished_run_is_taken_unless_code_or_files_may_have_changed(
     if change == "a file":
         os.utime(tmp_path / "passive.csv", ns=(before + 10**12, before + 10**12))
     ran: list[Run] = []
-    simulate(tmp_path, **given, on_epoch=ran.append)
+    simulate(tmp_path, **given, callbacks=[ran.append])
     assert len(ran) == (change != "nothing")
     assert ("taken from an earlier call" in caplog.text) == (change == "nothing")
+
+
+def kill_processes(_: Run) -> None:
+    for process in alive()[1].split():
+        if b"splitveil.library.sweeping" in Path(f"/proc/{process}/cmdline").read_bytes():
+            os.kill(int(process), signal.SIGKILL)
 
 
 class Broken(BaseException):
@@ -590,6 +707,8 @@ def test_runs_side_by_side_have_the_bits_of_runs_one_after_the_other(swept: Runs
         chosen_here = SHORT | {"passive.bottom_model": own}
         with pytest.raises(SplitveilError, match=rf"small-seed-0: (ended by )?{why}[^\n]*$"):
             simulate(swept.folder.parent, settings=chosen_here, jobs=2)
+    with pytest.raises(SplitveilError, match=f"small-seed-0: ended by signal {signal.SIGKILL:d}"):
+        simulate(swept.folder.parent, settings=SHORT, jobs=2, callbacks=[kill_processes])
     wrong = SHORT | {"passive.data.source.path": "nothing.csv"}
     with pytest.raises(SplitveilError, match=r"small-seed-0: .*nothing\.csv"):
         simulate(swept.folder.parent, settings=wrong, jobs=2)
@@ -632,6 +751,25 @@ def test_an_exported_run_has_its_bits_at_real_parties(
     done = run_program(*words, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout
     there = Run(tmp_path / run.name)
+    for party in ("active", "passive"):
+        assert_same_weights(weights_of(run.path, party), weights_of(there.path, party))
+    assert run.rows("epochs") == there.rows("epochs")
+
+
+def test_one_script_simulates_and_runs_real_parties_with_equal_bits(tmp_path: Path) -> None:
+    programs = [one.text for one in blocks(PYTHON_API) if one.language == "python"]
+    (tables,) = (one.partition("(run,)")[0] for one in programs if "clients = " in one)
+    (study,) = (one for one in programs if "sys.argv" in one)
+    head = 'from splitveil import simulate\n\nshort = {"contract.epochs": 2}\n'
+    (tmp_path / "study.py").write_text(head + tables + study)
+    address = free_address()
+    assert ended(begun(tmp_path, "study")).exit_code == 0
+    both = [
+        begun(tmp_path, "study", party, "--set", f"{option}={address}", "--set", "torch_threads=1")
+        for party, option in (("active", "listen"), ("passive", "connect"))
+    ]
+    assert [ended(process).exit_code for process in both] == [0, 0]
+    run, there = (Run(tmp_path / one / "simulated-seed-0") for one in ("simulated", "runs"))
     for party in ("active", "passive"):
         assert_same_weights(weights_of(run.path, party), weights_of(there.path, party))
     assert run.rows("epochs") == there.rows("epochs")
@@ -691,9 +829,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "active: expected a column 'id'",
     ),
     "no jobs": ({"example": "breast_cancer", "jobs": 0}, "jobs: expected at least one"),
-    "a callback for several jobs": (
-        {"example": "breast_cancer", "jobs": 2, "on_epoch": print},
-        "no more than one with on_epoch",
+    "no callback": (
+        {"example": "breast_cancer", "callbacks": ["print"]},
+        "expected functions, or objects with on_epoch or on_end",
     ),
     "code for several jobs": (
         {"example": "breast_cancer", "jobs": 2, "defense": lambda gradients, labels, noise: 0},

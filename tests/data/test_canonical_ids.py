@@ -107,13 +107,6 @@ def test_the_joint_between_parts_counts() -> None:
         assert decompose(other, 2) is None
 
 
-def test_each_column_has_its_own_rules() -> None:
-    form = CanonicalForm([TextId(fold_case=True), TextId(leading_zeros="drop")])
-    found = form.of([compose([" Maier", "007"]), compose(["maier ", "7"]), compose(["M", ""])])
-    assert found == ["5:maier1:7", "5:maier1:7", ""]
-    assert form.of(found[:1]) == found[:1]
-
-
 # ---- tables ----
 
 

@@ -6,15 +6,18 @@ The object store is moto's server for S3, in a thread of this process.
 import itertools
 import logging
 import os
+import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import adbc_driver_sqlite
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pytest
-from pyarrow import fs, parquet
+from pyarrow import csv, fs, parquet
 
 from splitveil.common.data import sources
 from splitveil.common.data.ids import read_subjects
@@ -164,14 +167,8 @@ def test_the_converted_columns_notice_a_change_of_any_part(tmp_path: Path, chang
     assert len(converted_folders(tmp_path) - {first}) == 1
 
 
-def lacking(parts: Path) -> None:
-    parquet.write_table(rows(3).drop_columns(["n2"]), parts / "part-001.parquet")
-
-
-def typed(parts: Path) -> None:
-    table = rows(3)
-    changed = table.set_column(3, "n2", table.column("n2").cast(pa.float64()))
-    parquet.write_table(changed, parts / "part-001.parquet")
+def rewrite(parts: Path, table: Any) -> None:
+    parquet.write_table(table, parts / "part-001.parquet")
 
 
 def emptied(parts: Path) -> None:
@@ -179,16 +176,19 @@ def emptied(parts: Path) -> None:
         path.unlink()
 
 
-def gone(parts: Path) -> None:
-    emptied(parts)
-    parts.rmdir()
-
-
 BAD_FOLDERS: dict[str, tuple[str, Callable[[Path], object], list[str]]] = {
-    "a column is missing": ("parts", lacking, ["'n2' is missing in 1 of", "part-001.parquet"]),
-    "types differ": ("parts", typed, ["'n2' has several types: int64", "double", "part-001"]),
+    "a column is missing": (
+        "parts",
+        lambda parts: rewrite(parts, rows(3).drop_columns(["n2"])),
+        ["'n2' is missing in 1 of", "part-001.parquet"],
+    ),
+    "types differ": (
+        "parts",
+        lambda parts: rewrite(parts, rows(3).set_column(3, "n2", pa.array([1.5] * 3))),
+        ["'n2' has several types: int64", "double", "part-001"],
+    ),
     "an empty folder": ("parts", emptied, ["parts", "found none"]),
-    "no folder": ("parts", gone, ["parts", "there is no such file"]),
+    "no folder": ("parts", shutil.rmtree, ["parts", "there is no such file"]),
     "no match": ("parts/*.pq", lambda parts: None, ["parts/*.pq", "no file matches"]),
     "another file": (
         "parts",
@@ -308,24 +308,33 @@ def test_a_bucket_that_cannot_be_read_is_refused(
 
 
 def write_database(path: Path, table: Any) -> None:
-    with sqlite3.connect(path) as database:
-        database.execute("create table people (id text, label int, n1 real, n2 int, c1 text)")
-        insert = "insert into people values (?, ?, ?, ?, ?)"
-        database.executemany(insert, [tuple(row.values()) for row in table.to_pylist()])
+    database: Any = duckdb.connect(path) if path.suffix == ".duckdb" else sqlite3.connect(path)
+    database.execute("create table people (id text, label int, n1 double, n2 int, c1 text)")
+    insert = "insert into people values (?, ?, ?, ?, ?)"
+    database.executemany(insert, [tuple(row.values()) for row in table.to_pylist()])
+    database.commit()
     database.close()
 
 
-def query(**values: Any) -> dict[str, Any]:
-    own = {"driver": "sqlite", "uri": "people.sqlite", "query": "select * from people"}
-    return {"kind": "sql", **own, **values}
+def query(driver: str = "sqlite", **values: Any) -> dict[str, Any]:
+    own = {"uri": f"people.{driver}", "query": "select * from people"}
+    return {"kind": "sql", "driver": driver, **own, **values}
 
 
+@pytest.mark.parametrize("driver", ["sqlite", "duckdb"])
 @pytest.mark.parametrize("cache", [{}, {"cache_dir": "cache"}])
-def test_a_query_gives_the_same_bits_as_a_file(
-    tmp_path: Path, one_file: str, cache: dict[str, str]
+def test_a_query_gives_the_same_bits_as_a_file_and_notices_a_change(
+    tmp_path: Path, one_file: str, driver: str, cache: dict[str, str]
 ) -> None:
-    write_database(tmp_path / "people.sqlite", rows())
-    assert digest(query(**cache), tmp_path) == one_file
+    path = tmp_path / f"people.{driver}"
+    with pytest.raises(DataError, match="the database cannot be read"):
+        digest(query(driver, **cache), tmp_path)
+    assert not path.exists()
+    write_database(path, rows())
+    assert digest(query(driver, **cache), tmp_path) == one_file
+    path.unlink()
+    write_database(path, rows(COUNT - 1))
+    assert digest(query(driver, **cache), tmp_path) != one_file
 
 
 def test_the_result_of_a_query_is_fixed_when_it_is_first_used(tmp_path: Path) -> None:
@@ -341,85 +350,130 @@ def test_the_result_of_a_query_is_fixed_when_it_is_first_used(tmp_path: Path) ->
     assert first.stat().st_mode & 0o077 == second.stat().st_mode & 0o077 == 0
 
 
-def test_a_change_of_the_database_is_noticed(tmp_path: Path) -> None:
+FROM_FILES = (
+    "select p.id, label, n1, n2, c1 from 'warehouse/*/*.parquet' p "
+    "join read_csv('words.csv', all_varchar = true) using (id) order by place"
+)
+
+
+def test_duckdb_joins_a_folder_of_parquet_and_a_text_file(tmp_path: Path, one_file: str) -> None:
+    table = rows().append_column("place", pa.array(range(COUNT)))
+    parts = table.drop_columns(["c1"]).append_column("half", pa.array([1, 2] * (COUNT // 2)))
+    parquet.write_to_dataset(parts, tmp_path / "warehouse", partition_cols=["half"])
+    csv.write_csv(table.select(["id", "c1"]), tmp_path / "words.csv")
+    source = query(driver="duckdb", uri=":memory:", query=FROM_FILES)
+    assert digest(source, tmp_path) == one_file
+    (tmp_path / "words.csv").unlink()  # a run that resumes needs the rows that it began with
+    assert digest(source, tmp_path) == one_file
+    with pytest.raises(DataError, match=r"No files found that match the pattern \"words.csv\""):
+        digest(source | {"snapshot": "again"}, tmp_path)
+
+
+def test_a_driver_may_be_a_library_named_by_its_path(tmp_path: Path, one_file: str) -> None:
     write_database(tmp_path / "people.sqlite", rows())
-    for source in (query(), query(cache_dir="cache")):
-        before = digest(source, tmp_path)
-        with sqlite3.connect(tmp_path / "people.sqlite") as database:
-            database.execute("update people set n1 = n1 + 1")
-        database.close()
-        assert digest(source, tmp_path) != before
+    folder = Path(adbc_driver_sqlite.__file__).parent
+    (tmp_path / "own").symlink_to(folder / "libadbc_driver_sqlite.so")
+    source = query(driver="./own", uri=f"file:{tmp_path}/people.sqlite?mode=ro")
+    assert digest(source, tmp_path) == one_file
 
 
-BAD_QUERIES = {
-    "no such column": ("select nope from people", "no such column: nope"),
-    "no query": ("select from", "syntax error"),
-    "no such table": ("select * from peple", "no such table: peple"),
-    "a change": ("with x as (select 1) delete from people", "failed while it ran"),
-    "two types": (
-        (
-            "select id, label, n1, n2, c1 from people union all "
-            "select 'x', 'secret-word', 1.0, 1, 'w' from people"
-        ),
-        "CAST",
-    ),
-}
+@pytest.mark.parametrize(
+    ("driver", "remedy"),
+    [
+        ("acme", ": pip install adbc-driver-acme, or name the path"),
+        ("./absent.so", "$"),
+        ("./people.sqlite", "$"),
+    ],
+)
+def test_a_driver_that_is_none_is_refused(tmp_path: Path, driver: str, remedy: str) -> None:
+    write_database(tmp_path / "people.sqlite", rows(3))
+    expected = f"driver: {driver}: there is no such ADBC driver here{remedy}"
+    with pytest.raises(SettingsError, match=expected):
+        PartyData.load(settings(query(driver=driver)), tmp_path)
 
 
-@pytest.mark.parametrize("what", BAD_QUERIES)
-def test_a_bad_query_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_times_of_a_query_become_parts(tmp_path: Path) -> None:
+    write_database(tmp_path / "people.duckdb", rows())
+    text = "select id, label, timestamp '2026-03-01 17:30' t, t::date d, '{}'::timestamptz z from"
+    source = query("duckdb", query=text.format("2026-03-01 23:30-02") + " people")
+    features = {"timestamps": ["t", "d", "z"], "timestamp_parts": ["day", "hour"]}
+    numbers = read_table(settings(source, features=features), tmp_path).numeric
+    parts = ("t.day", "t.hour", "d.day", "d.hour", "z.day", "z.hour")
+    assert [set(numbers[part]) for part in parts] == [{1}, {17}, {1}, {0}, {2}, {1}]
+
+
+def test_columns_of_one_name_are_refused_where_one_is_needed(tmp_path: Path) -> None:
+    write_database(tmp_path / "people.sqlite", rows())
+    twice = query(query="select *, n2 as other, n2 as other from people")
+    assert len(PartyData.load(settings(twice), tmp_path).ids) == COUNT
+    with pytest.raises(DataError, match="there are 2 columns 'other'"):
+        PartyData.load(settings(twice, features={"numeric": "other"}), tmp_path)
+
+
+OTHER_TYPE = "select id, label, n1, n2, c1 from people union all select 'x', {}, 1.0, 1, 'w' "
+BAD_QUERIES = [
+    ("sqlite", "select nope from people", "no such column: nope"),
+    ("sqlite", "select from", "syntax error"),
+    ("sqlite", "select * from peple", "no such table: peple"),
+    ("sqlite", "with x as (select 1) delete from people", "failed while it ran"),
+    ("sqlite", OTHER_TYPE.format("'secret-word'") + "from people", "CAST"),
+    ("duckdb", "select nope from people", '"nope" not found in FROM clause!$'),
+    ("duckdb", "select from", 'syntax error at or near "from"$'),
+    ("duckdb", "select * from peple", "Table with name peple does not exist"),
+    ("duckdb", "with x as (select 1) delete from people", "failed while it ran"),
+    ("duckdb", "select (c1 || 'secret-word')::int from people", "rows were read"),
+    ("duckdb", "select error('secret-word') from people", "rows were read"),
+    ("duckdb", "select 1; copy people to 'copied.csv'", "expected one statement"),
+    ("duckdb", "select * replace ([n1] as n1) from people", "expected numbers, not list<"),
+    ("duckdb", "select interval 1 day", "type that Parquet lacks: change it with CAST"),
+    ("duckdb", "select * from sqlite_scan('x', 'y')", "Install it first"),
+]
+
+
+@pytest.mark.parametrize(("driver", "text", "expected"), BAD_QUERIES)
+def test_a_bad_query_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: str, text: str, expected: str
+) -> None:
     monkeypatch.setattr(sources, "PART_ROWS", 64)
-    text, expected = BAD_QUERIES[what]
-    write_database(tmp_path / "people.sqlite", rows())
+    monkeypatch.chdir(tmp_path)
+    write_database(tmp_path / f"people.{driver}", rows())
+    before = (tmp_path / f"people.{driver}").read_bytes()
     with pytest.raises(DataError, match=expected) as refused:
-        PartyData.load(settings(query(query=text)), tmp_path)
+        PartyData.load(settings(query(driver, query=text)), tmp_path)
     assert "secret-word" not in str(refused.value)
-    assert not list((tmp_path / "snapshots").glob("*query-*.parquet*tmp"))
-    assert not list((tmp_path / "snapshots").glob("query-*.parquet"))
-    with sqlite3.connect(tmp_path / "people.sqlite") as database:
-        assert database.execute("select count(*) from people").fetchone() == (COUNT,)
-    database.close()
+    kept = {path.suffix for path in (tmp_path / "snapshots").iterdir()}
+    assert kept == ({".lock", ".parquet"} if "list<" in expected else {".lock"})
+    assert (tmp_path / f"people.{driver}").read_bytes() == before
+    assert not (tmp_path / "copied.csv").exists()
 
 
-def test_a_database_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the database cannot be read"):
-        PartyData.load(settings(query()), tmp_path)
-    assert not (tmp_path / "people.sqlite").exists()
+UNREADABLE = "its address cannot be read"
 
 
-def test_a_server_that_does_not_answer_is_named_without_its_password(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("postgresql://me:word-3391@127.0.0.1:1/people\n", "Connection refused"),
+        ("postgresql://me:word-3391@[::1/people", UNREADABLE),
+        ("postgresql://me:p@word-3391@localhost:1/people", UNREADABLE),
+        ("postgresql://me:word-3391/p@localhost/people", UNREADABLE),
+        ("postgresql://localhost/people?sslmode=word-3391", UNREADABLE),
+        ("host=localhost password=word word-3391", UNREADABLE),
+    ],
+)
+def test_a_server_that_cannot_be_reached_is_named_without_its_password(
+    tmp_path: Path, address: str, expected: str
+) -> None:
     path = tmp_path / "uri"
     path.touch(0o600)
-    path.write_text("postgresql://me:word-3391@127.0.0.1:1/people\n")
-    source = query(driver="postgresql", uri_file="uri")
-    del source["uri"]
-    with pytest.raises(DataError, match="Connection refused") as refused:
+    path.write_text(address)
+    source = query("postgresql", uri=None, uri_file="uri")
+    with pytest.raises(DataError, match=expected) as refused:
         PartyData.load(settings(source), tmp_path)
     assert "3391" not in str(refused.value)
     path.chmod(0o644)
     with pytest.raises(SettingsError, match="chmod 600"):
         PartyData.load(settings(source), tmp_path)
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        "postgresql://me:word-3391@[::1/people",
-        "postgresql://me:p@word-3391@localhost:1/people",
-        "postgresql://me:word-3391/p@localhost/people",
-        "postgresql://localhost/people?sslmode=word-3391",
-        "host=localhost password=word word-3391",
-    ],
-)
-def test_an_address_that_cannot_be_read_is_not_repeated(tmp_path: Path, address: str) -> None:
-    path = tmp_path / "uri"
-    path.touch(0o600)
-    path.write_text(address)
-    source = query(driver="postgresql", uri_file="uri")
-    del source["uri"]
-    with pytest.raises(DataError, match="its address cannot be read") as refused:
-        PartyData.load(settings(source), tmp_path)
-    assert "3391" not in str(refused.value)
 
 
 NO_SELECT = "begins with SELECT or WITH"
@@ -461,7 +515,7 @@ ACCEPTED = [
 def source_with(values: dict[str, Any]) -> dict[str, Any]:
     if "path" in values:
         return {"kind": "parquet", **values}
-    return query(driver="postgresql" if "uri" in values else "sqlite", **values)
+    return query("snowflake" if "uri" in values else "sqlite", **values)
 
 
 @pytest.mark.parametrize(("values", "expected"), REFUSED)
@@ -495,8 +549,7 @@ def test_postgresql_gives_the_same_bits_as_a_file(tmp_path: Path, one_file: str)
     path = tmp_path / "uri"
     path.touch(0o600)
     path.write_text(POSTGRESQL)
-    source = query(driver="postgresql", uri_file="uri", query="select * from splitveil_people")
-    del source["uri"]
+    source = query("postgresql", uri=None, uri_file="uri", query="select * from splitveil_people")
     assert digest(source, tmp_path) == one_file
     table = read_table(settings(source, id_column="u", features={"numeric": "amount"}), tmp_path)
     assert {len(one) for one in table.ids} == {36}

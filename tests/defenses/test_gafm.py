@@ -11,7 +11,6 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from scipy import stats
 from torch import Tensor, nn
-from torch.distributions import Normal, kl_divergence
 
 from benchmarks.gafm import read_labels
 from splitveil.active_party.defenses import (
@@ -20,7 +19,6 @@ from splitveil.active_party.defenses import (
     GafmDefense,
     IsoDefense,
     MarvellDefense,
-    MaxNormDefense,
     NoDefense,
     NoisyLabelDefense,
     RawBatch,
@@ -37,6 +35,7 @@ from splitveil.common.models.dense import MlpTop
 from splitveil.common.models.settings import MlpModel
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.scores import norm
+from tests.ledger.test_charges import divergence
 from tests.support.defenses import build_defense
 
 ENTROPY = hashlib.shake_256(b"test").digest(2496)
@@ -96,12 +95,15 @@ def slopes(function: Callable[[Tensor], float], at: Tensor) -> Tensor:
 
 def test_the_adversarial_loss_is_the_difference_of_the_critics_means() -> None:
     case = Case()
+    with torch.no_grad():
+        case.critic.get_parameter("2.bias").sub_(0.3)  # negative scores: their slope is small, too
     weights = [parameter.detach().numpy() for parameter in case.critic.parameters()]
 
     def score(numbers: Tensor) -> float:
         hidden = numbers.numpy()[:, None] * weights[0].T + weights[1]
         hidden = np.where(hidden > 0, hidden, 0.01 * hidden)
-        return float((hidden @ weights[2].T + weights[3]).mean())
+        scores = hidden @ weights[2].T + weights[3]
+        return float(np.where(scores > 0, scores, 0.01 * scores).mean())
 
     noisy, predicted = case.labels + 0.01, case.predictions(case.activation).detach()
     with torch.no_grad():
@@ -110,6 +112,8 @@ def test_the_adversarial_loss_is_the_difference_of_the_critics_means() -> None:
     assert loss == pytest.approx(score(noisy) - score(predicted), rel=1e-12)
     assert of_generator == pytest.approx(-score(predicted), rel=1e-12)
     assert abs(loss) > 1e-3
+    with torch.no_grad():
+        assert float(case.critic(noisy[1:2, None])) < 0 < float(case.critic(noisy[:1, None]))
 
 
 def test_what_is_sent_is_the_sum_of_both_slopes_at_norm_one() -> None:
@@ -216,13 +220,6 @@ def test_softened_labels_are_uniform_on_their_side_of_a_half(response: str) -> N
         assert stats.kstest(part, stats.uniform(low, 0.315).cdf).pvalue < 0.001
 
 
-def test_a_softened_label_still_tells_the_label() -> None:
-    """Unlike a randomised response, it has no label-DP of any epsilon: no value is of both."""
-    labels = (torch.arange(1000) % 2).float()
-    soft = losses.soften(labels, losses.draw_shifts(answer_noise(), labels, 0.5))
-    assert torch.equal(soft > 0.5, labels == 1)
-
-
 def test_fresh_responses_follow_the_question_and_persistent_ones_the_example() -> None:
     labels = torch.ones(64)
     first, same, other = (losses.draw_shifts(answer_noise(seed), labels, 0.5) for seed in (1, 1, 2))
@@ -290,12 +287,6 @@ def charge_of(
     return whole(settings, mixed, labels, label_move).charge
 
 
-def between(neg_deviation: float, pos_deviation: float, gap: float) -> float:
-    neg = Normal(torch.tensor(0.0, dtype=torch.float64), neg_deviation)
-    pos = Normal(torch.tensor(gap, dtype=torch.float64), pos_deviation)
-    return float(kl_divergence(neg, pos) + kl_divergence(pos, neg))
-
-
 @pytest.mark.parametrize("terms", ["both", "ce_only"])
 def test_noise_behind_it_is_charged_for_what_a_label_moves(terms: str) -> None:
     labels, _, mixed = one_number_batch(0.2)
@@ -303,14 +294,14 @@ def test_noise_behind_it_is_charged_for_what_a_label_moves(terms: str) -> None:
     report = behind(iso, mixed.raw, labels)
     deviation = math.sqrt(report.noise_power)
     charge = charge_of(iso, mixed.raw, labels, mixed.label_move)
-    assert charge.sum_kl == pytest.approx(between(deviation, deviation, mixed.label_move))
+    assert charge.sum_kl == pytest.approx(divergence(deviation, deviation, mixed.label_move))
     assert charge.sum_kl > report.charge.sum_kl
     marvell = GafmDefense(terms=terms, composed_with=MarvellDefense())
     report = behind(marvell, mixed.raw, labels)
     assert report.solution is not None
     deviations = math.sqrt(report.solution.neg_along), math.sqrt(report.solution.pos_along)
     charge = charge_of(marvell, mixed.raw, labels, mixed.label_move)
-    assert charge.sum_kl == pytest.approx(between(*deviations, mixed.label_move))
+    assert charge.sum_kl == pytest.approx(divergence(*deviations, mixed.label_move))
     # Never less than what the defense itself asks for the gap of the classes.
     assert charge_of(marvell, mixed.raw, labels, 0.0).sum_kl == report.charge.sum_kl
 
@@ -328,23 +319,6 @@ def test_where_the_means_cancel_their_gap_would_be_the_wrong_charge() -> None:
     assert leak_auc_bound(report.charge.sum_kl) < 0.6
     assert read > 0.9
     assert leak_auc_bound(charge_of(settings, raw, labels, mixed.label_move).sum_kl) > read
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        GafmDefense(),
-        GafmDefense(response="persistent"),
-        GafmDefense(composed_with=MaxNormDefense()),
-        GafmDefense(composed_with=MarvellDefense(), terms="gan_only"),
-        GafmDefense(composed_with=IsoDefense(), terms="gan_only"),
-    ],
-    ids=str,
-)
-def test_what_has_no_proof_is_charged_without_bound(settings: GafmDefense) -> None:
-    labels, _, mixed = one_number_batch(0.2)
-    label_move = math.inf if settings.terms == "gan_only" else mixed.label_move
-    assert charge_of(settings, mixed.raw, labels, label_move).sum_kl == math.inf
 
 
 def test_on_a_wider_cut_marvells_noise_does_not_cover_the_labels_direction() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from splitveil.active_party.commands.program import parser, run
 from splitveil.active_party.defenses import Examples, NoiseSecrets, noisy_label
-from splitveil.active_party.defenses.dp_bounds import gaussian_auc
+from splitveil.active_party.defenses.dp_bounds import leak_auc_of_mu
 from splitveil.active_party.defenses.example_keys import load_or_create_key, used_labels_file
 from splitveil.active_party.defenses.interface import DefenseContext
 from splitveil.active_party.defenses.label_mechanisms import LabelMechanism
@@ -277,11 +277,7 @@ def with_other_labels(example: Path, folder: Path, every: int = 3) -> Path:
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        "top_labels: noisy",
-        "top_labels: true",
-        "mechanism: {kind: gaussian, posterior: model}",
-    ],
+    ["top_labels: noisy", "top_labels: true", "mechanism: {kind: gaussian, posterior: model}"],
 )
 def test_with_noisy_top_labels_the_true_ones_change_no_bit_of_what_the_peer_gets(
     example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: str
@@ -395,7 +391,7 @@ def test_the_noisy_labels_of_two_columns_reveal_what_two_draws_do(
         assert isinstance(built, NoisyLabel)
         assert built.noisy_labels is not None
         noisy.append(built.noisy_labels)
-    one, both = gaussian_auc(1 / 2), gaussian_auc(math.sqrt(2) / 2)
+    one, both = leak_auc_of_mu(1 / 2), leak_auc_of_mu(math.sqrt(2) / 2)
     assert leak_auc(noisy[0], labels) == pytest.approx(one, abs=0.009)
     assert leak_auc(noisy[0] - noisy[1], labels) == pytest.approx(both, abs=0.009)
     assert both > one + 0.05

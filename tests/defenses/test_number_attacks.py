@@ -28,7 +28,7 @@ from splitveil.common.privacy.number_attacks import (
     ridge_r2,
     top_direction_r2,
 )
-from splitveil.common.privacy.optimal import ReleasedSums, optimal
+from tests.support.optimal import ReleasedSums, optimal
 
 ROWS, STAGES, RANK, CUT_DIM = 12_000, 8, 32, 12
 BOUND = 0.6

@@ -180,10 +180,7 @@ class Invents(InProcessPeer):
     ],
 )
 def test_a_peer_that_skips_changes_repeats_or_invents_a_survey_is_refused(
-    example: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    peer: type[InProcessPeer],
-    overrides: list[str],
+    example: Path, monkeypatch: pytest.MonkeyPatch, peer: type[InProcessPeer], overrides: list[str]
 ) -> None:
     monkeypatch.setattr(course, "MAX_EVALUATIONS_AHEAD", 2)  # replies that are kept
     drawn = note_draws(monkeypatch)

@@ -311,9 +311,7 @@ def test_a_budget_that_was_lowered_holds_against_a_stage_of_before(
     assert mu_squared(second) == pytest.approx(0.09)
 
 
-def test_each_training_row_is_charged_all_stages_at_once_and_no_other_row_is(
-    example: Path,
-) -> None:
+def test_each_training_row_is_charged_all_stages_at_once_and_no_other_row_is(example: Path) -> None:
     parties = build(example, defense(strength="{mu: 0.3}"))
     run_in_process(parties)
     rows, accounts = parties.active.rows, parties.session.lifecycle.answering.budget.accounts.course

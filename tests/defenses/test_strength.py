@@ -238,7 +238,7 @@ def test_iso_takes_amplitude_or_power_and_not_both() -> None:
     assert IsoDefense().norm_ratio == 1
     assert IsoDefense(noise_ratio=3.0).norm_ratio == 3
     assert IsoDefense(power_ratio=9.0).norm_ratio == 3
-    with pytest.raises(ValueError, match="got both"):
+    with pytest.raises(SettingsError, match="got both"):
         IsoDefense(noise_ratio=3.0, power_ratio=9.0)
 
 

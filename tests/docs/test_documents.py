@@ -60,11 +60,3 @@ def test_the_site_has_the_pages_that_the_readme_lists_and_no_page_is_missing() -
     home, *groups = site["nav"]
     assert [(name.lower(), pages) for one in groups for name, pages in one.items()] == listed
     assert {home, *(page for _, pages in listed for page in pages)} == set(map(name_of, DOCUMENTS))
-
-
-def test_dead_links_and_uneven_tables_are_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# A page\n\n[here](#a-page) [there](#b) [file](none.md) [code](page.md#x)\n")
-    assert broken(page) == ["#b", "none.md", "page.md#x"]
-    page.write_text("| a | b |\n|---|---|\n| `x|y` | \\| |\n| 1 |\n\n| 2 | 3 |\n| 4 | 5 |\n")
-    assert uneven(page) == ["| 1 |", "| 2 | 3 |"]

@@ -135,16 +135,6 @@ def test_every_alert_says_what_is_wrong_and_how_bad_and_is_seen_to_fire() -> Non
     assert fires == {rule["alert"] for rule in rules()}
 
 
-def test_the_search_for_metrics_reads_promql() -> None:
-    expression = (
-        'histogram_quantile(0.5, sum by (instance, le) (rate(a_bucket{b=~"$x",c="d{e}"}[5m]))) '
-        "and on (instance) f == 1 or time() - g < +Inf"
-    )
-    found = {one.name: one.labels for one in selectors(expression)}
-    assert found == {"a_bucket": {"b", "c"}, "f": set(), "g": set()}
-    assert grouped_by(expression) == {"instance", "le"}
-
-
 def test_the_board_shows_every_metric_of_the_run(exported: dict[str, set[str]]) -> None:
     """All but the constant one, whose labels choose what the board shows."""
     asked = {one.name for target in targets() for one in selectors(target["expr"])}

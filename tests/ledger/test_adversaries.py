@@ -6,7 +6,6 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from splitveil.active_party.defenses import Adversary, LeakCharge
@@ -70,17 +69,12 @@ def test_an_answer_that_tells_a_weak_peer_nothing_still_bounds_nobody_else() -> 
 
 @pytest.mark.parametrize("count", [1, 4, 25])
 def test_gaussian_mechanisms_add_up_to_one_whose_auc_is_exact(count: int) -> None:
-    """Against the oracle: the likelihood ratio of N(0, 1) and N(mu, 1), with mu^2 added up."""
     ledger = after(*[LeakCharge(0.04, adversary=ANYBODY, is_gaussian=True)] * count)
     bounds = ledger.bounds(np.array([0]))
     mu = 0.2 * math.sqrt(count)
     assert bounds.against(ANYBODY).mu == pytest.approx(mu, rel=1e-12)
     assert bounds.against(ANYBODY).leak_auc.max == pytest.approx(exact(mu), rel=1e-12)
     assert bounds.against(ANYBODY).leak_auc.max == bounds.estimate.max
-    scores = np.random.default_rng(count).normal(size=(2, 200_000))
-    measured = np.searchsorted(np.sort(scores[0]), scores[1] + mu).mean() / scores.shape[1]
-    assert measured == pytest.approx(bounds.guarantee.max, abs=0.004)
-    assert abs(measured - leak_auc_bound(mu**2)) > 0.01  # the bound for any distributions is above
 
 
 def test_one_charge_of_unknown_distribution_takes_the_exact_figure_away() -> None:
@@ -140,19 +134,6 @@ def test_whom_accounts_describe_survives_the_file_and_the_adding_up_of_books(
     assert [one.leak_auc.max for one in bob.by_peers][:2] == [1, 1]
     carried = read.closing_book(IDS[2:], read.opening_ledger(IDS[2:], 1))
     assert carried.adversary() is WEAK
-
-
-@pytest.mark.parametrize(
-    "caveats",
-    [
-        torch.zeros(2, dtype=torch.uint8),
-        torch.zeros(3, dtype=torch.int64),
-        torch.full((3,), 128, dtype=torch.uint8),
-    ],
-)
-def test_caveats_that_cannot_be_of_these_accounts_are_refused(caveats: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="caveats: expected"):
-        LeakLedger(3).load_state_dict(LeakLedger(3).state_dict() | {"caveats": caveats})
 
 
 def test_a_limit_in_aucs_allows_a_gaussian_mechanism_its_exact_divergence() -> None:

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from splitveil.active_party.assembly import build_session
 from splitveil.active_party.defenses.dp_bounds import (
     auc_of_epsilon,
-    gaussian_auc,
     gaussian_of_epsilon,
+    leak_auc_of_mu,
 )
 from splitveil.active_party.earlier_runs import earlier_answers
 from splitveil.active_party.ledger.account_book import LEDGER, AccountBook
@@ -169,7 +169,7 @@ def test_a_label_that_another_run_draws_again_uses_up_the_budget_of_the_first(
         run(example, again, limit, after)
     both = run(example, again, after).session.leak_bounds()
     mu = math.sqrt(2) * gaussian_of_epsilon(0.405)
-    assert both.guarantee.max == pytest.approx(min(auc_of_epsilon(0.81), gaussian_auc(mu)))
+    assert both.guarantee.max == pytest.approx(min(auc_of_epsilon(0.81), leak_auc_of_mu(mu)))
     assert "all 2 epochs fit" in printed_plan(example, MARVELL, once, limit)
     assert "all 2 epochs fit" not in printed_plan(example, MARVELL, once, limit, after)
     assert "all 2 epochs fit" in printed_plan(

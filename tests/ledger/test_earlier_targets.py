@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from splitveil.active_party.defenses.dp_bounds import gaussian_auc
+from splitveil.active_party.defenses.dp_bounds import leak_auc_of_mu
 from splitveil.active_party.defenses.projected.posterior import Posterior
 from splitveil.active_party.ledger.account_book import names_of
 from splitveil.active_party.ledger.stored_labels import TARGETS, ReleasedTargets, read_targets
@@ -252,7 +252,7 @@ def test_a_person_with_a_new_row_in_each_of_four_runs_has_one_account_over_all_o
             unit = float(state[f"posterior.numbers.{stage}"][0])
             weights = state[f"posterior.steps.{stage}"][new].double() * unit
             mu_squared += (weights.norm(dim=1) / projected(parties).sigma_of(stage)).square()
-    expected = [gaussian_auc(MU * math.sqrt(number)) for number in (1, 2, 3, 4)]
+    expected = [leak_auc_of_mu(MU * math.sqrt(number)) for number in (1, 2, 3, 4)]
     assert accounts == pytest.approx(expected, abs=1e-4)
     labels = torch.arange(40_000) % 2
     noise = torch.randn(40_000, generator=torch.Generator().manual_seed(1))

@@ -14,6 +14,7 @@ from splitveil.common.models.dense import interpolated
 from splitveil.common.models.factory import Trial, build_bottom_model, build_top_model, load_class
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.settings import ModelSettings, OptimizerSettings
+from splitveil.common.models.training_state import freeze
 from splitveil.common.settings import Section, validate
 from splitveil.passive_party.bottom_trainer import LayerTap, first_layer, named_layer
 
@@ -377,11 +378,12 @@ def test_top_model_that_does_not_fit_is_explained(
     assert part in str(raised.value)
 
 
-def test_output_activation_is_that_of_the_cut_layer() -> None:
+@pytest.mark.parametrize("name", ["relu", "sigmoid"])
+def test_output_activation_is_that_of_the_cut_layer(name: str) -> None:
     plain = build_bottom_model(model(), SHAPES, (50,), seed=0)(batch())
-    cut = build_bottom_model(model(output_activation="relu"), SHAPES, (50,), seed=0)(batch())
+    cut = build_bottom_model(model(output_activation=name), SHAPES, (50,), seed=0)(batch())
     assert (plain < 0).any()
-    assert torch.equal(cut, plain.relu())
+    assert torch.equal(cut, getattr(plain, name)())
 
 
 def test_dropout_acts_in_training_only() -> None:
@@ -465,7 +467,19 @@ def test_first_layer_is_the_one_next_to_the_features_with_its_activation() -> No
     own = build_bottom_model(custom("OwnBottom"), SHAPES, (6,), seed=0)
     assert first_layer(own) is named_layer(own, "norm")
     images = build_bottom_model(conv(channels=[8, 9]), LESIONS, (9, 21, 21), seed=0)
-    assert first_layer(images) is named_layer(images, "blocks.block_0")
+    assert first_layer(images) is named_layer(images, "blocks.block_0.1")
+    tap, picture = LayerTap(first_layer(images)), batch(2, LESIONS)
+    activation = images(picture)
+    activation.sum().backward()
+    gradient = tap.take()
+    assert gradient is not None
+    assert gradient.shape == (2, 8, 84, 84)  # before the pooling, as in Marvell's paper
+    assert picture.image is not None
+    layers = [images.get_submodule(f"blocks.block_{number}.0") for number in (0, 1)]
+    first = layers[0](picture.image.float() / 255).clamp(min=0).detach().requires_grad_()
+    rest = nn.functional.max_pool2d(layers[1](nn.functional.max_pool2d(first, 2)).clamp(min=0), 2)
+    (expected,) = torch.autograd.grad(rest.sum(), first)
+    torch.testing.assert_close(gradient, expected)
     with pytest.raises(SettingsError, match=r"no layer 'layers.hiden_0'; did you mean .*hidden_0"):
         named_layer(deep, "layers.hiden_0")
 
@@ -621,6 +635,32 @@ def test_a_schedule_changes_the_rate_of_dense_and_sparse_parameters_alike() -> N
     changed = [(p.detach() != 0).any() for p in built.parameters()]
     assert all(changed)
     assert not torch.equal(nn.utils.parameters_to_vector(built.parameters()), before)
+
+
+@pytest.mark.parametrize("rows", [1, None])
+@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
+def test_named_parts_train_at_rates_of_their_own(kind: str, rows: int | None) -> None:
+    """Each as if its rate were the only one; a longer name counts more, and a frozen part stays."""
+    chosen = {"0": 0.5, "1": 0.1, "1.bias": 0.02}
+
+    def trained(**values: Any) -> dict[str, torch.Tensor]:
+        built = nn.Sequential(*table_and_layer(), nn.Linear(1, 1), nn.Linear(1, 1))
+        for part, start in ((built[2], 2.0), (built[3], 3.0)):
+            for weight in part.parameters():
+                nn.init.constant_(weight, start)
+        freeze(built, ["3"], "frozen")
+        rule = build_optimizer(optimizer(kind=kind, sparse_from_rows=rows, **values), built)
+        train(built, rule, [[1, 2, 2]])
+        return dict(built.named_parameters())
+
+    found = trained(rates=chosen, learning_rate=0.01)
+    rates = {"0.weight": 0.5, "1.weight": 0.1, "1.bias": 0.02, "2.weight": 0.01, "2.bias": 0.01}
+    for name, rate in rates.items():
+        torch.testing.assert_close(found[name], trained(learning_rate=rate)[name])
+    assert {float(found[name]) for name in ("3.weight", "3.bias")} == {3.0}
+    # "1" names no part of a name such as "10.weight".
+    with pytest.raises(SettingsError, match="has no parameter 'we'"):
+        trained(rates={"we": 0.1})
 
 
 def test_model_without_parameters_cannot_be_trained() -> None:

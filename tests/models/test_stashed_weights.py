@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from splitveil.common.data.features import Features
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.settings import AdamOptimizer, OptimizerSettings, SgdOptimizer
+from splitveil.common.models.training_state import freeze
 from splitveil.passive_party.bottom_trainer import (
     BottomTrainer,
     LayerTap,
@@ -44,6 +45,14 @@ class Dense(nn.Module):
         assert features.numeric is not None
         found: Tensor = self.layers(features.numeric)
         return found
+
+
+class Frozen(Dense):
+    """Layers that do not learn before and behind one that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        freeze(self, ["layers.0", "layers.6"], "frozen")
 
 
 class Recurrent(nn.Module):
@@ -164,9 +173,10 @@ def by_copies(
     [
         (Dense, SgdOptimizer(kind="sgd", learning_rate=0.1, momentum=0.9)),
         (Dense, AdamOptimizer(kind="adam", learning_rate=0.01)),
+        (Frozen, AdamOptimizer(kind="adam", rates={"layers.4": 0.1})),
         (Recurrent, SgdOptimizer(kind="sgd", learning_rate=0.5)),
     ],
-    ids=["dense, sgd", "dense, adam", "recurrent"],
+    ids=["dense, sgd", "dense, adam", "frozen", "recurrent"],
 )
 def test_weights_and_activations_are_those_of_copies(
     build: Callable[[], nn.Module], settings: OptimizerSettings, depth: int

@@ -19,7 +19,7 @@ IMAGES = "data.source={kind: images, path: x, table: x.csv, file_column: x, heig
 @pytest.mark.parametrize(
     ("library", "extra", "words"),
     [
-        ("adbc_driver_sqlite", "sql", ["passive", "check", SQL]),
+        ("adbc_driver_sqlite.dbapi", "sql", ["passive", "check", SQL]),
         ("PIL", "images", ["passive", "check", IMAGES]),
         ("phonenumbers", "ids", ["passive", "check", "contract.ids={kind: phone}"]),
         ("fastapi", "serve", ["active", "serve", "status=null"]),

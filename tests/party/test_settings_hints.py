@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import yaml
 
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import DataError, SettingsError
@@ -11,6 +10,7 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.settings import closest_setting, validate
 from splitveil.deploy.overrides import refuse_unknown_settings
+from tests.support.runs import ACTIVE, CONTRACT, write_yaml
 
 
 @pytest.mark.parametrize(
@@ -55,23 +55,9 @@ def test_the_launcher_names_the_party_too() -> None:
 @pytest.fixture
 def label_owner(tmp_path: Path) -> Path:
     """Return the settings file of a label owner whose table has the labels ``No`` and ``Yes``."""
-    contract = {"run_name": "r", "cut_shape": [2], "batch_size": 2, "epochs": 1}
-    (tmp_path / "contract.yaml").write_text(yaml.safe_dump(contract))
-    settings = {
-        "contract": "contract.yaml",
-        "listen": "127.0.0.1:1",
-        "security": {"mode": "insecure"},
-        "data": {
-            "source": {"kind": "csv", "path": "clients.csv"},
-            "id_column": "id",
-            "label_column": "y",
-            "positive_label": "Yes",
-        },
-        "top_model": {"kind": "mlp", "hidden": [4]},
-        "optimizer": {"kind": "adam", "learning_rate": 0.1},
-        "defense": {"name": "none"},
-    }
-    (tmp_path / "active.yaml").write_text(yaml.safe_dump(settings))
+    source = {"kind": "csv", "path": "clients.csv"}
+    data = {"source": source, "id_column": "id", "label_column": "y", "positive_label": "Yes"}
+    write_yaml(tmp_path, contract=CONTRACT, active=ACTIVE | {"data": data})
     (tmp_path / "clients.csv").write_text("id,y\n1,Yes\n2,No\n3,No\n")
     return tmp_path / "active.yaml"
 

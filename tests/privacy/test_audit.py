@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -196,6 +197,30 @@ def test_every_attack_can_be_audited_at_every_layer() -> None:
         for attack, worst in attacks.items():
             means = [audit.epoch_means(epoch)[layer][attack] for epoch in range(2)]
             assert worst == max(means)
+
+
+def test_in_the_papers_convention_nothing_is_left_out_or_mirrored() -> None:
+    observation = _observation(0, 0)
+    short = observation.gradients["cut"] * (1 - 0.9 * observation.labels[:, None])
+    observation = dataclasses.replace(observation, gradients={"cut": short})
+    audit = LeakAudit(["norm", "cosine"], convention="paper")
+    labels, rows = observation.labels.numpy(), observation.gradients["cut"].double().numpy()
+    row = observation.clues[1].reference_row
+    assert row is not None
+    lengths = np.linalg.norm(rows, axis=1)
+    scores = {"norm": lengths, "cosine": rows @ rows[row] / lengths}  # the positive's own is 1
+    expected = {name: roc_auc_score(labels, values) for name, values in scores.items()}
+    assert expected["norm"] < 0.5
+    measured = audit.observe(observation)
+    assert measured is not None
+    assert measured.leak["cut"] == pytest.approx(expected, abs=1e-12)
+    # Random scores: AUCs of n and m examples are nearly normal with variance (n + m + 1) / 12nm.
+    for step in range(1, 1000):
+        audit.observe(dataclasses.replace(observation, step=step))
+    random = audit.summary()["cut"]["norm"]["random_q95"]
+    positives = int(labels.sum())
+    spread = math.sqrt(65 / (12 * positives * (64 - positives)))
+    assert random == pytest.approx(0.5 + 1.645 * spread, abs=0.25 * spread)  # mirrored: 1.96
 
 
 def test_hints_are_left_out_of_their_own_attack_s_auc_alone() -> None:

@@ -160,9 +160,7 @@ def test_activations_are_handed_over() -> None:
     assert measured.leak["cut"]["mine"] == pytest.approx(expected, abs=1e-12)
 
 
-def test_their_figures_stand_in_metrics_summary_and_report_under_their_name(
-    tmp_path: Path,
-) -> None:
+def test_their_figures_stand_in_metrics_summary_and_report_under_their_name(tmp_path: Path) -> None:
     chosen = "attacks=[norm, {kind: custom, module: 'own_attacks:energy', name: own_energy}]"
     run = tmp_path / "run"
     parties = record(run, [f"leak_monitor.{chosen}"], [f"adversary.{chosen}"])

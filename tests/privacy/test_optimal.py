@@ -9,7 +9,7 @@ from scipy.stats import multivariate_normal
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from splitveil.common.privacy.optimal import ReleasedSums, optimal
+from tests.support.optimal import ReleasedSums, optimal
 
 
 def release(designs: Sequence[Tensor], truth: Tensor, noise_std: float) -> list[ReleasedSums]:
@@ -52,28 +52,3 @@ def test_it_is_the_ratio_of_the_densities(labels: Tensor) -> None:
             expected = likelihood(found, labels, row, label) - likelihood(found, labels, row, 0)
             ratio = scores[row] if is_binary else scores[row, label] - scores[row, 0]
             assert float(ratio) == pytest.approx(expected, rel=1e-9)
-
-
-def test_an_example_s_own_label_does_not_help() -> None:
-    """Of the same sums, the score is the same whichever label the example is said to have."""
-    generator = torch.Generator().manual_seed(5)
-    labels = (torch.rand(50, generator=generator) < 0.4).long()
-    designs = torch.randn(2, 50, 4, generator=generator).double()
-    found = release(list(designs), labels.double(), 1.5)
-    scores = optimal(found, labels)
-    for row in (0, 7, 31):
-        flipped = labels.clone()
-        flipped[row] = 1 - flipped[row]
-        assert float(optimal(found, flipped)[row]) == pytest.approx(float(scores[row]), rel=1e-9)
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    design = torch.ones(4, 2)
-    with pytest.raises(ValueError, match="at least one release"):
-        optimal([], torch.ones(4))
-    with pytest.raises(ValueError, match="noise above 0, got 0"):
-        optimal([ReleasedSums(design, torch.ones(2), 0.0)], torch.ones(4))
-    with pytest.raises(ValueError, match=r"one sum for each column of the design, got \(3,\)"):
-        optimal([ReleasedSums(design, torch.ones(3), 1.0)], torch.ones(4))
-    with pytest.raises(ValueError, match="expected 4 labels, got 5"):
-        optimal([ReleasedSums(design, torch.ones(2), 1.0)], torch.ones(5))

@@ -28,7 +28,7 @@ from splitveil.active_party.defenses.projected.release import draw_release
 from splitveil.active_party.defenses.projected.stages import ProjectedLabels, StagePlan
 from splitveil.active_party.ledger.ledger import LeakLedger
 from splitveil.common.privacy.leakage import auc
-from splitveil.common.privacy.optimal import ReleasedSums, optimal
+from tests.support.optimal import ReleasedSums, optimal
 
 ROWS, STAGES, RANK, CUT_DIM = 12_000, 16, 32, 12
 BOUND = 0.6

@@ -11,7 +11,8 @@ import pytest
 
 from splitveil.common.errors import PeerLeft, SplitveilError, StorageError
 from splitveil.common.record.transcript import FILE, Broken, Crossing, Transcript, Verified, verify
-from tests.support.loopback import free_port, peer_of, serving
+from tests.support.inference import free_port
+from tests.support.loopback import peer_of, serving
 from tests.support.runs import Parties, build_parties
 
 FULL = os.strerror(errno.ENOSPC)

@@ -15,7 +15,6 @@ import pytest
 from rich.console import Console
 
 from splitveil.active_party.commands.program import main as active_main
-from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.record.metrics_log import RunRecorder
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.contract import Contract
@@ -29,7 +28,6 @@ from splitveil.common.text.log_lines import (
     writes_json,
 )
 from splitveil.passive_party.commands.results import leave_results
-from splitveil.passive_party.settings import PassiveSettings
 from tests.support.records import summary_of
 from tests.support.runs import write_example
 
@@ -131,11 +129,10 @@ def test_no_progress_bar_is_drawn_between_objects_or_where_it_should_be_quiet(
 
 @pytest.mark.parametrize("verbosity", [-1, 0])
 def test_a_quiet_run_prints_no_table(
-    verbosity: int, example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    verbosity: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configure_logging("passive", verbosity)
-    settings = load_party_settings(PassiveSettings, example / "passive.yaml")
-    leave_results(settings, tmp_path, summary_of({"steps": 3}), None, None)
+    leave_results(tmp_path, summary_of({"steps": 3}), None, None)
     assert bool(capsys.readouterr().out) is (verbosity == 0)
 
 

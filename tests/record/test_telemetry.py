@@ -252,61 +252,23 @@ def test_words_of_others_steer_no_terminal_and_begin_no_log_line(
     assert shown.replace("\n", "").isprintable()
 
 
-def test_names_in_tables_are_no_markup() -> None:
-    figures = {"q95": 0.9, "mean": 0.8, "last_epoch": 0.7, "random_q95": 0.5}
-    of_run = {"auc": 0.9, "low": 0.8, "high": 1.0, "examples": 7}
-    summary = {
-        "refused_messages": {"[/red]": 1},
-        "defense": {"name": "[/bold]\x1b[2J"},
-        "leak": {"[/cut]": {"[/norm]": figures}},
-        "leak_run_level": {"[/cut]": {"[/norm]": of_run}},
-    }
-    screen = io.StringIO()
-    print_summary("active party", summary_of(summary), console=Console(file=screen, width=200))
-    shown = screen.getvalue()
-    assert shown.count("[/cut]") == shown.count("[/norm]") == 2
-    for expected in ("[/bold]\\x1b[2J", "[/red] 1"):
-        assert expected in shown
-
-
-def test_the_final_tables_speak_no_python() -> None:
+def test_the_final_table_speaks_no_python_and_its_names_are_no_markup() -> None:
     screen = io.StringIO()
     summary = {
         "test_auc": None,
         "test_average_precision": 0.25,
         "steps_per_s": 12.345678,
-        "train_loss": 0.0000123456,
-        "defense": {
-            "insecure_noise_seed": None,
-            "noise": "fresh",
-            "name": "gafm",
-            "strength": {"power_ratio": 4.0},
-            "composed_with": {"name": "marvell", "exact": True},
-            "widths": [1.0, 0.5],
-            "parties": ["left", "right"],
-        },
-        "refused_messages": {},
-        "leak_batches": {"observed": 42, "skipped_one_class": 0},
-        "leak_gate_closed": False,
-        "ledger": {"sum_kl_max": math.inf, "sum_kl_mean": math.inf, "estimate_max": None},
+        "refused_messages": {"[/red]\x1b[2J": 1},
+        "leak_alarms": 2,
     }
     print_summary("active", summary_of(summary), console=Console(file=screen, width=120))
     text = screen.getvalue()
-    for expected in (
-        "gafm, noise fresh, power ratio 4, marvell, exact yes, widths 1, 0.5",
-        "observed 42, skipped one class 0",
-        "left, right",
-        "1.235e-5",
-        "test AUC",
-        "steps/s",
-    ):
-        assert expected in text
     rows = [[cell.strip() for cell in line.split("│")[1:3]] for line in text.splitlines()]
-    assert ["refused messages", "none"] in rows
-    assert ["leak gate closed", "no"] in rows
-    assert ["test AUC", "-"] in rows
-    assert rows.index(["test average precision", "0.25"]) < rows.index(["test AUC", "-"])
-    assert not re.search(r"None|True|False|[{}'\[\]()]|e-0", text)
+    assert ["test average precision", "0.25"] in rows
+    assert ["steps/s", "12.35"] in rows
+    assert ["leak alarms", "2"] in rows
+    assert ["refused messages", "[/red]\\x1b[2J 1"] in rows
+    assert not re.search("None|test AUC|test_", text)
 
 
 def open_in_a_process_of_its_own(runs_dir: Path, party: str) -> str:

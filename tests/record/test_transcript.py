@@ -23,7 +23,8 @@ from splitveil.common.record.transcript import (
 )
 from splitveil.common.record.transcript_lines import KINDS
 from tests.support.equality import assert_same_weights
-from tests.support.loopback import free_port, peer_of, serving
+from tests.support.inference import free_port
+from tests.support.loopback import peer_of, serving
 from tests.support.programs import run_program
 from tests.support.runs import Parties, build_parties, run_in_process
 

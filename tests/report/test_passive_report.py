@@ -11,13 +11,7 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ConstantLR
 
-from splitveil.common.data.features import (
-    FeatureEncoder,
-    Features,
-    ListVocabulary,
-    NumericScaler,
-    Vocabulary,
-)
+from splitveil.common.data.features import FeatureEncoder, Features, NumericScaler, Vocabulary
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.report_parts import Volume, read_traffic
 from splitveil.common.record.figures import AttackFigure
@@ -64,7 +58,7 @@ def exposed(
     width: int = 6,
     most_frequent: float = 0.0,
     indicators: tuple[str, ...] = (),
-    lists: tuple[ListVocabulary, ...] = (),
+    lists: tuple[Vocabulary, ...] = (),
     rows_with_gap: int | None = None,
 ) -> FeatureExposure | None:
     generator = torch.Generator().manual_seed(1)
@@ -132,7 +126,7 @@ def test_levels_that_are_too_rare_are_not_judged() -> None:
 
 
 def test_gaps_and_lists_of_categories_are_named_and_a_list_counts_as_one_column() -> None:
-    tags = ListVocabulary(name="tags", categories=("x", "y"))
+    tags = Vocabulary(name="tags", categories=("x", "y"))
     found = exposed(indicators=("kept",), lists=(tags,))
     assert found is not None
     names = [one.name for one in found.columns]

@@ -8,13 +8,7 @@ import pytest
 import torch
 
 from splitveil.active_party.run.stages import Stage
-from splitveil.common.errors import (
-    AlignmentError,
-    ContractMismatch,
-    Interrupted,
-    OutOfStep,
-    PeerLeft,
-)
+from splitveil.common.errors import ContractMismatch, Interrupted, OutOfStep, PeerLeft
 from splitveil.common.run.messages import Activation, LeaveReason
 from splitveil.passive_party.run import PassiveRun
 from tests.support.peers import StopsAtFirstStep
@@ -214,13 +208,6 @@ def test_a_run_does_not_depend_on_the_classes_of_the_rows_that_a_peer_brings(
     run_in_process(parties)
     assert parties.session.stage is Stage.FINISHED
     assert {one.split for one in parties.active.evaluations if math.isnan(one.auc)}
-
-
-def test_too_small_an_intersection_stops_both_with_the_counts(example: Path) -> None:
-    overrides = ["contract.alignment.min_aligned=361"]
-    parties = build_parties(example, overrides, overrides)
-    with pytest.raises(AlignmentError, match="360"):
-        run_in_process(parties)
 
 
 def test_early_stopping_ends_both_sides_after_the_epoch(example: Path) -> None:

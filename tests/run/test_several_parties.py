@@ -56,13 +56,6 @@ from tests.support.several import (
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 
 
-@pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("three")
-    write_several(folder, 3)
-    return folder
-
-
 def ids_at(several: Several, name: str) -> list[str]:
     """Return the common ids of a party in the common order."""
     seen = several.seen if name == "active" else several.passive[name].seen

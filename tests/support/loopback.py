@@ -1,6 +1,5 @@
 """An active party that is served at a port of localhost, and the peer that calls it."""
 
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,11 +11,6 @@ from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.support.runs import Parties
 
 LOCALHOST = "127.0.0.1"
-
-
-def free_port() -> int:
-    with socket.create_server((LOCALHOST, 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @contextmanager

@@ -14,7 +14,6 @@ BOUNDED: dict[str, Any] = {
     "title": "Tiny",
     "about": "A bounded defense for two epochs.",
     "seeds": 1,
-    "seeded_noise": True,
     "datasets": {
         "cancer": {
             "example": str(ROOT / "deploy" / "examples" / "breast_cancer"),
@@ -25,7 +24,9 @@ BOUNDED: dict[str, Any] = {
     },
     "variants": {
         "projected_labels": {
-            "active": {"defense": {"name": "projected_labels", "rank": 4}},
+            "active": {
+                "defense": {"name": "projected_labels", "rank": 4, "insecure_noise_seed": 0}
+            },
             "sweep": {"guarantee": [0.8]},
         }
     },

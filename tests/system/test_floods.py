@@ -24,6 +24,7 @@ from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import method_path
 from splitveil.common.wire.limits import STREAMS_PER_CONNECTION
 from splitveil.protos import split_learning_pb2 as pb
+from tests.support.inference import free_port
 from tests.support.mutations import AtStep, Tape
 from tests.support.runs import build_parties, run_in_process, write_example
 from tests.support.waiting import wait_until
@@ -75,9 +76,7 @@ class Served:
 
 @contextmanager
 def served(folder: Path, *overrides: str) -> Iterator[Served]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = int(listener.getsockname()[1])
-    log = folder / "served.log"
+    port, log = free_port(), folder / "served.log"
     with (
         log.open("w") as errors,
         subprocess.Popen(

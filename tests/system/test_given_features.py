@@ -15,6 +15,7 @@ from splitveil.active_party.http.programs import Unusable
 from splitveil.active_party.predict.predictor import JointModel
 from tests.support.inference import Program, Trained, asked, predicting, train, write_wide_deep
 from tests.support.runs import CPU
+from tests.support.texts import write_tokenizer
 
 WORDS = ("red", "green", "blue", "", "grey")
 GAPS: dict[str, dict[str, object]] = {
@@ -26,18 +27,20 @@ Row = dict[str, Any]
 
 
 def write_all_kinds(folder: Path, gaps: dict[str, object]) -> None:
-    """Write an example whose active party has numbers with gaps, times, lists and categories."""
+    """Write an example whose active party has every kind of feature but images."""
     write_wide_deep(folder, rows=300)
     lines = (folder / "active.csv").read_text().splitlines()
     generator = np.random.default_rng(11)
-    rows = [f"{lines[0]},since,tags"]
+    rows = [f"{lines[0]},since,tags,note,visits"]
+    write_tokenizer(folder / "tokenizer.json")
     for line in lines[1:]:
         own, label, n1, n2, word = line.split(",")
         day = f"2026-{generator.integers(1, 13):02d}-{generator.integers(1, 29):02d}"
         since = f"{day}T{generator.integers(0, 24):02d}:30:00"
         tags = "|".join(generator.choice(WORDS, size=generator.integers(0, 4)))
         n1, since, word = ("" if generator.random() < 0.2 else text for text in (n1, since, word))
-        rows.append(",".join([own, label, n1, n2, word, since, tags]))
+        note, visits = "the good" * bool(tags), "|".join(filter(str.isdigit, n2[-4:])) * bool(tags)
+        rows.append(",".join([own, label, n1, n2, word, since, tags, note, visits]))
     (folder / "active.csv").write_text("\n".join(rows) + "\n")
     settings = yaml.safe_load((folder / "active.yaml").read_text())
     settings["data"]["features"] = {
@@ -46,6 +49,10 @@ def write_all_kinds(folder: Path, gaps: dict[str, object]) -> None:
         "timestamps": "since",
         "timestamp_parts": ["month", "day_of_week", "hour"],
         "lists": "tags",
+        "sequences": {
+            "note": {"tokenizer": "tokenizer.json", "max_length": 2},
+            "visits": {"num_tokens": 10, "max_length": 3},
+        },
         **gaps,
     }
     (folder / "active.yaml").write_text(yaml.safe_dump(settings))
@@ -78,13 +85,15 @@ def as_json(cells: dict[str, str]) -> Row:
         "word": cells["word"] or None,
         "since": cells["since"] or None,
         "tags": [tag for tag in cells["tags"].split("|") if tag],
+        "note": cells["note"],
+        "visits": [one for one in cells["visits"].split("|") if one],
     }
 
 
 def test_given_features_have_the_bits_of_the_table(trained: Trained, program: Program) -> None:
     ids = trained.test_ids[:40]
     cells = cells_of(trained, ids)
-    for name in ("n1", "since", "word", "tags"):
+    for name in ("n1", "since", "word", "tags", "note", "visits"):
         assert {bool(row[name]) for row in cells} == {True, False}, name
     with predicting(trained) as predictor:
         right = predictor.predict(ids).probabilities
@@ -106,7 +115,7 @@ def test_lists_and_texts_with_separators_are_the_same(trained: Trained, program:
 
 
 def test_a_row_of_gaps_alone_is_answered(trained: Trained, program: Program) -> None:
-    gaps = {"n1": None, "n2": None, "word": None, "since": None, "tags": None}
+    gaps: Row = dict.fromkeys(["n1", "n2", "word", "since", "tags", "note", "visits"])
     answer = program.ask(trained.test_ids[:1], features=[gaps])
     empty = program.ask(trained.test_ids[:1], features=[gaps | {"tags": []}])
     assert answer.status == empty.status == 200, answer.body
@@ -130,6 +139,9 @@ WRONG: list[tuple[Row, str, str]] = [
     ({"tags": [None]}, "tags", "texts"),
     ({"tags": ["a\x1fb"]}, "tags", "control character"),
     ({"word": ["red"]}, "word", "texts"),
+    ({"note": ["the"]}, "note", "texts"),
+    ({"visits": 7}, "visits", "texts"),
+    ({"visits": ["7", "10"]}, "visits", "from 0 to 9 in row 1"),
     ({"more": 1}, "word", "alone"),
 ]
 
@@ -162,7 +174,7 @@ def test_a_column_that_some_rows_lack_is_named_with_the_rows(
     none = program.ask(ids[:1], features=[{"n1": 1.0}])
     assert (answer.status, none.status) == (422, 422)
     assert "'since': missing in row 2" in answer.body["detail"]
-    assert "columns are missing: n2, word, since, tags" in none.body["detail"]
+    assert "columns are missing: n2, word, since, tags, note, visits" in none.body["detail"]
 
 
 class Unread(dict[str, object]):

@@ -39,9 +39,9 @@ class Installed:
 
     def __init__(self, folder: Path, wheel: Path) -> None:
         self.here = folder / "here"
-        self._bin = folder / "env" / "bin"
+        self.bin = folder / "env" / "bin"
         run(sys.executable, "-m", "venv", "--without-pip", str(folder / "env"))
-        python = str(self._bin / "python")
+        python = str(self.bin / "python")
         run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", str(wheel))
         site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"))
         dependencies = sysconfig.get_path("purelib")
@@ -57,7 +57,7 @@ class Installed:
         Whatever it does has to work behind a proxy that answers nothing.
         """
         with dead_proxy() as settings:
-            return run(str(self._bin / command[0]), *command[1:], cwd=self.here, **settings)
+            return run(str(self.bin / command[0]), *command[1:], cwd=self.here, **settings)
 
 
 @contextmanager
@@ -172,3 +172,13 @@ def test_the_demo_needs_neither_repository_nor_network_and_minds_no_folder_of_an
 def test_modules_are_found_under_one_name_alone(installed: Installed) -> None:
     code = "import splitveil.common, splitveil.protos as p; print(p.__file__)"
     assert Path(installed.run("python", "-c", code)).is_relative_to(installed.here.parent)
+
+
+def test_type_checkers_find_no_fault_with_a_users_script(
+    installed: Installed, tmp_path: Path
+) -> None:
+    script = str(shutil.copy(ROOT / "tests" / "support" / "users_script.py", tmp_path))
+    cache = f"--cache-dir={tmp_path / 'cache'}"
+    installed.run("python", "-m", "mypy", "--strict", cache, script)
+    python = str(installed.bin / "python")
+    installed.run("python", "-m", "pyright", "--pythonpath", python, script)

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from splitveil import Run
+from splitveil.active_party.report.comparison_table import comparison_table
 from splitveil.common.errors import SettingsError
 from splitveil.common.record.figures import (
     AdjustedFigures,
@@ -28,7 +29,6 @@ from splitveil.common.record.figures import (
 )
 from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
 from splitveil.common.run.contract import Name
-from splitveil.deploy.comparison import comparison_table
 from splitveil.deploy.local import held_port
 from splitveil.deploy.overrides import Overrides, parse_defense
 from tests.support.programs import run_program
@@ -165,7 +165,7 @@ def test_a_finished_rehearsal_runs_again_and_none_counts_as_an_earlier_release(
         (
             "marvell:power_ratio=4,statistics=running",
             "marvell power_ratio=4 statistics=running",
-            {"name": "marvell", "strength": {"power_ratio": 4}, "statistics": "running"},
+            {"name": "marvell", "power_ratio": 4, "statistics": "running"},
         ),
         (
             "{name: marvell, strength: {power_ratio: 4}}",

@@ -7,17 +7,10 @@ import pytest
 
 from tests.support import inference
 from tests.support.endpoints import value_of
-from tests.support.inference import Trained, answering, free_port, train, write_wide_deep
+from tests.support.inference import Trained, answering, free_port
 from tests.support.proxies import SilentLine
 from tests.support.waiting import wait_until
 from tests.system.test_predict import expected
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    folder = tmp_path_factory.mktemp("small")
-    write_wide_deep(folder)
-    return train(folder, folder / "runs", active=("serving.fallback=true",))
 
 
 @pytest.mark.parametrize("fallback", [False, True])

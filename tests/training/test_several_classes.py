@@ -27,7 +27,7 @@ from splitveil.common.text.upper_bounds import at_most
 from tests.support.equality import assert_same
 from tests.support.peers import Lost, dying
 from tests.support.plans import printed_plan
-from tests.support.runs import build_parties, run_in_process, run_over_grpc
+from tests.support.runs import build_parties, run_in_process
 from tests.support.several import build_several, write_several
 from tests.support.several import run_in_process as run_in_process_several
 from tests.support.tables import CLASSES, write_classes
@@ -229,16 +229,6 @@ def test_a_run_learns_and_its_figures_are_of_the_classes(example: Path) -> None:
     assert trainer is not None
     assert rows is not None
     assert sorted(set(trainer.labels_of(rows.splits["train"]).tolist())) == [0, 1, 2, 3]
-
-
-def test_over_a_wire_it_is_the_same_bit_for_bit(example: Path, port: int) -> None:
-    active = [f"defense={DEFENSES['marvell']}"]
-    here, there = build_parties(example, active), build_parties(example, active)
-    run_in_process(here)
-    run_over_grpc(there, port)
-    assert_same(there, here)
-    for one, other in zip(here.passive.received, there.passive.received, strict=True):
-        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", DEFENSES)

@@ -13,20 +13,13 @@ from splitveil.common.text.upper_bounds import at_most
 from tests.support.equality import assert_same
 from tests.support.peers import Lost, dying
 from tests.support.plans import printed_plan
-from tests.support.runs import Parties, build_parties, run_in_process, write_example
+from tests.support.runs import Parties, build_parties, run_in_process
 
 MECHANISMS = {
     "alibi": "{kind: alibi, epsilon: 2}",
     "gaussian": "{kind: gaussian, noise_ratio: 1, posterior: model}",
 }
 EVERY_2 = ["contract.checkpoints={every_steps: 2, keep: 100}"]
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("example")
-    write_example(folder)
-    return folder
 
 
 def defense(name: str) -> str:

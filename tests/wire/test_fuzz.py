@@ -21,7 +21,7 @@ from splitveil.common.wire.tensor_codec import Frame, TensorAssembler, TensorLim
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.equality import assert_same_weights
-from tests.support.loopback import free_port
+from tests.support.inference import free_port
 from tests.support.mutations import (
     METHODS,
     UNARY,

@@ -20,7 +20,8 @@ from tests.support.certificates import (
     make,
     spoil_signature,
 )
-from tests.support.loopback import free_port, peer_of, serving
+from tests.support.inference import free_port
+from tests.support.loopback import peer_of, serving
 from tests.support.proxies import Relay
 from tests.support.runs import Parties, build_parties, write_example
 

@@ -1,7 +1,6 @@
 """Several passive parties over gRPC: each on its own streams, and only under its own name."""
 
 import hashlib
-import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -38,26 +37,13 @@ from tests.support.certificates import files
 from tests.support.equality import assert_same_weights
 from tests.support.mutations import Mutator, Tape, WireSender, send_mutants
 from tests.support.runs import in_background
-from tests.support.several import (
-    NAMES,
-    Several,
-    build_several,
-    finish,
-    run_in_process,
-    write_several,
-)
+from tests.support.several import NAMES, Several, build_several, finish, run_in_process
+from tests.support.simulation import free_address
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 
 MARVELL = ["defense={name: marvell, statistics: running, insecure_noise_seed: 7}"]
 EVERY_2 = ["contract.checkpoints.every_steps=2"]
 HASTY = "reconnect={max_s: 300, first_wait_s: 0.1, longest_wait_s: 0.2, deadline_s: 1}"
-
-
-@pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("three")
-    write_several(folder, 3)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +55,7 @@ def undisturbed(three: Path) -> Several:
 
 @pytest.fixture
 def address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"127.0.0.1:{listener.getsockname()[1]}"
+    return free_address()
 
 
 @contextmanager

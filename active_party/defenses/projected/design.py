@@ -10,27 +10,23 @@ Almost every row of A has norm 1, so that every label is charged the same and no
 (row-wise weighting in the matrix mechanism of Li et al., PODS 2010). Weights as
 integers make the bound exact (below).
 
-The leading directions of a stage's columns are much the same as those of the stage before.
-Releasing them again only averages noise away, where another direction would say something new. So
-the next design chooses its directions from what is left of the columns Phi once they are predicted
-from noisy sums with the weights A (N, R) of the earlier stages, as the labels will be:
+Releasing the directions of the stage before again would only average noise away. So the next design
+chooses its directions from what is left of the columns Phi once they are predicted from noisy sums
+with the weights A (N, R) of the earlier stages, as the labels will be:
 
     Phi - A C,    C = (A^T A + D / q)^-1 A^T Phi,    D = diag(sigma^2),    q = 1
 
-A direction with little noise vanishes, and one that noise still hides stays: few rows or a strict
-bound lead back to the leading directions. q is 4 times the largest variance of a label, since
-directions that were chosen hold more of the labels than others; measured, 1/4 is .007 of test AUC
-worse on texts, 2 and 4 are no better, and tables with few columns do not notice.
-C follows from weights, columns and the sizes of the noise, never from labels.
+A direction with little noise vanishes, and one that noise still hides stays. q is 4 times the
+largest variance of a label, since directions that were chosen hold more of the labels than others;
+measured, 1/4 is .007 of test AUC worse on texts, and 2 and 4 are no better. C follows from weights,
+columns and the sizes of the noise, never from labels.
 
-Weights as integers, so that their sensitivity is decided exactly.
-
-A weight is an int16 times a power of 2, the unit. Squared norms and products of rows are integers
-times unit^2, and "at most 1" is a comparison of integers: weights are rounded towards zero, and
-what still exceeds 1 is shrunk and rounded again. A sum of entries over rows is a multiple of the
-unit, below 2^53 of them for fewer than 2^38 rows, and so exact in float64: in any order, on any
-number of threads and workers and by any BLAS, with or without fused operations. No bit of A^T y
-depends on anything but the exact sum.
+Weights are integers, so that their sensitivity is decided exactly: each is an int16 times a power
+of 2, the unit. Squared norms and products of rows are integers times unit^2, and "at most 1" is a
+comparison of integers: weights are rounded towards zero, and what still exceeds 1 is shrunk and
+rounded again. A sum of entries over rows is a multiple of the unit, below 2^53 of them for fewer
+than 2^38 rows, and so exact in float64: in any order, on any number of threads and workers and by
+any BLAS, with or without fused operations. No bit of A^T y depends on anything but the exact sum.
 
 Rows of one subject share the bound: for changes d_i of -1, 0 or 1 to any of its labels,
 
@@ -50,17 +46,13 @@ from torch import Tensor
 
 from splitveil.active_party.defenses.projected.features import Chunks, columns_of, sample_of
 
-BLOCK_ROWS = 16_384
-"""Rows that are handled at a time."""
+BLOCK_ROWS = 16_384  # rows that are handled at a time
 
-_BITS = 14
-"""Bits of the largest entry."""
+_BITS = 14  # bits of the largest entry
 
-_PAIRWISE_ROWS = 64
-"""Rows of a subject up to which their products are taken pair by pair."""
+_PAIRWISE_ROWS = 64  # rows of a subject up to which their products are taken pair by pair
 
-_JUST_ABOVE_1 = 1 + 2.0**-20
-"""Divisor that makes up for the rounding of norms in float32."""
+_JUST_ABOVE_1 = 1 + 2.0**-20  # divisor that makes up for the rounding of norms in float32
 
 _SHRINK = 1 - 2.0**-10
 """Factor below what is needed, so that rounding rarely makes another round necessary."""
@@ -162,15 +154,13 @@ def _sum_of_norms(rows: Tensor) -> Tensor:
     return (rows.square_().sum(dim=2).sqrt_().sum(dim=1) * (1 + 1e-9)).square()
 
 
-_SMALLEST_SHARE = 0.1
-"""Leverage, in shares of the mean, below which a row is no longer weighted up."""
+_SMALLEST_SHARE = 0.1  # leverage, in shares of the mean, below which a row is no longer weighted up
 
 _NEGLIGIBLE = 1e-5
 """Eigenvalue of Phi^T Phi, in units of the largest, below which a direction may be no more than the
 rounding of float32."""
 
-_VARIANCE = 1.0
-"""q."""
+_VARIANCE = 1.0  # q
 
 
 class Design(NamedTuple):
@@ -179,8 +169,7 @@ class Design(NamedTuple):
     steps: Tensor
     """A in steps of ``unit``, (N, r) int16; the bound of every row or subject is at most 1."""
 
-    unit: float
-    """A power of 2."""
+    unit: float  # a power of 2
 
     @property
     def num_rows(self) -> int:

@@ -27,12 +27,10 @@ from splitveil.active_party.defenses.interface import RowChunk
 from splitveil.common.data.features import Features
 from splitveil.common.run.progress import State
 
-_LARGEST = 1e15
-"""Cut-off of raw values: squares and products of two of them are finite in float32."""
+_LARGEST = 1e15  # cut-off of raw values: squares and products of two of them are finite in float32
 
 _CLIP = 4.0
-_TAIL = 0.01
-"""Share of the sample on either side that does not influence centre and scale."""
+_TAIL = 0.01  # share of the sample on either side that does not influence centre and scale
 
 _MOST_MULTIPLIED = 64
 """Own features beyond which their products with s are left out: the design takes m^2 N steps."""
@@ -40,8 +38,7 @@ _MOST_MULTIPLIED = 64
 _SAMPLE_ROWS = 65_536
 """Rows that the design's directions are chosen from; its weights are those of all rows."""
 
-_SCALED_ROWS = 16_384
-"""Of them, rows that centre and scale are chosen from."""
+_SCALED_ROWS = 16_384  # of them, rows that centre and scale are chosen from
 
 
 Chunks = Callable[[], Iterator[RowChunk]]
@@ -81,7 +78,6 @@ def sample_of(chunks: Chunks, num_rows: int) -> tuple[RowChunk, int]:
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the rows of all chunks, or None if there are none."""
     given = [part for part in parts if part is not None]
     if given and len(given) != len(parts):
         raise ValueError("expected chunks of the same kinds of facts")

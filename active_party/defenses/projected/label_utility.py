@@ -14,14 +14,10 @@ or less where that lies outside the r directions:
 
     n = N p (1 - p) / (p (1 - p) + v)
 
-Half of the rows' worth is left at N p (1 - p) = D^2 r/mu^2: for rare positives that is a number of
-positives, whatever the number of rows. For labels that are numbers, as shares of their range, their
-variance takes the place of p (1 - p) (`share_of_variance`).
-
-It is an upper limit, and separates a table that is too small from one that is not
-(`docs/results.md`). Where little is lost, more is lost than it says, since
-stages with different directions do not add up completely. A smaller rank does not help as much as
-the formula says, because it takes directions away.
+Half of the rows' worth is left at N p (1 - p) = D^2 r/mu^2. For labels that are numbers, as shares
+of their range, their variance takes the place of p (1 - p) (`share_of_variance`). It is an upper
+limit, and separates a table that is too small from one that is not (`docs/results.md`): stages with
+different directions do not add up completely, and a smaller rank takes directions away.
 """
 
 import math

@@ -10,12 +10,9 @@ times 1/4. It may exceed 1/4, the largest variance of a label: smooth directions
 more than their share of what the model does not know yet. Targets are clipped to [0, 1]; several
 classes share q, and their targets are projected on the simplex.
 
-For labels that are numbers within 0 and 1 the same holds word for word. Given y ~ N(p, q I) and
-t = A^T y + e, e ~ N(0, D), the pair (y, t) is normal with Cov(y, t) = q A and
-Var(t) = q A^T A + D, so that E[y | t] = p + Cov(y, t) Var(t)^-1 (t - A^T p), which is the formula
-above: a ridge regression of the labels' residuals on the design, with the penalty that the noise
-and q imply. 1/4 is the largest variance of a number within 0 and 1 as well (Popoviciu 1935), and
-the evidence chooses a q that may be far below it.
+The same holds for labels that are numbers within 0 and 1, whose largest variance is 1/4 as well
+(Popoviciu 1935): (y, t) is normal with Cov(y, t) = q A and Var(t) = q A^T A + D, and the formula is
+a ridge regression of the labels' residuals on the design.
 
 This is a function of public weights and released sums: it costs no privacy, however often it is
 evaluated (post-processing).
@@ -30,8 +27,7 @@ from torch import Tensor
 from splitveil.active_party.defenses.projected.design import BLOCK_ROWS, Design, ReleasedStages
 from splitveil.active_party.defenses.projected.release import Release
 
-_MOST_DOUBLINGS = 8
-"""q lies within 2^-8 and 2^8 times 1/4."""
+_MOST_DOUBLINGS = 8  # q lies within 2^-8 and 2^8 times 1/4
 
 
 class _Stage(NamedTuple):

@@ -33,11 +33,8 @@ from splitveil.active_party.defenses.projected.design import BLOCK_ROWS, Design
 class Release(NamedTuple):
     """What one stage reveals about the labels."""
 
-    sums: Tensor
-    """Noisy A^T y, (r,) or (r, classes), float64, multiples of `release_grid`."""
-
-    sigma: float
-    """Standard deviation of the noise in each of them."""
+    sums: Tensor  # noisy A^T y, (r,) or (r, classes), float64, multiples of `release_grid`
+    sigma: float  # standard deviation of the noise in each of them
 
 
 def draw_release(design: Design, labels: Tensor, sigma: float, normals: NoiseSource) -> Release:

@@ -11,23 +11,18 @@ with D = 1 for two classes and sqrt 2 for several, where a label is one-hot and 
 entries. Both halves of the network train on y^ instead of y: gradients are (p - y^) J, and p, J and
 the next stage's design are functions of activations and of earlier sums. So everything that the
 peer ever sees is post-processing of the sums, and each label is mu-Gaussian-differentially private
-over the whole run: no score of any peer, whatever it sends and whatever it knows besides this one
-label, separates the labels with an AUC above Phi(mu / sqrt 2).
-
-Labels may also be numbers within bounds, as shares y of their range, within 0 and 1. The sums are
-linear in y, so that any two values of one label move them by |A_i| at most: D is 1, and the bound
-is that of telling any two values apart, the ends of the range included. Targets follow from the
-same formula, see `posterior`, and the loss is a squared error, whose gradient is
-2 (p - y^) J.
+over the whole run: no score of any peer separates the labels with an AUC above Phi(mu / sqrt 2).
+For labels that are numbers, as shares y of their range, D is 1 as well: any two values of one label
+move the sums by |A_i| at most.
 
 This is the Gaussian mechanism on linear queries chosen without labels (Li et al., PODS 2010; Dong,
 Roth and Su, JRSS B 2022, corollary 3.3 for the composition), in the space of examples, which split
 learning allows because the active party sees every activation; LabelDP-Pro (Ghazi et al., ICLR
-2024) projects gradients in a similar way. The mathematics stands in this package.
+2024) projects gradients in a similar way.
 """
 
 import math
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, Tag
 
@@ -148,6 +143,10 @@ class ProjectedLabelsDefense(SeededDefense):
     training rows of the last folder makes its own targets from the sums of that run. Whether a
     label has changed since does not matter, because the choice of rows would reveal it. Needs
     ``data.id_column``."""
+
+    if TYPE_CHECKING:  # those of an inner section, too
+
+        def __init__(self, **settings: Any) -> None: ...
 
     @property
     def traits(self) -> Traits:

@@ -177,7 +177,6 @@ class ProjectedLabels(StagedDefense):
         self._use(targets)
 
     def _use(self, targets: Tensor) -> None:
-        """Train on targets of the training rows from now on."""
         every = torch.zeros(len(self._examples.labels), *targets.shape[1:])
         every[self._rows] = targets.float()
         self._targets = every.to(self._examples.device)

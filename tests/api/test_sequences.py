@@ -1,0 +1,352 @@
+"""Texts and sequences reach a model by name, which may begin with an encoder from a file."""
+
+import csv
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from splitveil import DataError, Run, SettingsError, models, predict, simulate
+from splitveil.common.data.features import FeatureEncoder, Features, RowEncoder
+from splitveil.common.models.factory import build_bottom_model
+from tests.api.test_own_models import call_of
+from tests.api.test_simulate import ONE_CORE, columns_of, weights_of
+from tests.data.test_data_columns import load
+from tests.models.test_models import custom
+from tests.support.equality import assert_same, assert_same_weights
+from tests.support.peers import Lost, dying
+from tests.support.processes import started
+from tests.support.runs import (
+    ACTIVE,
+    CONTRACT,
+    PASSIVE,
+    Parties,
+    build_parties,
+    run_in_process,
+    write_table,
+    write_yaml,
+)
+from tests.support.texts import TOKENS, write_tokenizer
+
+ENCODER = "encoder.safetensors"
+DEPTH_2 = ["contract.pipeline_depth=2", "contract.checkpoints.every_steps=2"]
+
+
+class Encoder(nn.Module):
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self.embeddings = nn.Embedding(num_tokens, 6)
+        self.attention = nn.Linear(6, 6)
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        vectors = self.embeddings(tokens)
+        is_there = torch.arange(tokens.shape[1]) < lengths.clamp(min=1)
+        likeness = self.attention(vectors) @ vectors.mT
+        mixed = likeness.masked_fill(~is_there[:, None], -1e9).softmax(2) @ vectors
+        found: Tensor = (mixed * is_there[:, :, None]).sum(1)
+        return found / lengths.clamp(min=1)
+
+
+class Bottom(nn.Module):
+    def __init__(self, shapes: models.FeatureShapes) -> None:
+        super().__init__()
+        self.places = list(shapes.max_lengths)
+        self.encoder = Encoder(shapes.num_tokens[0])
+        self.visits = nn.EmbeddingBag(shapes.num_tokens[1], 3, mode="sum", padding_idx=0)
+        self.dense = nn.Linear(9 + shapes.numeric_dim, 4)
+
+    def forward(self, numeric: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
+        note, visits = torch.split(tokens, self.places, 1)
+        rows = [numeric, self.encoder(note, lengths[:, :1]), self.visits(visits)]
+        found: Tensor = self.dense(torch.cat(rows, dim=1)).relu()
+        return found
+
+
+def write_folder(folder: Path, rows: int = 240) -> None:
+    """Write both parties' files: notes tell good films, and an encoder knows their words."""
+    draw = np.random.default_rng(4)
+    ids = [f"person-{row:03d}" for row in range(rows)]
+    labels, own, x = draw.integers(0, 2, rows), draw.normal(size=rows), draw.normal(size=rows)
+    notes = [
+        " ".join(["the", ("bad", "good")[label], *draw.choice(["film", "plot", "odd"], count)])
+        if count
+        else ""
+        for label, count in zip(labels, draw.integers(0, 5, rows), strict=True)
+    ]
+    visits = ["|".join(map(str, draw.integers(1, 9, count))) for count in draw.integers(0, 6, rows)]
+    write_table(folder / "active.csv", "id,label,own1", range(rows), ids, labels, own)
+    order = draw.permutation(rows)
+    write_table(folder / "passive.csv", "id,x1,note,visits", order, ids, x, notes, visits)
+    write_tokenizer(folder / "tokenizer.json")
+    torch.manual_seed(2)
+    save_file(Encoder(len(TOKENS)).state_dict(), folder / ENCODER)
+    own_data: dict[str, Any] = {**PASSIVE["data"]}  # type: ignore[dict-item]
+    own_data["features"] = {
+        "numeric": "x*",
+        "sequences": {
+            "note": {"tokenizer": "tokenizer.json", "max_length": 4},
+            "visits": {"num_tokens": 9, "max_length": 3},
+        },
+    }
+    model = {
+        "kind": "custom",
+        "module": f"{__name__}:Bottom",
+        "weights": {"encoder": ENCODER},
+        "frozen": ["encoder.embeddings"],
+    }
+    optimizer = {"kind": "adam", "learning_rate": 0.02, "rates": {"encoder": 1e-4}}
+    passive = {**PASSIVE, "data": own_data, "bottom_model": model, "optimizer": optimizer}
+    write_yaml(folder, contract=CONTRACT, active=ACTIVE, passive=passive)
+
+
+def test_a_pretrained_encoder_trains_slower_and_its_embeddings_not_at_all(tmp_path: Path) -> None:
+    """The same bits in two processes; what comes out of the run gives the same outputs."""
+    write_folder(tmp_path)
+    (run,) = simulate(
+        tmp_path, settings={**ONE_CORE, "contract.pipeline_depth": 2}, attacks=["norm"]
+    )
+    before, after = load_file(tmp_path / ENCODER), weights_of(run.path, "passive")
+    moved = {name: (after[f"encoder.{name}"] - one).abs().max() for name, one in before.items()}
+    assert moved.pop("embeddings.weight") == 0
+    steps = 2 * -(-240 * 6 // 640)
+    assert all(0 < float(one) < 1e-4 * 3 * steps for one in moved.values())
+
+    for party in ("active", "passive"):
+        shutil.copy(run.path / party / "settings.yaml", tmp_path / f"{party}.yaml")
+    with started(tmp_path, f"contract.run_name={run.name}") as pair:
+        assert pair.wait() == (0, 0), pair.outputs
+    there = Run(tmp_path / "runs" / run.name)
+    assert_same_weights(after, weights_of(there.path, "passive"))
+
+    report = (there.path / "passive" / "report.html").read_text()
+    assert "of sequences or texts, or with too few records of most values: note, visits" in report
+
+    predicted = columns_of(predict(run))
+    ids = predicted["id"][:5]
+    rows, own = run.features("passive", ids), run.features("active", ids)
+    with torch.no_grad():
+        activation = run.model("passive")(rows)
+        found = run.model("active")(activation, own).sigmoid()
+    torch.testing.assert_close(found, torch.tensor(predicted["probability"][:5]))
+    with (tmp_path / "passive.csv").open() as file:
+        written = {row["id"]: float(row["x1"]) for row in csv.DictReader(file)}
+    numbers = torch.tensor([[written[name]] for name in ids], dtype=torch.float64)
+    for kind in ("torch.export", "onnx"):
+        _, path = run.export(tmp_path / "out", kind)
+        found = call_of(path)(numeric=numbers, tokens=rows.tokens, lengths=rows.lengths)
+        torch.testing.assert_close(found, activation, rtol=1e-4, atol=1e-5)
+    # Whoever encodes rows for the exported half needs no other file.
+    (tmp_path / "tokenizer.json").unlink()
+    state = json.loads((tmp_path / "out" / "passive.encoder.json").read_text())
+    assert "[CLS]" in state["sequences"][0]["tokenizer"]
+
+
+def parties_in(folder: Path, *passive: str, runs: Path | None = None) -> Parties:
+    return build_parties(folder, DEPTH_2, [*DEPTH_2, *passive], runs=runs)
+
+
+def test_a_killed_run_ends_with_the_same_bits_and_not_with_other_weights(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    whole = parties_in(tmp_path)
+    run_in_process(whole)
+    runs = tmp_path / "runs"
+    with pytest.raises(Lost):
+        run_in_process(parties_in(tmp_path, runs=runs), dying(5, after=True))
+    saved = tmp_path / "saved"
+    shutil.copytree(runs, saved)
+    again = parties_in(tmp_path, runs=runs)
+    again.session.reopen()
+    run_in_process(again)
+    assert_same(again, whole)
+    save_file(Encoder(len(TOKENS)).state_dict(), tmp_path / ENCODER)
+    other = parties_in(tmp_path, runs=saved)
+    other.session.reopen()
+    with pytest.raises(DataError, match="files of pretrained weights, are not those"):
+        run_in_process(other)
+
+
+# ---- cells ----
+
+LISTS: dict[str, Callable[[list[Any]], Any]] = {
+    "lists": lambda rows: pa.array(rows, pa.list_(pa.int16())),
+    "large lists": lambda rows: pa.array(rows, pa.large_list(pa.uint64())),
+    "text": lambda rows: [None if row is None else " | ".join(map(str, row)) for row in rows],
+}
+
+
+@pytest.mark.parametrize("cache", [{}, {"cache_dir": "cache"}])
+@pytest.mark.parametrize("kind", LISTS)
+def test_sequences_are_padded_and_cut_and_gaps_are_empty(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, cache: dict[str, str]
+) -> None:
+    """Columns are in the order of the settings, and ``sequences`` precede what a pattern takes."""
+    write_tokenizer(tmp_path / "tokenizer.json")
+    columns = {
+        "visits": LISTS[kind]([[7, 0, 7], [3, 1, 2, 3], [], None, [0]]),
+        "note": ["good  film", "the bad plot twist", None, "", "good"],
+    }
+    sequences = {
+        "note": {"tokenizer": "tokenizer.json", "max_length": 4},
+        "visits": {"num_tokens": 8, "max_length": 3},
+    }
+    data = load(tmp_path, columns, categorical="*", sequences=sequences, **cache)
+    encoder = data.fit(np.array([0, 1, 4]))
+    assert encoder is not None
+    again = FeatureEncoder.from_state(json.loads(json.dumps(encoder.state())))
+    assert again == encoder
+    found = RowEncoder(again, data.table)(np.array([1, 0, 2, 3, 4, 1]))
+    rows = [[1, 6, 3, 5, 3, 1, 2], [1, 2, 4, 0, 7, 0, 7], [0] * 7, [0] * 7, [1, 2, 0, 0, 0, 0, 0]]
+    lengths = [[4, 3], [3, 3], [0, 0], [0, 0], [2, 1]]
+    assert found.tokens is not None
+    assert found.lengths is not None
+    assert found.tokens.tolist() == [*rows, rows[0]]
+    assert found.lengths.tolist() == [*lengths, lengths[0]]
+    assert found.categorical is None
+    assert encoder.shapes.num_tokens == (7, 8)
+    first = found.rows(torch.tensor([1])).tensors()
+    assert torch.equal(first[0], found.tokens[1:2])
+    for name in ("note", "visits"):
+        assert f"column {name!r}: 1 of 3 sequences are longer than max_length" in caplog.text
+
+
+def test_a_mean_of_tokens_is_what_the_models_of_settings_take(tmp_path: Path) -> None:
+    """Frames too: a list of whole numbers is a sequence, and a text if the settings say so."""
+    write_tokenizer(tmp_path / "tokenizer.json")
+    draw = np.random.default_rng(0)
+    labels = draw.integers(0, 2, 300)
+    words = [f"the {('bad', 'good')[label]} film" for label in labels]
+    visits = [[5] * 4 * label + [int(draw.integers(6, 9))] for label in labels.tolist()]
+    tokenizer = {"tokenizer": tmp_path / "tokenizer.json", "max_length": 5}
+    active, shared = {"label": labels}, {"passive.data.features.sequences.note": tokenizer}
+    cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("mlp", {"note": words}, shared),
+        ("tabular", {"visits": visits}, {}),
+        ("wide_deep", {"note": words, "visits": visits}, shared),
+    ]
+    for model, columns, own in cases:
+        bottom = {"kind": model, "hidden": [16]}
+        chosen = {**ONE_CORE, **own, "passive.bottom_model": bottom}
+        chosen["passive.optimizer.learning_rate"] = 0.02
+        (run,) = simulate(
+            active=active, passive=pa.table(columns), attacks=[], settings=chosen, key=None
+        )
+        assert run.test_auc is not None
+        assert run.test_auc > 0.99
+
+
+SEQUENCE = {"max_length": 4, "num_tokens": 8}
+NO_UNK = '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "u"}}'
+BAD_CELLS: list[tuple[dict[str, Any], Any, str]] = [
+    ({}, [[1], [8]], r"expected whole numbers from 0 to 7 in row 2"),
+    ({}, ["1", "2|x", "-1"], r"expected whole numbers from 0 to 7 in rows 2, 3"),
+    ({}, ["1" * 30], r"expected whole numbers from 0 to 7 in row 1"),
+    ({}, pa.array([[0.5]]), r"expected text or whole numbers, not double"),
+    ({"num_tokens": None}, ["a"], r"expected num_tokens for whole numbers, or a tokenizer"),
+    ({"tokenizer": "t.json"}, ["a"], r"expected num_tokens for whole numbers, or a tokenizer"),
+]
+BAD_TOKENIZERS = [
+    (None, r"t\.json: there is no such file"),
+    ("", r"expected a file of the library tokenizers.*EOF"),
+    ("{}", r"expected a file of the library tokenizers.*Model missing"),
+    (NO_UNK.replace('"a": 0', ""), r"with a vocabulary: ValueError: max"),
+    (NO_UNK, r"column 'c': its tokenizer cannot split a text"),
+]
+
+
+def test_what_is_no_sequence_or_tokenizer_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for changed, cells, message in BAD_CELLS:
+        chosen = {name: one for name, one in (SEQUENCE | changed).items() if one is not None}
+        with pytest.raises((SettingsError, DataError), match=message):
+            load(tmp_path, {"c": cells}, sequences={"c": chosen})
+    of_text = {"c": {"max_length": 4, "tokenizer": "t.json"}}
+
+    def fit() -> object:
+        return load(tmp_path, {"c": ["q"]}, sequences=of_text).fit(np.array([0]))
+
+    for content, message in BAD_TOKENIZERS:
+        if content is not None:
+            (tmp_path / "t.json").write_text(content)
+        with pytest.raises((SettingsError, DataError), match=message):
+            fit()
+    with pytest.raises(SettingsError, match="'id': a column is one of id"):
+        load(tmp_path, {"c": ["1"]}, sequences={"c": SEQUENCE, "id": SEQUENCE})
+    data = load(tmp_path, {"c": ["1|7"]}, sequences={"c": SEQUENCE})
+    encoder = data.fit(np.array([0]))
+    assert encoder is not None
+    (column,) = encoder.sequences
+    fewer = encoder.model_copy(update={"sequences": (column.model_copy(update={"num_tokens": 7}),)})
+    with pytest.raises(DataError, match="expected tokens below 7 as in the training"):
+        fewer.transform(data.table, np.array([0]))
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(SettingsError, match=r"splitveil\[text\]"):
+        fit()
+
+
+def test_special_tokens_that_are_too_many_are_cut_off_as_well(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "t.json", "[CLS] [UNK]")
+    chosen = {"c": {"max_length": 1, "tokenizer": "t.json"}}
+    data = load(tmp_path, {"c": ["good film"]}, sequences=chosen)
+    encoder = data.fit(np.array([0]))
+    assert encoder is not None
+    tokens = encoder.transform(data.table, np.array([0])).tokens
+    assert tokens is not None
+    assert tokens.tolist() == [[1]]
+
+
+# ---- weights ----
+
+
+def without(name: str) -> dict[str, Tensor]:
+    state = Encoder(len(TOKENS)).state_dict()
+    del state[name]
+    return state
+
+
+def test_weights_and_names_that_do_not_fit_are_said(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    state = Encoder(len(TOKENS)).state_dict()
+    bad: list[tuple[dict[str, Tensor] | bytes, str, str]] = [
+        (without("attention.bias"), "", "'attention.bias' is absent there and 6 in the model"),
+        ({**state, "more": torch.ones(2)}, "", "'more' is 2 there and absent in the model"),
+        (Encoder(8).state_dict(), "", "'embeddings.weight' is 8 x 6 there and 7 x 6 in the model"),
+        ({n: one.half() for n, one in state.items()}, "", "is float16 there and float32 in"),
+        ({**state, "attention.bias": torch.full((6,), torch.nan)}, "", "holds NaN or infinity"),
+        (b"\x80\x04]", "", r"encoder\.safetensors: cannot be read \(SafetensorError"),
+        (state, "bottom_model.weights={encode: encoder.safetensors}", "no module 'encode'"),
+        (
+            state,
+            "bottom_model.weights=absent.safetensors",
+            "there is no absent.safetensors: expected a file of",
+        ),
+        (state, "bottom_model.frozen=[encode]", "frozen: the model has no parameter 'encode'"),
+        (state, "optimizer.rates={dens: 0.1}", "rates: the model has no parameter 'dens'"),
+        (state, "bottom_model.frozen=[encoder, visits, dense]", "fails on a batch .* in training"),
+    ]
+    for content, setting, message in bad:
+        if isinstance(content, bytes):
+            (tmp_path / ENCODER).write_bytes(content)
+        else:
+            save_file(content, tmp_path / ENCODER)
+        with pytest.raises(SettingsError, match=message):
+            run_in_process(parties_in(tmp_path, *filter(None, [setting])))
+
+
+BAG = nn.EmbeddingBag(9, 3, padding_idx=0, mode="sum")
+
+
+def test_sequences_alone_go_to_the_next_parameter_without_their_lengths() -> None:
+    shapes = models.FeatureShapes(num_tokens=(9,), max_lengths=(4,))
+    built = build_bottom_model(custom(f"{__name__}:BAG"), shapes, (3,), seed=0)
+    rows = Features(tokens=torch.tensor([[1, 2, 0, 0]]), lengths=torch.tensor([[2]]))
+    assert torch.equal(built(rows), BAG.weight[[1, 2]].sum(0)[None])

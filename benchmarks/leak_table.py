@@ -15,6 +15,7 @@ gradients, and neither is the part of `hint_combiner` and `completion` that the 
 give to whoever knows as many labels (last line).
 ``--deal-labels`` takes that away: each run deals the labels out anew at random among the examples,
 so that features reveal nothing of them, and all that an attack finds is the gradients' leak.
+``--replay`` attacks the rows that the passive party can store, with `splitveil.attacks.REPLAYED`.
 """
 
 import argparse
@@ -30,20 +31,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.environment import print_environment
 from splitveil.active_party.monitor.stated_bounds import ledger_figures
+from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.attacks import REPLAYED
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import ATTACKS, CUT, FINAL_ATTACKS, RUN_ATTACKS, RunAttackName
+from splitveil.common.privacy.attacks import ATTACKS, CUT, FINAL_ATTACKS, RUN_ATTACKS
 from splitveil.common.privacy.run_level import RunLevelLeak
 from splitveil.common.run.course import Batch
 from splitveil.library.auditing import audit
-from tests.support.attacked_run import BATCH_ATTACKS, AttackedRun, Sender, attacked_run, deal_labels
-from tests.support.runs import PassiveRecording, build_parties, run_in_process
+from tests.support.attacked_run import BATCH_ATTACKS, AttackedRun, attacked_run, deal_labels
 
 EXAMPLES = Path(__file__).parent.parent / "deploy" / "examples"
 EPOCHS = {"breast_cancer": 15, "default_credit": 10}
@@ -79,6 +79,7 @@ DEFENSES: Mapping[str, str] = {
 }
 COMPARED = ("accumulated_spectral", "accumulated_residual_energy", "completion_40")
 """Attacks that the monitor runs, on the same rows."""
+AUDITED = ("gradients", "labels", "batches", "examples", "activations")
 
 
 class Task(NamedTuple):
@@ -91,76 +92,43 @@ class Task(NamedTuple):
     deals_labels: bool
 
 
-class Replayed(NamedTuple):
-    """What attacks on one run's stored rows found, with their seconds."""
-
-    test_auc: float
-    leak: dict[str, tuple[RunLevelLeak, float]]
-    bound: float
-
-
-def run(task: Task) -> AttackedRun:
+def run(task: Task, **options: Any) -> AttackedRun:
     """Train once; the same seed gives every defense the same rows, batches and weights."""
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
-    with tempfile.TemporaryDirectory() as folder:
-        return attacked_run(*settings_of(task, Path(folder)))
-
-
-def settings_of(task: Task, folder: Path) -> tuple[Path, list[str], list[str]]:
-    """Return the example with both parties' overrides: equal rows, batches and weights."""
     both = [f"contract.epochs={task.epochs}", f"model_seed={task.seed}"]
-    active = [
-        *both,
-        f"insecure_nonce_seed={task.seed}",
-        f"defense={DEFENSES[task.defense]}",
-        f"runs_dir={folder}",  # with the noise key, which all runs of an example would share
-    ]
-    example = EXAMPLES / task.example  # or the folder itself, if the path is absolute
-    if task.deals_labels:
-        active += deal_labels(example, folder, task.seed)
-    return example, active, [*both, f"insecure_nonce_seed={task.seed + 1000}"]
-
-
-class Stored(PassiveRecording):
-    """The rows that the passive party received, with their labels."""
-
-    def __init__(self, sender: Sender) -> None:
-        super().__init__()
-        self.sent_back: list[tuple[Tensor, ...]] = []
-        self._sender = sender
-
-    def on_step(self, batch: Batch, sent: Tensor, received: Tensor, layers: Any) -> None:
-        if self._sender.latest is not None:
-            rows = received.detach(), sent.detach(), torch.from_numpy(batch.positions.copy())
-            self.sent_back.append((*rows, self._sender.latest.labels))
-
-
-def replay(task: Task) -> Replayed:
-    """Train once, and run every attack on the rows that the passive party then has."""
-    torch.set_num_threads(1)
-    logging.disable(logging.CRITICAL)
-    sender = Sender()
-    stored = Stored(sender)
     with tempfile.TemporaryDirectory() as folder:
-        example, active, passive = settings_of(task, Path(folder))
-        parties = build_parties(example, active, passive, active_seen=sender, passive_seen=stored)
-        run_in_process(parties)
-        gradients, activations, examples, labels = map(
-            torch.cat, zip(*stored.sent_back, strict=True)
-        )
-        bounds = parties.session.leak_bounds()
-    sizes = [len(rows[0]) for rows in stored.sent_back]
-    found: dict[str, tuple[RunLevelLeak, float]] = {}
+        active = [
+            *both,
+            f"insecure_nonce_seed={task.seed}",
+            f"defense={DEFENSES[task.defense]}",
+            f"runs_dir={folder}",  # with the noise key, which all runs of an example would share
+        ]
+        passive = [*both, f"insecure_nonce_seed={task.seed + 1000}"]
+        example = EXAMPLES / task.example  # or the folder itself, if the path is absolute
+        if task.deals_labels:
+            active += deal_labels(example, Path(folder), task.seed)
+        return attacked_run(example, active, passive, **options)
+
+
+def replay(task: Task) -> AttackedRun:
+    """Train once, and run every attack on the rows that the passive party then has."""
+    rows: list[tuple[Tensor, ...]] = []
+
+    def store(batch: Batch, known: StepResult, sent: Tensor, received: Tensor) -> None:
+        number = torch.full((len(sent),), len(rows))
+        positions = torch.from_numpy(batch.positions.copy())
+        rows.append((received, known.labels, number, positions, sent.detach()))
+
+    trained = run(task, attacks=(), on_step=store)
+    columns = map(torch.cat, zip(*rows, strict=True))
+    stored: dict[str, Any] = dict(zip(AUDITED, columns, strict=True))
+    found = {}
     for name in (*COMPARED, *REPLAYED):
         begun = time.monotonic()
-        leak = audit(
-            gradients, labels, batches=np.repeat(np.arange(len(sizes)), sizes), examples=examples,
-            activations=activations, attacks=[name],
-        )  # fmt: skip
-        found[name] = leak.run[name], time.monotonic() - begun
-    test = [one.auc for one in sender.evaluations if one.split == "test"][-1]
-    return Replayed(test, found, bounds.against(Adversary.CLASS_MEANS).leak_auc.max)
+        found[name] = audit(**stored, attacks=[name]).run[name]
+        print(f"{task.defense}: {name} took {time.monotonic() - begun:.0f} s", flush=True)
+    return trained._replace(run_level={"cut": found, "first": {}})
 
 
 def batch_leak(run: AttackedRun, layer: str, attack: str) -> float:
@@ -203,13 +171,14 @@ def run_table(runs: Mapping[str, Sequence[AttackedRun]]) -> list[str]:
     every = [run for found in runs.values() for run in found]
     columns = [
         (layer, name)
-        for name in RUN_ATTACKS
+        for name in (*RUN_ATTACKS, *REPLAYED)
         for layer in ("cut", "first")
         if name in every[0].run_level[layer] and (layer == CUT or name not in FINAL_ATTACKS)
     ]
     lines = header(
         [
             "defense",
+            "test AUC",
             *(f"`{name}`, {layer}" for layer, name in columns),
             "ledger: estimate",
             "bound",
@@ -219,17 +188,15 @@ def run_table(runs: Mapping[str, Sequence[AttackedRun]]) -> list[str]:
         leaks = [interval([r.run_level[layer][name] for r in found]) for layer, name in columns]
         estimate = average(found, lambda r: r.bounds.estimate.max)
         bound = average(found, lambda r: r.bounds.against(Adversary.CLASS_MEANS).leak_auc.max)
-        lines.append(row([defense, *leaks, estimate, bound]))
-    measured = every[0].features_alone.keys()
+        test = average(found, lambda r: r.test_aucs[-1])
+        lines.append(row([defense, test, *leaks, estimate, bound]))
     alone = [
-        average(every, partial(features_alone, attack=name)) if name in measured else ""
+        figure(statistics.mean(run.features_alone[name] for run in every))
+        if name in every[0].features_alone
+        else ""
         for _, name in columns
     ]
-    return [*lines, row(["own features and the hints, no gradient", *alone, "", ""])]
-
-
-def features_alone(run: AttackedRun, attack: RunAttackName) -> float:
-    return run.features_alone[attack]
+    return [*lines, row(["own features and the hints, no gradient", "", *alone, "", ""])]
 
 
 def interval(found: Sequence[RunLevelLeak]) -> str:
@@ -243,27 +210,13 @@ def interval(found: Sequence[RunLevelLeak]) -> str:
     return f"{area} ({low}–{high})"
 
 
-def print_replayed(runs: Mapping[str, Sequence[Replayed]]) -> None:
-    every = [one for found in runs.values() for one in found]
-    names = list(every[0].leak)
-    lines = header(["defense", "test AUC", *(f"`{name}`" for name in names), "bound"])
-    for defense, found in runs.items():
-        leaks = [interval([one.leak[name][0] for one in found]) for name in names]
-        test = figure(statistics.mean(one.test_auc for one in found))
-        bound = figure(statistics.mean(one.bound for one in found))
-        lines.append(row([defense, test, *leaks, bound]))
-    seconds = [statistics.mean(one.leak[name][1] for one in every) for name in names]
-    lines.append(row(["seconds", "", *(f"{each:.0f}" for each in seconds), ""]))
-    print("\n".join([*lines, row(["knows", "", *(REPLAYED.get(n, "") for n in names), ""])]))
-
-
 def print_tables(task: Task, runs: Mapping[str, Sequence[AttackedRun]]) -> None:
     first = next(iter(runs.values()))
     batches = statistics.mean(len(r.random) for r in first)
     labels = ", labels dealt out at random" if task.deals_labels else ""
     size = f"{task.epochs} epochs, {batches:.0f} batches, {len(first)} seeds"
     print(f"\n## {task.example}{labels}: {size}\n")
-    for layer in ("cut", "first"):
+    for layer in first[0].leak:
         print(f"Leak AUC of single batches, {layer} layer:\n")
         print("\n".join(batch_table(runs, layer)) + "\n")
     print("Leak AUC over the run:\n")
@@ -299,13 +252,12 @@ def main() -> None:
         ]
         begun = time.monotonic()
         with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
-            work: Callable[[Task], Any] = replay if arguments.replay else run
-            results = pool.map(work, tasks, chunksize=1)
+            results = pool.map(replay if arguments.replay else run, tasks, chunksize=1)
         found = list(zip(tasks, results, strict=True))
         runs = {name: [r for task, r in found if task.defense == name] for name in arguments.only}
-        (print_replayed(runs) if arguments.replay else print_tables(tasks[0], runs))
+        print_tables(tasks[0], runs)
         print(f"\n{len(tasks)} runs in {time.monotonic() - begun:.0f} s")
-        kept += [] if arguments.replay else [as_json(task, result) for task, result in found]
+        kept += [as_json(task, result) for task, result in found]
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 

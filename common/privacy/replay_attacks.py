@@ -276,7 +276,10 @@ def _replay(
     """Minimise a loss over the batches, several times."""
     rows = received.prepared()
     top = surrogate(rows.activations.shape[1], num_classes, seed)
-    scale = torch.zeros((), requires_grad=True)
+    _, slopes = _logits_and_slopes(top, rows.activations[next(rows.batches())])
+    # Slopes begin half as long as the received gradients: far smaller ones would stay small.
+    length = slopes.detach().square().sum(dim=2).mean().sqrt()
+    scale = (0.5 / length.clamp(min=_SMALLEST)).log().requires_grad_()
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.Adam([*top.parameters(), scale], lr=_LEARNING_RATE)
     ]

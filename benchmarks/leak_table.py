@@ -123,12 +123,12 @@ def replay(task: Task) -> AttackedRun:
     trained = run(task, attacks=(), on_step=store)
     columns = map(torch.cat, zip(*rows, strict=True))
     stored: dict[str, Any] = dict(zip(AUDITED, columns, strict=True))
-    found = {}
+    leaks = {}
     for name in (*COMPARED, *REPLAYED):
         begun = time.monotonic()
-        found[name] = audit(**stored, attacks=[name]).run[name]
+        leaks[name] = audit(**stored, attacks=[name]).run[name]
         print(f"{task.defense}: {name} took {time.monotonic() - begun:.0f} s", flush=True)
-    return trained._replace(run_level={"cut": found, "first": {}})
+    return trained._replace(run_level={"cut": leaks, "first": {}})
 
 
 def batch_leak(run: AttackedRun, layer: str, attack: str) -> float:

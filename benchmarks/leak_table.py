@@ -27,7 +27,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,17 +122,12 @@ def replay(task: Task) -> AttackedRun:
     trained = run(task, attacks=(), on_step=store)
     columns = map(torch.cat, zip(*rows, strict=True))
     stored: dict[str, Any] = dict(zip(AUDITED, columns, strict=True))
-    found = {}
+    leaks = {}
     for name in (*COMPARED, *REPLAYED):
         begun = time.monotonic()
-        found[name] = audit(**stored, attacks=[name]).run[name]
+        leaks[name] = audit(**stored, attacks=[name]).run[name]
         print(f"{task.defense}: {name} took {time.monotonic() - begun:.0f} s", flush=True)
-    return trained._replace(run_level={"cut": found, "first": {}})
-
-
-def batch_leak(run: AttackedRun, layer: str, attack: str) -> float:
-    found: Mapping[str, Any] = run.leak[layer][attack]
-    return float(found["mean"])
+    return trained._replace(run_level={"cut": leaks, "first": {}})
 
 
 def figure(value: float) -> str:
@@ -161,7 +155,7 @@ def batch_table(runs: Mapping[str, Sequence[AttackedRun]], layer: str) -> list[s
     ]
     lines = header(["defense", "test AUC", *(f"`{name}`" for name in attacks)])
     for defense, found in runs.items():
-        leaks = [average(found, partial(batch_leak, layer=layer, attack=name)) for name in attacks]
+        leaks = [figure(statistics.mean(r.leak[layer][n]["mean"] for r in found)) for n in attacks]
         lines.append(row([defense, average(found, lambda r: r.test_aucs[-1]), *leaks]))
     floor = average(every, lambda r: statistics.mean(value for _, value in r.random))
     return [*lines, row(["random scores", "", *[floor] * len(attacks)])]
@@ -175,15 +169,8 @@ def run_table(runs: Mapping[str, Sequence[AttackedRun]]) -> list[str]:
         for layer in ("cut", "first")
         if name in every[0].run_level[layer] and (layer == CUT or name not in FINAL_ATTACKS)
     ]
-    lines = header(
-        [
-            "defense",
-            "test AUC",
-            *(f"`{name}`, {layer}" for layer, name in columns),
-            "ledger: estimate",
-            "bound",
-        ]
-    )
+    attacks = [f"`{name}`, {layer}" for layer, name in columns]
+    lines = header(["defense", "test AUC", *attacks, "ledger: estimate", "bound"])
     for defense, found in runs.items():
         leaks = [interval([r.run_level[layer][name] for r in found]) for layer, name in columns]
         estimate = average(found, lambda r: r.bounds.estimate.max)
@@ -201,12 +188,8 @@ def run_table(runs: Mapping[str, Sequence[AttackedRun]]) -> list[str]:
 
 def interval(found: Sequence[RunLevelLeak]) -> str:
     """Return the mean leak AUC with the mean ends of its interval."""
-    area, low, high = (
-        figure(statistics.mean(values))
-        for values in zip(
-            *((leak["auc"], leak["low"], leak["high"]) for leak in found), strict=True
-        )
-    )
+    values = zip(*((leak["auc"], leak["low"], leak["high"]) for leak in found), strict=True)
+    area, low, high = (figure(statistics.mean(each)) for each in values)
     return f"{area} ({low}–{high})"
 
 
@@ -221,10 +204,6 @@ def print_tables(task: Task, runs: Mapping[str, Sequence[AttackedRun]]) -> None:
         print("\n".join(batch_table(runs, layer)) + "\n")
     print("Leak AUC over the run:\n")
     print("\n".join(run_table(runs)))
-
-
-def as_json(task: Task, run: AttackedRun) -> dict[str, Any]:
-    return task._asdict() | run._asdict() | {"bounds": ledger_figures(run.bounds).form()}
 
 
 def main() -> None:
@@ -257,7 +236,10 @@ def main() -> None:
         runs = {name: [r for task, r in found if task.defense == name] for name in arguments.only}
         print_tables(tasks[0], runs)
         print(f"\n{len(tasks)} runs in {time.monotonic() - begun:.0f} s")
-        kept += [as_json(task, result) for task, result in found]
+        kept += [
+            task._asdict() | result._asdict() | {"bounds": ledger_figures(result.bounds).form()}
+            for task, result in found
+        ]
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 

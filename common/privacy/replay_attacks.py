@@ -109,9 +109,8 @@ def gramssat(received: Received, hints: Hints, shares: Sequence[float], seed: in
     Returns:
         Log-probabilities, (examples, classes), also of the examples that it knows.
     """
-    found = _search(received, shares, hints, seed)
-    names = _best_names(found[torch.from_numpy(hints.rows)], hints.labels)
-    return found[:, names]
+    likely = _search(received, shares, hints, seed)
+    return likely[:, _best_names(likely[torch.from_numpy(hints.rows)], hints.labels)]
 
 
 def unsplit(received: Received, num_classes: int, seed: int = 0) -> Tensor:
@@ -201,20 +200,20 @@ def replay(
         if picked is None:
             return [RunScores(hints.rows, np.empty(0)) for _ in classes.targets]
         hints = picked
-        found = gramssat(received, hints, shares.tolist(), seed)
+        likely = gramssat(received, hints, shares.tolist(), seed)
     elif attack == "exploit":
-        found = exploit(received, shares.tolist(), seed)
+        likely = exploit(received, shares.tolist(), seed)
     elif attack == "lea":
         row_dim = received.activations[0].numel()
-        found = lea(received, surrogate(row_dim, num_classes, seed), num_classes, seed)
+        likely = lea(received, surrogate(row_dim, num_classes, seed), num_classes, seed)
     else:
-        found = {"unsplit": unsplit, "gradient_clusters": gradient_clusters}[attack](
+        likely = {"unsplit": unsplit, "gradient_clusters": gradient_clusters}[attack](
             received, num_classes, seed
         )
     if not len(hints.rows):
-        found = found[:, _best_names(found, labels)]
+        likely = likely[:, _best_names(likely, labels)]
     others = np.setdiff1d(np.arange(len(labels)), hints.rows)
-    scores = one_against_rest(found.double())[others].numpy()
+    scores = one_against_rest(likely.double())[others].numpy()
     return [RunScores(others, scores[:, target]) for target in classes.targets]
 
 
@@ -261,8 +260,8 @@ def _search(received: Received, shares: Sequence[float], hints: Hints | None, se
         rows = torch.nonzero(place[received.positions] >= 0)[:, 0]
         known = _Known(rows, one_hot(place[received.positions[rows]], len(shares)).float())
     _replay(received, len(shares), loss, seed, searched, known)
-    found: Tensor = searched.weight.data.log_softmax(dim=1)
-    return found
+    likely: Tensor = searched.weight.data.log_softmax(dim=1)
+    return likely
 
 
 def _replay(
@@ -300,7 +299,10 @@ def _replay(
     if known is not None:
         truth = known.labels
         for _ in range(_STEPS_WITH_HINTS):
-            step(known.rows, lambda one: one.distances(truth).mean() + one.cross_entropy(truth))
+            step(
+                known.rows,
+                lambda hinted: hinted.distances(truth).mean() + hinted.cross_entropy(truth),
+            )
     for _ in range(_PASSES):
         for chosen in rows.batches():
             step(chosen, loss)
@@ -311,7 +313,9 @@ def _logits_and_slopes(top: nn.Module, activations: Tensor) -> tuple[Tensor, Ten
     with torch.enable_grad():
         inputs = activations.detach().requires_grad_()
         logits = top(inputs)
-        slopes = [torch.autograd.grad(one.sum(), inputs, create_graph=True)[0] for one in logits.T]
+        slopes = [
+            torch.autograd.grad(each.sum(), inputs, create_graph=True)[0] for each in logits.T
+        ]
     return logits, torch.stack(slopes, dim=1)
 
 
@@ -319,8 +323,8 @@ def _clusters(rows: Tensor, num_clusters: int, seed: int) -> Tensor:
     # Importing it takes a second.
     from sklearn.cluster import KMeans  # noqa: PLC0415
 
-    found = KMeans(num_clusters, n_init=10, random_state=seed).fit(rows.numpy())
-    return _memberships(torch.from_numpy(found.transform(rows.numpy())).float().square())
+    fitted = KMeans(num_clusters, n_init=10, random_state=seed).fit(rows.numpy())
+    return _memberships(torch.from_numpy(fitted.transform(rows.numpy())).float().square())
 
 
 def _memberships(squared_distances: Tensor) -> Tensor:
@@ -328,10 +332,10 @@ def _memberships(squared_distances: Tensor) -> Tensor:
     return (-squared_distances / unit).log_softmax(dim=1)
 
 
-def _best_names(found: Tensor, labels: npt.NDArray[np.int64]) -> Tensor:
+def _best_names(likely: Tensor, labels: npt.NDArray[np.int64]) -> Tensor:
     """Return the columns in the order of the classes that fits the labels best."""
-    truth = one_hot(torch.from_numpy(labels), found.shape[1]).float()
-    return _assigned(truth.T @ found.exp())
+    truth = one_hot(torch.from_numpy(labels), likely.shape[1]).float()
+    return _assigned(truth.T @ likely.exp())
 
 
 def _assigned(alike: Tensor) -> Tensor:

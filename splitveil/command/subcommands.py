@@ -60,7 +60,9 @@ def _audit(parsed: argparse.Namespace) -> int:
     if len({tuple(part) for part in parts}) > 1:
         raise DataError("the files have different arrays")
     concatenate = resolve_name("numpy:concatenate")
-    arrays: dict[str, Any] = {name: concatenate([one[name] for one in parts]) for name in parts[0]}
+    arrays: dict[str, Any] = {
+        name: concatenate([part[name] for part in parts]) for name in parts[0]
+    }
     if parsed.batch_size is not None:
         if "batches" in arrays:
             raise DataError(f"{parsed.files[0]}: has batches: leave --batch-size out")

@@ -49,20 +49,20 @@ def test_replayed_gradients_reveal_labels_that_activations_do_not(num_classes: i
     rows, _ = received(labels)
 
     def measured(of: Tensor) -> dict[str, float]:
-        found = audit(
+        audited = audit(
             rows.gradients, of[rows.positions], batches=BATCH, examples=rows.positions,
             activations=rows.activations, attacks=tuple(REPLAYED),
         )  # fmt: skip
-        return {name: leak["auc"] for name, leak in found.run.items()}
+        return {name: leak["auc"] for name, leak in audited.run.items()}
 
-    found = measured(labels)
-    assert found.pop("lea") < 0.65
+    leaks = measured(labels)
+    assert leaks.pop("lea") < 0.65
     if num_classes == 2:  # the slope of one logit depends on the activation
-        assert found.pop("gradient_clusters") > 0.65
-    assert min(found.values()) > 0.95, found
+        assert leaks.pop("gradient_clusters") > 0.65
+    assert min(leaks.values()) > 0.95, leaks
     others = labels[torch.randperm(EXAMPLES, generator=torch.Generator().manual_seed(3))]
-    found = measured(others)
-    assert max(found.values()) < 0.65, found  # standard deviation of each pair: .03
+    leaks = measured(others)
+    assert max(leaks.values()) < 0.65, leaks  # standard deviation of each pair: .03
 
 
 def test_clusters_of_activations_are_named_by_the_first_gradients() -> None:
@@ -72,8 +72,8 @@ def test_clusters_of_activations_are_named_by_the_first_gradients() -> None:
     for names in ([0, 1, 2], [2, 0, 1]):
         labels = torch.tensor(names)[groups]
         rows, top = received(labels, centres)
-        found = lea(rows, top, 3).argmax(dim=1)
-        assert float((found == labels).float().mean()) > 0.98
+        leaks = lea(rows, top, 3).argmax(dim=1)
+        assert float((leaks == labels).float().mean()) > 0.98
 
 
 def test_a_replay_needs_examples_and_activations() -> None:

@@ -126,7 +126,9 @@ def deal_labels(example: Path, folder: Path, seed: int) -> list[str]:
     path = folder / "dealt_labels.csv"
     lines = [f"{name},{label}" for name, label in zip(data.ids, dealt, strict=True)]
     path.write_text("\n".join(["id,label", *lines, ""]), encoding="utf-8")
-    return [f"data={{source: {{kind: csv, path: {path}}}, id_column: id, label_column: label}}"]
+    classes = f", classes: {settings.data.num_classes}" if settings.data.class_names else ""
+    source = f"source: {{kind: csv, path: {path}}}"
+    return [f"data={{{source}, id_column: id, label_column: label{classes}}}"]
 
 
 def _features_alone(parties: Parties) -> dict[RunAttackName, float]:

@@ -98,6 +98,8 @@ class TokenReader:
             self._tokenizer = _tokenizer_of(column.tokenizer)
             self._tokenizer.no_padding()
             self._tokenizer.enable_truncation(column.max_length)
+            if hasattr(self._tokenizer.model, "dropout"):  # which draws a text's tokens at random
+                self._tokenizer.model.dropout = None
 
     def __call__(
         self, codes: NDArray[np.int32]

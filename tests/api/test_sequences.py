@@ -13,6 +13,8 @@ import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from torch import Tensor, nn
 
 from splitveil import DataError, Run, SettingsError, models, predict, simulate
@@ -293,8 +295,14 @@ def test_what_is_no_sequence_or_tokenizer_is_said(
         fit()
 
 
-def test_special_tokens_that_are_too_many_are_cut_off_as_well(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_dropout", [False, True])
+def test_special_tokens_are_cut_off_as_well_and_no_token_is_drawn(
+    tmp_path: Path, has_dropout: bool
+) -> None:
     write_tokenizer(tmp_path / "t.json", "[CLS] [UNK]")
+    if has_dropout:
+        splits = BPE({"g": 0, "go": 1, "o": 2}, [("g", "o")], dropout=1)
+        Tokenizer(splits).save(str(tmp_path / "t.json"))
     chosen = {"c": {"max_length": 1, "tokenizer": "t.json"}}
     data = load(tmp_path, {"c": ["good film"]}, sequences=chosen)
     encoder = data.fit(np.array([0]))

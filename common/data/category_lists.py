@@ -49,11 +49,12 @@ def read_lists(column: WrittenColumn, separator: str) -> CategoricalColumn:
 def read_tokens(column: WrittenColumn, separator: str, num_tokens: int | None) -> CategoricalColumn:
     """Return a column's distinct sequences, as ``read_lists`` returns sets.
 
-    They are whole numbers below ``num_tokens``, or texts if it is None.
+    They are whole numbers below ``num_tokens``, or texts if it is None. A gap in a list is an
+    error: the tokens behind it would move.
     """
     if num_tokens is None:
         return read_categories(column)
-    rows, words = _words(column, separator)
+    rows, words = _words(column, separator, are_tokens=True)
     is_number = pc.match_substring_regex(words, r"^\d{1,18}$")
     numbers = pc.cast(pc.if_else(is_number, words, "-1"), pa.int64()).to_numpy()
     is_wrong = (numbers < 0) | (numbers >= num_tokens)
@@ -61,8 +62,13 @@ def read_tokens(column: WrittenColumn, separator: str, num_tokens: int | None) -
     return _joined(rows, words, len(column.cells))
 
 
-def _words(column: WrittenColumn, separator: str) -> tuple[NDArray[np.int64], ArrowColumn]:
-    """Return all entries of all cells but empty ones, and the row of each."""
+def _words(
+    column: WrittenColumn, separator: str, *, are_tokens: bool = False
+) -> tuple[NDArray[np.int64], ArrowColumn]:
+    """Return all entries of all cells but empty ones, and the row of each.
+
+    No token means "no value", and an empty one in a list is an empty text.
+    """
     cells = column.cells
     if isinstance(cells, pa.ChunkedArray):
         cells = cells.combine_chunks()
@@ -71,7 +77,10 @@ def _words(column: WrittenColumn, separator: str) -> tuple[NDArray[np.int64], Ar
     if not is_list(cells.type):
         cells = pc.split_pattern(clean_text(column._replace(cells=cells)), separator)
     rows = pc.list_parent_indices(cells).to_numpy()
-    words = clean_text(column._replace(cells=pc.list_flatten(cells)))
+    gaps = ("",) if are_tokens else column.missing_texts
+    words = clean_text(column._replace(cells=pc.list_flatten(cells), missing_texts=gaps))
+    if are_tokens and is_list(column.cells.type):
+        words = pc.fill_null(words, "")
     is_there = pc.is_valid(words)
     return rows[is_there.to_numpy(zero_copy_only=False)], words.filter(is_there)
 

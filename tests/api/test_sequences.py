@@ -200,7 +200,9 @@ def test_sequences_are_padded_and_cut_and_gaps_are_empty(
         "note": {"tokenizer": "tokenizer.json", "max_length": 4},
         "visits": {"num_tokens": 8, "max_length": 3},
     }
-    data = load(tmp_path, columns, categorical="*", sequences=sequences, **cache)
+    # No token is a gap, whatever stands for one.
+    chosen = {"categorical": "*", "sequences": sequences, "missing_texts": ["", "7"]}
+    data = load(tmp_path, columns, **chosen, **cache)
     encoder = data.fit(np.array([0, 1, 4]))
     assert encoder is not None
     again = FeatureEncoder.from_state(json.loads(json.dumps(encoder.state())))
@@ -251,6 +253,8 @@ BAD_CELLS: list[tuple[dict[str, Any], Any, str]] = [
     ({}, [[1], [8]], r"expected whole numbers from 0 to 7 in row 2"),
     ({}, ["1", "2|x", "-1"], r"expected whole numbers from 0 to 7 in rows 2, 3"),
     ({}, ["1" * 30], r"expected whole numbers from 0 to 7 in row 1"),
+    ({}, [[1], [2, None, 3]], r"expected whole numbers from 0 to 7 in row 2"),
+    ({}, [["1", "", "3"]], r"expected whole numbers from 0 to 7 in row 1"),
     ({}, pa.array([[0.5]]), r"expected text or whole numbers, not double"),
     ({"num_tokens": None}, ["a"], r"expected num_tokens for whole numbers, or a tokenizer"),
     ({"tokenizer": "t.json"}, ["a"], r"expected num_tokens for whole numbers, or a tokenizer"),

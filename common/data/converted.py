@@ -113,8 +113,11 @@ def _key(
         mode="json",
         exclude={
             "source": set(_FILE_SETTINGS),
-            "features": {"signed_log1p", "numeric_scaling", "missing_numeric", "missing_indicator"}
-            | {"min_count", "max_list_categories"},
+            "features": {
+                **dict.fromkeys(("signed_log1p", "numeric_scaling", "missing_numeric"), True),
+                **dict.fromkeys(("missing_indicator", "min_count", "max_list_categories"), True),
+                "sequences": {"__all__": {"max_length", "tokenizer"}},  # num_tokens says which kind
+            },
             "class_weights": True,
             "weights_are_label_free": True,
         },

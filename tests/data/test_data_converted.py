@@ -194,11 +194,14 @@ def test_a_file_is_converted_once_and_again_when_what_is_read_changes(
     assert conversions(features={**FEATURES, "min_count": 9, "numeric_scaling": "none"}) == 0
     assert conversions(features={**FEATURES, "numeric": "n1"}) == 1
     assert conversions(features={**FEATURES, "missing_texts": ["", "b0"]}) == 1
+    for tokenizer, length, expected in (("a.json", 2, 1), ("b.json", 2, 0), ("a.json", 9, 0)):
+        sequences = {"c1": {"tokenizer": tokenizer, "max_length": length}}
+        assert conversions(features={**FEATURES, "sequences": sequences}) == expected
     assert conversions(id_column=None) == 1
     assert conversions(label_column=None) == 1
     os.utime(tmp_path / "rows.csv", ns=(1, 1))
     assert conversions() == 1
-    assert len(entries(tmp_path / "cache")) == 6
+    assert len(entries(tmp_path / "cache")) == 7
 
 
 def test_what_a_killed_conversion_left_is_deleted_by_the_next_one(tmp_path: Path) -> None:

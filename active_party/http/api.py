@@ -45,7 +45,7 @@ MOST_REQUESTS = 256
 
 _IdPart = StrictStr | StrictInt
 _Parts = Annotated[list[_IdPart], Field(max_length=MAX_ID_COLUMNS, fail_fast=True)]
-_Value = StrictInt | StrictFloat | StrictStr | list[StrictStr] | None
+_Value = StrictInt | StrictFloat | StrictStr | list[StrictStr | StrictInt] | None
 # Values are checked where the columns of the model are known.
 _Rows = Annotated[list[dict[str, SkipValidation[_Value]]], Field(fail_fast=True)]
 

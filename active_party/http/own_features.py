@@ -57,7 +57,8 @@ _NUMBER = _Kinds((_NUMBERS, _TEXTS), "numbers, or texts that are numbers")
 _CATEGORY = _Kinds((_NUMBERS, _TEXTS), "texts, or numbers that stand for them")
 _TIME = _Kinds((_TEXTS,), "times as texts")
 _LIST = _Kinds((frozenset({list}), _TEXTS), "lists of texts, or texts")
-_OF_KINDS = (_NUMBER, _CATEGORY, _TIME, _LIST, _CATEGORY, _LIST)
+_TOKENS = _Kinds(_LIST.types, "lists of whole numbers, or texts")
+_OF_KINDS = (_NUMBER, _CATEGORY, _TIME, _LIST, _CATEGORY, _TOKENS)
 
 
 class GivenFeatures:
@@ -118,6 +119,8 @@ class GivenFeatures:
 
     def _cells(self, name: str, values: Sequence[Any]) -> Any:
         expected = self._expected[name]
+        if expected is _TOKENS:
+            values = [list(map(_token, one)) if isinstance(one, list) else one for one in values]
         kinds = frozenset(map(_kind, values)) - {type(None)}
         if kinds and not any(kinds <= allowed for allowed in expected.types):
             raise Unusable(f"features: column {name!r}: expected {expected.words}")
@@ -178,6 +181,10 @@ class Fallback:
         if found.any():
             probabilities[found] = known
         return Predictions(probabilities, found, {})
+
+
+def _token(part: Any) -> Any:
+    return str(part) if type(part) is int else part  # no bool
 
 
 def _kind(value: Any) -> type:

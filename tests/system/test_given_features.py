@@ -86,7 +86,7 @@ def as_json(cells: dict[str, str]) -> Row:
         "since": cells["since"] or None,
         "tags": [tag for tag in cells["tags"].split("|") if tag],
         "note": cells["note"],
-        "visits": [one for one in cells["visits"].split("|") if one],
+        "visits": [int(one) for one in cells["visits"].split("|") if one],
     }
 
 
@@ -107,7 +107,7 @@ def test_given_features_have_the_bits_of_the_table(trained: Trained, program: Pr
 def test_lists_and_texts_with_separators_are_the_same(trained: Trained, program: Program) -> None:
     ids = trained.test_ids[:10]
     cells = cells_of(trained, ids)
-    as_texts = [as_json(row) | {"tags": row["tags"]} for row in cells]
+    as_texts = [as_json(row) | {name: row[name] for name in ("tags", "visits")} for row in cells]
     without = [as_json(row) | {"tags": []} for row in cells]
     answer = program.ask(ids, features=as_texts).probabilities
     np.testing.assert_array_equal(answer, program.ask(ids).probabilities)
@@ -142,6 +142,9 @@ WRONG: list[tuple[Row, str, str]] = [
     ({"note": ["the"]}, "note", "texts"),
     ({"visits": 7}, "visits", "texts"),
     ({"visits": ["7", "10"]}, "visits", "from 0 to 9 in row 1"),
+    ({"visits": [7, -1]}, "visits", "from 0 to 9 in row 1"),
+    ({"visits": [True]}, "visits", "lists of whole numbers"),
+    ({"visits": [7, None]}, "visits", "lists of whole numbers"),
     ({"more": 1}, "word", "alone"),
 ]
 

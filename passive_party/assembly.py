@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from splitveil.common.alignment import engine_of, records_of
+from splitveil.common.alignment import build_engine, records_of
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import Trial, build_bottom_model
@@ -161,7 +161,7 @@ def build_aligner(
         kept.discard()
     return Aligner(
         Participant(settings.contract, settings.party, data.ids, data.table.splits),
-        engine_of(settings),
+        build_engine(settings.contract.alignment),
         partial(draw_nonce, settings),
         tried,
         kept,

@@ -13,7 +13,7 @@ from splitveil.active_party.run.parties import PartyStage
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.alignment import engine_of, records_of
+from splitveil.common.alignment import build_engine, records_of
 from splitveil.common.data.id_forms import form_of
 from splitveil.common.errors import EndedForGood, Interrupted, PeerError, PeerUnreachable
 from splitveil.common.party.credentials import CredentialFiles, credential_files
@@ -126,7 +126,8 @@ def serve_until_end(
 
     Returns the service, and the limit that has ended the run for good, if one has.
     """
-    contract, engine = settings.contract, engine_of(settings)
+    contract = settings.contract
+    engine = build_engine(contract.alignment)
     exchanges, tried = records_of(settings, folder)
     service = ActiveService(
         session, engine, settings.reconnect.deadline_s, tried, status, exchanges

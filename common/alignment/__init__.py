@@ -13,7 +13,7 @@ from splitveil.common.alignment.channel import (
     channel_pair,
     wait_frame,
 )
-from splitveil.common.alignment.exchange import align, build_engine, engine_of, records_of
+from splitveil.common.alignment.exchange import align, build_engine, records_of
 from splitveil.common.alignment.interface import (
     Agree,
     Alignment,
@@ -44,7 +44,6 @@ __all__ = [
     "align",
     "build_engine",
     "channel_pair",
-    "engine_of",
     "file_of_count",
     "receive_share",
     "records_of",

@@ -78,19 +78,16 @@ class EcdhEngine:
         *,
         min_aligned: int,
         max_set_size: int,
-        workers: int = 0,
+        workers: int = 1,
         group: GroupOperations | None = None,
     ) -> None:
-        """Without workers, the group operations run in the threads that send and receive."""
         self._min_aligned = min_aligned
         self._max_set_size = max_set_size
         try:
             self._library = ristretto.load()
         except ristretto.LibraryError as error:
             raise SplitveilError(f"ids cannot be aligned without libsodium:\n{error}") from error
-        self._group: GroupOperations = group or (
-            WorkerPool(workers, self._library) if workers else self._library
-        )
+        self._group = group or WorkerPool(workers, self._library)
 
     def start(
         self, ids: Sequence[str], *, nonce: bytes, run_id: str, splits: Splits | None = None

@@ -151,17 +151,13 @@ def _ignore(_done_ids: int, _total_ids: int) -> None: ...
 _MOST_WORKERS = 8
 
 
-def build_engine(settings: AlignmentSettings, workers: int = 0) -> AlignmentEngine:
-    """Build the engine of a contract; without workers it computes on up to two cores."""
+def build_engine(settings: AlignmentSettings) -> AlignmentEngine:
+    """Build a contract's engine, which uses the cores that the process may use, at most eight."""
     return EcdhEngine(
-        min_aligned=settings.min_aligned, max_set_size=settings.max_set_size, workers=workers
+        min_aligned=settings.min_aligned,
+        max_set_size=settings.max_set_size,
+        workers=min(len(os.sched_getaffinity(0)), _MOST_WORKERS),
     )
-
-
-def engine_of(settings: PartySettings) -> AlignmentEngine:
-    """Build the engine of a party, which uses the cores that the process may use, at most eight."""
-    cores = len(os.sched_getaffinity(0))
-    return build_engine(settings.contract.alignment, min(cores, _MOST_WORKERS))
 
 
 def records_of(settings: PartySettings, folder: Path) -> tuple[ExchangeStores, TriedIds]:

@@ -28,7 +28,7 @@ from tests.support.runs import build_parties, run_in_process, serving
 CAP = 600
 ROUNDS = 12
 SAME_CAP = [f"contract.alignment.max_set_size={CAP}"]
-ENGINE = EcdhEngine(min_aligned=1, max_set_size=CAP, workers=0)
+ENGINE = EcdhEngine(min_aligned=1, max_set_size=CAP)
 
 
 def guesses() -> list[list[str]]:

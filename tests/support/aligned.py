@@ -38,7 +38,7 @@ def usable_ids(
     return OwnIds([found.ids[row] for row in rows], rows, found.report)
 
 
-def engine(min_aligned: int = 1, max_set_size: int = 10_000, workers: int = 0) -> EcdhEngine:
+def engine(min_aligned: int = 1, max_set_size: int = 10_000, workers: int = 1) -> EcdhEngine:
     return EcdhEngine(min_aligned=min_aligned, max_set_size=max_set_size, workers=workers)
 
 

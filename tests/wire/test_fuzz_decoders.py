@@ -149,7 +149,7 @@ def test_a_point_is_taken_exactly_where_the_rfc_decodes_it() -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> EcdhEngine:
-    return EcdhEngine(min_aligned=1, max_set_size=1000, workers=0)
+    return EcdhEngine(min_aligned=1, max_set_size=1000)
 
 
 def session(engine: EcdhEngine, first: int) -> EcdhExchange:

@@ -76,6 +76,19 @@ def test_clusters_of_activations_are_named_by_the_first_gradients() -> None:
         assert float((leaks == labels).float().mean()) > 0.98
 
 
+@pytest.mark.parametrize("attack", [*REPLAYED])
+def test_classes_may_have_no_example_and_examples_may_be_few(attack: str) -> None:
+    rows, _ = received(true_labels(2))
+    for number in (1, 2, BATCH):
+        few = slice(number)
+        positions, labels = rows.positions[few], 2 * true_labels(2)[rows.positions[few]]
+        audited = audit(
+            rows.gradients[few], labels, examples=positions,
+            activations=rows.activations[few], attacks=[attack],
+        )  # fmt: skip
+        assert all(0 <= leak["auc"] <= 1 for leak in audited.run.values())
+
+
 def test_a_replay_needs_examples_and_activations() -> None:
     with pytest.raises(SettingsError, match="exploit needs more"):
         audit(torch.ones(4, 2), [0, 1, 0, 1], activations=torch.ones(4, 2), attacks=["exploit"])

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from splitveil import DataError, Run, SettingsError, models, predict, simulate
-from splitveil.common.data.features import FeatureEncoder, Features, RowEncoder
+from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.models.factory import build_bottom_model
 from tests.api.test_own_models import call_of
 from tests.api.test_simulate import ONE_CORE, columns_of, weights_of
@@ -203,7 +203,7 @@ def test_sequences_are_padded_and_cut_and_gaps_are_empty(
     assert encoder is not None
     again = FeatureEncoder.from_state(json.loads(json.dumps(encoder.state())))
     assert again == encoder
-    found = RowEncoder(again, data.table)(np.array([1, 0, 2, 3, 4, 1]))
+    found = again.transform(data.table, np.array([1, 0, 2, 3, 4, 1]))
     rows = [[1, 6, 3, 5, 3, 1, 2], [1, 2, 4, 0, 7, 0, 7], [0] * 7, [0] * 7, [1, 2, 0, 0, 0, 0, 0]]
     lengths = [[4, 3], [3, 3], [0, 0], [0, 0], [2, 1]]
     assert found.tokens is not None

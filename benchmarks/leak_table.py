@@ -15,6 +15,7 @@ gradients, and neither is the part of `hint_combiner` and `completion` that the 
 give to whoever knows as many labels (last line).
 ``--deal-labels`` takes that away: each run deals the labels out anew at random among the examples,
 so that features reveal nothing of them, and all that an attack finds is the gradients' leak.
+``--replay`` attacks the rows that the passive party can store, with `splitveil.attacks.REPLAYED`.
 """
 
 import argparse
@@ -26,17 +27,21 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from benchmarks.environment import print_environment
 from splitveil.active_party.monitor.stated_bounds import ledger_figures
+from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.attacks import REPLAYED
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import ATTACKS, CUT, FINAL_ATTACKS, RUN_ATTACKS, RunAttackName
+from splitveil.common.privacy.attacks import ATTACKS, CUT, FINAL_ATTACKS, RUN_ATTACKS
 from splitveil.common.privacy.run_level import RunLevelLeak
+from splitveil.common.run.course import Batch
+from splitveil.library.auditing import audit
 from tests.support.attacked_run import BATCH_ATTACKS, AttackedRun, attacked_run, deal_labels
 
 EXAMPLES = Path(__file__).parent.parent / "deploy" / "examples"
@@ -69,7 +74,11 @@ DEFENSES: Mapping[str, str] = {
         "{name: noisy_label, mechanism: {kind: randomized_response, epsilon: 1}}"
     ),
     "projected_labels": "{name: projected_labels}",
+    "gafm": "{name: gafm}",
 }
+COMPARED = ("accumulated_spectral", "accumulated_residual_energy", "completion_40")
+"""Attacks that the monitor runs, on the same rows."""
+AUDITED = ("gradients", "labels", "batches", "examples", "activations")
 
 
 class Task(NamedTuple):
@@ -82,7 +91,7 @@ class Task(NamedTuple):
     deals_labels: bool
 
 
-def run(task: Task) -> AttackedRun:
+def run(task: Task, **options: Any) -> AttackedRun:
     """Train once; the same seed gives every defense the same rows, batches and weights."""
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
@@ -98,12 +107,27 @@ def run(task: Task) -> AttackedRun:
         example = EXAMPLES / task.example  # or the folder itself, if the path is absolute
         if task.deals_labels:
             active += deal_labels(example, Path(folder), task.seed)
-        return attacked_run(example, active, passive)
+        return attacked_run(example, active, passive, **options)
 
 
-def batch_leak(run: AttackedRun, layer: str, attack: str) -> float:
-    found: Mapping[str, Any] = run.leak[layer][attack]
-    return float(found["mean"])
+def replay(task: Task) -> AttackedRun:
+    """Train once, and run every attack on the rows that the passive party then has."""
+    rows: list[tuple[Tensor, ...]] = []
+
+    def store(batch: Batch, known: StepResult, sent: Tensor, received: Tensor) -> None:
+        number = torch.full((len(sent),), len(rows))
+        positions = torch.from_numpy(batch.positions.copy())
+        rows.append((received, known.labels, number, positions, sent.detach()))
+
+    trained = run(task, attacks=(), on_step=store)
+    columns = map(torch.cat, zip(*rows, strict=True))
+    stored: dict[str, Any] = dict(zip(AUDITED, columns, strict=True))
+    leaks = {}
+    for name in (*COMPARED, *REPLAYED):
+        begun = time.monotonic()
+        leaks[name] = audit(**stored, attacks=[name]).run[name]
+        print(f"{task.defense}: {name} took {time.monotonic() - begun:.0f} s", flush=True)
+    return trained._replace(run_level={"cut": leaks, "first": {}})
 
 
 def figure(value: float) -> str:
@@ -131,7 +155,7 @@ def batch_table(runs: Mapping[str, Sequence[AttackedRun]], layer: str) -> list[s
     ]
     lines = header(["defense", "test AUC", *(f"`{name}`" for name in attacks)])
     for defense, found in runs.items():
-        leaks = [average(found, partial(batch_leak, layer=layer, attack=name)) for name in attacks]
+        leaks = [figure(statistics.mean(r.leak[layer][n]["mean"] for r in found)) for n in attacks]
         lines.append(row([defense, average(found, lambda r: r.test_aucs[-1]), *leaks]))
     floor = average(every, lambda r: statistics.mean(value for _, value in r.random))
     return [*lines, row(["random scores", "", *[floor] * len(attacks)])]
@@ -141,43 +165,31 @@ def run_table(runs: Mapping[str, Sequence[AttackedRun]]) -> list[str]:
     every = [run for found in runs.values() for run in found]
     columns = [
         (layer, name)
-        for name in RUN_ATTACKS
+        for name in (*RUN_ATTACKS, *REPLAYED)
         for layer in ("cut", "first")
         if name in every[0].run_level[layer] and (layer == CUT or name not in FINAL_ATTACKS)
     ]
-    lines = header(
-        [
-            "defense",
-            *(f"`{name}`, {layer}" for layer, name in columns),
-            "ledger: estimate",
-            "bound",
-        ]
-    )
+    attacks = [f"`{name}`, {layer}" for layer, name in columns]
+    lines = header(["defense", "test AUC", *attacks, "ledger: estimate", "bound"])
     for defense, found in runs.items():
         leaks = [interval([r.run_level[layer][name] for r in found]) for layer, name in columns]
         estimate = average(found, lambda r: r.bounds.estimate.max)
         bound = average(found, lambda r: r.bounds.against(Adversary.CLASS_MEANS).leak_auc.max)
-        lines.append(row([defense, *leaks, estimate, bound]))
-    measured = every[0].features_alone.keys()
+        test = average(found, lambda r: r.test_aucs[-1])
+        lines.append(row([defense, test, *leaks, estimate, bound]))
     alone = [
-        average(every, partial(features_alone, attack=name)) if name in measured else ""
+        figure(statistics.mean(run.features_alone[name] for run in every))
+        if name in every[0].features_alone
+        else ""
         for _, name in columns
     ]
-    return [*lines, row(["own features and the hints, no gradient", *alone, "", ""])]
-
-
-def features_alone(run: AttackedRun, attack: RunAttackName) -> float:
-    return run.features_alone[attack]
+    return [*lines, row(["own features and the hints, no gradient", "", *alone, "", ""])]
 
 
 def interval(found: Sequence[RunLevelLeak]) -> str:
     """Return the mean leak AUC with the mean ends of its interval."""
-    area, low, high = (
-        figure(statistics.mean(values))
-        for values in zip(
-            *((leak["auc"], leak["low"], leak["high"]) for leak in found), strict=True
-        )
-    )
+    values = zip(*((leak["auc"], leak["low"], leak["high"]) for leak in found), strict=True)
+    area, low, high = (figure(statistics.mean(each)) for each in values)
     return f"{area} ({low}–{high})"
 
 
@@ -187,15 +199,11 @@ def print_tables(task: Task, runs: Mapping[str, Sequence[AttackedRun]]) -> None:
     labels = ", labels dealt out at random" if task.deals_labels else ""
     size = f"{task.epochs} epochs, {batches:.0f} batches, {len(first)} seeds"
     print(f"\n## {task.example}{labels}: {size}\n")
-    for layer in ("cut", "first"):
+    for layer in first[0].leak:
         print(f"Leak AUC of single batches, {layer} layer:\n")
         print("\n".join(batch_table(runs, layer)) + "\n")
     print("Leak AUC over the run:\n")
     print("\n".join(run_table(runs)))
-
-
-def as_json(task: Task, run: AttackedRun) -> dict[str, Any]:
-    return task._asdict() | run._asdict() | {"bounds": ledger_figures(run.bounds).form()}
 
 
 def main() -> None:
@@ -206,6 +214,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", nargs="*", default=list(DEFENSES), choices=list(DEFENSES))
     parser.add_argument("--deal-labels", action="store_true")
+    parser.add_argument("--replay", action="store_true", help="attack the stored rows instead")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     print_environment("scikit-learn", "scipy")
@@ -222,12 +231,15 @@ def main() -> None:
         ]
         begun = time.monotonic()
         with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
-            results = pool.map(run, tasks, chunksize=1)
+            results = pool.map(replay if arguments.replay else run, tasks, chunksize=1)
         found = list(zip(tasks, results, strict=True))
         runs = {name: [r for task, r in found if task.defense == name] for name in arguments.only}
         print_tables(tasks[0], runs)
         print(f"\n{len(tasks)} runs in {time.monotonic() - begun:.0f} s")
-        kept += [as_json(task, result) for task, result in found]
+        kept += [
+            task._asdict() | result._asdict() | {"bounds": ledger_figures(result.bounds).form()}
+            for task, result in found
+        ]
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,10 +21,11 @@ from splitveil.common.record.leak_recorder import IDLE_S, AuditedRun, LeakRecord
 from splitveil.common.record.lines import AuditLine
 from splitveil.common.record.metrics_log import RunRecorder
 from splitveil.common.record.progress import each_in_words
-from splitveil.common.record.run_folder import clear_mark
+from splitveil.common.record.run_folder import clear_mark, storage_errors
 from splitveil.common.record.summary import AuditedFigures, RunCounts, Summary
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.course import AlignedRows, Batch
+from splitveil.common.text.files import replacing_file
 from splitveil.common.wire.connection import NoteAttempt
 from splitveil.passive_party.label_free_audit import GatheredScores, LabelFreeAudit
 from splitveil.passive_party.settings import PassiveSettings
@@ -84,6 +87,8 @@ class PassiveRecorder(RunRecorder):
         """Runs the label-free audit if there are no evaluation labels."""
         self._audit_refused = False
         self._audited: dict[str, dict[str, float]] = {}
+        self._received: list[dict[str, npt.NDArray[Any]]] = []
+        """One for each batch of the epoch, where they are to be stored."""
 
     def on_opened(self, run_id: str) -> None:
         """Unmark a run that had ended for good: the active party has opened it again."""
@@ -108,12 +113,23 @@ class PassiveRecorder(RunRecorder):
     ) -> None:
         self._steps += 1
         self._attack(batch, sent, received, layers)
+        if self._settings.adversary is not None and self._settings.adversary.store_received:
+            self._received.append(self._rows_of(batch, sent, received))
         if self._progress is not None:
             self._progress.advance(**(self._leaks.shown() if self._leaks is not None else {}))
         self._status.note_step(batch)
 
     def on_epoch(self, epoch: int) -> None:
         self._epochs = epoch + 1
+        if self._received:
+            path = self._folder / f"received-{epoch + 1:04}.npz"
+            with storage_errors(path, "cannot be written"), replacing_file(path) as file:
+                arrays: dict[str, Any] = {
+                    name: np.concatenate([batch[name] for batch in self._received])
+                    for name in self._received[0]
+                }
+                np.savez(file, **arrays)
+            self._received.clear()
         if self._leaks is not None:
             self._leaks.end_epoch(epoch)
         if self._progress is None or not self._progress.is_shown_elsewhere:
@@ -176,6 +192,7 @@ class PassiveRecorder(RunRecorder):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state; measuring may be switched on and off, but attacks may not change."""
         self._wait_until_idle(IDLE_S)
+        self._received.clear()
         self._steps, self._epochs = state["steps"], state["epochs"]
         if self._progress is not None:
             self._progress.resume_at(self._steps)
@@ -189,6 +206,18 @@ class PassiveRecorder(RunRecorder):
             except ValueError as error:
                 raise SettingsError(f"attacks cannot change within a run: {error}") from error
         self._metrics.load_state_dict(state["metrics"])
+
+    def _rows_of(self, batch: Batch, sent: Tensor, received: Tensor) -> dict[str, npt.NDArray[Any]]:
+        number = (batch.epoch << 32) + batch.step
+        rows = {
+            "gradients": received.detach().cpu().numpy(),
+            "activations": sent.detach().cpu().numpy(),
+            "examples": batch.positions,
+            "batches": np.full(len(batch.positions), number),
+        }
+        if self._labels is not None:
+            rows["labels"] = self._labels.numpy()[batch.positions]
+        return rows
 
     def _start_attacks(self, rows: AlignedRows, seed: bytes) -> None:
         names: Sequence[str] = ()

@@ -29,6 +29,12 @@ class AdversarySettings(AuditSettings):
     that need no labels. Needs ``audits_allowed`` in the contract; the active party may still
     refuse."""
 
+    store_received: bool = False
+    """Whether to write the gradients that this party received in each epoch and the activations
+    that it sent to ``received-0001.npz`` and so on in its run folder, mode 0600, with the labels if
+    ``labels`` has them: for ``splitveil audit``. An epoch is held in memory; one in which the run
+    was resumed has only the batches after that."""
+
     amplify: bool = False
     """Play a malicious party that makes the model rely on its half: each gradient of the bottom
     model's parameters counts up to five times where it keeps its direction. The active party sees

@@ -9,8 +9,8 @@ answers hold y and x only in this one sum: an adversary that knows p and J in ev
 y - k x and nothing else, and reaches AUC = Phi(1/(k sqrt 2)), sumKL = 1/k^2, in any number of
 epochs.
 
-Three obvious forms fail against an adversary that remembers (the tests contain their attacks), so
-that ``marvell`` and ``iso`` measure persistent noise in units of J:
+Three obvious forms fail against an adversary that remembers, so that ``marvell`` and ``iso``
+measure persistent noise in units of J:
 
 - k x times the gap of the class means, which shrinks as the model learns: (p - y) + k c x with two
   values of c gives two equations for y and x.

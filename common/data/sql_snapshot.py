@@ -120,6 +120,7 @@ def _write(settings: SqlSource, address: str, base_dir: Path, path: Path) -> Non
 
 @contextmanager
 def _result(settings: SqlSource, address: str, base_dir: Path) -> Iterator[Any]:
+    name = settings.driver
     try:
         # An extra, which a party with files need not install.
         from adbc_driver_manager import dbapi  # noqa: PLC0415
@@ -130,7 +131,7 @@ def _result(settings: SqlSource, address: str, base_dir: Path) -> Iterator[Any]:
             _connect(dbapi, settings, address, base_dir) as connection,
             connection.cursor() as cursor,
         ):
-            if settings.driver == "sqlite":
+            if name == "sqlite":
                 # The types of the columns are those of the first batch.
                 rows = {"adbc.sqlite.query.batch_rows": sources.PART_ROWS}
                 cursor.adbc_statement.set_options(**rows)
@@ -141,13 +142,12 @@ def _result(settings: SqlSource, address: str, base_dir: Path) -> Iterator[Any]:
             yield batches
     except dbapi.Error as error:
         if "[Driver Manager]" in str(error):
+            remedy = f": pip install adbc-driver-{name}, or name the path of its library"
             raise SettingsError(
-                f"data.source.driver: {settings.driver}: there is no such ADBC driver here: "
-                f"install it (pip install adbc-driver-NAME), or name its library by its path"
+                f"data.source.driver: {name}: there is no such ADBC driver here"
+                f"{'' if '/' in name else remedy}"
             ) from error
-        raise DataError(
-            f"data.source.query: {settings.driver}: {_reason(settings, error)}"
-        ) from error
+        raise DataError(f"data.source.query: {name}: {_reason(name, error)}") from error
 
 
 def _connect(dbapi: Any, settings: SqlSource, address: str, base_dir: Path) -> Any:
@@ -182,7 +182,7 @@ def _connect_duckdb(dbapi: Any, query: str, address: str, base_dir: Path) -> Any
     return dbapi.connect(library, entrypoint="duckdb_adbc_init", db_kwargs=options)
 
 
-def _reason(settings: SqlSource, error: Any) -> str:
+def _reason(driver: str, error: Any) -> str:
     """Describe an error without a word that may be a value of a row."""
     state = error.sqlstate
     first = " ".join(_REPEATED.split(str(error))[0].split())
@@ -190,8 +190,8 @@ def _reason(settings: SqlSource, error: Any) -> str:
         # It repeats an address that it cannot read, or a part of it, with the password.
         _, begin, answer = first.partition("connection to server")
         return begin + answer or "its address cannot be read, or names a host that is not known"
-    shown = _QUOTED_STATES.get(settings.driver, ("42",))
-    if str(state).startswith(shown) or (settings.driver in _JOURNALS and _ABOUT_QUERY.match(first)):
+    shown = _QUOTED_STATES.get(driver, ("42",))
+    if str(state).startswith(shown) or (driver in _JOURNALS and _ABOUT_QUERY.match(first)):
         return first
     code = f", SQLSTATE {state}" if state else ""
     return (

@@ -1,7 +1,7 @@
 """Reads a party's own table and checks the columns it needs before anything is sent."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,30 +132,25 @@ class Table:
 
     def with_ids(self, found: UsableIds) -> "Table":
         """Return a table in memory with ids, and without the rows that are left out."""
-        ids, rows = found.ids, found.kept
-        table = replace(self, ids=ids, id_report=found.report, id_doubts=found.doubts)
+        rows = found.kept
+        table = replace(self, ids=found.ids, id_report=found.report, id_doubts=found.doubts)
         if rows is None:
             return table
 
-        def taken(array: NDArray[Any] | None) -> Any:
-            return None if array is None else array[rows]
+        def taken(value: Any) -> Any:
+            match value:
+                case np.ndarray():
+                    return value[rows]
+                case StoredIds():
+                    return value.take(rows)
+                case CategoricalColumn():
+                    return value._replace(codes=value.codes[rows])
+                case Mapping():
+                    return {name: taken(one) for name, one in value.items()}
+            return value
 
-        def coded(columns: Mapping[str, CategoricalColumn]) -> dict[str, CategoricalColumn]:
-            return {name: c._replace(codes=taken(c.codes)) for name, c in columns.items()}
-
-        return replace(
-            table,
-            ids=ids.take(rows) if isinstance(ids, StoredIds) else ids,
-            kept=rows,
-            labels=taken(self.labels),
-            numeric={name: taken(numbers) for name, numbers in self.numeric.items()},
-            categorical=coded(self.categorical),
-            image=taken(self.image),
-            splits=taken(self.splits),
-            lists=coded(self.lists),
-            sequences=coded(self.sequences),
-            weights=taken(self.weights),
-        )
+        cells = {one.name: taken(getattr(table, one.name)) for one in fields(table)}
+        return replace(table, **cells | {"kept": rows})
 
 
 def _by_column(
@@ -191,8 +186,7 @@ def table_of(
     columns, image = _in_parts(source, needed) if has_image else (source.read(needed), None)
     if not num_rows_of(columns, image, source.name):
         raise DataError(f"{source.name}: there are no rows")
-    table = reader.add(columns, image)
-    return reader.finish(table)
+    return reader.finish(reader.add(columns, image))
 
 
 def table_of_ids(

@@ -133,14 +133,13 @@ class RunAudit:
         figures = RunLeaks({}, {})
         for layer, attack, scores in all_scores:
             aucs = self._aucs(scores)
-            try:
-                pair = aucs.worst_pair()
-            except OneClass:
+            leak = run_level_leak(scores, aucs, self._labels.numpy(), self._classes)
+            if leak is None:
                 continue
-            chosen = scores[pair[0] if self._classes.is_multi_class and len(scores) > 1 else 0]
-            figures.leak.setdefault(layer, {})[attack] = self._interval(chosen, *pair)
+            figures.leak.setdefault(layer, {})[attack] = leak
             if self._classes.is_multi_class:
-                figures.by_class.setdefault(layer, {})[attack] = self._by_class(aucs, pair)
+                by_class = self._by_class(aucs, aucs.worst_pair())
+                figures.by_class.setdefault(layer, {})[attack] = by_class
         return figures
 
     def scores(self, layer: str) -> dict[RunAttackName, list[RunScores]]:
@@ -195,25 +194,7 @@ class RunAudit:
         return self._labels.numpy()[positions].astype(np.int64)
 
     def _aucs(self, scores: Sequence[RunScores]) -> PairAucs:
-        num_classes = self._classes.num_classes
-        aucs = PairAucs.none(num_classes)
-        for of_class, scored in zip(self._classes.of_scores(len(scores)), scores, strict=True):
-            labels = self._labels_at(scored.positions)
-            aucs.put(pair_aucs(scored.scores, labels, num_classes, of_class), of_class)
-        return aucs
-
-    def _interval(self, scores: RunScores, first: int, second: int) -> RunLevelLeak:
-        labels = self._labels_at(scores.positions)
-        of_pair = (labels == first) | (labels == second)
-        chosen, positive = scores.scores[of_pair], labels[of_pair] == first
-        measured = leak_auc_interval(chosen, positive, np.random.default_rng(SEED))
-        return RunLevelLeak(
-            auc=measured.auc,
-            low=measured.low,
-            high=measured.high,
-            examples=int(of_pair.sum()),
-            **operating_points(chosen, positive),
-        )
+        return aucs_of(scores, self._labels.numpy(), self._classes)
 
     def _by_class(self, aucs: PairAucs, worst_pair: tuple[int, int]) -> ClassRunLeak:
         names = self._classes.names
@@ -260,3 +241,39 @@ class RunAudit:
                 values, others = combined
                 scores.append(RunScores(seen[others], values[others]))
         return scores
+
+
+def aucs_of(
+    scores: Sequence[RunScores], labels: npt.NDArray[np.integer], classes: LabelClasses
+) -> PairAucs:
+    """Measure one score for all classes, or one for each target; labels are of all examples."""
+    aucs = PairAucs.none(classes.num_classes)
+    for of_class, scored in zip(classes.of_scores(len(scores)), scores, strict=True):
+        of_scored = labels[scored.positions].astype(np.int64)
+        aucs.put(pair_aucs(scored.scores, of_scored, classes.num_classes, of_class), of_class)
+    return aucs
+
+
+def run_level_leak(
+    scores: Sequence[RunScores],
+    aucs: PairAucs,
+    labels: npt.NDArray[np.integer],
+    classes: LabelClasses,
+) -> RunLevelLeak | None:
+    """Return the leak of the pair that is separated best; None if no two classes have examples."""
+    try:
+        first, second = aucs.worst_pair()
+    except OneClass:
+        return None
+    scored = scores[first if classes.is_multi_class and len(scores) > 1 else 0]
+    of_scored = labels[scored.positions]
+    of_pair = (of_scored == first) | (of_scored == second)
+    chosen, positive = scored.scores[of_pair], of_scored[of_pair] == first
+    measured = leak_auc_interval(chosen, positive, np.random.default_rng(SEED))
+    return RunLevelLeak(
+        auc=measured.auc,
+        low=measured.low,
+        high=measured.high,
+        examples=int(of_pair.sum()),
+        **operating_points(chosen, positive),
+    )

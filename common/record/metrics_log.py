@@ -150,10 +150,9 @@ class MetricsLog:
     def _chart(self, fields: LineFields, chart_step: int) -> None:
         # One event per line: an event per number takes several times as much of a core.
         finite: Mapping[str, float | None] = finite_or_null(fields.values)
+        section = _GROUPS.get(fields.kind, fields.kind)
         found = {
-            f"{_GROUPS.get(fields.kind, fields.kind)}/{name}": number
-            for name, number in finite.items()
-            if number is not None
+            f"{section}/{name}": number for name, number in finite.items() if number is not None
         }
         # Also if there is none: how many figures can be measured depends on labels.
         self._charts.file_writer.add_summary(_charted(found), chart_step)

@@ -37,7 +37,7 @@ from splitveil.common.record.run_folder import (
 from splitveil.common.run.contract import Contract, first_difference
 from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.settings import validate
-from splitveil.common.text.files import check_regular, read_bytes, why_unreadable
+from splitveil.common.text.files import check_regular, read_bytes
 from splitveil.common.text.yaml_text import RESOLVED, read_yaml_file
 
 WEIGHTS = "model.safetensors"
@@ -89,6 +89,7 @@ _UNREADABLE = (
 )
 """Errors that the libraries raise for files of another kind; errors of the disk are not among them.
 """
+_CHECKPOINT = "the checkpoint folder of this party in a run that has ended, as RUN/PARTY/checkpoint"
 _MAX_ENCODER_BYTES = 2**31
 """Twice the size of vocabularies with a hundred million categories."""
 
@@ -165,19 +166,11 @@ class PretrainedWeights:
         files = {part: expand_path(PRETRAINED, name, base_dir) for part, name in named.items()}
         digest = hashlib.sha256()
         for part, path in files.items():
-            try:
+            with _reading(path, path.name, PRETRAINED, "a file of safetensors"):
                 check_regular(path)
                 spoilt = _first_not_finite(path)
                 with path.open("rb") as file:
                     digest.update(part.encode() + hashlib.file_digest(file, "sha256").digest())
-            except OSError as error:
-                raise SettingsError(
-                    f"{PRETRAINED}: {path}: {why_unreadable(path, error)}"
-                ) from error
-            except _UNREADABLE as error:
-                raise SettingsError(
-                    f"{PRETRAINED}: {path}: expected a safetensors file ({type(error).__name__})"
-                ) from error
             _check_finite(spoilt, path, PRETRAINED)
         return cls(files, digest.hexdigest() if files else "")
 
@@ -214,13 +207,14 @@ def is_label_free(folder: Path) -> bool:
 
 
 @contextmanager
-def _reading(folder: Path, weights: str, setting: str) -> Iterator[None]:
+def _reading(
+    folder: Path, weights: str, setting: str, expected: str = _CHECKPOINT
+) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
         raise SettingsError(
-            f"{setting}: {folder}: there is no {weights}: expected the checkpoint folder of "
-            f"this party in a run that has ended, as RUN/PARTY/checkpoint"
+            f"{setting}: {folder}: there is no {weights}: expected {expected}"
         ) from error
     except OSError as error:
         reason = error.strerror or type(error).__name__

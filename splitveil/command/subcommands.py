@@ -39,9 +39,9 @@ def run(parsed: argparse.Namespace) -> int:
 def _add_audit(audit: argparse.ArgumentParser) -> None:
     audit.epilog = (
         f"{audit.epilog}\n\nFILE is an npz archive with arrays {' and '.join(NEEDED)} and perhaps "
-        f"\n{', '.join(OPTIONAL)}, one entry per row."
+        f"\n{', '.join(OPTIONAL)}, one entry per row;\nthe rows of several files are put together."
     )
-    audit.add_argument("file", type=Path, metavar="FILE", help="an npz archive")
+    audit.add_argument("files", type=Path, nargs="+", metavar="FILE", help="an npz archive")
     audit.add_argument(
         "--batch-size",
         type=int,
@@ -56,16 +56,22 @@ def _add_audit(audit: argparse.ArgumentParser) -> None:
 
 
 def _audit(parsed: argparse.Namespace) -> int:
-    arrays = _arrays(parsed.file)
+    parts = [_arrays(path) for path in parsed.files]
+    if len({tuple(part) for part in parts}) > 1:
+        raise DataError("the files have different arrays")
+    concatenate = resolve_name("numpy:concatenate")
+    arrays: dict[str, Any] = {
+        name: concatenate([part[name] for part in parts]) for name in parts[0]
+    }
     if parsed.batch_size is not None:
         if "batches" in arrays:
-            raise DataError(f"{parsed.file}: has batches: leave --batch-size out")
+            raise DataError(f"{parsed.files[0]}: has batches: leave --batch-size out")
         arrays["batches"] = parsed.batch_size
     audit = resolve_name("splitveil.library.auditing:audit")
     try:
         result: Audit = audit(**arrays, attacks=parsed.attacks)
     except ValueError as error:
-        raise DataError(f"{parsed.file}: {error}") from error
+        raise DataError(f"{parsed.files[0]}: {error}") from error
     if parsed.json:
         print_json(result.to_json())
     else:

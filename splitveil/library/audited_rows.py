@@ -11,7 +11,9 @@ from torch import Tensor
 
 from splitveil.common.privacy.attacks import CUT
 from splitveil.common.privacy.beyond_features import Covariates
-from splitveil.common.privacy.observation import Observation
+from splitveil.common.privacy.observation import LabelClasses, Observation
+from splitveil.common.privacy.replay_attacks import Received, replay
+from splitveil.common.privacy.run_level import RunLevelLeak, aucs_of, run_level_leak
 
 
 class AuditedRows(NamedTuple):
@@ -51,6 +53,16 @@ class AuditedRows(NamedTuple):
     @property
     def num_examples(self) -> int:
         return int(self.positions.max()) + 1
+
+    def replay(self, attack: str, classes: LabelClasses) -> RunLevelLeak | None:
+        """Run one of `REPLAY_ATTACKS`; None if no two classes have examples that it scores."""
+        own = self.gradients if self.activations is None else self.activations
+        labels = np.zeros(self.num_examples, dtype=np.int64)
+        labels[self.positions] = self.labels.numpy()
+        positions = torch.from_numpy(self.positions)
+        received = Received(self.gradients, own, positions, self.starts)
+        scores = replay(attack, received, labels, classes)
+        return run_level_leak(scores, aucs_of(scores, labels, classes), labels, classes)
 
     def observations(self) -> Iterator[Observation]:
         """Yield the batches; a batch with an example that was seen before begins an epoch."""

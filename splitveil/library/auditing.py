@@ -19,6 +19,7 @@ from splitveil.common.privacy.gradient_rows import Gradients
 from splitveil.common.privacy.leakage import leak_auc_interval
 from splitveil.common.privacy.observation import LabelClasses
 from splitveil.common.privacy.observational_audit import EpsilonBound
+from splitveil.common.privacy.replay_attacks import REPLAY_ATTACKS
 from splitveil.common.privacy.run_level import RunLevelLeak
 from splitveil.common.privacy.scoring import BatchScorer
 from splitveil.common.privacy.settings import BUILT_IN_NAMES
@@ -172,7 +173,8 @@ def audit(
             With them, leak AUCs are also measured among rows for which they say the same, and a
             lower bound on epsilon is found. They must not have memorised the rows' labels.
         predictions: the model's predictions, (rows,) or (rows, classes), as further covariates.
-        attacks: names; by default all that these arrays suffice for.
+        attacks: names; by default all that these arrays suffice for, without `attacks.REPLAYED`,
+            which take seconds to minutes and need ``examples`` and ``activations``.
         custom: further attacks by name: functions of a batch's gradients that return one score per
             row.
 
@@ -190,7 +192,8 @@ def audit(
     own = {name: Attack(partial(_scored, score)) for name, score in custom.items()}
     known = _known(given, has_examples=examples is not None)
     chosen = [*known, *own] if attacks is None else [*attacks, *own]
-    _check(chosen, {*known, *own})
+    replayable = () if examples is None or activations is None else REPLAY_ATTACKS
+    _check(chosen, {*known, *own, *replayable})
     found = LeakAudit(
         chosen, num_examples=given.num_examples, class_names=classes.names, custom=own,
         keeps_scores=covariates is not None or predictions is not None,
@@ -207,6 +210,7 @@ def audit(
             for attack, auc in leak.leak[CUT].items():
                 measured.setdefault(attack, []).append(auc)
     found.run.close_epoch()
+    replayed = {name: given.replay(name, classes) for name in chosen if name in REPLAY_ATTACKS}
     needs = {str(name): one for name, one in ATTACKS.items()} | own
     only = _only(given, found, classes, needs) if len(random) == 1 else {}
     return Audit(
@@ -215,7 +219,8 @@ def audit(
             _summary(attack, aucs, random, needs[attack], only.get(attack))
             for attack, aucs in measured.items()
         ),
-        run=found.run.result().leak.get(CUT, {}),
+        run=found.run.result().leak.get(CUT, {})
+        | {name: leak for name, leak in replayed.items() if leak is not None},
         beyond=None
         if covariates is None and predictions is None
         else found.beyond_features(given.covariates(covariates, predictions)),
@@ -236,8 +241,8 @@ def _check(chosen: Sequence[str], known: set[str]) -> None:
     for name in chosen:
         if name in known:
             continue
-        if name not in BUILT_IN_NAMES:
-            hint = suggest(name, BUILT_IN_NAMES)
+        if name not in {*BUILT_IN_NAMES, *REPLAY_ATTACKS}:
+            hint = suggest(name, [*BUILT_IN_NAMES, *REPLAY_ATTACKS])
             raise SettingsError(f"attacks: there is no attack {name!r}{hint}")
         raise SettingsError(
             f"attacks: {name} needs more than it was given: examples for attacks over several "

@@ -112,7 +112,9 @@ def as_table(given: Any, name: str) -> pa.Table:
         if isinstance(given, Mapping):
             return pa.table({str(one): _cells(name, one, cells) for one, cells in given.items()})
         if isinstance(given, of_pandas):
-            return pa.Table.from_pandas(given.rename(columns=str), preserve_index=True)
+            if given.columns.inferred_type != "string":
+                given = given.rename(columns=str)
+            return pa.Table.from_pandas(given, preserve_index=True)
         if hasattr(given, "__arrow_c_stream__"):  # pyarrow, polars, DuckDB and others
             table = pa.table(given)
             if twice := [one for one, n in Counter(table.column_names).items() if n > 1]:

@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from io import BytesIO
 from pathlib import Path
@@ -149,13 +150,14 @@ class _Scaling(nn.Module):
     def __init__(self, encoder: FeatureEncoder) -> None:
         super().__init__()
         self._signed_log1p = encoder.signed_log1p
-        scalers = encoder.numeric
+        scalers, wide = encoder.numeric, partial(torch.tensor, dtype=torch.float64)
         names = [one.name for one in scalers]
         self._marked = [names.index(name) for name in encoder.indicators]
-        self.shift = nn.Buffer(_wide(one.shift for one in scalers))
-        self.scale = nn.Buffer(_wide(one.scale for one in scalers))
-        self.fill = nn.Buffer(_wide(math.nan if one.fill is None else one.fill for one in scalers))
-        edges = [_wide(one) for one in encoder.bins] or [_wide(())]
+        self.shift = nn.Buffer(wide([one.shift for one in scalers]))
+        self.scale = nn.Buffer(wide([one.scale for one in scalers]))
+        fills = [math.nan if one.fill is None else one.fill for one in scalers]
+        self.fill = nn.Buffer(wide(fills))
+        edges = [*map(wide, encoder.bins)] or [wide([])]
         # A bin of infinite width adds nothing: it stands where other columns have more bins.
         self.lows = nn.Buffer(pad_sequence([one[:-1] for one in edges], True))
         self.widths = nn.Buffer(pad_sequence([one.diff() for one in edges], True, math.inf))
@@ -170,10 +172,6 @@ class _Scaling(nn.Module):
         if self._bins:
             values = ((values[:, :, None] - self.lows) / self.widths).clamp(0, 1).sum(dim=2)
         return torch.cat([values, gaps[:, self._marked], members], dim=1).float()
-
-
-def _wide(values: Iterable[float]) -> Tensor:
-    return torch.tensor([*values], dtype=torch.float64)
 
 
 class _OfTensors(nn.Module):

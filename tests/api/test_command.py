@@ -19,6 +19,7 @@ from splitveil.common.record.transcript import Transcript
 from splitveil.experiments import __main__ as experiments
 from splitveil.passive_party.commands import program as passive_party
 from tests.support.programs import run_program
+from tests.support.recorders import record
 from tests.support.runs import write_example
 
 HEAVY = ("torch", "grpc", "sklearn", "scipy", "pandas")
@@ -298,6 +299,20 @@ def test_gradients_of_another_trainer_are_audited(gradients: Path, call: Call) -
     assert f"{found['rows']}" not in text
     assert "lda" in text
     assert "cosine" not in text
+
+
+def test_what_a_party_stored_of_a_run_is_audited(tmp_path: Path, call: Call) -> None:
+    """Its rows of all epochs, which only their owner may read; without the setting, none."""
+    record(tmp_path)
+    assert not list(tmp_path.glob("passive/received*"))
+    record(tmp_path, passive=["adversary.store_received=true"])
+    files = sorted(tmp_path.glob("passive/received*"))
+    assert [file.name for file in files] == ["received-0001.npz", "received-0002.npz"]
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    found = call("audit", *files, "--attacks", "exploit", "cosine", "--json").json()
+    (replayed,) = found["run"]
+    assert (replayed["attack"], replayed["examples"]) == ("exploit", found["rows"] / 2)
+    assert replayed["auc"] > 0.95
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ HALVES: dict[str, tuple[Any, Any]] = {
 def mixed(columns: Columns) -> Columns:
     """Return the columns with gaps and lists among them."""
     active, passive = columns
-    gaps = np.where(np.arange(300) % 3 == 0, np.nan, 50 * passive["x1"])
+    gaps = np.where(np.arange(300) % 3 == 0, np.nan, np.round(3 * passive["x1"]))
     tags = np.array(["", "a", "a|b", "b|c"])[np.arange(300) % 4]
     return active, {**passive, "x1": gaps, "tags": tags}
 

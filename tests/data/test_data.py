@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
+from uuid import UUID
 
 import numpy as np
 import pyarrow as pa
@@ -130,25 +131,30 @@ def test_rows_are_those_of_python_s_csv_wherever_a_block_ends(
         assert read(file, names, folder) == expected
 
 
-def test_parquet_of_each_type_equals_the_text_file(tmp_path: Path) -> None:
+def test_columns_of_parquet_may_have_any_type(tmp_path: Path) -> None:
+    uuid = UUID(int=7)
+    json = pa.ExtensionArray.from_storage(pa.json_(pa.string()), pa.array(["7", "8", "9"]))
     columns = {
         "id": pa.array([7, 2**63 + 1, 9], pa.uint64()),
         "y": pa.array([True, False, True]),
         "x0": pa.array([1, 2, 3], pa.int8()),
         "x1": pa.array(["1.5", "2", "-3"]).dictionary_encode(),
+        "x2": pa.array(["1.5", "2", "-3"], pa.string_view()),
+        "x3": json,
         "city": pa.array(["Rome", None, "Oslo"]).dictionary_encode(),
+        "device": pa.array([uuid.bytes, None, uuid.bytes], pa.uuid()),
     }
     parquet.write_table(pa.table(columns), tmp_path / "rows.parquet")
-    settings = data_settings(
-        source={"kind": "parquet", "path": "rows.parquet"}, **NAMED, features=FEATURES
-    )
-    table = read_table(settings, tmp_path)
+    source = {"kind": "parquet", "path": "rows.parquet"}
+    features = {**FEATURES, "lists": "device"}
+    table = read_table(data_settings(source=source, **NAMED, features=features), tmp_path)
     assert list(table.ids) == ["7", "9223372036854775809", "9"]
     assert table.labels is not None
     assert table.labels.tolist() == [1, 0, 1]
-    assert table.numeric["x0"].tolist() == [1, 2, 3]
-    assert table.numeric["x1"].tolist() == [1.5, 2, -3]
+    found = [column.tolist() for column in table.numeric.values()]
+    assert found == [[1, 2, 3], [1.5, 2, -3], [1.5, 2, -3], [7, 8, 9]]
     assert categories(table, "city") == ["Rome", None, "Oslo"]
+    assert table.lists["device"].categories.to_pylist() == [str(uuid)]
 
 
 @pytest.mark.parametrize("cache", [{}, {"cache_dir": "cache"}])

@@ -51,10 +51,7 @@ def encode(data: PartyData, training: NDArray[np.int64]) -> tuple[FeatureEncoder
     assert encoder is not None
     assert FeatureEncoder.from_state(json.loads(json.dumps(encoder.state()))) == encoder
     rows = np.arange(len(data.ids))
-    if data.table.is_on_disk:
-        found = RowEncoder(encoder, data.table)(rows).numeric
-    else:
-        found = encoder.transform(data.table, rows).numeric
+    found = encoder.transform(data.table, rows).numeric
     assert found is not None
     assert found.dtype == torch.float32
     assert found.shape == (len(rows), encoder.shapes.numeric_dim)

@@ -46,6 +46,7 @@ def numbered(name: str, step: int = 1) -> str:
     return lines([[str(i * step), *row] for i, row in enumerate(ROWS)], names=[name, *NAMES])
 
 
+ONE = "act.csv"
 PARTS = {
     "act/_SUCCESS": b"",
     "act/part-00000.csv": lines(ROWS[:15]).encode(),
@@ -54,78 +55,57 @@ PARTS = {
         lines([row[::-1] for row in ROWS[15:]], names=NAMES[::-1]).encode()
     ),
 }
-ONE = "act.csv"
+PLAIN_PARTS = {f"act/part-{i}": lines(ROWS[9 * i : 40 * i + 9]).encode() for i in range(2)}
+GERMAN = {"delimiter": ";", "decimal": ","}
+SEVERAL_COMMAS = [*NAMES[:4], "town, in, any, country, or, none"]
+TOWN_FIRST = [row[-1:] + row[:-1] for row in ROWS]
+TWICE = [[*row, "1", "2"] for row in ROWS]
 
-# name: files, the path that is read, settings of the source
-READ: dict[str, tuple[dict[str, bytes], str, dict[str, Any]]] = {
-    "UTF-16": ({"act.txt": lines(delimiter="\t").encode("utf-16")}, "act.txt", {"delimiter": "\t"}),
-    "UTF-32": ({ONE: lines().encode("utf-32")}, ONE, {}),
-    "cp1252": ({ONE: lines().encode("cp1252")}, ONE, {"encoding": "cp1252"}),
-    "GBK": ({ONE: lines(IN_CHINA).encode("gbk")}, ONE, {"encoding": "GBK"}),
-    "a German spreadsheet": (
-        {ONE: lines(IN_GERMANY, ";", "\r\n").encode("utf-8-sig")},
-        ONE,
-        {"delimiter": ";", "decimal": ","},
+# name: the text, or files; settings of the source
+READ: dict[str, tuple[bytes | dict[str, bytes], dict[str, Any]]] = {
+    "UTF-16": (
+        {"act.txt": lines(delimiter="\t").encode("utf-16")},
+        {"path": "act.txt", "delimiter": "\t"},
     ),
-    "points between thousands": (
-        {ONE: lines(WITH_THOUSANDS, ";").encode()},
-        ONE,
-        {"delimiter": ";", "decimal": ","},
-    ),
-    "sep=;": ({ONE: b"\xef\xbb\xbfsep=;\r\n" + lines(delimiter=";").encode()}, ONE, {}),
+    "UTF-32": (lines().encode("utf-32"), {}),
+    "cp1252": (lines().encode("cp1252"), {"encoding": "cp1252"}),
+    "GBK": (lines(IN_CHINA).encode("gbk"), {"encoding": "GBK"}),
+    "a German spreadsheet": (lines(IN_GERMANY, ";", "\r\n").encode("utf-8-sig"), GERMAN),
+    "points between thousands": (lines(WITH_THOUSANDS, ";").encode(), GERMAN),
+    "sep=;": (b"\xef\xbb\xbfsep=;\r\n" + lines(delimiter=";").encode(), {}),
     "commas in names": (
-        {
-            ONE: lines(
-                delimiter=";", names=[*NAMES[:4], "town, in, any, country, or, none"]
-            ).encode()
-        },
-        ONE,
+        lines(delimiter=";", names=SEVERAL_COMMAS).encode(),
         {"delimiter": ";"},
     ),
-    "an unnamed index": ({ONE: numbered("").encode()}, ONE, {}),
-    "a named index": ({ONE: numbered("Unnamed: 0").encode()}, ONE, {}),
-    "an index of some rows": ({ONE: numbered("Unnamed: 0.1", 7).encode()}, ONE, {}),
-    "two columns of one name": (
-        {ONE: lines([[*row, "1", "2"] for row in ROWS], names=[*NAMES, "x", "x"]).encode()},
-        ONE,
-        {},
-    ),
-    "an empty first line": ({ONE: b"\n" + lines().encode()}, ONE, {}),
-    "no ending": ({"act": lines().encode()}, "act", {}),
-    "parts without endings": (
-        {"act/part-0": lines(ROWS[:9]).encode(), "act/part-1": lines(ROWS[9:]).encode()},
-        "act",
-        {},
-    ),
-    "PAR1 as in Parquet": (
-        {
-            ONE: lines(
-                [row[-1:] + row[:-1] for row in ROWS], names=["PAR1town", *NAMES[:4]]
-            ).encode()
-        },
-        ONE,
-        {},
-    ),
-    "a comma after every row": ({ONE: lines(end=",\n").encode()}, ONE, {}),
-    "a folder": (PARTS, "act", {}),
-    "a pattern": (PARTS, "act/part-*", {}),
+    "an unnamed index": (numbered("").encode(), {}),
+    "a named index": (numbered("Unnamed: 0").encode(), {}),
+    "an index of some rows": (numbered("Unnamed: 0.1", 7).encode(), {}),
+    "two columns of one name": (lines(TWICE, names=[*NAMES, "x", "x"]).encode(), {}),
+    "an empty first line": (b"\n" + lines().encode(), {}),
+    "no ending": ({"act": lines().encode()}, {"path": "act"}),
+    "parts without endings": (PLAIN_PARTS, {"path": "act"}),
+    "PAR1 as in Parquet": (lines(TOWN_FIRST, names=["PAR1town", *NAMES[:4]]).encode(), {}),
+    "a comma after every row": (lines(end=",\n").encode(), {}),
+    "a folder": (PARTS, {"path": "act"}),
+    "a pattern": (PARTS, {"path": "act/part-*"}),
 }
 
 
 @pytest.mark.parametrize("case", READ)
 def test_what_other_programs_write_is_read(tmp_path: Path, case: str) -> None:
-    files, path, source = READ[case]
-    write(tmp_path, files)
+    text, given = READ[case]
+    write(tmp_path, {ONE: text} if isinstance(text, bytes) else text)
+    source = {"path": ONE, **given}
     wishes, terms = Wishes(label_column="churned"), Terms("active", tmp_path)
     encoding = {"encoding": source["encoding"]} if "encoding" in source else {}
-    initialise(tmp_path / path, wishes, terms, **encoding)
+    initialise(tmp_path / source["path"], wishes, terms, **encoding)
     written = load_party_settings(ActiveSettings, tmp_path / "active.yaml").data
     chosen = written.features
     assert chosen is not None
     assert (chosen.numeric, len(chosen.categorical)) == (("age", "fee"), 1)
     features = {"numeric": "*", "categorical": "*town*", "exclude": "x"}
-    by_hand = data_settings({"path": path, **source}, features)
-    cached = data_settings({"path": path, **source, "cache_dir": "cache"}, features)
+    by_hand = data_settings(source, features)
+    cached = data_settings({**source, "cache_dir": "cache"}, features)
     thousand = "1" if case == "points between thousands" else ""
     for settings in (written, by_hand, cached):
         data = PartyData.load(settings, tmp_path)

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from splitveil.active_party import defenses
@@ -15,7 +15,6 @@ from splitveil.active_party.defenses.class_statistics import measure_classes
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.noise import fill_state
 from splitveil.active_party.defenses.rows import all_finite
-from splitveil.active_party.defenses.strength import PowerRatio
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.scores import norm
 from tests.support.defenses import build_defense
@@ -530,23 +529,3 @@ def test_noise_on_a_gpu_has_the_power_reported(name: str) -> None:
     assert defended.is_cuda
     measured = float((defended - gradients).square().sum(dim=1).mean())
     assert measured == pytest.approx(report.noise_power, rel=0.05)
-
-
-# ---- settings
-
-
-def test_settings_are_chosen_by_name_and_a_typo_is_an_error() -> None:
-    adapter = ADAPTER
-    marvell = adapter.validate_python({"name": "marvell", "strength": {"power_ratio": 9.0}})
-    assert marvell == defenses.MarvellDefense(strength=PowerRatio(power_ratio=9.0))
-    assert adapter.validate_python({"name": "marvell"}) == settings_of("marvell")
-    assert adapter.validate_json(adapter.dump_json(marvell)) == marvell
-    for wrong in (
-        {"name": "marvel"},
-        {"name": "marvell", "strength": {"power_ration": 9.0}},
-        {"name": "marvell", "strength": {"power_ratio": 0.0}},
-        {"name": "iso", "noise_ratio": -1.0},
-        {"name": "none", "insecure_noise_seed": 1},
-    ):
-        with pytest.raises(ValidationError):
-            adapter.validate_python(wrong)

@@ -11,7 +11,6 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from scipy import stats
 from torch import Tensor, nn
-from torch.distributions import Normal, kl_divergence
 
 from benchmarks.gafm import read_labels
 from splitveil.active_party.defenses import (
@@ -36,6 +35,7 @@ from splitveil.common.models.dense import MlpTop
 from splitveil.common.models.settings import MlpModel
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.scores import norm
+from tests.ledger.test_charges import divergence
 from tests.support.defenses import build_defense
 
 ENTROPY = hashlib.shake_256(b"test").digest(2496)
@@ -287,12 +287,6 @@ def charge_of(
     return whole(settings, mixed, labels, label_move).charge
 
 
-def between(neg_deviation: float, pos_deviation: float, gap: float) -> float:
-    neg = Normal(torch.tensor(0.0, dtype=torch.float64), neg_deviation)
-    pos = Normal(torch.tensor(gap, dtype=torch.float64), pos_deviation)
-    return float(kl_divergence(neg, pos) + kl_divergence(pos, neg))
-
-
 @pytest.mark.parametrize("terms", ["both", "ce_only"])
 def test_noise_behind_it_is_charged_for_what_a_label_moves(terms: str) -> None:
     labels, _, mixed = one_number_batch(0.2)
@@ -300,14 +294,14 @@ def test_noise_behind_it_is_charged_for_what_a_label_moves(terms: str) -> None:
     report = behind(iso, mixed.raw, labels)
     deviation = math.sqrt(report.noise_power)
     charge = charge_of(iso, mixed.raw, labels, mixed.label_move)
-    assert charge.sum_kl == pytest.approx(between(deviation, deviation, mixed.label_move))
+    assert charge.sum_kl == pytest.approx(divergence(deviation, deviation, mixed.label_move))
     assert charge.sum_kl > report.charge.sum_kl
     marvell = GafmDefense(terms=terms, composed_with=MarvellDefense())
     report = behind(marvell, mixed.raw, labels)
     assert report.solution is not None
     deviations = math.sqrt(report.solution.neg_along), math.sqrt(report.solution.pos_along)
     charge = charge_of(marvell, mixed.raw, labels, mixed.label_move)
-    assert charge.sum_kl == pytest.approx(between(*deviations, mixed.label_move))
+    assert charge.sum_kl == pytest.approx(divergence(*deviations, mixed.label_move))
     # Never less than what the defense itself asks for the gap of the classes.
     assert charge_of(marvell, mixed.raw, labels, 0.0).sum_kl == report.charge.sum_kl
 

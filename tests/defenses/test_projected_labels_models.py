@@ -86,20 +86,6 @@ def test_a_run_that_is_not_over_has_no_refitted_model(folder: Path) -> None:
     assert not stale.exists()
 
 
-@pytest.mark.parametrize("name", ["none", "marvell", "noisy, true top"])
-def test_a_model_that_has_learned_from_true_labels_is_refused(folder: Path, name: str) -> None:
-    first = left_by(folder, "first", DEFENSES[name])
-    with pytest.raises(SettingsError, match=r"has learned from true labels.*would not hold"):
-        left_by(folder, "second", DEFENSE, starting_from(first))
-
-
-@pytest.mark.parametrize("name", ["noisy", "projected"])
-def test_a_model_that_has_learned_from_released_labels_is_accepted(folder: Path, name: str) -> None:
-    first = left_by(folder, "first", DEFENSES[name])
-    second = left_by(folder, "second", DEFENSE, starting_from(first))
-    assert learned_from(second / WEIGHTS) == RELEASED
-
-
 def test_a_model_that_says_nothing_of_itself_is_refused(folder: Path) -> None:
     """As of a version that did not know projected labels."""
     checkpoint = left_by(folder, "first", DEFENSE)
@@ -110,15 +96,29 @@ def test_a_model_that_says_nothing_of_itself_is_refused(folder: Path) -> None:
     assert learned_from(third / WEIGHTS) == TRUE
 
 
-def test_true_labels_stay_in_a_chain_of_models_however_it_goes_on(folder: Path) -> None:
-    first = left_by(folder, "first", DEFENSES["none"])
-    second = left_by(folder, "second", DEFENSES["noisy"], starting_from(first))
-    assert learned_from(second / WEIGHTS) == TRUE
-    with pytest.raises(SettingsError, match="has learned from true labels"):
-        left_by(folder, "third", DEFENSE, starting_from(second))
-
-
-def test_they_enter_a_chain_with_the_first_run_that_uses_them(folder: Path) -> None:
-    first = left_by(folder, "first", DEFENSE)
-    second = left_by(folder, "second", DEFENSES["marvell"], starting_from(first))
-    assert learned_from(second / WEIGHTS) == TRUE
+@pytest.mark.parametrize(
+    ("chain", "learned"),
+    [
+        (["none"], TRUE),
+        (["marvell"], TRUE),
+        (["noisy, true top"], TRUE),
+        (["noisy"], RELEASED),
+        (["projected"], RELEASED),
+        (["none", "noisy"], TRUE),
+        (["projected", "marvell"], TRUE),
+    ],
+)
+def test_a_chain_of_models_that_has_learned_from_true_labels_once_is_refused(
+    folder: Path, chain: list[str], learned: str
+) -> None:
+    begins: list[str] = []
+    for number, name in enumerate(chain):
+        checkpoint = left_by(folder, f"run{number}", DEFENSES[name], *begins)
+        begins = [starting_from(checkpoint)]
+    assert learned_from(checkpoint / WEIGHTS) == learned
+    if learned == RELEASED:
+        last = left_by(folder, "last", DEFENSE, *begins)
+        assert learned_from(last / WEIGHTS) == RELEASED
+        return
+    with pytest.raises(SettingsError, match=r"has learned from true labels.*would not hold"):
+        left_by(folder, "last", DEFENSE, *begins)

@@ -15,7 +15,6 @@ from splitveil.active_party.defenses.sum_kl import NoiseSolution, leak_auc_bound
 from tests.support.solver_oracle import (
     Instance,
     brute_force,
-    count_failures,
     is_feasible,
     objective,
     random_instance,
@@ -97,16 +96,11 @@ def test_divergence_is_that_of_a_polished_search() -> None:
         )
 
 
-def test_a_plainer_rule_is_measurably_worse() -> None:
-    """Equal noise for both classes spends the same power and leaves more."""
-    u, v, c, d, p, power = 0.01, 0.2, 1.0, 32, 0.3, 4.0
-    plain = NoiseSolution(power / d, power / d, power / d, power / d, 0.0)
-    instance = (u, v, c, d, p, power)
-    assert solve_noise(*instance).sum_kl < 0.5 * divergence(instance, plain)
-
-
-def test_nothing_fails_across_scales_and_edges(capsys: pytest.CaptureFixture[str]) -> None:
-    assert count_failures(random.Random(4), instances=8_000) == 0, capsys.readouterr().out
+def test_nothing_fails_across_scales_and_edges() -> None:
+    generator = random.Random(4)
+    for _ in range(8_000):
+        instance = random_instance(generator, log_low=-30, log_high=10)
+        assert is_feasible(instance, solve_noise(*instance)), instance
 
 
 def test_nothing_raises_on_the_widest_range_of_floats() -> None:

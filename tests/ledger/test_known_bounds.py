@@ -288,21 +288,6 @@ def test_over_runs_only_examples_of_a_single_draw_keep_its_exact_figure(tmp_path
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [
-        {"known": torch.zeros(3, 2, dtype=torch.float64)},
-        {"known": torch.ones(3, 3, dtype=torch.float32)},
-        {"known": torch.tensor([[0.5], [math.nan], [0.0]], dtype=torch.float64).repeat(1, 3)},
-        {"known": torch.tensor([[0.4], [0.0], [0.0]], dtype=torch.float64).repeat(1, 3)},
-        {"current_known": torch.tensor([0.7, -1.0, 0.0], dtype=torch.float64)},
-    ],
-)
-def test_what_cannot_be_known_of_these_accounts_is_refused(damage: dict[str, Tensor]) -> None:
-    with pytest.raises(ValueError, match="known: expected"):
-        LeakLedger(3).load_state_dict(ledger_of(charge_of(RESPONSE), of=3).state_dict() | damage)
-
-
-@pytest.mark.parametrize(
     ("mechanism", "num_classes"), [*((one, 2) for one in ONCE), *((one, 4) for one in ONCE[1:])]
 )
 def test_a_budget_allows_the_strength_of_its_auc_and_no_larger_one(

@@ -1,7 +1,6 @@
 """The leak ledger: its sums, its bounds, its state, and the alarm that compares leaks with it."""
 
 import math
-from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
@@ -158,27 +157,35 @@ def test_a_restored_ledger_resumes_where_the_saved_one_was() -> None:
     assert restored.bounds(everything).sum_kl.max == 0.75
 
 
-def without_identity(state: dict[str, Tensor]) -> Mapping[str, Tensor]:
-    del state["identity"]
-    return state
-
-
-def with_a_negative(state: dict[str, Tensor]) -> Mapping[str, Tensor]:
-    return state | {"settled": torch.full((5,), -1.0, dtype=torch.float64)}
-
-
-def with_a_nan(state: dict[str, Tensor]) -> Mapping[str, Tensor]:
-    return state | {"current": torch.full((5,), math.nan, dtype=torch.float64)}
+DOUBLE, BYTES = torch.float64, torch.uint8
+UNKNOWN = torch.tensor([[0.5], [0.0], [0.0]], dtype=DOUBLE).repeat(1, 3)
 
 
 @pytest.mark.parametrize(
-    "change", [without_identity, with_a_negative, with_a_nan, lambda _: LeakLedger(4).state_dict()]
+    ("damage", "message"),
+    [
+        ({"identity": None}, "expected the state of a ledger"),
+        ({"settled": torch.zeros(4, dtype=DOUBLE)}, r"settled: expected .* shape \(3,\)"),
+        ({"settled": torch.full((3,), -1.0, dtype=DOUBLE)}, "expected divergences"),
+        ({"current": torch.full((3,), math.nan, dtype=DOUBLE)}, "expected divergences"),
+        ({"caveats": torch.zeros(2, dtype=BYTES)}, "caveats: expected"),
+        ({"caveats": torch.zeros(3, dtype=torch.int64)}, "caveats: expected"),
+        ({"caveats": torch.full((3,), 128, dtype=BYTES)}, "caveats: expected"),
+        ({"known": torch.zeros(3, 2, dtype=DOUBLE)}, "known: expected"),
+        ({"known": torch.ones(3, 3, dtype=torch.float32)}, "known: expected"),
+        ({"known": UNKNOWN * torch.tensor([[1], [math.nan], [1]])}, "known: expected"),
+        ({"known": UNKNOWN * 0.8}, "known: expected"),
+        ({"current_known": torch.tensor([0.7, -1.0, 0.0], dtype=DOUBLE)}, "known: expected"),
+    ],
 )
 def test_a_state_that_cannot_be_this_ledgers_is_refused(
-    change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]],
+    damage: dict[str, Tensor | None], message: str
 ) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        LeakLedger(5).load_state_dict(change(LeakLedger(5).state_dict()))
+    ledger = LeakLedger(3)
+    ledger.charge(np.arange(3), LeakCharge(0.5, "key a", epsilon=1.0))
+    state = ledger.state_dict() | damage
+    with pytest.raises(ValueError, match=message):
+        LeakLedger(3).load_state_dict({name: v for name, v in state.items() if v is not None})
 
 
 def alarms_for(true_auc: float, charge: float, positives: int, batches: int, seed: int) -> int:

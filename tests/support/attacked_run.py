@@ -73,8 +73,9 @@ class AttackedRun(NamedTuple):
     """The ledger's, at the end."""
 
 
-StepListener = Callable[[Batch, StepResult, Tensor], None]
-"""Called with each batch, what the active party knows of it, and the gradients received."""
+StepListener = Callable[[Batch, StepResult, Tensor, Tensor], None]
+"""Called with each batch, what the active party knows of it, and what the passive one sent and
+received."""
 
 
 def attacked_run(
@@ -87,7 +88,7 @@ def attacked_run(
     """Train once and attack the cut layer and the passive party's first layer.
 
     At the cut layer the oracle's positive is a clean gradient. The first layer does not have clean
-    gradients; there it follows from the received gradient.
+    gradients; there it follows from the received gradient. Without attacks, nothing is measured.
     """
     sender = Sender()
     red_team = _RedTeam(sender, attacks, on_step)
@@ -103,7 +104,7 @@ def attacked_run(
         red_team.audit.summary(),
         red_team.audit.worst_epochs(),
         red_team.audit.run.result().leak,
-        _features_alone(parties),
+        _features_alone(parties) if attacks else {},
         red_team.random,
         sender.answer_bounds,
         parties.session.leak_bounds(),
@@ -125,7 +126,9 @@ def deal_labels(example: Path, folder: Path, seed: int) -> list[str]:
     path = folder / "dealt_labels.csv"
     lines = [f"{name},{label}" for name, label in zip(data.ids, dealt, strict=True)]
     path.write_text("\n".join(["id,label", *lines, ""]), encoding="utf-8")
-    return [f"data={{source: {{kind: csv, path: {path}}}, id_column: id, label_column: label}}"]
+    classes = f", classes: {settings.data.num_classes}" if settings.data.class_names else ""
+    source = f"source: {{kind: csv, path: {path}}}"
+    return [f"data={{{source}, id_column: id, label_column: label{classes}}}"]
 
 
 def _features_alone(parties: Parties) -> dict[RunAttackName, float]:
@@ -194,6 +197,10 @@ class _RedTeam(PassiveRecording):
     ) -> None:
         known = self._sender.latest
         assert known is not None
+        if self._listener is not None:
+            self._listener(batch, known, sent, received)
+        if not self._attacks:
+            return
         gradients = {"cut": received, "first": layers["first"]}
         clean = gradients | {"cut": known.raw}
         seen = Observation(
@@ -212,5 +219,3 @@ class _RedTeam(PassiveRecording):
         measured = self.audit.observe(dataclasses.replace(seen, clues=clues))
         if measured is not None:
             self.random.append((batch.epoch, measured.random))
-        if self._listener is not None:
-            self._listener(batch, known, received)

@@ -6,27 +6,10 @@ import random
 import numpy as np
 from scipy import optimize
 
-from splitveil.active_party.defenses.sum_kl import NoiseSolution, solve_noise
+from splitveil.active_party.defenses.sum_kl import NoiseSolution
 
 Instance = tuple[float, float, float, int, float, float]
 """neg_variance, pos_variance, gap_squared, cut_dim, pos_fraction, noise_power."""
-
-
-def count_failures(generator: random.Random, instances: int) -> int:
-    """Solve random instances over all scales and edge cases, and count what went wrong."""
-    failures = 0
-    for _ in range(instances):
-        instance = random_instance(generator, log_low=-30, log_high=10)
-        try:
-            solution = solve_noise(*instance)
-        except (ArithmeticError, ValueError, RecursionError) as error:
-            print(f"{error!r} at {instance}")
-            failures += 1
-            continue
-        if not is_feasible(instance, solution):
-            print(f"{solution} at {instance}")
-            failures += 1
-    return failures
 
 
 def is_feasible(instance: Instance, solution: NoiseSolution) -> bool:

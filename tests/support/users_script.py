@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
+import torch
 from torch import Tensor, nn
 
 from splitveil import Ledger, Run, Runs, audit, defenses, models, plan, predict, simulate
@@ -14,19 +15,8 @@ def bottom(shapes: models.FeatureShapes) -> nn.Module:
     return nn.Sequential(nn.Linear(shapes.numeric_dim, 16), nn.ReLU())
 
 
-class Halved(defenses.Defense):
-    def __init__(self, context: defenses.DefenseContext, noise: defenses.NoiseSource) -> None:
-        self._noise = noise
-
-    def defend(self, batch: defenses.RawBatch) -> defenses.Defended:
-        sent = defenses.release(batch.gradients / 2, batch.gradients)
-        return defenses.Defended(sent, defenses.DefenseReport(noise_power=0.0))
-
-
-def noisy(
-    gradients: Tensor, labels: Tensor, noise: defenses.NoiseSource, ratio: float = 1.0
-) -> Tensor:
-    return gradients + ratio * noise.standard_normal(tuple(gradients.shape), gradients)
+def noisy(gradients: Tensor, labels: Tensor, noise: defenses.NoiseSource) -> Tensor:
+    return gradients + noise.standard_normal(tuple(gradients.shape), gradients)
 
 
 def show(run: Run) -> None:
@@ -42,7 +32,7 @@ def main(folder: Path) -> None:
         passive=passive,
         label="churned",
         key="id",
-        defense=["none", defenses.Marvell(power_ratio=4), Halved, defenses.own(noisy)],
+        defense=["none", "iso:noise_ratio=2", defenses.Marvell(power_ratio=4), noisy],
         attacks=["norm", "spectral"],
         settings={"contract.epochs": 1, "passive.bottom_model": bottom},
         threads=1,
@@ -55,8 +45,10 @@ def main(folder: Path) -> None:
     logits: Tensor = run.model("active")(activation, run.features("active", [1, 2]))
     print(logits.sigmoid(), predict(run, [1, 2, 500]), run.export(folder / "halves", "onnx"))
     ledger = Ledger(200)
+    sent, report = defenses.Iso(noise_ratio=2)(activation.detach(), torch.tensor([0, 1]))
+    ledger.charge(report.charge, [1, 2])
     ledger.charge(0.05, np.arange(64), adversary="anybody")
-    print(ledger.guarantee().guarantee.max, ledger.frame())
+    print(sent.shape, ledger.guarantee().guarantee.max, ledger.frame())
     found = audit(x, (x[:, 0] > 0).astype(int), batches=10, covariates=x[:, 1:])
     print(found.strongest, found.frame("batches"), plan("breast_cancer", defense="marvell").frame())
 

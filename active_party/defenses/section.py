@@ -185,14 +185,17 @@ class DefenseSection(Section):
             needs = "has a loss of its own, with a critic that learns in every step"
         elif self.traits.needs_slopes:
             needs = "with noise: persistent needs ids, a noise key and the slopes of logits"
-        elif self.noise_key_strength(context) is not None:
-            needs = "replaces labels, by ids and a noise key, before there is a gradient"
+        elif self._replaces_labels(context):
+            needs = "replaces labels before there is a gradient"
         else:
             return None
         return (
             f"{self.title} {needs}: expected simulate(..., defense=...), or marvell, iso or "
             f"max_norm with noise: fresh"
         )
+
+    def _replaces_labels(self, context: DefenseContext) -> bool:
+        return self.noise_key_strength(context) is not None
 
     @property
     def title(self) -> str:

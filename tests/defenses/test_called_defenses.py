@@ -10,7 +10,7 @@ import torch
 
 from splitveil import Ledger, SettingsError, defenses
 from splitveil.active_party.defenses import section as sections
-from splitveil.active_party.defenses.interface import Defense, RawBatch
+from splitveil.active_party.defenses.interface import Defense, LabelledRows, RawBatch
 from splitveil.active_party.defenses.noise import AnswerKeys
 from splitveil.active_party.defenses.section import DefenseSection
 from splitveil.active_party.training.top_trainer import StepResult, TopTrainer
@@ -107,6 +107,11 @@ class Half(Defense):
         return defenses.Defended(sent, defenses.DefenseReport(0.0))
 
 
+class Replacing(Half):
+    def targets(self, batch: LabelledRows) -> torch.Tensor:
+        return torch.zeros_like(batch.labels)
+
+
 def test_defenses_of_one_s_own_and_several_classes_are_called_alike() -> None:
     for own in (Half, lambda gradients, *_: gradients / 2):
         assert torch.equal(defenses.own(own)(GRADIENTS, LABELS).gradient, GRADIENTS / 2)
@@ -121,6 +126,7 @@ def test_defenses_of_one_s_own_and_several_classes_are_called_alike() -> None:
     [
         (defenses.ProjectedLabels(leak_auc=0.6), "projected_labels releases sums"),
         (defenses.NoisyLabel(kind="laplace", epsilon=1), "noisy_label replaces labels"),
+        (defenses.own(Replacing), "custom replaces labels"),
         (defenses.Gafm(), "gafm has a loss of its own"),
         (defenses.Marvell(noise="persistent"), "marvell with noise: persistent needs ids"),
         (defenses.MaxNorm(noise="persistent"), "max_norm with noise: persistent needs ids"),

@@ -1,6 +1,7 @@
 """Defenses called on a gradient in a training loop of one's own: the bits and charges of a run."""
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,11 @@ def test_a_call_forgets_no_batch_and_a_copy_begins_anew() -> None:
     _, report = marvell(GRADIENTS, negatives)
     assert report.solution is not None
     stronger = marvell.model_copy(update={"strength": defenses.Marvell(power_ratio=400).strength})
-    for anew in (stronger, copy.copy(marvell)):
+    pickled = pickle.loads(pickle.dumps(marvell))  # noqa: S301
+    copies = copy.copy(marvell), copy.deepcopy(marvell), pickled
+    for anew in (stronger, *copies):
         assert torch.equal(anew(GRADIENTS, negatives).gradient, alone)
+    assert all(marvell == one for one in copies)
     assert stronger(GRADIENTS, LABELS).report.charge.sum_kl < 0.01
     with pytest.raises(ValueError, match=r"rows of shape \(4,\) and 2 classes.*got \(3,\) and 2"):
         marvell(other, LABELS)

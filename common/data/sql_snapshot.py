@@ -45,8 +45,11 @@ _ABOUT_QUERY = re.compile(
 )
 """What SQLite and DuckDB say before they read a row."""
 
-_REPEATED = re.compile(r"\n\s*query: |\s+Query was: |\s+LINE \d+: |\s+Candidate bindings: ")
-"""Where a driver begins to repeat the whole query, or what may be a file's first row."""
+_REPEATED = re.compile(
+    r"\n\s*query: |\s+Query was: |\s+LINE \d+: |\s+(Left )?[Cc]andidate|\s+Did you mean"
+    r"|['(]*\b(?:STRUCT|ENUM|UNION)\("
+)
+"""Where a driver begins to repeat the whole query, or names and types that may come from cells."""
 
 
 def snapshot_of(settings: SqlSource, base_dir: Path) -> Path:
@@ -147,7 +150,7 @@ def _result(settings: SqlSource, address: str, base_dir: Path) -> Iterator[Any]:
                 f"data.source.driver: {name}: there is no such ADBC driver here"
                 f"{'' if '/' in name else remedy}"
             ) from error
-        raise DataError(f"data.source.query: {name}: {_reason(name, error)}") from error
+        raise DataError(f"data.source.query: {name}: {_reason(settings, error)}") from error
 
 
 def _connect(dbapi: Any, settings: SqlSource, address: str, base_dir: Path) -> Any:
@@ -182,10 +185,15 @@ def _connect_duckdb(dbapi: Any, query: str, address: str, base_dir: Path) -> Any
     return dbapi.connect(library, entrypoint="duckdb_adbc_init", db_kwargs=options)
 
 
-def _reason(driver: str, error: Any) -> str:
+def _reason(settings: SqlSource, error: Any) -> str:
     """Describe an error without a word that may be a value of a row."""
-    state = error.sqlstate
-    first = " ".join(_REPEATED.split(str(error))[0].split())
+    driver, state = settings.driver, error.sqlstate
+    first = " ".join(_REPEATED.split(str(error), maxsplit=1)[0].split())
+    if "Binder Error" in first:  # which quotes columns that a file's first row may have named
+        query = settings.query.lower()
+        first = re.sub(
+            r'"(.*?)"', lambda one: one[0] if one[1].lower() in query else '"..."', first
+        )
     if "[libpq] Failed to connect" in first:
         # It repeats an address that it cannot read, or a part of it, with the password.
         _, begin, answer = first.partition("connection to server")

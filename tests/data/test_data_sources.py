@@ -427,6 +427,13 @@ BAD_QUERIES = [
     ("duckdb", "select * replace ([n1] as n1) from people", "expected numbers, not list<"),
     ("duckdb", "select interval 1 day", "type that Parquet lacks: change it with CAST"),
     ("duckdb", "select * from sqlite_scan('x', 'y')", "Install it first"),
+    # What a header-less text file or a JSON object names by its values.
+    ("duckdb", "select {'secret-word': n1}.n from people", 'key "n" in struct$'),
+    ("duckdb", "select {'secret-word': n1} + 1 from people", "name and argument types '\\+$"),
+    ("duckdb", "select 'secret-word'::enum('secret-word') + 1", "name and argument types '\\+$"),
+    ("duckdb", "select columns('zz') from (select 1 as \"secret-word\")", 'match regex "zz"$'),
+    ("duckdb", 'select * from people natural join (select 1 as "secret-word")', "-product.$"),
+    ("duckdb", "select *, count(*) from people", 'column "..." must appear in the GROUP BY'),
 ]
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -51,6 +52,10 @@ class TrainerBuilder:
         self._earlier = open_label_owners_model(settings)
         self._subjects = subjects_of(settings, data)
         self._known_targets = earlier_targets_of(settings)
+        if settings.optimizer.rates or getattr(settings.top_model, "frozen", ()):
+            # Before any id is exchanged: has the model what they name?
+            found = data.fit(np.arange(len(data.ids)), self._earlier, bins_of(settings.top_model))
+            build_optimizer(settings.optimizer, self._fresh_model(found))
         # Now, not at the first step: a key that others can read ends a run before it begins.
         context = settings.defense_context()
         settings.defense.require_usable(context)
@@ -121,19 +126,23 @@ class TrainerBuilder:
 
     def _model(self, rows: AlignedRows) -> nn.Module:
         settings = self._settings
-        model = build_top_model(
-            settings.top_model,
-            settings.contract.aggregate_shape,
-            self.encoder,
-            seed=settings.model_seed,
-            num_classes=self._num_classes,
-            trial=None if self._line else Trial(rows.order.batch_sizes, self._device),
-        )
+        trial = None if self._line else Trial(rows.order.batch_sizes, self._device)
+        model = self._fresh_model(self.encoder, trial)
         if self._earlier is not None:
             self._earlier.put_into(model)
         model.to(self._device)
         speed_up(model, settings.autocast, compiled=settings.compile)
         return model
+
+    def _fresh_model(self, encoder: FeatureEncoder | None, trial: Trial | None = None) -> nn.Module:
+        return build_top_model(
+            self._settings.top_model,
+            self._settings.contract.aggregate_shape,
+            encoder,
+            seed=self._settings.model_seed,
+            num_classes=self._num_classes,
+            trial=trial,
+        )
 
     def _example_keys(self, ids: list[str]) -> Tensor | None:
         if self._noise_key is None or not self._settings.defense.traits.needs_example_keys:

@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -184,6 +185,15 @@ class BottomBuilder:
         self._device = device
         self._earlier = open_earlier_model(settings)
         self._pretrained = PretrainedWeights.open(settings.bottom_model, settings.base_dir)
+        frozen = getattr(settings.bottom_model, "frozen", ())
+        if frozen or settings.optimizer.rates or self._pretrained.files:
+            # Before any id is exchanged: has the model what they name?
+            found = data.fit(
+                np.arange(len(data.ids)), self._earlier, bins_of(settings.bottom_model)
+            )
+            if found is not None:
+                self._pretrained.put_into(model := self._model(found))
+                build_optimizer(settings.optimizer, model)
 
     def __call__(self, rows: AlignedRows) -> BottomTrainer:
         settings, contract = self._settings, self._settings.contract
@@ -191,14 +201,9 @@ class BottomBuilder:
         if encoder is None or features is None:
             raise SettingsError("data.features: the passive party needs features")
         self.encoder = encoder
-        model = build_bottom_model(
-            settings.bottom_model,
-            encoder,
-            contract.cut_shape,
-            seed=settings.model_seed,
-            # Each of several processes would compute a part of these rows.
-            trial=None if self._line else Trial(rows.order.batch_sizes, self._device),
-        )
+        # Each of several processes would compute a part of these rows.
+        trial = None if self._line else Trial(rows.order.batch_sizes, self._device)
+        model = self._model(encoder, trial)
         self._pretrained.put_into(model)
         if self._earlier is not None:
             self._earlier.put_into(model)
@@ -217,6 +222,12 @@ class BottomBuilder:
             device=self._device,
             data_digest=self._data.digest(encoder, features) + self._pretrained.digest,
             training=training,
+        )
+
+    def _model(self, encoder: FeatureEncoder, trial: Trial | None = None) -> nn.Module:
+        settings, cut_shape = self._settings, self._settings.contract.cut_shape
+        return build_bottom_model(
+            settings.bottom_model, encoder, cut_shape, seed=settings.model_seed, trial=trial
         )
 
     def _training_pass(self, model: nn.Module, encoder: FeatureEncoder) -> TrainingPass:

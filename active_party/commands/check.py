@@ -23,6 +23,7 @@ from splitveil.common.data.kinds import open_table_source
 from splitveil.common.data.label_columns import count_others
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import Trial, build_top_model, lone_row_in_words
+from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.settings import bins_of
 from splitveil.common.party import command_line
 from splitveil.common.party.command_line import Check
@@ -111,6 +112,7 @@ def _data_and_model(settings: ActiveSettings, data: PartyData) -> str:
         num_classes=settings.data.num_classes,
     )
     model = build(trial=Trial((contract.batch_size,), device))
+    build_optimizer(settings.optimizer, model)  # has the model what rates names?
     but = "" if contract.drop_last else lone_row_in_words(build, device)
     if earlier is not None:
         earlier.put_into(model)

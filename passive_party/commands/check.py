@@ -8,6 +8,7 @@ import numpy as np
 
 from splitveil.common.errors import PeerUnreachable, SettingsError
 from splitveil.common.models.factory import Trial, build_bottom_model, lone_row_in_words
+from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.settings import bins_of
 from splitveil.common.party import command_line
 from splitveil.common.party.command_line import Check
@@ -46,6 +47,7 @@ def check(parsed: argparse.Namespace) -> None:
             seed=settings.model_seed,
         )
         model = build(trial=Trial((contract.batch_size,), device))
+        build_optimizer(settings.optimizer, model)  # has the model what rates names?
         but = "" if contract.drop_last else lone_row_in_words(build, device)
         PretrainedWeights.open(settings.bottom_model, settings.base_dir).put_into(model)
         if earlier is not None:

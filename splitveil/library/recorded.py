@@ -164,7 +164,8 @@ def assemble_active(
 ) -> tuple[ActiveSession, TopBuilder]:
     """Build the active party's session with any observer, and what builds its trainer."""
     data = PartyData.of(settings)
-    builder = TopBuilder(settings, data, device or torch_device(settings.device))
+    with _seeding:
+        builder = TopBuilder(settings, data, device or torch_device(settings.device))
     session = build_session(
         settings,
         data,
@@ -187,7 +188,8 @@ def assemble_passive(
     device: torch.device | None = None,
 ) -> tuple[PassiveRun, BottomBuilder]:
     """Build a passive party's run with any observer, and what builds its trainer."""
-    builder = BottomBuilder(settings, data, device or torch_device(settings.device))
+    with _seeding:
+        builder = BottomBuilder(settings, data, device or torch_device(settings.device))
     me = Participant(settings.contract, settings.party, data.ids, data.table.splits)
     aligner = Aligner(me, engine, partial(draw_nonce, settings))
     return PassiveRun(aligner, _one_at_a_time(builder), observer, store), builder

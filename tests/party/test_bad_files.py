@@ -164,6 +164,13 @@ def test_sizes_that_overflow_are_refused(
     refused(check(command, folder, override), 2, named)
 
 
+def test_a_rate_of_no_module_is_refused(folder: Path, command: Command) -> None:
+    for main, party in ((passive_main, "passive"), (active_main, "active")):
+        rate = ("--set", "optimizer.rates={nope: 0.1}")
+        ended = command(main, "check", folder / f"{party}.yaml", "-q", *rate)
+        refused(ended, 2, "optimizer.rates: the model has no parameter 'nope'")
+
+
 def npy_of(text: bytes) -> bytes:
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
 

@@ -217,8 +217,8 @@ def test_a_signal_while_aligning_does_not_wait_for_the_last_id(tmp_path: Path) -
 
     def interrupt(party: PartyName, number: signal.Signals) -> tuple[tuple[int, int], Pair]:
         # So many ids last seconds, however many cores there are.
-        with started(example(tmp_path / party, rows=100_000)) as pair:
-            pair.active.wait_until_says("handshake done")
+        with started(example(tmp_path / party, rows=100_000), options=["-v"]) as pair:
+            pair.active.wait_until_says("exchanging ids")
             getattr(pair, party).signal(number)
             return pair.wait(), pair
 

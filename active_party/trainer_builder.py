@@ -52,7 +52,8 @@ class TrainerBuilder:
         self._earlier = open_label_owners_model(settings)
         self._subjects = subjects_of(settings, data)
         self._known_targets = earlier_targets_of(settings)
-        if settings.optimizer.rates or getattr(settings.top_model, "frozen", ()):
+        frozen = getattr(settings.top_model, "frozen", ())
+        if frozen or settings.optimizer.rates:
             # Before any id is exchanged: has the model what they name?
             found = data.fit(np.arange(len(data.ids)), self._earlier, bins_of(settings.top_model))
             build_optimizer(settings.optimizer, self._fresh_model(found))

@@ -13,6 +13,8 @@ import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from torch import Tensor, nn
 
 from splitveil import DataError, Run, SettingsError, models, predict, simulate
@@ -248,6 +250,8 @@ NO_UNK = '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "
 BAD_CELLS: list[tuple[dict[str, Any], Any, str]] = [
     ({}, [[1], [8]], r"expected whole numbers from 0 to 7 in row 2"),
     ({}, ["1", "2|x", "-1"], r"expected whole numbers from 0 to 7 in rows 2, 3"),
+    ({}, [[1, None, 2], [1]], r"expected whole numbers from 0 to 7 in row 1"),
+    ({}, ["1||2"], r"expected whole numbers from 0 to 7 in row 1"),
     ({}, ["1" * 30], r"expected whole numbers from 0 to 7 in row 1"),
     ({}, pa.array([[0.5]]), r"expected text or whole numbers, not double"),
     ({"num_tokens": None}, ["a"], r"expected num_tokens for whole numbers, or a tokenizer"),
@@ -302,6 +306,18 @@ def test_special_tokens_that_are_too_many_are_cut_off_as_well(tmp_path: Path) ->
     tokens = encoder.transform(data.table, np.array([0])).tokens
     assert tokens is not None
     assert tokens.tolist() == [[1]]
+
+
+def test_a_tokenizer_that_drops_merges_at_random_does_so_in_no_run(tmp_path: Path) -> None:
+    merges = BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.5)
+    Tokenizer(merges).save(str(tmp_path / "t.json"))
+    chosen = {"c": {"max_length": 40, "tokenizer": "t.json"}}
+    data = load(tmp_path, {"c": ["ab" * 20]}, sequences=chosen)
+    encoder = data.fit(np.array([0]))
+    assert encoder is not None
+    tokens = encoder.transform(data.table, np.array([0])).tokens
+    assert tokens is not None
+    assert tokens[0].tolist() == [2] * 20 + [0] * 20
 
 
 # ---- weights ----

@@ -25,8 +25,11 @@ def report(parsed: argparse.Namespace) -> None:
     else:
         written = write_comparison(folders, parsed.output or Path("comparison.html"))
         if not parsed.json:
-            summaries = {str(folder): read_run(folder).active.summary for folder in folders}
-            Console().print(comparison_table("comparison", summaries))
+            summaries = [read_run(folder).active.summary for folder in folders]
+            names = [folder.resolve().name for folder in folders]
+            titles = names if len({*names}) == len(names) else map(str, folders)
+            table = dict(zip(titles, summaries, strict=True))
+            Console().print(comparison_table("comparison", table))
     if parsed.json:
         print_json({"report": str(written)})
     logger.info("report written to %s", written)

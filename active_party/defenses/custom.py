@@ -91,7 +91,10 @@ class CustomDefense(NoisyDefense):
         said = f"{self.module} states its charges and whom they describe itself."
         return Coverage(Adversary.ANYBODY, said)
 
-    def _load(self, context: DefenseContext, noise: NoiseSource) -> Defense:
+    def _replaces_labels(self, context: DefenseContext) -> bool:
+        return self._load(context, SecureNoise()).replaces_labels
+
+    def _load(self, context: DefenseContext, noise: NoiseSource) -> "CheckedDefense":
         cls = load_class(self.module)
         if not issubclass(cls, Defense):
             raise SettingsError(
@@ -112,6 +115,7 @@ class CheckedDefense(RememberingDefense):
     def __init__(self, own: Defense) -> None:
         super().__init__(own)
         self._own = own
+        self.replaces_labels = getattr(own.targets, "__func__", None) is not Defense.targets
 
     def defend(self, batch: RawBatch) -> Defended:
         answer: object = self._own.defend(batch)

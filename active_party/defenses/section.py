@@ -17,7 +17,7 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, final
 
-from pydantic import Field, PrivateAttr, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from torch import Tensor
 
 from splitveil.active_party.defenses.example_keys import (
@@ -110,7 +110,7 @@ class DefenseSection(Section):
     ``marvell`` for that of its ``strength``.
     """
 
-    _begun: tuple["DefenseSection", DefenseContext, Defense] | None = PrivateAttr(None)
+    __slots__ = ("_begun",)  # no part of pydantic's state: neither compared, nor copied or pickled
 
     def __init__(self, **settings: Any) -> None:
         try:
@@ -164,12 +164,12 @@ class DefenseSection(Section):
             ValueError: a shape, a dtype or a value does not fit.
         """
         context = DefenseContext(tuple(gradients.shape[1:]), num_classes)
-        if self._begun is None or self._begun[0] is not self:  # not the memory of what it is a copy
+        if not hasattr(self, "_begun"):
             objection = self._objection_to_calls(context) or self.objection(context)
             if objection is not None:
                 raise SettingsError(objection)
-            self._begun = self, context, self.build(context)
-        _, begun, defense = self._begun
+            self._begun = context, self.build(context)
+        begun, defense = self._begun
         if context != begun:
             raise ValueError(
                 f"expected rows of shape {begun.cut_shape} and {begun.num_classes} classes, as "
@@ -185,14 +185,17 @@ class DefenseSection(Section):
             needs = "has a loss of its own, with a critic that learns in every step"
         elif self.traits.needs_slopes:
             needs = "with noise: persistent needs ids, a noise key and the slopes of logits"
-        elif self.noise_key_strength(context) is not None:
-            needs = "replaces labels, by ids and a noise key, before there is a gradient"
+        elif self._replaces_labels(context):
+            needs = "replaces labels before there is a gradient"
         else:
             return None
         return (
             f"{self.title} {needs}: expected simulate(..., defense=...), or marvell, iso or "
             f"max_norm with noise: fresh"
         )
+
+    def _replaces_labels(self, context: DefenseContext) -> bool:
+        return self.noise_key_strength(context) is not None
 
     @property
     def title(self) -> str:

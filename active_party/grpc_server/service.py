@@ -175,6 +175,7 @@ class ActiveService:
             lambda _: self._heard(caller, requests), deadline_s=self._deadline_s
         )
         caller.exchange_of_ids = channel
+        logger.debug("exchanging ids with party %s", caller.name)
         with (
             self._status.phases(Phase.ALIGNMENT),
             ThreadPoolExecutor(1, thread_name_prefix="align") as executor,

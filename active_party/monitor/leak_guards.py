@@ -75,6 +75,7 @@ class LeakAlarm:
         self._largest[epoch] = max(self._largest.get(epoch, 0.0), sum_kl)
 
     def note_leak(self, measured: AuditedBatch) -> None:
+        measured = measured.mirrored()
         for layer, attacks in measured.leak.items():
             for attack, value in attacks.items():
                 if attack not in self._class_oracles:
@@ -196,7 +197,7 @@ class LeakGate:
 
     def note(self, measured: AuditedBatch) -> GateFinding | None:
         """Return the attack furthest above the limit, if any, at most once per window."""
-        settings = self._settings
+        settings, measured = self._settings, measured.mirrored()
         for layer, attacks in measured.leak.items():
             for attack, value in attacks.items():
                 if settings.attack in (None, attack):

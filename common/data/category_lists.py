@@ -29,7 +29,9 @@ def read_lists(column: WrittenColumn, separator: str) -> CategoricalColumn:
 
     Its cells are lists, or texts with ``separator`` between the categories.
     """
-    rows, words = _words(column, separator)
+    rows, words = _words(column, separator, column.missing_texts)
+    is_there = pc.is_valid(words)
+    rows, words = rows[is_there.to_numpy(zero_copy_only=False)], words.filter(is_there)
     has_it = pc.match_substring(words, SEPARATOR).to_numpy(zero_copy_only=False)
     _check_words(
         column, rows[has_it], "expected categories without the control character U+001F in"
@@ -49,13 +51,12 @@ def read_lists(column: WrittenColumn, separator: str) -> CategoricalColumn:
 def read_tokens(column: WrittenColumn, separator: str, num_tokens: int | None) -> CategoricalColumn:
     """Return a column's distinct sequences, as ``read_lists`` returns sets.
 
-    They are whole numbers below ``num_tokens``, or texts if it is None. A gap in a list is an
-    error: the tokens behind it would move.
+    They are whole numbers below ``num_tokens``, or texts if it is None.
     """
     if num_tokens is None:
         return read_categories(column)
-    rows, words = _words(column, separator, are_tokens=True)
-    is_number = pc.match_substring_regex(words, r"^\d{1,18}$")
+    rows, words = _words(column, separator, ())  # a gap would move the tokens behind it
+    is_number = pc.fill_null(pc.match_substring_regex(words, r"^\d{1,18}$"), False)
     numbers = pc.cast(pc.if_else(is_number, words, "-1"), pa.int64()).to_numpy()
     is_wrong = (numbers < 0) | (numbers >= num_tokens)
     _check_words(column, rows[is_wrong], f"expected whole numbers from 0 to {num_tokens - 1:,} in")
@@ -63,12 +64,9 @@ def read_tokens(column: WrittenColumn, separator: str, num_tokens: int | None) -
 
 
 def _words(
-    column: WrittenColumn, separator: str, *, are_tokens: bool = False
+    column: WrittenColumn, separator: str, missing_texts: Sequence[str]
 ) -> tuple[NDArray[np.int64], ArrowColumn]:
-    """Return all entries of all cells but empty ones, and the row of each.
-
-    No token means "no value", and an empty one in a list is an empty text.
-    """
+    """Return all entries of all cells, null for those that are missing, and the row of each."""
     cells = column.cells
     if isinstance(cells, pa.ChunkedArray):
         cells = cells.combine_chunks()
@@ -76,13 +74,8 @@ def _words(
         cells = pc.cast(cells, cells.type.value_type)
     if not is_list(cells.type):
         cells = pc.split_pattern(clean_text(column._replace(cells=cells)), separator)
-    rows = pc.list_parent_indices(cells).to_numpy()
-    gaps = ("",) if are_tokens else column.missing_texts
-    words = clean_text(column._replace(cells=pc.list_flatten(cells), missing_texts=gaps))
-    if are_tokens and is_list(column.cells.type):
-        words = pc.fill_null(words, "")
-    is_there = pc.is_valid(words)
-    return rows[is_there.to_numpy(zero_copy_only=False)], words.filter(is_there)
+    entries = column._replace(cells=pc.list_flatten(cells), missing_texts=missing_texts)
+    return pc.list_parent_indices(cells).to_numpy(), clean_text(entries)
 
 
 def is_list(kind: pa.DataType) -> bool:

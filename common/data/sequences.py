@@ -98,8 +98,8 @@ class TokenReader:
             self._tokenizer = _tokenizer_of(column.tokenizer)
             self._tokenizer.no_padding()
             self._tokenizer.enable_truncation(column.max_length)
-            if hasattr(self._tokenizer.model, "dropout"):  # which draws a text's tokens at random
-                self._tokenizer.model.dropout = None
+            if getattr(self._tokenizer.model, "dropout", None):
+                self._tokenizer.model.dropout = None  # the same tokens at each call
 
     def __call__(
         self, codes: NDArray[np.int32]

@@ -47,6 +47,14 @@ class AuditedBatch(NamedTuple):
     leak: LeakByAttack
     random: float
 
+    def mirrored(self) -> "AuditedBatch":
+        """Return it with max(AUC, 1 - AUC), which figures of ``convention: paper`` are not."""
+        leak = {
+            layer: {attack: max(value, 1 - value) for attack, value in attacks.items()}
+            for layer, attacks in self.leak.items()
+        }
+        return self._replace(leak=leak, random=max(self.random, 1 - self.random))
+
 
 class AttackSummary(TypedDict):
     q95: float  # the 95 % quantile over batches

@@ -194,6 +194,8 @@ def replay(
     seed, num_classes = 0, classes.num_classes
     shares = np.bincount(labels, minlength=num_classes) / len(labels)
     hints = Hints(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+    if received.num_examples < num_classes:
+        return [RunScores(hints.rows, np.empty(0)) for _ in classes.targets]
     if attack.startswith("gramssat"):
         number = num_classes * int(attack.rpartition("_")[2])
         picked = pick_labelled(labels, number, np.random.default_rng(seed))
@@ -241,7 +243,7 @@ class _Known(NamedTuple):
 
 def _search(received: Received, shares: Sequence[float], hints: Hints | None, seed: int) -> Tensor:
     of_class = torch.tensor(shares)
-    entropy = -torch.special.xlogy(of_class, of_class).sum()
+    entropy = -torch.special.xlogy(of_class, of_class).sum().clamp(max=-_SMALLEST)
     searched = nn.Embedding(received.num_examples, len(shares), sparse=True)
     nn.init.zeros_(searched.weight)
 
@@ -249,7 +251,7 @@ def _search(received: Received, shares: Sequence[float], hints: Hints | None, se
         labels = searched(batch.positions).softmax(dim=1)
         agreement = batch.cross_entropy(labels) / entropy
         means = labels.mean(dim=0).clamp(min=1e-9)
-        divergence = torch.special.xlogy(of_class, of_class / means).sum()
+        divergence = (torch.special.xlogy(of_class, of_class) - of_class * means.log()).sum()
         mean: Tensor = batch.distances(labels).mean()
         return mean.add(divergence).add(agreement, alpha=_CROSS_ENTROPY_WEIGHT)
 

@@ -56,17 +56,27 @@ def _add_audit(audit: argparse.ArgumentParser) -> None:
 
 
 def _audit(parsed: argparse.Namespace) -> int:
+    import numpy as np  # noqa: PLC0415 - completion needs none
+
     parts = [_arrays(path) for path in parsed.files]
     if len({tuple(part) for part in parts}) > 1:
         raise DataError("the files have different arrays")
-    concatenate = resolve_name("numpy:concatenate")
+    if parsed.batch_size is not None and "batches" in parts[0]:
+        raise DataError(f"{parsed.files[0]}: has batches: leave --batch-size out")
     arrays: dict[str, Any] = {
-        name: concatenate([part[name] for part in parts]) for name in parts[0]
+        name: np.concatenate([part[name] for part in parts]) for name in parts[0]
     }
-    if parsed.batch_size is not None:
-        if "batches" in arrays:
-            raise DataError(f"{parsed.files[0]}: has batches: leave --batch-size out")
-        arrays["batches"] = parsed.batch_size
+    size = parsed.batch_size
+    if size is not None and size < 1:
+        raise DataError(f"--batch-size: expected at least 1, got {size}")
+    numbers = [
+        part.get("batches", np.arange(len(part["labels"])) // (size or sys.maxsize))
+        for part in parts
+    ]
+    # No batch has rows of two files.
+    files = np.repeat(np.arange(len(parts)), [len(one) for one in numbers])
+    pairs = np.column_stack([files, np.concatenate(numbers)])
+    arrays["batches"] = np.unique(pairs, axis=0, return_inverse=True)[1]
     audit = resolve_name("splitveil.library.auditing:audit")
     try:
         result: Audit = audit(**arrays, attacks=parsed.attacks)

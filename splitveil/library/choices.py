@@ -119,7 +119,12 @@ def attack_settings(choice: AttackChoice) -> str | dict[str, Any]:
 
 
 def model_settings(value: Any) -> Any:
-    """Return a setting's value, where a class, factory or instance of a model is its section."""
+    """Return a setting's value, where a model is its section, and a defense's section its values.
+
+    A model is a class, a factory or an instance.
+    """
+    if isinstance(value, DefenseSection):
+        return named_defense(value).settings
     if isinstance(value, Mapping) and callable(own := value.get("module")):
         return {**value, "module": _name_of(own)}
     return {"kind": "custom", "module": _name_of(value)} if callable(value) else value

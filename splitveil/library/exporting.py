@@ -120,7 +120,7 @@ def _without(values: dict[str, Any], names: set[str]) -> None:
 def _from_here(values: dict[str, Any], base_dir: Path) -> None:
     """Make the paths of files absolute that are there, relative to ``base_dir``."""
     for name, value in values.items():
-        if name == "weights":  # of modules, by name
+        if name == "weights" and isinstance(value, dict):  # of modules, by name
             values[name] = {part: _absolute(one, base_dir) for part, one in value.items()}
         elif isinstance(value, dict):
             _from_here(value, base_dir)

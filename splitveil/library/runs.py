@@ -208,9 +208,9 @@ class Run:
         every party whose folder is there. The inputs are tensors by name, with any number of rows:
         ``activation`` (of the top model), ``numeric`` (float64: numbers as in the table, NaN for a
         gap, which the half fills, marks and scales; then a 1 or 0 per category of each list),
-        ``categorical`` and ``image``, as by ``features``. ``passive.encoder.json`` has the order of
-        the columns and the slots of the categories: from 2, in the order of ``categories``.
-        ``model`` chooses the top model, as in ``model``.
+        ``categorical``, ``image``, ``tokens`` and ``lengths``, as by ``features``.
+        ``passive.encoder.json`` has the order of the columns and the slots of the categories: from
+        2, in the order of ``categories``. ``model`` chooses the top model, as in ``model``.
 
         Raises:
             SettingsError: as for ``model``, or ``onnx`` is not installed.

@@ -177,9 +177,9 @@ def _run(job: Job, on_epoch: Callable[[], object]) -> bool:
             with _as_in_a_process_of_its_own(settings.active), suppress(EndedForGood):
                 run_recorded(settings, folder, on_epoch)
         finally:
-            with suppress(SettingsError):  # nothing was measured
-                figures = Run(folder).overview()
-                chart_outcome(folder / "hparams", _charted(settings), figures)
+            run = Run(folder)
+            if run.test_auc is not None:
+                chart_outcome(folder / "hparams", _charted(settings), run.overview())
     return True
 
 

@@ -295,6 +295,8 @@ def test_gradients_of_another_trainer_are_audited(gradients: Path, call: Call) -
     assert by_attack["lda"]["leak_auc"] > 0.8 > by_attack["norm"]["leak_auc"]
     assert {one["batches"] for one in found["batches"]} == {4}
     assert found["adjusted"]
+    twice = call("audit", gradients, gradients, "--batch-size", 160, "--json").json()
+    assert {one["batches"] for one in twice["batches"]} == {4}  # none with rows of both files
     text = call("audit", gradients, "--attacks", "lda", "norm").out
     assert f"{found['rows']}" not in text
     assert "lda" in text

@@ -264,6 +264,8 @@ def test_a_plan_has_a_frame_and_prints_itself() -> None:
     bounds = [one["bound_anybody"] for one in found.to_json()["answers"]]
     assert bounds == pytest.approx([0.6, 0.6])
     assert "<table>" in found._repr_html_()
+    own = {"contract.epochs": 7, "active.defense": defenses.ProjectedLabels(leak_auc=0.6)}
+    assert plan("breast_cancer", settings=own).to_json() == found.to_json()
     file = ROOT / "deploy" / "examples" / "breast_cancer" / "active.yaml"
     assert "defense marvell" in repr(plan(file))
 

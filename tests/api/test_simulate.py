@@ -858,8 +858,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "noise_ratoi: unknown setting; did you mean 'noise_ratio'?",
     ),
     "a setting of an inner section": (
-        {"example": "breast_cancer", "defense": {"name": "marvell", "power_ratio": 8}},
-        "power_ratio: unknown setting; did you mean 'defense.strength.power_ratio'?",
+        {"example": "breast_cancer", "defense": {"name": "marvell", "power_ratoi": 8}},
+        "power_ratoi: unknown setting; did you mean 'defense.strength.power_ratio'?",
     ),
     "not a defense": ({"example": "breast_cancer", "defense": int}, "expected a subclass"),
 }

@@ -1,6 +1,7 @@
 """Defenses called on a gradient in a training loop of one's own: the bits and charges of a run."""
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from splitveil import Ledger, SettingsError, defenses
 from splitveil.active_party.defenses import section as sections
-from splitveil.active_party.defenses.interface import Defense, RawBatch
+from splitveil.active_party.defenses.interface import Defense, LabelledRows, RawBatch
 from splitveil.active_party.defenses.noise import AnswerKeys
 from splitveil.active_party.defenses.section import DefenseSection
 from splitveil.active_party.training.top_trainer import StepResult, TopTrainer
@@ -78,8 +79,11 @@ def test_a_call_forgets_no_batch_and_a_copy_begins_anew() -> None:
     _, report = marvell(GRADIENTS, negatives)
     assert report.solution is not None
     stronger = marvell.model_copy(update={"strength": defenses.Marvell(power_ratio=400).strength})
-    for anew in (stronger, copy.copy(marvell)):
+    pickled = pickle.loads(pickle.dumps(marvell))  # noqa: S301
+    copies = copy.copy(marvell), copy.deepcopy(marvell), pickled
+    for anew in (stronger, *copies):
         assert torch.equal(anew(GRADIENTS, negatives).gradient, alone)
+    assert all(marvell == one for one in copies)
     assert stronger(GRADIENTS, LABELS).report.charge.sum_kl < 0.01
     with pytest.raises(ValueError, match=r"rows of shape \(4,\) and 2 classes.*got \(3,\) and 2"):
         marvell(other, LABELS)
@@ -107,6 +111,11 @@ class Half(Defense):
         return defenses.Defended(sent, defenses.DefenseReport(0.0))
 
 
+class Replacing(Half):
+    def targets(self, batch: LabelledRows) -> torch.Tensor:
+        return torch.zeros_like(batch.labels)
+
+
 def test_defenses_of_one_s_own_and_several_classes_are_called_alike() -> None:
     for own in (Half, lambda gradients, *_: gradients / 2):
         assert torch.equal(defenses.own(own)(GRADIENTS, LABELS).gradient, GRADIENTS / 2)
@@ -121,6 +130,7 @@ def test_defenses_of_one_s_own_and_several_classes_are_called_alike() -> None:
     [
         (defenses.ProjectedLabels(leak_auc=0.6), "projected_labels releases sums"),
         (defenses.NoisyLabel(kind="laplace", epsilon=1), "noisy_label replaces labels"),
+        (defenses.own(Replacing), "custom replaces labels"),
         (defenses.Gafm(), "gafm has a loss of its own"),
         (defenses.Marvell(noise="persistent"), "marvell with noise: persistent needs ids"),
         (defenses.MaxNorm(noise="persistent"), "max_norm with noise: persistent needs ids"),

@@ -1,4 +1,14 @@
-"""How much of a number's variance a Gaussian mechanism can give away: the bound of the measures.
+"""How much of a number's variance a Gaussian mechanism can give away: (exp(mu^2) - 1) / 4 at most.
+
+Let y be the label's share of the range with any distribution, f(y) the density of what is sent if
+the label is y, f its mean over y, and y' and z independent of y with the same distribution. No
+score explains more than the mean of y given what is sent, which differs from E[y] by the mean over
+y and y' of (y - y') (f(y) - f(y')) / 2f. By Cauchy and Schwarz it explains at most half of the mean
+of the integral of (f(y) - f(y'))^2 / f, where 1/f is at most the mean of 1/f(z). For a Gaussian
+mechanism the integral of f(y) f(y') / f(z) is exp(mu^2 (y - z) (y' - z)), and releases with more
+noise can be completed to one. So the bound is the mean over z of the sum over k of mu^(2k)/k! times
+the variance of (y - z)^k, which for k of 1 and more lies in an interval of length 1 at most, and so
+has a variance of 1/4 at most.
 
 The oracle integrates the posterior mean, which is the score with the largest squared correlation,
 over everything that may be sent. Labels are shares of their range, and mu is the distance of the
@@ -37,7 +47,6 @@ def best_r2(values: Sequence[float], shares: Sequence[float], mu: float) -> floa
 
 
 def stated(mu: float) -> float:
-    """Return the bound of docs/guide/reading-the-report.md."""
     return math.expm1(mu**2) / 4
 
 

@@ -54,10 +54,10 @@ def gate(**settings: Any) -> LeakGate:
 @pytest.mark.parametrize(
     ("settings", "values", "closes_at"),
     [
-        ({}, [0.9, 0.9, 0.1, 0.9, 0.96], [4]),  # the mean of a whole window, and not before it
+        ({}, [0.7, 0.7, 0.5, 0.7, 0.8], [4]),  # the mean of a whole window, and not before it
         ({}, [0.55, 0.55, 0.8], []),
         ({"quantile": 0.95}, [0.55, 0.55, 0.8], [2]),
-        ({"attack": "norm"}, [0.9] * 3, [2]),
+        ({"attack": "norm"}, [0.9, 0.1, 0.9], [2]),  # an inverted attack counts as well
         ({"attack": "spectral"}, [0.9] * 3, []),
         ({}, [0.9] * 12, [2, 5, 8, 11]),  # one finding per window
     ],
@@ -104,12 +104,12 @@ def test_a_gate_and_an_alarm_cut_at_any_batch_resume_the_same() -> None:
 
 
 def test_the_alarm_ignores_attacks_that_are_told_classes() -> None:
-    """The ledger's guarantee does not speak of them; of a norm it does."""
+    """The ledger's guarantee does not speak of them; of a norm it does, inverted as well."""
     for attack, alarms in (("lda", 0), ("mean", 0), ("median", 0), ("norm", 1), ("cosine", 1)):
         alarm = LeakAlarm()
         alarm.note_charge(0, 1e-6)
         for step in range(2 * MIN_BATCHES):
-            alarm.note_leak(leak(step, 0.9 + 0.01 * (step % 2), attack))
+            alarm.note_leak(leak(step, 0.1 + 0.01 * (step % 2), attack))
         assert [found.attack for found in alarm.judge(0)] == [attack] * alarms
 
 

@@ -19,6 +19,7 @@ from splitveil.active_party.defenses import (
     GafmDefense,
     IsoDefense,
     MarvellDefense,
+    MaxNormDefense,
     NoDefense,
     NoisyLabelDefense,
     RawBatch,
@@ -319,6 +320,23 @@ def test_where_the_means_cancel_their_gap_would_be_the_wrong_charge() -> None:
     assert leak_auc_bound(report.charge.sum_kl) < 0.6
     assert read > 0.9
     assert leak_auc_bound(charge_of(settings, raw, labels, mixed.label_move).sum_kl) > read
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        GafmDefense(),
+        GafmDefense(response="persistent"),
+        GafmDefense(composed_with=MaxNormDefense()),
+        GafmDefense(composed_with=MarvellDefense(), terms="gan_only"),
+        GafmDefense(composed_with=IsoDefense(), terms="gan_only"),
+    ],
+    ids=str,
+)
+def test_what_has_no_proof_is_charged_without_bound(settings: GafmDefense) -> None:
+    labels, _, mixed = one_number_batch(0.2)
+    label_move = math.inf if settings.terms == "gan_only" else mixed.label_move
+    assert charge_of(settings, mixed.raw, labels, label_move).sum_kl == math.inf
 
 
 def test_on_a_wider_cut_marvells_noise_does_not_cover_the_labels_direction() -> None:

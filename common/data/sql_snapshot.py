@@ -114,9 +114,9 @@ def _write(settings: SqlSource, address: str, base_dir: Path, path: Path) -> Non
                 num_rows += len(batch)
                 writer.write_batch(batch)
     except pa.ArrowNotImplementedError as error:
+        # pyarrow's text names the type, and with it members that may come from cells.
         raise DataError(
-            f"data.source.query: a column has a type that Parquet lacks: change it with CAST "
-            f"({error})"
+            "data.source.query: a column has a type that Parquet lacks: change it with CAST"
         ) from error
     _logger.info("the query returned %d rows, kept in %s", num_rows, path)
 

@@ -27,6 +27,7 @@ def test_the_notebook_does_with_modules_frames_and_sweeps_what_it_says(
 
     programs = Path(sys.executable).parent
     monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+    monkeypatch.delenv("SHELL", raising=False)  # "!" is /bin/sh then, as in a container
     client = nbclient.NotebookClient(
         notebook,
         timeout=int(HANGS_AFTER_S),

@@ -15,7 +15,6 @@ from splitveil.active_party.report import (
     answer,
     bounds,
     decision,
-    distributions,
     figures,
     numbers,
     paired,
@@ -146,7 +145,6 @@ def report_page(run: RunFiles) -> str:
         of_numbers=numbers.is_of_numbers(run),
         leak_panels=panels.leak_panels(run, series, leak.feature_auc),
         layers=list(dict.fromkeys(one.layer for one in series)),
-        step_rows=distributions.step_rows(run_files.class_histograms(run)),
         num_classes=classes,
         class_rows=list(tables.class_rows(run)),
         pair_rows=list(tables.pair_rows(run)),
@@ -200,9 +198,6 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
             layer: [panels.shared_leak_panel(coloured, *key) for key in keys if key[0] == layer]
             for layer in dict.fromkeys(layer for layer, _ in keys)
         },
-        sent=distributions.sent_panels(
-            [(_short(one.title), run_files.class_histograms(one.run)) for one in compared]
-        ),
         ledger=panels.shared_ledger_panel(coloured),
         differences=_differences(compared),
     )

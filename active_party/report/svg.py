@@ -27,8 +27,6 @@ class Axis(NamedTuple):
     low: float
     high: float
     ticks: Sequence[float] = ()
-    names: Sequence[str] = ()
-    """One label for each tick; the numbers themselves by default."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +55,6 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Steps:
-    """A histogram: one level per bin, the area below it filled."""
-
-    edges: Numbers
-    heights: Numbers
-    """One height fewer than there are edges."""
-    style: str
-
-
-@dataclass(frozen=True)
 class Rule:
     """A horizontal line across the whole chart."""
 
@@ -83,7 +71,7 @@ class Dot:
     label: str = ""
 
 
-Mark = Line | Band | Steps | Rule | Dot
+Mark = Line | Band | Rule | Dot
 
 
 class _Label(NamedTuple):
@@ -130,8 +118,6 @@ class Chart:
                     self._draw_band(mark)
                 case Line():
                     self._draw_line(mark)
-                case Steps():
-                    self._draw_steps(mark)
                 case Rule():
                     self._draw_rule(mark)
                 case Dot():
@@ -182,15 +168,6 @@ class Chart:
         if pieces and line.label:
             x, y = pieces[-1][-1]
             self._labels.append(_Label(line.label, line.style, self._x_of(x), self._y_of(y)))
-
-    def _draw_steps(self, steps: Steps) -> None:
-        edges, heights = steps.edges.tolist(), steps.heights.tolist()
-        ends = zip(edges, edges[1:], heights, strict=False)
-        corners = [corner for low, high, y in ends for corner in ((low, y), (high, y))]
-        outline = [(edges[0], 0.0), *corners, (edges[-1], 0.0)]
-        path = self._path(outline)
-        SubElement(self._root, "path", {"class": f"area {steps.style}", "d": f"{path}Z"})
-        SubElement(self._root, "path", {"class": f"line {steps.style}", "d": path})
 
     def _draw_rule(self, rule: Rule) -> None:
         at = self._y_of(rule.y)
@@ -269,8 +246,6 @@ def round_axis(
 
 
 def _ticks(axis: Axis) -> list[tuple[float, str]]:
-    if axis.names:
-        return list(zip(axis.ticks, axis.names, strict=True))
     if axis.ticks:
         whole = all(float(value).is_integer() for value in axis.ticks)
         return [(value, f"{value:.0f}" if whole else f"{value:.1f}") for value in axis.ticks]

@@ -256,7 +256,6 @@ class ActiveRecorder(RunRecorder):
         return self._ahead if self._bounds is None else self._bounds.or_more(self._ahead)
 
     def _bound_in_short(self) -> list[str]:
-        """Return the ledger's bound for anybody; empty where it has none."""
         bound = None if self._total is None else self._total.guarantee.max
         return [] if bound is None or bound >= 1 else [f"bound {auc_at_most(bound)}"]
 

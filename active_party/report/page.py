@@ -237,7 +237,6 @@ def _short(title: str) -> str:
 
 
 def _titles(runs: Sequence[RunFiles]) -> list[str]:
-    """Return the runs' names, with the folder if two runs have the same name."""
     names = [run.name for run in runs]
     return [
         name if names.count(name) == 1 else f"{name} ({run.folder})"
@@ -246,7 +245,6 @@ def _titles(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def _dots(compared: Sequence[_Compared]) -> list[svg.Dot]:
-    """Return a point per run: test AUC and the leak AUC of the strongest attack."""
     dots = []
     for one in compared:
         auc, strongest = one.run.active.summary.of_active.model.test_auc, one.leak.strongest
@@ -256,7 +254,6 @@ def _dots(compared: Sequence[_Compared]) -> list[svg.Dot]:
 
 
 def _differences(compared: Sequence[_Compared]) -> list[tuple[str, list[str]]]:
-    """Return the settings in which the runs differ, apart from their names and addresses."""
     flat = [dict(tables.flattened(one.run.active.settings)) for one in compared]
     names = dict.fromkeys(name for settings in flat for name in settings)
     rows = [(name, [settings.get(name, "–") for settings in flat]) for name in names]

@@ -185,7 +185,6 @@ def _series_of(party: PartyFiles, steps_per_epoch: int) -> Iterator[LeakSeries]:
 
 
 def _by_attack(lines: Sequence[LeakLine]) -> dict[tuple[str, str], Numbers]:
-    """Return (layer, attack) -> leak AUC in every line; NaN if a line lacks it."""
     found: dict[tuple[str, str], Numbers] = {}
     for row, line in enumerate(lines):
         for layer, attack, leak_auc in line.figures:

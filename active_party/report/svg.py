@@ -180,7 +180,6 @@ class Chart:
         self._dots.append(dot)
 
     def _draw_names_of_dots(self) -> None:
-        """Set each name beside its dot, towards the middle, without overlaps."""
         dots = sorted(self._dots, key=lambda dot: -dot.y)
         heights = _spread_out([self._y_of(dot.y) for dot in dots], self._top, self._bottom)
         for dot, height in zip(dots, heights, strict=True):
@@ -191,7 +190,6 @@ class Chart:
                 self._text(f"name end {dot.style}", x - 11, height + 4, dot.label)
 
     def _draw_labels(self) -> None:
-        """Set the labels under each other at the right edge, each joined to its mark."""
         labels = sorted(self._labels, key=lambda label: label.y)
         heights = _spread_out([label.y for label in labels], self._top, self._bottom)
         for label, height in zip(labels, heights, strict=True):
@@ -256,7 +254,6 @@ def _ticks(axis: Axis) -> list[tuple[float, str]]:
 
 
 def _round_unit(span: float, count: int) -> float:
-    """Return the smallest of 1, 2, 5, 10, ... and tenths of them that gives at most ``count``."""
     power: float = 10.0 ** math.floor(math.log10(span / count))
     return next((m * power for m in (1, 2, 5) if span / (m * power) <= count), 10 * power)
 
@@ -277,7 +274,6 @@ def _pieces(points: Sequence[tuple[float, float]]) -> list[list[tuple[float, flo
 
 
 def _spread_out(heights: Sequence[float], top: float, bottom: float) -> list[float]:
-    """Move sorted heights as far apart as a line of text needs, within the chart."""
     placed: list[float] = []
     for height in heights:
         placed.append(max(height, placed[-1] + _LINE_HEIGHT if placed else top))

@@ -186,7 +186,6 @@ def _cut_to_whole_lines(path: Path, most_bytes: int | None = None) -> None:
 
 
 def _open_charts(folder: Path, purge_step: int | None = None) -> Any:
-    """Return TensorBoard's writer; None where the extra ``board`` is not installed."""
     try:
         # Importing it takes seconds, which other commands should not pay.
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
@@ -256,7 +255,6 @@ class RunRecorder:
         self._resources.close()
 
     def _begin_run(self, rows: AlignedRows) -> None:
-        """End what belongs to an earlier alignment, and note the new one."""
         self._of_run.close()
         self._of_run = self._resources.enter_context(ExitStack())
         self.aligned_rows = len(rows)

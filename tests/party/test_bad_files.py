@@ -8,8 +8,6 @@ import io
 import json
 import os
 import socket
-import subprocess
-import sys
 import tracemalloc
 import zipfile
 from collections.abc import Callable
@@ -32,7 +30,6 @@ from splitveil.common.text.files import read_bytes
 from splitveil.common.text.yaml_text import AS_WRITTEN, MAX_DEPTH, OWN_PLAN, Extent, load_yaml
 from splitveil.passive_party.commands.program import main as passive_main
 from splitveil.passive_party.settings import PassiveSettings
-from tests.support.programs import run_program
 from tests.support.runs import write_example
 
 MAX_NODES = AS_WRITTEN.max_nodes
@@ -231,23 +228,6 @@ def test_a_table_that_claims_too_much_is_refused_in_one_line(
     source = f"{{kind: {kind}, path: {MARK}.{kind}{cache}}}"
     data = f"data={{source: {source}, id_column: id, features: {{numeric: x*}}}}"
     refused(check(command, folder, data), 3, MARK)
-
-
-def test_a_line_without_end_is_read_in_bounded_memory(folder: Path) -> None:
-    """A sparse file of half a GiB without a line break, below a limit of a quarter of one."""
-    with (folder / f"{MARK}.csv").open("wb") as file:
-        file.truncate(2**29)
-    code = (
-        "import resource, sys, splitveil.passive_party.commands.run; "
-        "from splitveil.passive_party.commands.program import main; "
-        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize(); "
-        "resource.setrlimit(resource.RLIMIT_AS, (used + 2**28,) * 2); main(sys.argv[1:])"
-    )
-    words = ["run", str(folder / "passive.yaml"), "--set", f"data.source.path={MARK}.csv"]
-    ended = run_program(sys.executable, "-c", code, *words, stderr=subprocess.PIPE)
-    assert ended.returncode == 3, ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert f"{MARK}.csv: " in ended.stderr
 
 
 def listening(path: Path) -> None:

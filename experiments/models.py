@@ -33,6 +33,18 @@ class WideDeepBelowCut(nn.Module):
         return activation
 
 
+class WideAboveLogit(nn.Module):
+    """Adds the wide part of Marvell's network to a deep part that is cut at its logit."""
+
+    def __init__(self, shapes: FeatureShapes) -> None:
+        super().__init__()
+        self.wide = WidePart(shapes)
+
+    def forward(self, activation: Tensor, features: Features) -> Tensor:
+        logits: Tensor = activation[:, 0] + self.wide(features)
+        return logits
+
+
 class GreyImageBottom(nn.Sequential):
     """GAFM's network for skin lesions: a LeNet for images of 64 x 64 x 1, with a cut of 40.
 

@@ -137,7 +137,6 @@ def _train(
 
 
 def _was_ended(settings: PassiveSettings, folder: Path, interruption: Interruption) -> bool:
-    """Return whether the run is over, finished or ended for good by the active party; say so."""
     if command_line.is_finished(folder):
         return True
     if end_of(folder) is None or _peer_is_back(settings, interruption):
@@ -147,7 +146,6 @@ def _was_ended(settings: PassiveSettings, folder: Path, interruption: Interrupti
 
 
 def _peer_is_back(settings: PassiveSettings, interruption: Interruption) -> bool:
-    """Return whether the active party, which had ended the run for good, serves again."""
     until = time.monotonic() + min(BACK_WITHIN_S, settings.reconnect.max_s)
     with idle_peer(settings) as peer:
         while time.monotonic() < until:

@@ -131,7 +131,8 @@ def _train(
         return
     if run.trainer is not None and build_trainer.encoder is not None:
         try_to_measure(settings.report, folder, run.trainer, build_trainer.encoder, len(data.ids))
-    leave_results(folder, recorder.summary(), transcript, stopped)
+    features = None if run.trainer is None else run.trainer.feature_values
+    leave_results(folder, recorder.summary(features), transcript, stopped)
     aligner.tried.forget()
     store.forget_finished()  # last: a process that ends before this does not train from scratch
 

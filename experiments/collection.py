@@ -138,6 +138,8 @@ def _of_summary(party: str, summary: Summary) -> Iterator[_Found]:
         yield _Found(party, "run_level", gathered.auc, layer, attack)
         for name in ("low", "high", "examples"):
             yield _Found(party, name, getattr(gathered, name), layer, attack)
+        over = gathered.over_features
+        yield _Found(party, "over_features", over and over.value, layer, attack)
     for attack, adjusted in ({} if leak.beyond is None else leak.beyond.adjusted).items():
         yield _Found(party, "adjusted", adjusted.value, "cut", attack)
 

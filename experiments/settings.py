@@ -137,7 +137,8 @@ class Figure(Section):
     statistic: str
     """For instance ``test_auc``, ``best_test_auc``, ``calibration_error``, ``steps_per_s``; for an
     attack ``mean``, ``q95``, ``first_epoch``, ``last_epoch``, ``worst_epoch``, ``run_level``, and
-    at the cut layer ``adjusted``: what it reveals beyond features, over the run."""
+    at the cut layer ``adjusted``: what it reveals beyond features, over the run; for model
+    completion at the passive party ``over_features``."""
 
     party: Party = "active"
     """The party that measured it: at the cut layer both do, and the active party's oracles know

@@ -126,7 +126,14 @@ class PartySettings(Section):
 
     compile: bool = False
     """Whether torch compiles how this party's model computes training batches. The first batch then
-    takes seconds to minutes; needs a C++ compiler, or a GPU. Not with several processes."""
+    takes seconds to minutes; needs a C++ compiler, or for a GPU Triton and a C compiler. Not with
+    several processes."""
+
+    deterministic: bool = True
+    """Whether a GPU computes with those algorithms alone that give the same bits each time, which a
+    run that is resumed needs. ``false`` may be faster, and allows operations of a model of your own
+    that have no such algorithm; a run that stops then mostly cannot be resumed, because what comes
+    again would differ, which is refused. A CPU always repeats its bits."""
 
     alignment_memory_limit: ByteSize | None = Field(default=None, ge=LEAST_ALIGNMENT_MEMORY)
     """Memory that an exchange of ids may take, such as ``128MB`` or ``1GiB``; a number without a

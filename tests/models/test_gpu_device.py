@@ -5,14 +5,18 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from splitveil.common.data.features import FeatureShapes
 from splitveil.common.errors import SettingsError
 from splitveil.common.models import device as devices
 from splitveil.common.models.device import device_in_words, restoring_devices, use_device
+from splitveil.common.models.factory import Trial, build_bottom_model
+from splitveil.common.models.settings import CustomModel
 from splitveil.common.models.speed import speed_up
 from tests.support.pretended_cuda import CUDA, NAME, pretended_cuda
 from tests.support.runs import CPU
@@ -128,6 +132,24 @@ def test_a_gpu_is_named_with_its_driver_and_cuda(
         known = f"driver {driver}, " if driver else ""
         assert device_in_words(CUDA) == f"cuda:0 ({NAME}, {known}CUDA 12.6)"
     assert device_in_words(CPU) == "cpu"
+
+
+class Summing(nn.Linear):
+    """A model of a user's own, with an operation that on CUDA never repeats its bits."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 2)
+
+    def forward(self, features: Any) -> Tensor:
+        return super().forward(features.numeric.cumsum(1))
+
+
+def test_an_operation_that_cannot_repeat_its_bits_is_named_before_the_run() -> None:
+    settings = CustomModel(kind="custom", module=f"{__name__}:Summing")
+    with restoring_devices(), pretended_cuda():
+        trial = Trial((4,), use_device("cuda"))
+        with pytest.raises(SettingsError, match=r"cumsum does not .*; deterministic: false allows"):
+            build_bottom_model(settings, FeatureShapes(numeric_dim=5), (2,), seed=0, trial=trial)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 
+from benchmarks.gpu import steps
 from splitveil import predict, simulate
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.device import restoring_devices, use_device
@@ -124,6 +125,18 @@ def test_training_and_predicting(tables: Path, tmp_path: Path, table: str, defen
 
 DROPOUT = "bottom_model={kind: mlp, hidden: [8], dropout: 0.5}"
 SPARSE = "optimizer={kind: adam, sparse_from_rows: 4}"
+
+
+@pytest.mark.parametrize(
+    ("defense", "most"), [("marvell", 6), ("noisy_label", 3), ("projected_labels", 3), ("gafm", 8)]
+)
+def test_the_host_waits_for_a_gpu_a_few_times_a_step(
+    gpu: torch.device, defense: str, most: int
+) -> None:
+    """As the benchmark counts it. Waits for each column, or each row, are many."""
+    assert float(steps(gpu, 64, defense).found.split()[0]) <= most
+
+
 KILLED = [
     ("two classes", "{name: marvell}", DROPOUT),
     ("two classes", "{name: iso, noise: persistent}", ""),

@@ -74,12 +74,6 @@ def test_autocast_ends_also_after_an_error() -> None:
     assert fast(rows()).dtype == torch.float32
 
 
-def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda _name: None)
-    with pytest.raises(SettingsError, match=r"compile: there is no C\+\+ compiler"):
-        speed_up(model(), None, compiled=True)
-
-
 @pytest.mark.parametrize(("autocast", "compiled"), [("bfloat16", False), (None, True)])
 def test_several_processes_are_refused(autocast: Autocast, compiled: bool) -> None:
     settings: Any = SimpleNamespace(autocast=autocast, compile=compiled)

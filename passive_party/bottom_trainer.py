@@ -37,6 +37,7 @@ from splitveil.common.run.host_copies import to_device
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.text.wording import suggest
+from splitveil.passive_party.feature_values import feature_values
 
 
 class _Saved(NamedTuple):
@@ -179,6 +180,10 @@ class BottomTrainer:
     def rows(self, positions: Positions) -> Features:
         """Gather the features of some rows; best called while waiting for the peer."""
         return self._features.rows(torch.from_numpy(positions.copy()).to(self._device))
+
+    def feature_values(self, positions: Positions) -> Tensor:
+        """Return some rows' features as plain numbers, (rows, values), float16."""
+        return feature_values(self.rows(positions))
 
     def training_rows(self, positions: Positions) -> Features | Positions:
         """Gather what ``forward`` needs; of several processes each gathers its own rows."""

@@ -34,16 +34,6 @@ def speed_up(model: nn.Module, autocast: Autocast, *, compiled: bool = False) ->
         _compile_training(model)
 
 
-def refuse_speed_ups(autocast: Autocast, *, compiled: bool) -> None:
-    """Refuse both where several processes share a model.
-
-    Raises:
-        SettingsError: one of them is asked for.
-    """
-    if autocast is not None or compiled:
-        raise SettingsError("autocast, compile: not where several processes compute a model")
-
-
 def _compile_training(model: nn.Module) -> None:
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device

@@ -177,7 +177,7 @@ class Supervised:
         return self._log.read_text(encoding="utf-8")
 
     def kill_worker(self) -> None:
-        found = re.search(r"worker 1 of 1: process (\d+)", self.output)
+        found = re.search(r"rank 1 of 2: process (\d+)", self.output)
         assert found is not None, self.output
         os.kill(int(found[1]), signal.SIGKILL)
 

@@ -274,7 +274,7 @@ class Ranks:
             one[:count] for one, count in zip(self._all_gathered(values), counts, strict=True)
         ]
         found = torch.sparse_coo_tensor(
-            torch.cat(every_index, 1), torch.cat(every_value), own.shape
+            torch.cat(every_index, 1), torch.cat(every_value), own.shape, check_invariants=False
         )
         return found.coalesce()
 

@@ -196,11 +196,6 @@ def test_predictions_rise_with_the_label_whichever_way_the_generator_turns(direc
     assert torch.equal(oriented(seeded(64, 3).float(), None), -direction * before)
 
 
-def test_the_orientation_is_noted_on_the_generators_device() -> None:
-    oriented = losses.Oriented(generator_of(3).to("meta"))
-    assert oriented.agreement.device == torch.device("meta")
-
-
 # ---- softened labels
 
 

@@ -306,7 +306,6 @@ def _target(leak_auc: float, epochs: int, context: DefenseContext) -> Target:
 
 
 def _fresh_ratio(sum_kl: float, epochs: int, context: DefenseContext) -> float:
-    """Return the power ratio at which the fresh answers of a run leave this divergence."""
     if context.num_classes > 2:
         return worst_pair_factor(context.num_classes) * epochs / sum_kl
     return power_ratio_for(sum_kl, epochs, context.cut_dim, context.pos_fraction)

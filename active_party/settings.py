@@ -180,14 +180,6 @@ class LeakGateSettings(Section):
     only ``warn`` is accepted."""
 
 
-class DistributionSettings(Section):
-    """Steps at which gradients are counted by norm and direction, class by class."""
-
-    epochs: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Epochs, from 0 as in ``metrics.jsonl``; the first batch of each with enough examples of both
-    classes is counted. ``null`` for 0, 1, 2, 4, 8, ... and the last."""
-
-
 class LeakMonitorSettings(AuditSettings):
     """Attacks that this party runs on the gradients it sends, to measure what they leak."""
 
@@ -274,10 +266,6 @@ class ActiveSettings(PartySettings):
 
     leak_monitor: LeakMonitorSettings | None = LeakMonitorSettings()
     """Attacks that this party runs on its own defended gradients; ``null`` for none."""
-
-    distributions: DistributionSettings | None = DistributionSettings()
-    """Histograms of gradients before and after the defense, by class, in this party's own metrics
-    and report; ``null`` for none. They are not made in a run with more than two classes."""
 
     run_budget: RunBudget | None = None
     """Limit on what the run may reveal about each label in total; ``null`` for no limit.

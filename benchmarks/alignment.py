@@ -68,7 +68,7 @@ def write_parties(folder: Path, num_ids: int, memory_limit: str | None = None) -
         data: dict[str, Any] = {"id_column": "id", "source": source, "features": {"numeric": "x"}}
         if party == "active":
             data["label_column"] = "label"
-        settings = PARTY | own_settings | {"data": data, "alignment_memory_limit": memory_limit}
+        settings = PARTY | own_settings | {"data": data}
         (folder / f"{party}.yaml").write_text(yaml.safe_dump(settings))
 
 

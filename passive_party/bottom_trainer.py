@@ -36,6 +36,7 @@ from splitveil.common.run.host_copies import to_device
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.text.wording import suggest
+from splitveil.passive_party.feature_values import feature_values
 
 
 class _Saved(NamedTuple):
@@ -189,6 +190,10 @@ class BottomTrainer:
     def rows(self, positions: Positions) -> Features:
         """Gather the features of some rows; best called while waiting for the peer."""
         return self._features.rows(torch.from_numpy(positions.copy()).to(self._device))
+
+    def feature_values(self, positions: Positions) -> Tensor:
+        """Return some rows' features as plain numbers, (rows, values), float16."""
+        return feature_values(self.rows(positions))
 
     def forward(self, features: Features, *, stashes_weights: bool = False) -> Tensor:
         """Return the activation of a training batch, (batch, *cut_shape), and keep its graph.

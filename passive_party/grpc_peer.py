@@ -185,7 +185,6 @@ class GrpcPeer:
             raise
 
     def _compare_contracts(self, party: str) -> None:
-        """Ask the active party for its contract, as ``check`` does, to name both values."""
         own = self.connection.contract
         introduction = probes.Introduction(party, own.canonical_json(), time.time(), None)
         request = pb.ProbeRequest(introduction=probes.encode_introduction(introduction))

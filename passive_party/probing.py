@@ -94,7 +94,6 @@ class Probing:
         return Speed(statistics.median(trips), passed / taken_s)
 
     def _bytes_that_came_back(self) -> Iterator[int]:
-        """Keep some probes under way, and yield the number of bytes that have come back so far."""
         request = pb.ProbeRequest(padding=bytes(PROBE_PADDING_BYTES))
         waiting = deque(self._begin(request) for _ in range(UNDER_WAY))
         passed = 0

@@ -95,7 +95,6 @@ def test_rows(run: RunFiles) -> Iterator[tuple[str, str]]:
 
 
 def _undefended_auc(run: RunFiles, own: StoredPredictions) -> float | None:
-    """Return the test AUC of a run beside this one on the same rows, without a defense."""
     with suppress(SettingsError):  # a damaged run beside this one
         for folder in undefended_beside(run):
             summary, other = find_summary(folder), read_predictions(folder)

@@ -103,7 +103,6 @@ def _open_store(settings: ParquetSource, bucket: str) -> Any:
 
 
 def _region(settings: ParquetSource, bucket: str) -> str | None:
-    """Return the region of an S3 bucket, which is looked up if nothing names it."""
     store = settings.store
     named = store.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     if named is not None or store.endpoint is not None:
@@ -175,7 +174,6 @@ def _matching(table_path: TablePath, root: str) -> Iterator[Any]:
 
 
 def _fits(path: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Return whether segments of a path fit a pattern; ``**`` stands for any number of them."""
     if not (path and pattern):
         return not path and set(pattern) <= {"**"}
     if pattern[0] == "**":

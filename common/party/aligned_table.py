@@ -101,7 +101,6 @@ def print_aligned(found: AlignedTable, *, as_json: bool) -> None:
 
 
 def _rows_of(source: TableSource, rows: NDArray[np.int64]) -> Any:
-    """Return some rows of a table, at least one, ascending; no others are held."""
     names = source.column_names()
     parts, done = [], 0
     for part in columns_in_parts(source, names):

@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 MAY_CHANGE = frozenset(
     {
         "alignment_attempts",
-        "alignment_memory_limit",
         "allow_audits",
         "answers",
         "connect",

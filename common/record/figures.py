@@ -202,6 +202,9 @@ class RunFigures(NamedTuple):
     """The same for 1 %."""
     precision_at_100: Number = None
     """Share of positives among the 100 highest scores."""
+    over_features: Maybe[AdvantageFigures] = None
+    """Of model completion at the passive party: by how much its AUC is larger than that of a head
+    on this party's features that knows the same labels, which is ``prior``."""
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,6 @@ class _FiguresColumn(ProgressColumn):
 
 
 def _figures(task: Task) -> list[str]:
-    """Return the figures after the count of steps; the last ones are left out first."""
     numbers: list[str] = [*task.fields["numbers"]]
     speed = task.finished_speed or task.speed
     return [

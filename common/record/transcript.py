@@ -169,7 +169,6 @@ class Transcript:
                         self._changed.notify_all()
 
     def _gathered(self) -> list[tuple[float, Crossing | AnsweredRequest]]:
-        """Wait for entries, and return all that have come; none once the transcript is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
         self._hurry.wait(_GATHERED_S)
@@ -286,7 +285,6 @@ def compare(one: Verified, other: Verified) -> TranscriptComparison:
 
 
 def _write_whole(file: FileIO, line: bytes) -> None:
-    """Append a line to an unbuffered file, or leave the file as it was."""
     begin, written = file.seek(0, SEEK_END), 0
     try:
         while written < len(line):
@@ -298,7 +296,6 @@ def _write_whole(file: FileIO, line: bytes) -> None:
 
 
 def _continue(path: Path) -> tuple[int, str]:
-    """Return the number and link of the next line, and cut off an unfinished line."""
     if not path.exists():
         return 0, _FIRST_LINK
     number, link, whole = 0, _FIRST_LINK, 0

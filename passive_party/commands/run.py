@@ -131,13 +131,13 @@ def _train(
         return
     if run.trainer is not None and build_trainer.encoder is not None:
         try_to_measure(settings.report, folder, run.trainer, build_trainer.encoder, len(data.ids))
-    leave_results(folder, recorder.summary(), transcript, stopped)
+    features = None if run.trainer is None else run.trainer.feature_values
+    leave_results(folder, recorder.summary(features), transcript, stopped)
     aligner.tried.forget()
     store.forget_finished()  # last: a process that ends before this does not train from scratch
 
 
 def _was_ended(settings: PassiveSettings, folder: Path, interruption: Interruption) -> bool:
-    """Return whether the run is over, finished or ended for good by the active party; say so."""
     if command_line.is_finished(folder):
         return True
     if end_of(folder) is None or _peer_is_back(settings, interruption):
@@ -147,7 +147,6 @@ def _was_ended(settings: PassiveSettings, folder: Path, interruption: Interrupti
 
 
 def _peer_is_back(settings: PassiveSettings, interruption: Interruption) -> bool:
-    """Return whether the active party, which had ended the run for good, serves again."""
     until = time.monotonic() + min(BACK_WITHIN_S, settings.reconnect.max_s)
     with idle_peer(settings) as peer:
         while time.monotonic() < until:

@@ -303,9 +303,9 @@ def test_what_a_party_stored_of_a_run_is_audited(tmp_path: Path, call: Call) -> 
     assert [file.name for file in files] == ["received-0001.npz", "received-0002.npz"]
     assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
     found = call("audit", *files, "--attacks", "exploit", "cosine", "--json").json()
-    (replayed,) = found["run"]
-    assert (replayed["attack"], replayed["examples"]) == ("exploit", found["rows"] / 2)
-    assert replayed["auc"] > 0.95
+    (searched,) = found["run"]
+    assert (searched["attack"], searched["examples"]) == ("exploit", found["rows"] / 2)
+    assert searched["auc"] > 0.95
 
 
 @pytest.mark.parametrize(

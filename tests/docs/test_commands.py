@@ -19,6 +19,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from splitveil import Run
 from splitveil.active_party.settings import ActiveSettings
@@ -31,6 +32,7 @@ from splitveil.deploy import overrides
 from splitveil.deploy.demo import DEMO
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support.commands import Done, begun, called, ended, write_tables
+from tests.support.equality import assert_same_weights
 from tests.support.markdown import GUIDE, ROOT, Block, blocks, name_of, prose
 from tests.support.simulation import free_address
 
@@ -284,3 +286,29 @@ def test_every_piece_of_settings_is_accepted(own: Path, tmp_path: Path, block: B
     (tmp_path / "party.yaml").write_text(yaml.safe_dump(merged))
     section: type[PartySettings] = ActiveSettings if kind == "active" else PassiveSettings
     load_party_settings(section, tmp_path / "party.yaml")
+
+
+def test_one_script_simulates_and_runs_real_parties_with_equal_bits(tmp_path: Path) -> None:
+    programs = [
+        one.text
+        for one in blocks(ROOT / "docs" / "guide" / "python-api.md")
+        if one.language == "python"
+    ]
+    (tables,) = (one.partition("(run,)")[0] for one in programs if "clients = " in one)
+    (study,) = (one for one in programs if "sys.argv" in one)
+    head = 'from splitveil import simulate\n\nshort = {"contract.epochs": 2}\n'
+    (tmp_path / "study.py").write_text(head + tables + study)
+    address = free_address()
+    assert ended(begun(tmp_path, "study")).exit_code == 0
+    both = [
+        begun(tmp_path, "study", party, "--set", f"{option}={address}", "--set", "torch_threads=1")
+        for party, option in (("active", "listen"), ("passive", "connect"))
+    ]
+    assert [ended(process).exit_code for process in both] == [0, 0]
+    run, there = (Run(tmp_path / one / "simulated-seed-0") for one in ("simulated", "runs"))
+    for party in ("active", "passive"):
+        weights = (
+            load_file(one.path / party / "checkpoint" / "model.safetensors") for one in (run, there)
+        )
+        assert_same_weights(*weights)
+    assert run.rows("epochs") == there.rows("epochs")

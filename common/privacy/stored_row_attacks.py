@@ -1,4 +1,4 @@
-"""Attacks that replay a run from the gradients and activations that a party has stored.
+"""Attacks that search a whole run in the gradients and activations that a party has stored.
 
     exploit            searches labels and a surrogate of the top model, such that the surrogate's
                        gradients at the activations are the received ones (Kariyappa and Qureshi,
@@ -21,7 +21,7 @@ follows the top model. ``exploit`` and ``gramssat_k`` add the cross entropy of p
 divergence of each batch's mean q from the classes' shares.
 
 A top model with two outputs exchanged sends the same gradients. Without labels or the top model's
-first weights, the names of the classes are therefore a guess; `replay` measures such an
+first weights, the names of the classes are therefore a guess; `attack_stored_rows` measures such an
 attack with the names that suit it best, as an AUC below 1/2 is turned. All that ``lea`` takes from
 the gradients are the names, log2(n!) bits in a whole run: its clusters are what features reveal.
 """
@@ -42,7 +42,7 @@ from splitveil.common.privacy.final_attacks import Hints, one_against_rest, pick
 from splitveil.common.privacy.gradient_rows import unit_rows
 from splitveil.common.privacy.observation import LabelClasses
 
-REPLAY_ATTACKS: Mapping[str, str] = MappingProxyType(
+STORED_ROW_ATTACKS: Mapping[str, str] = MappingProxyType(
     {
         "exploit": "the classes' shares",
         "gramssat_1": "the classes' shares, 1 label of each",
@@ -122,14 +122,14 @@ def unsplit(received: Received, num_classes: int, seed: int = 0) -> Tensor:
     distances = torch.zeros(received.num_examples, num_classes)
     labels = torch.eye(num_classes)
 
-    def loss(batch: _Replayed) -> Tensor:
+    def loss(batch: _Fitted) -> Tensor:
         each = torch.stack([batch.distances(label) for label in labels], dim=1)
         # Earlier passes, of a worse surrogate, count ever less.
         distances.index_add_(0, batch.positions, each.detach())
         distances.mul_(0.5 ** (len(each) / len(received.positions)))
         return each.amin(dim=1).mean()
 
-    _replay(received, num_classes, loss, seed)
+    _fit(received, num_classes, loss, seed)
     return _memberships(distances)
 
 
@@ -179,10 +179,10 @@ def surrogate(row_dim: int, num_classes: int, seed: int) -> nn.Module:
         )
 
 
-def replay(
+def attack_stored_rows(
     attack: str, received: Received, labels: npt.NDArray[np.int64], classes: LabelClasses
 ) -> list[RunScores]:
-    """Run one of `REPLAY_ATTACKS`, and score what it did not know.
+    """Run one of `STORED_ROW_ATTACKS`, and score what it did not know.
 
     Args:
         labels: of all examples, for the side information, and for the names of the classes where
@@ -219,7 +219,7 @@ def replay(
     return [RunScores(others, scores[:, target]) for target in classes.targets]
 
 
-class _Replayed(NamedTuple):
+class _Fitted(NamedTuple):
     gradients: Tensor
     positions: Tensor
     logits: Tensor
@@ -247,7 +247,7 @@ def _search(received: Received, shares: Sequence[float], hints: Hints | None, se
     searched = nn.Embedding(received.num_examples, len(shares), sparse=True)
     nn.init.zeros_(searched.weight)
 
-    def loss(batch: _Replayed) -> Tensor:
+    def loss(batch: _Fitted) -> Tensor:
         labels = searched(batch.positions).softmax(dim=1)
         agreement = batch.cross_entropy(labels) / entropy
         means = labels.mean(dim=0).clamp(min=1e-9)
@@ -261,15 +261,15 @@ def _search(received: Received, shares: Sequence[float], hints: Hints | None, se
         place[torch.from_numpy(hints.rows)] = torch.from_numpy(hints.labels)
         rows = torch.nonzero(place[received.positions] >= 0)[:, 0]
         known = _Known(rows, one_hot(place[received.positions[rows]], len(shares)).float())
-    _replay(received, len(shares), loss, seed, searched, known)
+    _fit(received, len(shares), loss, seed, searched, known)
     likely: Tensor = searched.weight.data.log_softmax(dim=1)
     return likely
 
 
-def _replay(
+def _fit(
     received: Received,
     num_classes: int,
-    loss: Callable[[_Replayed], Tensor],
+    loss: Callable[[_Fitted], Tensor],
     seed: int,
     searched: nn.Module | None = None,
     known: _Known | None = None,
@@ -287,11 +287,11 @@ def _replay(
     if searched is not None:
         optimizers.append(torch.optim.SparseAdam(searched.parameters(), lr=_LABEL_LEARNING_RATE))
 
-    def step(chosen: slice | Tensor, loss: Callable[[_Replayed], Tensor]) -> None:
+    def step(chosen: slice | Tensor, loss: Callable[[_Fitted], Tensor]) -> None:
         with torch.enable_grad():
             logits, slopes = _logits_and_slopes(top, rows.activations[chosen])
             gradients, positions = rows.gradients[chosen], rows.positions[chosen]
-            value = loss(_Replayed(gradients, positions, logits, slopes * scale.exp()))
+            value = loss(_Fitted(gradients, positions, logits, slopes * scale.exp()))
         for optimizer in optimizers:
             optimizer.zero_grad()
         torch.autograd.backward(value)

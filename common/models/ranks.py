@@ -117,11 +117,17 @@ class Ranks:
 
     # ---- what rank 0 wants ----
 
-    def order(self, kind: OrderKind, number: int = 0, content: Tensor | None = None) -> None:
+    def order(
+        self,
+        kind: OrderKind,
+        number: int = 0,
+        content: Tensor | None = None,
+        within: timedelta = _WITHIN,
+    ) -> None:
         """Say what all ranks do next; only at rank 0."""
         given = torch.zeros(0, dtype=torch.int64) if content is None else content.cpu()
         header = torch.tensor([_KINDS.index(kind), number, len(given)])
-        self.move(dict.fromkeys(self.others, header))
+        self.move(dict.fromkeys(self.others, header), within=within)
         self._broadcast(given)
 
     def next_order(self) -> Order:
@@ -148,7 +154,7 @@ class Ranks:
         """Ask every rank for a sign of life, and do what is to be done if one is gone."""
         with self.lock:
             if self._is_open:
-                self.order("ping")
+                self.order("ping", within=_ANSWERS_WITHIN)
                 self.move({}, {rank: torch.zeros(1) for rank in self.others}, _ANSWERS_WITHIN)
 
     def close(self) -> None:
@@ -159,7 +165,7 @@ class Ranks:
                 self._on_lost = _raise_lost
                 with suppress(RankLost):
                     if not self.rank:
-                        self.order("end")
+                        self.order("end", within=_ANSWERS_WITHIN)
                 dist.destroy_process_group()
 
     # ---- tensors ----
@@ -274,7 +280,10 @@ class Ranks:
             one[:count] for one, count in zip(self._all_gathered(values), counts, strict=True)
         ]
         found = torch.sparse_coo_tensor(
-            torch.cat(every_index, 1), torch.cat(every_value), own.shape, check_invariants=False
+            torch.cat(every_index, 1),
+            torch.cat(every_value),
+            own.shape,
+            check_invariants=True,
         )
         return found.coalesce()
 

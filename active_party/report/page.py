@@ -154,7 +154,7 @@ def report_page(run: RunFiles) -> str:
         gate_rows=list(tables.gate_rows(run)),
         audit_rows=list(tables.audit_rows(run)),
         run_level_rows=list(tables.run_level_rows(run)),
-        ledger_panels=panels.ledger_panels(run, leak),
+        ledger_panel=panels.ledger_panel(run, leak),
         circumstances=list(circumstances(run.active.summary, run.active.metrics, traffic)),
         traffic_rows=traffic_rows(traffic, _only_peer(run)),
         completion=tables.completion_in_words(run),

@@ -380,8 +380,8 @@ def test_the_page_holds_every_chart_and_needs_nothing_from_elsewhere(tmp_path: P
     write_run(tmp_path, settings={"run_budget": {"sum_kl": 2.0}})
     page = page_of(tmp_path)
     charts = page.count('role="img"')
-    # The picture; leak, ledger and divergence, loss and test AUC.
-    assert charts == 1 + len(ATTACKS) + 2 + 2
+    # The picture; leak, ledger, loss and test AUC.
+    assert charts == 1 + len(ATTACKS) + 1 + 2
     assert page.startswith("<!DOCTYPE html>")
     assert "//" not in page
     assert "@import" not in page
@@ -447,7 +447,7 @@ def test_a_run_that_was_killed_or_had_no_step_yet_still_has_a_report(tmp_path: P
     metrics.write_text(metrics.read_text()[:-20])
     page = page_of(tmp_path)
     assert "no summary" in page
-    assert page.count('role="img"') == 1 + len(ATTACKS) + 2 + 2
+    assert page.count('role="img"') == 1 + len(ATTACKS) + 1 + 2
     metrics.write_text("")
     page = page_of(tmp_path)
     assert "was not measured" in page

@@ -113,7 +113,7 @@ def epochs(
             case EpochPlot(statistic=row.statistic):
                 panel, line = _words(row.statistic.removeprefix("epoch_")), row.variant
             case ClassesPlot() if row.statistic.startswith("epoch_norm_q"):
-                panel, line = row.variant, f"{row.attack}, {row.statistic[-2:]} % of rows"
+                panel, line = row.variant, f"{row.attack}, {int(row.statistic[-2:])} %"
             case _:
                 continue
         of_line = found.setdefault(panel, {}).setdefault(line, {})

@@ -537,7 +537,7 @@ def test_stored_gradients_give_norms_of_each_class_and_no_row(tmp_path: Path) ->
     assert panel[0] == "none"
     assert len(panel[1]) == 6
     point = Point(1.0, 0.0, found["label 1", "epoch_norm_q50"], 0.0)
-    assert panel[1]["label 1, 50 % of rows"] == [point]
+    assert panel[1]["label 1, 50 %"] == [point]
 
 
 def row(variant: str, seed: int, statistic: str, value: float, **where: Any) -> FigureRow:

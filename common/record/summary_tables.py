@@ -15,7 +15,7 @@ from splitveil.common.text.wording import in_words, label
 
 logger = logging.getLogger(__name__)
 
-OVER_FEATURES = "AUC over features with the same labels (no bound covers it)"
+OVER_FEATURES = "AUC over features with the same labels (no bound limits it)"
 
 
 def print_summary(party: str, summary: Summary, *, console: Console | None = None) -> None:

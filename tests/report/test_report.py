@@ -325,7 +325,7 @@ OVER_FEATURES = AdvantageFigures(0.06, 0.05, 0.07, 0.74)
     [
         ("completion_40", OVER_FEATURES, "0.820), +0.060 (+0.050 to +0.070) over features with"),
         ("completion_40", None, "0.820), and how much of it features reveal was not measured"),
-        ("accumulated_spectral", None, "are about gradients: not measured"),
+        ("accumulated_spectral", None, "what features reveal): not measured"),
     ],
 )
 def test_the_limits_say_what_the_trained_bottom_model_gives_away(
@@ -334,7 +334,7 @@ def test_the_limits_say_what_the_trained_bottom_model_gives_away(
     figures = RunFigures(0.8, 0.78, 0.82, over_features=over)
     page = page_of(write_run(tmp_path, summary=of_run(**{attack: figures})))
     watched = page.partition('id="watch"')[2].partition("</section>")[0]
-    assert "which no bound covers" in watched
+    assert "which no bound limits" in watched
     assert said in watched
 
 

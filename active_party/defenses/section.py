@@ -257,7 +257,6 @@ class DefenseSection(Section):
         return None
 
     def _refusal(self, _context: DefenseContext, /) -> str | None:
-        """Explain why the defense cannot be used with this number of classes; None if it can."""
         return None
 
     def budget_refusal(self, _context: DefenseContext, /) -> str | None:
@@ -388,7 +387,6 @@ class NoisyDefense(SeededDefense):
         )
 
     def _noise_source(self, secrets: NoiseSecrets) -> NoiseSource:
-        """Return the source of fresh noise, once persistent noise is known to have its key."""
         if self.noise == "persistent":
             require_key(secrets.noise_key, self.title)
         if self.insecure_noise_seed is not None:

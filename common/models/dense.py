@@ -257,7 +257,6 @@ class WidePart(nn.Module):
         return logits + self._summed(values[:, numeric_dim:])
 
     def _summed(self, weights: Tensor) -> Tensor:
-        """Sum the weights of each row's categories."""
         if self._num_logits == 1:
             return weights.sum(dim=1)
         return weights.reshape(len(weights), -1, self._num_logits).sum(dim=1)

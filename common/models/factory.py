@@ -212,7 +212,6 @@ def _in_words(rows: int) -> str:
 
 
 def _one_logit(_model: nn.Module, _given: object, output: object) -> object:
-    """Let a last layer of one output, (rows, 1), give a logit per row, (rows,)."""
     if isinstance(output, Tensor) and output.ndim == 2 and output.shape[1] == 1:
         return output.squeeze(1)
     return output

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.device import missing_compiler
+from splitveil.common.models.whole_batch_norm import WholeBatchNorm
 
 Autocast = Literal["bfloat16"] | None
 
@@ -34,16 +35,6 @@ def speed_up(model: nn.Module, autocast: Autocast, *, compiled: bool = False) ->
         _compile_training(model)
 
 
-def refuse_speed_ups(autocast: Autocast, *, compiled: bool) -> None:
-    """Refuse both where several processes share a model.
-
-    Raises:
-        SettingsError: one of them is asked for.
-    """
-    if autocast is not None or compiled:
-        raise SettingsError("autocast, compile: not where several processes compute a model")
-
-
 def _compile_training(model: nn.Module) -> None:
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
@@ -52,6 +43,9 @@ def _compile_training(model: nn.Module) -> None:
     # torch's compiler takes seconds to import.
     from torch._functorch import config as functorch_config  # noqa: PLC0415
 
+    for part in model.modules():
+        if isinstance(part, WholeBatchNorm):  # a graph of its own: ranks talk within it
+            part.forward = torch.compiler.disable(part.forward)  # type: ignore[method-assign]
     # The active party goes backwards through one graph twice: for the answer, and to learn.
     functorch_config.donated_buffer = False
     # Other numbers of rows, as of the last batch of an epoch, do not compile it again.

@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 MAY_CHANGE = frozenset(
     {
         "alignment_attempts",
-        "alignment_memory_limit",
         "allow_audits",
         "answers",
         "connect",
@@ -131,7 +130,7 @@ def prepare(settings: PartySettings, rank: Rank = ONLY) -> torch.device:
     device = device_of(settings, rank)
     cores = len(os.sched_getaffinity(0)) // rank.local_size
     torch.set_num_threads(settings.torch_threads or max(1, cores))
-    torch.manual_seed(settings.model_seed)
+    torch.manual_seed(settings.model_seed + 1_000_003 * rank.number)  # for dropout
     return device
 
 

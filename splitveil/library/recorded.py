@@ -122,7 +122,9 @@ class _Passive:
 
     def write_summary(self) -> None:
         """Write the summary, after the recorder has been closed."""
-        write_summary(self._folder, replace(self.recorder.summary(), version=VERSION))
+        trainer = self.run.trainer
+        summary = self.recorder.summary(None if trainer is None else trainer.feature_values)
+        write_summary(self._folder, replace(summary, version=VERSION))
 
 
 class _Recorder(PassiveRecorder):

@@ -33,60 +33,44 @@ TABLES: Mapping[str, Callable[[Path], None]] = {
 FLIPS = "{name: noisy_label, mechanism: {kind: randomized_response, epsilon: 2}}"
 GAUSSIAN = "{name: noisy_label, mechanism: {kind: gaussian}}"
 POSTERIOR = "{name: noisy_label, mechanism: {kind: gaussian, posterior: model}}"
+ALIBI = "{name: noisy_label, mechanism: {kind: alibi, epsilon: 2}}"
 PROJECTED = "{name: projected_labels, stages: 2, rank: 8}"
-EVERY_ATTACK = [*ATTACKS, *RUN_ATTACKS]
+OF_SEVERAL = f"""{{name: none}}
+{{name: iso}}
+{{name: max_norm, noise: persistent}}
+{{name: marvell}}
+{{name: marvell, statistics: running}}
+{FLIPS}
+{POSTERIOR}
+{ALIBI}
+{PROJECTED}"""
+OF_TWO = f"""{OF_SEVERAL}
+{{name: iso, noise: persistent}}
+{{name: max_norm}}
+{{name: max_norm_positive}}
+{{name: marvell, secure_noise: true}}
+{{name: marvell, noise: persistent}}
+{{name: marvell, strength: {{leak_auc: 0.6}}}}
+{GAUSSIAN}
+{{name: noisy_label, mechanism: {{kind: laplace, epsilon: 2}}}}
+{{name: gafm}}
+{{name: gafm, response: persistent, terms: gan_only}}
+{{name: gafm, composed_with: {{name: marvell}}}}
+{{name: gafm, composed_with: {FLIPS}}}"""
+PATHS = [
+    *(("two classes", defense) for defense in OF_TWO.splitlines()),
+    *(("four classes", defense) for defense in OF_SEVERAL.splitlines()),
+    *(("numbers", defense) for defense in ("{name: none}", GAUSSIAN, PROJECTED)),
+    ("three parties", PROJECTED),
+    *((table, "{name: marvell}") for table in ("wide_deep", "tabular", EXTRAS)),
+]
 OF_LABEL_OWNER = [
     name
     for attacks in (ATTACKS, RUN_ATTACKS)
     for name, attack in attacks.items()
     if SideInformation.ACTIVATIONS not in attack.needs
 ]
-OF_FEATURE_OWNER = [name for name in EVERY_ATTACK if "informed" not in name]
-PATHS = [
-    *(
-        ("two classes", defense)
-        for defense in (
-            "{name: none}",
-            "{name: iso}",
-            "{name: iso, noise: persistent}",
-            "{name: max_norm}",
-            "{name: max_norm, noise: persistent}",
-            "{name: max_norm_positive}",
-            "{name: marvell}",
-            "{name: marvell, secure_noise: true}",
-            "{name: marvell, noise: persistent}",
-            "{name: marvell, statistics: running}",
-            "{name: marvell, strength: {leak_auc: 0.6}}",
-            FLIPS,
-            GAUSSIAN,
-            "{name: noisy_label, mechanism: {kind: laplace, epsilon: 2}}",
-            "{name: noisy_label, mechanism: {kind: alibi, epsilon: 2}}",
-            POSTERIOR,
-            PROJECTED,
-            "{name: gafm}",
-            "{name: gafm, response: persistent, terms: gan_only}",
-            "{name: gafm, composed_with: {name: marvell}}",
-            f"{{name: gafm, composed_with: {FLIPS}}}",
-        )
-    ),
-    *(
-        ("four classes", defense)
-        for defense in (
-            "{name: none}",
-            "{name: iso}",
-            "{name: max_norm, noise: persistent}",
-            "{name: marvell}",
-            "{name: marvell, statistics: running}",
-            FLIPS,
-            POSTERIOR,
-            "{name: noisy_label, mechanism: {kind: alibi, epsilon: 2}}",
-            PROJECTED,
-        )
-    ),
-    *(("numbers", defense) for defense in ("{name: none}", GAUSSIAN, PROJECTED)),
-    ("three parties", PROJECTED),
-    *((table, "{name: marvell}") for table in ("wide_deep", "tabular", EXTRAS)),
-]
+OF_FEATURE_OWNER = [name for name in [*ATTACKS, *RUN_ATTACKS] if "informed" not in name]
 
 
 @pytest.fixture(scope="module")

@@ -119,6 +119,11 @@ def _add_align(commands: Commands, example: str) -> None:
         help="aligned.parquet or aligned.csv: this party's rows of the common ids, in the order "
         "that is the same at all parties; an earlier file is replaced",
     )
+    align.add_argument(
+        "--positions",
+        action="store_true",
+        help="write the columns of the ids and their position in that order, from 0, and no others",
+    )
     add_json(align)
 
 

@@ -2,6 +2,7 @@
 
 checkpoint/run.state             constants of the whole run: its id, nonces, common rows, secrets
 checkpoint/at-0000001234.state   everything that changes, after 1,234 batches
+checkpoint/design0.lasting       large parts of these states that never change
 checkpoint/answered.log          the answered questions and their charges (active party)
 checkpoint/releases.safetensors  what defenses with stages released about all labels (active party)
 
@@ -16,11 +17,13 @@ import logging
 import pickle
 import re
 import zipfile
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
 import torch
+from torch import Tensor
 
 from splitveil.common.errors import StorageError
 from splitveil.common.record.answer_log import AnswerLog
@@ -31,7 +34,7 @@ from splitveil.common.record.run_folder import (
     storage_errors,
     write_bytes_atomically,
 )
-from splitveil.common.run.progress import State
+from splitveil.common.run.progress import LASTING, State
 
 DIGEST_BYTES = 32
 
@@ -50,6 +53,12 @@ def serialised(state: State) -> bytes:
     buffer = io.BytesIO()
     torch.save({"version": _VERSION, "state": state}, buffer)
     return buffer.getvalue()
+
+
+def _divided(state: State) -> tuple[bytes, Mapping[str, Tensor]]:
+    """Return a state without its lasting parts, serialised, and these."""
+    lasting = state.get(LASTING, {})
+    return serialised(state | {LASTING: dict.fromkeys(lasting)}), lasting
 
 
 def write_serialised(path: Path, content: bytes) -> None:
@@ -93,6 +102,7 @@ logger = logging.getLogger(__name__)
 RUN_STATE = "run.state"
 ANSWERED = "answered.log"
 _CHECKPOINT = re.compile(r"at-([0-9]{10})\.state")
+_LASTING = ".lasting"
 _LOST = (
     "the unfinished run in this folder cannot be resumed, and no ledger holds what it has released "
     "about the labels so far: restore a copy of the file, or start over with --fresh at both "
@@ -150,6 +160,7 @@ class RunStore:
         self._answers: AnswerLog | None = None
         self._writer = ThreadPoolExecutor(1, "checkpoint") if in_background else None
         self._pending: Future[None] | None = None
+        self._lasting: set[str] = set()  # names of the parts that this process has written
 
     def __enter__(self) -> Self:
         return self
@@ -198,7 +209,7 @@ class RunStore:
     def save(self, batch_number: int, state: State) -> None:
         """Keep the state after a number of batches, and the newest few of the earlier ones."""
         self._wait()
-        self._keep_only(batch_number, serialised(state))
+        self._keep_only(batch_number, *_divided(state))
         self._forget_old_answers()
 
     def save_soon(self, batch_number: int, state: State) -> None:
@@ -210,13 +221,16 @@ class RunStore:
         if self._writer is None:
             self.save(batch_number, state)
             return
-        content = serialised(state)
+        divided = _divided(state)
         self._wait()
-        self._pending = self._writer.submit(self._keep_only, batch_number, content)
+        self._pending = self._writer.submit(self._keep_only, batch_number, *divided)
 
-    def _keep_only(self, batch_number: int, content: bytes) -> None:
+    def _keep_only(self, batch_number: int, content: bytes, lasting: Mapping[str, Tensor]) -> None:
         if self._answers is not None:
             self._answers.sync()  # a log with fewer answers than a state counts is refused
+        for name in lasting.keys() - self._lasting:
+            write_serialised(self._lasting_path(name), serialised({name: lasting[name]}))
+            self._lasting.add(name)
         write_serialised(self._path(batch_number), content)
         for _, path in self._files()[: -self._keep]:
             delete(path)
@@ -268,7 +282,9 @@ class RunStore:
     def forget(self) -> None:
         self._wait()
         self._answers = None
-        for path in [self._folder / RUN_STATE, *(path for _, path in self._files())]:
+        self._lasting.clear()
+        lasting = self._folder.glob(f"*{_LASTING}")
+        for path in [self._folder / RUN_STATE, *(path for _, path in self._files()), *lasting]:
             delete(path)
         delete(self._folder / ANSWERED)
         self._delete_halves()
@@ -288,8 +304,12 @@ class RunStore:
 
     def _delete_halves(self) -> None:
         """Delete the half-written files of a process that was killed: they may contain secrets."""
-        for path in self._folder.glob(".*.state.*.tmp"):
-            delete(path)
+        for kind in (".state", _LASTING):
+            for path in self._folder.glob(f".*{kind}.*.tmp"):
+                delete(path)
+
+    def _lasting_path(self, name: str) -> Path:
+        return self._folder / f"{name}{_LASTING}"
 
     def _path(self, batch_number: int) -> Path:
         return self._folder / f"at-{batch_number:010d}.state"
@@ -300,9 +320,12 @@ class RunStore:
 
     def _read(self, path: Path) -> State | None:
         try:
-            return read_state(path)
+            state = read_state(path)
+            for name in state.get(LASTING, ()):
+                state[LASTING] |= read_state(self._lasting_path(name))
         except FileNotFoundError:
             return None
         except UnreadableError as error:
             logger.warning("%s: %s, and is ignored", path, error)
             return None
+        return state

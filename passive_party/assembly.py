@@ -1,5 +1,6 @@
 """Builds the passive party's objects from its settings, in one process or in several."""
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,18 @@ from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import Trial, build_bottom_model
 from splitveil.common.models.optimizers import build_optimizer
+from splitveil.common.models.ranks import Ranks
 from splitveil.common.models.settings import bins_of
-from splitveil.common.models.speed import refuse_speed_ups, speed_up
-from splitveil.common.models.spread_model import RowForm, SpreadModel, check_spreadable
-from splitveil.common.models.worker import Replica
-from splitveil.common.models.worker_line import WorkerLine
-from splitveil.common.party import command_line
+from splitveil.common.models.speed import speed_up
+from splitveil.common.models.spread_model import Beginning, Learner, Take, begin
+from splitveil.common.models.whole_batch_norm import with_whole_batches
 from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.credentials import CredentialFiles, credential_files
 from splitveil.common.party.endpoint import check_free
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.party_status import RunStatus
-from splitveil.common.party.workers import Rank, check_same_model, work
+from splitveil.common.party.workers import facts_of
 from splitveil.common.record.model_files import PretrainedWeights
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.course import AlignedRows
@@ -38,8 +38,6 @@ from splitveil.passive_party.amplified_steps import amplify_steps
 from splitveil.passive_party.bottom_trainer import (
     BottomTrainer,
     LayerTap,
-    Take,
-    TrainingPass,
     named_layer,
     stashing_weights,
 )
@@ -48,43 +46,46 @@ from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.recorder import noting_attempts
 from splitveil.passive_party.settings import PassiveSettings
 
-_ROLE = "bottom_model"
+
+def facts_of_ranks(settings: PassiveSettings, device: torch.device) -> dict[str, Any]:
+    adversary, model = settings.adversary, settings.bottom_model
+    return facts_of(settings, device, bottom_model=model, adversary=adversary)
 
 
-def work_for(settings: PassiveSettings, rank: Rank) -> None:
-    device = command_line.prepare(settings, rank)
-    depth = settings.contract.pipeline_depth
-
-    def build(facts: dict[str, Any]) -> Replica:
-        check_same_model(facts["model"], settings.bottom_model, _ROLE)
-        form = RowForm.from_json(facts["form"])
-        if form.shapes is None:
-            raise SettingsError("data.features: the passive party needs features")
-        model = build_bottom_model(
-            settings.bottom_model,
-            form.shapes,
-            settings.contract.cut_shape,
-            seed=settings.model_seed,
-        ).to(device)
-        taps = tapped(settings, model)
-        watched = list(taps.values())
-        if depth == 1:
-            return Replica(model, form, device, watched)
-        return Replica(model, form, device, watched, depth, partial(stashing_weights, model))
-
-    work(rank, build)
+def learner_of_rank(
+    settings: PassiveSettings, device: torch.device, ranks: Ranks, beginning: Beginning
+) -> Learner:
+    """Return the learner of a rank above 0."""
+    if beginning.shapes is None:
+        raise SettingsError("data.features: the passive party needs features")
+    model = build_bottom_model(
+        settings.bottom_model,
+        beginning.shapes,
+        settings.contract.cut_shape,
+        seed=settings.model_seed,
+    )
+    return learner_of(settings, model.to(device), device, beginning.total_steps, ranks)
 
 
-def spread(
-    settings: PassiveSettings, model: nn.Module, form: RowForm, line: WorkerLine
-) -> TrainingPass:
-    """Return the bottom model as all processes compute it, and the layers that are attacked."""
-    check_spreadable(model, _ROLE)
-    refuse_speed_ups(settings.autocast, compiled=settings.compile)
+def learner_of(
+    settings: PassiveSettings,
+    model: nn.Module,
+    device: torch.device,
+    total_steps: int,
+    ranks: Ranks | None,
+) -> Learner:
+    contract = settings.contract
+    if ranks is not None:
+        model = with_whole_batches(model)
+    speed_up(model, settings.autocast, compiled=settings.compile)
     taps = tapped(settings, model)
-    found = SpreadModel(model, line, list(taps.values()))
-    line.begin({"form": form.to_json(), "model": settings.bottom_model.model_dump(mode="json")})
-    return TrainingPass(found, {name: partial(found.take_seen, at) for at, name in enumerate(taps)})
+    optimizer = build_optimizer(settings.optimizer, model)
+    if settings.adversary is not None and settings.adversary.amplify:
+        amplify_steps(optimizer)
+    schedule = LambdaLR(optimizer, lambda step: contract.schedule.factor(step, total_steps))
+    depth = contract.pipeline_depth
+    keeping = partial(stashing_weights, model) if depth > 1 else nullcontext
+    return Learner(model, optimizer, schedule, device, taps, depth, keeping)
 
 
 def tapped(settings: PassiveSettings, model: nn.Module) -> dict[str, Take]:
@@ -176,10 +177,10 @@ class BottomBuilder:
         settings: PassiveSettings,
         data: PartyData,
         device: torch.device,
-        line: WorkerLine | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.encoder: FeatureEncoder | None = None
-        self._line = line
+        self._ranks = ranks
         self._settings = settings
         self._data = data
         self._device = device
@@ -201,27 +202,27 @@ class BottomBuilder:
         if encoder is None or features is None:
             raise SettingsError("data.features: the passive party needs features")
         self.encoder = encoder
-        # Each of several processes would compute a part of these rows.
-        trial = None if self._line else Trial(rows.order.batch_sizes, self._device)
-        model = self._model(encoder, trial)
+        model = self._model(encoder, Trial(rows.order.batch_sizes, self._device))
         self._pretrained.put_into(model)
         if self._earlier is not None:
             self._earlier.put_into(model)
         model.to(self._device)
-        speed_up(model, settings.autocast, compiled=settings.compile)
-        training = self._training_pass(model, encoder)
-        optimizer = build_optimizer(settings.optimizer, model)
-        if settings.adversary is not None and settings.adversary.amplify:
-            amplify_steps(optimizer)
-        total_steps = rows.total_steps(contract)
+        total_steps, ranks = rows.total_steps(contract), self._ranks
+        learner = learner_of(settings, model, self._device, total_steps, ranks)
+        spread = None
+        if ranks is not None:
+            beginning = Beginning(encoder.shapes, None, total_steps)
+            spread = begin(ranks, learner, beginning, features, rows.splits["train"])
+        taps = learner.taps if spread is None else spread.taps
         return BottomTrainer(
-            model=model,
-            optimizer=optimizer,
-            schedule=LambdaLR(optimizer, lambda step: contract.schedule.factor(step, total_steps)),
+            model=learner.model,
+            optimizer=learner.optimizer,
+            schedule=learner.schedule,
             features=features,
             device=self._device,
             data_digest=self._data.digest(encoder, features) + self._pretrained.digest,
-            training=training,
+            taps=taps,
+            spread=spread,
         )
 
     def _model(self, encoder: FeatureEncoder, trial: Trial | None = None) -> nn.Module:
@@ -229,8 +230,3 @@ class BottomBuilder:
         return build_bottom_model(
             settings.bottom_model, encoder, cut_shape, seed=settings.model_seed, trial=trial
         )
-
-    def _training_pass(self, model: nn.Module, encoder: FeatureEncoder) -> TrainingPass:
-        if self._line is None:
-            return TrainingPass(model, tapped(self._settings, model))
-        return spread(self._settings, model, RowForm(None, encoder.shapes), self._line)

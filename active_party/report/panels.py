@@ -140,7 +140,6 @@ def _leak_panel(
     styled: Sequence[tuple[str, str, LeakSeries]],
     step_label: str,
 ) -> Panel:
-    """Return an attack's leak AUC over steps above other marks; each series has style and label."""
     drawn = list(marks)
     for style, label, one in styled:
         leak = windows(one.steps, one.leak)
@@ -211,7 +210,6 @@ def trade_off(dots: Sequence[Dot]) -> Markup | None:
 def _peer_marks(
     epochs: Numbers, ledgers: Sequence[Mapping[Adversary, SpreadFigures]]
 ) -> Iterator[Mark]:
-    """Yield the bound of the strongest adversary class for whom there is one, over epochs."""
     recorded = [
         (peers, [bounds[peers] for bounds in ledgers])
         for peers in Adversary
@@ -231,7 +229,6 @@ def _bound_marks(
     written: Callable[[float], str],
     name: str | None = None,
 ) -> Iterator[Mark]:
-    """Yield one bound over epochs, from its mean over the examples to its largest."""
     largest = column(spread.max for spread in spreads)
     yield Band(epochs, column(spread.mean for spread in spreads), largest, style)
     label = f"{name or style} ({written(largest[-1])})"

@@ -1,310 +1,418 @@
-"""A model whose training batches several processes of one party compute, each some of the rows.
+"""A model whose training batches all ranks of a party compute, each the rows that it owns.
 
-Rank 0 holds the model, the optimizer and the data. For each batch it sends every worker the weights
-and its share of the rows, and puts the outputs together in the order of the batch. What happens to
-the outputs then is that of one process: the loss is one mean over the whole batch, and a defense
-sees the whole gradient. Backward, each process gets the gradient of its own rows' outputs. The
-gradients of the weights are added up in the order of the ranks, so that the same step has the same
-bits when it is computed again by as many processes.
+Every rank has the model, its optimizer and its rows of the features. Rank 0 has the protocol: it
+orders a batch, and gets the outputs of all rows. What happens to them then is that of one process:
+the loss is one mean over the whole batch, and a defense sees the whole gradient. Backward, each
+rank gets the gradient of its own rows' outputs; the gradients of the weights are added up on all
+ranks, and every rank takes the same step. So the weights stay equal without ever travelling, which
+is checked whenever a state is saved.
 
-Workers keep nothing but the graphs of the batches that wait for gradients: a checkpoint holds no
-trace of them.
+A rank may own no row of a batch: it computes a batch of no rows, so that all ranks go through what
+they compute together.
 """
 
-from collections.abc import Callable, Sequence
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.autograd.function import Function
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from splitveil.common.data.features import Features, FeatureShapes
-from splitveil.common.errors import SettingsError
-from splitveil.common.models.blocks import Inputs, tensors_of
-from splitveil.common.models.training_state import in_training_mode, trained_of
-from splitveil.common.models.worker_line import Order, Pending, WorkerLine, wait_for
+from splitveil.common.errors import SplitveilError
+from splitveil.common.models.ranks import Order, Ranks, as_bytes
+from splitveil.common.models.training_state import (
+    in_training_mode,
+    random_state,
+    set_random_state,
+    trained_of,
+)
+from splitveil.common.models.whole_batch_norm import computing_together
+from splitveil.common.run.progress import State
+from splitveil.common.run.sample_order import Positions
+from splitveil.common.run.state_bytes import state_from_bytes, state_to_bytes
+
+_logger = logging.getLogger(__name__)
+
+_BLOCK_BYTES = 16_000_000
+
+Take = Callable[[], Tensor | None]  # returns the latest gradient at a layer's output and forgets it
 
 
-class RowForm(NamedTuple):
-    """The form of a model's input."""
+class Learner(NamedTuple):
+    """A model and how it learns, the same at all ranks."""
 
-    cut_shape: tuple[int, ...] | None
-    """Shape of a row's activation, if the model takes one as its first input."""
+    model: nn.Module
+    """Maps (first input, own features or None), or own features, to outputs; on its device."""
 
-    shapes: FeatureShapes | None
-    """Of the features that follow; None if there are none."""
+    optimizer: Optimizer
+    schedule: LRScheduler
+    device: torch.device
+    taps: Mapping[str, Take] = MappingProxyType({})
+    """For each layer whose gradients are wanted at rank 0, by name."""
 
-    def zeros(self, rows: int) -> list[Tensor | Features | None]:
-        """Return inputs of this form."""
-        features = None if self.shapes is None else self.shapes.zeros(rows)
-        return [*([] if self.cut_shape is None else [torch.zeros(rows, *self.cut_shape)]), features]
+    at_once: int = 1
+    """Batches that may wait for their gradients at the same time."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        shapes = None if self.shapes is None else self.shapes._asdict()
-        return {"cut_shape": self.cut_shape, "shapes": shapes}
-
-    @classmethod
-    def from_json(cls, found: dict[str, Any]) -> "RowForm":
-        """Return the form that ``to_json`` described."""
-        return TypeAdapter(cls).validate_python(found)
+    keeping: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Surrounds the computation of a batch."""
 
 
-def shares_of(rows: int, processes: int) -> list[int]:
-    """Return how many consecutive rows of a batch each process computes, rank 0 first."""
-    each, more = divmod(rows, processes)
-    return [each + (rank < more) for rank in range(processes)]
+class _Share(NamedTuple):
+    """The rows of a batch that one rank computes, with their graph."""
 
-
-def check_spreadable(model: nn.Module, role: str) -> None:
-    """Check that shares of a batch give what the whole batch would.
-
-    Raises SettingsError, which names what stands against it.
-    """
-    for name, part in model.named_modules():
-        layer = f"{role}: several processes: {name or 'the model'} is a {type(part).__name__}"
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 (base of them all)
-            raise SettingsError(f"{layer}, which looks at a whole batch: one process computes it")
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p:  # noqa: SLF001
-            raise SettingsError(
-                f"{layer}, whose random state is that of one process: set its dropout to 0"
-            )
-        if isinstance(part, nn.Embedding) and part.sparse:
-            raise SettingsError(
-                f"optimizer.sparse_from_rows: several processes: {name} is updated in the rows of "
-                f"a batch alone, which several processes cannot add up; set it to null"
-            )
-    if any(tensor.dtype != torch.float32 for tensor in weights_of(model)):
-        raise SettingsError(f"{role}: several processes: expected weights of type float32 only")
-
-
-def weights_of(model: nn.Module) -> list[Tensor]:
-    """Return all tensors of a model that may change, in order; other buffers are its constants."""
-    return [*model.parameters(), *(one for one in model.buffers() if one.is_floating_point())]
-
-
-class RowShare(NamedTuple):
-    """The rows of a batch that one process computes, with their graph."""
-
-    inputs: Inputs
+    owners: Tensor  # the rank of each row of the batch, (batch,)
+    first: Tensor | None
     output: Tensor
 
-    @classmethod
-    def compute(
-        cls,
-        model: nn.Module,
-        inputs: Inputs,
-        keeping: AbstractContextManager[None] | None = None,
-    ) -> "RowShare":
-        """Compute the output of some rows in training mode."""
-        given = [
-            part.detach().requires_grad_() if isinstance(part, Tensor) else part for part in inputs
-        ]
-        in_training_mode(model)
-        with torch.enable_grad(), keeping or nullcontext():
-            return cls(given, model(*given))
 
-    def input_gradient(self, gradient: Tensor) -> Tensor:
-        """Return the gradient at the first input, and keep the graph."""
-        first = self.inputs[0]
-        if not isinstance(first, Tensor):
-            raise TypeError("features have no gradient")
-        (found,) = torch.autograd.grad(self.output, [first], gradient, retain_graph=True)
-        return found
-
-    def weight_gradients(self, gradient: Tensor, model: nn.Module) -> list[Tensor | None]:
-        """Return the gradients of the trained weights, None for what the output lacks."""
-        trained = trained_of(model)
-        return list(torch.autograd.grad(self.output, trained, gradient, allow_unused=True))
-
-
-def in_one(tensors: Sequence[Tensor | None]) -> Tensor:
-    """Return the values of all tensors one after another, (values,), on the CPU."""
-    flat = [tensor.detach().reshape(-1) for tensor in tensors if tensor is not None]
-    return torch.cat(flat).cpu() if flat else torch.zeros(0)
-
-
-class SpreadModel:
-    """Computes training batches of a model together with the workers; call it as the model.
+class Half:
+    """What each rank does for an order; what is for all rows of a batch is there at rank 0 only.
 
     Args:
-        model: on its device.
-        line: to the workers.
-        watched: hand over what layers' hooks have seen in a backward pass, each a gradient with a
-            row for each row of the batch or None; those of all processes are put together.
+        ranks: all of them.
+        learner: this rank's.
+        rows_at: returns features of rows that this rank owns, (rows,) int64; None if the party has
+            none.
+        cut_shape: of a row of the model's first input, if that comes from rank 0.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        line: WorkerLine,
-        watched: Sequence[Callable[[], Tensor | None]] = (),
+        ranks: Ranks,
+        learner: Learner,
+        rows_at: Callable[[Tensor], Features | None],
+        cut_shape: tuple[int, ...] | None,
     ) -> None:
-        self.model = model
-        self.line = line
-        self.seen: list[Tensor | None] = []
-        """What was watched in the last backward pass, for all rows of its batch."""
-        self._watched = watched
+        self.learner = learner
+        self._ranks = ranks
+        self._rows_at = rows_at
+        self._cut_shape = cut_shape
+        self._shares: deque[tuple[int, _Share]] = deque(maxlen=learner.at_once)
+
+    def forward(self, number: int, positions: Tensor, first: Tensor | None = None) -> Tensor:
+        """Compute a batch in training mode, and return its outputs."""
+        ranks, learner = self._ranks, self.learner
+        owners = positions % ranks.size
+        own = self._rows_at(positions[owners == ranks.rank].to(learner.device))
+        cut = None
+        if self._cut_shape is not None:
+            like = torch.empty(0, *self._cut_shape, device=learner.device)
+            cut = ranks.scatter_rows(first, owners, like).requires_grad_()
+        in_training_mode(learner.model)
+        with torch.enable_grad(), learner.keeping(), computing_together(ranks):
+            output = learner.model(own) if cut is None else learner.model(cut, own)
+        self._shares.append((number, _Share(owners, cut, output)))
+        return ranks.gather_rows(output, owners)
+
+    def input_gradient(self, number: int, gradient: Tensor | None = None) -> Tensor:
+        """Return the gradient at the first input, and keep the graph."""
+        share, own = self._of(number, gradient)
+        if share.first is None:
+            raise TypeError("features have no gradient")
+        (found,) = torch.autograd.grad(share.output, [share.first], own, retain_graph=True)
+        return self._ranks.gather_rows(found, share.owners)
+
+    def weight_gradients(
+        self, number: int, gradient: Tensor | None = None
+    ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+        """Return the gradients of the trained weights, the same at all ranks; forget the batch.
+
+        With them come the gradients at the tapped layers, for all rows at rank 0.
+        """
+        share, own = self._of(number, gradient)
+        trained = trained_of(self.learner.model)
+        found: list[Tensor | None] = [
+            *torch.autograd.grad(share.output, trained, own, allow_unused=True)
+        ]
+        self._shares = deque((one for one in self._shares if one[0] != number), self._shares.maxlen)
+        self._ranks.add_up_gradients(trained, found)
+        taken = {name: take() for name, take in self.learner.taps.items()}
+        seen = {
+            name: self._ranks.gather_rows(gradient, share.owners)
+            for name, gradient in taken.items()
+            if gradient is not None
+        }
+        return found, seen
+
+    def _of(self, number: int, gradient: Tensor | None) -> tuple[_Share, Tensor]:
+        (share,) = (share for other, share in self._shares if other == number)
+        return share, self._ranks.scatter_rows(gradient, share.owners, share.output)
+
+    def learn(self, number: int) -> None:
+        """Take the step of a batch as rank 0 does."""
+        gradients, _ = self.weight_gradients(number)
+        for weight, gradient in zip(trained_of(self.learner.model), gradients, strict=True):
+            weight.grad = gradient
+        self.learner.optimizer.step()
+        self.learner.schedule.step()
+
+    def load(self, state: State) -> None:
+        """Go on from a state of rank 0."""
+        learner, at = self.learner, self._ranks.rank - 1
+        learner.model.load_state_dict(state["model"])
+        learner.optimizer.load_state_dict(state["optimizer"])
+        learner.schedule.load_state_dict(state["schedule"])
+        if at < len(state["random"]):
+            own = state_from_bytes(bytes(state["random"][at].numpy()))
+            set_random_state(learner.device, own)
+
+    def facts(self) -> list[Tensor]:
+        """Return the random state of every rank at rank 0. Raises SplitveilError.
+
+        It is an error there if another rank's weights differ.
+        """
+        random = state_to_bytes(random_state(self.learner.device))
+        digest = hashlib.sha256()
+        for weight in self.learner.model.state_dict().values():
+            digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        every = self._ranks.gather(as_bytes(digest.digest() + random))
+        size = digest.digest_size
+        for rank, facts in enumerate(every):
+            if not torch.equal(facts[:size], every[0][:size]):
+                raise SplitveilError(
+                    f"rank {rank} has other weights than rank 0, so the ranks compute differently: "
+                    f"run all of them on machines of one type with the same libraries, and resume "
+                    f"from the last checkpoint"
+                )
+        return [facts[size:] for facts in every]
+
+
+class SpreadModel:
+    """Rank 0's part of a model that all ranks compute.
+
+    Args:
+        ranks: all of them, each of which has taken part in ``begin``.
+        half: rank 0's.
+    """
+
+    def __init__(self, ranks: Ranks, half: Half) -> None:
+        self._seen: dict[str, Tensor] = {}
+        self._ranks = ranks
+        self._half = half
         self._number = 0
 
-    def __call__(self, *inputs: Tensor | Features | None) -> Tensor:
-        """Return the model's output for a batch, with a graph to the first input and the weights.
+    def __call__(self, positions: Any, first: Tensor | None = None) -> Tensor:
+        """Return the model's outputs for a batch, with a graph to the first input and the weights.
 
         Args:
-            inputs: as the model takes them, in training.
+            positions: of the rows in the common order, a tensor or an array, (batch,) int64.
+            first: the model's first input, where features are not all, (batch, ...).
         """
         self._number += 1
-        batch = _Batch(self, self._number, inputs)
-        first = inputs[0]
-        trained = trained_of(self.model)
-        output: Tensor = _apply(_ByWeights, batch, batch.output, *trained)
-        if isinstance(first, Tensor) and first.requires_grad:
+        rows = torch.as_tensor(positions, device="cpu")
+        with self._ranks.lock:
+            self._ranks.order("forward", self._number, rows)
+            output = self._half.forward(self._number, rows, first)
+        trained = trained_of(self._half.learner.model)
+        found: Tensor = _apply(_ByWeights, self, self._number, output, *trained)
+        if first is not None and first.requires_grad:
             # A gradient of the inputs alone then leaves the weights aside, and the other way round.
-            output = _apply(_ByInput, batch, torch.zeros_like(batch.output), first) + output
-        return output
-
-    def take_seen(self, index: int) -> Tensor | None:
-        """Return what was watched in the last backward pass, and forget it."""
-        if not self.seen:
-            return None
-        found, self.seen[index] = self.seen[index], None
+            zeros = torch.zeros_like(output)
+            found = _apply(_ByInput, self, self._number, zeros, first) + found
         return found
 
-    def watched_now(self) -> list[Tensor | None]:
-        """Return what this process has watched since the last time."""
-        return [take() for take in self._watched]
+    def input_gradient(self, number: int, gradient: Tensor) -> Tensor:
+        """Return the gradient at a batch's first input, (batch, ...)."""
+        with self._ranks.lock:
+            self._ranks.order("inputs", number)
+            return self._half.input_gradient(number, gradient)
+
+    def weight_gradients(self, number: int, gradient: Tensor) -> list[Tensor | None]:
+        """Return the gradients of the trained weights; the other ranks take their step."""
+        with self._ranks.lock:
+            self._ranks.order("weights", number)
+            found, seen = self._half.weight_gradients(number, gradient)
+            self._seen.update(seen)
+            return found
+
+    def random_states(self) -> list[Tensor]:
+        """Return those of the other ranks, as bytes. Raises SplitveilError.
+
+        It is an error if a rank's weights differ from rank 0's.
+        """
+        with self._ranks.lock:
+            self._ranks.order("state")
+            return self._half.facts()[1:]
+
+    def share(self, random: list[Tensor]) -> None:
+        """Let all ranks go on from rank 0's model, optimizer and schedule of now.
+
+        ``random`` has the random states of the other ranks, as far as they are to change.
+        """
+        learner = self._half.learner
+        content = {
+            "model": learner.model.state_dict(),
+            "optimizer": learner.optimizer.state_dict(),
+            "schedule": learner.schedule.state_dict(),
+            "random": random,
+        }
+        with self._ranks.lock:
+            self._ranks.order("load", content=as_bytes(state_to_bytes(content)))
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self._ranks.size
+
+    @property
+    def taps(self) -> Mapping[str, Take]:
+        """As the learner's, with the gradients of all rows of a batch."""
+        return {name: partial(self._seen.pop, name, None) for name in self._half.learner.taps}
 
 
-class _Batch:
-    """One batch under way, as rank 0 sees it."""
+def go_on(spread: SpreadModel | None, random: list[Tensor]) -> None:
+    """Let all ranks, or rank 0 if ``spread`` is None, go on from what rank 0 has loaded.
 
-    def __init__(self, spread: SpreadModel, number: int, inputs: Inputs) -> None:
-        self._spread = spread
-        self._line = spread.line
-        self._number = number
-        tensors = tensors_of(inputs)
-        self._sizes = shares_of(len(tensors[0]), self._line.size)
-        with self._line.lock:
-            pending = self._send_out(tensors)
-            self._own = RowShare.compute(spread.model, _first_rows(inputs, self._sizes[0]))
-            own = self._own.output.detach()
-            self.output = torch.cat([own, *self._gathered(own)])
-            wait_for(pending)
-
-    def input_gradient(self, gradient: Tensor) -> Tensor:
-        """Return the gradient at the first input, (batch, ...)."""
-        with self._line.lock:
-            pending = self._ask("inputs", gradient)
-            own = self._own.input_gradient(gradient[: self._sizes[0]])
-            found = torch.cat([own, *self._gathered(own)])
-            wait_for(pending)
-        return found
-
-    def weight_gradients(self, gradient: Tensor) -> list[Tensor | None]:
-        """Return the gradients of the trained weights, added up over all rows."""
-        spread = self._spread
-        with self._line.lock:
-            pending = self._ask("weights", gradient)
-            own = self._own.weight_gradients(gradient[: self._sizes[0]], spread.model)
-            total = in_one(own)
-            for worker in self._working():
-                total += self._line.receive(torch.empty_like(total), worker)
-            spread.seen = [
-                None if seen is None else torch.cat([seen, *self._gathered(seen)])
-                for seen in spread.watched_now()
-            ]
-            wait_for(pending)
-        return _like(own, total)
-
-    def _send_out(self, tensors: list[Tensor]) -> list[Pending]:
-        weights = in_one(weights_of(self._spread.model))
-        shares = zip(*(torch.split(tensor, self._sizes) for tensor in tensors), strict=True)
-        pending: list[Pending] = []
-        for rank, share in enumerate(shares):
-            if rank in self._working():
-                pending.append(self._order("forward", rank))
-                pending += [self._line.send(part, rank) for part in (weights, *share)]
-        return pending
-
-    def _ask(self, kind: Any, gradient: Tensor) -> list[Pending]:
-        parts = torch.split(gradient, self._sizes)
-        return [
-            one
-            for worker in self._working()
-            for one in (self._order(kind, worker), self._line.send(parts[worker], worker))
-        ]
-
-    def _order(self, kind: Any, worker: int) -> Pending:
-        return self._line.order(Order(kind, self._number, self._sizes[worker]), worker)
-
-    def _working(self) -> list[int]:
-        """Return the workers that have rows of this batch."""
-        return [worker for worker in self._line.workers if self._sizes[worker]]
-
-    def _gathered(self, own: Tensor) -> list[Tensor]:
-        """Receive the other processes' rows of something, on the device of this one's."""
-        pending = [
-            self._line.begin_receiving(
-                torch.empty(self._sizes[worker], *own.shape[1:], dtype=own.dtype), worker
-            )
-            for worker in self._working()
-        ]
-        return [rows.to(own.device) for rows in wait_for(pending)]
-
-
-def _first_rows(inputs: Inputs, count: int) -> Inputs:
-    return [
-        part.changed(lambda one: one[:count])
-        if isinstance(part, Features)
-        else None
-        if part is None
-        else part[:count]
-        for part in inputs
-    ]
-
-
-def _like(tensors: Sequence[Tensor | None], values: Tensor) -> list[Tensor | None]:
-    """Cut values into tensors of the same shapes and devices; None stays None."""
-    found: list[Tensor | None] = []
-    start = 0
-    for tensor in tensors:
-        if tensor is None:
-            found.append(None)
-            continue
-        part = values[start : start + tensor.numel()]
-        found.append(part.reshape(tensor.shape).to(tensor.device))
-        start += tensor.numel()
-    return found
+    ``random`` has the random states of the other ranks that saved it.
+    """
+    before, now = 1 + len(random), 1 if spread is None else spread.size
+    if before != now:
+        _logger.warning(
+            "%d process(es) of this party have come this far and %d go on: what follows is equal "
+            "within rounding only, and a batch that was answered before may be refused",
+            before,
+            now,
+        )
+    if spread is not None:
+        spread.share(random)
 
 
 class _ByWeights(Function):
     """The outputs of a batch as a function of the weights."""
 
     @staticmethod
-    def forward(ctx: Any, batch: _Batch, output: Tensor, *_weights: Tensor) -> Tensor:
-        ctx.batch = batch
+    def forward(
+        ctx: Any, spread: SpreadModel, number: int, output: Tensor, *_weights: Tensor
+    ) -> Tensor:
+        ctx.batch = spread, number
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, None, *ctx.batch.weight_gradients(gradients[0])
+        spread, number = ctx.batch
+        return None, None, None, *spread.weight_gradients(number, gradients[0])
 
 
 class _ByInput(Function):
     """The outputs of a batch as a function of its first input."""
 
     @staticmethod
-    def forward(ctx: Any, batch: _Batch, zeros: Tensor, _first: Tensor) -> Tensor:
-        ctx.batch = batch
+    def forward(
+        ctx: Any, spread: SpreadModel, number: int, zeros: Tensor, _first: Tensor
+    ) -> Tensor:
+        ctx.batch = spread, number
         return zeros.view_as(zeros)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, None, ctx.batch.input_gradient(gradients[0])
+        spread, number = ctx.batch
+        return None, None, None, spread.input_gradient(number, gradients[0])
 
 
 def _apply(function: type[Function], *inputs: Any) -> Tensor:
     found: Tensor = function.apply(*inputs)  # type: ignore[no-untyped-call]
     return found
+
+
+# ---- the beginning of a run, and the other ranks' part of it ----
+
+
+class Beginning(NamedTuple):
+    """What rank 0 says of a run before the first batch."""
+
+    shapes: FeatureShapes | None
+    """Of the party's features; None if it has none."""
+
+    cut_shape: tuple[int, ...] | None
+    """Of a row of the model's first input, if features are not all."""
+
+    total_steps: int
+
+
+def begin(
+    ranks: Ranks,
+    learner: Learner,
+    beginning: Beginning,
+    features: Features | None,
+    trained: Positions,
+) -> SpreadModel:
+    """Give all ranks their rows, and rank 0's model.
+
+    ``trained`` has the positions of the training rows, ascending, (training rows,) int64.
+    """
+    text = TypeAdapter(Beginning).dump_json(beginning)
+    positions = torch.as_tensor(trained)
+    with ranks.lock:
+        ranks.order("begin", content=as_bytes(text))
+        for rank in ranks.others if features is not None else ():
+            own = positions[positions % ranks.size == rank]
+            ranks.move({rank: torch.tensor([len(own)])})
+            ranks.move({rank: own})
+            for block in torch.split(own, _block_rows(beginning)):
+                for part in [] if features is None else features.rows(block).tensors():
+                    ranks.move({rank: part})
+    rows_at = _no_features if features is None else features.to(learner.device).rows
+    found = SpreadModel(ranks, Half(ranks, learner, rows_at, beginning.cut_shape))
+    found.share([])
+    return found
+
+
+def work(ranks: Ranks, build: Callable[[Beginning], Learner]) -> None:
+    """Do what rank 0 orders until it lets this process end. Raises RankLost."""
+    half: Half
+    while (order := ranks.next_order()).kind != "end":
+        match order.kind:
+            case "begin":
+                half = _begun(ranks, order, build)
+            case "load":
+                half.load(state_from_bytes(bytes(order.content.numpy())))
+            case "forward":
+                half.forward(order.number, order.content)
+            case "inputs":
+                half.input_gradient(order.number)
+            case "weights":
+                half.learn(order.number)
+            case "state":
+                half.facts()
+            case "ping":
+                ranks.move({0: torch.ones(1)})
+    ranks.close()
+
+
+def _begun(ranks: Ranks, order: Order, build: Callable[[Beginning], Learner]) -> Half:
+    beginning = TypeAdapter(Beginning).validate_json(bytes(order.content.numpy()))
+    learner = build(beginning)
+    if beginning.shapes is None:
+        return Half(ranks, learner, _no_features, beginning.cut_shape)
+    ranks.move({}, {0: (count := torch.zeros(1, dtype=torch.int64))})
+    ranks.move({}, {0: (own := torch.empty(int(count), dtype=torch.int64))})
+    features = beginning.shapes.zeros(len(own))
+    for block in torch.split(torch.arange(len(own)), _block_rows(beginning)):
+        for part in features.tensors():
+            ranks.move({}, {0: part[block[0] : block[-1] + 1]})
+    features = features.to(learner.device)
+
+    def rows_at(positions: Tensor) -> Features:
+        return features.rows(torch.searchsorted(own, positions.cpu()).to(learner.device))
+
+    return Half(ranks, learner, rows_at, beginning.cut_shape)
+
+
+def _no_features(_positions: Tensor) -> None:
+    return None
+
+
+def _block_rows(beginning: Beginning) -> int:
+    """Return how many rows travel at once."""
+    row = () if beginning.shapes is None else beginning.shapes.zeros(1).tensors()
+    return max(1, _BLOCK_BYTES // max(1, sum(part.nbytes for part in row)))

@@ -6,23 +6,18 @@ checkpoint/design0.lasting       large parts of these states that never change
 checkpoint/answered.log          the answered questions and their charges (active party)
 checkpoint/releases.safetensors  what defenses with stages released about all labels (active party)
 
-A state's file is a SHA-256 digest and the output of ``torch.save``, of nested plain values and
-tensors. It is read with ``weights_only`` and not by unpickling, so a file cannot run code. Only its
-owner may access it (0600): it contains secrets.
+A state's file is a SHA-256 digest and JSON with safetensors (``common/run/state_bytes.py``), so it
+cannot run code. Only its owner may access it (0600): it contains secrets.
 """
 
 import hashlib
-import io
 import logging
-import pickle
 import re
-import zipfile
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from splitveil.common.errors import StorageError
@@ -35,6 +30,7 @@ from splitveil.common.record.run_folder import (
     write_bytes_atomically,
 )
 from splitveil.common.run.progress import LASTING, State
+from splitveil.common.run.state_bytes import state_from_bytes, state_to_bytes
 
 DIGEST_BYTES = 32
 
@@ -50,9 +46,7 @@ class OtherVersionError(UnreadableError):
 
 
 def serialised(state: State) -> bytes:
-    buffer = io.BytesIO()
-    torch.save({"version": _VERSION, "state": state}, buffer)
-    return buffer.getvalue()
+    return state_to_bytes({"version": _VERSION, "state": state})
 
 
 def _divided(state: State) -> tuple[bytes, Mapping[str, Tensor]]:
@@ -80,15 +74,9 @@ def read_state(path: Path) -> State:
 
 def _parsed(content: bytes) -> State:
     try:
-        found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        found = state_from_bytes(content)
         version, state = found["version"], found["state"]
-    except (
-        pickle.UnpicklingError,
-        zipfile.BadZipFile,
-        RuntimeError,
-        LookupError,
-        TypeError,
-    ) as error:
+    except (ValueError, LookupError, TypeError) as error:
         raise UnreadableError("is not the state of a run") from error
     if version != _VERSION:
         raise OtherVersionError("was saved by another version of splitveil")

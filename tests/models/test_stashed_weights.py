@@ -16,12 +16,7 @@ from splitveil.common.data.features import Features
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.settings import AdamOptimizer, OptimizerSettings, SgdOptimizer
 from splitveil.common.models.training_state import freeze
-from splitveil.passive_party.bottom_trainer import (
-    BottomTrainer,
-    LayerTap,
-    TrainingPass,
-    stashing_weights,
-)
+from splitveil.passive_party.bottom_trainer import BottomTrainer, LayerTap, stashing_weights
 
 ROWS, COLUMNS, STEPS, SIZE = 96, 6, 12, 8
 
@@ -243,7 +238,7 @@ def test_a_tap_gets_the_gradient_of_each_batch_in_turn() -> None:
         optimizer=optimizer,
         schedule=schedule,
         features=data(),
-        training=TrainingPass(model, {"last": LayerTap(model.layers[-1]).take}),
+        taps={"last": LayerTap(model.layers[-1]).take},
         device=torch.device("cpu"),
     )
     sent = [

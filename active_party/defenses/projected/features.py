@@ -17,6 +17,7 @@ and the top model as it is; no label enters them as long as the top model has se
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -199,7 +200,6 @@ class LabelFreeFacts:
         self._features = features
         self._training = training
         self._device = device
-        self._num_categories = _numbers_of_categories(features)
 
     def __call__(self) -> Iterator[RowChunk]:
         """Yield the facts, in ascending order of the rows; the model is not changed."""
@@ -245,6 +245,13 @@ class LabelFreeFacts:
             slopes.flatten(1),
         )
 
+    @cached_property  # every step makes these facts, and few use them
+    def _num_categories(self) -> list[int]:
+        if self._features is None or self._features.categorical is None:
+            return []
+        found: list[int] = (self._features.categorical.amax(dim=0) + 1).tolist()
+        return found
+
     def _as_numbers(self, own: Features | None) -> Tensor | None:
         if own is None:
             return None
@@ -256,12 +263,6 @@ class LabelFreeFacts:
                 if count <= _MOST_CATEGORIES
             ]
         return torch.cat(parts, dim=1)[:, :_MOST_COLUMNS] if parts else None
-
-
-def _numbers_of_categories(features: Features | None) -> list[int]:
-    if features is None or features.categorical is None:
-        return []
-    return [int(slots.max()) + 1 for slots in features.categorical.T]
 
 
 def _steepest(logits: Tensor) -> Tensor:

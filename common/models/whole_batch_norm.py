@@ -1,0 +1,108 @@
+"""Batch normalisation over a batch of which each rank has some rows.
+
+torch's SyncBatchNorm is for GPUs only, and for ranks that all have rows.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import Function
+from torch.nn.modules.batchnorm import _BatchNorm  # the base of them all
+
+from splitveil.common.models.ranks import Ranks
+
+_together: ContextVar[Ranks | None] = ContextVar("ranks that compute a batch", default=None)
+
+
+@contextmanager
+def computing_together(ranks: Ranks) -> Iterator[None]:
+    """Let batches be those of all ranks, each of which has to do the same."""
+    before = _together.set(ranks)
+    try:
+        yield
+    finally:
+        _together.reset(before)
+
+
+def with_whole_batches(model: nn.Module) -> nn.Module:
+    """Return a model whose batch normalisations look at the batches of all ranks.
+
+    Its weights and buffers are the same tensors.
+    """
+    if isinstance(model, _BatchNorm):
+        changed = WholeBatchNorm(
+            model.num_features,
+            model.eps,
+            model.momentum,
+            affine=False,
+            track_running_stats=model.track_running_stats,
+        )
+        changed.affine, changed.training = model.affine, model.training
+        changed._parameters, changed._buffers = model._parameters, model._buffers  # noqa: SLF001
+        return changed
+    for name, part in model.named_children():
+        setattr(model, name, with_whole_batches(part))
+    return model
+
+
+class WholeBatchNorm(_BatchNorm):
+    """Batch normalisation, (rows, channels, ...), over the rows of all ranks while they train."""
+
+    def _check_input_dim(self, values: Tensor) -> None:
+        if values.ndim < 2:
+            raise ValueError(f"expected at least 2 dimensions, got {values.ndim}")
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return normalised values, of the same shape; also of no rows."""
+        ranks = _together.get()
+        if ranks is None or not self.training:
+            return super().forward(values)
+        self._check_input_dim(values)
+        over = [0, *range(2, values.ndim)]
+        shape = [1, -1, *[1] * (values.ndim - 2)]
+        exact = values.float()
+        own = exact.new_tensor([exact.numel() / max(1, exact.shape[1])])
+        total = _sum(ranks, torch.cat([exact.sum(over), own]))
+        sums, count = total[:-1], total[-1]
+        if count <= 1:
+            raise ValueError("expected more than 1 value per channel when training")
+        centred = exact - (mean := sums / count).view(shape)
+        variance = _sum(ranks, centred.square().sum(over)) / count
+        self._follow(mean.detach(), (variance * count / (count - 1)).detach())
+        found: Tensor = centred * (variance + self.eps).rsqrt().view(shape)
+        if self.affine:
+            found = found * self.weight.view(shape) + self.bias.view(shape)
+        return found.to(values.dtype)
+
+    def _follow(self, mean: Tensor, variance: Tensor) -> None:
+        if self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        share = self.momentum
+        if share is None:
+            share = 1 / float(self.num_batches_tracked)
+        for running, now in ((self.running_mean, mean), (self.running_var, variance)):
+            if running is not None:
+                running.mul_(1 - share).add_(now, alpha=share)
+
+
+class _Sum(Function):
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, values: Tensor) -> Tensor:
+        ctx.ranks = ranks
+        ranks.add_up([total := values.clone()])
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.ranks.add_up([total := gradients[0].clone()])
+        return None, total
+
+
+def _sum(ranks: Ranks, values: Tensor) -> Tensor:
+    found: Tensor = _Sum.apply(ranks, values)  # type: ignore[no-untyped-call]
+    return found

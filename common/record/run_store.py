@@ -2,7 +2,7 @@
 
 checkpoint/run.state             constants of the whole run: its id, nonces, common rows, secrets
 checkpoint/at-0000001234.state   everything that changes, after 1,234 batches
-checkpoint/design0.lasting       large parts of these states that never change
+checkpoint/design0.state         large parts of these states that never change
 checkpoint/answered.log          the answered questions and their charges (active party)
 checkpoint/releases.safetensors  what defenses with stages released about all labels (active party)
 
@@ -90,7 +90,6 @@ logger = logging.getLogger(__name__)
 RUN_STATE = "run.state"
 ANSWERED = "answered.log"
 _CHECKPOINT = re.compile(r"at-([0-9]{10})\.state")
-_LASTING = ".lasting"
 _LOST = (
     "the unfinished run in this folder cannot be resumed, and no ledger holds what it has released "
     "about the labels so far: restore a copy of the file, or start over with --fresh at both "
@@ -217,7 +216,7 @@ class RunStore:
         if self._answers is not None:
             self._answers.sync()  # a log with fewer answers than a state counts is refused
         for name in lasting.keys() - self._lasting:
-            write_serialised(self._lasting_path(name), serialised({name: lasting[name]}))
+            write_serialised(self._folder / f"{name}.state", serialised({name: lasting[name]}))
             self._lasting.add(name)
         write_serialised(self._path(batch_number), content)
         for _, path in self._files()[: -self._keep]:
@@ -271,8 +270,7 @@ class RunStore:
         self._wait()
         self._answers = None
         self._lasting.clear()
-        lasting = self._folder.glob(f"*{_LASTING}")
-        for path in [self._folder / RUN_STATE, *(path for _, path in self._files()), *lasting]:
+        for path in [self._folder / RUN_STATE, *self._folder.glob("*.state")]:
             delete(path)
         delete(self._folder / ANSWERED)
         self._delete_halves()
@@ -292,12 +290,8 @@ class RunStore:
 
     def _delete_halves(self) -> None:
         """Delete the half-written files of a process that was killed: they may contain secrets."""
-        for kind in (".state", _LASTING):
-            for path in self._folder.glob(f".*{kind}.*.tmp"):
-                delete(path)
-
-    def _lasting_path(self, name: str) -> Path:
-        return self._folder / f"{name}{_LASTING}"
+        for path in self._folder.glob(".*.state.*.tmp"):
+            delete(path)
 
     def _path(self, batch_number: int) -> Path:
         return self._folder / f"at-{batch_number:010d}.state"
@@ -310,7 +304,7 @@ class RunStore:
         try:
             state = read_state(path)
             for name in state.get(LASTING, ()):
-                state[LASTING] |= read_state(self._lasting_path(name))
+                state[LASTING] |= read_state(self._folder / f"{name}.state")
         except FileNotFoundError:
             return None
         except UnreadableError as error:

@@ -278,9 +278,9 @@ def test_a_lasting_part_of_states_is_written_once_and_read_with_each(
     store, parts = RunStore(tmp_path, keep=2), {"one": torch.ones(3), "two": torch.zeros(2)}
     store.save_run({})
     store.save(1, {LASTING: {"one": parts["one"]}})
-    first = (tmp_path / "checkpoint" / "one.lasting").stat().st_ino
+    path = tmp_path / "checkpoint" / "one.state"
+    first = path.stat().st_ino
     store.save(2, {LASTING: parts})
-    path = tmp_path / "checkpoint" / "one.lasting"
     assert (path.stat().st_ino, path.stat().st_mode & 0o777) == (first, 0o600)
     other = RunStore(tmp_path, keep=2)
     assert other.checkpoints() == [1, 2]

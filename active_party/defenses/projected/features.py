@@ -36,7 +36,7 @@ _TAIL = 0.01  # share of the sample on either side that does not influence centr
 _MOST_MULTIPLIED = 64
 """Own features beyond which their products with s are left out: the design takes m^2 N steps."""
 
-_SAMPLE_ROWS = 65_536
+_SAMPLE_ROWS = 32_768
 """Rows that the design's directions are chosen from; its weights are those of all rows."""
 
 _SCALED_ROWS = 4096  # of them, rows that centre and scale are chosen from, or up to twice as many
@@ -64,7 +64,7 @@ class Columns(NamedTuple):
 
 
 def sample_of(chunks: Chunks, num_rows: int) -> tuple[list[RowChunk], int]:
-    """Collect at most 65,536 rows at equal distances from the first on; return that distance."""
+    """Collect at most 32,768 rows at equal distances from the first on; return that distance."""
     stride = max(1, -(-num_rows // _SAMPLE_ROWS))
     kept: list[RowChunk] = []
     start = 0

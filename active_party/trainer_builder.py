@@ -27,7 +27,6 @@ from splitveil.common.models.ranks import Ranks
 from splitveil.common.models.settings import bins_of
 from splitveil.common.models.speed import speed_up
 from splitveil.common.models.spread_model import Beginning, Learner, begin
-from splitveil.common.models.whole_batch_norm import with_whole_batches
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.phases import Phases
@@ -132,7 +131,9 @@ class TrainerBuilder:
         model = self._fresh_model(self.encoder, Trial(rows.order.batch_sizes, self._device))
         if self._earlier is not None:
             self._earlier.put_into(model)
-        return prepared(settings, model, self._device, self._ranks)
+        model.to(self._device)
+        speed_up(model, settings.autocast, compiled=settings.compile)
+        return model
 
     def _fresh_model(self, encoder: FeatureEncoder | None, trial: Trial | None = None) -> nn.Module:
         return build_top_model(
@@ -195,32 +196,23 @@ class TrainerBuilder:
         return None if weights is None else torch.tensor(weights, device=self._device)
 
 
-def prepared(
-    settings: ActiveSettings, model: nn.Module, device: torch.device, ranks: Ranks | None
-) -> nn.Module:
-    model.to(device)
-    if ranks is not None:
-        model = with_whole_batches(model)
-    speed_up(model, settings.autocast, compiled=settings.compile)
-    return model
-
-
 def schedule_of(settings: ActiveSettings, total_steps: int) -> Schedule:
     return lambda step: settings.contract.schedule.factor(step, total_steps)
 
 
 def learner_of_rank(
-    settings: ActiveSettings, device: torch.device, ranks: Ranks, beginning: Beginning
+    settings: ActiveSettings, device: torch.device, beginning: Beginning
 ) -> Learner:
     """Return the learner of a rank above 0, which has no labels."""
-    fresh = build_top_model(
+    model = build_top_model(
         settings.top_model,
         settings.contract.aggregate_shape,
         beginning.shapes,
         seed=settings.model_seed,
         num_classes=settings.data.num_classes,
     )
-    model = prepared(settings, fresh, device, ranks)
+    model.to(device)
+    speed_up(model, settings.autocast, compiled=settings.compile)
     optimizer = build_optimizer(settings.optimizer, model)
     schedule = LambdaLR(optimizer, schedule_of(settings, beginning.total_steps))
     return Learner(model, optimizer, schedule, device)

@@ -46,7 +46,7 @@ def run(parsed: argparse.Namespace) -> None:
             f"process computes it"
         )
     device = command_line.prepare(settings, rank)
-    facts = facts_of(settings, device, top_model=settings.top_model, defense=settings.defense)
+    facts = facts_of(settings, device, "top_model", "defense")
     if rank.number:
         work_for(rank, device, facts, partial(learner_of_rank, settings, device))
         return

@@ -28,25 +28,13 @@ def computing_together(ranks: Ranks) -> Iterator[None]:
         _together.reset(before)
 
 
-def with_whole_batches(model: nn.Module) -> nn.Module:
-    """Return a model whose batch normalisations look at the batches of all ranks.
-
-    Its weights and buffers are the same tensors.
-    """
-    if isinstance(model, _BatchNorm):
-        changed = WholeBatchNorm(
-            model.num_features,
-            model.eps,
-            model.momentum,
-            affine=False,
-            track_running_stats=model.track_running_stats,
-        )
-        changed.affine, changed.training = model.affine, model.training
-        changed._parameters, changed._buffers = model._parameters, model._buffers  # noqa: SLF001
-        return changed
-    for name, part in model.named_children():
-        setattr(model, name, with_whole_batches(part))
-    return model
+def with_whole_batches(model: nn.Module) -> None:
+    """Let a model's batch normalisations look at the batches of all ranks."""
+    for part in model.modules():
+        if isinstance(part, _BatchNorm):
+            part.__class__ = WholeBatchNorm
+            if model._compiled_call_impl is not None:  # noqa: SLF001 (ranks talk within a layer)
+                part.forward = torch.compiler.disable(part.forward)  # type: ignore[method-assign, no-untyped-call]
 
 
 class WholeBatchNorm(_BatchNorm):

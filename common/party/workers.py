@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -24,7 +23,6 @@ from splitveil.common.models.ranks import Ranks
 from splitveil.common.models.spread_model import Beginning, Learner, work
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import PartySettings
-from splitveil.common.settings import Section
 
 
 class Rank(NamedTuple):
@@ -39,21 +37,18 @@ class Rank(NamedTuple):
         """Return what ``torchrun`` says; the only process without it. Raises SettingsError."""
         if "RANK" not in variables or "MASTER_ADDR" not in variables:
             return cls()
-        names = (
+        names = [
             "RANK",
             "WORLD_SIZE",
             "LOCAL_RANK",
             "LOCAL_WORLD_SIZE",
             "TORCHELASTIC_RESTART_COUNT",
-        )
-        defaults = cls()
-        found = []
-        for name, default in zip(names, defaults, strict=True):
-            text = variables.get(name, str(default))
+        ]
+        texts = [variables.get(name, str(no)) for name, no in zip(names, cls(), strict=True)]
+        for name, text in zip(names, texts, strict=True):
             if not text.isdecimal():
                 raise SettingsError(f"{name}: expected a whole number, as torchrun sets it")
-            found.append(int(text))
-        return cls(*found)
+        return cls(*map(int, texts))
 
 
 ONLY = Rank()  # a process that has no others beside it
@@ -105,7 +100,7 @@ def work_for(
     rank: Rank,
     device: torch.device,
     facts: Mapping[str, Any],
-    build: Callable[[Ranks, Beginning], Learner],
+    build: Callable[[Beginning], Learner],
 ) -> None:
     """Compute with rank 0 until it lets this process end. Raises RankLost."""
     ranks = Ranks.join(
@@ -115,21 +110,14 @@ def work_for(
     _logger.info("rank %d of %d: process %d", rank.number, rank.size, os.getpid())
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 stops between two batches, with a checkpoint
-    work(ranks, partial(build, ranks))
+    work(ranks, build)
 
 
-def facts_of(
-    settings: PartySettings, device: torch.device, **more: Section | None
-) -> dict[str, Any]:
-    """Return what all ranks must have in common, by the names of settings."""
-    sections = {"contract": settings.contract, "optimizer": settings.optimizer, **more}
-    return {name: one and one.model_dump(mode="json") for name, one in sections.items()} | {
-        "model_seed": settings.model_seed,
-        "autocast": settings.autocast,
-        "compile": settings.compile,
-        "device": device.type,
-        "torch": torch.__version__,
-    }
+def facts_of(settings: PartySettings, device: torch.device, *more: str) -> dict[str, Any]:
+    """Return what all ranks must have in common; ``more`` names settings of this party."""
+    names = {"contract", "optimizer", "model_seed", "autocast", "compile", *more}
+    found = settings.model_dump(mode="json", include=names)
+    return found | {"device": device.type, "torch": torch.__version__}
 
 
 def _private_file(rank: Rank) -> Path | None:

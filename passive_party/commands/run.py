@@ -17,7 +17,7 @@ from splitveil.common.party.endpoint import serving_status
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.party_status import RunStatus
-from splitveil.common.party.workers import Rank, joined, work_for
+from splitveil.common.party.workers import Rank, facts_of, joined, work_for
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.model_files import identity_metadata, save_model
 from splitveil.common.record.run_folder import end_of, open_run_folder
@@ -29,7 +29,6 @@ from splitveil.passive_party.assembly import (
     build_peer,
     checked_credentials,
     evaluation_labels,
-    facts_of_ranks,
     idle_peer,
     learner_of_rank,
 )
@@ -55,7 +54,7 @@ def run(parsed: argparse.Namespace) -> None:
     settings = command_line.load_settings(PassiveSettings, parsed, "passive")
     rank = Rank.of_environment()
     device = command_line.prepare(settings, rank)
-    facts = facts_of_ranks(settings, device)
+    facts = facts_of(settings, device, "bottom_model", "adversary")
     if rank.number:
         work_for(rank, device, facts, partial(learner_of_rank, settings, device))
         return

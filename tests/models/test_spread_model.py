@@ -25,7 +25,6 @@ from splitveil.common.models.ranks import Ranks
 from splitveil.common.models.settings import AdamOptimizer, ConvModel, SgdOptimizer
 from splitveil.common.models.speed import speed_up
 from splitveil.common.models.spread_model import Beginning, Learner, SpreadModel, begin, work
-from splitveil.common.models.whole_batch_norm import with_whole_batches
 from splitveil.passive_party.bottom_trainer import LayerTap, stashing_weights
 from tests.support.forked import server
 
@@ -45,8 +44,6 @@ def learner_of(
     """Return a learner; as all ranks build it, or the only one."""
     torch.manual_seed(1 + (ranks.rank if ranks else 0))  # so the weights have to come from rank 0
     model = build()
-    if ranks is not None:
-        model = with_whole_batches(model)
     speed_up(model, how.get("autocast"), compiled=how.get("compiled", False))
     taps = {"head": LayerTap(model.head).take} if isinstance(model, Parts) else {}
     optimizer = build_optimizer(how.get("optimizer", SGD), model)
@@ -253,7 +250,7 @@ def test_steps_that_are_computed_again_from_a_state_have_the_same_bits() -> None
             return [*outputs, *(one.clone() for one in learner.model.parameters())]
 
         spread(torch.arange(3))
-        parts = learner.model, learner.optimizer, learner.schedule
+        parts: tuple[Any, ...] = learner[:3]
         begun_with = copy.deepcopy([one.state_dict() for one in parts])
         random = torch.get_rng_state(), spread.random_states()
         first = go_on()

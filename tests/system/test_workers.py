@@ -133,7 +133,7 @@ def test_several_processes_follow_the_course_of_one(
 def test_a_rank_with_other_settings_is_named(tmp_path: Path) -> None:
     write_example(tmp_path)
     party = Ranks("passive", tmp_path, ("model_seed=1",), 2, {1: ("model_seed=2",)})
-    assert party.wait() == [2, 0], party.output
+    assert party.wait() == [2, 2], party.output
     assert "model_seed: rank 1 differs from rank 0: give all ranks the same" in party.output
 
 

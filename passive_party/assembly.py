@@ -198,16 +198,8 @@ class BottomBuilder:
         if self._ranks is not None:
             beginning = Beginning(encoder.shapes, None, rows.total_steps(contract))
             spread = begin(self._ranks, learner, beginning, features, rows.splits["train"])
-        return BottomTrainer(
-            model=learner.model,
-            optimizer=learner.optimizer,
-            schedule=learner.schedule,
-            features=features,
-            device=self._device,
-            data_digest=self._data.digest(encoder, features) + self._pretrained.digest,
-            taps=learner.taps if spread is None else spread.taps,
-            spread=spread,
-        )
+        digest = self._data.digest(encoder, features) + self._pretrained.digest
+        return BottomTrainer(learner, features, data_digest=digest, spread=spread)
 
     def _model(self, encoder: FeatureEncoder, trial: Trial | None = None) -> nn.Module:
         settings, cut_shape = self._settings, self._settings.contract.cut_shape

@@ -9,24 +9,21 @@ dropout and all other values of the forward pass belong to the activation anyway
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from splitveil.common.data.features import Features
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.conv import ConvBottom, ConvTop
 from splitveil.common.models.dense import MlpBottom, MlpTop, WideDeepBottom, WideDeepTop
-from splitveil.common.models.spread_model import SpreadModel, Take, go_on
+from splitveil.common.models.spread_model import Learner, SpreadModel, go_on
 from splitveil.common.models.training_state import (
     in_training_mode,
     random_state,
@@ -146,24 +143,17 @@ class BottomTrainer:
 
     def __init__(
         self,
-        *,
-        model: nn.Module,
-        optimizer: Optimizer,
-        schedule: LRScheduler,
+        learner: Learner,
         features: Features,
-        device: torch.device,
+        *,
         data_digest: str = "",
-        taps: Mapping[str, Take] = MappingProxyType({}),
         spread: SpreadModel | None = None,
     ) -> None:
-        self.model = model.to(device)
+        self.model, self._optimizer, self._schedule, self._device = learner[:4]
         self.data_digest = data_digest
-        self._taps = taps
+        self._taps = (spread or learner).taps
         self._spread = spread
-        self._optimizer = optimizer
-        self._schedule = schedule
-        self._features = features.to(device)
-        self._device = device
+        self._features = features.to(self._device)
         self._waiting: deque[Tensor] = deque()
         """Activations whose gradients are to come, with their graphs, in the order of the course.
         """

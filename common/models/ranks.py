@@ -33,7 +33,7 @@ _ANSWERS_WITHIN = timedelta(seconds=20)
 _BUCKET_BYTES = 25_000_000
 
 
-OrderKind = Literal["begin", "rows", "load", "forward", "inputs", "weights", "state", "ping", "end"]
+OrderKind = Literal["begin", "load", "forward", "inputs", "weights", "state", "ping", "end"]
 _KINDS: tuple[OrderKind, ...] = get_args(OrderKind)
 _OF_BYTES = ("begin", "load")
 

@@ -21,7 +21,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.optim import Optimizer
@@ -123,12 +122,16 @@ class SpreadModel:
             first: the model's first input, where features are not all, (batch, ...).
         """
         self._number += 1
-        output = self.forward(self._number, torch.as_tensor(positions, device="cpu"), first)
-        batch = self, self._number
-        found: Tensor = _apply(_ByWeights, batch, output, *trained_of(self._learner.model))
+        number = self._number
+        output = self.forward(number, torch.as_tensor(positions, device="cpu"), first)
+        trained = trained_of(self._learner.model)
+        found = _computed(partial(self.weight_gradients, number), output, *trained)
         if first is not None and first.requires_grad:
             # A gradient of the inputs alone then leaves the weights aside, and the other way round.
-            found = _apply(_ByInput, batch, torch.zeros_like(output), first) + found
+            zeros = torch.zeros_like(output)
+            found = (
+                _computed(lambda given: [self.input_gradient(number, given)], zeros, first) + found
+            )
         return found
 
     @property
@@ -143,8 +146,8 @@ class SpreadModel:
         """
         parts = [part.state_dict() for part in self._learner[:3]]
         content = as_bytes(state_to_bytes({"parts": parts, "random": random}))
-        with self._together("load", content=content):
-            pass
+        with self.ranks.lock:
+            self.ranks.order("load", content=content)
 
     # ---- all ranks; what is for all rows of a batch is there at rank 0 only ----
 
@@ -206,21 +209,19 @@ class SpreadModel:
 
         Raises SplitveilError if the weights of two ranks differ.
         """
-        digest = hashlib.sha256()
         with self._together("state"):
-            for weight in self._learner.model.state_dict().values():
-                plain = weight.detach().cpu().contiguous().flatten()
-                digest.update(plain.view(torch.uint8).numpy())
-            digests = self.ranks.gather(as_bytes(digest.digest()))
-            for rank, found in enumerate(digests):
-                if not torch.equal(found, digests[0]):
-                    raise SplitveilError(
-                        f"rank {rank} has other weights than rank 0, so they compute differently: "
-                        f"run all ranks on machines of one type with the same libraries, and "
-                        f"resume from the last checkpoint"
-                    )
+            digest = hashlib.sha256(state_to_bytes(self._learner.model.state_dict())).digest()
             random = state_to_bytes(random_state(self._learner.device))
-            return self.ranks.gather(as_bytes(random))[1:]
+            every = self.ranks.gather(as_bytes(digest + random))
+        size = len(digest)
+        for rank, found in enumerate(every):
+            if not torch.equal(found[:size], every[0][:size]):
+                raise SplitveilError(
+                    f"rank {rank} has other weights than rank 0, so they compute differently: run "
+                    f"all ranks on machines of one type with the same libraries, and resume from "
+                    f"the last checkpoint"
+                )
+        return [found[size:] for found in every[1:]]
 
     # ---- ranks above 0 ----
 
@@ -274,36 +275,21 @@ def go_on(spread: SpreadModel | None, random: list[Tensor]) -> None:
         spread.share(random)
 
 
-class _ByWeights(Function):
-    """The outputs of a batch as a function of the weights."""
+class _Computed(Function):
+    """Outputs of a batch as a function of what they have gradients at."""
 
     @staticmethod
-    def forward(ctx: Any, batch: tuple[SpreadModel, int], output: Tensor, *_: Tensor) -> Tensor:
-        ctx.batch = batch
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        spread, number = ctx.batch
-        return None, None, *spread.weight_gradients(number, gradients[0])
-
-
-class _ByInput(Function):
-    """The outputs of a batch as a function of its first input."""
-
-    @staticmethod
-    def forward(ctx: Any, batch: tuple[SpreadModel, int], zeros: Tensor, _: Tensor) -> Tensor:
-        ctx.batch = batch
-        return zeros.view_as(zeros)
+    def forward(ctx: Any, gradients_at: Any, outputs: Tensor, *_at: Tensor) -> Tensor:
+        ctx.gradients_at = gradients_at
+        return outputs.view_as(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        spread, number = ctx.batch
-        return None, None, spread.input_gradient(number, gradients[0])
+        return None, None, *ctx.gradients_at(gradients[0])
 
 
-def _apply(function: type[Function], *inputs: Any) -> Tensor:
-    found: Tensor = function.apply(*inputs)  # type: ignore[no-untyped-call]
+def _computed(gradients_at: Any, outputs: Tensor, *at: Tensor) -> Tensor:
+    found: Tensor = _Computed.apply(gradients_at, outputs, *at)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -323,8 +309,8 @@ def begin(
     """
     positions = torch.from_numpy(trained.copy())
     with ranks.lock:
-        ranks.order("begin", content=as_bytes(TypeAdapter(Beginning).dump_json(beginning)))
-        ranks.order("rows", content=positions)
+        content = state_to_bytes({"beginning": beginning, "positions": positions})
+        ranks.order("begin", content=as_bytes(content))
         for rank in ranks.others if features is not None else ():
             for block in _blocks(positions[positions % ranks.size == rank], beginning):
                 for part in [] if features is None else features.rows(block).tensors():
@@ -338,14 +324,12 @@ def begin(
 def work(ranks: Ranks, build: Callable[[Beginning], Learner]) -> None:
     """Do what rank 0 orders until it lets this process end. Raises RankLost."""
     order = ranks.next_order()
-    while order.kind != "end":
-        if order.kind == "begin":
-            beginning = TypeAdapter(Beginning).validate_json(bytes(order.content.numpy()))
-            positions = ranks.next_order().content
-            own = positions[positions % ranks.size == ranks.rank]
-            order = _begun(ranks, build(beginning), beginning, own).work()
-        else:
-            order = ranks.next_order()
+    while order.kind == "begin":
+        said = state_from_bytes(bytes(order.content.numpy()))
+        shapes, *others = said["beginning"]
+        beginning = Beginning(None if shapes is None else FeatureShapes(*shapes), *others)
+        own = said["positions"][said["positions"] % ranks.size == ranks.rank]
+        order = _begun(ranks, build(beginning), beginning, own).work()
     ranks.close()
 
 

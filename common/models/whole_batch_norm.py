@@ -60,22 +60,16 @@ class WholeBatchNorm(_BatchNorm):
             raise ValueError("expected more than 1 value per channel when training")
         centred = exact - (mean := sums / count).view(shape)
         variance = _sum(ranks, centred.square().sum(over)) / count
-        self._follow(mean.detach(), (variance * count / (count - 1)).detach())
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            share = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean.detach(), share)  # type: ignore[union-attr]
+            unbiased = variance.detach() * count / (count - 1)
+            self.running_var.lerp_(unbiased, share)  # type: ignore[union-attr]
         found: Tensor = centred * (variance + self.eps).rsqrt().view(shape)
         if self.affine:
             found = found * self.weight.view(shape) + self.bias.view(shape)
         return found.to(values.dtype)
-
-    def _follow(self, mean: Tensor, variance: Tensor) -> None:
-        if self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked.add_(1)
-        share = self.momentum
-        if share is None:
-            share = 1 / float(self.num_batches_tracked)
-        for running, now in ((self.running_mean, mean), (self.running_var, variance)):
-            if running is not None:
-                running.mul_(1 - share).add_(now, alpha=share)
 
 
 class _Sum(Function):

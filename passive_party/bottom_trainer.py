@@ -175,9 +175,9 @@ class BottomTrainer:
         """Return some rows' features as plain numbers, (rows, values), float16."""
         return feature_values(self.rows(positions))
 
-    def training_rows(self, positions: Positions) -> Features | Positions:
+    def training_rows(self, positions: Positions) -> Features | Tensor:
         """Gather what ``forward`` needs; of several processes each gathers its own rows."""
-        return self.rows(positions) if self._spread is None else positions
+        return self.rows(positions) if self._spread is None else torch.from_numpy(positions.copy())
 
     def forward(self, given: Any, *, stashes_weights: bool = False) -> Tensor:
         """Return the activation of a training batch, (batch, *cut_shape), and keep its graph.

@@ -114,24 +114,22 @@ class SpreadModel:
 
     # ---- rank 0 ----
 
-    def __call__(self, positions: Any, first: Tensor | None = None) -> Tensor:
+    def __call__(self, positions: Tensor, first: Tensor | None = None) -> Tensor:
         """Return the model's outputs for a batch, with a graph to the first input and the weights.
 
         Args:
-            positions: of the rows in the common order, a tensor or an array, (batch,) int64.
+            positions: of the rows in the common order, (batch,) int64.
             first: the model's first input, where features are not all, (batch, ...).
         """
         self._number += 1
         number = self._number
-        output = self.forward(number, torch.as_tensor(positions, device="cpu"), first)
+        output = self.forward(number, positions.cpu(), first)
         trained = trained_of(self._learner.model)
         found = _computed(partial(self.weight_gradients, number), output, *trained)
         if first is not None and first.requires_grad:
             # A gradient of the inputs alone then leaves the weights aside, and the other way round.
             zeros = torch.zeros_like(output)
-            found = (
-                _computed(lambda given: [self.input_gradient(number, given)], zeros, first) + found
-            )
+            found = found + _computed(lambda one: [self.input_gradient(number, one)], zeros, first)
         return found
 
     @property

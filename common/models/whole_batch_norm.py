@@ -6,6 +6,7 @@ torch's SyncBatchNorm is for GPUs only, and for ranks that all have rows.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,11 +31,18 @@ def computing_together(ranks: Ranks) -> Iterator[None]:
 
 def with_whole_batches(model: nn.Module) -> None:
     """Let a model's batch normalisations look at the batches of all ranks."""
+    if model._compiled_call_impl is not None:  # noqa: SLF001
+        _stay_uncompiled()
     for part in model.modules():
         if isinstance(part, _BatchNorm):
             part.__class__ = WholeBatchNorm
-            if model._compiled_call_impl is not None:  # noqa: SLF001 (ranks talk within a layer)
-                part.forward = torch.compiler.disable(part.forward)  # type: ignore[method-assign, no-untyped-call]
+
+
+@cache
+def _stay_uncompiled() -> None:
+    """Let compiled models call what the ranks compute together as it is."""
+    as_it_is = torch.compiler.disable(WholeBatchNorm.forward)  # type: ignore[no-untyped-call]
+    WholeBatchNorm.forward = as_it_is  # type: ignore[method-assign]
 
 
 class WholeBatchNorm(_BatchNorm):

@@ -73,9 +73,6 @@ class ServingSettings(Section):
     every other id is answered as one that is not known, and no passive party is asked. The path is
     relative to this settings file. ``null`` for all."""
 
-    record_ids: bool = False
-    """Whether the transcript names the ids of each request; without it, it has their number."""
-
     fallback: bool = False
     """Whether to train a model of this party's own features only at the end of a run, and to
     answer with it, marked as such, while a passive party is away or where it has no row of an id.

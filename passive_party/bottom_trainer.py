@@ -23,6 +23,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.conv import ConvBottom, ConvTop
 from splitveil.common.models.dense import MlpBottom, MlpTop, WideDeepBottom, WideDeepTop
+from splitveil.common.models.device import check_same_gpu, gpu_of
 from splitveil.common.models.spread_model import Learner, SpreadModel, go_on
 from splitveil.common.models.training_state import (
     in_training_mode,
@@ -218,10 +219,12 @@ class BottomTrainer:
             "optimizer": self._optimizer.state_dict(),
             "schedule": self._schedule.state_dict(),
             "random": random_state(self._device),
+            "gpu": gpu_of(self._device),
             "ranks": [] if self._spread is None else self._spread.random_states(),
         }
 
     def load_state_dict(self, state: State) -> None:
+        check_same_gpu(self._device, state)
         self._waiting.clear()
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])

@@ -149,7 +149,7 @@ class GrpcPeer:
         )
         self._evaluate = ActivationStream(
             lambda: self._open("Evaluate", reader(pb.EvaluateReply, SMALL_BYTES)),
-            _read_course,
+            lambda stream, asked: decode_course(believed(stream.receive()), asked.batch),
             self._limits,
         )
         self._align: Any = None
@@ -324,7 +324,3 @@ class GrpcPeer:
         return MessageStream(
             named, self._reconnect.deadline_s, self._interruption, self.connection.error_of
         )
-
-
-def _read_course(stream: MessageStream, activation: messages.Activation) -> messages.Course:
-    return decode_course(believed(stream.receive()), activation.batch)

@@ -25,6 +25,7 @@ from splitveil.active_party.results import (
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder, learner_of_rank
 from splitveil.common.errors import SettingsError
+from splitveil.common.models.device import device_in_words
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.endpoint import serving_status
@@ -60,7 +61,7 @@ def run(parsed: argparse.Namespace) -> None:
             settings.defense.require_usable(settings.defense_context())
             data = PartyData.of(settings)
             read = "%d rows read from %s, device %s"
-            logger.info(read, len(data.ids), data.table.source, device)
+            logger.info(read, len(data.ids), data.table.source, device_in_words(device))
             interruption.check()
             allowance_of(settings)  # refuses before the folder is opened
             for signal in signals_of(settings):

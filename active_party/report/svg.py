@@ -121,7 +121,8 @@ class Chart:
                 case Rule():
                     self._draw_rule(mark)
                 case Dot():
-                    self._draw_dot(mark)
+                    self._circle(f"dot {mark.style}", mark.x, mark.y, 5.5)
+                    self._dots.append(mark)
         self._draw_labels()
         self._draw_names_of_dots()
         return Markup(tostring(self._root, encoding="unicode", short_empty_elements=False))  # noqa: S704
@@ -174,10 +175,6 @@ class Chart:
         self._segment(f"line {rule.style}", (self._left, at), (self._right, at))
         if rule.label:
             self._labels.append(_Label(rule.label, rule.style, self._right, at))
-
-    def _draw_dot(self, dot: Dot) -> None:
-        self._circle(f"dot {dot.style}", dot.x, dot.y, 5.5)
-        self._dots.append(dot)
 
     def _draw_names_of_dots(self) -> None:
         dots = sorted(self._dots, key=lambda dot: -dot.y)

@@ -252,6 +252,7 @@ class Answering:
     def reopen(self, batch_number: int, state: State) -> None:
         """Charge again the answers that an ended process gave after its newest checkpoint."""
         self._releases.check()
+        self.trainer.check_device(state["trainer"])
         charged = self._charged_since(state["records"])
         self.budget.accounts.reopen(state["accounts"], charged)
         self.progress.go_to(batch_number)

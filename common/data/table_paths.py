@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -133,19 +133,17 @@ def find_files(table_path: TablePath) -> list[FoundFile]:
                 # Raises the reason.
                 table_path.filesystem.get_file_info(fs.FileSelector(table_path.path))
             raise FileNotFoundError
-    some = sorted((_found(table_path, info, root) for info in files), key=_by_segments)
-    shown = [file for file in some if not any(part[0] in "._" for part in _parts_below(file))]
+    some = sorted(
+        (_found(table_path, info, root) for info in files), key=lambda file: file.path.split("/")
+    )
+    shown = [
+        file
+        for file in some
+        if not any(part[0] in "._" for part in (*file.folders, file.path.rpartition("/")[2]))
+    ]
     if not shown:
         raise DataError(f"{table_path.name}: {expected}")
     return shown
-
-
-def _by_segments(file: FoundFile) -> list[str]:
-    return file.path.split("/")
-
-
-def _parts_below(file: FoundFile) -> Iterable[str]:
-    return (*file.folders, file.path.rpartition("/")[2])
 
 
 def _root_of(pattern: str) -> str:

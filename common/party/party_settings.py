@@ -121,7 +121,14 @@ class PartySettings(Section):
 
     compile: bool = False
     """Whether torch compiles how this party's model computes training batches. The first batch then
-    takes seconds to minutes; needs a C++ compiler, or a GPU. Not with several processes."""
+    takes seconds to minutes; needs a C++ compiler, or for a GPU Triton and a C compiler. Not with
+    several processes."""
+
+    deterministic: bool = True
+    """Whether a GPU computes with those algorithms alone that give the same bits each time, which a
+    run that is resumed needs. ``false`` may be faster, and allows operations of a model of your own
+    that have no such algorithm; a run that stops then mostly cannot be resumed, because what comes
+    again would differ, which is refused. A CPU always repeats its bits."""
 
     alignment_attempts: int = Field(default=ALIGNMENT_ATTEMPTS, ge=1, le=1000)
     """Number of ids that the other party may try before a run has finished, in multiples of

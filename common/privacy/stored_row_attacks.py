@@ -18,7 +18,8 @@ each received gradient g from that of a cross entropy with labels q,
 
 s a free scale, with Adam over the batches in the order of their arrival, so that the surrogate
 follows the top model. ``exploit`` and ``gramssat_k`` add the cross entropy of p and q and the
-divergence of each batch's mean q from the classes' shares.
+divergence of each batch's mean q from the classes' shares. Without known labels, of several random
+surrogates to begin with, that with the smallest loss in the last pass counts.
 
 A top model with two outputs exchanged sends the same gradients. Without labels or the top model's
 first weights, the names of the classes are therefore a guess; `attack_stored_rows` measures such an
@@ -27,7 +28,9 @@ the gradients are the names, log2(n!) bits in a whole run: its clusters are what
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -55,6 +58,7 @@ STORED_ROW_ATTACKS: Mapping[str, str] = MappingProxyType(
 )
 """Name -> what the attack needs to know besides gradients and activations."""
 
+_STARTS = 3
 _PASSES = 12
 _STEPS_WITH_HINTS = 5
 """Enough for the names of the classes; with more, a surrogate learns the noise of a few rows."""
@@ -100,7 +104,7 @@ def exploit(received: Received, shares: Sequence[float], seed: int = 0) -> Tenso
     Returns:
         Log-probabilities, (examples, classes).
     """
-    return _search(received, shares, None, seed)
+    return _best_start(seed, lambda start: _search(received, shares, None, start))
 
 
 def gramssat(received: Received, hints: Hints, shares: Sequence[float], seed: int = 0) -> Tensor:
@@ -109,7 +113,7 @@ def gramssat(received: Received, hints: Hints, shares: Sequence[float], seed: in
     Returns:
         Log-probabilities, (examples, classes), also of the examples that it knows.
     """
-    likely = _search(received, shares, hints, seed)
+    likely, _ = _search(received, shares, hints, seed)
     return likely[:, _best_names(likely[torch.from_numpy(hints.rows)], hints.labels)]
 
 
@@ -119,18 +123,22 @@ def unsplit(received: Received, num_classes: int, seed: int = 0) -> Tensor:
     Returns:
         Log-probabilities, (examples, classes), by the distances of all rows about an example.
     """
-    distances = torch.zeros(received.num_examples, num_classes)
     labels = torch.eye(num_classes)
 
-    def loss(batch: _Fitted) -> Tensor:
-        each = torch.stack([batch.distances(label) for label in labels], dim=1)
-        # Earlier passes, of a worse surrogate, count ever less.
-        distances.index_add_(0, batch.positions, each.detach())
-        distances.mul_(0.5 ** (len(each) / len(received.positions)))
-        return each.amin(dim=1).mean()
+    def search(start: int) -> tuple[Tensor, float]:
+        distances = torch.zeros(received.num_examples, num_classes)
 
-    _fit(received, num_classes, loss, seed)
-    return _memberships(distances)
+        def loss(batch: _Fitted) -> Tensor:
+            each = torch.stack([batch.distances(label) for label in labels], dim=1)
+            # Earlier passes, of a worse surrogate, count ever less.
+            distances.index_add_(0, batch.positions, each.detach())
+            distances.mul_(0.5 ** (len(each) / len(received.positions)))
+            return each.amin(dim=1).mean()
+
+        left = _fit(received, num_classes, loss, start)
+        return _memberships(distances), left
+
+    return _best_start(seed, search)
 
 
 def lea(received: Received, top: nn.Module, num_classes: int, seed: int = 0) -> Tensor:
@@ -241,7 +249,14 @@ class _Known(NamedTuple):
     labels: Tensor
 
 
-def _search(received: Received, shares: Sequence[float], hints: Hints | None, seed: int) -> Tensor:
+def _best_start(seed: int, search: Callable[[int], tuple[Tensor, float]]) -> Tensor:
+    starts = map(search, range(seed, seed + _STARTS))
+    return min(starts, key=itemgetter(1))[0]
+
+
+def _search(
+    received: Received, shares: Sequence[float], hints: Hints | None, seed: int
+) -> tuple[Tensor, float]:
     of_class = torch.tensor(shares)
     entropy = -torch.special.xlogy(of_class, of_class).sum().clamp(max=-_SMALLEST)
     searched = nn.Embedding(received.num_examples, len(shares), sparse=True)
@@ -261,9 +276,8 @@ def _search(received: Received, shares: Sequence[float], hints: Hints | None, se
         place[torch.from_numpy(hints.rows)] = torch.from_numpy(hints.labels)
         rows = torch.nonzero(place[received.positions] >= 0)[:, 0]
         known = _Known(rows, one_hot(place[received.positions[rows]], len(shares)).float())
-    _fit(received, len(shares), loss, seed, searched, known)
-    likely: Tensor = searched.weight.data.log_softmax(dim=1)
-    return likely
+    left = _fit(received, len(shares), loss, seed, searched, known)
+    return searched.weight.data.log_softmax(dim=1), left
 
 
 def _fit(
@@ -273,8 +287,8 @@ def _fit(
     seed: int,
     searched: nn.Module | None = None,
     known: _Known | None = None,
-) -> None:
-    """Minimise a loss over the batches, several times."""
+) -> float:
+    """Minimise a loss over the batches, several times; return its sum over the last pass."""
     rows = received.prepared()
     top = surrogate(rows.activations.shape[1], num_classes, seed)
     _, slopes = _logits_and_slopes(top, rows.activations[next(rows.batches())])
@@ -287,7 +301,7 @@ def _fit(
     if searched is not None:
         optimizers.append(torch.optim.SparseAdam(searched.parameters(), lr=_LABEL_LEARNING_RATE))
 
-    def step(chosen: slice | Tensor, loss: Callable[[_Fitted], Tensor]) -> None:
+    def step(chosen: slice | Tensor, loss: Callable[[_Fitted], Tensor]) -> float:
         with torch.enable_grad():
             logits, slopes = _logits_and_slopes(top, rows.activations[chosen])
             gradients, positions = rows.gradients[chosen], rows.positions[chosen]
@@ -297,6 +311,7 @@ def _fit(
         torch.autograd.backward(value)
         for optimizer in optimizers:
             optimizer.step()
+        return float(value.detach())
 
     if known is not None:
         truth = known.labels
@@ -305,9 +320,10 @@ def _fit(
                 known.rows,
                 lambda hinted: hinted.distances(truth).mean() + hinted.cross_entropy(truth),
             )
+    left = 0.0
     for _ in range(_PASSES):
-        for chosen in rows.batches():
-            step(chosen, loss)
+        left = math.fsum(step(chosen, loss) for chosen in rows.batches())
+    return left
 
 
 def _logits_and_slopes(top: nn.Module, activations: Tensor) -> tuple[Tensor, Tensor]:

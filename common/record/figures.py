@@ -117,6 +117,10 @@ class AdvantageFigures(NamedTuple):
     prior: Known
     """Leak AUC of the attacker's own model, fitted to as many labels."""
 
+    @property
+    def in_words(self) -> str:
+        return f"{self.value:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
+
 
 class EpsilonFigures(NamedTuple):
     epsilon: Known

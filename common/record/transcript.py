@@ -125,8 +125,7 @@ class Transcript:
         self.check()
         if not self._closed:
             with self._changed:
-                for line in answered.lines():
-                    self._put(time.time(), line)
+                self._put(time.time(), answered)
 
     def check(self) -> None:
         """Notice without an entry that an earlier one could not be written. Raises StorageError."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from splitveil.common.errors import ContractMismatch, PeerEndedForGood, PeerError
+from splitveil.common.models.device import device_in_words
 from splitveil.common.models.ranks import Ranks
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import CredentialFiles
@@ -81,7 +82,9 @@ def _train(
     fresh: bool,
 ) -> None:
     data = PartyData.of(settings)
-    logger.info("%d rows read from %s, device %s", len(data.ids), data.table.source, device)
+    logger.info(
+        "%d rows read from %s, device %s", len(data.ids), data.table.source, device_in_words(device)
+    )
     labels = evaluation_labels(settings)
     interruption.check()
     folder = open_run_folder(
@@ -136,7 +139,7 @@ def _train(
     if run.trainer is not None and build_trainer.encoder is not None:
         try_to_measure(settings.report, folder, run.trainer, build_trainer.encoder, len(data.ids))
     features = None if run.trainer is None else run.trainer.feature_values
-    leave_results(folder, recorder.summary(features), transcript, stopped)
+    leave_results(folder, recorder.summary(features), transcript, stopped, device_in_words(device))
     aligner.tried.forget()
     store.forget_finished()  # last: a process that ends before this does not train from scratch
 

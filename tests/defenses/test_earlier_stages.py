@@ -48,7 +48,7 @@ def test_sums_that_noise_hides_are_asked_for_again() -> None:
 def test_stages_that_tell_all_directions_know_labels_that_lie_in_them() -> None:
     """Residuals within the columns' span, told stage by stage, with hardly any noise."""
     rows = rows_of(ROWS)
-    columns = features.columns_of(rows).of(rows)
+    columns = features.columns_of([rows]).of(rows)
     prior = torch.full((ROWS,), 0.5)
     truth = (0.5 + 0.05 * columns @ torch.randn(columns.shape[1], generator=generator(5))).clamp(
         0, 1

@@ -519,7 +519,7 @@ def test_stored_gradients_give_norms_of_each_class_and_no_row(tmp_path: Path) ->
     cell = cells_of(tiny())[0]
     leave_behind(cell, tmp_path)
     norms, sizes = np.random.default_rng(1).random(40), np.repeat([30, 10], [30, 10])
-    stored = {"gradients": np.outer(norms / sizes, [0.6, 0.8]), "batches": sizes}
+    stored: dict[str, Any] = {"gradients": np.outer(norms / sizes, [0.6, 0.8]), "batches": sizes}
     labels = np.arange(40) % 4 == 0
     run = tmp_path / cell.run_folder / "passive"
     np.savez(run / "received-0001.npz", labels=labels.astype(np.int64), **stored)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitveil.common.errors import SettingsError, SplitveilError
+from splitveil.common.errors import SplitveilError
 from splitveil.common.models.speed import speed_up
 from tests.support.equality import assert_same_weights
 from tests.support.peers import Lost, dying
@@ -68,12 +68,6 @@ def test_autocast_ends_also_after_an_error() -> None:
         fast(torch.ones(2, 5))
     assert not torch.is_autocast_enabled("cpu")
     assert fast(rows()).dtype == torch.float32
-
-
-def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda _name: None)
-    with pytest.raises(SettingsError, match=r"compile: there is no C\+\+ compiler"):
-        speed_up(model(), None, compiled=True)
 
 
 @NEEDS_COMPILER

@@ -11,7 +11,8 @@ from splitveil.active_party.commands.program import parser
 from splitveil.active_party.commands.run import run
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import Interrupted, SettingsError
-from splitveil.common.party.command_line import prepare, torch_device
+from splitveil.common.models.device import torch_device
+from splitveil.common.party.command_line import prepare
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.party.workers import ONLY, Rank, act
@@ -81,7 +82,7 @@ def test_each_process_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [torch_device("auto", rank) for rank in (0, 1)] == [
-        torch.device("cuda"),
+        torch.device("cuda:0"),
         torch.device("cuda:1"),
     ]
     assert torch_device("cuda:0", 1) == torch.device("cuda:0")

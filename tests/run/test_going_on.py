@@ -42,6 +42,7 @@ DEFENSES = [
     "{name: marvell, noise: persistent}",
     "{name: max_norm_positive}",
     "{name: noisy_label}",
+    "{name: noisy_label, mechanism: {kind: alibi, epsilon: 2}}",
     "{name: gafm}",
     "{name: gafm, response: persistent, composed_with: {name: marvell, statistics: running}}",
 ]

@@ -185,6 +185,16 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_sent(
         check_outputs(settings, tmp_path / name)
 
 
+@pytest.mark.parametrize("column", [None, "position"])
+def test_positions_need_an_id_column_with_another_name(tmp_path: Path, column: str | None) -> None:
+    settings = passive_settings(tmp_path)
+    data = settings.data.model_copy(update={"id_column": column})
+    settings = settings.model_copy(update={"data": data})
+
+    with pytest.raises(SettingsError, match="--positions: expected"):
+        check_outputs(settings, tmp_path / "out.parquet", positions=True)
+
+
 def test_a_table_that_changes_while_its_ids_are_aligned_is_refused(tmp_path: Path) -> None:
     settings = passive_settings(tmp_path)
     own = read_own_ids(settings)

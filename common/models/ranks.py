@@ -42,11 +42,8 @@ class Order(NamedTuple):
     """What rank 0 wants all ranks to do."""
 
     kind: OrderKind
-    number: int
-    """Of the batch."""
-
-    content: Tensor
-    """Positions of rows, int64, or the bytes of something else; perhaps none."""
+    number: int  # of the batch
+    content: Tensor  # positions of rows, int64, or the bytes of something else; perhaps none
 
 
 class RankLost(SplitveilError):
@@ -60,12 +57,8 @@ def _raise_lost(error: Exception) -> NoReturn:
 class Ranks:
     """Moves rows between the ranks, and adds up what each has.
 
-    Row ``p`` of the common order belongs to rank ``p % size``.
-
-    Args:
-        rank: of this process.
-        size: number of processes.
-        on_lost: what to do if a process is gone; by default RankLost is raised.
+    Row ``p`` of the common order belongs to rank ``p % size``. If a process is gone, ``on_lost``
+    says what to do; by default RankLost is raised.
     """
 
     def __init__(

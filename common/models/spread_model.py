@@ -3,12 +3,9 @@
 Every rank has the model, its optimizer and its rows of the features. Rank 0 has the protocol: it
 orders a batch, and gets the outputs of all rows. What happens to them then is that of one process:
 the loss is one mean over the whole batch, and a defense sees the whole gradient. Backward, each
-rank gets the gradient of its own rows' outputs; the gradients of the weights are added up on all
-ranks, and every rank takes the same step. So the weights stay equal without ever travelling, which
-is checked whenever a state is saved.
-
-A rank may own no row of a batch: it computes a batch of no rows, so that all ranks go through what
-they compute together.
+rank gets the gradient of its own rows' outputs; the gradients of the weights are added up, and
+every rank takes the same step. So the weights stay equal without ever travelling, which is checked
+whenever a state is saved. A rank that owns no row of a batch computes one of no rows.
 """
 
 import hashlib
@@ -56,12 +53,8 @@ class Learner(NamedTuple):
     optimizer: Optimizer
     schedule: LRScheduler
     device: torch.device
-    taps: Mapping[str, Take] = MappingProxyType({})
-    """For each layer whose gradients are wanted at rank 0, by name."""
-
-    at_once: int = 1
-    """Batches that may wait for their gradients at the same time."""
-
+    taps: Mapping[str, Take] = MappingProxyType({})  # for each layer that is watched, by name
+    at_once: int = 1  # batches that may wait for their gradients at the same time
     keeping: Callable[[], AbstractContextManager[None]] = nullcontext
     """Surrounds the computation of a batch."""
 
@@ -77,12 +70,8 @@ class _Share(NamedTuple):
 class Beginning(NamedTuple):
     """What rank 0 says of a run before the first batch."""
 
-    shapes: FeatureShapes | None
-    """Of the party's features; None if it has none."""
-
-    cut_shape: tuple[int, ...] | None
-    """Of a row of the model's first input, if features are not all."""
-
+    shapes: FeatureShapes | None  # of the party's features, if it has any
+    cut_shape: tuple[int, ...] | None  # of a row of the model's first input, if it has two
     total_steps: int
 
 
@@ -117,9 +106,8 @@ class SpreadModel:
     def __call__(self, positions: Tensor, first: Tensor | None = None) -> Tensor:
         """Return the model's outputs for a batch, with a graph to the first input and the weights.
 
-        Args:
-            positions: of the rows in the common order, (batch,) int64.
-            first: the model's first input, where features are not all, (batch, ...).
+        ``positions`` are those of the rows in the common order, (batch,) int64, and ``first`` is
+        the model's first input if it has two, (batch, ...).
         """
         self._number += 1
         number = self._number

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from splitveil.common.errors import SettingsError
+from splitveil.common.models.device import gpu_of
 from splitveil.common.models.ranks import Ranks
 from splitveil.common.models.spread_model import Beginning, Learner, work
 from splitveil.common.party.interruption import Interruption
@@ -117,7 +118,7 @@ def facts_of(settings: PartySettings, device: torch.device, *more: str) -> dict[
     """Return what all ranks must have in common; ``more`` names settings of this party."""
     names = {"contract", "optimizer", "model_seed", "autocast", "compile", *more}
     found = settings.model_dump(mode="json", include=names)
-    return found | {"device": device.type, "torch": torch.__version__}
+    return found | {"device": gpu_of(device) or device.type, "torch": torch.__version__}
 
 
 def _private_file(rank: Rank) -> Path | None:

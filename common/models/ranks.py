@@ -50,7 +50,8 @@ class RankLost(SplitveilError):
     """Another process of this party is gone."""
 
 
-def _raise_lost(error: Exception) -> NoReturn:
+def raise_lost(error: Exception) -> NoReturn:
+    """Raise RankLost."""
     raise RankLost(f"another process of this party is gone: {error}") from error
 
 
@@ -62,7 +63,7 @@ class Ranks:
     """
 
     def __init__(
-        self, rank: int, size: int, on_lost: Callable[[Exception], NoReturn] = _raise_lost
+        self, rank: int, size: int, on_lost: Callable[[Exception], NoReturn] = raise_lost
     ) -> None:
         self.rank = rank
         self.size = size
@@ -77,7 +78,7 @@ class Ranks:
         rank: int,
         size: int,
         device: torch.device = CPU,
-        on_lost: Callable[[Exception], NoReturn] = _raise_lost,
+        on_lost: Callable[[Exception], NoReturn] = raise_lost,
         attempt: int = 0,
         file: Path | None = None,
     ) -> "Ranks":
@@ -159,7 +160,7 @@ class Ranks:
         with self.lock:
             if self._is_open:
                 self._is_open = False
-                self._on_lost = _raise_lost
+                self._on_lost = raise_lost
                 with suppress(RankLost):
                     if not self.rank:
                         self.order("end", within=_ANSWERS_WITHIN)

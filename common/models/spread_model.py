@@ -316,7 +316,6 @@ def work(ranks: Ranks, build: Callable[[Beginning], Learner]) -> None:
         beginning = Beginning(None if shapes is None else FeatureShapes(*shapes), *others)
         own = said["positions"][said["positions"] % ranks.size == ranks.rank]
         order = _begun(ranks, build(beginning), beginning, own).work()
-    ranks.close()
 
 
 def _begun(ranks: Ranks, learner: Learner, beginning: Beginning, own: Tensor) -> SpreadModel:

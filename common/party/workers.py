@@ -20,8 +20,7 @@ import torch
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.device import gpu_of
-from splitveil.common.models.ranks import Ranks
-from splitveil.common.models.spread_model import Beginning, Learner, work
+from splitveil.common.models.ranks import Ranks, raise_lost
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import PartySettings
 
@@ -72,46 +71,31 @@ def act(parsed: argparse.Namespace, action: Callable[[argparse.Namespace], None]
 def joined(
     rank: Rank, device: torch.device, facts: Mapping[str, Any], interruption: Interruption
 ) -> Iterator[Ranks | None]:
-    """Wait for this party's other ranks, and let them end in the end; only at rank 0.
+    """Wait for this party's other ranks, and leave them in the end; None if there are none.
 
-    Facts are what all ranks must have in common, by the names of their settings. None if there is
-    no other rank. A rank that is gone ends this process at once, as if it had been killed, so that
-    the other party waits for a restart. Before a signal stops the run, the ranks are asked whether
-    they live: ``torchrun`` sends the same signal when one of them has died as when a person stops
-    it. Raises SettingsError if a rank has other facts.
+    Facts are what all ranks must have in common, by the names of their settings. A rank that is
+    gone ends rank 0 at once, as if it had been killed, so that the other party waits for a restart.
+    Before a signal stops the run, rank 0 asks whether all live: ``torchrun`` sends the same signal
+    when one of them has died as when a person stops it. Raises SettingsError if facts differ.
     """
     if rank.size == 1:
         yield None
         return
     _logger.info("waiting for this party's other processes (%d in all)", rank.size)
     file = _private_file(rank)
-    ranks = Ranks.join(rank.number, rank.size, device, _end_at_once, rank.restarts, file)
+    on_lost = raise_lost if rank.number else _end_at_once
+    ranks = Ranks.join(rank.number, rank.size, device, on_lost, rank.restarts, file)
     try:
         ranks.compare(facts)
-        _logger.info("%d processes compute the batches of this party", rank.size)
+        _logger.info("rank %d of %d: process %d", rank.number, rank.size, os.getpid())
         interruption.before_stopping = ranks.check_all_alive
+        for number in (signal.SIGINT, signal.SIGTERM) if rank.number else ():
+            signal.signal(number, signal.SIG_IGN)  # rank 0 stops between batches, and saves
         yield ranks
     finally:
         ranks.close()
         if file is not None:
             file.unlink(missing_ok=True)
-
-
-def work_for(
-    rank: Rank,
-    device: torch.device,
-    facts: Mapping[str, Any],
-    build: Callable[[Beginning], Learner],
-) -> None:
-    """Compute with rank 0 until it lets this process end. Raises RankLost."""
-    ranks = Ranks.join(
-        rank.number, rank.size, device, attempt=rank.restarts, file=_private_file(rank)
-    )
-    ranks.compare(facts)
-    _logger.info("rank %d of %d: process %d", rank.number, rank.size, os.getpid())
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 stops between two batches, with a checkpoint
-    work(ranks, build)
 
 
 def facts_of(settings: PartySettings, device: torch.device, *more: str) -> dict[str, Any]:

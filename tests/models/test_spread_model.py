@@ -59,6 +59,7 @@ def compute(rank: int, size: int, file: Path, facts: Any, build: Any) -> None:
     ranks = Ranks.join(rank, size, file=file)
     ranks.compare(facts)
     work(ranks, partial(build, ranks))
+    ranks.close()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.common.alignment import build_engine, records_of
-from splitveil.common.data.features import FeatureEncoder
+from splitveil.common.data.features import FeatureEncoder, FeatureShapes
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import Trial, build_bottom_model
 from splitveil.common.models.optimizers import build_optimizer
@@ -44,18 +44,18 @@ from splitveil.passive_party.recorder import noting_attempts
 from splitveil.passive_party.settings import PassiveSettings
 
 
+def _fresh_model(
+    settings: PassiveSettings, encoder: FeatureEncoder | FeatureShapes, trial: Trial | None = None
+) -> nn.Module:
+    cut_shape, seed = settings.contract.cut_shape, settings.model_seed
+    return build_bottom_model(settings.bottom_model, encoder, cut_shape, seed=seed, trial=trial)
+
+
 def learner_of_rank(
     settings: PassiveSettings, device: torch.device, beginning: Beginning
 ) -> Learner:
     """Return the learner of a rank above 0."""
-    if beginning.shapes is None:
-        raise SettingsError("data.features: the passive party needs features")
-    model = build_bottom_model(
-        settings.bottom_model,
-        beginning.shapes,
-        settings.contract.cut_shape,
-        seed=settings.model_seed,
-    )
+    model = _fresh_model(settings, beginning.shapes or FeatureShapes())
     return learner_of(settings, model.to(device), device, beginning.total_steps)
 
 
@@ -179,7 +179,7 @@ class BottomBuilder:
                 np.arange(len(data.ids)), self._earlier, bins_of(settings.bottom_model)
             )
             if found is not None:
-                self._pretrained.put_into(model := self._model(found))
+                self._pretrained.put_into(model := _fresh_model(settings, found))
                 build_optimizer(settings.optimizer, model)
 
     def __call__(self, rows: AlignedRows) -> BottomTrainer:
@@ -188,7 +188,7 @@ class BottomBuilder:
         if encoder is None or features is None:
             raise SettingsError("data.features: the passive party needs features")
         self.encoder = encoder
-        model = self._model(encoder, Trial(rows.order.batch_sizes, self._device))
+        model = _fresh_model(settings, encoder, Trial(rows.order.batch_sizes, self._device))
         self._pretrained.put_into(model)
         if self._earlier is not None:
             self._earlier.put_into(model)
@@ -200,9 +200,3 @@ class BottomBuilder:
             spread = begin(self._ranks, learner, beginning, features, rows.splits["train"])
         digest = self._data.digest(encoder, features) + self._pretrained.digest
         return BottomTrainer(learner, features, data_digest=digest, spread=spread)
-
-    def _model(self, encoder: FeatureEncoder, trial: Trial | None = None) -> nn.Module:
-        settings, cut_shape = self._settings, self._settings.contract.cut_shape
-        return build_bottom_model(
-            settings.bottom_model, encoder, cut_shape, seed=settings.model_seed, trial=trial
-        )

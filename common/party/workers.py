@@ -100,7 +100,7 @@ def joined(
 
 def facts_of(settings: PartySettings, device: torch.device, *more: str) -> dict[str, Any]:
     """Return what all ranks must have in common; ``more`` names settings of this party."""
-    names = {"contract", "optimizer", "model_seed", "autocast", "compile", *more}
+    names = {"contract", "optimizer", "model_seed", "autocast", "compile", "deterministic", *more}
     found = settings.model_dump(mode="json", include=names)
     return found | {"device": gpu_of(device) or device.type, "torch": torch.__version__}
 

@@ -102,7 +102,11 @@ class Ranks:
             )
         except RuntimeError as error:
             raise RankLost(f"this party's processes do not find each other: {error}") from error
-        return cls(rank, size, on_lost)
+        found = cls(rank, size, on_lost)
+        if device.type == "cuda":
+            torch.cuda.set_device(device.index or 0)
+            found.add_up([torch.zeros(1, device=device)])  # NCCL's first is to be that of all ranks
+        return found
 
     @property
     def others(self) -> range:

@@ -18,7 +18,7 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.label_kinds import LabelKind, OrdinaryObjective, kind_of
 from splitveil.active_party.training.predictions import LossWeights
 from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
-from splitveil.common.data.features import FeatureEncoder, Features
+from splitveil.common.data.features import FeatureEncoder, Features, FeatureShapes
 from splitveil.common.data.ids import numbered_subjects
 from splitveil.common.errors import DataError
 from splitveil.common.models.factory import Trial, build_top_model
@@ -27,7 +27,6 @@ from splitveil.common.models.ranks import Ranks
 from splitveil.common.models.settings import bins_of
 from splitveil.common.models.speed import speed_up
 from splitveil.common.models.spread_model import Beginning, Learner, begin
-from splitveil.common.models.whole_batch_norm import with_whole_batches
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.phases import Phases
@@ -50,7 +49,6 @@ class TrainerBuilder:
         self._settings = settings
         self._data = data
         self._device = device
-        self._num_classes = settings.data.num_classes
         self._earlier = open_label_owners_model(settings)
         self._subjects = subjects_of(settings, data)
         self._known_targets = earlier_targets_of(settings)
@@ -58,7 +56,7 @@ class TrainerBuilder:
         if frozen or settings.optimizer.rates:
             # Before any id is exchanged: has the model what they name?
             found = data.fit(np.arange(len(data.ids)), self._earlier, bins_of(settings.top_model))
-            build_optimizer(settings.optimizer, self._fresh_model(found))
+            build_optimizer(settings.optimizer, _fresh_model(settings, found))
         # Now, not at the first step: a key that others can read ends a run before it begins.
         context = settings.defense_context()
         settings.defense.require_usable(context)
@@ -112,7 +110,7 @@ class TrainerBuilder:
             TrainingRows(
                 labels,
                 features,
-                self._num_classes,
+                settings.data.num_classes,
                 self._example_keys(ids),
                 self._data.digest(self.encoder, features),
                 "" if self._noise_key is None else key_name(self._noise_key),
@@ -129,20 +127,13 @@ class TrainerBuilder:
 
     def _model(self, rows: AlignedRows) -> nn.Module:
         settings = self._settings
-        model = self._fresh_model(self.encoder, Trial(rows.order.batch_sizes, self._device))
+        trial = Trial(rows.order.batch_sizes, self._device)
+        model = _fresh_model(settings, self.encoder, trial)
         if self._earlier is not None:
             self._earlier.put_into(model)
-        return prepared(settings, model, self._device, self._ranks)
-
-    def _fresh_model(self, encoder: FeatureEncoder | None, trial: Trial | None = None) -> nn.Module:
-        return build_top_model(
-            self._settings.top_model,
-            self._settings.contract.aggregate_shape,
-            encoder,
-            seed=self._settings.model_seed,
-            num_classes=self._num_classes,
-            trial=trial,
-        )
+        model.to(self._device)
+        speed_up(model, settings.autocast, compiled=settings.compile)
+        return model
 
     def _example_keys(self, ids: list[str]) -> Tensor | None:
         if self._noise_key is None or not self._settings.defense.traits.needs_example_keys:
@@ -195,32 +186,31 @@ class TrainerBuilder:
         return None if weights is None else torch.tensor(weights, device=self._device)
 
 
-def prepared(
-    settings: ActiveSettings, model: nn.Module, device: torch.device, ranks: Ranks | None
-) -> nn.Module:
-    model.to(device)
-    if ranks is not None:
-        model = with_whole_batches(model)
-    speed_up(model, settings.autocast, compiled=settings.compile)
-    return model
-
-
 def schedule_of(settings: ActiveSettings, total_steps: int) -> Schedule:
     return lambda step: settings.contract.schedule.factor(step, total_steps)
 
 
-def learner_of_rank(
-    settings: ActiveSettings, device: torch.device, ranks: Ranks, beginning: Beginning
-) -> Learner:
-    """Return the learner of a rank above 0, which has no labels."""
-    fresh = build_top_model(
+def _fresh_model(
+    settings: ActiveSettings,
+    encoder: FeatureEncoder | FeatureShapes | None,
+    trial: Trial | None = None,
+) -> nn.Module:
+    return build_top_model(
         settings.top_model,
         settings.contract.aggregate_shape,
-        beginning.shapes,
+        encoder,
         seed=settings.model_seed,
         num_classes=settings.data.num_classes,
+        trial=trial,
     )
-    model = prepared(settings, fresh, device, ranks)
+
+
+def learner_of_rank(
+    settings: ActiveSettings, device: torch.device, beginning: Beginning
+) -> Learner:
+    """Return the learner of a rank above 0, which has no labels."""
+    model = _fresh_model(settings, beginning.shapes).to(device)
+    speed_up(model, settings.autocast, compiled=settings.compile)
     optimizer = build_optimizer(settings.optimizer, model)
     schedule = LambdaLR(optimizer, schedule_of(settings, beginning.total_steps))
     return Learner(model, optimizer, schedule, device)

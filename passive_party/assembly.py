@@ -3,7 +3,6 @@
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.common.alignment import build_engine, records_of
-from splitveil.common.data.features import FeatureEncoder
+from splitveil.common.data.features import FeatureEncoder, FeatureShapes
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import Trial, build_bottom_model
 from splitveil.common.models.optimizers import build_optimizer
@@ -19,14 +18,12 @@ from splitveil.common.models.ranks import Ranks
 from splitveil.common.models.settings import bins_of
 from splitveil.common.models.speed import speed_up
 from splitveil.common.models.spread_model import Beginning, Learner, Take, begin
-from splitveil.common.models.whole_batch_norm import with_whole_batches
 from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.credentials import CredentialFiles, credential_files
 from splitveil.common.party.endpoint import check_free
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.party_status import RunStatus
-from splitveil.common.party.workers import facts_of
 from splitveil.common.record.model_files import PretrainedWeights
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.course import AlignedRows
@@ -47,36 +44,25 @@ from splitveil.passive_party.recorder import noting_attempts
 from splitveil.passive_party.settings import PassiveSettings
 
 
-def facts_of_ranks(settings: PassiveSettings, device: torch.device) -> dict[str, Any]:
-    adversary, model = settings.adversary, settings.bottom_model
-    return facts_of(settings, device, bottom_model=model, adversary=adversary)
+def _fresh_model(
+    settings: PassiveSettings, encoder: FeatureEncoder | FeatureShapes, trial: Trial | None = None
+) -> nn.Module:
+    cut_shape, seed = settings.contract.cut_shape, settings.model_seed
+    return build_bottom_model(settings.bottom_model, encoder, cut_shape, seed=seed, trial=trial)
 
 
 def learner_of_rank(
-    settings: PassiveSettings, device: torch.device, ranks: Ranks, beginning: Beginning
+    settings: PassiveSettings, device: torch.device, beginning: Beginning
 ) -> Learner:
     """Return the learner of a rank above 0."""
-    if beginning.shapes is None:
-        raise SettingsError("data.features: the passive party needs features")
-    model = build_bottom_model(
-        settings.bottom_model,
-        beginning.shapes,
-        settings.contract.cut_shape,
-        seed=settings.model_seed,
-    )
-    return learner_of(settings, model.to(device), device, beginning.total_steps, ranks)
+    model = _fresh_model(settings, beginning.shapes or FeatureShapes())
+    return learner_of(settings, model.to(device), device, beginning.total_steps)
 
 
 def learner_of(
-    settings: PassiveSettings,
-    model: nn.Module,
-    device: torch.device,
-    total_steps: int,
-    ranks: Ranks | None,
+    settings: PassiveSettings, model: nn.Module, device: torch.device, total_steps: int
 ) -> Learner:
     contract = settings.contract
-    if ranks is not None:
-        model = with_whole_batches(model)
     speed_up(model, settings.autocast, compiled=settings.compile)
     taps = tapped(settings, model)
     optimizer = build_optimizer(settings.optimizer, model)
@@ -193,7 +179,7 @@ class BottomBuilder:
                 np.arange(len(data.ids)), self._earlier, bins_of(settings.bottom_model)
             )
             if found is not None:
-                self._pretrained.put_into(model := self._model(found))
+                self._pretrained.put_into(model := _fresh_model(settings, found))
                 build_optimizer(settings.optimizer, model)
 
     def __call__(self, rows: AlignedRows) -> BottomTrainer:
@@ -202,31 +188,15 @@ class BottomBuilder:
         if encoder is None or features is None:
             raise SettingsError("data.features: the passive party needs features")
         self.encoder = encoder
-        model = self._model(encoder, Trial(rows.order.batch_sizes, self._device))
+        model = _fresh_model(settings, encoder, Trial(rows.order.batch_sizes, self._device))
         self._pretrained.put_into(model)
         if self._earlier is not None:
             self._earlier.put_into(model)
         model.to(self._device)
-        total_steps, ranks = rows.total_steps(contract), self._ranks
-        learner = learner_of(settings, model, self._device, total_steps, ranks)
+        learner = learner_of(settings, model, self._device, rows.total_steps(contract))
         spread = None
-        if ranks is not None:
-            beginning = Beginning(encoder.shapes, None, total_steps)
-            spread = begin(ranks, learner, beginning, features, rows.splits["train"])
-        taps = learner.taps if spread is None else spread.taps
-        return BottomTrainer(
-            model=learner.model,
-            optimizer=learner.optimizer,
-            schedule=learner.schedule,
-            features=features,
-            device=self._device,
-            data_digest=self._data.digest(encoder, features) + self._pretrained.digest,
-            taps=taps,
-            spread=spread,
-        )
-
-    def _model(self, encoder: FeatureEncoder, trial: Trial | None = None) -> nn.Module:
-        settings, cut_shape = self._settings, self._settings.contract.cut_shape
-        return build_bottom_model(
-            settings.bottom_model, encoder, cut_shape, seed=settings.model_seed, trial=trial
-        )
+        if self._ranks is not None:
+            beginning = Beginning(encoder.shapes, None, rows.total_steps(contract))
+            spread = begin(self._ranks, learner, beginning, features, rows.splits["train"])
+        digest = self._data.digest(encoder, features) + self._pretrained.digest
+        return BottomTrainer(learner, features, data_digest=digest, spread=spread)

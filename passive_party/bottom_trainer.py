@@ -9,17 +9,14 @@ dropout and all other values of the forward pass belong to the activation anyway
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from splitveil.common.data.features import Features
 from splitveil.common.errors import SettingsError
@@ -27,7 +24,7 @@ from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.conv import ConvBottom, ConvTop
 from splitveil.common.models.dense import MlpBottom, MlpTop, WideDeepBottom, WideDeepTop
 from splitveil.common.models.device import check_same_gpu, gpu_of
-from splitveil.common.models.spread_model import SpreadModel, Take, go_on
+from splitveil.common.models.spread_model import Learner, SpreadModel, go_on
 from splitveil.common.models.training_state import (
     in_training_mode,
     random_state,
@@ -147,24 +144,17 @@ class BottomTrainer:
 
     def __init__(
         self,
-        *,
-        model: nn.Module,
-        optimizer: Optimizer,
-        schedule: LRScheduler,
+        learner: Learner,
         features: Features,
-        device: torch.device,
+        *,
         data_digest: str = "",
-        taps: Mapping[str, Take] = MappingProxyType({}),
         spread: SpreadModel | None = None,
     ) -> None:
-        self.model = model.to(device)
+        self.model, self._optimizer, self._schedule, self._device = learner[:4]
         self.data_digest = data_digest
-        self._taps = taps
+        self._taps = (spread or learner).taps
         self._spread = spread
-        self._optimizer = optimizer
-        self._schedule = schedule
-        self._features = features.to(device)
-        self._device = device
+        self._features = features.to(self._device)
         self._waiting: deque[Tensor] = deque()
         """Activations whose gradients are to come, with their graphs, in the order of the course.
         """
@@ -186,9 +176,9 @@ class BottomTrainer:
         """Return some rows' features as plain numbers, (rows, values), float16."""
         return feature_values(self.rows(positions))
 
-    def training_rows(self, positions: Positions) -> Features | Positions:
+    def training_rows(self, positions: Positions) -> Features | Tensor:
         """Gather what ``forward`` needs; of several processes each gathers its own rows."""
-        return self.rows(positions) if self._spread is None else positions
+        return self.rows(positions) if self._spread is None else torch.from_numpy(positions.copy())
 
     def forward(self, given: Any, *, stashes_weights: bool = False) -> Tensor:
         """Return the activation of a training batch, (batch, *cut_shape), and keep its graph.

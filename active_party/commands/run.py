@@ -26,12 +26,13 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder, learner_of_rank
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.device import device_in_words
+from splitveil.common.models.spread_model import work
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.endpoint import serving_status
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.workers import Rank, facts_of, joined, work_for
+from splitveil.common.party.workers import Rank, facts_of, joined
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Transcript
 
@@ -47,13 +48,14 @@ def run(parsed: argparse.Namespace) -> None:
             f"process computes it"
         )
     device = command_line.prepare(settings, rank)
-    facts = facts_of(settings, device, top_model=settings.top_model, defense=settings.defense)
-    if rank.number:
-        work_for(rank, device, facts, partial(learner_of_rank, settings, device))
-        return
+    facts = facts_of(settings, device, "top_model", "defense")
     interruption = Interruption()
-    interruption.install()
+    if not rank.number:
+        interruption.install()
     with joined(rank, device, facts, interruption) as ranks:
+        if ranks is not None and rank.number:
+            work(ranks, partial(learner_of_rank, settings, device))
+            return
         credentials = checked_credentials(settings)
         check_files_and_address(settings)
         status = ActiveStatus(settings)

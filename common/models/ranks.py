@@ -42,34 +42,28 @@ class Order(NamedTuple):
     """What rank 0 wants all ranks to do."""
 
     kind: OrderKind
-    number: int
-    """Of the batch."""
-
-    content: Tensor
-    """Positions of rows, int64, or the bytes of something else; perhaps none."""
+    number: int  # of the batch
+    content: Tensor  # positions of rows, int64, or the bytes of something else; perhaps none
 
 
 class RankLost(SplitveilError):
     """Another process of this party is gone."""
 
 
-def _raise_lost(error: Exception) -> NoReturn:
+def raise_lost(error: Exception) -> NoReturn:
+    """Raise RankLost."""
     raise RankLost(f"another process of this party is gone: {error}") from error
 
 
 class Ranks:
     """Moves rows between the ranks, and adds up what each has.
 
-    Row ``p`` of the common order belongs to rank ``p % size``.
-
-    Args:
-        rank: of this process.
-        size: number of processes.
-        on_lost: what to do if a process is gone; by default RankLost is raised.
+    Row ``p`` of the common order belongs to rank ``p % size``. If a process is gone, ``on_lost``
+    says what to do; by default RankLost is raised.
     """
 
     def __init__(
-        self, rank: int, size: int, on_lost: Callable[[Exception], NoReturn] = _raise_lost
+        self, rank: int, size: int, on_lost: Callable[[Exception], NoReturn] = raise_lost
     ) -> None:
         self.rank = rank
         self.size = size
@@ -84,7 +78,7 @@ class Ranks:
         rank: int,
         size: int,
         device: torch.device = CPU,
-        on_lost: Callable[[Exception], NoReturn] = _raise_lost,
+        on_lost: Callable[[Exception], NoReturn] = raise_lost,
         attempt: int = 0,
         file: Path | None = None,
     ) -> "Ranks":
@@ -108,7 +102,11 @@ class Ranks:
             )
         except RuntimeError as error:
             raise RankLost(f"this party's processes do not find each other: {error}") from error
-        return cls(rank, size, on_lost)
+        found = cls(rank, size, on_lost)
+        if device.type == "cuda":
+            torch.cuda.set_device(device.index or 0)
+            found.add_up([torch.zeros(1, device=device)])  # NCCL's first is to be that of all ranks
+        return found
 
     @property
     def others(self) -> range:
@@ -131,19 +129,23 @@ class Ranks:
         self._broadcast(given)
 
     def next_order(self) -> Order:
-        """Wait for what rank 0 wants."""
-        self.move({}, {0: (header := torch.empty(3, dtype=torch.int64))}, _AS_LONG_AS_IT_TAKES)
-        kind, number, length = header.tolist()
-        dtype = torch.uint8 if _KINDS[kind] in _OF_BYTES else torch.int64
-        return Order(_KINDS[kind], number, self._broadcast(torch.empty(length, dtype=dtype)))
+        """Wait for what rank 0 wants; show that this rank lives whenever it asks."""
+        header = torch.empty(3, dtype=torch.int64)
+        while True:
+            self.move({}, {0: header}, _AS_LONG_AS_IT_TAKES)
+            kind, number, length = header.tolist()
+            dtype = torch.uint8 if _KINDS[kind] in _OF_BYTES else torch.int64
+            order = Order(_KINDS[kind], number, self._broadcast(torch.empty(length, dtype=dtype)))
+            if order.kind != "ping":
+                return order
+            self.move({0: torch.ones(1)})
 
     def compare(self, facts: Mapping[str, Any]) -> None:
-        """Check at rank 0 that all ranks have the same facts. Raises SettingsError there."""
-        own = json.dumps(facts, sort_keys=True).encode()
-        texts = [bytes(one.tolist()) for one in self.gather(as_bytes(own))]
-        for rank, text in enumerate(texts):
-            found = json.loads(text)
-            different = [name for name, value in json.loads(own).items() if found[name] != value]
+        """Raise SettingsError unless all ranks have the same facts."""
+        texts = self.gather(as_bytes(json.dumps(facts, sort_keys=True).encode()))
+        first, *others = (json.loads(bytes(text.tolist())) for text in texts)
+        for rank, found in enumerate(others, start=1):
+            different = [name for name in first if found.get(name) != first[name]]
             if different:
                 raise SettingsError(
                     f"{', '.join(different)}: rank {rank} differs from rank 0: give all ranks the "
@@ -162,7 +164,7 @@ class Ranks:
         with self.lock:
             if self._is_open:
                 self._is_open = False
-                self._on_lost = _raise_lost
+                self._on_lost = raise_lost
                 with suppress(RankLost):
                     if not self.rank:
                         self.order("end", within=_ANSWERS_WITHIN)
@@ -189,17 +191,17 @@ class Ranks:
                 one.wait(within)
 
     def gather(self, own: Tensor) -> list[Tensor]:
-        """Return the values of all ranks, one dimension each, at rank 0; none elsewhere."""
-        size = torch.tensor([len(own)])
-        if self.rank:
-            self.move({0: size})
-            self.move({0: own})
-            return []
-        sizes = {rank: torch.zeros_like(size) for rank in self.others}
-        self.move({}, sizes)
-        found = {rank: own.new_empty(int(size)) for rank, size in sizes.items()}
-        self.move({}, found)
-        return [own, *found.values()]
+        """Return what every rank has, at all ranks; it may be of any length."""
+        counts = [int(one) for one in self._all_gathered(torch.tensor([len(own)]))]
+        padded = torch.cat([own, own.new_zeros(max(counts) - len(own), *own.shape[1:])])
+        return [one[:n] for one, n in zip(self._all_gathered(padded), counts, strict=True)]
+
+    def _all_gathered(self, own: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        if own.numel():
+            with self._noticing():
+                dist.all_gather(found, own)
+        return found
 
     def gather_rows(self, own: Tensor, owners: Tensor) -> Tensor:
         """Return the rows of all ranks in their order, (rows, ...), at rank 0; elsewhere the own.
@@ -238,61 +240,30 @@ class Ranks:
     def add_up_gradients(self, like: Sequence[Tensor], own: list[Tensor | None]) -> None:
         """Add up the gradients of all ranks, in place; None where no rank has one.
 
-        Dense ones travel in buckets, each with those of one type; of sparse ones the rows alone do.
+        Dense ones travel in buckets; of sparse ones the rows alone do.
         """
-        forms = [0 if one is None else 2 if one.is_sparse else 1 for one in own]
-        flags = torch.tensor([[form == 1, form == 2] for form in forms], dtype=torch.int32)
-        self.add_up([flags])
-        is_dense, is_sparse = (flags.T > 0).tolist()
-        for at in (at for at, sparse in enumerate(is_sparse) if sparse):
-            given = own[at]
-            if given is None or not given.is_sparse:
-                raise SplitveilError("the ranks have gradients of different forms")
-            own[at] = self._sum_of_sparse(given)
-        buckets: list[list[int]] = []
-        room = 0
-        for at in (at for at, dense in enumerate(is_dense) if dense):
-            size = like[at].nbytes
-            if not buckets or room < size or like[at].dtype != like[buckets[-1][0]].dtype:
-                buckets.append([])
-                room = max(_BUCKET_BYTES, size)
-            buckets[-1].append(at)
-            room -= size
-        flat = [torch.cat([_filled(own[at], like[at]) for at in bucket]) for bucket in buckets]
-        self.add_up(flat)
-        for bucket, values in zip(buckets, flat, strict=True):
-            parts = torch.split(values, [like[at].numel() for at in bucket])
-            for at, part in zip(bucket, parts, strict=True):
+        forms = [[one is not None, one is not None and one.is_sparse] for one in own]
+        self.add_up([flags := torch.tensor(forms, dtype=torch.int32)])
+        dense: dict[torch.dtype, list[int]] = {}
+        for at, (is_there, is_sparse) in enumerate(flags.tolist()):
+            if is_sparse:
+                own[at] = self._sum_of_sparse(_filled(own[at], like[at]))
+            elif is_there:
+                dense.setdefault(like[at].dtype, []).append(at)
+        for places in dense.values():
+            flat = torch.cat([_filled(own[at], like[at]).flatten() for at in places])
+            self.add_up(torch.split(flat, _BUCKET_BYTES // flat.element_size()))
+            parts = torch.split(flat, [like[at].numel() for at in places])
+            for at, part in zip(places, parts, strict=True):
                 own[at] = part.view_as(like[at])
 
     def _sum_of_sparse(self, own: Tensor) -> Tensor:
         """Return the sum of sparse gradients, added up in the order of the ranks everywhere."""
-        own = own.coalesce()
-        indices, values = own.indices(), own.values()
-        counts = [int(one) for one in self._all_gathered(torch.tensor([indices.shape[1]]))]
-        padding = max(counts) - indices.shape[1]
-        indices = torch.cat([indices, indices.new_zeros(len(indices), padding)], 1)
-        values = torch.cat([values, values.new_zeros(padding, *values.shape[1:])])
-        every_index = [
-            one[:, :count] for one, count in zip(self._all_gathered(indices), counts, strict=True)
-        ]
-        every_value = [
-            one[:count] for one, count in zip(self._all_gathered(values), counts, strict=True)
-        ]
-        found = torch.sparse_coo_tensor(
-            torch.cat(every_index, 1),
-            torch.cat(every_value),
-            own.shape,
-            check_invariants=True,
-        )
+        own = (own if own.is_sparse else own.to_sparse(1)).coalesce()
+        indices = torch.cat(self.gather(own.indices().T.contiguous())).T
+        values = torch.cat(self.gather(own.values()))
+        found = torch.sparse_coo_tensor(indices, values, own.shape, check_invariants=True)
         return found.coalesce()
-
-    def _all_gathered(self, own: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        if own.numel():
-            with self._noticing():
-                dist.all_gather(found, own.contiguous())
-        return found
 
     def _broadcast(self, values: Tensor) -> Tensor:
         if values.numel():
@@ -318,4 +289,4 @@ def _places(owners: Tensor, rank: int, device: torch.device) -> Tensor:
 
 
 def _filled(gradient: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like).flatten() if gradient is None else gradient.detach().flatten()
+    return torch.zeros_like(like) if gradient is None else gradient.detach()

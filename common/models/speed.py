@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.device import missing_compiler
-from splitveil.common.models.whole_batch_norm import WholeBatchNorm
 
 Autocast = Literal["bfloat16"] | None
 
@@ -43,9 +42,6 @@ def _compile_training(model: nn.Module) -> None:
     # torch's compiler takes seconds to import.
     from torch._functorch import config as functorch_config  # noqa: PLC0415
 
-    for part in model.modules():
-        if isinstance(part, WholeBatchNorm):  # a graph of its own: ranks talk within it
-            part.forward = torch.compiler.disable(part.forward)  # type: ignore[method-assign]
     # The active party goes backwards through one graph twice: for the answer, and to learn.
     functorch_config.donated_buffer = False
     # Other numbers of rows, as of the last batch of an epoch, do not compile it again.

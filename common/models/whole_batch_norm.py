@@ -6,6 +6,7 @@ torch's SyncBatchNorm is for GPUs only, and for ranks that all have rows.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,25 +29,20 @@ def computing_together(ranks: Ranks) -> Iterator[None]:
         _together.reset(before)
 
 
-def with_whole_batches(model: nn.Module) -> nn.Module:
-    """Return a model whose batch normalisations look at the batches of all ranks.
+def with_whole_batches(model: nn.Module) -> None:
+    """Let a model's batch normalisations look at the batches of all ranks."""
+    if model._compiled_call_impl is not None:  # noqa: SLF001
+        _stay_uncompiled()
+    for part in model.modules():
+        if isinstance(part, _BatchNorm):
+            part.__class__ = WholeBatchNorm
 
-    Its weights and buffers are the same tensors.
-    """
-    if isinstance(model, _BatchNorm):
-        changed = WholeBatchNorm(
-            model.num_features,
-            model.eps,
-            model.momentum,
-            affine=False,
-            track_running_stats=model.track_running_stats,
-        )
-        changed.affine, changed.training = model.affine, model.training
-        changed._parameters, changed._buffers = model._parameters, model._buffers  # noqa: SLF001
-        return changed
-    for name, part in model.named_children():
-        setattr(model, name, with_whole_batches(part))
-    return model
+
+@cache
+def _stay_uncompiled() -> None:
+    """Let compiled models call what the ranks compute together as it is."""
+    as_it_is = torch.compiler.disable(WholeBatchNorm.forward)  # type: ignore[no-untyped-call]
+    WholeBatchNorm.forward = as_it_is  # type: ignore[method-assign]
 
 
 class WholeBatchNorm(_BatchNorm):
@@ -72,22 +68,16 @@ class WholeBatchNorm(_BatchNorm):
             raise ValueError("expected more than 1 value per channel when training")
         centred = exact - (mean := sums / count).view(shape)
         variance = _sum(ranks, centred.square().sum(over)) / count
-        self._follow(mean.detach(), (variance * count / (count - 1)).detach())
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            share = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean.detach(), share)  # type: ignore[union-attr]
+            unbiased = variance.detach() * count / (count - 1)
+            self.running_var.lerp_(unbiased, share)  # type: ignore[union-attr]
         found: Tensor = centred * (variance + self.eps).rsqrt().view(shape)
         if self.affine:
             found = found * self.weight.view(shape) + self.bias.view(shape)
         return found.to(values.dtype)
-
-    def _follow(self, mean: Tensor, variance: Tensor) -> None:
-        if self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked.add_(1)
-        share = self.momentum
-        if share is None:
-            share = 1 / float(self.num_batches_tracked)
-        for running, now in ((self.running_mean, mean), (self.running_var, variance)):
-            if running is not None:
-                running.mul_(1 - share).add_(now, alpha=share)
 
 
 class _Sum(Function):

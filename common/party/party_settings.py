@@ -116,13 +116,11 @@ class PartySettings(Section):
     autocast: Literal["bfloat16"] | None = None
     """Number format of matrix products and convolutions while this party's model trains; by
     default float32. ``bfloat16`` is about twice as fast on GPUs and processors that have it.
-    Weights, gradients at the cut layer, defenses, evaluations and predictions stay float32. Not
-    with several processes."""
+    Weights, gradients at the cut layer, defenses, evaluations and predictions stay float32."""
 
     compile: bool = False
     """Whether torch compiles how this party's model computes training batches. The first batch then
-    takes seconds to minutes; needs a C++ compiler, or for a GPU Triton and a C compiler. Not with
-    several processes."""
+    takes seconds to minutes; needs a C++ compiler, or for a GPU Triton and a C compiler."""
 
     deterministic: bool = True
     """Whether a GPU computes with those algorithms alone that give the same bits each time, which a

@@ -13,18 +13,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.models.ranks import Ranks
-from splitveil.common.models.spread_model import Beginning, Learner, work
+from splitveil.common.models.device import gpu_of
+from splitveil.common.models.ranks import Ranks, raise_lost
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import PartySettings
-from splitveil.common.settings import Section
 
 
 class Rank(NamedTuple):
@@ -39,21 +37,18 @@ class Rank(NamedTuple):
         """Return what ``torchrun`` says; the only process without it. Raises SettingsError."""
         if "RANK" not in variables or "MASTER_ADDR" not in variables:
             return cls()
-        names = (
+        names = [
             "RANK",
             "WORLD_SIZE",
             "LOCAL_RANK",
             "LOCAL_WORLD_SIZE",
             "TORCHELASTIC_RESTART_COUNT",
-        )
-        defaults = cls()
-        found = []
-        for name, default in zip(names, defaults, strict=True):
-            text = variables.get(name, str(default))
+        ]
+        texts = [variables.get(name, str(no)) for name, no in zip(names, cls(), strict=True)]
+        for name, text in zip(names, texts, strict=True):
             if not text.isdecimal():
                 raise SettingsError(f"{name}: expected a whole number, as torchrun sets it")
-            found.append(int(text))
-        return cls(*found)
+        return cls(*map(int, texts))
 
 
 ONLY = Rank()  # a process that has no others beside it
@@ -76,24 +71,26 @@ def act(parsed: argparse.Namespace, action: Callable[[argparse.Namespace], None]
 def joined(
     rank: Rank, device: torch.device, facts: Mapping[str, Any], interruption: Interruption
 ) -> Iterator[Ranks | None]:
-    """Wait for this party's other ranks, and let them end in the end; only at rank 0.
+    """Wait for this party's other ranks, and leave them in the end; None if there are none.
 
-    Facts are what all ranks must have in common, by the names of their settings. None if there is
-    no other rank. A rank that is gone ends this process at once, as if it had been killed, so that
-    the other party waits for a restart. Before a signal stops the run, the ranks are asked whether
-    they live: ``torchrun`` sends the same signal when one of them has died as when a person stops
-    it. Raises SettingsError if a rank has other facts.
+    Facts are what all ranks must have in common, by the names of their settings. A rank that is
+    gone ends rank 0 at once, as if it had been killed, so that the other party waits for a restart.
+    Before a signal stops the run, rank 0 asks whether all live: ``torchrun`` sends the same signal
+    when one of them has died as when a person stops it. Raises SettingsError if facts differ.
     """
     if rank.size == 1:
         yield None
         return
     _logger.info("waiting for this party's other processes (%d in all)", rank.size)
     file = _private_file(rank)
-    ranks = Ranks.join(rank.number, rank.size, device, _end_at_once, rank.restarts, file)
+    on_lost = raise_lost if rank.number else _end_at_once
+    ranks = Ranks.join(rank.number, rank.size, device, on_lost, rank.restarts, file)
     try:
         ranks.compare(facts)
-        _logger.info("%d processes compute the batches of this party", rank.size)
+        _logger.info("rank %d of %d: process %d", rank.number, rank.size, os.getpid())
         interruption.before_stopping = ranks.check_all_alive
+        for number in (signal.SIGINT, signal.SIGTERM) if rank.number else ():
+            signal.signal(number, signal.SIG_IGN)  # rank 0 stops between batches, and saves
         yield ranks
     finally:
         ranks.close()
@@ -101,35 +98,11 @@ def joined(
             file.unlink(missing_ok=True)
 
 
-def work_for(
-    rank: Rank,
-    device: torch.device,
-    facts: Mapping[str, Any],
-    build: Callable[[Ranks, Beginning], Learner],
-) -> None:
-    """Compute with rank 0 until it lets this process end. Raises RankLost."""
-    ranks = Ranks.join(
-        rank.number, rank.size, device, attempt=rank.restarts, file=_private_file(rank)
-    )
-    ranks.compare(facts)
-    _logger.info("rank %d of %d: process %d", rank.number, rank.size, os.getpid())
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 stops between two batches, with a checkpoint
-    work(ranks, partial(build, ranks))
-
-
-def facts_of(
-    settings: PartySettings, device: torch.device, **more: Section | None
-) -> dict[str, Any]:
-    """Return what all ranks must have in common, by the names of settings."""
-    sections = {"contract": settings.contract, "optimizer": settings.optimizer, **more}
-    return {name: one and one.model_dump(mode="json") for name, one in sections.items()} | {
-        "model_seed": settings.model_seed,
-        "autocast": settings.autocast,
-        "compile": settings.compile,
-        "device": device.type,
-        "torch": torch.__version__,
-    }
+def facts_of(settings: PartySettings, device: torch.device, *more: str) -> dict[str, Any]:
+    """Return what all ranks must have in common; ``more`` names settings of this party."""
+    names = {"contract", "optimizer", "model_seed", "autocast", "compile", "deterministic", *more}
+    found = settings.model_dump(mode="json", include=names)
+    return found | {"device": gpu_of(device) or device.type, "torch": torch.__version__}
 
 
 def _private_file(rank: Rank) -> Path | None:

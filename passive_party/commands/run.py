@@ -12,13 +12,14 @@ import torch
 from splitveil.common.errors import ContractMismatch, PeerEndedForGood, PeerError
 from splitveil.common.models.device import device_in_words
 from splitveil.common.models.ranks import Ranks
+from splitveil.common.models.spread_model import work
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.endpoint import serving_status
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.party_status import RunStatus
-from splitveil.common.party.workers import Rank, joined, work_for
+from splitveil.common.party.workers import Rank, facts_of, joined
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.model_files import identity_metadata, save_model
 from splitveil.common.record.run_folder import end_of, open_run_folder
@@ -30,7 +31,6 @@ from splitveil.passive_party.assembly import (
     build_peer,
     checked_credentials,
     evaluation_labels,
-    facts_of_ranks,
     idle_peer,
     learner_of_rank,
 )
@@ -56,13 +56,14 @@ def run(parsed: argparse.Namespace) -> None:
     settings = command_line.load_settings(PassiveSettings, parsed, "passive")
     rank = Rank.of_environment()
     device = command_line.prepare(settings, rank)
-    facts = facts_of_ranks(settings, device)
-    if rank.number:
-        work_for(rank, device, facts, partial(learner_of_rank, settings, device))
-        return
+    facts = facts_of(settings, device, "bottom_model", "adversary")
     interruption = Interruption()
-    interruption.install()
+    if not rank.number:
+        interruption.install()
     with joined(rank, device, facts, interruption) as ranks:
+        if ranks is not None and rank.number:
+            work(ranks, partial(learner_of_rank, settings, device))
+            return
         credentials = checked_credentials(settings)
         open_earlier_model(settings)
         try_custom_attacks(settings.adversary, settings.contract.cut_shape)

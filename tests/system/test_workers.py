@@ -133,7 +133,7 @@ def test_several_processes_follow_the_course_of_one(
 def test_a_rank_with_other_settings_is_named(tmp_path: Path) -> None:
     write_example(tmp_path)
     party = Ranks("passive", tmp_path, ("model_seed=1",), 2, {1: ("model_seed=2",)})
-    assert party.wait() == [2, 0], party.output
+    assert party.wait() == [2, 2], party.output
     assert "model_seed: rank 1 differs from rank 0: give all ranks the same" in party.output
 
 
@@ -167,7 +167,8 @@ def test_no_other_machine_reaches_the_processes_and_a_signal_to_all_is_a_goodbye
     Another process of this machine that connects reads nothing, and disturbs nothing.
     """
     write_example(tmp_path)
-    with ranks(tmp_path, Settings(("contract.epochs=400",)), active=1, passive=2) as both:
+    settings = Settings(("contract.epochs=60",))
+    with ranks(tmp_path, settings, active=1, passive=2) as both:
         active, passive = both
         metrics = tmp_path / "runs/small/active/metrics.jsonl"
         wait_until(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") > 30)
@@ -186,6 +187,10 @@ def test_no_other_machine_reaches_the_processes_and_a_signal_to_all_is_a_goodbye
     assert codes == ([128 + signal.SIGTERM, 0], [4]), f"{passive.output}\n{active.output}"
     assert "ending at once" not in passive.output
     assert (tmp_path / "runs/small/passive/checkpoint/model.safetensors").exists()
+    with ranks(tmp_path, settings, active=2, passive=1) as both:
+        codes = both[0].wait(), both[1].wait()
+    assert codes == ([0, 0], [0]), "\n".join(one.output for one in both)
+    assert "2 process(es) of this party have come this far and 1 go on" in both[1].output
 
 
 class Supervised:

@@ -15,7 +15,7 @@ gradients, and neither is the part of `hint_combiner` and `completion` that the 
 give to whoever knows as many labels (last line).
 ``--deal-labels`` takes that away: each run deals the labels out anew at random among the examples,
 so that features reveal nothing of them, and all that an attack finds is the gradients' leak.
-``--replay`` attacks the rows that the passive party can store, with `splitveil.attacks.REPLAYED`.
+``--stored-rows`` attacks what the passive party can store, with `splitveil.attacks.ON_STORED_ROWS`.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from torch import Tensor
 from benchmarks.environment import print_environment
 from splitveil.active_party.monitor.stated_bounds import ledger_figures
 from splitveil.active_party.training.top_trainer import StepResult
-from splitveil.attacks import REPLAYED
+from splitveil.attacks import ON_STORED_ROWS
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import ATTACKS, CUT, FINAL_ATTACKS, RUN_ATTACKS
 from splitveil.common.privacy.run_level import RunLevelLeak
@@ -110,7 +110,7 @@ def run(task: Task, **options: Any) -> AttackedRun:
         return attacked_run(example, active, passive, **options)
 
 
-def replay(task: Task) -> AttackedRun:
+def attack_stored_rows(task: Task) -> AttackedRun:
     """Train once, and run every attack on the rows that the passive party then has."""
     rows: list[tuple[Tensor, ...]] = []
 
@@ -123,7 +123,7 @@ def replay(task: Task) -> AttackedRun:
     columns = map(torch.cat, zip(*rows, strict=True))
     stored: dict[str, Any] = dict(zip(AUDITED, columns, strict=True))
     leaks = {}
-    for name in (*COMPARED, *REPLAYED):
+    for name in (*COMPARED, *ON_STORED_ROWS):
         begun = time.monotonic()
         leaks[name] = audit(**stored, attacks=[name]).run[name]
         print(f"{task.defense}: {name} took {time.monotonic() - begun:.0f} s", flush=True)
@@ -165,7 +165,7 @@ def run_table(runs: Mapping[str, Sequence[AttackedRun]]) -> list[str]:
     every = [run for found in runs.values() for run in found]
     columns = [
         (layer, name)
-        for name in (*RUN_ATTACKS, *REPLAYED)
+        for name in (*RUN_ATTACKS, *ON_STORED_ROWS)
         for layer in ("cut", "first")
         if name in every[0].run_level[layer] and (layer == CUT or name not in FINAL_ATTACKS)
     ]
@@ -214,7 +214,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", nargs="*", default=list(DEFENSES), choices=list(DEFENSES))
     parser.add_argument("--deal-labels", action="store_true")
-    parser.add_argument("--replay", action="store_true", help="attack the stored rows instead")
+    parser.add_argument("--stored-rows", action="store_true", help="attack the stored rows instead")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     print_environment("scikit-learn", "scipy")
@@ -231,7 +231,9 @@ def main() -> None:
         ]
         begun = time.monotonic()
         with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
-            results = pool.map(replay if arguments.replay else run, tasks, chunksize=1)
+            results = pool.map(
+                attack_stored_rows if arguments.stored_rows else run, tasks, chunksize=1
+            )
         found = list(zip(tasks, results, strict=True))
         runs = {name: [r for task, r in found if task.defense == name] for name in arguments.only}
         print_tables(tasks[0], runs)

@@ -137,7 +137,8 @@ class Figure(Section):
     statistic: str
     """For instance ``test_auc``, ``best_test_auc``, ``calibration_error``, ``steps_per_s``; for an
     attack ``mean``, ``q95``, ``first_epoch``, ``last_epoch``, ``worst_epoch``, ``run_level``, and
-    at the cut layer ``adjusted``: what it reveals beyond features, over the run."""
+    at the cut layer ``adjusted``: what it reveals beyond features, over the run; for model
+    completion at the passive party ``over_features``."""
 
     party: Party = "active"
     """The party that measured it: at the cut layer both do, and the active party's oracles know
@@ -242,7 +243,19 @@ class SweepPlot(Section):
     """The data sets to draw; all by default."""
 
 
-Plot = Annotated[TradeOffPlot | CoursePlot | EpochPlot | SweepPlot, Field(discriminator="kind")]
+class ClassesPlot(Section):
+    """Norms of the gradients of each class over the epochs, one panel per variant.
+
+    The passive party's ``adversary`` needs ``labels`` and ``store_received``. Norms are those of an
+    example's own loss: medians, and what lies between the 5 % and 95 % quantiles.
+    """
+
+    kind: Literal["classes"]
+
+
+Plot = Annotated[
+    TradeOffPlot | CoursePlot | EpochPlot | SweepPlot | ClassesPlot, Field(discriminator="kind")
+]
 
 
 class Experiment(Section):

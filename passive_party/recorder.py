@@ -16,6 +16,7 @@ from splitveil.common.party.party_status import RunStatus
 from splitveil.common.privacy.audit_worker import AuditWorker
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.privacy.observation import Observation
+from splitveil.common.privacy.run_level import FeaturesOf
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.leak_recorder import IDLE_S, AuditedRun, LeakRecorder
 from splitveil.common.record.lines import AuditLine
@@ -132,12 +133,11 @@ class PassiveRecorder(RunRecorder):
             self._received.clear()
         if self._leaks is not None:
             self._leaks.end_epoch(epoch)
-        if self._progress is None or not self._progress.is_shown_elsewhere:
-            latest = {} if self._leaks is None else self._leaks.shown()
-            strongest = max(latest, key=lambda name: latest[name], default=None)
-            figures = {} if strongest is None else {strongest: latest[strongest]}
-            shown = [f"{figure} (features included)" for figure in each_in_words(figures)]
-            self._log_epoch(epoch, self._settings.contract.epochs, shown)
+        latest = {} if self._leaks is None else self._leaks.shown()
+        strongest = max(latest, key=lambda name: latest[name], default=None)
+        figures = {} if strongest is None else {strongest: latest[strongest]}
+        shown = [f"{figure} (features included)" for figure in each_in_words(figures)]
+        self._log_epoch(epoch, self._settings.contract.epochs, shown)
 
     def on_resumed(self, epoch: int | None) -> None:
         self._status.note_resumed(epoch)
@@ -162,7 +162,8 @@ class PassiveRecorder(RunRecorder):
         self._audit_refused = self._audit_refused or isinstance(error, AuditRefused)
         logger.warning("epoch %d: no audit: %s", epoch + 1, error)
 
-    def summary(self) -> Summary:
+    def summary(self, features: FeaturesOf | None = None) -> Summary:
+        """Return the figures; with features, also those of model completion on these."""
         speed = self._progress.steps_per_s if self._progress else None
         audited = None
         if self._label_free is not None:
@@ -170,7 +171,7 @@ class PassiveRecorder(RunRecorder):
         return Summary(
             counts=RunCounts(self.aligned_rows, self._epochs, self._steps, speed),
             audited=audited,
-            leak=None if self._leaks is None else self._leaks.summary(),
+            leak=None if self._leaks is None else self._leaks.summary(features=features),
         )
 
     def state_dict(self) -> dict[str, Any]:

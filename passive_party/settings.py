@@ -9,12 +9,18 @@ from splitveil.common.data.settings import DataSettings
 from splitveil.common.models.settings import ModelSettings
 from splitveil.common.party.party_settings import Address, Insecure, PartySettings
 from splitveil.common.privacy.attacks import ATTACKS, CUT, LABEL_FREE
-from splitveil.common.privacy.settings import AuditSettings
+from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AttackChoice, AuditSettings
 from splitveil.common.settings import Section
 
 
 class AdversarySettings(AuditSettings):
     """Attacks that this party runs on the gradients it receives, to measure their leakage."""
+
+    attacks: tuple[AttackChoice, ...] = Field(
+        default=(*DEFAULT_ATTACKS, "completion_40"), min_length=1
+    )
+    """The attacks that score every audited batch, accumulate over the run's epochs, or look at the
+    trained bottom model: names, or sections with ``kind: custom``."""
 
     layers: tuple[str, ...] = Field(default=("cut", "first"), min_length=1)
     """``cut`` (the gradients as received), ``first`` (the bottom model's first layer), or the name

@@ -16,14 +16,14 @@ from types import MappingProxyType
 
 from splitveil.common.privacy.attacks import ATTACKS, Attack, Knowledge, SideInformation
 from splitveil.common.privacy.leakage import LeakInterval, leak_auc
-from splitveil.common.privacy.replay_attacks import REPLAY_ATTACKS
 from splitveil.common.privacy.settings import BUILT_IN_NAMES, CustomAttack
+from splitveil.common.privacy.stored_row_attacks import STORED_ROW_ATTACKS
 from splitveil.library.choices import own_attack as own
 
 __all__ = [
     "NAMES",
     "ON_BATCHES",
-    "REPLAYED",
+    "ON_STORED_ROWS",
     "Attack",
     "CustomAttack",
     "Knowledge",
@@ -40,5 +40,5 @@ ON_BATCHES: Mapping[str, Attack] = MappingProxyType({str(n): one for n, one in A
 """Name -> the attack on single batches: ``ON_BATCHES["spectral"].score(gradients, Knowledge())``
 returns the scores, and ``needs`` says what `Knowledge` has to hold."""
 
-REPLAYED: Mapping[str, str] = REPLAY_ATTACKS
+ON_STORED_ROWS: Mapping[str, str] = STORED_ROW_ATTACKS
 """Name -> what it needs to know: attacks of `splitveil.audit` only, on a run's stored rows."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, final
 
 from pydantic import Field, ValidationError, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from splitveil.active_party.defenses.example_keys import (
     NoiseKey,
@@ -288,6 +288,10 @@ class DefenseSection(Section):
     ) -> Objective | None:
         """Return the top model's objective; None for the cross entropy of its logits."""
         return None
+
+    def predicting(self, model: nn.Module, /) -> nn.Module:
+        """Return what makes a run's predictions, and is saved, around a top model."""
+        return model
 
     def require_usable(self, _context: DefenseContext, /) -> None:
         """Raise SettingsError for everything that could otherwise fail only during the run."""

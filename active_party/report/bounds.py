@@ -101,7 +101,7 @@ def beyond_rows(run: RunFiles, assessment: LeakAssessment) -> Iterator[TableRow]
         is_measured = finding is not Finding.TOO_FEW_ROWS
         gained = ABSENT
         if (gain := advantage.get(attack)) is not None:
-            gained = f"{gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
+            gained = gain.in_words
         cells = (
             attack,
             needs_of(attack),

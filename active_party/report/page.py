@@ -157,6 +157,7 @@ def report_page(run: RunFiles) -> str:
         ledger_panel=panels.ledger_panel(run, leak),
         circumstances=list(circumstances(run.active.summary, run.active.metrics, traffic)),
         traffic_rows=traffic_rows(traffic, _only_peer(run)),
+        completion=tables.completion_in_words(run),
         settings=tables.settings_tables(run.active.settings),
         figure=figures.figure,
         count=figures.count,

@@ -20,6 +20,7 @@ from splitveil.active_party.report.run_files import (
 from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.attacks import CUT
 from splitveil.common.record.figures import AttackFigure, ClassFigures, LeakByClass, RunFigures
 from splitveil.common.record.lines import AlarmLine, AuditLine, GateLine
 from splitveil.common.record.run_record import find_summary
@@ -67,6 +68,25 @@ def run_level_rows(run: RunFiles) -> Iterator[TableRow]:
         points = map(figure, (one.tpr_at_per_mille, one.tpr_at_percent, one.precision_at_100))
         of_attack = (layer, attack, needs_of(attack), *pair, figure(one.auc))
         yield TableRow((*of_attack, interval, count(one.examples), *points))
+
+
+def completion_in_words(run: RunFiles) -> list[str]:
+    """Say what heads with known labels read from the trained bottom model's activations."""
+    found: dict[tuple[str, str], RunFigures] = {}
+    for party in (*run.passives, run.active):  # a passive party has its features to compare with
+        for attack, one in party.summary.of_leak.run_level.get(CUT, {}).items():
+            if attack.startswith("completion_"):
+                found.setdefault((party.layer(CUT), attack), one)
+    return [
+        f"{attack}{'' if layer == CUT else f' at {layer}'} reaches leak AUC {figure(one.auc)} "
+        f"({figure(one.low)} to {figure(one.high)}), "
+        + (
+            "and how much of it features reveal was not measured (adversary.labels)"
+            if one.over_features is None
+            else f"{one.over_features.in_words} over features with the same labels"
+        )
+        for (layer, attack), one in found.items()
+    ]
 
 
 def test_rows(run: RunFiles) -> Iterator[tuple[str, str]]:

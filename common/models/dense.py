@@ -104,11 +104,12 @@ class NumberEmbedding(nn.Module):
     def forward(self, places: Tensor) -> Tensor:
         """Map (rows, columns) to (rows, columns * dim)."""
         line = self.slope * self.get_buffer("line") + self.offset
-        at_edges = line + nn.functional.pad(self.steps.cumsum(1), (0, 0, 1, 0))
         if places.device.type != "cpu":
-            return interpolated(at_edges, places)
-        # The same in half the time, as in images of one row of pixels, which lies between -1 and 1;
-        # on CUDA, gradients would have other bits each time.
+            # On CUDA neither a sum of floats so far nor images of pixels can repeat their bits.
+            so_far = torch.ones(self._most + 1, self._most, device=places.device).tril(-1)
+            return interpolated(line + so_far @ self.steps, places)
+        at_edges = line + nn.functional.pad(self.steps.cumsum(1), (0, 0, 1, 0))
+        # The same in half the time, as in images of one row of pixels, which lies between -1 and 1.
         grid = nn.functional.pad((places.T * (2 / self._most) - 1)[:, None, :, None], (0, 1))
         vectors = nn.functional.grid_sample(
             at_edges.mT[:, :, None], grid, padding_mode="border", align_corners=True

@@ -185,6 +185,8 @@ def _build_and_probe(
         except Exception as error:  # a user's class may raise anything
             kind = SplitveilError if model.training and may_pass(error) else SettingsError
             mode = "training" if model.training else "eval mode"
+            if "does not have a deterministic implementation" in str(error):
+                hint = f"; deterministic: false allows it{hint}"
             raise kind(
                 f"{role}: {type(model).__name__} fails on a batch of {_in_words(rows)} in {mode}: "
                 f"{fault_in_words(error)}{hint}"

@@ -1,7 +1,8 @@
 """Attacks that accumulate over a run: many epochs together show what noise hides in one batch.
 
     accumulated_spectral         sum of the batches' standardised projections on their top
-                                 direction, its sign kept from batch to batch
+                                 direction, its sign kept from batch to batch; with more than two
+                                 classes, on one direction that follows the batches
     accumulated_residual_energy  sum of the batches' standardised residual energies, each batch with
                                  the sign that agrees with what earlier ones said of its examples
     accumulated_cosine           sum of the batches' standardised cosines; where the reference
@@ -31,6 +32,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from splitveil.common.privacy.gradient_rows import unit_vector
 from splitveil.common.privacy.top_direction import TopDirection, skewness
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
@@ -81,6 +83,17 @@ class ContinuousSign:
         sign = -1.0 if turns else 1.0
         self._direction = torch.add(sign * direction, self._direction, alpha=_MEMORY)
         return -top.projections if turns else top.projections
+
+    def follow(self, rows: Tensor, top: TopDirection) -> Tensor:
+        """Return a batch's projections on the direction of earlier batches, a power step on.
+
+        More than two classes differ in several directions of much the same strength: the top one is
+        now one of them and now another, and a sum over batches would mix them.
+        """
+        before = top.direction if self._direction is None else self._direction.to(rows.device)
+        after = unit_vector(rows.T @ (rows @ before))
+        self._direction = after if bool(after.any()) else before
+        return rows @ self._direction
 
     def state_dict(self) -> dict[str, Any]:
         direction = self._direction

@@ -81,7 +81,9 @@ RunAttackName: TypeAlias = Literal[
     "hint_combiner_200",
     "final_kmeans",
     "final_nearest_hint",
+    "completion_10",
     "completion_40",
+    "completion_400",
 ]
 
 AttackName: TypeAlias = Literal[BatchAttackName, RunAttackName]
@@ -269,7 +271,9 @@ RUN_ATTACKS: Mapping[RunAttackName, RunAttack] = MappingProxyType(
         "hint_combiner_200": RunAttack(("spectral", "norm"), 200, "200 labels of the run"),
         "final_kmeans": RunAttack(),
         "final_nearest_hint": RunAttack(labels="one label of each class"),
+        "completion_10": RunAttack(num_hints=10, labels="10 labels of the run"),
         "completion_40": RunAttack(num_hints=40, labels="40 labels of the run"),
+        "completion_400": RunAttack(num_hints=400, labels="400 labels of the run"),
     }
 )
 

@@ -3,13 +3,13 @@
     final_kmeans           distance to the larger less distance to the smaller of two clusters
     final_nearest_hint     distance to an example of another class less that to one of the class,
                            one example of each class being known
-    completion_40          a head on the activations, trained with 40 known labels
+    completion_k           a head on the activations, trained with k known labels
 
-What these attacks find is partly what features reveal: compare it with the same attack on features,
-for which `complete_model` serves as well. Each example counts with the activation of its last
+What these attacks find is partly what features reveal: `final_scores` of the features themselves
+says how much. Each example counts with the activation of its last
 visit. Of a long run, evenly spaced examples are kept, so that all of them take 64 MiB at most.
 
-``completion_40`` is the model completion of Fu et al. ("Label Inference Attacks Against Vertical
+``completion_k`` is the model completion of Fu et al. ("Label Inference Attacks Against Vertical
 Federated Learning", USENIX Security 2022, section 4.1): they put a head on the bottom model, and
 train both on a few labelled and all other examples by MixMatch (Berthelot et al., "MixMatch: A
 Holistic Approach to Semi-Supervised Learning", NeurIPS 2019). Here as there:
@@ -111,7 +111,7 @@ def final_scores(
     hints = pick_labelled(labels, num_hints, np.random.default_rng(seed))
     if hints is None:
         return [nothing for _ in classes.targets]
-    if attack == "completion_40":
+    if attack != "final_nearest_hint":
         logits = complete_model(activations, hints, classes.num_classes, seed)
         scores = one_against_rest(logits)[:, list(classes.targets)]
     else:

@@ -33,6 +33,7 @@ class GatheredLayer:
             if not attack.combines and not attack.is_final:
                 num_sums = num_targets if attack.has_sum_per_target else 1
                 self.sums[name] = [AccumulatedScores(num_examples) for _ in range(num_sums)]
+        self._follows = classes.is_multi_class
         # One history serves all numbers of hints, and all classes.
         self.history = ScoreHistory(num_examples if self.combining else 0)
         num_signs = {"spectral": 1, "kmeans": 1, "cosine": num_targets}
@@ -49,7 +50,11 @@ class GatheredLayer:
         signed = dict(layer.scores) | {
             source: layer.scores[source]._replace(
                 by_target=[
-                    None if direction is None else sign.turn(direction)
+                    None
+                    if direction is None
+                    else sign.follow(layer.rows, direction)
+                    if self._follows and source == "spectral"
+                    else sign.turn(direction)
                     for sign, direction in zip(self._signs[source], directions, strict=True)
                 ]
             )

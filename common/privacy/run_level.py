@@ -8,8 +8,8 @@ to the cut layer.
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from splitveil.common.privacy.accumulation import RunScores, combine_with_hints
-from splitveil.common.privacy.adjusted_auc import OperatingPoints, operating_points
+from splitveil.common.privacy.adjusted_auc import OperatingPoints, advantage_over, operating_points
 from splitveil.common.privacy.attacks import CUT, RUN_ATTACKS, RunAttackName
 from splitveil.common.privacy.final_attacks import LastActivations, final_scores
 from splitveil.common.privacy.gathered_scores import GatheredLayer
@@ -36,12 +36,18 @@ SEED = 0  # seed of hints and bootstrap: the same scores always give the same fi
 
 UNSEEN = -1  # label of an example that no batch has held so far
 
+FeaturesOf: TypeAlias = Callable[[npt.NDArray[np.int64]], Tensor]
+"""Positions in the common order -> the values of their features, (rows, values)."""
+
 
 class RunLevelLeak(OperatingPoints):
     auc: float  # the leak AUC; with more than two classes, of the pair that is separated best
     low: float  # lower end of its 95 % bootstrap interval; below 1/2 where the leak may be chance
     high: float
     examples: int  # number of examples that were scored and whose label the attack did not know
+    over_features: NotRequired[dict[str, float]]
+    """By how much its AUC is larger than that of the same attack with the same labels on features,
+    value, low and high, and that AUC, prior."""
 
 
 class ClassRunLeak(TypedDict):
@@ -122,8 +128,10 @@ class RunAudit:
         with self._lock:
             return self._after_epoch.get(epoch, {})
 
-    def result(self) -> RunLeaks:
+    def result(self, features: FeaturesOf | None = None) -> RunLeaks:
         """Measure every attack over the run so far.
+
+        With features, model completion is measured on these as well, to compare.
 
         An attack is absent if no two classes have examples. With more than two classes, the
         interval belongs to the AUC of the worst pair.
@@ -133,7 +141,9 @@ class RunAudit:
         figures = RunLeaks({}, {})
         for layer, attack, scores in all_scores:
             aucs = self._aucs(scores)
-            leak = run_level_leak(scores, aucs, self._labels.numpy(), self._classes)
+            final = RUN_ATTACKS[attack].is_final and RUN_ATTACKS[attack].num_hints
+            alone = self._final_scores(attack, features) if final and features else None
+            leak = run_level_leak(scores, aucs, self._labels.numpy(), self._classes, alone)
             if leak is None:
                 continue
             figures.leak.setdefault(layer, {})[attack] = leak
@@ -215,12 +225,18 @@ class RunAudit:
             if hinted:
                 for attack in gathered.combining:
                     yield layer, attack, self._combined(attack, gathered)
-        if hinted and self._final:
-            positions, activations = self._last.seen()
-            labels = self._labels_at(positions)
+        if hinted:
             for attack in self._final:
-                scores = final_scores(attack, positions, activations, labels, self._classes, SEED)
-                yield CUT, attack, scores
+                yield CUT, attack, self._final_scores(attack)
+
+    def _final_scores(
+        self, attack: RunAttackName, features: FeaturesOf | None = None
+    ) -> list[RunScores]:
+        """Run an attack on the last activations, or on features, with the same known labels."""
+        positions, activations = self._last.seen()
+        rows = activations if features is None else features(positions)
+        labels = self._labels_at(positions)
+        return final_scores(attack, positions, rows, labels, self._classes, SEED)
 
     def _combined(self, attack: RunAttackName, gathered: GatheredLayer) -> list[RunScores]:
         """Fit a combining attack to each target class against the rest."""
@@ -259,21 +275,30 @@ def run_level_leak(
     aucs: PairAucs,
     labels: npt.NDArray[np.integer],
     classes: LabelClasses,
+    alone: Sequence[RunScores] | None = None,
 ) -> RunLevelLeak | None:
-    """Return the leak of the pair that is separated best; None if no two classes have examples."""
+    """Return the leak of the pair that is separated best; None if no two classes have examples.
+
+    ``alone`` are the scores of the same attack on features.
+    """
     try:
         first, second = aucs.worst_pair()
     except OneClass:
         return None
-    scored = scores[first if classes.is_multi_class and len(scores) > 1 else 0]
+    number = first if classes.is_multi_class and len(scores) > 1 else 0
+    scored = scores[number]
     of_scored = labels[scored.positions]
     of_pair = (of_scored == first) | (of_scored == second)
     chosen, positive = scored.scores[of_pair], of_scored[of_pair] == first
     measured = leak_auc_interval(chosen, positive, np.random.default_rng(SEED))
-    return RunLevelLeak(
+    leak = RunLevelLeak(
         auc=measured.auc,
         low=measured.low,
         high=measured.high,
         examples=int(of_pair.sum()),
-        **operating_points(chosen, positive),
+        **operating_points(chosen, positive),  # type: ignore[typeddict-item] # not all keys are required
     )
+    if alone is not None:
+        advantage = advantage_over(alone[number].scores[of_pair], chosen, positive)
+        leak["over_features"] = advantage._asdict()
+    return leak

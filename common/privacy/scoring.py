@@ -35,6 +35,8 @@ class LayerScores(NamedTuple):
     """Attack -> for each of its scores the direction behind it, if its sign says nothing: that of
     the batch itself, or of a reference with noise."""
 
+    rows: Tensor  # the gradients, (batch, row_dim)
+
 
 class BatchScorer:
     """Scores batches with a fixed set of attacks; targets are the classes taken for positives."""
@@ -72,7 +74,8 @@ class BatchScorer:
                 )
                 by_target.append(_score_with_clues(attack, gradients, knowledge, clues))
             scores[name] = AttackScores(*zip(*by_target, strict=True))
-        return LayerScores(scores, self._directions(scores, gradients, observation, layer))
+        directions = self._directions(scores, gradients, observation, layer)
+        return LayerScores(scores, directions, gradients.rows)
 
     def _directions(
         self,

@@ -117,6 +117,10 @@ class AdvantageFigures(NamedTuple):
     prior: Known
     """Leak AUC of the attacker's own model, fitted to as many labels."""
 
+    @property
+    def in_words(self) -> str:
+        return f"{self.value:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
+
 
 class EpsilonFigures(NamedTuple):
     epsilon: Known
@@ -202,6 +206,9 @@ class RunFigures(NamedTuple):
     """The same for 1 %."""
     precision_at_100: Number = None
     """Share of positives among the 100 highest scores."""
+    over_features: Maybe[AdvantageFigures] = None
+    """Of model completion at the passive party: by how much its AUC is larger than that of a head
+    on this party's features that knows the same labels, which is ``prior``."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from splitveil.common.privacy.custom_attacks import load_custom_attacks
 from splitveil.common.privacy.gradient_rows import GradientRows
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.observation import Observation
+from splitveil.common.privacy.run_level import FeaturesOf
 from splitveil.common.privacy.settings import AuditSettings
 from splitveil.common.record.figures import (
     AdjustedFigures,
@@ -143,12 +144,14 @@ class LeakRecorder:
         # Raw: unlike the ledger's figure beside them, these contain what features reveal.
         return {f"raw_{name}_leak_auc": value for name, value in latest.leak[layer].items()}
 
-    def summary(self, covariates: Covariates | None = None) -> LeakFigures:
+    def summary(
+        self, covariates: Covariates | None = None, features: FeaturesOf | None = None
+    ) -> LeakFigures:
         """Return the part of the summary about the leak; call it after closing."""
         # Side by side, as a run's end waits for both.
         with ThreadPoolExecutor(1) as executor:
             measured = executor.submit(self._beyond_features, covariates)
-            run = self._audit.run.result()
+            run = self._audit.run.result(features)
             beyond = measured.result()
         found: dict[str, Any] = {
             "leak": self._audit.summary(),

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from rich.console import Console
 
+from splitveil.common.privacy.attacks import CUT
 from splitveil.common.record.assessment import assess
 from splitveil.common.record.summary import Summary, plain_figures
 from splitveil.common.text.log_lines import log_fields, writes_json
@@ -13,6 +14,8 @@ from splitveil.common.text.visible_text import PlainTable
 from splitveil.common.text.wording import in_words, label
 
 logger = logging.getLogger(__name__)
+
+OVER_FEATURES = "AUC over features with the same labels (no bound limits it)"
 
 
 def print_summary(party: str, summary: Summary, *, console: Console | None = None) -> None:
@@ -56,6 +59,9 @@ def _main_figures(summary: Summary) -> Iterator[tuple[str, str]]:
             figure = assessment.figure_in_words(assessment.strongest)
             yield "strongest attack, feature-adjusted leak AUC", figure
         yield "bound for the whole run", assessment.bound_in_words
+    for attack, found in summary.of_leak.run_level.get(CUT, {}).items():
+        if found.over_features is not None:
+            yield f"{attack}, {OVER_FEATURES}", found.over_features.in_words
     if active.leak_alarms:
         yield "leak alarms", str(active.leak_alarms)
     if active.refused_messages:

@@ -12,8 +12,8 @@ from torch import Tensor
 from splitveil.common.privacy.attacks import CUT
 from splitveil.common.privacy.beyond_features import Covariates
 from splitveil.common.privacy.observation import LabelClasses, Observation
-from splitveil.common.privacy.replay_attacks import Received, replay
 from splitveil.common.privacy.run_level import RunLevelLeak, aucs_of, run_level_leak
+from splitveil.common.privacy.stored_row_attacks import Received, attack_stored_rows
 
 
 class AuditedRows(NamedTuple):
@@ -54,14 +54,14 @@ class AuditedRows(NamedTuple):
     def num_examples(self) -> int:
         return int(self.positions.max()) + 1
 
-    def replay(self, attack: str, classes: LabelClasses) -> RunLevelLeak | None:
-        """Run one of `REPLAY_ATTACKS`; None if no two classes have examples that it scores."""
+    def attack_as_stored(self, attack: str, classes: LabelClasses) -> RunLevelLeak | None:
+        """Run one of `STORED_ROW_ATTACKS`; None if no two classes have examples that it scores."""
         own = self.gradients if self.activations is None else self.activations
         labels = np.zeros(self.num_examples, dtype=np.int64)
         labels[self.positions] = self.labels.numpy()
         positions = torch.from_numpy(self.positions)
         received = Received(self.gradients, own, positions, self.starts)
-        scores = replay(attack, received, labels, classes)
+        scores = attack_stored_rows(attack, received, labels, classes)
         return run_level_leak(scores, aucs_of(scores, labels, classes), labels, classes)
 
     def observations(self) -> Iterator[Observation]:

@@ -19,10 +19,10 @@ from splitveil.common.privacy.gradient_rows import Gradients
 from splitveil.common.privacy.leakage import leak_auc_interval
 from splitveil.common.privacy.observation import LabelClasses
 from splitveil.common.privacy.observational_audit import EpsilonBound
-from splitveil.common.privacy.replay_attacks import REPLAY_ATTACKS
 from splitveil.common.privacy.run_level import RunLevelLeak
 from splitveil.common.privacy.scoring import BatchScorer
 from splitveil.common.privacy.settings import BUILT_IN_NAMES
+from splitveil.common.privacy.stored_row_attacks import STORED_ROW_ATTACKS
 from splitveil.common.text.upper_bounds import at_least
 from splitveil.common.text.visible_text import visible
 from splitveil.common.text.wording import suggest
@@ -173,8 +173,8 @@ def audit(
             With them, leak AUCs are also measured among rows for which they say the same, and a
             lower bound on epsilon is found. They must not have memorised the rows' labels.
         predictions: the model's predictions, (rows,) or (rows, classes), as further covariates.
-        attacks: names; by default all that these arrays suffice for, without `attacks.REPLAYED`,
-            which take seconds to minutes and need ``examples`` and ``activations``.
+        attacks: names; by default all that these arrays suffice for, without those in
+            `attacks.ON_STORED_ROWS`, which take minutes and need ``examples`` and ``activations``.
         custom: further attacks by name: functions of a batch's gradients that return one score per
             row.
 
@@ -192,8 +192,8 @@ def audit(
     own = {name: Attack(partial(_scored, score)) for name, score in custom.items()}
     known = _known(given, has_examples=examples is not None)
     chosen = [*known, *own] if attacks is None else [*attacks, *own]
-    replayable = () if examples is None or activations is None else REPLAY_ATTACKS
-    _check(chosen, {*known, *own, *replayable})
+    of_stored = () if examples is None or activations is None else STORED_ROW_ATTACKS
+    _check(chosen, {*known, *own, *of_stored})
     found = LeakAudit(
         chosen, num_examples=given.num_examples, class_names=classes.names, custom=own,
         keeps_scores=covariates is not None or predictions is not None,
@@ -210,7 +210,9 @@ def audit(
             for attack, auc in leak.leak[CUT].items():
                 measured.setdefault(attack, []).append(auc)
     found.run.close_epoch()
-    replayed = {name: given.replay(name, classes) for name in chosen if name in REPLAY_ATTACKS}
+    on_stored = {
+        name: given.attack_as_stored(name, classes) for name in chosen if name in STORED_ROW_ATTACKS
+    }
     needs = {str(name): one for name, one in ATTACKS.items()} | own
     only = _only(given, found, classes, needs) if len(random) == 1 else {}
     return Audit(
@@ -220,7 +222,7 @@ def audit(
             for attack, aucs in measured.items()
         ),
         run=found.run.result().leak.get(CUT, {})
-        | {name: leak for name, leak in replayed.items() if leak is not None},
+        | {name: leak for name, leak in on_stored.items() if leak is not None},
         beyond=None
         if covariates is None and predictions is None
         else found.beyond_features(given.covariates(covariates, predictions)),
@@ -241,8 +243,8 @@ def _check(chosen: Sequence[str], known: set[str]) -> None:
     for name in chosen:
         if name in known:
             continue
-        if name not in {*BUILT_IN_NAMES, *REPLAY_ATTACKS}:
-            hint = suggest(name, [*BUILT_IN_NAMES, *REPLAY_ATTACKS])
+        if name not in {*BUILT_IN_NAMES, *STORED_ROW_ATTACKS}:
+            hint = suggest(name, [*BUILT_IN_NAMES, *STORED_ROW_ATTACKS])
             raise SettingsError(f"attacks: there is no attack {name!r}{hint}")
         raise SettingsError(
             f"attacks: {name} needs more than it was given: examples for attacks over several "

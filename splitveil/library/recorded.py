@@ -30,8 +30,9 @@ from splitveil.common.alignment import AlignmentEngine
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.alignment.ristretto import DIGEST_BYTES, POINT_BYTES
 from splitveil.common.errors import EndedForGood
+from splitveil.common.models.device import torch_device
 from splitveil.common.party import command_line
-from splitveil.common.party.command_line import draw_nonce, torch_device
+from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.record.model_files import identity_metadata, save_model
 from splitveil.common.record.run_record import write_summary
@@ -121,7 +122,9 @@ class _Passive:
 
     def write_summary(self) -> None:
         """Write the summary, after the recorder has been closed."""
-        write_summary(self._folder, replace(self.recorder.summary(), version=VERSION))
+        trainer = self.run.trainer
+        summary = self.recorder.summary(None if trainer is None else trainer.feature_values)
+        write_summary(self._folder, replace(summary, version=VERSION))
 
 
 class _Recorder(PassiveRecorder):

@@ -24,6 +24,7 @@ import torch
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.sequences import tokenizer_files
 from splitveil.common.errors import DataError, EndedForGood, SettingsError, SplitveilError
+from splitveil.common.models.device import restoring_devices
 from splitveil.common.party import command_line
 from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.record.metrics_log import chart_outcome
@@ -215,7 +216,7 @@ def _as_in_a_process_of_its_own(settings: ActiveSettings) -> Iterator[None]:
     if level == logging.NOTSET:
         log.setLevel(logging.ERROR)  # seeds are insecure between parties; here there are none
     try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with restoring_devices(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             command_line.prepare(settings)
             yield
     finally:

@@ -9,6 +9,7 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
+from splitveil.common.data.features import Features
 from splitveil.common.privacy.attacks import FINAL_ATTACKS, RunAttackName
 from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.final_attacks import (
@@ -20,6 +21,7 @@ from splitveil.common.privacy.final_attacks import (
 )
 from splitveil.common.privacy.leakage import auc, leak_auc
 from splitveil.common.privacy.observation import Observation
+from splitveil.passive_party.feature_values import feature_values
 from tests.support.attacked_run import attacked_run, deal_labels
 from tests.support.recorders import recorders
 from tests.support.runs import build_parties, run_in_process, write_example
@@ -152,7 +154,7 @@ def test_a_run_s_last_activations_are_attacked_at_the_cut() -> None:
     assert counts == {
         "final_kmeans": len(labels),
         "final_nearest_hint": len(labels) - 2,
-        "completion_40": len(labels) - 40,
+        **{f"completion_{number}": len(labels) - number for number in (10, 40, 400)},
     }
 
 
@@ -197,13 +199,32 @@ def test_both_parties_of_a_run_record_what_completion_finds(tmp_path: Path) -> N
     )
     with recorders(parties, tmp_path) as both:
         run_in_process(parties)
+    bottom = parties.run.trainer
+    assert bottom is not None
     active, passive = (
         summary.form()["leak_run_level"]["cut"]
-        for summary in (both.active.summary({}), both.passive.summary())
+        for summary in (both.active.summary({}), both.passive.summary(bottom.feature_values))
     )
     assert active["completion_40"]["low"] > 0.8
+    over = passive["completion_40"]["over_features"]
+    assert over["prior"] + over["value"] == pytest.approx(passive["completion_40"]["auc"], abs=1e-4)
+    assert over["low"] > 0  # the bottom model has learned from the other party's columns, too
     assert active["completion_40"]["auc"] > active["final_nearest_hint"]["auc"]
     assert active.keys() == passive.keys()
+
+
+def test_features_of_all_kinds_become_numbers() -> None:
+    features = Features(
+        numeric=torch.tensor([[1e9], [2.0]]),
+        categorical=torch.tensor([[7, 3], [7, 9]]),
+        image=torch.full((2, 1, 32, 32), 255, dtype=torch.uint8),
+        tokens=torch.tensor([[3, 3, 0], [999, 5, 0]]),
+    )
+    values = feature_values(features)
+    assert values.shape == (2, 1 + 1 + 2 + 257 + 256)
+    assert bool(values.isfinite().all())
+    assert values[:, 1:4].tolist() == [[1, 1, 0], [1, 0, 1]]
+    assert values[0, 4 + 3] == 2
 
 
 @pytest.mark.parametrize(

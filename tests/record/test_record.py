@@ -151,7 +151,8 @@ LEAK_FORM: dict[str, Any] = json.loads(
  "leak_run_level": {"cut": {"accumulated_cosine": {"auc": 0.75, "low": 0.625, "high": 0.875,
                                                    "examples": 569, "tpr_at_per_mille": 0.25,
                                                    "tpr_at_percent": 0.5,
-                                                   "precision_at_100": null}}},
+                                                   "precision_at_100": null,
+                                                   "over_features": null}}},
  "leak_batches": {"observed": 42, "skipped_one_class": 1, "left_out": 2}}
 """
 )

@@ -28,6 +28,7 @@ from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName
 from splitveil.common.record.figures import (
     AdjustedFigures,
+    AdvantageFigures,
     AttackFigure,
     BeyondFigures,
     LeakFigures,
@@ -316,10 +317,25 @@ def test_a_raw_figure_passes_no_bound_and_is_explained(tmp_path: Path) -> None:
     assert "contains what features reveal anyway, AUC 0.810 here" in raw
 
 
-@pytest.mark.parametrize("attack", ["completion_40", "accumulated_spectral"])
-def test_what_lessens_model_completion_stands_below_its_figure(tmp_path: Path, attack: str) -> None:
-    page = page_of(write_run(tmp_path, summary=of_run(**{attack: RunFigures(0.8, 0.78, 0.82)})))
-    assert ("fewer hidden layers below the cut" in page) == (attack == "completion_40")
+OVER_FEATURES = AdvantageFigures(0.06, 0.05, 0.07, 0.74)
+
+
+@pytest.mark.parametrize(
+    ("attack", "over", "said"),
+    [
+        ("completion_40", OVER_FEATURES, "0.820), +0.060 (+0.050 to +0.070) over features with"),
+        ("completion_40", None, "0.820), and how much of it features reveal was not measured"),
+        ("accumulated_spectral", None, "what features reveal): not measured"),
+    ],
+)
+def test_the_limits_say_what_the_trained_bottom_model_gives_away(
+    tmp_path: Path, attack: str, over: AdvantageFigures | None, said: str
+) -> None:
+    figures = RunFigures(0.8, 0.78, 0.82, over_features=over)
+    page = page_of(write_run(tmp_path, summary=of_run(**{attack: figures})))
+    watched = page.partition('id="watch"')[2].partition("</section>")[0]
+    assert "which no bound limits" in watched
+    assert said in watched
 
 
 def test_a_passive_party_of_another_run_is_left_out(tmp_path: Path) -> None:

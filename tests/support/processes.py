@@ -55,7 +55,7 @@ class Party:
         self._words = [command, str(folder / f"{party}.yaml"), "--runs", str(self.runs)]
         self._overrides, self._options = overrides, options
         self._fast_clock, self._descriptors = fast_clock, descriptors
-        self._unit = Deployed(self._kind, "", "", "").unit if as_unit else None
+        self._unit = Deployed(self._kind).unit if as_unit else None
         self._outputs: list[str] = []
         self._process: Forked
         if begin:

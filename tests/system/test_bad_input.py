@@ -124,7 +124,7 @@ def test_check_prints_the_resolved_settings_and_every_problem(tmp_path: Path) ->
     assert wrong.exit_code == 2, wrong.output
     assert "first_contact_s: 3600.0\n" in wrong.output
     assert f"listen: cannot serve at 127.0.0.1:{port}: " in wrong.output
-    assert "CUDA device(s) that torch sees, got cuda:98" in wrong.output
+    assert "device: cuda:98 needs a GPU, and torch" in wrong.output
     assert "nowhere.csv: there is no such file" in wrong.output
     assert right.exit_code == 0, right.output
     assert "longest_wait_s: 5.0\n" in right.output

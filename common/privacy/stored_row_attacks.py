@@ -1,4 +1,4 @@
-"""Attacks that replay a run from the gradients and activations that a party has stored.
+"""Attacks that search a whole run in the gradients and activations that a party has stored.
 
     exploit            searches labels and a surrogate of the top model, such that the surrogate's
                        gradients at the activations are the received ones (Kariyappa and Qureshi,
@@ -18,16 +18,19 @@ each received gradient g from that of a cross entropy with labels q,
 
 s a free scale, with Adam over the batches in the order of their arrival, so that the surrogate
 follows the top model. ``exploit`` and ``gramssat_k`` add the cross entropy of p and q and the
-divergence of each batch's mean q from the classes' shares.
+divergence of each batch's mean q from the classes' shares. Without known labels, of several random
+surrogates to begin with, that with the smallest loss in the last pass counts.
 
 A top model with two outputs exchanged sends the same gradients. Without labels or the top model's
-first weights, the names of the classes are therefore a guess; `replay` measures such an
+first weights, the names of the classes are therefore a guess; `attack_stored_rows` measures such an
 attack with the names that suit it best, as an AUC below 1/2 is turned. All that ``lea`` takes from
 the gradients are the names, log2(n!) bits in a whole run: its clusters are what features reveal.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -42,7 +45,7 @@ from splitveil.common.privacy.final_attacks import Hints, one_against_rest, pick
 from splitveil.common.privacy.gradient_rows import unit_rows
 from splitveil.common.privacy.observation import LabelClasses
 
-REPLAY_ATTACKS: Mapping[str, str] = MappingProxyType(
+STORED_ROW_ATTACKS: Mapping[str, str] = MappingProxyType(
     {
         "exploit": "the classes' shares",
         "gramssat_1": "the classes' shares, 1 label of each",
@@ -55,6 +58,7 @@ REPLAY_ATTACKS: Mapping[str, str] = MappingProxyType(
 )
 """Name -> what the attack needs to know besides gradients and activations."""
 
+_STARTS = 3
 _PASSES = 12
 _STEPS_WITH_HINTS = 5
 """Enough for the names of the classes; with more, a surrogate learns the noise of a few rows."""
@@ -100,7 +104,7 @@ def exploit(received: Received, shares: Sequence[float], seed: int = 0) -> Tenso
     Returns:
         Log-probabilities, (examples, classes).
     """
-    return _search(received, shares, None, seed)
+    return _best_start(seed, lambda start: _search(received, shares, None, start))
 
 
 def gramssat(received: Received, hints: Hints, shares: Sequence[float], seed: int = 0) -> Tensor:
@@ -109,7 +113,7 @@ def gramssat(received: Received, hints: Hints, shares: Sequence[float], seed: in
     Returns:
         Log-probabilities, (examples, classes), also of the examples that it knows.
     """
-    likely = _search(received, shares, hints, seed)
+    likely, _ = _search(received, shares, hints, seed)
     return likely[:, _best_names(likely[torch.from_numpy(hints.rows)], hints.labels)]
 
 
@@ -119,18 +123,22 @@ def unsplit(received: Received, num_classes: int, seed: int = 0) -> Tensor:
     Returns:
         Log-probabilities, (examples, classes), by the distances of all rows about an example.
     """
-    distances = torch.zeros(received.num_examples, num_classes)
     labels = torch.eye(num_classes)
 
-    def loss(batch: _Replayed) -> Tensor:
-        each = torch.stack([batch.distances(label) for label in labels], dim=1)
-        # Earlier passes, of a worse surrogate, count ever less.
-        distances.index_add_(0, batch.positions, each.detach())
-        distances.mul_(0.5 ** (len(each) / len(received.positions)))
-        return each.amin(dim=1).mean()
+    def search(start: int) -> tuple[Tensor, float]:
+        distances = torch.zeros(received.num_examples, num_classes)
 
-    _replay(received, num_classes, loss, seed)
-    return _memberships(distances)
+        def loss(batch: _Fitted) -> Tensor:
+            each = torch.stack([batch.distances(label) for label in labels], dim=1)
+            # Earlier passes, of a worse surrogate, count ever less.
+            distances.index_add_(0, batch.positions, each.detach())
+            distances.mul_(0.5 ** (len(each) / len(received.positions)))
+            return each.amin(dim=1).mean()
+
+        left = _fit(received, num_classes, loss, start)
+        return _memberships(distances), left
+
+    return _best_start(seed, search)
 
 
 def lea(received: Received, top: nn.Module, num_classes: int, seed: int = 0) -> Tensor:
@@ -179,10 +187,10 @@ def surrogate(row_dim: int, num_classes: int, seed: int) -> nn.Module:
         )
 
 
-def replay(
+def attack_stored_rows(
     attack: str, received: Received, labels: npt.NDArray[np.int64], classes: LabelClasses
 ) -> list[RunScores]:
-    """Run one of `REPLAY_ATTACKS`, and score what it did not know.
+    """Run one of `STORED_ROW_ATTACKS`, and score what it did not know.
 
     Args:
         labels: of all examples, for the side information, and for the names of the classes where
@@ -219,7 +227,7 @@ def replay(
     return [RunScores(others, scores[:, target]) for target in classes.targets]
 
 
-class _Replayed(NamedTuple):
+class _Fitted(NamedTuple):
     gradients: Tensor
     positions: Tensor
     logits: Tensor
@@ -241,13 +249,20 @@ class _Known(NamedTuple):
     labels: Tensor
 
 
-def _search(received: Received, shares: Sequence[float], hints: Hints | None, seed: int) -> Tensor:
+def _best_start(seed: int, search: Callable[[int], tuple[Tensor, float]]) -> Tensor:
+    starts = map(search, range(seed, seed + _STARTS))
+    return min(starts, key=itemgetter(1))[0]
+
+
+def _search(
+    received: Received, shares: Sequence[float], hints: Hints | None, seed: int
+) -> tuple[Tensor, float]:
     of_class = torch.tensor(shares)
     entropy = -torch.special.xlogy(of_class, of_class).sum().clamp(max=-_SMALLEST)
     searched = nn.Embedding(received.num_examples, len(shares), sparse=True)
     nn.init.zeros_(searched.weight)
 
-    def loss(batch: _Replayed) -> Tensor:
+    def loss(batch: _Fitted) -> Tensor:
         labels = searched(batch.positions).softmax(dim=1)
         agreement = batch.cross_entropy(labels) / entropy
         means = labels.mean(dim=0).clamp(min=1e-9)
@@ -261,20 +276,19 @@ def _search(received: Received, shares: Sequence[float], hints: Hints | None, se
         place[torch.from_numpy(hints.rows)] = torch.from_numpy(hints.labels)
         rows = torch.nonzero(place[received.positions] >= 0)[:, 0]
         known = _Known(rows, one_hot(place[received.positions[rows]], len(shares)).float())
-    _replay(received, len(shares), loss, seed, searched, known)
-    likely: Tensor = searched.weight.data.log_softmax(dim=1)
-    return likely
+    left = _fit(received, len(shares), loss, seed, searched, known)
+    return searched.weight.data.log_softmax(dim=1), left
 
 
-def _replay(
+def _fit(
     received: Received,
     num_classes: int,
-    loss: Callable[[_Replayed], Tensor],
+    loss: Callable[[_Fitted], Tensor],
     seed: int,
     searched: nn.Module | None = None,
     known: _Known | None = None,
-) -> None:
-    """Minimise a loss over the batches, several times."""
+) -> float:
+    """Minimise a loss over the batches, several times; return its sum over the last pass."""
     rows = received.prepared()
     top = surrogate(rows.activations.shape[1], num_classes, seed)
     _, slopes = _logits_and_slopes(top, rows.activations[next(rows.batches())])
@@ -287,16 +301,17 @@ def _replay(
     if searched is not None:
         optimizers.append(torch.optim.SparseAdam(searched.parameters(), lr=_LABEL_LEARNING_RATE))
 
-    def step(chosen: slice | Tensor, loss: Callable[[_Replayed], Tensor]) -> None:
+    def step(chosen: slice | Tensor, loss: Callable[[_Fitted], Tensor]) -> float:
         with torch.enable_grad():
             logits, slopes = _logits_and_slopes(top, rows.activations[chosen])
             gradients, positions = rows.gradients[chosen], rows.positions[chosen]
-            value = loss(_Replayed(gradients, positions, logits, slopes * scale.exp()))
+            value = loss(_Fitted(gradients, positions, logits, slopes * scale.exp()))
         for optimizer in optimizers:
             optimizer.zero_grad()
         torch.autograd.backward(value)
         for optimizer in optimizers:
             optimizer.step()
+        return float(value.detach())
 
     if known is not None:
         truth = known.labels
@@ -305,9 +320,10 @@ def _replay(
                 known.rows,
                 lambda hinted: hinted.distances(truth).mean() + hinted.cross_entropy(truth),
             )
+    left = 0.0
     for _ in range(_PASSES):
-        for chosen in rows.batches():
-            step(chosen, loss)
+        left = math.fsum(step(chosen, loss) for chosen in rows.batches())
+    return left
 
 
 def _logits_and_slopes(top: nn.Module, activations: Tensor) -> tuple[Tensor, Tensor]:

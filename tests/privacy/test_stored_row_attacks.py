@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitveil.attacks import REPLAYED
+from splitveil.attacks import ON_STORED_ROWS
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.replay_attacks import Received, lea, surrogate
+from splitveil.common.privacy.stored_row_attacks import Received, lea, surrogate
 from splitveil.library.auditing import audit
 
 EXAMPLES, BATCH, EPOCHS, WIDTH = 600, 100, 4, 8
@@ -43,7 +43,7 @@ def received(labels: Tensor, centres: Tensor | float = 0.0) -> tuple[Received, n
 
 
 @pytest.mark.parametrize("num_classes", [2, 3])
-def test_replayed_gradients_reveal_labels_that_activations_do_not(num_classes: int) -> None:
+def test_stored_gradients_reveal_labels_that_activations_do_not(num_classes: int) -> None:
     """And nothing of labels that the gradients do not carry."""
     labels = true_labels(num_classes)
     rows, _ = received(labels)
@@ -51,7 +51,7 @@ def test_replayed_gradients_reveal_labels_that_activations_do_not(num_classes: i
     def measured(of: Tensor) -> dict[str, float]:
         audited = audit(
             rows.gradients, of[rows.positions], batches=BATCH, examples=rows.positions,
-            activations=rows.activations, attacks=tuple(REPLAYED),
+            activations=rows.activations, attacks=tuple(ON_STORED_ROWS),
         )  # fmt: skip
         if num_classes == 2:  # known labels are not scored
             assert audited.run["gramssat_5"]["examples"] == EXAMPLES - 10
@@ -78,7 +78,7 @@ def test_clusters_of_activations_are_named_by_the_first_gradients() -> None:
         assert float((leaks == labels).float().mean()) > 0.98
 
 
-@pytest.mark.parametrize("attack", [*REPLAYED])
+@pytest.mark.parametrize("attack", [*ON_STORED_ROWS])
 def test_classes_may_have_no_example_and_examples_may_be_few(attack: str) -> None:
     rows, _ = received(true_labels(2))
     for number in (1, 2, BATCH):
@@ -91,6 +91,6 @@ def test_classes_may_have_no_example_and_examples_may_be_few(attack: str) -> Non
         assert all(0 <= leak["auc"] <= 1 for leak in audited.run.values())
 
 
-def test_a_replay_needs_examples_and_activations() -> None:
+def test_attacks_on_stored_rows_need_examples_and_activations() -> None:
     with pytest.raises(SettingsError, match="exploit needs more"):
         audit(torch.ones(4, 2), [0, 1, 0, 1], activations=torch.ones(4, 2), attacks=["exploit"])

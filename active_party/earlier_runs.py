@@ -89,7 +89,6 @@ def _say(folder: Path, book: AccountBook) -> None:
 
 
 def _book_in(folder: Path, settings: ActiveSettings, *, leaves_books: bool) -> AccountBook | None:
-    """Return the account book of a run; None if it is about other labels or has charged nothing."""
     checkpoint = folder / "checkpoint"
     if not any((checkpoint / name).exists() for name in (LEDGER, RUN_STATE, ANSWERED)):
         return None

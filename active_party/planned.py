@@ -299,17 +299,16 @@ def _end_in_words(first: int | None, last: int | None, epochs: int, charge: Char
 def _target(leak_auc: float, epochs: int, context: DefenseContext) -> Target:
     is_multi_class = context.num_classes > 2
     allowed = (sum_kl_for_estimated_auc(leak_auc), sum_kl_for_leak_auc(leak_auc))
-    ratios = [PlannedRatio("fresh", epochs, *(_fresh_ratio(x, epochs, context) for x in allowed))]
+
+    def fresh(sum_kl: float) -> float:
+        if is_multi_class:
+            return worst_pair_factor(context.num_classes) * epochs / sum_kl
+        return power_ratio_for(sum_kl, epochs, context.cut_dim, context.pos_fraction)
+
+    ratios = [PlannedRatio("fresh", epochs, *map(fresh, allowed))]
     if not is_multi_class:
         ratios.append(PlannedRatio("persistent", epochs, *(1 / sum_kl for sum_kl in allowed)))
     return Target(leak_auc, tuple(ratios), is_multi_class)
-
-
-def _fresh_ratio(sum_kl: float, epochs: int, context: DefenseContext) -> float:
-    """Return the power ratio at which the fresh answers of a run leave this divergence."""
-    if context.num_classes > 2:
-        return worst_pair_factor(context.num_classes) * epochs / sum_kl
-    return power_ratio_for(sum_kl, epochs, context.cut_dim, context.pos_fraction)
 
 
 def bound_in_words(charge: ChargeForecast, peers: Adversary) -> str:

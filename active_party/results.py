@@ -35,6 +35,7 @@ from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.alignment import ExchangeStores
 from splitveil.common.errors import BudgetExhausted, EndedForGood
+from splitveil.common.models.device import device_in_words, torch_device
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.settings import OptimizerSettings
 from splitveil.common.party import command_line
@@ -88,7 +89,8 @@ def leave_summary(
     # A run need not wait for what its report is made with, nor hold it in memory.
     from splitveil.active_party.report import try_to_report  # noqa: PLC0415
 
-    summary = replace(summary, version=VERSION, provenance=provenance_of_process())
+    device = device_in_words(torch_device(settings.device))
+    summary = replace(summary, version=VERSION, provenance=provenance_of_process(device))
     write_summary(folder, summary)
     if stopped is not None:
         limit = "run_budget" if isinstance(stopped, BudgetExhausted) else "leak_gate"

@@ -73,9 +73,6 @@ class ServingSettings(Section):
     every other id is answered as one that is not known, and no passive party is asked. The path is
     relative to this settings file. ``null`` for all."""
 
-    record_ids: bool = False
-    """Whether the transcript names the ids of each request; without it, it has their number."""
-
     fallback: bool = False
     """Whether to train a model of this party's own features only at the end of a run, and to
     answer with it, marked as such, while a passive party is away or where it has no row of an id.
@@ -180,14 +177,6 @@ class LeakGateSettings(Section):
     only ``warn`` is accepted."""
 
 
-class DistributionSettings(Section):
-    """Steps at which gradients are counted by norm and direction, class by class."""
-
-    epochs: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Epochs, from 0 as in ``metrics.jsonl``; the first batch of each with enough examples of both
-    classes is counted. ``null`` for 0, 1, 2, 4, 8, ... and the last."""
-
-
 class LeakMonitorSettings(AuditSettings):
     """Attacks that this party runs on the gradients it sends, to measure what they leak."""
 
@@ -274,10 +263,6 @@ class ActiveSettings(PartySettings):
 
     leak_monitor: LeakMonitorSettings | None = LeakMonitorSettings()
     """Attacks that this party runs on its own defended gradients; ``null`` for none."""
-
-    distributions: DistributionSettings | None = DistributionSettings()
-    """Histograms of gradients before and after the defense, by class, in this party's own metrics
-    and report; ``null`` for none. They are not made in a run with more than two classes."""
 
     run_budget: RunBudget | None = None
     """Limit on what the run may reveal about each label in total; ``null`` for no limit.

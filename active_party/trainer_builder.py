@@ -6,26 +6,27 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.active_party.assembly import earlier_targets_of, open_label_owners_model, subjects_of
 from splitveil.active_party.defenses import AnswerKeys, Examples, NoiseSecrets
 from splitveil.active_party.defenses.example_keys import GRADIENT_NOISE, example_keys, key_name
-from splitveil.active_party.defenses.objective import Objective, TopModel
+from splitveil.active_party.defenses.objective import Objective, Schedule, TopModel
 from splitveil.active_party.ledger.account_book import persons_of
 from splitveil.active_party.ledger.stored_labels import labels_first_used
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.label_kinds import LabelKind, OrdinaryObjective, kind_of
 from splitveil.active_party.training.predictions import LossWeights
 from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
-from splitveil.active_party.workers import spread
-from splitveil.common.data.features import FeatureEncoder
+from splitveil.common.data.features import FeatureEncoder, Features, FeatureShapes
 from splitveil.common.data.ids import numbered_subjects
 from splitveil.common.errors import DataError
 from splitveil.common.models.factory import Trial, build_top_model
 from splitveil.common.models.optimizers import build_optimizer
+from splitveil.common.models.ranks import Ranks
 from splitveil.common.models.settings import bins_of
 from splitveil.common.models.speed import speed_up
-from splitveil.common.models.worker_line import WorkerLine
+from splitveil.common.models.spread_model import Beginning, Learner, begin
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.phases import Phases
@@ -40,15 +41,14 @@ class TrainerBuilder:
         data: PartyData,
         device: torch.device,
         phases: Phases | None = None,
-        line: WorkerLine | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.phases = phases
-        self._line = line
+        self._ranks = ranks
         self.encoder: FeatureEncoder | None = None
         self._settings = settings
         self._data = data
         self._device = device
-        self._num_classes = settings.data.num_classes
         self._earlier = open_label_owners_model(settings)
         self._subjects = subjects_of(settings, data)
         self._known_targets = earlier_targets_of(settings)
@@ -56,7 +56,7 @@ class TrainerBuilder:
         if frozen or settings.optimizer.rates:
             # Before any id is exchanged: has the model what they name?
             found = data.fit(np.arange(len(data.ids)), self._earlier, bins_of(settings.top_model))
-            build_optimizer(settings.optimizer, self._fresh_model(found))
+            build_optimizer(settings.optimizer, _fresh_model(settings, found))
         # Now, not at the first step: a key that others can read ends a run before it begins.
         context = settings.defense_context()
         settings.defense.require_usable(context)
@@ -74,7 +74,7 @@ class TrainerBuilder:
         The peer has chosen its ids, and sees whether the run goes on: that must not depend on the
         labels of the aligned rows.
         """
-        settings, contract = self._settings, self._settings.contract
+        settings = self._settings
         if settings.stops_by_validation and not len(rows.splits["validation"]):
             raise DataError(
                 f"{self._data.table.source}: early_stopping needs validation rows, and none of the "
@@ -105,12 +105,12 @@ class TrainerBuilder:
             persons = persons_of(of_rows, (self._data.ids[row] for row in rows.file_rows))
         examples = Examples(ids, labels, self._device, training, subjects, known, releases)
         return TopTrainer(
-            self._build_objective(model, rows.total_steps(contract), secrets, examples),
+            self._build_objective(model, rows, features, secrets, examples),
             settings.defense.build(settings.defense_context(), secrets, examples),
             TrainingRows(
                 labels,
                 features,
-                self._num_classes,
+                settings.data.num_classes,
                 self._example_keys(ids),
                 self._data.digest(self.encoder, features),
                 "" if self._noise_key is None else key_name(self._noise_key),
@@ -127,23 +127,13 @@ class TrainerBuilder:
 
     def _model(self, rows: AlignedRows) -> nn.Module:
         settings = self._settings
-        trial = None if self._line else Trial(rows.order.batch_sizes, self._device)
-        model = self._fresh_model(self.encoder, trial)
+        trial = Trial(rows.order.batch_sizes, self._device)
+        model = _fresh_model(settings, self.encoder, trial)
         if self._earlier is not None:
             self._earlier.put_into(model)
         model.to(self._device)
         speed_up(model, settings.autocast, compiled=settings.compile)
         return model
-
-    def _fresh_model(self, encoder: FeatureEncoder | None, trial: Trial | None = None) -> nn.Module:
-        return build_top_model(
-            self._settings.top_model,
-            self._settings.contract.aggregate_shape,
-            encoder,
-            seed=self._settings.model_seed,
-            num_classes=self._num_classes,
-            trial=trial,
-        )
 
     def _example_keys(self, ids: list[str]) -> Tensor | None:
         if self._noise_key is None or not self._settings.defense.traits.needs_example_keys:
@@ -151,23 +141,34 @@ class TrainerBuilder:
         return example_keys(self._noise_key, ids, GRADIENT_NOISE)
 
     def _build_objective(
-        self, model: nn.Module, total_steps: int, secrets: NoiseSecrets, examples: Examples
+        self,
+        model: nn.Module,
+        rows: AlignedRows,
+        features: Features | None,
+        secrets: NoiseSecrets,
+        examples: Examples,
     ) -> Objective:
         settings, defense = self._settings, self._settings.defense
-
-        def schedule(step: int) -> float:
-            return settings.contract.schedule.factor(step, total_steps)
-
-        top = TopModel(model, build_optimizer(settings.optimizer, model), schedule)
-        shapes = None if self.encoder is None else self.encoder.shapes
-        objective = defense.objective(top, secrets, examples)
-        return objective or OrdinaryObjective(
+        total_steps = rows.total_steps(settings.contract)
+        top = TopModel(
+            model, build_optimizer(settings.optimizer, model), schedule_of(settings, total_steps)
+        )
+        own = defense.objective(top, secrets, examples)
+        if own is not None:
+            return own
+        objective = OrdinaryObjective(
             top,
             learns_targets=defense.traits.top_learns_targets,
             class_weights=self._class_weights(),
             kind=kind_of(settings.data),
-            compute=None if self._line is None else spread(settings, model, shapes, self._line),
         )
+        if self._ranks is not None:
+            learner = Learner(model, top.optimizer, objective.schedule, self._device)
+            shapes = None if self.encoder is None else self.encoder.shapes
+            beginning = Beginning(shapes, tuple(settings.contract.aggregate_shape), total_steps)
+            train = rows.splits["train"]
+            objective.spread = begin(self._ranks, learner, beginning, features, train)
+        return objective
 
     def _kind_of(self, rows: AlignedRows, labels: Tensor) -> LabelKind:
         mean = math.nan
@@ -183,6 +184,36 @@ class TrainerBuilder:
     def _class_weights(self) -> Tensor | None:
         weights = self._settings.data.class_weights
         return None if weights is None else torch.tensor(weights, device=self._device)
+
+
+def schedule_of(settings: ActiveSettings, total_steps: int) -> Schedule:
+    return lambda step: settings.contract.schedule.factor(step, total_steps)
+
+
+def _fresh_model(
+    settings: ActiveSettings,
+    encoder: FeatureEncoder | FeatureShapes | None,
+    trial: Trial | None = None,
+) -> nn.Module:
+    return build_top_model(
+        settings.top_model,
+        settings.contract.aggregate_shape,
+        encoder,
+        seed=settings.model_seed,
+        num_classes=settings.data.num_classes,
+        trial=trial,
+    )
+
+
+def learner_of_rank(
+    settings: ActiveSettings, device: torch.device, beginning: Beginning
+) -> Learner:
+    """Return the learner of a rank above 0, which has no labels."""
+    model = _fresh_model(settings, beginning.shapes).to(device)
+    speed_up(model, settings.autocast, compiled=settings.compile)
+    optimizer = build_optimizer(settings.optimizer, model)
+    schedule = LambdaLR(optimizer, schedule_of(settings, beginning.total_steps))
+    return Learner(model, optimizer, schedule, device)
 
 
 def _knows_predictions(settings: ActiveSettings) -> bool:

@@ -1,6 +1,6 @@
 """Aligns two files of a million ids each, half of them in common, with one command per party.
 
-    python -m benchmarks.alignment [--ids 1000000] [--memory-limit 128MB]
+    python -m benchmarks.alignment [--ids 1000000] [--buckets 1 2 4]
 
 Both parties run ``align`` as processes of their own, over the loopback interface, in
 plain text. The two files that they write are compared with the true intersection, which comes from
@@ -43,7 +43,7 @@ class Cost(NamedTuple):
     max_mb: float
 
 
-def write_parties(folder: Path, num_ids: int, memory_limit: str | None = None) -> None:
+def write_parties(folder: Path, num_ids: int, buckets: int) -> None:
     """Write two tables and their settings: the second half of one is the first of the other."""
     address, generator = free_address(), np.random.default_rng(1)
     numbers = {
@@ -55,7 +55,7 @@ def write_parties(folder: Path, num_ids: int, memory_limit: str | None = None) -
         if party == "active":
             columns["label"] = own % 2
         csv.write_csv(pa.table(columns), folder / f"{party}.csv")
-    contract = CONTRACT | {"alignment": {"max_set_size": num_ids}}
+    contract = CONTRACT | {"alignment": {"max_set_size": 2 * num_ids, "buckets": buckets}}
     (folder / "contract.yaml").write_text(yaml.safe_dump(contract))
     active = {
         "listen": address,
@@ -68,7 +68,7 @@ def write_parties(folder: Path, num_ids: int, memory_limit: str | None = None) -
         data: dict[str, Any] = {"id_column": "id", "source": source, "features": {"numeric": "x"}}
         if party == "active":
             data["label_column"] = "label"
-        settings = PARTY | own_settings | {"data": data, "alignment_memory_limit": memory_limit}
+        settings = PARTY | own_settings | {"data": data}
         (folder / f"{party}.yaml").write_text(yaml.safe_dump(settings))
 
 
@@ -119,21 +119,22 @@ def _value(party: str, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ids", type=int, default=1_000_000, help="ids of each party")
-    parser.add_argument("--memory-limit", help="alignment_memory_limit of each party")
+    parser.add_argument("--buckets", type=int, nargs="+", default=[1, 2, 4])
     options = parser.parse_args()
     print_environment("pyarrow")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        # What a command's process took counts from this one's peak.
-        in_a_process(write_parties, folder, options.ids, options.memory_limit)
-        costs = align(folder)
-        common = check(folder, options.ids)
-    print(f"{common:,} common ids of {options.ids:,} at each party: exact in both files, one order")
-    for party, cost in costs.items():
-        print(
-            f"{party}: {cost.seconds:.0f} s, {cost.cpu_s:.0f} CPU s, "
-            f"{options.ids / cost.cpu_s:,.0f} own ids per CPU s, at most {cost.max_mb:,.0f} MB"
-        )
+    for buckets in options.buckets:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            # What a command's process took counts from this one's peak.
+            in_a_process(write_parties, folder, options.ids, buckets)
+            costs = align(folder)
+            common = in_a_process(check, folder, options.ids)
+        print(f"{buckets} buckets: {common:,} common ids of {options.ids:,}, exact, in one order")
+        for party, cost in costs.items():
+            print(
+                f"{party}: {cost.seconds:.0f} s, {cost.cpu_s:.0f} CPU s, "
+                f"{options.ids / cost.cpu_s:,.0f} own ids per CPU s, at most {cost.max_mb:,.0f} MB"
+            )
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import yaml
 from torch import Tensor
 
 from benchmarks.environment import free_port, print_environment, spread
+from splitveil.common.models.device import use_device
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.run.course import Batch
 from splitveil.common.wire.connection import PeerConnection
@@ -107,6 +108,7 @@ def write_parties(folder: Path, *settings: Any) -> None:
 
 def serve(folder: Path, port: int, defense: str, device: torch.device) -> None:
     torch.set_num_threads(1)
+    use_device(str(device))
     parties = build_parties(folder, [f"defense={{name: {defense}}}"], device=device)
     parties.active.on_step = lambda batch, result: None  # type: ignore[method-assign]
     with serving(parties, port):

@@ -9,8 +9,10 @@ thread per process. Each round runs, one after the other:
 - ``monolithic``: the same model in one process;
 - ``mtls``: `splitveil active run` and `splitveil passive run` as a user calls them, with the
   defense ``none`` and without audits;
-- ``mtls, depth N``: the same with ``pipeline_depth: N``;
-- ``shipped``: mutual TLS, ``marvell`` and the default audits.
+- ``shipped``: mutual TLS, ``projected_labels``, the default audits of both parties, and their
+  status pages;
+- ``marvell``: the same with ``marvell``;
+- ``..., depth N``: the same with ``pipeline_depth: N``.
 
 A figure is that of whole epochs after the first, with whatever lies between two epochs. CPU time is
 that of both processes, also until the first step and from the last evaluation to the end. Memory is
@@ -143,16 +145,22 @@ def cost_of_run(
     work: Work,
     line: Line | None,
     *,
-    audited: bool = True,
+    defense: str | None = None,
     depth: int = 1,
 ) -> Cost:
-    """Run both parties as commands, and watch the active party's metrics and both processes."""
+    """Run both parties as commands, and watch the active party's metrics and both processes.
+
+    Without a defense nothing is audited, and no party has a status page.
+    """
     port = free_port()
     own: dict[str, dict[str, Any]] = {
-        "passive": {} if audited else {"adversary": None},
-        "active": {"listen": f"127.0.0.1:{port}"}
-        | ({"defense": {"name": "marvell"}} if audited else BARE),
+        "passive": {"adversary": None},
+        "active": {"listen": f"127.0.0.1:{port}", **BARE},
     }
+    if defense is not None:
+        own["passive"] = {"status": f"127.0.0.1:{free_port()}"}
+        own["active"] |= {"status": f"127.0.0.1:{free_port()}", "defense": {"name": defense}}
+        del own["active"]["leak_monitor"]
     with tempfile.TemporaryDirectory() as runs, between(port, line) as nearest:
         own["passive"]["connect"] = f"127.0.0.1:{nearest}"
         for party, values in own.items():
@@ -264,15 +272,12 @@ def wait_for_end(parties: Parties) -> tuple[float, ...]:
 
 
 def runs_in(folder: Path, work: Work, line: Line | None) -> dict[str, Callable[[], Cost]]:
-    shipped = partial(cost_of_run, folder, work, line)
-    bare = partial(shipped, audited=False)
-    return {
-        "monolithic": partial(in_a_process, monolithic, work),
-        "mtls": bare,
-        "mtls, depth 2": partial(bare, depth=2),
-        "mtls, depth 4": partial(bare, depth=4),
-        "shipped": shipped,
-    }
+    runs: dict[str, Callable[[], Cost]] = {"monolithic": partial(in_a_process, monolithic, work)}
+    of_users = {"mtls": None, "shipped": "projected_labels", "marvell": "marvell"}
+    for name, defense in of_users.items():
+        run = partial(cost_of_run, folder, work, line, defense=defense)
+        runs |= {name: run} | {f"{name}, depth {n}": partial(run, depth=n) for n in (2, 4)}
+    return runs
 
 
 def main() -> None:

@@ -159,7 +159,6 @@ def _problems(section: type[Section], error: ValidationError, source: str) -> It
 
 
 def _in_words(problem: ErrorDetails) -> str:
-    """Say what was expected, in words that need no knowledge of pydantic."""
     kind, context = problem["type"], problem.get("ctx", {})
     expected = _EXPECTED.get(kind) or _EXPECTED.get(kind.partition("_")[0])
     if expected is None:
@@ -225,7 +224,6 @@ def _hint(section: type[Section], where: Sequence[str | int]) -> str:
 
 
 def _parent(where: Sequence[str | int], paths: Collection[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the section of a place, without the tags of unions and the numbers of a list."""
     parent: tuple[str, ...] = ()
     for part in where[:-1]:
         if (inner := (*parent, str(part))) in paths:

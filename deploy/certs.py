@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from pydantic import TypeAdapter, ValidationError
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.party.arguments import Commands, Parser, add_completion
+from splitveil.common.party.arguments import Commands, Parser
 from splitveil.common.party.credentials import SOON_DAYS, dns_names, subject_of
 from splitveil.common.party.json_output import add_json, print_json
 from splitveil.common.run.contract import ACTIVE, DnsName, Name
@@ -216,7 +216,6 @@ def _days(text: str) -> int:
 def parser(program: str) -> argparse.ArgumentParser:
     certs = Parser(prog=program, example="init certificates")
     add_version(certs)
-    add_completion(certs)
     commands: Commands = certs.add_subparsers(dest="command", required=True)
 
     def add(name: str, action: Callable[..., None], what: str, example: str) -> Parser:

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.text import Text
 
 from splitveil.common.errors import EndedForGood, SettingsError
-from splitveil.common.party.arguments import Parser, add_completion
+from splitveil.common.party.arguments import Parser
 from splitveil.common.party.json_output import add_json, print_json
 from splitveil.common.record.run_folder import has_finished
 from splitveil.common.record.run_record import read_summary
@@ -239,7 +239,6 @@ def parser(program: str) -> argparse.ArgumentParser:
         help="folder with active.yaml and passive.yaml, or passive_a.yaml, passive_b.yaml, ...",
     )
     add_version(local)
-    add_completion(local)
     add_run_arguments(local)
     return local
 

@@ -1,6 +1,5 @@
 """Runs the parties as processes on this machine, with their output, signals and exit codes."""
 
-import json
 import math
 import os
 import re
@@ -12,16 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import IO, Self
+from typing import IO
 
 from rich.console import Console
-from rich.progress import TaskID
 from rich.table import Table
 from rich.text import Text
 
 from splitveil.common.errors import PeerError
 from splitveil.common.party.interruption import stop_signals_to
-from splitveil.common.record.progress import VARIABLE, each_in_words, training_bars
 from splitveil.common.text.visible_text import visible
 
 PEER_NOTICES_S = 5.0
@@ -35,35 +32,20 @@ _POLL_S = 0.05
 _LOG_LINE = re.compile(r"(\d\d:\d\d:\d\d) \S+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
 _STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
 _TIME_WIDTH = 8
-_LONGEST_LINE = 4096
 
 
 class RunDisplay:
-    """The output of some parties on one terminal: a table of log lines above a bar for each party.
+    """The output of some parties on one terminal: a table of their log lines.
 
     A line has the time, the party, and the message, wrapped beneath itself. Where there is no
-    terminal, the lines keep the party's name in front, as they come, and there are no bars.
+    terminal, the lines keep the party's name in front, as they come.
     """
 
     def __init__(self, parties: Sequence[str], console: Console) -> None:
         self._console = console
         self._width = max(map(len, parties))
-        self._bars = training_bars(console, transient=True)
-        self._bar_of: dict[str, TaskID] = {}
-        self._waiting = self._bars.add_task("starting, finding common rows", total=None, numbers=())
         self._last_time = ""
         self._lock = threading.Lock()
-        self._progress, self.descriptor = os.pipe()
-        self._reader = threading.Thread(target=self._read_progress, daemon=True)
-
-    def __enter__(self) -> Self:
-        self._bars.start()
-        self._reader.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._reader.join()
-        self._bars.stop()
 
     def show(self, party: str, line: str) -> None:
         parts = _LOG_LINE.fullmatch(line)
@@ -81,26 +63,6 @@ class RunDisplay:
         row.add_row(when, party, Text(visible(message), style=style))
         return row
 
-    def _read_progress(self) -> None:
-        with os.fdopen(self._progress, encoding="utf-8", errors="replace") as lines:
-            while line := lines.readline(_LONGEST_LINE):
-                try:
-                    read = json.loads(line)
-                    party, done, total = str(read["party"]), int(read["done"]), int(read["total"])
-                    numbers = {str(name): float(one) for name, one in read["numbers"].items()}
-                except (ValueError, KeyError, TypeError, AttributeError):
-                    continue  # a program of the user's own may write there, too
-                self._advance(visible(party), done, total, numbers)
-
-    def _advance(self, party: str, done: int, total: int, numbers: dict[str, float]) -> None:
-        bar = self._bar_of.get(party)
-        if bar is None:
-            self._bars.update(self._waiting, visible=False)
-            name = f"{party:<{self._width}}"
-            bar = self._bars.add_task(name, total=total, completed=done, numbers=())
-            self._bar_of[party] = bar
-        self._bars.update(bar, completed=done, numbers=each_in_words(numbers))
-
 
 def run_parties(
     commands: Mapping[str, Sequence[str]], *, stderr: bool = False, quiet: bool = False
@@ -109,19 +71,27 @@ def run_parties(
 
     When one fails, the others have ``PEER_NOTICES_S`` to end by themselves. A SIGINT or SIGTERM
     received meanwhile is forwarded once to each. With ``stderr``, their output is shown there; with
-    ``quiet``, only that of a run in which a party fails, and errors.
+    ``quiet``, only that of a run in which a party fails, and errors, after a line on a terminal
+    that shows what a party logged last.
 
     Returns 0, or the exit code of the first party that failed, one that knows the reason before one
     that only noticed that its peer was gone.
     """
     console = Console(stderr=stderr)
-    display = RunDisplay(list(commands), console) if console.is_terminal else None
     stream = sys.stderr if stderr else sys.stdout
+    display = RunDisplay(list(commands), console) if console.is_terminal else None
     show = partial(_print_line, stream) if display is None else display.show
     held: list[tuple[str, str]] = []
-    with display or nullcontext():
-        hold = lambda *said: held.append(said)  # noqa: E731
-        code = _run_side_by_side(commands, hold if quiet else show, display)
+    with console.status("starting") if quiet and console.is_terminal else nullcontext() as status:
+
+        def hold(name: str, line: str) -> None:
+            held.append((name, line))
+            if status is not None and (parts := _LOG_LINE.fullmatch(line)):
+                status.update(
+                    Text(f"{name} {visible(parts[3])}", no_wrap=True, overflow="ellipsis")
+                )
+
+        code = _run_side_by_side(commands, hold if quiet else show)
     for name, line in held:
         parts = _LOG_LINE.fullmatch(line)
         is_error = parts is not None and parts[2] in {"ERROR", "CRITICAL"}
@@ -132,15 +102,9 @@ def run_parties(
 
 
 def _run_side_by_side(
-    commands: Mapping[str, Sequence[str]],
-    show: Callable[[str, str], None],
-    display: RunDisplay | None = None,
+    commands: Mapping[str, Sequence[str]], show: Callable[[str, str], None]
 ) -> int:
-    try:
-        processes = {name: _start(name, command, display) for name, command in commands.items()}
-    finally:
-        if display is not None:
-            os.close(display.descriptor)  # every party has a copy
+    processes = {name: _start(name, command) for name, command in commands.items()}
     readers = [
         threading.Thread(target=_copy_lines, args=(name, process.stdout, show), daemon=True)
         for name, process in processes.items()
@@ -154,13 +118,11 @@ def _run_side_by_side(
     return exit_code
 
 
-def _start(name: str, command: Sequence[str], display: RunDisplay | None) -> subprocess.Popen[str]:
+def _start(name: str, command: Sequence[str]) -> subprocess.Popen[str]:
     width = shutil.get_terminal_size((100, 0)).columns - len(_prefix(name))
-    own = {} if display is None else {VARIABLE: str(display.descriptor)}
     return subprocess.Popen(
         command,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": str(max(width, 40)), **own},
-        pass_fds=() if display is None else (display.descriptor,),
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": str(max(width, 40))},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -3,15 +3,19 @@
 Columns: experiment, size, dataset, variant, series, setting (the swept value, where there is one),
 seed, party, layer, attack, statistic, epoch, step, value. The party is ``active``, ``passive`` or,
 with several passive parties, a name in the contract. A figure of a run has neither epoch nor
-step; ``epoch_...`` statistics have an epoch, ``step_leak`` a step, counted over the run.
+step; ``epoch_...`` statistics have an epoch, ``step_leak`` a step, counted over the run. Of the
+gradients that an adversary stored with its evaluation labels, ``epoch_norm_q05``, ``_q50`` and
+``_q95`` are quantiles over examples, with ``label N`` in place of an attack.
 """
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
@@ -111,6 +115,8 @@ def _found(folder: Path, parties: Iterable[str]) -> Iterator[_Found]:
         yield from _of_summary(party, read_summary(run))
         yield from _of_epochs(party, metrics)
         yield from _of_steps(party, metrics.of(LeakLine))
+        for epoch, path in enumerate(sorted(run.glob("received-*.npz"))):
+            yield from _of_received(party, epoch, path)
 
 
 def _of_summary(party: str, summary: Summary) -> Iterator[_Found]:
@@ -178,6 +184,17 @@ def _of_steps(party: str, measured: Sequence[LeakLine]) -> Iterator[_Found]:
     for (layer, attack), course in courses.items():
         for step, value in _stretches(sorted(course)):
             yield _Found(party, "step_leak", value, layer, attack, step=step)
+
+
+def _of_received(party: str, epoch: int, path: Path) -> Iterator[_Found]:
+    with np.load(path, allow_pickle=False) as stored:
+        gradients, labels = stored["gradients"], stored.get("labels", np.zeros(0))
+        _, batch, sizes = np.unique(stored["batches"], return_inverse=True, return_counts=True)
+    # Of an example's own loss: what is received is the slope of the batch's mean.
+    norms = np.linalg.norm(gradients.reshape(len(gradients), -1), axis=1) * sizes[batch]
+    for label, quantile in itertools.product(np.unique(labels), (5, 50, 95)):
+        value = float(np.percentile(norms[labels == label], quantile))
+        yield _Found(party, f"epoch_norm_q{quantile:02}", value, "cut", f"label {label:g}", epoch)
 
 
 def _stretches(course: Sequence[tuple[int, float]]) -> Iterator[tuple[int, float]]:

@@ -2,6 +2,8 @@
 
 import itertools
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from splitveil.common.data.features import Features, FeatureShapes
@@ -31,6 +33,18 @@ class WideDeepBelowCut(nn.Module):
         return activation
 
 
+class WideAboveLogit(nn.Module):
+    """Adds the wide part of Marvell's network to a deep part that is cut at its logit."""
+
+    def __init__(self, shapes: FeatureShapes) -> None:
+        super().__init__()
+        self.wide = WidePart(shapes)
+
+    def forward(self, activation: Tensor, features: Features) -> Tensor:
+        logits: Tensor = activation[:, 0] + self.wide(features)
+        return logits
+
+
 class GreyImageBottom(nn.Sequential):
     """GAFM's network for skin lesions: a LeNet for images of 64 x 64 x 1, with a cut of 40.
 
@@ -56,3 +70,26 @@ def mean_hard(gradients: Tensor, classes: scores.KnownClasses) -> Tensor:
 def median_hard(gradients: Tensor, classes: scores.KnownClasses) -> Tensor:
     """Assign each example to the class whose median gradient is nearer, as GAFM's equation (9)."""
     return scores.median(gradients, classes).sign()
+
+
+def knows_output(gradients: Tensor, activations: Tensor) -> Tensor:
+    """Score GAFM's answers about a cut of one number, (rows, 1), as one who knows its activation.
+
+    All but the softened label is a smooth function of the activation: fits that and two levels, one
+    for each side of 1/2, in turns. Which level is the positives' is left open.
+    """
+    f, given = (part[:, 0].detach().double().numpy() for part in (activations, gradients))
+    knots = np.quantile(f, np.linspace(0, 1, 8)[1:-1])
+    smooth = [np.ones_like(f), f, 1 / (1 + np.exp(-f)), *(np.maximum(f - k, 0) for k in knots)]
+    design = np.stack(smooth, axis=1)
+    rest = given - design @ np.linalg.lstsq(design, given, rcond=None)[0]
+    fits = []
+    for start in (rest, np.median(f) - f):
+        side = np.where(start < 0, 1.0, -1.0)
+        for _ in range(50):
+            with_side = np.column_stack([design, side])
+            fitted = np.linalg.lstsq(with_side, given, rcond=None)[0]
+            rest = given - design @ fitted[:-1]
+            side = np.where(rest * fitted[-1] > 0, 1.0, -1.0)
+        fits.append((float(((given - with_side @ fitted) ** 2).sum()), rest))
+    return torch.from_numpy(-min(fits, key=lambda fit: fit[0])[1])

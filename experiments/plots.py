@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from splitveil.common.errors import SettingsError
 from splitveil.experiments.cells import folder_name
 from splitveil.experiments.collection import FigureRow
-from splitveil.experiments.settings import CoursePlot, EpochPlot, Plot, SweepPlot, TradeOffPlot
+from splitveil.experiments.settings import (
+    ClassesPlot,
+    CoursePlot,
+    EpochPlot,
+    Plot,
+    SweepPlot,
+    TradeOffPlot,
+)
 from splitveil.experiments.table import differences
 
 if TYPE_CHECKING:
@@ -96,13 +103,25 @@ def course(plot: CoursePlot, rows: Sequence[FigureRow]) -> dict[Panel, dict[str,
     }
 
 
-def epochs(plot: EpochPlot, rows: Sequence[FigureRow]) -> dict[str, list[Point]]:
-    """Return variant -> points over epochs, from 1."""
-    found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+def epochs(
+    plot: EpochPlot | ClassesPlot, rows: Sequence[FigureRow]
+) -> dict[str, dict[str, list[Point]]]:
+    """Return panel -> line -> points over epochs, from 1: a line is a variant or a class."""
+    found: dict[str, dict[str, dict[int, list[float]]]] = {}
     for row in rows:
-        if row.statistic == plot.statistic and row.epoch is not None:
-            found[row.variant][row.epoch + 1].append(row.value)
-    return {variant: _line(values) for variant, values in found.items()}
+        match plot:
+            case EpochPlot(statistic=row.statistic):
+                panel, line = _words(row.statistic.removeprefix("epoch_")), row.variant
+            case ClassesPlot() if row.statistic.startswith("epoch_norm_q"):
+                panel, line = row.variant, f"{row.attack}, {int(row.statistic[-2:])} %"
+            case _:
+                continue
+        of_line = found.setdefault(panel, {}).setdefault(line, {})
+        of_line.setdefault((row.epoch or 0) + 1, []).append(row.value)
+    return {
+        panel: {line: _line(values) for line, values in lines.items()}
+        for panel, lines in found.items()
+    }
 
 
 def sweep(plot: SweepPlot, rows: Sequence[FigureRow]) -> dict[str, list[Point]]:
@@ -149,10 +168,10 @@ def _panels(plot: Plot, dataset: str, rows: Sequence[FigureRow]) -> Iterator[_Pa
             if curves and (not plot.datasets or dataset in plot.datasets):
                 names = (plot.axis, _utility_words(plot.statistic, plot.less))
                 yield _Panel("", *names, partial(_draw_sweep, curves))
-        case EpochPlot():
-            if lines := epochs(plot, rows):
-                words = _words(plot.statistic.removeprefix("epoch_"))
-                yield _Panel(words, "epoch", words, partial(_draw_lines, lines))
+        case EpochPlot() | ClassesPlot():
+            for panel, lines in epochs(plot, rows).items():
+                y_name = panel if plot.kind == "epochs" else "norm"
+                yield _Panel(panel, "epoch", y_name, partial(_draw_lines, lines))
 
 
 def _of_the_best_witness(

@@ -243,7 +243,19 @@ class SweepPlot(Section):
     """The data sets to draw; all by default."""
 
 
-Plot = Annotated[TradeOffPlot | CoursePlot | EpochPlot | SweepPlot, Field(discriminator="kind")]
+class ClassesPlot(Section):
+    """Norms of the gradients of each class over the epochs, one panel per variant.
+
+    The passive party's ``adversary`` needs ``labels`` and ``store_received``. Norms are those of an
+    example's own loss: medians, and what lies between the 5 % and 95 % quantiles.
+    """
+
+    kind: Literal["classes"]
+
+
+Plot = Annotated[
+    TradeOffPlot | CoursePlot | EpochPlot | SweepPlot | ClassesPlot, Field(discriminator="kind")
+]
 
 
 class Experiment(Section):

@@ -1,8 +1,8 @@
 """Builds the passive party's objects from its settings, in one process or in several."""
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,23 +10,20 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.common.alignment import build_engine, records_of
-from splitveil.common.data.features import FeatureEncoder
+from splitveil.common.data.features import FeatureEncoder, FeatureShapes
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import Trial, build_bottom_model
 from splitveil.common.models.optimizers import build_optimizer
+from splitveil.common.models.ranks import Ranks
 from splitveil.common.models.settings import bins_of
-from splitveil.common.models.speed import refuse_speed_ups, speed_up
-from splitveil.common.models.spread_model import RowForm, SpreadModel, check_spreadable
-from splitveil.common.models.worker import Replica
-from splitveil.common.models.worker_line import WorkerLine
-from splitveil.common.party import command_line
+from splitveil.common.models.speed import speed_up
+from splitveil.common.models.spread_model import Beginning, Learner, Take, begin
 from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.credentials import CredentialFiles, credential_files
 from splitveil.common.party.endpoint import check_free
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.party_status import RunStatus
-from splitveil.common.party.workers import Rank, check_same_model, work
 from splitveil.common.record.model_files import PretrainedWeights
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.course import AlignedRows
@@ -38,8 +35,6 @@ from splitveil.passive_party.amplified_steps import amplify_steps
 from splitveil.passive_party.bottom_trainer import (
     BottomTrainer,
     LayerTap,
-    Take,
-    TrainingPass,
     named_layer,
     stashing_weights,
 )
@@ -48,43 +43,35 @@ from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.recorder import noting_attempts
 from splitveil.passive_party.settings import PassiveSettings
 
-_ROLE = "bottom_model"
+
+def _fresh_model(
+    settings: PassiveSettings, encoder: FeatureEncoder | FeatureShapes, trial: Trial | None = None
+) -> nn.Module:
+    cut_shape, seed = settings.contract.cut_shape, settings.model_seed
+    return build_bottom_model(settings.bottom_model, encoder, cut_shape, seed=seed, trial=trial)
 
 
-def work_for(settings: PassiveSettings, rank: Rank) -> None:
-    device = command_line.prepare(settings, rank)
-    depth = settings.contract.pipeline_depth
-
-    def build(facts: dict[str, Any]) -> Replica:
-        check_same_model(facts["model"], settings.bottom_model, _ROLE)
-        form = RowForm.from_json(facts["form"])
-        if form.shapes is None:
-            raise SettingsError("data.features: the passive party needs features")
-        model = build_bottom_model(
-            settings.bottom_model,
-            form.shapes,
-            settings.contract.cut_shape,
-            seed=settings.model_seed,
-        ).to(device)
-        taps = tapped(settings, model)
-        watched = list(taps.values())
-        if depth == 1:
-            return Replica(model, form, device, watched)
-        return Replica(model, form, device, watched, depth, partial(stashing_weights, model))
-
-    work(rank, build)
+def learner_of_rank(
+    settings: PassiveSettings, device: torch.device, beginning: Beginning
+) -> Learner:
+    """Return the learner of a rank above 0."""
+    model = _fresh_model(settings, beginning.shapes or FeatureShapes())
+    return learner_of(settings, model.to(device), device, beginning.total_steps)
 
 
-def spread(
-    settings: PassiveSettings, model: nn.Module, form: RowForm, line: WorkerLine
-) -> TrainingPass:
-    """Return the bottom model as all processes compute it, and the layers that are attacked."""
-    check_spreadable(model, _ROLE)
-    refuse_speed_ups(settings.autocast, compiled=settings.compile)
+def learner_of(
+    settings: PassiveSettings, model: nn.Module, device: torch.device, total_steps: int
+) -> Learner:
+    contract = settings.contract
+    speed_up(model, settings.autocast, compiled=settings.compile)
     taps = tapped(settings, model)
-    found = SpreadModel(model, line, list(taps.values()))
-    line.begin({"form": form.to_json(), "model": settings.bottom_model.model_dump(mode="json")})
-    return TrainingPass(found, {name: partial(found.take_seen, at) for at, name in enumerate(taps)})
+    optimizer = build_optimizer(settings.optimizer, model)
+    if settings.adversary is not None and settings.adversary.amplify:
+        amplify_steps(optimizer)
+    schedule = LambdaLR(optimizer, lambda step: contract.schedule.factor(step, total_steps))
+    depth = contract.pipeline_depth
+    keeping = partial(stashing_weights, model) if depth > 1 else nullcontext
+    return Learner(model, optimizer, schedule, device, taps, depth, keeping)
 
 
 def tapped(settings: PassiveSettings, model: nn.Module) -> dict[str, Take]:
@@ -176,10 +163,10 @@ class BottomBuilder:
         settings: PassiveSettings,
         data: PartyData,
         device: torch.device,
-        line: WorkerLine | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.encoder: FeatureEncoder | None = None
-        self._line = line
+        self._ranks = ranks
         self._settings = settings
         self._data = data
         self._device = device
@@ -192,7 +179,7 @@ class BottomBuilder:
                 np.arange(len(data.ids)), self._earlier, bins_of(settings.bottom_model)
             )
             if found is not None:
-                self._pretrained.put_into(model := self._model(found))
+                self._pretrained.put_into(model := _fresh_model(settings, found))
                 build_optimizer(settings.optimizer, model)
 
     def __call__(self, rows: AlignedRows) -> BottomTrainer:
@@ -201,36 +188,15 @@ class BottomBuilder:
         if encoder is None or features is None:
             raise SettingsError("data.features: the passive party needs features")
         self.encoder = encoder
-        # Each of several processes would compute a part of these rows.
-        trial = None if self._line else Trial(rows.order.batch_sizes, self._device)
-        model = self._model(encoder, trial)
+        model = _fresh_model(settings, encoder, Trial(rows.order.batch_sizes, self._device))
         self._pretrained.put_into(model)
         if self._earlier is not None:
             self._earlier.put_into(model)
         model.to(self._device)
-        speed_up(model, settings.autocast, compiled=settings.compile)
-        training = self._training_pass(model, encoder)
-        optimizer = build_optimizer(settings.optimizer, model)
-        if settings.adversary is not None and settings.adversary.amplify:
-            amplify_steps(optimizer)
-        total_steps = rows.total_steps(contract)
-        return BottomTrainer(
-            model=model,
-            optimizer=optimizer,
-            schedule=LambdaLR(optimizer, lambda step: contract.schedule.factor(step, total_steps)),
-            features=features,
-            device=self._device,
-            data_digest=self._data.digest(encoder, features) + self._pretrained.digest,
-            training=training,
-        )
-
-    def _model(self, encoder: FeatureEncoder, trial: Trial | None = None) -> nn.Module:
-        settings, cut_shape = self._settings, self._settings.contract.cut_shape
-        return build_bottom_model(
-            settings.bottom_model, encoder, cut_shape, seed=settings.model_seed, trial=trial
-        )
-
-    def _training_pass(self, model: nn.Module, encoder: FeatureEncoder) -> TrainingPass:
-        if self._line is None:
-            return TrainingPass(model, tapped(self._settings, model))
-        return spread(self._settings, model, RowForm(None, encoder.shapes), self._line)
+        learner = learner_of(settings, model, self._device, rows.total_steps(contract))
+        spread = None
+        if self._ranks is not None:
+            beginning = Beginning(encoder.shapes, None, rows.total_steps(contract))
+            spread = begin(self._ranks, learner, beginning, features, rows.splits["train"])
+        digest = self._data.digest(encoder, features) + self._pretrained.digest
+        return BottomTrainer(learner, features, data_digest=digest, spread=spread)

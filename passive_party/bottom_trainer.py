@@ -9,23 +9,22 @@ dropout and all other values of the forward pass belong to the activation anyway
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from splitveil.common.data.features import Features
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.conv import ConvBottom, ConvTop
 from splitveil.common.models.dense import MlpBottom, MlpTop, WideDeepBottom, WideDeepTop
+from splitveil.common.models.device import check_same_gpu, gpu_of
+from splitveil.common.models.spread_model import Learner, SpreadModel, go_on
 from splitveil.common.models.training_state import (
     in_training_mode,
     random_state,
@@ -140,40 +139,22 @@ class LayerTap:
         self._gradient = gradient
 
 
-BottomModel = Callable[[Features], Tensor]
-"""Computes the activation of a batch with its graph: the model itself, or several processes."""
-
-
-Take = Callable[[], Tensor | None]  # returns the latest gradient at a layer's output and forgets it
-
-
-class TrainingPass(NamedTuple):
-    compute: BottomModel
-    taps: Mapping[str, Take] = MappingProxyType({})
-    """For each layer whose gradients the adversary wants to see, by name."""
-
-
 class BottomTrainer:
     """Bottom model, optimiser and features; the model's activations are (batch, *cut_shape)."""
 
     def __init__(
         self,
-        *,
-        model: nn.Module,
-        optimizer: Optimizer,
-        schedule: LRScheduler,
+        learner: Learner,
         features: Features,
-        device: torch.device,
+        *,
         data_digest: str = "",
-        training: TrainingPass | None = None,
+        spread: SpreadModel | None = None,
     ) -> None:
-        self.model = model.to(device)
+        self.model, self._optimizer, self._schedule, self._device = learner[:4]
         self.data_digest = data_digest
-        self._compute, self._taps = training or TrainingPass(self.model)
-        self._optimizer = optimizer
-        self._schedule = schedule
-        self._features = features.to(device)
-        self._device = device
+        self._taps = (spread or learner).taps
+        self._spread = spread
+        self._features = features.to(self._device)
         self._waiting: deque[Tensor] = deque()
         """Activations whose gradients are to come, with their graphs, in the order of the course.
         """
@@ -195,14 +176,19 @@ class BottomTrainer:
         """Return some rows' features as plain numbers, (rows, values), float16."""
         return feature_values(self.rows(positions))
 
-    def forward(self, features: Features, *, stashes_weights: bool = False) -> Tensor:
+    def training_rows(self, positions: Positions) -> Features | Tensor:
+        """Gather what ``forward`` needs; of several processes each gathers its own rows."""
+        return self.rows(positions) if self._spread is None else torch.from_numpy(positions.copy())
+
+    def forward(self, given: Any, *, stashes_weights: bool = False) -> Tensor:
         """Return the activation of a training batch, (batch, *cut_shape), and keep its graph.
 
-        ``stashes_weights`` if the model may learn from other gradients before this batch's.
+        ``given`` is what ``training_rows`` has gathered. ``stashes_weights`` if the model may
+        learn from other gradients before this batch's.
         """
         in_training_mode(self.model)
         with stashing_weights(self.model) if stashes_weights else nullcontext():
-            activation: Tensor = self._compute(features)
+            activation: Tensor = (self._spread or self.model)(given)
         self._waiting.append(activation)
         return activation.detach()
 
@@ -233,14 +219,18 @@ class BottomTrainer:
             "optimizer": self._optimizer.state_dict(),
             "schedule": self._schedule.state_dict(),
             "random": random_state(self._device),
+            "gpu": gpu_of(self._device),
+            "ranks": [] if self._spread is None else self._spread.random_states(),
         }
 
     def load_state_dict(self, state: State) -> None:
+        check_same_gpu(self._device, state)
         self._waiting.clear()
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
         set_random_state(self._device, state["random"])
+        go_on(self._spread, state["ranks"])
 
     def embed(self, features: Features) -> Tensor:
         return predict_in_blocks(self.model, features)

@@ -216,7 +216,6 @@ def _levels(values: npt.NDArray[Any]) -> tuple[_Rows, _Rows]:
 
 
 def _nearest_rows(activations: _Numbers, folds: _Rows) -> tuple[_Rows, _Numbers]:
-    """Return the nearest rows of other folds, and their weights, (rows, neighbours) each."""
     # Importing it takes time that only a run that is measured should pay.
     from sklearn.neighbors import NearestNeighbors  # noqa: PLC0415
 

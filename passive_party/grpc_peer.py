@@ -149,7 +149,7 @@ class GrpcPeer:
         )
         self._evaluate = ActivationStream(
             lambda: self._open("Evaluate", reader(pb.EvaluateReply, SMALL_BYTES)),
-            _read_course,
+            lambda stream, asked: decode_course(believed(stream.receive()), asked.batch),
             self._limits,
         )
         self._align: Any = None
@@ -185,7 +185,6 @@ class GrpcPeer:
             raise
 
     def _compare_contracts(self, party: str) -> None:
-        """Ask the active party for its contract, as ``check`` does, to name both values."""
         own = self.connection.contract
         introduction = probes.Introduction(party, own.canonical_json(), time.time(), None)
         request = pb.ProbeRequest(introduction=probes.encode_introduction(introduction))
@@ -325,7 +324,3 @@ class GrpcPeer:
         return MessageStream(
             named, self._reconnect.deadline_s, self._interruption, self.connection.error_of
         )
-
-
-def _read_course(stream: MessageStream, activation: messages.Activation) -> messages.Course:
-    return decode_course(believed(stream.receive()), activation.batch)

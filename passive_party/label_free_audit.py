@@ -99,7 +99,6 @@ class LabelFreeAudit:
             self.left_out = state["left_out"]
 
     def _add(self, layer: str, attack: AttackName, positions: Tensor, scores: Tensor) -> None:
-        """Add one batch; the caller holds the lock."""
         if (layer, attack) not in self._sums:
             self._sums[layer, attack] = AccumulatedScores(self._num_examples)
         sums = self._sums[layer, attack]

@@ -152,7 +152,6 @@ class Aligner:
     def _agreeing(
         self, opening: Opening, nonce: bytes, stop_if_interrupted: Callable[[], None]
     ) -> Agree:
-        """Return a function that finds, among this pair's ids, those that all parties have."""
         contract, index = self.participant.contract, self.participant.index
         if len(opening.commitments) != len(contract.passive_parties) or opening.commitments[
             index

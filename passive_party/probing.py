@@ -94,7 +94,6 @@ class Probing:
         return Speed(statistics.median(trips), passed / taken_s)
 
     def _bytes_that_came_back(self) -> Iterator[int]:
-        """Keep some probes under way, and yield the number of bytes that have come back so far."""
         request = pb.ProbeRequest(padding=bytes(PROBE_PADDING_BYTES))
         waiting = deque(self._begin(request) for _ in range(UNDER_WAY))
         passed = 0
@@ -151,7 +150,8 @@ def connection_checks(
         raise PeerUnreachable(f"{connection.where}: {error}") from error
     finally:
         connection.close()
-    yield lambda: f"connection: {connection.where}, {_proxy_in_words(connection)}"
+    proxy = "direct" if connection.proxy is None else "as the setting proxy says"
+    yield lambda: f"connection: {connection.where}, {proxy}"
     credentials = credential_files(settings, settings.party)
     if credentials is not None:
         shown = shown_certificate(
@@ -161,10 +161,6 @@ def connection_checks(
     yield lambda: clock_in_words(ahead_s, error_s)
     yield lambda: _speed_in_words(found, contract)
     yield from checks_of(contract, own, peer, _ACTIVE)
-
-
-def _proxy_in_words(connection: PeerConnection) -> str:
-    return "direct" if connection.proxy is None else "as the setting proxy says"
 
 
 def _speed_in_words(found: Speed, contract: Contract) -> str:

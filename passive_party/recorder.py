@@ -133,12 +133,11 @@ class PassiveRecorder(RunRecorder):
             self._received.clear()
         if self._leaks is not None:
             self._leaks.end_epoch(epoch)
-        if self._progress is None or not self._progress.is_shown_elsewhere:
-            latest = {} if self._leaks is None else self._leaks.shown()
-            strongest = max(latest, key=lambda name: latest[name], default=None)
-            figures = {} if strongest is None else {strongest: latest[strongest]}
-            shown = [f"{figure} (features included)" for figure in each_in_words(figures)]
-            self._log_epoch(epoch, self._settings.contract.epochs, shown)
+        latest = {} if self._leaks is None else self._leaks.shown()
+        strongest = max(latest, key=lambda name: latest[name], default=None)
+        figures = {} if strongest is None else {strongest: latest[strongest]}
+        shown = [f"{figure} (features included)" for figure in each_in_words(figures)]
+        self._log_epoch(epoch, self._settings.contract.epochs, shown)
 
     def on_resumed(self, epoch: int | None) -> None:
         self._status.note_resumed(epoch)

@@ -124,7 +124,6 @@ class PassiveRun:
     # ---- opening ----
 
     def _patiently(self, begin: Callable[[Peer], ResultT], peer: Peer) -> ResultT:
-        """Begin a new run, with another handshake if the alignment is not completed."""
         damaged = 0
         for _ in range(_MAX_ALIGNMENTS - 1):
             try:

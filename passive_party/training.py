@@ -2,11 +2,10 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from splitveil.common.data.features import Features
 from splitveil.common.errors import (
     AuditRefused,
     InvalidMessage,
@@ -100,7 +99,7 @@ class Training:
         self._phases = phases
         self._unanswered: deque[_Sent] = deque()
         self._held_out_sent = 0  # without a reply
-        self._gathered: tuple[Batch, Features] | None = None
+        self._gathered: tuple[Batch, Any] | None = None
         self._unobserved: _Step | None = None
 
     # ---- checkpoints ----
@@ -160,7 +159,7 @@ class Training:
         # The peer computes now, so no party waits for this.
         self._report_step()
         if (ahead := self.progress.ahead(len(self._unanswered))) is not None:
-            self._gathered = ahead, self.trainer.rows(ahead.positions)
+            self._gathered = ahead, self._gather(ahead)
         with self._phases(Phase.WAIT):
             answer = peer.receive_gradient()
         sent = self._unanswered.popleft()
@@ -171,10 +170,10 @@ class Training:
         self._unobserved = _Step(sent.batch, sent.activation, answer.values, layers)
 
     def _send(self, peer: Peer, batch: Batch) -> None:
-        features = self._features_of(batch)
+        given = self._given(batch)
         with self._phases(Phase.FORWARD):
             activation = self.trainer.forward(
-                features, stashes_weights=self.progress.pipeline_depth > 1
+                given, stashes_weights=self.progress.pipeline_depth > 1
             )
         self._unanswered.append(_Sent(batch, activation))
         peer.send_activation(Activation(batch.identity(self._run_id), to_host(activation)))
@@ -193,18 +192,23 @@ class Training:
             self.progress.finish()
 
     def _send_held_out(self, peer: Peer, batch: Batch) -> None:
-        features = self._features_of(batch)
+        features = self._given(batch)
         with self._phases(Phase.EVALUATION):
             embedded = to_host(self.trainer.embed(features))
         held_out = Activation(batch.identity(self._run_id), embedded)
         peer.send_held_out(held_out)
         self._held_out_sent += 1
 
-    def _features_of(self, batch: Batch) -> Features:
+    def _given(self, batch: Batch) -> Any:
         gathered, self._gathered = self._gathered, None
         if gathered is not None and gathered[0] is batch:
             return gathered[1]
-        return self.trainer.rows(batch.positions)
+        return self._gather(batch)
+
+    def _gather(self, batch: Batch) -> Any:
+        """Return what the trainer takes of a batch."""
+        gather = self.trainer.training_rows if batch.split == "train" else self.trainer.rows
+        return gather(batch.positions)
 
     def _report_step(self) -> None:
         if self._unobserved is not None:

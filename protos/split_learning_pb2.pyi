@@ -126,16 +126,18 @@ class AlignHello(_message.Message):
     def __init__(self, engine: _Optional[str] = ..., version: _Optional[int] = ..., normalisation: _Optional[str] = ..., tag_bytes: _Optional[int] = ..., chunk_ids: _Optional[int] = ..., set_size: _Optional[int] = ..., nonce: _Optional[bytes] = ..., run_id: _Optional[str] = ..., resume: _Optional[_Union[AlignResume, _Mapping]] = ...) -> None: ...
 
 class AlignResume(_message.Message):
-    __slots__ = ("exchange", "points", "points_digest", "tags")
+    __slots__ = ("exchange", "points", "points_digest", "tags", "bucket")
     EXCHANGE_FIELD_NUMBER: _ClassVar[int]
     POINTS_FIELD_NUMBER: _ClassVar[int]
     POINTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TAGS_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
     exchange: bytes
     points: int
     points_digest: bytes
     tags: int
-    def __init__(self, exchange: _Optional[bytes] = ..., points: _Optional[int] = ..., points_digest: _Optional[bytes] = ..., tags: _Optional[int] = ...) -> None: ...
+    bucket: int
+    def __init__(self, exchange: _Optional[bytes] = ..., points: _Optional[int] = ..., points_digest: _Optional[bytes] = ..., tags: _Optional[int] = ..., bucket: _Optional[int] = ...) -> None: ...
 
 class MaskedPoints(_message.Message):
     __slots__ = ("chunk", "points")

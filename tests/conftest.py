@@ -11,6 +11,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before numpy reads it; processes of tests
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import hypothesis
@@ -20,6 +21,7 @@ import torch
 import splitveil.common  # noqa: F401 (before any test imports gRPC)
 from splitveil.common.alignment import ecdh
 from tests.support.inference import Trained, free_port, train, write_wide_deep
+from tests.support.pretended_cuda import CUDA, pretended_cuda
 from tests.support.runs import write_example
 from tests.support.several import write_several
 
@@ -50,6 +52,13 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("example")
     write_example(folder)
     return folder
+
+
+@pytest.fixture
+def gpu() -> Iterator[torch.device]:
+    """Return the device of a GPU, which is pretended where there is none."""
+    with nullcontext() if torch.cuda.is_available() else pretended_cuda():
+        yield CUDA
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ def align(parsed: argparse.Namespace) -> None:
     interruption = Interruption()
     interruption.install()
     settings = aligning(command_line.load_settings(ActiveSettings, parsed, "active"))
-    check_outputs(settings, parsed.output)
+    check_outputs(settings, parsed.output, positions=parsed.positions)
     credentials = checked_credentials(settings)
     check_free(settings.status)
     own = read_own_ids(settings)
@@ -46,7 +46,8 @@ def align(parsed: argparse.Namespace) -> None:
         status = _ShownStatus(settings, progress)
         with serving_status(status, settings.status, interruption):
             order = _find_common_order(settings, own.data, credentials, status, interruption)
-    print_aligned(write_aligned(settings, own, order, parsed.output), as_json=parsed.json)
+    written = write_aligned(settings, own, order, parsed.output, positions=parsed.positions)
+    print_aligned(written, as_json=parsed.json)
 
 
 def _find_common_order(

@@ -22,6 +22,7 @@ from splitveil.common.data.ids import numbered_subjects
 from splitveil.common.data.kinds import open_table_source
 from splitveil.common.data.label_columns import count_others
 from splitveil.common.errors import SettingsError
+from splitveil.common.models.device import device_in_words
 from splitveil.common.models.factory import Trial, build_top_model, lone_row_in_words
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.settings import bins_of
@@ -42,7 +43,7 @@ def check(parsed: argparse.Namespace) -> None:
     checks: list[Check] = [
         partial(_security, settings),
         partial(_free_address, settings),
-        lambda: f"device: {command_line.torch_device(settings.device)}",
+        lambda: f"device: {device_in_words(command_line.device_of(settings))}",
         partial(_defense, settings),
     ]
     details: list[Check] = [
@@ -102,7 +103,7 @@ def _data_and_bounds(settings: ActiveSettings) -> Iterator[Check]:
 def _data_and_model(settings: ActiveSettings, data: PartyData) -> str:
     earlier = open_label_owners_model(settings)
     encoder = data.fit(np.arange(len(data.ids)), earlier, bins_of(settings.top_model))
-    contract, device = settings.contract, command_line.torch_device(settings.device)
+    contract, device = settings.contract, command_line.device_of(settings)
     build = partial(
         build_top_model,
         settings.top_model,

@@ -121,7 +121,6 @@ def _target_table(target: Target) -> PlainTable:
 
 
 def _figures(charge: ChargeForecast) -> list[str]:
-    """Write sum_kl, the estimated AUC, and the bound for each adversary class, rounded up."""
     known = known_of_forecast(charge)
     estimate = forecast_in_words(charge, lambda sum_kl: f"{estimate_of(sum_kl, known):.3f}")
     bounds = (bound_in_words(charge, peers) for peers in Adversary)

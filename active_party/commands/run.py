@@ -23,14 +23,16 @@ from splitveil.active_party.results import (
     save_results,
 )
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.trainer_builder import TrainerBuilder
-from splitveil.active_party.workers import check_settings, work_for
+from splitveil.active_party.trainer_builder import TrainerBuilder, learner_of_rank
+from splitveil.common.errors import SettingsError
+from splitveil.common.models.device import device_in_words
+from splitveil.common.models.spread_model import work
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.endpoint import serving_status
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.workers import Rank, joined
+from splitveil.common.party.workers import Rank, facts_of, joined
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Transcript
 
@@ -40,30 +42,35 @@ logger = logging.getLogger("splitveil.active_party")
 def run(parsed: argparse.Namespace) -> None:
     settings = command_line.load_settings(ActiveSettings, parsed, "active")
     rank = Rank.of_environment()
-    if rank.size > 1:
-        check_settings(settings)
-    if rank.number:
-        work_for(settings, rank)
-        return
+    if rank.size > 1 and settings.defense.traits.has_own_objective:
+        raise SettingsError(
+            f"defense: {settings.defense.title} trains more than the top model, and only one "
+            f"process computes it"
+        )
+    device = command_line.prepare(settings, rank)
+    facts = facts_of(settings, device, "top_model", "defense")
     interruption = Interruption()
-    interruption.install()
-    with joined(rank, interruption) as workers:
+    if not rank.number:
+        interruption.install()
+    with joined(rank, device, facts, interruption) as ranks:
+        if ranks is not None and rank.number:
+            work(ranks, partial(learner_of_rank, settings, device))
+            return
         credentials = checked_credentials(settings)
         check_files_and_address(settings)
         status = ActiveStatus(settings)
         with serving_status(status, settings.status, interruption):
-            device = command_line.prepare(settings, rank)
             settings.defense.require_usable(settings.defense_context())
             data = PartyData.of(settings)
             read = "%d rows read from %s, device %s"
-            logger.info(read, len(data.ids), data.table.source, device)
+            logger.info(read, len(data.ids), data.table.source, device_in_words(device))
             interruption.check()
             allowance_of(settings)  # refuses before the folder is opened
             for signal in signals_of(settings):
                 logger.info("%s", signal.why)
             folder = open_folder(settings, fresh=parsed.fresh and not rank.restarts)
             if folder is not None:
-                build = TrainerBuilder(settings, data, device, status.phases, workers.line)
+                build = TrainerBuilder(settings, data, device, status.phases, ranks)
                 _train(settings, data, folder, build, credentials, interruption, status)
 
 

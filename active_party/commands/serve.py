@@ -119,7 +119,7 @@ def open_service(
     form = CanonicalForm(settings.contract.ids)
     rules = Rules(own.max_ids, own.timeout_s, allowed, RateLimit(own.ids_per_second), form)
     given = GivenFeatures(settings.data, predictor.model.encoder)
-    log = CallLog(status, transcript, records_ids=own.record_ids)
+    log = CallLog(status, transcript)
     service = AnswerService(predictor, batcher, watch, given, rules, log, fallback)
     status.name_run(service.run_id)
     waiting_of = batcher.num_waiting

@@ -177,6 +177,9 @@ class GafmDefense(SeededDefense):
             shifts=shifts,
         )
 
+    def predicting(self, model: nn.Module, /) -> nn.Module:
+        return Oriented(model)
+
     def noise_key_strength(self, context: DefenseContext, /) -> str | None:
         # Of noisy labels it is the same as for noisy_label by itself: a label's flip is drawn once
         # for all uses of the flipped label.

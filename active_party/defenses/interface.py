@@ -330,6 +330,11 @@ class StagedDefense(Defense):
         """Targets of all aligned rows that were computed from releases alone, if there are any."""
 
     @property
+    def lasting(self) -> Mapping[str, str]:
+        """Names of large parts of the state, by their key in it: a name stands for one value."""
+        return {}
+
+    @property
     @abstractmethod
     def releases(self) -> Mapping[str, Tensor]:
         """What ``Examples.known_releases`` is to be in a later run on the same training rows."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, final
 
 from pydantic import Field, ValidationError, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from splitveil.active_party.defenses.example_keys import (
     NoiseKey,
@@ -257,7 +257,6 @@ class DefenseSection(Section):
         return None
 
     def _refusal(self, _context: DefenseContext, /) -> str | None:
-        """Explain why the defense cannot be used with this number of classes; None if it can."""
         return None
 
     def budget_refusal(self, _context: DefenseContext, /) -> str | None:
@@ -289,6 +288,10 @@ class DefenseSection(Section):
     ) -> Objective | None:
         """Return the top model's objective; None for the cross entropy of its logits."""
         return None
+
+    def predicting(self, model: nn.Module, /) -> nn.Module:
+        """Return what makes a run's predictions, and is saved, around a top model."""
+        return model
 
     def require_usable(self, _context: DefenseContext, /) -> None:
         """Raise SettingsError for everything that could otherwise fail only during the run."""
@@ -384,7 +387,6 @@ class NoisyDefense(SeededDefense):
         )
 
     def _noise_source(self, secrets: NoiseSecrets) -> NoiseSource:
-        """Return the source of fresh noise, once persistent noise is known to have its key."""
         if self.noise == "persistent":
             require_key(secrets.noise_key, self.title)
         if self.insecure_noise_seed is not None:

@@ -183,7 +183,6 @@ def wait_for_end(
 def _silent_party(
     session: ActiveSession, service: ActiveService, settings: ActiveSettings
 ) -> tuple[str, float] | None:
-    """Return the party that the run has waited for for too long, in words, and its patience."""
     for party, waited_s in session.lifecycle.stages.awaited().items():
         met = (
             session.stage is Stage.FINISHED

@@ -286,7 +286,6 @@ class ActiveService:
         return len(self._callers) > 1
 
     def _caller(self, context: grpc.ServicerContext) -> Caller:
-        """Return the calling party, which the interceptor has compared with any credentials."""
         if not self._is_multi_party:
             return next(iter(self._callers.values()))
         named = [value for key, value in context.invocation_metadata() if key == PARTY_KEY]

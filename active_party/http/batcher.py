@@ -130,7 +130,6 @@ class Batcher:
         self._under_way.put(None)
 
     def _asked(self, batch: list[_WaitingQuestion]) -> _UnderWay:
-        """Ask for the ids of a batch in as many messages as they need."""
         together = [text for waiting in batch for text in waiting.question.ids]
         order = asking_order(together)
         ids = [together[index] for index in order]
@@ -141,7 +140,6 @@ class Batcher:
         return _UnderWay(batch, asked, np.split(np.argsort(order), ends[:-1]))
 
     def _gathered(self) -> tuple[list[_WaitingQuestion], bool]:
-        """Return the questions to be asked together, and whether they are the last."""
         first = self._next or self._incoming.get()
         self._next = None
         batch: list[_WaitingQuestion] = []
@@ -210,7 +208,6 @@ def _answers(
 
 
 def _joined(asked: Sequence[Asked]) -> tuple[Asked, list[Embedded]]:
-    """Return a question and its answers, of the messages that they were divided into."""
     answers = [[answer.result(0) for answer in part.answers] for part in asked]
     if len(asked) == 1:
         return asked[0], answers[0]

@@ -73,7 +73,6 @@ class PeerWatch:
                 self._ended.wait(RETRY_EVERY_S)
 
     def _check(self) -> bool:
-        """Ask all passive parties at the same time, and return whether the joint model answers."""
         reasons = [reason for reason in self._pool.map(self._reason_of, self._clients) if reason]
         if reasons:
             reason = "; ".join(reasons)
@@ -88,7 +87,6 @@ class PeerWatch:
         return True
 
     def _reason_of(self, client: EmbedClient) -> str | None:
-        """Return why a passive party cannot be asked now, or None."""
         try:
             client.connection.renew()  # certificates may have been replaced meanwhile
             client.check_model(CHECK_TIMEOUT_S)
@@ -235,7 +233,6 @@ class AnswerService:
         return ids
 
     def _joint(self, call: Call, pending: PendingReply) -> tuple[Predictions | None, str | None]:
-        """Return the joint model's answer, or why there is none."""
         if pending.answer is None:
             return None, pending.trouble
         try:

@@ -1,7 +1,6 @@
 """What the active party says about its online predictions: how many, how fast, by which model.
 
-Every request is recorded in the metrics and in the transcript. No record has a prediction, and only
-the transcript may name ids, if the settings say so.
+Every request is recorded in the metrics and in the transcript. No record has an id or a prediction.
 Everything is a count of requests, ids, questions or seconds. No figure depends on what was
 predicted: with all labels of the training swapped, the metrics are the same.
 """
@@ -165,18 +164,11 @@ class Call:
 class CallLog:
     """Records requests. Several threads may use it."""
 
-    def __init__(
-        self,
-        status: OnlineStatus,
-        transcript: Transcript | None = None,
-        *,
-        records_ids: bool = False,
-    ) -> None:
+    def __init__(self, status: OnlineStatus, transcript: Transcript | None = None) -> None:
         self.answered: Counter[int] = Counter()
         """Number of requests by status."""
         self._status = status
         self._transcript = transcript
-        self._records_ids = records_ids
 
     @contextmanager
     def noted(self, program: str) -> Iterator[Call]:
@@ -214,6 +206,5 @@ class CallLog:
                     found=call.found,
                     status=call.status,
                     milliseconds=round(1000 * seconds, 3),
-                    ids=tuple(call.ids) if self._records_ids else None,
                 )
             )

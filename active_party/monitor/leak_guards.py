@@ -243,7 +243,6 @@ class LeakGate:
         return self._windows.setdefault((layer, attack), empty)
 
     def _together(self, window: deque[tuple[float, float]]) -> tuple[float, float]:
-        """Return the figure of the attack over a window, and that of random scores."""
         quantile = self._settings.quantile
         leak, random = (
             float(np.mean(values) if quantile == "mean" else np.quantile(values, quantile))

@@ -186,7 +186,6 @@ class LeakWatch:
 
 
 def _class_oracles(settings: ActiveSettings) -> list[str]:
-    """Return the leak monitor's attacks that know the classes of half a batch."""
     monitor = settings.leak_monitor
     needs = {} if monitor is None else monitor.batch_attack_needs
     return [name for name, needed in needs.items() if SideInformation.CLASSES in needed]

@@ -1,13 +1,11 @@
 """Records a run at the active party: metrics, progress, their state in checkpoints, summary."""
 
 import logging
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.monitor.active_status import ActiveStatus
-from splitveil.active_party.monitor.distributions import gradient_distributions, spread_epochs
 from splitveil.active_party.monitor.leak_watch import LeakWatch
 from splitveil.active_party.monitor.stated_bounds import (
     hold_against,
@@ -22,13 +20,7 @@ from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.figures import AttackFigure, LeakFigures, NumberFigures
-from splitveil.common.record.lines import (
-    AuditLine,
-    EvaluationLine,
-    HistogramLine,
-    LedgerLine,
-    TrainingLine,
-)
+from splitveil.common.record.lines import AuditLine, EvaluationLine, LedgerLine, TrainingLine
 from splitveil.common.record.metrics_log import ChartClock, RunRecorder
 from splitveil.common.record.run_record import write_ledger_ahead
 from splitveil.common.record.summary import (
@@ -72,7 +64,6 @@ class ActiveRecorder(RunRecorder):
         self._settings = settings
         self._watch = LeakWatch(settings, self._metrics)
         self._charting = ChartClock()
-        self._epochs_to_count = _epochs_to_count(settings)
         self._epoch_losses: list[float] = []
         self._train_loss = float("nan")
         self._evaluations: dict[str, Evaluation] = {}
@@ -114,8 +105,6 @@ class ActiveRecorder(RunRecorder):
                 line, charted=self._steps <= _ALL_CHARTED or self._charting.is_due()
             )
             self._watch.note_step(batch, result)
-            if batch.step == 0 and batch.epoch in self._epochs_to_count:
-                self._count_gradients(batch, result)
             if self._progress is not None:
                 self._progress.advance(loss=loss, **self._shown_leak())
         self._status.note_step(batch)
@@ -266,13 +255,7 @@ class ActiveRecorder(RunRecorder):
         """The bounds on all answers; None before the first epoch has ended."""
         return self._ahead if self._bounds is None else self._bounds.or_more(self._ahead)
 
-    def _count_gradients(self, batch: Batch, result: StepResult) -> None:
-        found = gradient_distributions(result.raw, result.defended, result.labels)
-        for figure, edges, counts in found or ():
-            self._metrics.write(HistogramLine(batch.epoch, batch.step, figure, edges, counts))
-
     def _bound_in_short(self) -> list[str]:
-        """Return the ledger's bound for anybody; empty where it has none."""
         bound = None if self._total is None else self._total.guarantee.max
         return [] if bound is None or bound >= 1 else [f"bound {auc_at_most(bound)}"]
 
@@ -325,10 +308,3 @@ class ActiveRecorder(RunRecorder):
             total = self._bounds.or_more(self._ahead)
             shown = {"ledger_leak_auc": float(auc_at_most(total.guarantee.max))}
         return shown | self._watch.shown()
-
-
-def _epochs_to_count(settings: ActiveSettings) -> Collection[int]:
-    chosen = settings.distributions
-    if chosen is None or settings.data.num_classes != 2:
-        return ()
-    return spread_epochs(settings.contract.epochs) if chosen.epochs is None else chosen.epochs

@@ -206,20 +206,17 @@ class RowCovariates:
         self._own[rows] = _finite(values).half()
 
     def _gap(self) -> float:
-        """Return by how much the model predicts training labels better; infinite if unknown."""
         visited = self._visits > 0
         logits = self._latest.logits[visited, : self._num_logits].float()
         gap = self._figure(logits, self._labels[visited]) - self._held_out
         return math.inf if math.isnan(gap) else gap
 
     def _logits_of(self, probabilities: Tensor) -> Tensor:
-        """Return the predictions' logits, (rows, 1), or log-probabilities, (rows, classes)."""
         wide = probabilities.double()
         logits = wide.logit() if self._num_logits == 1 else wide.log()
         return logits.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).float()
 
     def _figure(self, logits: Tensor, labels: Tensor) -> float:
-        """Return the AUC of predictions of training rows; NaN if it cannot be measured."""
         logits = logits[:, 0] if self._num_logits == 1 else logits
         return measure_predictions(logits, labels.float()).auc
 

@@ -223,7 +223,6 @@ class BatchPrediction:
         return BatchResult(num_ids, found, dict(missing_at), asked_rows, seconds)
 
     def _predicted(self, ids: Sequence[str], advance: Advance) -> Iterator[Predictions]:
-        """Yield the predictions of ids in their order, with a few questions in flight."""
         waiting: deque[Asked] = deque()
         for portion in portions(ids, self._predictor.max_ids, self._contract):
             waiting.append(self._predictor.ask(ids[portion]))
@@ -241,7 +240,6 @@ class BatchPrediction:
         return predictions
 
     def _answered(self, asked: Asked) -> Asked:
-        """Wait for all answers to a question, and notice a signal meanwhile."""
         while wait(asked.answers, timeout=_LOOK_EVERY_S).not_done:
             self._interruption.check()
         self._interruption.check()

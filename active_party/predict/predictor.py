@@ -56,6 +56,7 @@ def load_top(
         seed=settings.model_seed,
         num_classes=settings.data.num_classes,
     )
+    model = settings.defense.predicting(model)
     trained.put_into(model)
     return trained, model, kind
 

@@ -177,7 +177,6 @@ def _measured_checks(run: RunFiles, target: float, assessment: LeakAssessment) -
 
 
 def _doubts(run: RunFiles, assessment: LeakAssessment) -> Iterator[str]:
-    """Yield the evidence against the ledger's figures, in sentences."""
     for one in assessment.above_bound:
         yield f"{one.attack} reaches {one.figures}, {one.why}."
     beyond = run.active.summary.of_leak.beyond

@@ -15,7 +15,6 @@ from splitveil.active_party.report import (
     answer,
     bounds,
     decision,
-    distributions,
     figures,
     numbers,
     paired,
@@ -146,7 +145,6 @@ def report_page(run: RunFiles) -> str:
         of_numbers=numbers.is_of_numbers(run),
         leak_panels=panels.leak_panels(run, series, leak.feature_auc),
         layers=list(dict.fromkeys(one.layer for one in series)),
-        step_rows=distributions.step_rows(run_files.class_histograms(run)),
         num_classes=classes,
         class_rows=list(tables.class_rows(run)),
         pair_rows=list(tables.pair_rows(run)),
@@ -156,7 +154,7 @@ def report_page(run: RunFiles) -> str:
         gate_rows=list(tables.gate_rows(run)),
         audit_rows=list(tables.audit_rows(run)),
         run_level_rows=list(tables.run_level_rows(run)),
-        ledger_panels=panels.ledger_panels(run, leak),
+        ledger_panel=panels.ledger_panel(run, leak),
         circumstances=list(circumstances(run.active.summary, run.active.metrics, traffic)),
         traffic_rows=traffic_rows(traffic, _only_peer(run)),
         completion=tables.completion_in_words(run),
@@ -201,9 +199,6 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
             layer: [panels.shared_leak_panel(coloured, *key) for key in keys if key[0] == layer]
             for layer in dict.fromkeys(layer for layer, _ in keys)
         },
-        sent=distributions.sent_panels(
-            [(_short(one.title), run_files.class_histograms(one.run)) for one in compared]
-        ),
         ledger=panels.shared_ledger_panel(coloured),
         differences=_differences(compared),
     )
@@ -243,7 +238,6 @@ def _short(title: str) -> str:
 
 
 def _titles(runs: Sequence[RunFiles]) -> list[str]:
-    """Return the runs' names, with the folder if two runs have the same name."""
     names = [run.name for run in runs]
     return [
         name if names.count(name) == 1 else f"{name} ({run.folder})"
@@ -252,7 +246,6 @@ def _titles(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def _dots(compared: Sequence[_Compared]) -> list[svg.Dot]:
-    """Return a point per run: test AUC and the leak AUC of the strongest attack."""
     dots = []
     for one in compared:
         auc, strongest = one.run.active.summary.of_active.model.test_auc, one.leak.strongest
@@ -262,7 +255,6 @@ def _dots(compared: Sequence[_Compared]) -> list[svg.Dot]:
 
 
 def _differences(compared: Sequence[_Compared]) -> list[tuple[str, list[str]]]:
-    """Return the settings in which the runs differ, apart from their names and addresses."""
     flat = [dict(tables.flattened(one.run.active.settings)) for one in compared]
     names = dict.fromkeys(name for settings in flat for name in settings)
     rows = [(name, [settings.get(name, "–") for settings in flat]) for name in names]

@@ -23,7 +23,7 @@ from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.figures import SpreadFigures
 from splitveil.common.record.lines import LedgerLine
-from splitveil.common.text.upper_bounds import at_most, auc_at_most
+from splitveil.common.text.upper_bounds import auc_at_most
 
 _AUC_TICKS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _LEAK_AXIS = Axis("leak AUC", 0.5, 1.0, _AUC_TICKS)
@@ -140,7 +140,6 @@ def _leak_panel(
     styled: Sequence[tuple[str, str, LeakSeries]],
     step_label: str,
 ) -> Panel:
-    """Return an attack's leak AUC over steps above other marks; each series has style and label."""
     drawn = list(marks)
     for style, label, one in styled:
         leak = windows(one.steps, one.leak)
@@ -152,14 +151,11 @@ def _leak_panel(
     return Panel(attack, chart.svg(), _remark(attack))
 
 
-def ledger_panels(run: RunFiles, assessment: LeakAssessment) -> list[Panel]:
-    """Return the ledger over epochs beside the strongest attack, and the divergence charged.
-
-    Empty where the ledger bounds nothing.
-    """
+def ledger_panel(run: RunFiles, assessment: LeakAssessment) -> Panel | None:
+    """Return the ledger over epochs beside the strongest attack; None if it bounds nothing."""
     lines = run.active.metrics.of(LedgerLine)
     if not lines or assessment.adversary is None:
-        return []
+        return None
     epochs = column(line.epoch for line in lines) + 1
     estimates = [line.bounds.estimate for line in lines]
     marks = [
@@ -169,18 +165,12 @@ def ledger_panels(run: RunFiles, assessment: LeakAssessment) -> list[Panel]:
     if (best := assessment.strongest) is not None:
         label = f"strongest attack ({best.leak.value:.3f})"
         marks.append(Rule(best.leak.value, "measured dashed", label))
-    marks += _limit(run.active.setting("run_budget", "leak_auc"))
+    if isinstance(budget := run.active.setting("run_budget", "leak_auc"), int | float):
+        marks.append(Rule(float(budget), "limit", f"budget ({budget:g})"))
     described = "leak AUC that the ledger allows for over epochs, and the strongest attack"
     chart = Chart(described, _epoch_axis([epochs]), _LEAK_AXIS, marks, *_WIDE)
     title = "Leak AUC beyond features of all answers so far, and the strongest attack"
-    panels = [Panel(title, chart.svg())]
-    largest = column(line.bounds.sum_kl.max for line in lines)
-    if np.isfinite(largest).any():
-        mean = column(line.bounds.sum_kl.mean for line in lines)
-        panels.append(
-            _sum_kl_panel(epochs, largest, mean, run.active.setting("run_budget", "sum_kl"))
-        )
-    return panels
+    return Panel(title, chart.svg())
 
 
 def shared_ledger_panel(runs: Sequence[Coloured]) -> Panel | None:
@@ -211,7 +201,6 @@ def trade_off(dots: Sequence[Dot]) -> Markup | None:
 def _peer_marks(
     epochs: Numbers, ledgers: Sequence[Mapping[Adversary, SpreadFigures]]
 ) -> Iterator[Mark]:
-    """Yield the bound of the strongest adversary class for whom there is one, over epochs."""
     recorded = [
         (peers, [bounds[peers] for bounds in ledgers])
         for peers in Adversary
@@ -231,30 +220,10 @@ def _bound_marks(
     written: Callable[[float], str],
     name: str | None = None,
 ) -> Iterator[Mark]:
-    """Yield one bound over epochs, from its mean over the examples to its largest."""
     largest = column(spread.max for spread in spreads)
     yield Band(epochs, column(spread.mean for spread in spreads), largest, style)
     label = f"{name or style} ({written(largest[-1])})"
     yield Line(epochs, largest, style, label, True, written)
-
-
-def _sum_kl_panel(epochs: Numbers, largest: Numbers, mean: Numbers, budget: object) -> Panel:
-    marks: list[Mark] = [
-        Band(epochs, mean, largest, "guarantee"),
-        Line(epochs, mean, "guarantee dashed", f"mean ({at_most(mean[-1])})"),
-        Line(epochs, largest, "guarantee", f"largest ({at_most(largest[-1])})", True, at_most),
-    ]
-    limits = list(_limit(budget))
-    covered = np.append(largest, [limit.y for limit in limits])
-    y = round_axis("sum_kl, nats", covered, from_zero=True)
-    marks += limits
-    chart = Chart("divergence charged over epochs", _epoch_axis([epochs]), y, marks, *_WIDE)
-    return Panel("Divergence charged to one example (sum_kl)", chart.svg())
-
-
-def _limit(budget: object) -> Iterator[Rule]:
-    if isinstance(budget, int | float):
-        yield Rule(float(budget), "limit", f"budget ({budget:g})")
 
 
 def _remark(attack: str) -> str:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.errors import SettingsError
 from splitveil.common.record.figures import LedgerFigures
-from splitveil.common.record.lines import EvaluationLine, HistogramLine, LeakLine, TrainingLine
+from splitveil.common.record.lines import EvaluationLine, LeakLine, TrainingLine
 from splitveil.common.record.run_record import (
     METRICS,
     Metrics,
@@ -85,18 +85,6 @@ class LeakSeries(NamedTuple):
     """The leak AUC of random scores on the same batches."""
 
 
-class ClassHistogram(NamedTuple):
-    """One batch's gradients, counted by one figure: each class, before and after the defense."""
-
-    figure: str
-    epoch: int
-    step: int
-    """Counted through all epochs, from 0."""
-    edges: Numbers
-    counts: Mapping[str, Numbers]
-    """``<before|after>/<negative|positive>`` -> examples in each bin."""
-
-
 def read_run(run_dir: Path) -> RunFiles:
     """Read a run: ``runs/<run name>``, or the active party's folder in it; or SettingsError."""
     folder = run_dir if (run_dir / _ACTIVE).is_dir() else run_dir.resolve().parent
@@ -137,25 +125,6 @@ def adversary_series(run: RunFiles) -> list[LeakSeries]:
             key=lambda one: one.layer != party.layer("cut"),
         )
     ]
-
-
-def class_histograms(run: RunFiles) -> list[ClassHistogram]:
-    """Return the counts of gradients by class, in the order of their steps."""
-    steps_per_epoch = steps_per_epoch_of(run)
-    found = [
-        ClassHistogram(
-            line.figure,
-            line.epoch,
-            line.epoch * steps_per_epoch + line.step,
-            np.array(line.edges, dtype=np.float64),
-            {name: np.array(counts, dtype=np.float64) for name, counts in line.counts.items()},
-        )
-        for line in run.active.metrics.of(HistogramLine)
-        if any(map(any, line.counts.values()))
-    ]
-    # A resumed run may have counted a batch twice, with the same counts.
-    by_step = {(one.step, one.figure): one for one in found}
-    return sorted(by_step.values(), key=lambda one: one.step)
 
 
 def test_lines(run: RunFiles) -> list[EvaluationLine]:
@@ -216,7 +185,6 @@ def _series_of(party: PartyFiles, steps_per_epoch: int) -> Iterator[LeakSeries]:
 
 
 def _by_attack(lines: Sequence[LeakLine]) -> dict[tuple[str, str], Numbers]:
-    """Return (layer, attack) -> leak AUC in every line; NaN if a line lacks it."""
     found: dict[tuple[str, str], Numbers] = {}
     for row, line in enumerate(lines):
         for layer, attack, leak_auc in line.figures:

@@ -27,8 +27,6 @@ class Axis(NamedTuple):
     low: float
     high: float
     ticks: Sequence[float] = ()
-    names: Sequence[str] = ()
-    """One label for each tick; the numbers themselves by default."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +55,6 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Steps:
-    """A histogram: one level per bin, the area below it filled."""
-
-    edges: Numbers
-    heights: Numbers
-    """One height fewer than there are edges."""
-    style: str
-
-
-@dataclass(frozen=True)
 class Rule:
     """A horizontal line across the whole chart."""
 
@@ -83,7 +71,7 @@ class Dot:
     label: str = ""
 
 
-Mark = Line | Band | Steps | Rule | Dot
+Mark = Line | Band | Rule | Dot
 
 
 class _Label(NamedTuple):
@@ -130,12 +118,11 @@ class Chart:
                     self._draw_band(mark)
                 case Line():
                     self._draw_line(mark)
-                case Steps():
-                    self._draw_steps(mark)
                 case Rule():
                     self._draw_rule(mark)
                 case Dot():
-                    self._draw_dot(mark)
+                    self._circle(f"dot {mark.style}", mark.x, mark.y, 5.5)
+                    self._dots.append(mark)
         self._draw_labels()
         self._draw_names_of_dots()
         return Markup(tostring(self._root, encoding="unicode", short_empty_elements=False))  # noqa: S704
@@ -183,27 +170,13 @@ class Chart:
             x, y = pieces[-1][-1]
             self._labels.append(_Label(line.label, line.style, self._x_of(x), self._y_of(y)))
 
-    def _draw_steps(self, steps: Steps) -> None:
-        edges, heights = steps.edges.tolist(), steps.heights.tolist()
-        ends = zip(edges, edges[1:], heights, strict=False)
-        corners = [corner for low, high, y in ends for corner in ((low, y), (high, y))]
-        outline = [(edges[0], 0.0), *corners, (edges[-1], 0.0)]
-        path = self._path(outline)
-        SubElement(self._root, "path", {"class": f"area {steps.style}", "d": f"{path}Z"})
-        SubElement(self._root, "path", {"class": f"line {steps.style}", "d": path})
-
     def _draw_rule(self, rule: Rule) -> None:
         at = self._y_of(rule.y)
         self._segment(f"line {rule.style}", (self._left, at), (self._right, at))
         if rule.label:
             self._labels.append(_Label(rule.label, rule.style, self._right, at))
 
-    def _draw_dot(self, dot: Dot) -> None:
-        self._circle(f"dot {dot.style}", dot.x, dot.y, 5.5)
-        self._dots.append(dot)
-
     def _draw_names_of_dots(self) -> None:
-        """Set each name beside its dot, towards the middle, without overlaps."""
         dots = sorted(self._dots, key=lambda dot: -dot.y)
         heights = _spread_out([self._y_of(dot.y) for dot in dots], self._top, self._bottom)
         for dot, height in zip(dots, heights, strict=True):
@@ -214,7 +187,6 @@ class Chart:
                 self._text(f"name end {dot.style}", x - 11, height + 4, dot.label)
 
     def _draw_labels(self) -> None:
-        """Set the labels under each other at the right edge, each joined to its mark."""
         labels = sorted(self._labels, key=lambda label: label.y)
         heights = _spread_out([label.y for label in labels], self._top, self._bottom)
         for label, height in zip(labels, heights, strict=True):
@@ -269,8 +241,6 @@ def round_axis(
 
 
 def _ticks(axis: Axis) -> list[tuple[float, str]]:
-    if axis.names:
-        return list(zip(axis.ticks, axis.names, strict=True))
     if axis.ticks:
         whole = all(float(value).is_integer() for value in axis.ticks)
         return [(value, f"{value:.0f}" if whole else f"{value:.1f}") for value in axis.ticks]
@@ -281,7 +251,6 @@ def _ticks(axis: Axis) -> list[tuple[float, str]]:
 
 
 def _round_unit(span: float, count: int) -> float:
-    """Return the smallest of 1, 2, 5, 10, ... and tenths of them that gives at most ``count``."""
     power: float = 10.0 ** math.floor(math.log10(span / count))
     return next((m * power for m in (1, 2, 5) if span / (m * power) <= count), 10 * power)
 
@@ -302,7 +271,6 @@ def _pieces(points: Sequence[tuple[float, float]]) -> list[list[tuple[float, flo
 
 
 def _spread_out(heights: Sequence[float], top: float, bottom: float) -> list[float]:
-    """Move sorted heights as far apart as a line of text needs, within the chart."""
     placed: list[float] = []
     for height in heights:
         placed.append(max(height, placed[-1] + _LINE_HEIGHT if placed else top))

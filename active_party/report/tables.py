@@ -115,7 +115,6 @@ def test_rows(run: RunFiles) -> Iterator[tuple[str, str]]:
 
 
 def _undefended_auc(run: RunFiles, own: StoredPredictions) -> float | None:
-    """Return the test AUC of a run beside this one on the same rows, without a defense."""
     with suppress(SettingsError):  # a damaged run beside this one
         for folder in undefended_beside(run):
             summary, other = find_summary(folder), read_predictions(folder)
@@ -212,14 +211,11 @@ def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 def bound_cells(run: RunFiles) -> dict[Adversary, str]:
     """Return the ledger's bound for the whole run in words, for each adversary class."""
-    bounds = bounds_of(run)
-    return {peers: _bound_in_words(bounds.get(peers)) for peers in Adversary}
-
-
-def _bound_in_words(bound: float | None) -> str:
-    if bound is None:
-        return ABSENT
-    return f"≤ {auc_at_most(bound)}" if bound < 1 else "none"
+    cells = {
+        peers: f"≤ {auc_at_most(bound)}" if bound < 1 else "none"
+        for peers, bound in bounds_of(run).items()
+    }
+    return dict.fromkeys(Adversary, ABSENT) | cells
 
 
 def _named(figure: AttackFigure) -> str:

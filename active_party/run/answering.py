@@ -27,7 +27,7 @@ from splitveil.common.run.course import AlignedRows, Batch, batch_in_words, run_
 from splitveil.common.run.host_copies import to_host
 from splitveil.common.run.messages import Activation, Answer, AuditQuestion, Course
 from splitveil.common.run.phases import Phase
-from splitveil.common.run.progress import Progress, State
+from splitveil.common.run.progress import LASTING, Progress, State
 from splitveil.common.run.sample_order import Positions
 
 
@@ -224,8 +224,12 @@ class Answering:
 
     def state_dict(self) -> State:
         """Return everything that a step changes, except what the observer has seen."""
+        trainer, staged = self.trainer.state_dict(), self.trainer.staged
+        names = {} if staged is None else dict(staged.lasting)
         return {
-            "trainer": self.trainer.state_dict(),
+            LASTING: {name: trainer["defense"].pop(key) for key, name in names.items()},
+            "lasting_names": names,
+            "trainer": trainer,
             "accounts": self.budget.accounts.state_dict(),
             "records": len(self.questions),
             "evaluation": self._evaluator.state_dict(),
@@ -240,7 +244,9 @@ class Answering:
         self.progress.go_to(batch_number)
         for party in self._parties:
             party.forget_questions()
-        self.trainer.load_state_dict(state["trainer"])
+        lasting = {key: state[LASTING][name] for key, name in state["lasting_names"].items()}
+        trainer = state["trainer"]
+        self.trainer.load_state_dict(trainer | {"defense": trainer["defense"] | lasting})
         self.budget.accounts.go_back(state["accounts"]["course"])
         self._catch_up()
         self._evaluator.load_state_dict(state["evaluation"])
@@ -252,6 +258,7 @@ class Answering:
     def reopen(self, batch_number: int, state: State) -> None:
         """Charge again the answers that an ended process gave after its newest checkpoint."""
         self._releases.check()
+        self.trainer.check_device(state["trainer"])
         charged = self._charged_since(state["records"])
         self.budget.accounts.reopen(state["accounts"], charged)
         self.progress.go_to(batch_number)

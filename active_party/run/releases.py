@@ -87,7 +87,6 @@ class Releases:
         return release
 
     def _draw(self, pending: PendingRelease) -> None:
-        """Draw a release unless it was drawn before, and log it unless it was used before."""
         stage = pending.stage
         release = self._file.at(stage)
         if release is None:

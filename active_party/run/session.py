@@ -221,7 +221,6 @@ class ActiveSession:
         *,
         is_training: bool,
     ) -> Reply:
-        """Return the reply to a question; the call of the last party to ask computes it for all."""
         lifecycle = self.lifecycle
         lifecycle.finish_step()
         lifecycle.refuse_if_ended()
@@ -238,8 +237,6 @@ class ActiveSession:
     def _wait_for_reply(
         self, asking: PassivePeer, activation: Activation, is_listening: Listening
     ) -> Reply:
-        """Wait until the other parties have asked as well, and the last of them has the answer."""
-
         def find() -> Reply | None:
             self.lifecycle.refuse_if_ended()
             reply = asking.reply_to(activation)

@@ -196,7 +196,6 @@ def _digests(ids: Iterable[str]) -> npt.NDArray[np.void]:
 
 
 def _digest_of(ids: Sequence[str], rows: AlignedRows, positions: Positions) -> bytes:
-    """Return a digest of the ids of some rows that does not depend on their order."""
     digests = _digests(ids[row] for row in rows.file_rows[positions])
     # Adding up modulo 2^64, lane by lane, needs no sorting; the sum of random words is a digest
     # against mix-ups, not against somebody who chooses ids.

@@ -6,7 +6,6 @@ are in the label's unit. The ordinary objective learns from the loss of a kind.
 """
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -34,12 +33,10 @@ from splitveil.active_party.training.predictions import (
 from splitveil.common.data.features import Features
 from splitveil.common.data.label_range import LabelRange
 from splitveil.common.data.settings import DataSettings
+from splitveil.common.models.spread_model import SpreadModel, go_on
 from splitveil.common.models.training_state import trained_of
 from splitveil.common.record.figures import NumberFigures
 from splitveil.common.run.progress import State
-
-TopCompute = Callable[[Tensor, Features | None], Tensor]
-"""Computes the outputs for a batch, with their graph: the model itself, or several processes."""
 
 
 class LabelKind(Protocol):
@@ -172,13 +169,13 @@ class OrdinaryObjective:
         learns_targets: bool = True,
         class_weights: Tensor | None = None,
         kind: LabelKind = CLASS_LABELS,
-        compute: TopCompute | None = None,
     ) -> None:
         self.model: nn.Module = top.model
-        self._compute = compute or top.model
         self._optimizer = top.optimizer
         self._trained = trained_of(top.model)
-        self._schedule = LambdaLR(top.optimizer, top.schedule)
+        self.schedule = LambdaLR(top.optimizer, top.schedule)
+        self.spread: SpreadModel | None = None
+        """If several processes of this party compute the model."""
         self._learns_targets = learns_targets
         self._class_weights = class_weights
         self._kind = kind
@@ -188,7 +185,10 @@ class OrdinaryObjective:
 
         The model's own gradients follow in ``learn``, so that the peer need not wait for them.
         """
-        outputs = self._compute(activation, own)
+        if self.spread is None:
+            outputs = self.model(activation, own)
+        else:
+            outputs = self.spread(labels.rows, activation)
         weights, kind = LossWeights(labels.weights, self._class_weights), self._kind
         loss = kind.loss(outputs, labels.targets, weights)
         (raw,) = torch.autograd.grad(loss, activation, retain_graph=True)
@@ -198,17 +198,19 @@ class OrdinaryObjective:
 
     def learn(self, outcome: StepOutcome, /) -> None:
         descend(outcome.loss, self._trained, self._optimizer)
-        self._schedule.step()
+        self.schedule.step()
 
     def state_dict(self) -> State:
         """Return everything that a step changes."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
-            "schedule": self._schedule.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "ranks": [] if self.spread is None else self.spread.random_states(),
         }
 
     def load_state_dict(self, state: State) -> None:
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
-        self._schedule.load_state_dict(state["schedule"])
+        self.schedule.load_state_dict(state["schedule"])
+        go_on(self.spread, state["ranks"])

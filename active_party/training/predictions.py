@@ -51,7 +51,6 @@ def weighted_cross_entropy(logits: Tensor, labels: Tensor, weights: LossWeights)
 
 
 def _losses(logits: Tensor, labels: Tensor, of_classes: Tensor | None) -> Tensor:
-    """Return the cross entropy of each row, (rows,)."""
     if logits.ndim == 1:
         low, high = (1.0, 1.0) if of_classes is None else of_classes
         return high * labels * softplus(-logits) + low * (1 - labels) * softplus(logits)

@@ -27,6 +27,7 @@ from splitveil.active_party.training.predictions import LossWeights, PredictionF
 from splitveil.common.data.features import Features
 from splitveil.common.errors import SplitveilError
 from splitveil.common.models.blocks import predict_in_blocks
+from splitveil.common.models.device import check_same_gpu, gpu_of
 from splitveil.common.models.training_state import in_training_mode, random_state, set_random_state
 from splitveil.common.run.host_copies import to_device
 from splitveil.common.run.phases import Phase, Phases
@@ -263,10 +264,16 @@ class TopTrainer:
             "objective": self._objective.state_dict(),
             "defense": self.defense.state_dict(),
             "random": random_state(self._device),
+            "gpu": gpu_of(self._device),
             "cut": {} if self.memory is None else self.memory.state_dict(),
         }
 
+    def check_device(self, state: State) -> None:
+        """Refuse a state of another GPU, or of a CPU instead of one, with SettingsError."""
+        check_same_gpu(self._device, state)
+
     def load_state_dict(self, state: State) -> None:
+        self.check_device(state)
         self._unlearned = None
         self._objective.load_state_dict(state["objective"])
         self.defense.load_state_dict(state["defense"])

@@ -5,7 +5,6 @@ Every engine needs both.
 
 import hashlib
 
-from splitveil.common.alignment.interface import RowIndices
 from splitveil.common.errors import AlignmentError, InvalidMessage, OutOfStep, TooLarge
 from splitveil.protos import split_learning_pb2 as pb
 
@@ -13,7 +12,7 @@ _DOMAIN = b"splitveil alignment exchange 1\x00"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def check_hello(own: pb.AlignHello, peer: pb.AlignHello, max_set_size: int) -> None:
+def check_hello(own: pb.AlignHello, peer: pb.AlignHello, max_set_size: int, buckets: int) -> None:
     """Refuse a peer that aligns differently, or with a set that is not allowed."""
     names = ("engine", "version", "normalisation", "tag_bytes", "chunk_ids")
     differing = [name for name in names if getattr(own, name) != getattr(peer, name)]
@@ -27,6 +26,8 @@ def check_hello(own: pb.AlignHello, peer: pb.AlignHello, max_set_size: int) -> N
         raise InvalidMessage("the other party announces an empty set of ids")
     if peer.set_size > max_set_size:
         raise TooLarge(f"expected at most {max_set_size} ids, got {peer.set_size}")
+    if peer.set_size % buckets:
+        raise InvalidMessage(f"expected {buckets} buckets of one size, got {peer.set_size} places")
 
 
 def number_of_exchange(own: pb.AlignHello, peer: pb.AlignHello) -> bytes:
@@ -45,31 +46,17 @@ def check_done(own: pb.AlignDone | None, known: pb.AlignDone | None, done: pb.Al
         raise InvalidMessage(f"expected a split digest of 32 bytes or none, got {length}")
 
 
-def agreed_rows(
-    rows: RowIndices | None,
-    own: pb.AlignDone | None,
-    peer: pb.AlignDone | None,
-    sizes: tuple[int, int],
-    min_aligned: int,
-) -> RowIndices:
-    """Return the rows of the common ids, if both parties found the same ones, and enough."""
-    if rows is None or own is None or peer is None:
+def check_agreed(own: pb.AlignDone | None, peer: pb.AlignDone | None, counts: str) -> None:
+    """Check that both parties found the same common ids, and the same splits of them."""
+    if own is None or peer is None:
         raise OutOfStep("the exchange of ids is not complete")
-    num_own, num_peer = sizes
-    counts = f"{num_own} own ids, {num_peer} ids of the other party, {len(rows)} in common"
     if (peer.count, peer.digest) != (own.count, own.digest):
         raise AlignmentError(
             f"the parties disagree on the intersection: {counts}, "
             f"but the other party reports {peer.count}, or another order"
-        )
-    if len(rows) < min_aligned:
-        raise AlignmentError(
-            f"too few ids to train on: {counts}, expected at least {min_aligned}; if there "
-            f"should be more, check --connect at both parties compares how they write them"
         )
     if peer.split_digest != own.split_digest:
         raise AlignmentError(
             f"the parties disagree on the split: {counts}, and the column named in "
             f"contract.split does not give each of them the same split in both tables"
         )
-    return rows

@@ -1,118 +1,49 @@
-"""Finds the tags that two parties have in common, at once or part by part.
-
-With a memory limit, what grows with the number of ids is in files, and a quarter of the limit is
-for sorting them part by part. The rest is for the chunks under way, which take the same
-memory for any number of ids.
-"""
+"""Finds the tags that two parties have in common, and draws the secret order in which ids leave."""
 
 import hashlib
-from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from splitveil.common.alignment.partitions import Records, UnevenError, partitions
-from splitveil.common.alignment.store import ExchangeStore
-from splitveil.common.alignment.tag_lists import (
-    TAG,
-    TAGGED_ROW,
-    Rows,
-    SecretOrder,
-    TagList,
-    tag_blocks,
-    tagged_rows,
-)
 from splitveil.common.errors import InvalidMessage
 from splitveil.common.wire.limits import TAG_BYTES
 
-Splits = npt.NDArray[np.int8]
 Tags = npt.NDArray[np.bytes_]
 Positions = npt.NDArray[np.int64]
-_Part = tuple[Tags, Rows, Tags]
-"""Some of this party's tags, their rows, and the peer's tags that may be among them."""
 
-_STEP = 16
-"""First bytes that are compared at a time, so that copies in order are of a sixteenth of all."""
-
-_OWN_BYTES, _PEER_BYTES = 112, 80
-"""Memory that finding common tags takes for each tag: the records, and copies in order."""
-
-_SORTING_SHARE = 4
+_SHUFFLE = b"splitveil alignment shuffle 2\x00"
+_KEYS_AT_ONCE = 2**13
 
 
 def common_tags(own: Tags, of_peer: Tags) -> tuple[Tags, Positions]:
     """Return the tags that are in both, sorted by their bytes, and their positions in ``own``.
 
+    They are compared by their first four bits, so that copies in order are of a sixteenth.
+
     InvalidMessage: a tag is there twice.
     """
-    if any(len(np.unique(tags)) < len(tags) for tags in (own, of_peer)):
-        raise InvalidMessage("two ids have the same tag")
-    tags, positions, _ = np.intersect1d(own, of_peer, assume_unique=True, return_indices=True)
-    return tags, positions
+    bits = [tags.view(np.uint8)[::TAG_BYTES] >> 4 for tags in (own, of_peer)]
+    found, positions = [], []
+    for first in range(16):
+        places, of_peers = (np.flatnonzero(some == first) for some in bits)
+        parts = own[places], of_peer[of_peers]
+        if any(len(np.unique(tags)) < len(tags) for tags in parts):
+            raise InvalidMessage("two ids have the same tag")
+        tags, at, _ = np.intersect1d(*parts, assume_unique=True, return_indices=True)
+        found.append(tags)
+        positions.append(places[at])
+    return np.concatenate(found), np.concatenate(positions)
 
 
-class Intersection(NamedTuple):
-    """This party's rows of the ids that both parties have."""
+def secret_permutation(size: int, seed: bytes) -> Positions:
+    """Permute 0..size-1 by a secret seed, which gives the same permutation again.
 
-    rows: Rows  # in the order of their tags, (common,)
-    digest: "hashlib._Hash"  # SHA-256 of the tags in this order
-
-    def split_digest(self, splits: Splits | None) -> bytes:
-        """Digest the splits of the rows after their tags, which differ in every alignment."""
-        if splits is None:
-            return b""
-        digest = self.digest.copy()
-        digest.update(splits[self.rows].astype(np.int8).tobytes())
-        return digest.digest()
-
-
-def secret_order(size: int, seed: bytes, store: ExchangeStore | None) -> SecretOrder:
-    """Return the order in which ids are sent, in a file of the store if it limits the memory."""
-    if store is None or store.memory_limit_bytes is None:
-        return SecretOrder(size, seed)
-    return SecretOrder(size, seed, store.path("order"), store.memory_limit_bytes // _SORTING_SHARE)
-
-
-def common_rows(
-    own: TagList, of_peer: TagList, order: SecretOrder, store: ExchangeStore | None = None
-) -> Intersection:
-    """Return the rows of the common ids; InvalidMessage if the tags are not of distinct ids."""
-    if store is None or store.memory_limit_bytes is None:
-        parts = _parts_in_memory(own, of_peer, order)
-    else:
-        most_bytes = store.memory_limit_bytes // _SORTING_SHARE
-        parts = _parts_in_file(own, of_peer, order, store.path("parts"), most_bytes)
-    digest, rows = hashlib.sha256(), [np.empty(0, np.int64)]
-    for own_tags, own_rows, peer_tags in parts:
-        tags, positions = common_tags(own_tags, peer_tags)
-        digest.update(tags.tobytes())
-        rows.append(own_rows[positions].astype(np.int64, copy=False))
-    return Intersection(np.concatenate(rows), digest)
-
-
-def _parts_in_memory(own: TagList, of_peer: TagList, order: SecretOrder) -> Iterator[_Part]:
-    own_tags, peer_tags = own.all(), of_peer.all()
-    own_bytes, peer_bytes = (tags.view(np.uint8)[::TAG_BYTES] for tags in (own_tags, peer_tags))
-    rows = order.rows(0, len(own))
-    for first in range(0, 256, _STEP):
-        places, of_peers = (
-            np.flatnonzero((leading >= first) & (leading < first + _STEP))
-            for leading in (own_bytes, peer_bytes)
-        )
-        yield own_tags[places], rows[places], peer_tags[of_peers]
-
-
-def _parts_in_file(
-    own: TagList, of_peer: TagList, order: SecretOrder, scratch: Path, most_bytes: int
-) -> Iterator[_Part]:
-    kinds = (
-        Records(TAGGED_ROW, lambda: tagged_rows(own, order), _OWN_BYTES),
-        Records(TAG, lambda: tag_blocks(of_peer), _PEER_BYTES),
-    )
-    try:
-        for own_part, peer_part in partitions(kinds, scratch, most_bytes):
-            yield np.ascontiguousarray(own_part["tag"]), own_part["row"], peer_part
-    except UnevenError as error:
-        raise InvalidMessage("too many tags begin alike to be tags of distinct ids") from error
+    Sorting by pseudo-random 64-bit keys is uniform unless two keys are equal, which has a
+    probability below 2^-18 for 10 million keys.
+    """
+    keys = np.empty(size, np.uint64)
+    for first in range(0, size, _KEYS_AT_ONCE):
+        count = min(_KEYS_AT_ONCE, size - first)
+        digest = hashlib.shake_256(_SHUFFLE + seed + first.to_bytes(8, "big"))
+        keys[first : first + count] = np.frombuffer(digest.digest(8 * count), np.uint64)
+    return np.argsort(keys, kind="stable").astype(np.int64, copy=False)

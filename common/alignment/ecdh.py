@@ -22,24 +22,29 @@ sixty-fourth of them, or a chunk if that is less. Tags are not proved, however: 
 bound to wrong ones learns the intersection, while the other misses what they hide. The number of
 ids that a peer tries, over all exchanges, is counted (``tried_ids.py``).
 
+With several buckets (``buckets.py``) the messages after the hellos are exchanged for each of them,
+with a scalar of its own, and the common tags of the earlier ones go into each bucket's digest.
+
 A stored exchange (``store.py``) continues where it broke off, if both hellos name it: with the same
 scalars, points and commitments, so that it reveals nothing but what it would have revealed.
 """
 
+import hashlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from splitveil.common.alignment import ristretto
 from splitveil.common.alignment.agreement import (
-    agreed_rows,
+    check_agreed,
     check_done,
     check_hello,
     number_of_exchange,
 )
-from splitveil.common.alignment.common_tags import common_rows, secret_order
+from splitveil.common.alignment.buckets import buckets_of, places_of
+from splitveil.common.alignment.common_tags import common_tags, secret_permutation
 from splitveil.common.alignment.interface import RowIndices, Splits
 from splitveil.common.alignment.store import (
     ExchangeState,
@@ -48,7 +53,6 @@ from splitveil.common.alignment.store import (
     digest_of_ids,
     forgetting,
 )
-from splitveil.common.alignment.tag_lists import SecretOrder
 from splitveil.common.alignment.turns import Frames, TagTurns, check_chunk, check_length, part_of
 from splitveil.common.alignment.workers import GroupOperations, WorkerPool
 from splitveil.common.data.ids import NORMALISATION
@@ -68,6 +72,7 @@ ENGINE = "ecdh-ristretto255"
 VERSION = 2
 TAG_BYTES = limits.TAG_BYTES
 CHUNK_IDS = limits.CHUNK_IDS
+_TAG = np.dtype(f"S{TAG_BYTES}")
 
 
 class EcdhEngine:
@@ -80,9 +85,11 @@ class EcdhEngine:
         max_set_size: int,
         workers: int = 1,
         group: GroupOperations | None = None,
+        buckets: int = 1,
     ) -> None:
         self._min_aligned = min_aligned
         self._max_set_size = max_set_size
+        self._buckets = buckets
         try:
             self._library = ristretto.load()
         except ristretto.LibraryError as error:
@@ -93,8 +100,12 @@ class EcdhEngine:
         self, ids: Sequence[str], *, nonce: bytes, run_id: str, splits: Splits | None = None
     ) -> "EcdhExchange":
         """Start one alignment; AlignmentError if there are no ids, or more than allowed."""
-        if not 0 < len(ids) <= self._max_set_size:
-            raise AlignmentError(f"expected 1 to {self._max_set_size} own ids, got {len(ids)}")
+        places = places_of(len(ids), self._buckets) * self._buckets
+        if not 0 < places <= self._max_set_size:
+            padded = f", which are {places} with the padding of buckets" * (self._buckets > 1)
+            raise AlignmentError(
+                f"expected 1 to {self._max_set_size} own ids, got {len(ids)}{padded}"
+            )
         return EcdhExchange(
             ids,
             hello=pb.AlignHello(
@@ -103,14 +114,15 @@ class EcdhEngine:
                 normalisation=NORMALISATION,
                 tag_bytes=TAG_BYTES,
                 chunk_ids=CHUNK_IDS,
-                set_size=len(ids),
+                set_size=places,
                 nonce=nonce,
                 run_id=run_id,
             ),
-            scalar=self._library.random_scalar(),
+            random_scalar=self._library.random_scalar,
             group=self._group,
             min_aligned=self._min_aligned,
             max_set_size=self._max_set_size,
+            buckets=self._buckets,
             splits=splits,
         )
 
@@ -126,26 +138,35 @@ class EcdhExchange:
         ids: Sequence[str],
         *,
         hello: pb.AlignHello,
-        scalar: bytes,
+        random_scalar: Callable[[], bytes],
         group: GroupOperations,
         min_aligned: int,
         max_set_size: int,
+        buckets: int = 1,
         splits: Splits | None = None,
     ) -> None:
         self._ids = ids
         self._splits = splits
         self._hello = hello
-        self._scalar, self._shuffle_seed = scalar, os.urandom(32)
+        self._random_scalar = random_scalar
         self._group = group
         self._min_aligned = min_aligned
         self._max_set_size = max_set_size
-        self._order: SecretOrder | None = None
+        self._num_buckets = buckets
+        self._bucket_of = np.zeros(len(ids), np.uint16)
         self._peer_hello: pb.AlignHello | None = None
-        self._tags = TagTurns(len(ids), CHUNK_IDS, lambda: pb.AlignFrame(done=self._intersect()))
         self._store: ExchangeStore | None = None
         self._resume_point: ResumePoint | None = None
-        self._exchange = b""
-        self._common_rows: RowIndices | None = None
+        self._ids_digest = self._exchange = b""
+        self._found: list[RowIndices] = []  # rows of the common ids of each bucket
+        self._digest = b""  # of their tags
+        self._use_bucket(0, random_scalar(), os.urandom(32))
+
+    def _use_bucket(self, bucket: int, scalar: bytes, shuffle_seed: bytes) -> None:
+        self._bucket, self._scalar, self._shuffle_seed = bucket, scalar, shuffle_seed
+        self._order: RowIndices | None = None
+        num_own = int(self._hello.set_size) // self._num_buckets
+        self._tags = TagTurns(num_own, CHUNK_IDS, lambda: pb.AlignFrame(done=self._intersect()))
         self._own_done: pb.AlignDone | None = None
         self._peer_done: pb.AlignDone | None = None
 
@@ -159,27 +180,34 @@ class EcdhExchange:
 
     @property
     def done_ids(self) -> int:
-        return len(self._tags.own) + len(self._tags.of_peer)
+        tags = self._tags
+        before = self._bucket * (tags.num_own + tags.num_peer)
+        return before + tags.num_taken + tags.num_computed
 
     @property
     def total_ids(self) -> int:
-        return self._tags.num_own + self._tags.num_peer
+        return self._num_buckets * (self._tags.num_own + self._tags.num_peer)
 
     @property
     def answered_ids(self) -> int:
-        return self._tags.num_answered
+        return self._bucket * self._tags.num_peer + self._tags.num_answered
 
     @property
     def number(self) -> str:
-        return self._exchange.hex()
+        return self._exchange.hex() if self._store is not None else ""
 
     @property
     def is_complete(self) -> bool:
+        return self.is_bucket_complete and self._bucket == self._num_buckets - 1
+
+    @property
+    def is_bucket_complete(self) -> bool:
         return self._own_done is not None and self._peer_done is not None
 
     def store_in(self, store: ExchangeStore) -> None:
         self._store = store
-        point = store.load(digest_of_ids(self._ids), CHUNK_IDS, part_of(CHUNK_IDS))
+        self._ids_digest = digest_of_ids(self._ids)
+        point = store.load(self._ids_digest, CHUNK_IDS, self._num_buckets, part_of(CHUNK_IDS))
         if point is not None:
             self._resume_point = point
             self._hello.resume.CopyFrom(
@@ -187,7 +215,8 @@ class EcdhExchange:
                     exchange=point.state.exchange,
                     points=point.peer_points,
                     points_digest=store.points_digest("peer.points", point.peer_points).digest(),
-                    tags=len(point.own_tags),
+                    tags=len(point.own_tags) // TAG_BYTES,
+                    bucket=point.state.bucket,
                 )
             )
 
@@ -200,10 +229,14 @@ class EcdhExchange:
 
     def own_frames(self) -> Iterator[pb.AlignFrame]:
         """Mask this party's ids, chunk by chunk. Call it after the peer's hello was received."""
-        order = self._require_order()
+        order, padding = self._require_order(), self._shuffle_seed.hex()
         for first in range(self._tags.num_sent, self._tags.num_own, CHUNK_IDS):
-            rows = order.rows(first, CHUNK_IDS).tolist()
-            digests = ristretto.digest_ids([self._ids[row] for row in rows])
+            rows = order[first : first + CHUNK_IDS].tolist()
+            texts = (
+                self._ids[row] if row >= 0 else f"{padding} {place}"
+                for place, row in enumerate(rows, first)
+            )
+            digests = ristretto.digest_ids(texts)
             points = self._group.mask(digests, self._scalar)
             self._tags.note_sent(points)
             chunk = first // CHUNK_IDS
@@ -237,52 +270,110 @@ class EcdhExchange:
                 raise InvalidMessage("the alignment frame is empty")
         return Frames()
 
+    def begin_next_bucket(self) -> None:
+        check_agreed(self._own_done, self._peer_done, self._counts())
+        self._begin(self._bucket + 1)
+
     def result(self) -> RowIndices:
         """Return the rows of the common ids, in the order that both parties share."""
-        sizes = len(self._ids), self.peer_set_size
-        return agreed_rows(
-            self._common_rows, self._own_done, self._peer_done, sizes, self._min_aligned
+        counts, rows = self._counts(), np.concatenate([np.empty(0, np.int64), *self._found])
+        check_agreed(self._own_done, self._peer_done, counts)
+        if len(rows) < self._min_aligned:
+            raise AlignmentError(
+                f"too few ids to train on: {counts}, expected at least {self._min_aligned}; if "
+                f"there should be more, check --connect at both parties compares how they write "
+                f"them"
+            )
+        return rows
+
+    def _counts(self) -> str:
+        return (
+            f"{len(self._ids)} own ids, {'at most ' * (self._num_buckets > 1)}"
+            f"{self.peer_set_size} ids of the other party, {sum(map(len, self._found))} in common"
         )
 
     def _receive_hello(self, peer: pb.AlignHello) -> None:
         if self._peer_hello is not None:
             raise OutOfStep("received a second alignment hello")
-        check_hello(self._hello, peer, self._max_set_size)
+        check_hello(self._hello, peer, self._max_set_size, self._num_buckets)
         self._peer_hello = peer
-        self._tags.num_peer = int(peer.set_size)
-        if self._store is not None:
-            self._resume_or_begin(self._store, peer)
-        self._order = secret_order(len(self._ids), self._shuffle_seed, self._store)
-
-    def _resume_or_begin(self, store: ExchangeStore, peer: pb.AlignHello) -> None:
-        """Resume the stored exchange if the peer has it too, and store a new one otherwise."""
-        point, tags = self._resume_point, self._tags
-        if point is not None and peer.resume.exchange == point.state.exchange:
-            tags.restore(point, peer.resume, store)
-            self._exchange, self._scalar, self._shuffle_seed = point.state[:3]
-            logger.info(
-                "resuming an exchange of ids: %d of %d own points were sent, %d of %d answered",
-                tags.num_sent,
-                tags.num_own,
-                len(tags.of_peer),
-                tags.num_peer,
-            )
+        point, resume = self._resume_point, peer.resume
+        if point is not None and resume.exchange == point.state.exchange:
+            self._resume(point, resume)
             return
         self._exchange = number_of_exchange(self._hello, peer)
-        state = ExchangeState(
-            self._exchange,
-            self._scalar,
-            self._shuffle_seed,
-            digest_of_ids(self._ids),
+        self._begin(0)
+
+    def _begin(self, bucket: int) -> None:
+        if bucket:
+            self._use_bucket(bucket, self._random_scalar(), os.urandom(32))
+        self._enter()
+        if self._store is not None:
+            rows = self._found[-1] if self._found else np.empty(0, np.int64)
+            state = ExchangeState(
+                self._exchange,
+                self._scalar,
+                self._shuffle_seed,
+                self._ids_digest,
+                self._tags.num_own,
+                self._tags.num_peer,
+                CHUNK_IDS,
+                self._num_buckets,
+                bucket,
+                sum(map(len, self._found)),
+                self._digest,
+            )
+            self._store.begin(state, rows)
+            self._tags.store_in(self._store)
+
+    def _enter(self) -> None:
+        """Put the bucket's ids and its padding into the secret order."""
+        self._tags.num_peer = self.peer_set_size // self._num_buckets
+        if self._num_buckets > 1 and not self._bucket_of.any():
+            self._bucket_of = buckets_of(self._ids, self._exchange, self._num_buckets)
+        rows = np.flatnonzero(self._bucket_of == self._bucket)
+        if len(rows) > self._tags.num_own:
+            raise AlignmentError("a bucket has more ids than places: start both parties again")
+        places = np.full(self._tags.num_own, -1)
+        places[: len(rows)] = rows
+        self._order = places[secret_permutation(len(places), self._shuffle_seed)]
+
+    def _resume(self, point: ResumePoint, peer: pb.AlignResume) -> None:
+        state, store = point.state, point.store
+        ahead = int(peer.bucket) - state.bucket
+        self._exchange, self._found, self._digest = state.exchange, [point.rows], state.digest
+        self._use_bucket(state.bucket, state.scalar, state.shuffle_seed)
+        self._enter()
+        tags = self._tags
+        if ahead == 1 and peer.bucket < self._num_buckets:
+            # It has this party's last message, and so all of the bucket.
+            digest = store.points_digest("own.points", point.own_points).digest()
+            peer = pb.AlignResume(
+                points=tags.num_own, points_digest=digest, tags=tags.num_peer, bucket=state.bucket
+            )
+        elif ahead == -1:
+            # It has read nothing of this bucket yet.
+            peer = pb.AlignResume(points_digest=hashlib.sha256().digest())
+        elif ahead:
+            raise InvalidMessage("the other party resumes in another bucket")
+        tags.restore(point, peer)
+        logger.info(
+            "resuming an exchange of ids in bucket %d of %d: %d of %d own points were sent, %d of "
+            "%d answered",
+            state.bucket + 1,
+            self._num_buckets,
+            tags.num_sent,
             tags.num_own,
+            tags.num_computed,
             tags.num_peer,
-            CHUNK_IDS,
         )
-        store.begin(state)
-        tags.store_in(store)
+        if ahead == 1:
+            tags.check_whole()
+            self._intersect()
+            self._begin(state.bucket + 1)
 
     def _answer_points(self, message: pb.MaskedPoints) -> None:
-        received = len(self._tags.of_peer)
+        received = self._tags.num_computed
         expected = min(CHUNK_IDS, self._tags.num_peer - received)
         if not expected:
             raise TooLarge("received more points than the other party announced")
@@ -295,17 +386,20 @@ class EcdhExchange:
         self._tags.note_answered(message.points, _tags_of(products))
 
     def _intersect(self) -> pb.AlignDone:
-        order = self._require_order()
-        common = common_rows(self._tags.own, self._tags.of_peer, order, self._store)
-        self._common_rows = common.rows
-        self._own_done = pb.AlignDone(
-            count=len(common.rows),
-            digest=common.digest.digest(),
-            split_digest=common.split_digest(self._splits),
-        )
+        own, of_peer = (np.frombuffer(tags, _TAG) for tags in (self._tags.own, self._tags.of_peer))
+        tags, positions = common_tags(own, of_peer)
+        rows = self._require_order()[positions]
+        digest = hashlib.sha256(self._digest + tags.tobytes())
+        self._found.append(rows)
+        self._digest = digest.digest()
+        self._own_done = pb.AlignDone(count=len(rows), digest=self._digest)
+        if self._splits is not None:
+            # After their tags, which differ in every alignment.
+            digest.update(self._splits[rows].astype(np.int8).tobytes())
+            self._own_done.split_digest = digest.digest()
         return self._own_done
 
-    def _require_order(self) -> SecretOrder:
+    def _require_order(self) -> RowIndices:
         self._require_hello()
         if self._order is None:
             raise OutOfStep("the alignment hello was refused")

@@ -69,6 +69,9 @@ def align(
                 line.send(reply)
             with _forgetting_failed(exchange), counting(exchange):
                 _transfer(exchange, line, progress or _ignore)
+                while not exchange.is_complete:
+                    exchange.begin_next_bucket()
+                    _transfer(exchange, line, progress or _ignore)
         with _forgetting_failed(exchange):
             own = Alignment(exchange.result(), exchange.peer_nonce, exchange.peer_set_size)
             return own if agree is None else agree(own, channel)
@@ -105,7 +108,7 @@ def _transfer(
     sender = threading.Thread(target=send, name="align-send", daemon=True)
     sender.start()
     try:
-        while not exchange.is_complete:
+        while not exchange.is_bucket_complete:
             replies.put(exchange.receive(channel.receive()))
             progress(exchange.done_ids, exchange.total_ids)
     except BaseException as error:
@@ -157,10 +160,10 @@ def build_engine(settings: AlignmentSettings) -> AlignmentEngine:
         min_aligned=settings.min_aligned,
         max_set_size=settings.max_set_size,
         workers=min(len(os.sched_getaffinity(0)), _MOST_WORKERS),
+        buckets=settings.buckets,
     )
 
 
 def records_of(settings: PartySettings, folder: Path) -> tuple[ExchangeStores, TriedIds]:
     most, attempts = settings.contract.alignment.max_set_size, settings.alignment_attempts
-    stores = ExchangeStores(folder, settings.alignment_memory_limit)
-    return stores, TriedIds(most, attempts, file_of_count(folder))
+    return ExchangeStores(folder), TriedIds(most, attempts, file_of_count(folder))

@@ -40,7 +40,8 @@ class CountedExchange(Protocol):
 class AlignmentExchange(CountedExchange, Protocol):
     """The rules of one alignment: takes received frames, returns frames to send, does no I/O.
 
-    ``own_frames`` is iterated in one thread while another thread calls ``receive``.
+    ``own_frames`` is iterated in one thread while another thread calls ``receive``. Buckets are
+    exchanged one after another.
     """
 
     @property
@@ -69,6 +70,13 @@ class AlignmentExchange(CountedExchange, Protocol):
 
     def receive(self, frame: AlignFrame) -> Iterable[AlignFrame]:
         """Process the peer's next frame and return the frames to send in reply."""
+
+    @property
+    def is_bucket_complete(self) -> bool:
+        """Whether nothing more of this bucket will be sent or is expected."""
+
+    def begin_next_bucket(self) -> None:
+        """Go on to the next bucket, or raise AlignmentError."""
 
     def result(self) -> RowIndices:
         """Return the rows of the common ids, in the common order, or raise AlignmentError."""

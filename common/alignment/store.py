@@ -1,12 +1,13 @@
 """Stores an unfinished exchange of ids in files, to resume it after a fault on the line or a crash.
 
-    state            the scalar, the secret of the shuffled order, and what the exchange is of
-    own.points       points of this party that were sent, 32 bytes each
-    peer.points      points of the peer that were received and multiplied
-    peer.tags        their tags, which this party has computed, 16 bytes each
-    peer.commitment  the peer's commitment to the tags of this party's ids, once it has arrived
-    own.tags         tags of this party's ids, as the peer has shown them
-    order, parts     with a memory limit: the shuffled order, and tags sorted into parts
+    state              what the exchange is of, the number of its bucket, and the bucket's secrets:
+                       the scalar, and that of the shuffled order
+    rows               this party's rows of the common ids of earlier buckets, 8 bytes each
+    0/own.points       of bucket 0: points of this party that were sent, 32 bytes each
+    0/peer.points      points of the peer that were received and multiplied
+    0/peer.tags        their tags, which this party has computed, 16 bytes each
+    0/peer.commitment  the peer's commitment to the tags of this party's ids, once it has arrived
+    0/own.tags         tags of this party's ids, as the peer has shown them
 
 Who reads the scalar can test any id against the points, so the files lie in a folder of their own
 (mode 0700, files 0600) beside the run's results, one for each peer, and are deleted as soon as both
@@ -25,10 +26,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import numpy as np
 from pydantic import ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
-from splitveil.common.alignment.partitions import private, storing
-from splitveil.common.alignment.tag_lists import TagList
+from splitveil.common.alignment.common_tags import Positions
 from splitveil.common.errors import AlignmentError, ProtocolError, StorageError
 from splitveil.common.record.run_folder import write_bytes_atomically
 from splitveil.common.wire.limits import POINT_BYTES, TAG_BYTES
@@ -37,10 +38,8 @@ logger = logging.getLogger(__name__)
 
 StoredName = Literal["own.points", "peer.points", "peer.tags", "peer.commitment", "own.tags"]
 
-ScratchName = Literal["order", "parts"]
-"""Files of an exchange with a memory limit, which are written again if it is resumed."""
-
-_STATE = "state"
+_STATE, _ROWS = "state", "rows"
+_ROW = np.dtype("<i8")
 _IDS_DOMAIN = b"splitveil alignment ids 2\x00"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _READ_BYTES = 1 << 20
@@ -61,9 +60,13 @@ class ExchangeState(NamedTuple):
     scalar: bytes
     shuffle_seed: bytes
     ids_digest: bytes  # of this party's ids: with others, the exchange cannot be resumed
-    own_size: NonNegativeInt  # number of this party's ids
+    own_size: NonNegativeInt  # number of this party's places in each bucket
     peer_size: NonNegativeInt
     chunk_ids: PositiveInt
+    buckets: PositiveInt
+    bucket: NonNegativeInt = 0
+    found: NonNegativeInt = 0  # number of common ids in earlier buckets
+    digest: bytes = b""  # of their tags
 
 
 _STATE_FORM = TypeAdapter(
@@ -74,30 +77,37 @@ _STATE_FORM = TypeAdapter(
 class ResumePoint(NamedTuple):
     """Where an exchange broke off."""
 
+    store: "ExchangeStore"
     state: ExchangeState
+    rows: Positions  # of the common ids of earlier buckets
     own_points: int  # number of points in the file
     peer_points: int
-    peer_tags: TagList
-    own_tags: TagList
+    peer_tags: bytearray
+    own_tags: bytearray
     peer_commitment: bytes  # empty if it had not arrived
 
 
 class ExchangeStore:
-    """The files of one unfinished exchange, or of none; with a limit, tags are sorted in parts."""
+    """The files of one unfinished exchange, or of none."""
 
-    def __init__(self, folder: Path, memory_limit_bytes: int | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.memory_limit_bytes = memory_limit_bytes
+        self._bucket = folder
 
     def load(
-        self, ids_digest: bytes, chunk_ids: int, part_of: Callable[[int], int]
+        self, ids_digest: bytes, chunk_ids: int, buckets: int, part_of: Callable[[int], int]
     ) -> ResumePoint | None:
         """Return where the stored exchange broke off; None if these ids can resume none.
 
         What a killed process has written in part is left out.
         """
         state = self._state()
-        if state is None or (state.ids_digest, state.chunk_ids) != (ids_digest, chunk_ids):
+        wanted = ids_digest, chunk_ids, buckets
+        if state is None or (state.ids_digest, state.chunk_ids, state.buckets) != wanted:
+            return None
+        self._bucket = self._folder / str(state.bucket)
+        rows = np.frombuffer(_content(self._folder / _ROWS), _ROW)[: state.found].copy()
+        if len(rows) < state.found:
             return None
         own, peer = state.own_size, state.peer_size
         sent = self._whole(["own.points"], own, chunk_ids)
@@ -116,29 +126,36 @@ class ExchangeStore:
         }
         for name, count in cuts.items():
             self.cut(name, count)
-        return ResumePoint(
-            state,
-            sent,
-            answered,
-            TagList(file=self.path("peer.tags"), count=answered),
-            TagList(file=self.path("own.tags"), count=shown),
-            bytes(commitment),
-        )
+        tags = self._read("peer.tags"), self._read("own.tags")
+        return ResumePoint(self, state, rows, sent, answered, *tags, bytes(commitment))
 
-    def begin(self, state: ExchangeState) -> None:
-        """Store a new exchange, and nothing of an earlier one, or raise StorageError."""
-        self.discard()
+    def begin(self, state: ExchangeState, rows: Positions) -> None:
+        """Store a new bucket and the rows of the one before it, or raise StorageError.
+
+        Nothing is left of the one before it, nor of an earlier exchange.
+        """
+        if not state.bucket:
+            self.discard()
+        before, self._bucket = self._bucket, self._folder / str(state.bucket)
         with storing(self._folder):
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._folder.mkdir(mode=0o700)
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            if self._bucket.exists():  # begun by a process that was killed in this place
+                shutil.rmtree(self._bucket)
+            self._bucket.mkdir(mode=0o700)
+        path = self._folder / _ROWS
+        with storing(path), _opened(path, os.O_WRONLY | os.O_CREAT) as descriptor:
+            os.ftruncate(descriptor, (state.found - len(rows)) * _ROW.itemsize)
+            os.lseek(descriptor, 0, os.SEEK_END)
+            _write(descriptor, rows.astype(_ROW).tobytes())
+            os.fsync(descriptor)
         write_bytes_atomically(self._folder / _STATE, _STATE_FORM.dump_json(state), 0o600)
-
-    def path(self, name: StoredName | ScratchName) -> Path:
-        return self._folder / name
+        if state.bucket:
+            shutil.rmtree(before, ignore_errors=True)
 
     def points_digest(self, name: StoredName, count: int) -> "hashlib._Hash":
         """Return the SHA-256 over the first ``count`` points of a file, or raise StorageError."""
-        path, digest, left = self.path(name), hashlib.sha256(), count * POINT_BYTES
+        path, digest, left = self._bucket / name, hashlib.sha256(), count * POINT_BYTES
         if not left:
             return digest  # there may be no file yet
         with storing(path), path.open("rb") as file:
@@ -152,20 +169,18 @@ class ExchangeStore:
 
     def append(self, name: StoredName, data: bytes) -> None:
         """Append to one of the files, before anything that follows from it is sent."""
-        path = self._folder / name
+        path = self._bucket / name
         with storing(path), _opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
+            _write(descriptor, data)
 
     def cut(self, name: StoredName, count: int) -> None:
-        path = self._folder / name
+        path = self._bucket / name
         if path.exists():
             with storing(path), _opened(path, os.O_WRONLY) as descriptor:
                 os.ftruncate(descriptor, min(count * _LENGTHS[name], os.fstat(descriptor).st_size))
 
     def sync(self) -> None:
-        for path in (*(self._folder / name for name in _LENGTHS), self._folder):
+        for path in (*(self._bucket / name for name in _LENGTHS), self._bucket):
             if path.exists():
                 with storing(path), _opened(path, os.O_RDONLY) as descriptor:
                     os.fsync(descriptor)
@@ -189,13 +204,11 @@ class ExchangeStore:
             return None
 
     def _read(self, name: StoredName) -> bytearray:
-        path = self._folder / name
-        with storing(path):
-            return bytearray(path.read_bytes()) if path.exists() else bytearray()
+        return _content(self._bucket / name)
 
     def _whole(self, names: Iterable[StoredName], size: int, step: int) -> int:
         """Return how many of ``size`` elements each file has, in whole steps or all of them."""
-        paths = {name: self._folder / name for name in names}
+        paths = {name: self._bucket / name for name in names}
         with storing(self._folder):
             counts = [
                 path.stat().st_size // _LENGTHS[name] if path.exists() else 0
@@ -211,12 +224,11 @@ class ExchangeStores:
     They lie beside the party's folder of the run, because starting over moves it aside.
     """
 
-    def __init__(self, folder: Path, memory_limit_bytes: int | None = None) -> None:
-        self._memory_limit_bytes = memory_limit_bytes
+    def __init__(self, folder: Path) -> None:
         self._folder = folder.with_name(f".{folder.name}.exchanges")
 
     def of(self, peer: str) -> ExchangeStore:
-        return ExchangeStore(self._folder / peer, self._memory_limit_bytes)
+        return ExchangeStore(self._folder / peer)
 
     def discard(self) -> None:
         if self._folder.exists():
@@ -245,8 +257,29 @@ def forgetting(forget: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Convert errors of the operating system to StorageError, which names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror or error}") from error
+
+
+def _content(path: Path) -> bytearray:
+    with storing(path):
+        return bytearray(path.read_bytes()) if path.exists() else bytearray()
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+@contextmanager
 def _opened(path: Path, flags: int) -> Iterator[int]:
-    descriptor = private(str(path), flags)
+    # Nobody else can write to the folder; a link there would be a fault.
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         yield descriptor
     finally:

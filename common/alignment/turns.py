@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from splitveil.common.alignment.store import ExchangeStore, ResumePoint, StoredName
-from splitveil.common.alignment.tag_lists import TagList, pieces
 from splitveil.common.errors import InvalidMessage, OutOfStep, TooLarge
 from splitveil.common.wire.limits import POINT_BYTES, TAG_BYTES
 from splitveil.protos import split_learning_pb2 as pb
@@ -45,10 +44,10 @@ class TagTurns:
     """
 
     def __init__(self, num_own: int, chunk_ids: int, finish: Callable[[], pb.AlignFrame]) -> None:
-        self.own = TagList()
+        self.own = bytearray()
         """Tags of this party's ids, in the order of its points, computed by the peer."""
 
-        self.of_peer = TagList()
+        self.of_peer = bytearray()
         """Tags of the peer's ids, in the order of its points, computed by this party."""
 
         self.num_own = num_own
@@ -74,6 +73,16 @@ class TagTurns:
         return self._points_sent // POINT_BYTES
 
     @property
+    def num_taken(self) -> int:
+        """The number of this party's ids whose tags the peer has shown."""
+        return len(self.own) // TAG_BYTES
+
+    @property
+    def num_computed(self) -> int:
+        """The number of the peer's ids whose tags this party has computed."""
+        return len(self.of_peer) // TAG_BYTES
+
+    @property
     def num_answered(self) -> int:
         """The largest number of tags that the peer can have been sent, in earlier attempts too."""
         return max(self.num_shown, self._answered_before)
@@ -89,16 +98,14 @@ class TagTurns:
             self._append("peer.points", points)
             self._append("peer.tags", tags)
             self._peer_points.update(points)
-            self.of_peer.append(tags)
+            self.of_peer += tags
 
     def store_in(self, store: ExchangeStore) -> None:
         """Store points and tags from now on, for an exchange that resumes this one."""
         with self._lock:
             self._store = store
-            self.own = TagList(file=store.path("own.tags"))
-            self.of_peer = TagList(file=store.path("peer.tags"))
 
-    def restore(self, point: ResumePoint, peer: pb.AlignResume, store: ExchangeStore) -> None:
+    def restore(self, point: ResumePoint, peer: pb.AlignResume) -> None:
         """Continue a stored exchange where both have what was sent.
 
         A peer that understates what it has is sent the same bytes again: it learns nothing new.
@@ -107,7 +114,7 @@ class TagTurns:
         """
         if point.state.peer_size != self.num_peer:
             raise InvalidMessage("the other party resumes with another number of ids")
-        num_held, num_taken = int(peer.points), int(peer.tags)
+        store, num_held, num_taken = point.store, int(peer.points), int(peer.tags)
         with self._lock:
             self.own, self.of_peer = point.own_tags, point.peer_tags
             are_whole = num_held == self.num_own or num_held % self._chunk_ids == 0
@@ -134,7 +141,7 @@ class TagTurns:
         """
         with self._lock:
             are_sent = self._points_sent == self.num_own * POINT_BYTES
-            are_computed = len(self.of_peer) == self.num_peer
+            are_computed = self.num_computed == self.num_peer
             if self._has_committed or not are_sent or not are_computed:
                 return Frames()
             if self._own_points.digest() == self._peer_points.digest():
@@ -152,7 +159,7 @@ class TagTurns:
         with self._lock:
             if self._peer_commitment is not None:
                 raise OutOfStep("received a second commitment to tags")
-            if len(self.of_peer) < self.num_peer:
+            if self.num_computed < self.num_peer:
                 raise OutOfStep("received a commitment to tags before all points")
             if len(message.digest) != hashlib.sha256().digest_size:
                 raise InvalidMessage(
@@ -174,18 +181,25 @@ class TagTurns:
             if not self._has_committed or self._peer_commitment is None:
                 raise OutOfStep("received tags before both parties had committed to theirs")
             part = self._part(self.num_own)
-            expected = min(part, self.num_own - len(self.own))
+            expected = min(part, self.num_own - self.num_taken)
             if not expected:
                 raise OutOfStep("received more tags than points were sent")
-            check_chunk("tags", message.chunk, len(self.own) // part)
+            check_chunk("tags", message.chunk, self.num_taken // part)
             check_length("tags", message.tags, expected * TAG_BYTES)
             self._append("own.tags", message.tags)
-            self.own.append(message.tags)
+            self.own += message.tags
             return Frames(self._show())
 
     def _append(self, name: StoredName, data: bytes) -> None:
         if self._store is not None:
             self._store.append(name, data)
+
+    def check_whole(self) -> None:
+        """Check that all tags of a restored bucket are there, as the peer committed to them."""
+        if self.num_taken < self.num_own or self.num_computed < self.num_peer:
+            raise InvalidMessage("the other party resumes after tags that it has not shown")
+        self._peer_commitment = self._earlier_commitment
+        self._check_commitment()
 
     def _check_commitment(self) -> None:
         if _commitment(self._peer_points.digest(), self.own) != self._peer_commitment:
@@ -203,27 +217,27 @@ class TagTurns:
             if self._store is not None:
                 self._store.sync()
             self._is_on_disk = True
-        if len(self.own) == self.num_own:
+        if self.num_taken == self.num_own:
             self._check_commitment()
         part = self._part(self.num_peer)
         for first in range(self.num_shown, self._due(self.num_shown), part):
             self.num_shown = min(first + part, self.num_peer)
             frames.append(partial(self._tags_frame, first, part))
         # In the same call as the last tags: another thread would send it before them.
-        if len(self.own) == self.num_own and not self._is_finished:
+        if self.num_taken == self.num_own and not self._is_finished:
             self._is_finished = True
             last = self._finish()
             frames.append(lambda: last)
         return frames
 
     def _tags_frame(self, first: int, part: int) -> pb.AlignFrame:
-        tags = pb.Tags(chunk=first // part, tags=self.of_peer.read(first, part))
-        return pb.AlignFrame(tags=tags)
+        tags = bytes(self.of_peer[first * TAG_BYTES : (first + part) * TAG_BYTES])
+        return pb.AlignFrame(tags=pb.Tags(chunk=first // part, tags=tags))
 
     def _due(self, shown: int) -> int:
         """Return the number of tags that are to be shown by now, if so many have been."""
         part = self._part(self.num_peer)
-        while shown < self.num_peer and shown * self.num_own <= len(self.own) * self.num_peer:
+        while shown < self.num_peer and shown * self.num_own <= self.num_taken * self.num_peer:
             shown = min(shown + part, self.num_peer)
         return shown
 
@@ -233,10 +247,9 @@ def part_of(chunk_ids: int) -> Callable[[int], int]:
     return lambda size: max(min(chunk_ids, -(-size // TURNS)), 1)
 
 
-def _commitment(points_digest: bytes, tags: TagList) -> bytes:
+def _commitment(points_digest: bytes, tags: bytearray) -> bytes:
     digest = hashlib.sha256(_DOMAIN + points_digest)
-    for piece in pieces(tags):
-        digest.update(piece)
+    digest.update(tags)
     return digest.digest()
 
 

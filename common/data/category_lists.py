@@ -92,7 +92,6 @@ def _check_words(column: WrittenColumn, rows: NDArray[np.int64], expected: str) 
 
 
 def _joined(rows: NDArray[np.int64], words: ArrowColumn, num_rows: int) -> CategoricalColumn:
-    """Join the words of each row; rows are ascending."""
     counts = np.bincount(rows, minlength=num_rows)
     ends = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     joined = pc.binary_join(pa.ListArray.from_arrays(pa.array(ends), words), SEPARATOR)

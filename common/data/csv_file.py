@@ -95,7 +95,6 @@ class CsvFile:
 
     @cached_property
     def _files(self) -> list[Path]:
-        """The parts; where there are several, an empty one is none."""
         paths = [Path(found.path) for found in find_files(local_table_path(self._path))]
         return [path for path in paths if len(paths) == 1 or self._first_row(path)] or paths[:1]
 

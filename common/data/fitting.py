@@ -108,7 +108,6 @@ class Fitted:
         return compress(values, signed_log1p=self._settings.signed_log1p)
 
     def _present(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the numbers that are fitted to: those of gaps only if they are zeros."""
         if not self._keeps_gaps:
             return values
         is_gap = np.isnan(values)
@@ -119,7 +118,6 @@ class Fitted:
     def _columns(
         self, table: Table, rows: NDArray[np.int64]
     ) -> Iterator[tuple[str, NDArray[np.float64]]]:
-        """Yield every column's numbers in some rows, which are ascending."""
         names = list(table.numeric)
         at_once = max(1, ORDERED_NUMBERS // len(rows))
         for first in range(0, len(names), at_once):
@@ -135,7 +133,6 @@ class Fitted:
 
 
 def _edges(values: NDArray[np.float64], num_bins: int) -> tuple[float, ...]:
-    """Return at most ``num_bins`` + 1 quantiles of the different numbers, and at least one."""
     different = np.unique(values)
     if len(different) <= num_bins + 1:
         return tuple(different.tolist()) or (0.0,)

@@ -81,7 +81,6 @@ class NpzFile:
 
     @contextmanager
     def _open(self, names: Sequence[str] | set[str] | None = None) -> Iterator[dict[str, "_Array"]]:
-        """Open some arrays for reading, or with ``None`` all of them for a look at their shapes."""
         with (
             unreadable_is_data_error(self._path),
             zipfile.ZipFile(self._path) as archive,

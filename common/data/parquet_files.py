@@ -99,7 +99,6 @@ class ParquetFiles:
                 )
 
     def _common_schema(self, names: Sequence[str]) -> Any:
-        """Return the types of the columns; DataError if a file lacks one, or has another type."""
         problems: list[str] = []
         fields = [self._field(name, problems) for name in dict.fromkeys(names)]
         if problems:
@@ -150,7 +149,6 @@ class ParquetFiles:
 
 
 def _plain_type(kind: Any) -> Any:
-    """Return as what types are read for which Arrow has no functions."""
     if isinstance(kind, pa.UuidType) or kind == pa.string_view():
         return pa.string()
     return kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind

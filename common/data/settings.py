@@ -27,7 +27,6 @@ def class_key(text: str) -> Decimal | str:
 
 
 def _as_class_names(value: Any) -> Any:
-    """Turn whole numbers in a list of classes, as YAML reads them, into their text."""
     if not isinstance(value, list | tuple):
         return value
     whole = (isinstance(name, int) and not isinstance(name, bool) for name in value)
@@ -56,7 +55,6 @@ Gaps = Literal["refused", "zero", "nan"]
 
 
 def _single_as_text(value: Any) -> Any:
-    """Write one text without a list, so that it is the same setting in both forms."""
     return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 

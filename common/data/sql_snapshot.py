@@ -154,7 +154,6 @@ def _result(settings: SqlSource, address: str, base_dir: Path) -> Iterator[Any]:
 
 
 def _connect(dbapi: Any, settings: SqlSource, address: str, base_dir: Path) -> Any:
-    """Open the database; for reading only if it is a file."""
     name = settings.driver
     if "/" in name:
         return dbapi.connect(expand_path("driver", name, base_dir).absolute(), address)

@@ -158,7 +158,6 @@ class IdIndex:
         return list(map(self._ids.__getitem__, rows.tolist())) == list(wanted)
 
     def _among_equal_hashes(self, place: int, wanted: str) -> int:
-        """Look through the rows with the same hash, of which there is hardly ever a second."""
         first = self._hashes[place]
         while place < len(self._hashes) and self._hashes[place] == first:
             row = int(self._rows[place])

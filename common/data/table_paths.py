@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -103,7 +103,6 @@ def _open_store(settings: ParquetSource, bucket: str) -> Any:
 
 
 def _region(settings: ParquetSource, bucket: str) -> str | None:
-    """Return the region of an S3 bucket, which is looked up if nothing names it."""
     store = settings.store
     named = store.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     if named is not None or store.endpoint is not None:
@@ -134,19 +133,17 @@ def find_files(table_path: TablePath) -> list[FoundFile]:
                 # Raises the reason.
                 table_path.filesystem.get_file_info(fs.FileSelector(table_path.path))
             raise FileNotFoundError
-    some = sorted((_found(table_path, info, root) for info in files), key=_by_segments)
-    shown = [file for file in some if not any(part[0] in "._" for part in _parts_below(file))]
+    some = sorted(
+        (_found(table_path, info, root) for info in files), key=lambda file: file.path.split("/")
+    )
+    shown = [
+        file
+        for file in some
+        if not any(part[0] in "._" for part in (*file.folders, file.path.rpartition("/")[2]))
+    ]
     if not shown:
         raise DataError(f"{table_path.name}: {expected}")
     return shown
-
-
-def _by_segments(file: FoundFile) -> list[str]:
-    return file.path.split("/")
-
-
-def _parts_below(file: FoundFile) -> Iterable[str]:
-    return (*file.folders, file.path.rpartition("/")[2])
 
 
 def _root_of(pattern: str) -> str:
@@ -175,7 +172,6 @@ def _matching(table_path: TablePath, root: str) -> Iterator[Any]:
 
 
 def _fits(path: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Return whether segments of a path fit a pattern; ``**`` stands for any number of them."""
     if not (path and pattern):
         return not path and set(pattern) <= {"**"}
     if pattern[0] == "**":

@@ -94,7 +94,6 @@ def predict_in_blocks(
 
 
 def _layout_of(model: nn.Module, inputs: Inputs, link: Callable[[Tensor], Tensor]) -> _Layout:
-    """Return how rows lie in a block; it depends on the model and the form of a row."""
     values = sum(values[:1].numel() for values in tensors_of(inputs))
     key = values, getattr(link, "__qualname__", type(link).__qualname__)
     known = _layouts.setdefault(model, {})
@@ -129,7 +128,6 @@ def _equal_places(
 
 
 def _drawn(rows: Tensor | Features | None, generator: torch.Generator) -> Tensor | Features | None:
-    """Return a row of this form: its numbers are drawn, and its categories the first row's."""
     if rows is None:
         return None
     if isinstance(rows, Features):

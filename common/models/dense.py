@@ -104,11 +104,12 @@ class NumberEmbedding(nn.Module):
     def forward(self, places: Tensor) -> Tensor:
         """Map (rows, columns) to (rows, columns * dim)."""
         line = self.slope * self.get_buffer("line") + self.offset
-        at_edges = line + nn.functional.pad(self.steps.cumsum(1), (0, 0, 1, 0))
         if places.device.type != "cpu":
-            return interpolated(at_edges, places)
-        # The same in half the time, as in images of one row of pixels, which lies between -1 and 1;
-        # on CUDA, gradients would have other bits each time.
+            # On CUDA neither a sum of floats so far nor images of pixels can repeat their bits.
+            so_far = torch.ones(self._most + 1, self._most, device=places.device).tril(-1)
+            return interpolated(line + so_far @ self.steps, places)
+        at_edges = line + nn.functional.pad(self.steps.cumsum(1), (0, 0, 1, 0))
+        # The same in half the time, as in images of one row of pixels, which lies between -1 and 1.
         grid = nn.functional.pad((places.T * (2 / self._most) - 1)[:, None, :, None], (0, 1))
         vectors = nn.functional.grid_sample(
             at_edges.mT[:, :, None], grid, padding_mode="border", align_corners=True
@@ -256,7 +257,6 @@ class WidePart(nn.Module):
         return logits + self._summed(values[:, numeric_dim:])
 
     def _summed(self, weights: Tensor) -> Tensor:
-        """Sum the weights of each row's categories."""
         if self._num_logits == 1:
             return weights.sum(dim=1)
         return weights.reshape(len(weights), -1, self._num_logits).sum(dim=1)

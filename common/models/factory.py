@@ -185,6 +185,8 @@ def _build_and_probe(
         except Exception as error:  # a user's class may raise anything
             kind = SplitveilError if model.training and may_pass(error) else SettingsError
             mode = "training" if model.training else "eval mode"
+            if "does not have a deterministic implementation" in str(error):
+                hint = f"; deterministic: false allows it{hint}"
             raise kind(
                 f"{role}: {type(model).__name__} fails on a batch of {_in_words(rows)} in {mode}: "
                 f"{fault_in_words(error)}{hint}"
@@ -210,7 +212,6 @@ def _in_words(rows: int) -> str:
 
 
 def _one_logit(_model: nn.Module, _given: object, output: object) -> object:
-    """Let a last layer of one output, (rows, 1), give a logit per row, (rows,)."""
     if isinstance(output, Tensor) and output.ndim == 2 and output.shape[1] == 1:
         return output.squeeze(1)
     return output

@@ -54,7 +54,6 @@ def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> Optimizer:
 def _groups(
     settings: OptimizerSettings, weights: Iterable[tuple[str, nn.Parameter]]
 ) -> list[dict[str, Any]]:
-    """Return groups of parameters by their step size."""
     groups: dict[float, list[nn.Parameter]] = {}
     for name, weight in weights:
         fitting = max((part for part in settings.rates if is_in(name, [part])), key=len, default="")

@@ -6,8 +6,6 @@ does not depend on the rows beside it. Weights, gradients at the cut layer and e
 defense computes stay float32 as well.
 """
 
-import os
-import shutil
 import threading
 from collections.abc import Callable
 from typing import Any, Literal, cast
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from splitveil.common.errors import SettingsError
+from splitveil.common.models.device import missing_compiler
 
 Autocast = Literal["bfloat16"] | None
 
@@ -35,22 +34,11 @@ def speed_up(model: nn.Module, autocast: Autocast, *, compiled: bool = False) ->
         _compile_training(model)
 
 
-def refuse_speed_ups(autocast: Autocast, *, compiled: bool) -> None:
-    """Refuse both where several processes share a model.
-
-    Raises:
-        SettingsError: one of them is asked for.
-    """
-    if autocast is not None or compiled:
-        raise SettingsError("autocast, compile: not where several processes compute a model")
-
-
 def _compile_training(model: nn.Module) -> None:
     parameter = next(model.parameters(), None)
-    if parameter is None or parameter.device.type == "cpu":
-        names = [os.environ[name] for name in ("CXX",) if os.environ.get(name)]
-        if not any(map(shutil.which, (*names, "g++", "clang++", "c++"))):
-            raise SettingsError("compile: there is no C++ compiler (such as g++) on this machine")
+    device = torch.device("cpu") if parameter is None else parameter.device
+    if missing := missing_compiler(device):
+        raise SettingsError(f"compile: there is no {missing} on this machine")
     # torch's compiler takes seconds to import.
     from torch._functorch import config as functorch_config  # noqa: PLC0415
 

@@ -1,310 +1,340 @@
-"""A model whose training batches several processes of one party compute, each some of the rows.
+"""A model whose training batches all ranks of a party compute, each the rows that it owns.
 
-Rank 0 holds the model, the optimizer and the data. For each batch it sends every worker the weights
-and its share of the rows, and puts the outputs together in the order of the batch. What happens to
-the outputs then is that of one process: the loss is one mean over the whole batch, and a defense
-sees the whole gradient. Backward, each process gets the gradient of its own rows' outputs. The
-gradients of the weights are added up in the order of the ranks, so that the same step has the same
-bits when it is computed again by as many processes.
-
-Workers keep nothing but the graphs of the batches that wait for gradients: a checkpoint holds no
-trace of them.
+Every rank has the model, its optimizer and its rows of the features. Rank 0 has the protocol: it
+orders a batch, and gets the outputs of all rows. What happens to them then is that of one process:
+the loss is one mean over the whole batch, and a defense sees the whole gradient. Backward, each
+rank gets the gradient of its own rows' outputs; the gradients of the weights are added up, and
+every rank takes the same step. So the weights stay equal without ever travelling, which is checked
+whenever a state is saved. A rank that owns no row of a batch computes one of no rows.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.autograd.function import Function
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from splitveil.common.data.features import Features, FeatureShapes
-from splitveil.common.errors import SettingsError
-from splitveil.common.models.blocks import Inputs, tensors_of
-from splitveil.common.models.training_state import in_training_mode, trained_of
-from splitveil.common.models.worker_line import Order, Pending, WorkerLine, wait_for
+from splitveil.common.errors import SplitveilError
+from splitveil.common.models.ranks import Order, OrderKind, Ranks, as_bytes
+from splitveil.common.models.training_state import (
+    in_training_mode,
+    random_state,
+    set_random_state,
+    trained_of,
+)
+from splitveil.common.models.whole_batch_norm import computing_together, with_whole_batches
+from splitveil.common.run.progress import State
+from splitveil.common.run.sample_order import Positions
+from splitveil.common.run.state_bytes import state_from_bytes, state_to_bytes
+
+_logger = logging.getLogger(__name__)
+
+_BLOCK_BYTES = 16_000_000
+
+Take = Callable[[], Tensor | None]  # returns the latest gradient at a layer's output and forgets it
 
 
-class RowForm(NamedTuple):
-    """The form of a model's input."""
+class Learner(NamedTuple):
+    """A model and how it learns, the same at all ranks."""
 
-    cut_shape: tuple[int, ...] | None
-    """Shape of a row's activation, if the model takes one as its first input."""
+    model: nn.Module
+    """Maps (first input, own features or None), or own features, to outputs; on its device."""
 
-    shapes: FeatureShapes | None
-    """Of the features that follow; None if there are none."""
-
-    def zeros(self, rows: int) -> list[Tensor | Features | None]:
-        """Return inputs of this form."""
-        features = None if self.shapes is None else self.shapes.zeros(rows)
-        return [*([] if self.cut_shape is None else [torch.zeros(rows, *self.cut_shape)]), features]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        shapes = None if self.shapes is None else self.shapes._asdict()
-        return {"cut_shape": self.cut_shape, "shapes": shapes}
-
-    @classmethod
-    def from_json(cls, found: dict[str, Any]) -> "RowForm":
-        """Return the form that ``to_json`` described."""
-        return TypeAdapter(cls).validate_python(found)
+    optimizer: Optimizer
+    schedule: LRScheduler
+    device: torch.device
+    taps: Mapping[str, Take] = MappingProxyType({})  # for each layer that is watched, by name
+    at_once: int = 1  # batches that may wait for their gradients at the same time
+    keeping: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Surrounds the computation of a batch."""
 
 
-def shares_of(rows: int, processes: int) -> list[int]:
-    """Return how many consecutive rows of a batch each process computes, rank 0 first."""
-    each, more = divmod(rows, processes)
-    return [each + (rank < more) for rank in range(processes)]
+class _Share(NamedTuple):
+    """The rows of a batch that one rank computes, with their graph."""
 
-
-def check_spreadable(model: nn.Module, role: str) -> None:
-    """Check that shares of a batch give what the whole batch would.
-
-    Raises SettingsError, which names what stands against it.
-    """
-    for name, part in model.named_modules():
-        layer = f"{role}: several processes: {name or 'the model'} is a {type(part).__name__}"
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 (base of them all)
-            raise SettingsError(f"{layer}, which looks at a whole batch: one process computes it")
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p:  # noqa: SLF001
-            raise SettingsError(
-                f"{layer}, whose random state is that of one process: set its dropout to 0"
-            )
-        if isinstance(part, nn.Embedding) and part.sparse:
-            raise SettingsError(
-                f"optimizer.sparse_from_rows: several processes: {name} is updated in the rows of "
-                f"a batch alone, which several processes cannot add up; set it to null"
-            )
-    if any(tensor.dtype != torch.float32 for tensor in weights_of(model)):
-        raise SettingsError(f"{role}: several processes: expected weights of type float32 only")
-
-
-def weights_of(model: nn.Module) -> list[Tensor]:
-    """Return all tensors of a model that may change, in order; other buffers are its constants."""
-    return [*model.parameters(), *(one for one in model.buffers() if one.is_floating_point())]
-
-
-class RowShare(NamedTuple):
-    """The rows of a batch that one process computes, with their graph."""
-
-    inputs: Inputs
+    owners: Tensor  # the rank of each row of the batch, (batch,)
+    first: Tensor | None
     output: Tensor
 
-    @classmethod
-    def compute(
-        cls,
-        model: nn.Module,
-        inputs: Inputs,
-        keeping: AbstractContextManager[None] | None = None,
-    ) -> "RowShare":
-        """Compute the output of some rows in training mode."""
-        given = [
-            part.detach().requires_grad_() if isinstance(part, Tensor) else part for part in inputs
-        ]
-        in_training_mode(model)
-        with torch.enable_grad(), keeping or nullcontext():
-            return cls(given, model(*given))
 
-    def input_gradient(self, gradient: Tensor) -> Tensor:
-        """Return the gradient at the first input, and keep the graph."""
-        first = self.inputs[0]
-        if not isinstance(first, Tensor):
-            raise TypeError("features have no gradient")
-        (found,) = torch.autograd.grad(self.output, [first], gradient, retain_graph=True)
-        return found
+class Beginning(NamedTuple):
+    """What rank 0 says of a run before the first batch."""
 
-    def weight_gradients(self, gradient: Tensor, model: nn.Module) -> list[Tensor | None]:
-        """Return the gradients of the trained weights, None for what the output lacks."""
-        trained = trained_of(model)
-        return list(torch.autograd.grad(self.output, trained, gradient, allow_unused=True))
-
-
-def in_one(tensors: Sequence[Tensor | None]) -> Tensor:
-    """Return the values of all tensors one after another, (values,), on the CPU."""
-    flat = [tensor.detach().reshape(-1) for tensor in tensors if tensor is not None]
-    return torch.cat(flat).cpu() if flat else torch.zeros(0)
+    shapes: FeatureShapes | None  # of the party's features, if it has any
+    cut_shape: tuple[int, ...] | None  # of a row of the model's first input, if it has two
+    total_steps: int
 
 
 class SpreadModel:
-    """Computes training batches of a model together with the workers; call it as the model.
+    """One rank's part of the model. What rank 0 does here, it orders all others to do with it.
 
     Args:
-        model: on its device.
-        line: to the workers.
-        watched: hand over what layers' hooks have seen in a backward pass, each a gradient with a
-            row for each row of the batch or None; those of all processes are put together.
+        ranks: all of them.
+        learner: this rank's.
+        beginning: the same at all ranks.
+        rows_at: returns features of rows that this rank owns, (rows,) int64; None without any.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        line: WorkerLine,
-        watched: Sequence[Callable[[], Tensor | None]] = (),
+        ranks: Ranks,
+        learner: Learner,
+        beginning: Beginning,
+        rows_at: Callable[[Tensor], Features] | None,
     ) -> None:
-        self.model = model
-        self.line = line
-        self.seen: list[Tensor | None] = []
-        """What was watched in the last backward pass, for all rows of its batch."""
-        self._watched = watched
+        with_whole_batches(learner.model)
+        self.ranks = ranks
+        self._learner = learner
+        self._rows_at = rows_at
+        self._cut_shape = beginning.cut_shape
+        self._shares: deque[tuple[int, _Share]] = deque(maxlen=learner.at_once)
         self._number = 0
+        self._seen: dict[str, Tensor] = {}
 
-    def __call__(self, *inputs: Tensor | Features | None) -> Tensor:
-        """Return the model's output for a batch, with a graph to the first input and the weights.
+    # ---- rank 0 ----
 
-        Args:
-            inputs: as the model takes them, in training.
+    def __call__(self, positions: Tensor, first: Tensor | None = None) -> Tensor:
+        """Return the model's outputs for a batch, with a graph to the first input and the weights.
+
+        ``positions`` are those of the rows in the common order, (batch,) int64, and ``first`` is
+        the model's first input if it has two, (batch, ...).
         """
         self._number += 1
-        batch = _Batch(self, self._number, inputs)
-        first = inputs[0]
-        trained = trained_of(self.model)
-        output: Tensor = _apply(_ByWeights, batch, batch.output, *trained)
-        if isinstance(first, Tensor) and first.requires_grad:
+        number = self._number
+        output = self.forward(number, positions.cpu(), first)
+        trained = trained_of(self._learner.model)
+        found = _computed(partial(self.weight_gradients, number), output, *trained)
+        if first is not None and first.requires_grad:
             # A gradient of the inputs alone then leaves the weights aside, and the other way round.
-            output = _apply(_ByInput, batch, torch.zeros_like(batch.output), first) + output
-        return output
-
-    def take_seen(self, index: int) -> Tensor | None:
-        """Return what was watched in the last backward pass, and forget it."""
-        if not self.seen:
-            return None
-        found, self.seen[index] = self.seen[index], None
+            zeros = torch.zeros_like(output)
+            found = found + _computed(lambda one: [self.input_gradient(number, one)], zeros, first)
         return found
 
-    def watched_now(self) -> list[Tensor | None]:
-        """Return what this process has watched since the last time."""
-        return [take() for take in self._watched]
+    @property
+    def taps(self) -> Mapping[str, Take]:
+        """As the learner's, with the gradients of all rows of a batch."""
+        return {name: partial(self._seen.pop, name, None) for name in self._learner.taps}
 
+    def share(self, random: list[Tensor]) -> None:
+        """Let all ranks go on from rank 0's model, optimizer and schedule of now.
 
-class _Batch:
-    """One batch under way, as rank 0 sees it."""
+        ``random`` has the random states of the other ranks, as far as they are to change.
+        """
+        parts = [part.state_dict() for part in self._learner[:3]]
+        content = as_bytes(state_to_bytes({"parts": parts, "random": random}))
+        with self.ranks.lock:
+            self.ranks.order("load", content=content)
 
-    def __init__(self, spread: SpreadModel, number: int, inputs: Inputs) -> None:
-        self._spread = spread
-        self._line = spread.line
-        self._number = number
-        tensors = tensors_of(inputs)
-        self._sizes = shares_of(len(tensors[0]), self._line.size)
-        with self._line.lock:
-            pending = self._send_out(tensors)
-            self._own = RowShare.compute(spread.model, _first_rows(inputs, self._sizes[0]))
-            own = self._own.output.detach()
-            self.output = torch.cat([own, *self._gathered(own)])
-            wait_for(pending)
+    # ---- all ranks; what is for all rows of a batch is there at rank 0 only ----
 
-    def input_gradient(self, gradient: Tensor) -> Tensor:
-        """Return the gradient at the first input, (batch, ...)."""
-        with self._line.lock:
-            pending = self._ask("inputs", gradient)
-            own = self._own.input_gradient(gradient[: self._sizes[0]])
-            found = torch.cat([own, *self._gathered(own)])
-            wait_for(pending)
+    @contextmanager
+    def _together(
+        self, kind: OrderKind, number: int = 0, content: Tensor | None = None
+    ) -> Iterator[None]:
+        with self.ranks.lock:
+            if not self.ranks.rank:
+                self.ranks.order(kind, number, content)
+            yield
+
+    def forward(self, number: int, positions: Tensor, first: Tensor | None = None) -> Tensor:
+        """Compute a batch in training mode, and return its outputs."""
+        ranks, model, device = self.ranks, self._learner.model, self._learner.device
+        owners = positions % ranks.size
+        with self._together("forward", number, positions):
+            at = positions[owners == ranks.rank].to(device)
+            inputs: list[Any] = [None if self._rows_at is None else self._rows_at(at)]
+            cut = None
+            if self._cut_shape is not None:
+                like = torch.empty(0, *self._cut_shape, device=device)
+                cut = ranks.scatter_rows(first, owners, like).requires_grad_()
+                inputs.insert(0, cut)
+            in_training_mode(model)
+            with torch.enable_grad(), self._learner.keeping(), computing_together(ranks):
+                output = model(*inputs)
+            self._shares.append((number, _Share(owners, cut, output)))
+            return ranks.gather_rows(output, owners)
+
+    def input_gradient(self, number: int, gradient: Tensor | None = None) -> Tensor:
+        """Return the gradient at the first input, and keep the graph."""
+        with self._together("inputs", number):
+            share, own = self._of(number, gradient)
+            first: Any = share.first
+            (found,) = torch.autograd.grad(share.output, first, own, retain_graph=True)
+            return self.ranks.gather_rows(found, share.owners)
+
+    def weight_gradients(self, number: int, gradient: Tensor | None = None) -> list[Tensor | None]:
+        """Return the gradients of the trained weights, the same at all ranks; forget the batch."""
+        with self._together("weights", number):
+            share, own = self._of(number, gradient)
+            self._shares.remove((number, share))
+            trained = trained_of(self._learner.model)
+            found: list[Tensor | None] = []
+            found += torch.autograd.grad(share.output, trained, own, allow_unused=True)
+            self.ranks.add_up_gradients(trained, found)
+            for name, take in self._learner.taps.items():
+                if (seen := take()) is not None:
+                    self._seen[name] = self.ranks.gather_rows(seen, share.owners)
         return found
 
-    def weight_gradients(self, gradient: Tensor) -> list[Tensor | None]:
-        """Return the gradients of the trained weights, added up over all rows."""
-        spread = self._spread
-        with self._line.lock:
-            pending = self._ask("weights", gradient)
-            own = self._own.weight_gradients(gradient[: self._sizes[0]], spread.model)
-            total = in_one(own)
-            for worker in self._working():
-                total += self._line.receive(torch.empty_like(total), worker)
-            spread.seen = [
-                None if seen is None else torch.cat([seen, *self._gathered(seen)])
-                for seen in spread.watched_now()
-            ]
-            wait_for(pending)
-        return _like(own, total)
+    def _of(self, number: int, gradient: Tensor | None) -> tuple[_Share, Tensor]:
+        (share,) = (share for other, share in self._shares if other == number)
+        return share, self.ranks.scatter_rows(gradient, share.owners, share.output)
 
-    def _send_out(self, tensors: list[Tensor]) -> list[Pending]:
-        weights = in_one(weights_of(self._spread.model))
-        shares = zip(*(torch.split(tensor, self._sizes) for tensor in tensors), strict=True)
-        pending: list[Pending] = []
-        for rank, share in enumerate(shares):
-            if rank in self._working():
-                pending.append(self._order("forward", rank))
-                pending += [self._line.send(part, rank) for part in (weights, *share)]
-        return pending
+    def random_states(self) -> list[Tensor]:
+        """Return those of the ranks above 0, as bytes.
 
-    def _ask(self, kind: Any, gradient: Tensor) -> list[Pending]:
-        parts = torch.split(gradient, self._sizes)
-        return [
-            one
-            for worker in self._working()
-            for one in (self._order(kind, worker), self._line.send(parts[worker], worker))
-        ]
+        Raises SplitveilError if the weights of two ranks differ.
+        """
+        with self._together("state"):
+            digest = hashlib.sha256(state_to_bytes(self._learner.model.state_dict())).digest()
+            random = state_to_bytes(random_state(self._learner.device))
+            every = self.ranks.gather(as_bytes(digest + random))
+        size = len(digest)
+        for rank, found in enumerate(every):
+            if not torch.equal(found[:size], every[0][:size]):
+                raise SplitveilError(
+                    f"rank {rank} has other weights than rank 0, so they compute differently: run "
+                    f"all ranks on machines of one type with the same libraries, and resume from "
+                    f"the last checkpoint"
+                )
+        return [found[size:] for found in every[1:]]
 
-    def _order(self, kind: Any, worker: int) -> Pending:
-        return self._line.order(Order(kind, self._number, self._sizes[worker]), worker)
+    # ---- ranks above 0 ----
 
-    def _working(self) -> list[int]:
-        """Return the workers that have rows of this batch."""
-        return [worker for worker in self._line.workers if self._sizes[worker]]
+    def work(self) -> Order:
+        """Do what rank 0 orders, until it orders something else."""
+        while True:
+            order = self.ranks.next_order()
+            match order.kind:
+                case "load":
+                    self._load(state_from_bytes(bytes(order.content.numpy())))
+                case "forward":
+                    self.forward(order.number, order.content)
+                case "inputs":
+                    self.input_gradient(order.number)
+                case "weights":
+                    self._learn(self.weight_gradients(order.number))
+                case "state":
+                    self.random_states()
+                case _:
+                    return order
 
-    def _gathered(self, own: Tensor) -> list[Tensor]:
-        """Receive the other processes' rows of something, on the device of this one's."""
-        pending = [
-            self._line.begin_receiving(
-                torch.empty(self._sizes[worker], *own.shape[1:], dtype=own.dtype), worker
-            )
-            for worker in self._working()
-        ]
-        return [rows.to(own.device) for rows in wait_for(pending)]
+    def _learn(self, gradients: list[Tensor | None]) -> None:
+        """Take the same step as rank 0."""
+        for weight, gradient in zip(trained_of(self._learner.model), gradients, strict=True):
+            weight.grad = gradient
+        self._learner.optimizer.step()
+        self._learner.schedule.step()
 
-
-def _first_rows(inputs: Inputs, count: int) -> Inputs:
-    return [
-        part.changed(lambda one: one[:count])
-        if isinstance(part, Features)
-        else None
-        if part is None
-        else part[:count]
-        for part in inputs
-    ]
+    def _load(self, state: State) -> None:
+        learner: tuple[Any, ...] = self._learner[:3]
+        for part, own in zip(learner, state["parts"], strict=True):
+            part.load_state_dict(own)
+        for random in state["random"][self.ranks.rank - 1 : self.ranks.rank]:
+            set_random_state(self._learner.device, state_from_bytes(bytes(random.numpy())))
 
 
-def _like(tensors: Sequence[Tensor | None], values: Tensor) -> list[Tensor | None]:
-    """Cut values into tensors of the same shapes and devices; None stays None."""
-    found: list[Tensor | None] = []
-    start = 0
-    for tensor in tensors:
-        if tensor is None:
-            found.append(None)
-            continue
-        part = values[start : start + tensor.numel()]
-        found.append(part.reshape(tensor.shape).to(tensor.device))
-        start += tensor.numel()
-    return found
+def go_on(spread: SpreadModel | None, random: list[Tensor]) -> None:
+    """Let all ranks, or rank 0 if ``spread`` is None, go on from what rank 0 has loaded.
+
+    ``random`` has the random states of the other ranks that saved it.
+    """
+    before, now = 1 + len(random), 1 if spread is None else spread.ranks.size
+    if before != now:
+        _logger.warning(
+            "%d process(es) of this party have come this far and %d go on: what follows is equal "
+            "within rounding only, and a batch that was answered before may be refused",
+            before,
+            now,
+        )
+    if spread is not None:
+        spread.share(random)
 
 
-class _ByWeights(Function):
-    """The outputs of a batch as a function of the weights."""
+class _Computed(Function):
+    """Outputs of a batch as a function of what they have gradients at."""
 
     @staticmethod
-    def forward(ctx: Any, batch: _Batch, output: Tensor, *_weights: Tensor) -> Tensor:
-        ctx.batch = batch
-        return output.view_as(output)
+    def forward(ctx: Any, gradients_at: Any, outputs: Tensor, *_at: Tensor) -> Tensor:
+        ctx.gradients_at = gradients_at
+        return outputs.view_as(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, None, *ctx.batch.weight_gradients(gradients[0])
+        return None, None, *ctx.gradients_at(gradients[0])
 
 
-class _ByInput(Function):
-    """The outputs of a batch as a function of its first input."""
-
-    @staticmethod
-    def forward(ctx: Any, batch: _Batch, zeros: Tensor, _first: Tensor) -> Tensor:
-        ctx.batch = batch
-        return zeros.view_as(zeros)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, None, ctx.batch.input_gradient(gradients[0])
-
-
-def _apply(function: type[Function], *inputs: Any) -> Tensor:
-    found: Tensor = function.apply(*inputs)  # type: ignore[no-untyped-call]
+def _computed(gradients_at: Any, outputs: Tensor, *at: Tensor) -> Tensor:
+    found: Tensor = _Computed.apply(gradients_at, outputs, *at)  # type: ignore[no-untyped-call]
     return found
+
+
+# ---- the beginning of a run ----
+
+
+def begin(
+    ranks: Ranks,
+    learner: Learner,
+    beginning: Beginning,
+    features: Features | None,
+    trained: Positions,
+) -> SpreadModel:
+    """Give all ranks their rows, and rank 0's model.
+
+    ``trained`` has the positions of the training rows, ascending, (training rows,) int64.
+    """
+    positions = torch.from_numpy(trained.copy())
+    with ranks.lock:
+        content = state_to_bytes({"beginning": beginning, "positions": positions})
+        ranks.order("begin", content=as_bytes(content))
+        for rank in ranks.others if features is not None else ():
+            for block in _blocks(positions[positions % ranks.size == rank], beginning):
+                for part in [] if features is None else features.rows(block).tensors():
+                    ranks.move({rank: part})
+    rows_at = None if features is None else features.to(learner.device).rows
+    found = SpreadModel(ranks, learner, beginning, rows_at)
+    found.share([])
+    return found
+
+
+def work(ranks: Ranks, build: Callable[[Beginning], Learner]) -> None:
+    """Do what rank 0 orders until it lets this process end. Raises RankLost."""
+    order = ranks.next_order()
+    while order.kind == "begin":
+        said = state_from_bytes(bytes(order.content.numpy()))
+        shapes, *others = said["beginning"]
+        beginning = Beginning(None if shapes is None else FeatureShapes(*shapes), *others)
+        own = said["positions"][said["positions"] % ranks.size == ranks.rank]
+        order = _begun(ranks, build(beginning), beginning, own).work()
+
+
+def _begun(ranks: Ranks, learner: Learner, beginning: Beginning, own: Tensor) -> SpreadModel:
+    if beginning.shapes is None:
+        return SpreadModel(ranks, learner, beginning, None)
+    received = beginning.shapes.zeros(len(own))
+    for block in _blocks(torch.arange(len(own)), beginning):
+        for part in received.tensors():
+            ranks.move({}, {0: part[block[0] : block[-1] + 1]})
+    features = received.to(learner.device)
+
+    def rows_at(positions: Tensor) -> Features:
+        return features.rows(torch.searchsorted(own, positions.cpu()).to(learner.device))
+
+    return SpreadModel(ranks, learner, beginning, rows_at)
+
+
+def _blocks(positions: Tensor, beginning: Beginning) -> Sequence[Tensor]:
+    """Return the rows that travel at once."""
+    row = () if beginning.shapes is None else beginning.shapes.zeros(1).tensors()
+    rows = max(1, _BLOCK_BYTES // max(1, sum(part.nbytes for part in row)))
+    return torch.split(positions, rows) if len(positions) else ()

@@ -1,6 +1,7 @@
 """What both parties' ``align`` do alike: reads a party's ids alone, and writes its common rows."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +33,17 @@ def aligning(settings: PartySettingsT) -> PartySettingsT:
     return settings.model_copy(update={"contract": contract})
 
 
-def check_outputs(settings: PartySettings, output: Path) -> None:
+_POSITION = "position"
+
+
+def check_outputs(settings: PartySettings, output: Path, *, positions: bool = False) -> None:
     check_output(output)
+    if positions and not settings.data.id_columns:
+        raise SettingsError("--positions: expected data.id_column: rows have no ids but numbers")
+    if positions and _POSITION in settings.data.id_columns:
+        raise SettingsError(
+            f"--positions: expected an id column with another name than {_POSITION}"
+        )
     stamps = stamps_of(settings.data.source, settings.base_dir)
     if str(output.resolve()) in {path for path, *_ in stamps}:
         raise SettingsError(f"--output: {output} is the table of data.source itself")
@@ -73,12 +83,21 @@ class AlignedTable(NamedTuple):
 
 
 def write_aligned(
-    settings: PartySettings, own: StampedIds, order: CommonOrder, output: Path
+    settings: PartySettings,
+    own: StampedIds,
+    order: CommonOrder,
+    output: Path,
+    *,
+    positions: bool = False,
 ) -> AlignedTable:
+    """Write the common rows in their order, or only their ids and positions in it."""
     data = own.data
     rows = order.file_rows if data.kept is None else data.kept[order.file_rows]
     source, ordered = open_table_source(settings.data, settings.base_dir), np.sort(rows)
-    table = in_small_blocks(source, lambda some: _rows_of(some, ordered))
+    names = settings.data.id_columns if positions else source.column_names()
+    table = in_small_blocks(source, lambda some: _rows_of(some, ordered, names))
+    if positions:
+        table = table.append_column(_POSITION, _indices(np.argsort(rows)))
     if stamps_of(settings.data.source, settings.base_dir) != own.stamps:
         raise DataError(f"{data.table.source}: has changed since its ids were read: align again")
     with replacing(output) as file, writer_of(output, file, table.schema) as writer:
@@ -94,15 +113,12 @@ def print_aligned(found: AlignedTable, *, as_json: bool) -> None:
         counts = {"run_id": order.run_id, "ids": found.num_ids, "aligned": num_common}
         print_json(counts | {"fingerprint": order.fingerprint, "output": str(found.output)})
     _logger.info(
-        "%s of %s ids are common to all parties; their rows are in %s, in the order with "
-        "fingerprint %s",
+        "%s of %s ids are common to all parties; they are in %s, in the order with fingerprint %s",
         *(f"{num_common:,}", f"{found.num_ids:,}", found.output, order.fingerprint),
     )
 
 
-def _rows_of(source: TableSource, rows: NDArray[np.int64]) -> Any:
-    """Return some rows of a table, at least one, ascending; no others are held."""
-    names = source.column_names()
+def _rows_of(source: TableSource, rows: NDArray[np.int64], names: Sequence[str]) -> Any:
     parts, done = [], 0
     for part in columns_in_parts(source, names):
         num_rows = len(next(iter(part.values())))

@@ -21,48 +21,6 @@ from splitveil.common.text.log_lines import configure_logging, log_fields
 from splitveil.common.text.version import add_version
 from splitveil.common.text.wording import suggest
 
-SHELLS = ("bash", "zsh", "tcsh")
-
-
-def add_completion(
-    parser: argparse.ArgumentParser, whole: Callable[[], argparse.ArgumentParser] | None = None
-) -> None:
-    """Let a command print its completion; ``whole`` returns a parser with all sub-commands."""
-    parser.add_argument(
-        "--print-completion",
-        action=_PrintCompletion,
-        choices=SHELLS,
-        const=whole,
-        help="print a script that completes this command in a shell, and exit",
-    )
-
-
-class _PrintCompletion(argparse.Action):
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,  # noqa: ARG002
-        values: Any,
-        option_string: str | None = None,  # noqa: ARG002
-    ) -> None:
-        import shtab  # noqa: PLC0415 - only for those who ask for it
-
-        whole = self.const() if self.const is not None else parser
-        for action in _actions_of(whole):
-            if action.type is Path:
-                is_folder = str(action.metavar or action.dest).lower().endswith("dir")
-                action.complete = shtab.DIRECTORY if is_folder else shtab.FILE  # type: ignore[attr-defined]
-        sys.stdout.write(shtab.complete(whole, shell=values) + "\n")
-        parser.exit()
-
-
-def _actions_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    for action in parser._actions:  # noqa: SLF001 - argparse has no other way to list them
-        yield action
-        if isinstance(action.choices, dict):
-            for of_sub_command in action.choices.values():
-                yield from _actions_of(of_sub_command)
-
 
 class Parser(argparse.ArgumentParser):
     """Ends its help with an example, and says which choice a mistyped one may mean.
@@ -95,7 +53,6 @@ def party_parser(
     settings = f"{party}.yaml"
     parser = Parser(prog=program, example=f"run {settings}")
     add_version(parser)
-    add_completion(parser)
     commands = parser.add_subparsers(dest="command", required=True)
     run = add_command(
         commands, "run", "train with the other party, or resume an unfinished run", settings
@@ -161,6 +118,11 @@ def _add_align(commands: Commands, example: str) -> None:
         metavar="FILE",
         help="aligned.parquet or aligned.csv: this party's rows of the common ids, in the order "
         "that is the same at all parties; an earlier file is replaced",
+    )
+    align.add_argument(
+        "--positions",
+        action="store_true",
+        help="write the columns of the ids and their position in that order, from 0, and no others",
     )
     add_json(align)
 

@@ -17,6 +17,7 @@ import yaml
 from rich.console import Console
 
 from splitveil.common.errors import SettingsError, SplitveilError
+from splitveil.common.models.device import use_device
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_settings import PartySettings, PartySettingsT, load_party_settings
 from splitveil.common.party.workers import ONLY, Rank
@@ -35,10 +36,10 @@ logger = logging.getLogger(__name__)
 MAY_CHANGE = frozenset(
     {
         "alignment_attempts",
-        "alignment_memory_limit",
         "allow_audits",
         "answers",
         "connect",
+        "deterministic",
         "device",
         "first_contact_s",
         "inference",
@@ -120,31 +121,21 @@ def load_settings(
     return settings
 
 
-def torch_device(device: str, local_rank: int = 0) -> torch.device:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.device(device)
-    if found.type == "cuda" and found.index is None and local_rank:
-        found = torch.device("cuda", local_rank)
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise SettingsError(
-            f"device: expected one of the {torch.cuda.device_count()} CUDA device(s) that torch "
-            f"sees, got {found}"
-        )
-    return found
-
-
 def prepare(settings: PartySettings, rank: Rank = ONLY) -> torch.device:
     """Set limits, the seed and the module search path; return the device to use."""
     _, most_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError):  # some systems say "unlimited", and refuse that
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_descriptors, most_descriptors))
     _find_own_modules(settings)
-    device = torch_device(settings.device, rank.local_rank)
+    device = device_of(settings, rank)
     cores = len(os.sched_getaffinity(0)) // rank.local_size
     torch.set_num_threads(settings.torch_threads or max(1, cores))
-    torch.manual_seed(settings.model_seed)
+    torch.manual_seed(settings.model_seed + 1_000_003 * rank.number)  # for dropout
     return device
+
+
+def device_of(settings: PartySettings, rank: Rank = ONLY) -> torch.device:
+    return use_device(settings.device, rank.local_rank, deterministic=settings.deterministic)
 
 
 def _find_own_modules(settings: PartySettings) -> None:

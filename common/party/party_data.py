@@ -266,7 +266,6 @@ def _suggest_a_cache(source: CacheableSource, base_dir: Path) -> None:
 
 @contextmanager
 def _conversion_bar(source: CacheableSource) -> Iterator[Callable[[float], None]]:
-    """Show the progress of a conversion; show nothing if the file has been converted before."""
     name = source.path if isinstance(source, FileSource) else "the query's result"
     has_started = False
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, StringConstraints, Tag
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, Tag
 
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import SettingsError
@@ -34,11 +34,6 @@ Device = Annotated[str, StringConstraints(pattern=_DEVICE), BeforeValidator(_kno
 
 ALIGNMENT_ATTEMPTS = 3
 """Default number of times that a peer may try the largest set."""
-
-
-LEAST_ALIGNMENT_MEMORY = 32_000_000
-"""Smallest limit for the memory of an alignment: the chunks under way and the counts of a
-sort take ten megabytes, whatever the number of ids."""
 
 
 class MutualTls(Section):
@@ -121,20 +116,17 @@ class PartySettings(Section):
     autocast: Literal["bfloat16"] | None = None
     """Number format of matrix products and convolutions while this party's model trains; by
     default float32. ``bfloat16`` is about twice as fast on GPUs and processors that have it.
-    Weights, gradients at the cut layer, defenses, evaluations and predictions stay float32. Not
-    with several processes."""
+    Weights, gradients at the cut layer, defenses, evaluations and predictions stay float32."""
 
     compile: bool = False
     """Whether torch compiles how this party's model computes training batches. The first batch then
-    takes seconds to minutes; needs a C++ compiler, or a GPU. Not with several processes."""
+    takes seconds to minutes; needs a C++ compiler, or for a GPU Triton and a C compiler."""
 
-    alignment_memory_limit: ByteSize | None = Field(default=None, ge=LEAST_ALIGNMENT_MEMORY)
-    """Memory that an exchange of ids may take, such as ``128MB`` or ``1GiB``; a number without a
-    unit is bytes. It bounds what the exchange holds besides the ids themselves and the 8 bytes for
-    each common id that it returns. Tags and the secret order of the ids are then read from the
-    files in which an unfinished exchange is kept, and compared part by part. By default there is no
-    limit, and an exchange takes about 60 bytes for each id of the larger set. The other party need
-    not have a limit, and the result does not depend on it."""
+    deterministic: bool = True
+    """Whether a GPU computes with those algorithms alone that give the same bits each time, which a
+    run that is resumed needs. ``false`` may be faster, and allows operations of a model of your own
+    that have no such algorithm; a run that stops then mostly cannot be resumed, because what comes
+    again would differ, which is refused. A CPU always repeats its bits."""
 
     alignment_attempts: int = Field(default=ALIGNMENT_ATTEMPTS, ge=1, le=1000)
     """Number of ids that the other party may try before a run has finished, in multiples of

@@ -135,6 +135,8 @@ def circumstances(
     if found is not None:
         yield "Python, PyTorch", f"{found.python}, {found.torch}"
         yield "system", found.system
+        if found.device:
+            yield "device", found.device
     yield from phases(metrics)
     if traffic is None:
         yield "bytes", "not recorded: there is no transcript"

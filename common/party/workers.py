@@ -1,7 +1,7 @@
 """The processes of a party under ``torchrun``: rank 0 is the party, and the others work for it.
 
-Workers take no part in the protocol: they have neither the party's data nor its connection, and
-their number is the party's own affair.
+The others take no part in the protocol: they have features of their rows, no labels and no
+connection, and their number is the party's own affair.
 """
 
 import argparse
@@ -16,11 +16,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import torch
+
 from splitveil.common.errors import SettingsError
-from splitveil.common.models.settings import DenseModel, ModelSettings
-from splitveil.common.models.worker import Replica, Worker
-from splitveil.common.models.worker_line import WorkerLine
+from splitveil.common.models.device import gpu_of
+from splitveil.common.models.ranks import Ranks, raise_lost
 from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.party_settings import PartySettings
 
 
 class Rank(NamedTuple):
@@ -35,37 +37,24 @@ class Rank(NamedTuple):
         """Return what ``torchrun`` says; the only process without it. Raises SettingsError."""
         if "RANK" not in variables or "MASTER_ADDR" not in variables:
             return cls()
-        names = (
+        names = [
             "RANK",
             "WORLD_SIZE",
             "LOCAL_RANK",
             "LOCAL_WORLD_SIZE",
             "TORCHELASTIC_RESTART_COUNT",
-        )
-        defaults = cls()
-        found = []
-        for name, default in zip(names, defaults, strict=True):
-            text = variables.get(name, str(default))
+        ]
+        texts = [variables.get(name, str(no)) for name, no in zip(names, cls(), strict=True)]
+        for name, text in zip(names, texts, strict=True):
             if not text.isdecimal():
                 raise SettingsError(f"{name}: expected a whole number, as torchrun sets it")
-            found.append(int(text))
-        return cls(*found)
+        return cls(*map(int, texts))
 
 
 ONLY = Rank()  # a process that has no others beside it
 
 
 _logger = logging.getLogger(__name__)
-
-
-class Workers(NamedTuple):
-    """This process's rank, and at rank 0 the line to the others."""
-
-    rank: Rank = ONLY
-    line: WorkerLine | None = None  # None if there are no others
-
-
-ONE_PROCESS = Workers()
 
 
 def act(parsed: argparse.Namespace, action: Callable[[argparse.Namespace], None]) -> None:
@@ -78,53 +67,42 @@ def act(parsed: argparse.Namespace, action: Callable[[argparse.Namespace], None]
     action(parsed)
 
 
-def check_model(settings: ModelSettings, role: str) -> None:
-    """Check that several processes can compute a model, as far as its settings tell."""
-    if isinstance(settings, DenseModel) and settings.dropout:
-        raise SettingsError(
-            f"{role}.dropout: expected 0 with several processes, because its random state is that "
-            f"of one process; got {settings.dropout}"
-        )
-
-
 @contextmanager
-def joined(rank: Rank, interruption: Interruption) -> Iterator[Workers]:
-    """Wait for this party's workers, and let them end in the end; only at rank 0.
+def joined(
+    rank: Rank, device: torch.device, facts: Mapping[str, Any], interruption: Interruption
+) -> Iterator[Ranks | None]:
+    """Wait for this party's other ranks, and leave them in the end; None if there are none.
 
-    A worker that is gone ends this process at once, as if it had been killed, so that the other
-    party waits for a restart. Before a signal stops the run, the workers are asked whether they
-    live: ``torchrun`` sends the same signal when one of them has died as when a person stops it.
+    Facts are what all ranks must have in common, by the names of their settings. A rank that is
+    gone ends rank 0 at once, as if it had been killed, so that the other party waits for a restart.
+    Before a signal stops the run, rank 0 asks whether all live: ``torchrun`` sends the same signal
+    when one of them has died as when a person stops it. Raises SettingsError if facts differ.
     """
     if rank.size == 1:
-        yield ONE_PROCESS
+        yield None
         return
     _logger.info("waiting for this party's other processes (%d in all)", rank.size)
     file = _private_file(rank)
-    line = WorkerLine.join(rank.number, rank.size, _end_at_once, rank.restarts, file)
-    _logger.info("%d processes compute the batches of this party", rank.size)
-    interruption.before_stopping = line.check_all_alive
+    on_lost = raise_lost if rank.number else _end_at_once
+    ranks = Ranks.join(rank.number, rank.size, device, on_lost, rank.restarts, file)
     try:
-        yield Workers(rank, line)
+        ranks.compare(facts)
+        _logger.info("rank %d of %d: process %d", rank.number, rank.size, os.getpid())
+        interruption.before_stopping = ranks.check_all_alive
+        for number in (signal.SIGINT, signal.SIGTERM) if rank.number else ():
+            signal.signal(number, signal.SIG_IGN)  # rank 0 stops between batches, and saves
+        yield ranks
     finally:
-        line.close()
+        ranks.close()
         if file is not None:
             file.unlink(missing_ok=True)
 
 
-def work(rank: Rank, build: Callable[[dict[str, Any]], Replica]) -> None:
-    """Compute for rank 0 until it lets this process end, or raise WorkerLost or SettingsError."""
-    line = WorkerLine.join(rank.number, rank.size, attempt=rank.restarts, file=_private_file(rank))
-    _logger.info("worker %d of %d: process %d", rank.number, rank.size - 1, os.getpid())
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 stops between two batches, with a checkpoint
-    Worker(line, build).work()
-
-
-def check_same_model(given: dict[str, Any], settings: ModelSettings, role: str) -> None:
-    if given != settings.model_dump(mode="json"):
-        raise SettingsError(
-            f"{role}: differs from that of rank 0: give all ranks the same settings"
-        )
+def facts_of(settings: PartySettings, device: torch.device, *more: str) -> dict[str, Any]:
+    """Return what all ranks must have in common; ``more`` names settings of this party."""
+    names = {"contract", "optimizer", "model_seed", "autocast", "compile", "deterministic", *more}
+    found = settings.model_dump(mode="json", include=names)
+    return found | {"device": gpu_of(device) or device.type, "torch": torch.__version__}
 
 
 def _private_file(rank: Rank) -> Path | None:
@@ -146,8 +124,7 @@ _EXIT_CODE = 1
 
 def _end_at_once(error: Exception) -> NoReturn:
     _logger.error(
-        "a worker of this party is gone (%s): ending at once, so that all processes can be started "
-        "again",
+        "a process of this party is gone (%s): ending at once, so that all can be started again",
         str(error).splitlines()[0],
     )
     logging.shutdown()

@@ -234,5 +234,6 @@ def _distances(rows: Tensor, centre: Tensor) -> Tensor:
 
 
 def _medians(rows: Tensor) -> Tensor:
-    # torch's median is the lower one of an even number of values.
-    return (rows.median(dim=0).values - (-rows).median(dim=0).values) / 2
+    # torch's median is the lower one of an even number of values, and on CUDA refuses to repeat.
+    ascending, count = rows.sort(dim=0).values, len(rows)
+    return (ascending[(count - 1) // 2] + ascending[count // 2]) / 2

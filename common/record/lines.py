@@ -19,11 +19,9 @@ from splitveil.common.record.values import (
     Flat,
     Form,
     Key,
-    Known,
     KnownCount,
     Number,
     Object,
-    as_list,
     as_mapping,
     as_number,
     from_form,
@@ -163,26 +161,6 @@ class AlarmLine(Form):
     bound: Number = None
 
 
-@dataclass(frozen=True)
-class HistogramLine(Form):
-    """The gradients of one batch, counted by one of their figures; for the label owner only."""
-
-    epoch: KnownCount
-    step: KnownCount
-    figure: str
-    edges: Annotated[tuple[Known, ...], BeforeValidator(as_list)]
-    """Rising, one more than there are bins."""
-    counts: Object[tuple[KnownCount, ...]]
-    """``<before|after>/<negative|positive>`` -> examples in each bin."""
-
-    def __post_init__(self) -> None:
-        for name, series in self.counts.items():
-            if len(series) != len(self.edges) - 1:
-                raise ValueError(
-                    f"{name}: expected {len(self.edges) - 1} counts, got {len(series)}"
-                )
-
-
 Line: TypeAlias = (
     AlignmentLine
     | TrainingLine
@@ -194,7 +172,6 @@ Line: TypeAlias = (
     | AuditLine
     | GateLine
     | AlarmLine
-    | HistogramLine
 )
 LineT = TypeVar("LineT", bound=Line)
 
@@ -210,7 +187,6 @@ _TYPES: Mapping[str, type[Line]] = {
     "audit": AuditLine,
     "leak_gate": GateLine,
     "leak_alarm": AlarmLine,
-    "histogram": HistogramLine,
 }
 _KINDS = {kind: name for name, kind in _TYPES.items()}
 

@@ -10,20 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
 
-from splitveil.common.record.lines import (
-    AlignmentLine,
-    HistogramLine,
-    Line,
-    LineFields,
-    to_fields,
-    to_json,
-)
+from splitveil.common.record.lines import AlignmentLine, Line, LineFields, to_fields, to_json
 from splitveil.common.record.progress import TrainingProgress
 from splitveil.common.record.run_folder import finite_or_null, open_to_append, storage_errors
 from splitveil.common.record.run_record import METRICS
@@ -95,8 +87,7 @@ class MetricsLog:
     def write(self, line: Line, *, charted: bool = True) -> None:
         """Write one line of plain numbers, to TensorBoard too if charted. Raises TypeError."""
         fields = to_fields(line)
-        if not isinstance(line, HistogramLine):
-            _check_numbers(fields.values)
+        _check_numbers(fields.values)
         written = to_json(fields, time.monotonic() - self._start)
         with self._lock:
             if self._file.closed:
@@ -105,10 +96,7 @@ class MetricsLog:
                 self._file.write(_encoded(written) + "\n")
                 chart_step = self._chart_step(fields.epoch, fields.step)
                 if self._charts is not None and charted:
-                    if isinstance(line, HistogramLine):
-                        self._chart_histograms(line, chart_step)
-                    else:
-                        self._chart(fields, chart_step)
+                    self._chart(fields, chart_step)
         if self._on_line is not None:
             self._on_line(line)
 
@@ -157,21 +145,6 @@ class MetricsLog:
         # Also if there is none: how many figures can be measured depends on labels.
         self._charts.file_writer.add_summary(_charted(found), chart_step)
 
-    def _chart_histograms(self, line: HistogramLine, chart_step: int) -> None:
-        centres = [(low + high) / 2 for low, high in pairwise(line.edges)]
-        for name, counts in line.counts.items():
-            self._charts.add_histogram_raw(
-                f"{line.figure}/{name}",
-                min=line.edges[0],
-                max=line.edges[-1],
-                num=sum(counts),
-                sum=sum(n * x for n, x in zip(counts, centres, strict=True)),
-                sum_squares=sum(n * x * x for n, x in zip(counts, centres, strict=True)),
-                bucket_limits=list(line.edges[1:]),
-                bucket_counts=list(counts),
-                global_step=chart_step,
-            )
-
     def _chart_step(self, epoch: int | None, step: int | None) -> int:
         if epoch is None:
             return step or 0
@@ -213,7 +186,6 @@ def _cut_to_whole_lines(path: Path, most_bytes: int | None = None) -> None:
 
 
 def _open_charts(folder: Path, purge_step: int | None = None) -> Any:
-    """Return TensorBoard's writer; None where the extra ``board`` is not installed."""
     try:
         # Importing it takes seconds, which other commands should not pay.
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
@@ -283,7 +255,6 @@ class RunRecorder:
         self._resources.close()
 
     def _begin_run(self, rows: AlignedRows) -> None:
-        """End what belongs to an earlier alignment, and note the new one."""
         self._of_run.close()
         self._of_run = self._resources.enter_context(ExitStack())
         self.aligned_rows = len(rows)

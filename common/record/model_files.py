@@ -231,7 +231,6 @@ def _metadata(path: Path) -> dict[str, str]:
 
 
 def _first_not_finite(path: Path) -> str | None:
-    """Return the name of the first tensor that is not finite; one tensor is read at a time."""
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 - it is not a mapping
             tensor = file.get_tensor(name)

@@ -1,15 +1,8 @@
-"""Shows the progress of an alignment or a training: a bar on a terminal, log lines elsewhere.
+"""Shows the progress of an alignment or a training: a bar on a terminal, log lines elsewhere."""
 
-A launcher on this machine can show one bar for all parties: the number of a pipe to it
-stands in the environment.
-"""
-
-import json
 import logging
-import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Self
 
 from rich.console import Console
@@ -27,44 +20,6 @@ from rich.text import Text
 from splitveil.common.text.log_lines import log_fields, shows_bars
 from splitveil.common.text.output import printing_console
 from splitveil.common.text.wording import in_short, label
-
-VARIABLE = "SPLITVEIL_PROGRESS_FD"
-"""Number of the descriptor to which lines are written."""
-
-_EVERY_S = 0.1
-
-
-class ProgressPipe:
-    """Writes one JSON object in a line, at most ten times in a second."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._written_at = 0.0
-
-    def write(
-        self,
-        party: str,
-        done: int,
-        total: int,
-        numbers: Mapping[str, float | None],
-        *,
-        is_last: bool = False,
-    ) -> None:
-        """Write the count of steps, and numbers such as ``loss``, the most important one first."""
-        now = time.monotonic()
-        if now - self._written_at < _EVERY_S and not is_last:
-            return
-        self._written_at = now
-        shown = {name: number for name, number in numbers.items() if number is not None}
-        line = {"party": party, "done": done, "total": total, "numbers": shown}
-        with suppress(OSError):  # the launcher is gone: the run goes on without a bar
-            os.write(self._descriptor, json.dumps(line).encode() + b"\n")
-
-
-def progress_pipe() -> ProgressPipe | None:
-    number = os.environ.get(VARIABLE, "")
-    return ProgressPipe(int(number)) if number.isascii() and number.isdigit() else None
-
 
 _logger = logging.getLogger(__name__)
 
@@ -89,10 +44,15 @@ class TrainingProgress:
         self._logged = self._epoch_began = time.monotonic()
         self._end: float | None = None
         self._first_step: float | None = None
-        self._party = party
-        self._pipe = progress_pipe()
-        self._numbers: Mapping[str, float | None] = {}
-        self._bar = training_bars(self._console)
+        width = max(_LEAST_BAR, min(_LONGEST_BAR, self._console.width // 4))
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(width),
+            _FiguresColumn(self._console, width),
+            console=self._console,
+            refresh_per_second=4,
+            disable=not self._has_bar,
+        )
         self._task = self._bar.add_task(party, total=total_steps, numbers=())
 
     def __enter__(self) -> Self:
@@ -103,14 +63,8 @@ class TrainingProgress:
     def __exit__(self, *_: object) -> None:
         self._end = time.monotonic()
         self._bar.stop()
-        self._write_to_pipe(is_last=True)
         if not self._has_bar:
             self._log({}, logging.DEBUG)
-
-    @property
-    def is_shown_elsewhere(self) -> bool:
-        """Whether a launcher shows the progress of all parties."""
-        return self._pipe is not None
 
     def end_epoch(self) -> float:
         """Return the seconds that an epoch has taken; a line about it makes one of steps wait."""
@@ -140,11 +94,9 @@ class TrainingProgress:
         now = time.monotonic()
         if self._first_step is None:
             self._first_step = now
-        self._numbers = numbers
-        self._write_to_pipe(is_last=False)
         if self._has_bar:
             self._bar.update(self._task, advance=steps, numbers=each_in_words(numbers))
-        elif self._pipe is None and now - self._logged >= self._log_every_s:
+        elif now - self._logged >= self._log_every_s:
             self._logged = now
             self._log(numbers)
 
@@ -163,25 +115,6 @@ class TrainingProgress:
                 **numbers,
             ),
         )
-
-    def _write_to_pipe(self, *, is_last: bool) -> None:
-        if self._pipe is not None:
-            done, total = self.steps_done, self._total_steps
-            self._pipe.write(self._party, done, total, self._numbers, is_last=is_last)
-
-
-def training_bars(console: Console, *, transient: bool = False) -> Progress:
-    """Return bars whose tasks have ``numbers``, as ``each_in_words`` gives them."""
-    width = max(_LEAST_BAR, min(_LONGEST_BAR, console.width // 4))
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(width),
-        _FiguresColumn(console, width),
-        console=console,
-        refresh_per_second=4,
-        disable=not console.is_terminal,
-        transient=transient,
-    )
 
 
 class _FiguresColumn(ProgressColumn):
@@ -206,7 +139,6 @@ class _FiguresColumn(ProgressColumn):
 
 
 def _figures(task: Task) -> list[str]:
-    """Return the figures after the count of steps; the last ones are left out first."""
     numbers: list[str] = [*task.fields["numbers"]]
     speed = task.finished_speed or task.speed
     return [

@@ -121,7 +121,6 @@ def claimed(folder: Path, complaint: str) -> Iterator[None]:
 
 
 def _claim(folder: Path, complaint: str) -> int:
-    """Return a descriptor that keeps others out until it is closed or the process has ended."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.with_name(f".{folder.name}.lock")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -134,7 +133,6 @@ def _claim(folder: Path, complaint: str) -> int:
 
 
 def _close_to_others(folder: Path) -> None:
-    """Withdraw any access that somebody gave to others than the owner."""
     if not folder.stat().st_mode & _OTHERS:
         return
     try:

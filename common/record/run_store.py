@@ -2,25 +2,23 @@
 
 checkpoint/run.state             constants of the whole run: its id, nonces, common rows, secrets
 checkpoint/at-0000001234.state   everything that changes, after 1,234 batches
+checkpoint/design0.state         large parts of these states that never change
 checkpoint/answered.log          the answered questions and their charges (active party)
 checkpoint/releases.safetensors  what defenses with stages released about all labels (active party)
 
-A state's file is a SHA-256 digest and the output of ``torch.save``, of nested plain values and
-tensors. It is read with ``weights_only`` and not by unpickling, so a file cannot run code. Only its
-owner may access it (0600): it contains secrets.
+A state's file is a SHA-256 digest and JSON with safetensors (``common/run/state_bytes.py``), so it
+cannot run code. Only its owner may access it (0600): it contains secrets.
 """
 
 import hashlib
-import io
 import logging
-import pickle
 import re
-import zipfile
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
-import torch
+from torch import Tensor
 
 from splitveil.common.errors import StorageError
 from splitveil.common.record.answer_log import AnswerLog
@@ -31,7 +29,8 @@ from splitveil.common.record.run_folder import (
     storage_errors,
     write_bytes_atomically,
 )
-from splitveil.common.run.progress import State
+from splitveil.common.run.progress import LASTING, State
+from splitveil.common.run.state_bytes import state_from_bytes, state_to_bytes
 
 DIGEST_BYTES = 32
 
@@ -47,9 +46,13 @@ class OtherVersionError(UnreadableError):
 
 
 def serialised(state: State) -> bytes:
-    buffer = io.BytesIO()
-    torch.save({"version": _VERSION, "state": state}, buffer)
-    return buffer.getvalue()
+    return state_to_bytes({"version": _VERSION, "state": state})
+
+
+def _divided(state: State) -> tuple[bytes, Mapping[str, Tensor]]:
+    """Return a state without its lasting parts, serialised, and these."""
+    lasting = state.get(LASTING, {})
+    return serialised(state | {LASTING: dict.fromkeys(lasting)}), lasting
 
 
 def write_serialised(path: Path, content: bytes) -> None:
@@ -71,15 +74,9 @@ def read_state(path: Path) -> State:
 
 def _parsed(content: bytes) -> State:
     try:
-        found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        found = state_from_bytes(content)
         version, state = found["version"], found["state"]
-    except (
-        pickle.UnpicklingError,
-        zipfile.BadZipFile,
-        RuntimeError,
-        LookupError,
-        TypeError,
-    ) as error:
+    except (ValueError, LookupError, TypeError) as error:
         raise UnreadableError("is not the state of a run") from error
     if version != _VERSION:
         raise OtherVersionError("was saved by another version of splitveil")
@@ -150,6 +147,7 @@ class RunStore:
         self._answers: AnswerLog | None = None
         self._writer = ThreadPoolExecutor(1, "checkpoint") if in_background else None
         self._pending: Future[None] | None = None
+        self._lasting: set[str] = set()  # names of the parts that this process has written
 
     def __enter__(self) -> Self:
         return self
@@ -198,7 +196,7 @@ class RunStore:
     def save(self, batch_number: int, state: State) -> None:
         """Keep the state after a number of batches, and the newest few of the earlier ones."""
         self._wait()
-        self._keep_only(batch_number, serialised(state))
+        self._keep_only(batch_number, *_divided(state))
         self._forget_old_answers()
 
     def save_soon(self, batch_number: int, state: State) -> None:
@@ -210,13 +208,16 @@ class RunStore:
         if self._writer is None:
             self.save(batch_number, state)
             return
-        content = serialised(state)
+        divided = _divided(state)
         self._wait()
-        self._pending = self._writer.submit(self._keep_only, batch_number, content)
+        self._pending = self._writer.submit(self._keep_only, batch_number, *divided)
 
-    def _keep_only(self, batch_number: int, content: bytes) -> None:
+    def _keep_only(self, batch_number: int, content: bytes, lasting: Mapping[str, Tensor]) -> None:
         if self._answers is not None:
             self._answers.sync()  # a log with fewer answers than a state counts is refused
+        for name in lasting.keys() - self._lasting:
+            write_serialised(self._folder / f"{name}.state", serialised({name: lasting[name]}))
+            self._lasting.add(name)
         write_serialised(self._path(batch_number), content)
         for _, path in self._files()[: -self._keep]:
             delete(path)
@@ -268,7 +269,8 @@ class RunStore:
     def forget(self) -> None:
         self._wait()
         self._answers = None
-        for path in [self._folder / RUN_STATE, *(path for _, path in self._files())]:
+        self._lasting.clear()
+        for path in [self._folder / RUN_STATE, *self._folder.glob("*.state")]:
             delete(path)
         delete(self._folder / ANSWERED)
         self._delete_halves()
@@ -300,9 +302,12 @@ class RunStore:
 
     def _read(self, path: Path) -> State | None:
         try:
-            return read_state(path)
+            state = read_state(path)
+            for name in state.get(LASTING, ()):
+                state[LASTING] |= read_state(self._folder / f"{name}.state")
         except FileNotFoundError:
             return None
         except UnreadableError as error:
             logger.warning("%s: %s, and is ignored", path, error)
             return None
+        return state

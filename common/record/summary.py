@@ -40,14 +40,17 @@ class Provenance(NamedTuple):
     """Operating system and processor architecture."""
     python: str
     torch: str
+    device: str = ""
+    """Of a GPU its model, its driver and torch's version of CUDA, too."""
 
 
-def provenance_of_process() -> Provenance:
+def provenance_of_process(device: str) -> Provenance:
     return Provenance(
         datetime.now(UTC).isoformat(timespec="seconds"),
         f"{platform.system()} {platform.release()}, {platform.machine()}",
         ".".join(map(str, sys.version_info[:3])),
         version("torch"),
+        device,
     )
 
 

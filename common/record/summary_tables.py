@@ -70,7 +70,6 @@ def _main_figures(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _adversary_tables(summary: Summary) -> Iterator[PlainTable]:
-    """Yield what a passive party's attacks have measured, and what they were given for it."""
     if summary.leak is not None:
         leak = summary.leak
         layers: dict[str, dict[str, float | None]] = {}

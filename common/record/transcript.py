@@ -125,8 +125,7 @@ class Transcript:
         self.check()
         if not self._closed:
             with self._changed:
-                for line in answered.lines():
-                    self._put(time.time(), line)
+                self._put(time.time(), answered)
 
     def check(self) -> None:
         """Notice without an entry that an earlier one could not be written. Raises StorageError."""
@@ -169,7 +168,6 @@ class Transcript:
                         self._changed.notify_all()
 
     def _gathered(self) -> list[tuple[float, Crossing | AnsweredRequest]]:
-        """Wait for entries, and return all that have come; none once the transcript is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
         self._hurry.wait(_GATHERED_S)
@@ -286,7 +284,6 @@ def compare(one: Verified, other: Verified) -> TranscriptComparison:
 
 
 def _write_whole(file: FileIO, line: bytes) -> None:
-    """Append a line to an unbuffered file, or leave the file as it was."""
     begin, written = file.seek(0, SEEK_END), 0
     try:
         while written < len(line):
@@ -298,7 +295,6 @@ def _write_whole(file: FileIO, line: bytes) -> None:
 
 
 def _continue(path: Path) -> tuple[int, str]:
-    """Return the number and link of the next line, and cut off an unfinished line."""
     if not path.exists():
         return 0, _FIRST_LINK
     number, link, whole = 0, _FIRST_LINK, 0

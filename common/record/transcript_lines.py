@@ -1,6 +1,5 @@
 """Parses and checks the lines of a transcript, which another party may have written."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -78,27 +77,6 @@ class AnsweredRequest(BaseModel):
     status: Annotated[int, Field(ge=100, lt=1000)]
     """As in HTTP."""
     milliseconds: float
-    ids: Annotated[tuple[str, ...] | None, Field(strict=False)] = None
-    """The ids, or a part of them, if the settings ask for them."""
-    part: Annotated[int, Field(ge=1, lt=2**32)] | None = None
-    """Which further line about the same request this is; None for the first."""
-
-    def lines(self) -> Iterator["AnsweredRequest"]:
-        """Yield as many entries as the ids need, so that no line is too long."""
-        room, at = LINE_BYTES // 2, 0
-        part: list[str] = []
-        number = 0
-        for text in self.ids or ():
-            size = len(json.dumps(text, ensure_ascii=False).encode()) + 1
-            if part and at + size > room:
-                yield self._with(part, number)
-                part, at, number = [], 0, number + 1
-            part.append(text)
-            at += size
-        yield self if self.ids is None else self._with(part, number)
-
-    def _with(self, ids: list[str], number: int) -> "AnsweredRequest":
-        return self.model_copy(update={"ids": tuple(ids), "part": number or None})
 
 
 class AnsweredLine(_Line, AnsweredRequest):

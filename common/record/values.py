@@ -197,7 +197,6 @@ def _entry(name: str, hint: Any) -> _Entry:
 
 
 def _names(kind: Any) -> frozenset[str] | None:
-    """Return the names of a record's entries in its object; None for other types."""
     if not isinstance(kind, type) or not issubclass(kind, Form):
         return frozenset(kind._fields) if hasattr(kind, "_fields") else None
     names: set[str] = set()

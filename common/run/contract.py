@@ -53,6 +53,11 @@ class AlignmentSettings(Section):
     """Most ids that either party may bring to one exchange. Each party limits the total over all
     exchanges by its own ``alignment_attempts``."""
 
+    buckets: int = Field(default=1, ge=1, le=1024)
+    """Number of parts in which ids are exchanged, one after another: a hash says in which an id is.
+    The memory that an exchange takes besides the ids is that of one part. Padding hides how many
+    ids are in each, and counts for ``max_set_size``: 2 % with 250,000 ids in each."""
+
 
 class HashSplit(Section):
     """Rows are split by a hash of their id, keyed with the joint seed."""

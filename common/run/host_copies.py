@@ -55,5 +55,4 @@ def _pinned(like: Tensor) -> Tensor:
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream on which tensors come to a device; one for a process and device."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -25,6 +25,9 @@ from splitveil.common.text.version import VERSION
 
 State = dict[str, Any]  # nested dicts, lists and tuples of tensors and plain values
 
+LASTING = "lasting"
+"""Part of a state with tensors by name that never change: a store writes each of them once."""
+
 
 class CheckpointStore(Protocol):
     """Keeps what a party needs in order to resume a run after its process has ended."""

@@ -122,12 +122,6 @@ def keyed_digests(texts: Iterable[str], key: bytes, purpose: bytes) -> bytearray
     return digests
 
 
-def canonical_order(digests: npt.NDArray[np.uint8]) -> Positions:
-    """Return the rows of ``digests`` in ascending order: the common order of aligned ids."""
-    halves = np.ascontiguousarray(digests).view(">u8")
-    return np.lexsort((halves[:, 1], halves[:, 0])).astype(np.int64)
-
-
 def in_common_order(
     ids: Sequence[str], file_rows: Positions, joint_seed: bytes
 ) -> tuple[Positions, npt.NDArray[np.uint8]]:
@@ -136,7 +130,8 @@ def in_common_order(
     That order does not depend on any file, and no party knows it before all nonces are known.
     """
     digests = keyed_id_digests((ids[row] for row in file_rows), joint_seed)
-    order = canonical_order(digests)
+    halves = np.ascontiguousarray(digests).view(">u8")
+    order = np.lexsort((halves[:, 1], halves[:, 0])).astype(np.int64)
     return file_rows[order], digests[order]
 
 

@@ -128,7 +128,6 @@ class _JsonFormatter(logging.Formatter):
 
 
 def _as_json(value: object) -> object:
-    """Return a value that JSON knows: it has no word for an infinite number."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

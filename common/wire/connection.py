@@ -94,7 +94,6 @@ class PeerConnection:
             self._channel = None
 
     def _noted_party(self) -> str | None:
-        """Return the name by which a transcript tells several passive parties apart."""
         is_one_of_many = self.party != ACTIVE and len(self.contract.passive_parties) > 1
         return self.party if is_one_of_many else None
 

@@ -82,7 +82,6 @@ def _context(authority: bytes) -> ssl.SSLContext:
 
 
 def _shown_certificate(connection: socket.socket, context: ssl.SSLContext, identity: str) -> bytes:
-    """Run a handshake until certificate and key are proved, without this party's last flight."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     # As bytes: text would have to be a valid host name, while an identity is never looked up.
     tls = context.wrap_bio(incoming, outgoing, server_hostname=identity.encode())

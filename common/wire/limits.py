@@ -9,7 +9,6 @@ an entry in ``FIELDS`` or ``EXEMPT``, unless it says yes or no, is refused, and 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
 
-from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
@@ -255,16 +254,12 @@ def check_fields(message: Message) -> None:
         if field.message_type is not None:
             check_fields(value)
         elif field.enum_type is not None:
-            _check_enumeration(name, field.enum_type, value)
+            if value not in field.enum_type.values_by_number:
+                raise InvalidMessage(f"{name}: unknown number {value}")
         elif name in FIELDS:
             _check_size(name, value)
         elif name not in EXEMPT and (field.type != field.TYPE_BOOL or field.is_repeated):
             raise InvalidMessage(f"{name}: a field without a bound")
-
-
-def _check_enumeration(name: str, enumeration: EnumDescriptor, value: int) -> None:
-    if value not in enumeration.values_by_number:
-        raise InvalidMessage(f"{name}: unknown number {value}")
 
 
 def _check_size(name: str, value: object) -> None:

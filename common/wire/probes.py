@@ -190,7 +190,6 @@ def _in_words(form: IdForm) -> str:
 
 
 def _remedy(own: IdForm, peer: IdForm) -> str:
-    """Return what makes ids of two forms equal; empty if they may be so as they are."""
     differ = (set(own.most) - peer.characters) | (set(peer.most) - own.characters)
     marks = "".join(sorted(differ.intersection(ID_MARKS)))
     rules = (

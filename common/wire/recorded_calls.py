@@ -153,14 +153,12 @@ class _NotedCall:
 
 
 def _own_method(path: str | bytes) -> str | None:
-    """Return the method's name, or None for another service, such as that of health checks."""
     text = path.decode() if isinstance(path, bytes) else path
     prefix = next((prefix for prefix in _PREFIXES if text.startswith(prefix)), None)
     return None if prefix is None else text.removeprefix(prefix)
 
 
 def _caller(context: grpc.ServicerContext) -> str | None:
-    """Return the caller's name, which every call carries in a run with several passive parties."""
     named = [value for key, value in context.invocation_metadata() if key == PARTY_KEY]
     return str(named[0])[:NAME_CHARACTERS] if named else None
 

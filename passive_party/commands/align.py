@@ -33,7 +33,7 @@ def align(parsed: argparse.Namespace) -> None:
     interruption = Interruption()
     interruption.install()
     settings = aligning(command_line.load_settings(PassiveSettings, parsed, "passive"))
-    check_outputs(settings, parsed.output)
+    check_outputs(settings, parsed.output, positions=parsed.positions)
     credentials = checked_credentials(settings)
     own = read_own_ids(settings)
     logger.info("%d ids read from %s", len(own.data.ids), own.data.table.source)
@@ -44,7 +44,8 @@ def align(parsed: argparse.Namespace) -> None:
         serving_status(status, settings.status, interruption),
     ):
         order = _find_common_order(settings, own.data, credentials, status, progress, interruption)
-    print_aligned(write_aligned(settings, own, order, parsed.output), as_json=parsed.json)
+    written = write_aligned(settings, own, order, parsed.output, positions=parsed.positions)
+    print_aligned(written, as_json=parsed.json)
 
 
 def _find_common_order(

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 
 from splitveil.common.errors import PeerUnreachable, SettingsError
+from splitveil.common.models.device import device_in_words
 from splitveil.common.models.factory import Trial, build_bottom_model, lone_row_in_words
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.settings import bins_of
@@ -38,7 +39,7 @@ def check(parsed: argparse.Namespace) -> None:
         encoder = data.fit(np.arange(len(data.ids)), earlier, bins_of(settings.bottom_model))
         if encoder is None:
             raise SettingsError("data.features: the passive party needs features")
-        contract, device = settings.contract, command_line.torch_device(settings.device)
+        contract, device = settings.contract, command_line.device_of(settings)
         build = partial(
             build_bottom_model,
             settings.bottom_model,
@@ -70,7 +71,7 @@ def check(parsed: argparse.Namespace) -> None:
     parts: list[Iterable[Check]] = [
         [
             connection,
-            lambda: f"device: {command_line.torch_device(settings.device)}",
+            lambda: f"device: {device_in_words(command_line.device_of(settings))}",
             data_and_model,
         ]
     ]

@@ -51,12 +51,13 @@ def leave_results(
     recorded: Summary,
     transcript: Transcript | None,
     stopped: PeerEndedForGood | None,
+    device: str,
 ) -> None:
     summary = replace(
         recorded,
         transcript=None if transcript is None else transcript.summary(),
         version=VERSION,
-        provenance=provenance_of_process(),
+        provenance=provenance_of_process(device),
     )
     write_summary(folder, summary)
     if stopped is not None:

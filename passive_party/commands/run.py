@@ -4,16 +4,22 @@ import argparse
 import logging
 import time
 from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
+import torch
+
 from splitveil.common.errors import ContractMismatch, PeerEndedForGood, PeerError
+from splitveil.common.models.device import device_in_words
+from splitveil.common.models.ranks import Ranks
+from splitveil.common.models.spread_model import work
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.endpoint import serving_status
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.party_status import RunStatus
-from splitveil.common.party.workers import Rank, Workers, check_model, joined
+from splitveil.common.party.workers import Rank, facts_of, joined
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.model_files import identity_metadata, save_model
 from splitveil.common.record.run_folder import end_of, open_run_folder
@@ -26,7 +32,7 @@ from splitveil.passive_party.assembly import (
     checked_credentials,
     evaluation_labels,
     idle_peer,
-    work_for,
+    learner_of_rank,
 )
 from splitveil.passive_party.commands.results import leave_results, try_to_measure
 from splitveil.passive_party.recorder import PassiveRecorder
@@ -46,51 +52,54 @@ _ENDED = (
 
 
 def run(parsed: argparse.Namespace) -> None:
-    """Train with the active party, or resume a run; a rank above 0 computes for rank 0."""
+    """Train with the active party, or resume a run; a rank above 0 computes with rank 0."""
     settings = command_line.load_settings(PassiveSettings, parsed, "passive")
     rank = Rank.of_environment()
-    if rank.size > 1:
-        check_model(settings.bottom_model, "bottom_model")
-    if rank.number:
-        work_for(settings, rank)
-        return
+    device = command_line.prepare(settings, rank)
+    facts = facts_of(settings, device, "bottom_model", "adversary")
     interruption = Interruption()
-    interruption.install()
-    with joined(rank, interruption) as workers:
+    if not rank.number:
+        interruption.install()
+    with joined(rank, device, facts, interruption) as ranks:
+        if ranks is not None and rank.number:
+            work(ranks, partial(learner_of_rank, settings, device))
+            return
         credentials = checked_credentials(settings)
         open_earlier_model(settings)
         try_custom_attacks(settings.adversary, settings.contract.cut_shape)
         status = RunStatus(settings.party, settings.contract)
         with serving_status(status, settings.status, interruption):
-            _train(parsed, settings, credentials, interruption, status, workers)
+            fresh = parsed.fresh and not rank.restarts
+            _train(settings, credentials, interruption, status, device, ranks, fresh=fresh)
 
 
 def _train(
-    parsed: argparse.Namespace,
     settings: PassiveSettings,
     credentials: CredentialFiles | None,
     interruption: Interruption,
     status: RunStatus,
-    workers: Workers,
+    device: torch.device,
+    ranks: Ranks | None,
+    *,
+    fresh: bool,
 ) -> None:
-    device = command_line.prepare(settings, workers.rank)
     data = PartyData.of(settings)
-    logger.info("%d rows read from %s, device %s", len(data.ids), data.table.source, device)
+    logger.info(
+        "%d rows read from %s, device %s", len(data.ids), data.table.source, device_in_words(device)
+    )
     labels = evaluation_labels(settings)
     interruption.check()
     folder = open_run_folder(
         settings.runs_dir,
         settings.contract.run_name,
         settings.folder_name(),
-        lambda folder: command_line.takes_up(
-            settings, fresh=parsed.fresh and not workers.rank.restarts, folder=folder
-        ),
+        lambda folder: command_line.takes_up(settings, fresh=fresh, folder=folder),
     )
     if _was_ended(settings, folder, interruption):
         return
     command_line.save_resolved(settings, folder)
-    aligner = build_aligner(settings, data, folder, fresh=parsed.fresh)
-    build_trainer = BottomBuilder(settings, data, device, workers.line)
+    aligner = build_aligner(settings, data, folder, fresh=fresh)
+    build_trainer = BottomBuilder(settings, data, device, ranks)
     with ExitStack() as resources:
         wanted = Transcript(folder, settings.party) if settings.transcript else nullcontext()
         transcript = resources.enter_context(wanted)
@@ -132,13 +141,12 @@ def _train(
     if run.trainer is not None and build_trainer.encoder is not None:
         try_to_measure(settings.report, folder, run.trainer, build_trainer.encoder, len(data.ids))
     features = None if run.trainer is None else run.trainer.feature_values
-    leave_results(folder, recorder.summary(features), transcript, stopped)
+    leave_results(folder, recorder.summary(features), transcript, stopped, device_in_words(device))
     aligner.tried.forget()
     store.forget_finished()  # last: a process that ends before this does not train from scratch
 
 
 def _was_ended(settings: PassiveSettings, folder: Path, interruption: Interruption) -> bool:
-    """Return whether the run is over, finished or ended for good by the active party; say so."""
     if command_line.is_finished(folder):
         return True
     if end_of(folder) is None or _peer_is_back(settings, interruption):
@@ -148,7 +156,6 @@ def _was_ended(settings: PassiveSettings, folder: Path, interruption: Interrupti
 
 
 def _peer_is_back(settings: PassiveSettings, interruption: Interruption) -> bool:
-    """Return whether the active party, which had ended the run for good, serves again."""
     until = time.monotonic() + min(BACK_WITHIN_S, settings.reconnect.max_s)
     with idle_peer(settings) as peer:
         while time.monotonic() < until:

@@ -215,7 +215,6 @@ class InferenceService:
         return encode_embedded(request.number, embedded, self._limits)
 
     def _is_due(self, num_ids: int, context: grpc.ServicerContext) -> bool:
-        """Wait until so many ids are due, and return whether anybody still wants them."""
         began = time.monotonic()
         is_wanted = self._throttle.wait(num_ids, lambda: self._is_wanted(context))
         self.status.note_waited(time.monotonic() - began)

@@ -4,19 +4,18 @@
 ``run`` on; ``splitveil`` itself has only the options that need no sub-command.
 
 A ``SplitveilError`` that a sub-command raises is printed after the program's name, and its exit
-code is the command's. A module is imported only when its sub-command is called, or for the
-completion of all; it imports torch, if at all, in ``run``, so that its help appears at once.
+code is the command's. A module is imported only when its sub-command is called; it
+imports torch, if at all, in ``run``, so that its help appears at once.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 from importlib import import_module
 from typing import NamedTuple, NoReturn, Protocol, cast
 
 from splitveil.common.errors import SplitveilError
-from splitveil.common.party.arguments import Commands, Parser, add_completion, end_program
+from splitveil.common.party.arguments import Commands, Parser, end_program
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import visible_lines
 
@@ -85,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _exit_code(words: Sequence[str]) -> int:
     called = next((command for command in SUB_COMMANDS if words[:1] == [command.name]), None)
-    if called is None:  # --help, --version, --print-completion, or a mistake
+    if called is None:  # --help, --version, or a mistake
         _parser().parse_args(words or ["--help"])
         return 0
     module, program = _module(called), f"{PROGRAM} {called.name}"
@@ -101,20 +100,16 @@ def _exit_code(words: Sequence[str]) -> int:
         return 130
 
 
-def _parser(*, with_arguments: bool = False) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog=PROGRAM,
         description="Two-party split learning with defended gradients.",
         example="demo",
     )
     add_version(parser)
-    add_completion(parser, partial(_parser, with_arguments=True))
     commands: Commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for one in SUB_COMMANDS:
-        own = [_module(one).parser(f"{PROGRAM} {one.name}")] if with_arguments else []
-        commands.add_parser(
-            one.name, help=one.purpose, description=one.purpose, parents=own, add_help=not own
-        )
+        commands.add_parser(one.name, help=one.purpose, description=one.purpose)
     return parser
 
 

@@ -147,7 +147,6 @@ def _class_around(function: Callable[..., Any]) -> type[Defense]:
 
 
 def _title(chosen: DefenseSection) -> str:
-    """Return the name and the settings that are not defaults, as the command line writes them."""
     if isinstance(chosen, CustomDefense):
         given = [f"{name}={value}" for name, value in chosen.arguments.items()]
         return " ".join([chosen.module.partition(":")[2], *given])

@@ -97,7 +97,6 @@ def _party(settings: PartySettings, base_dir: Path, *, seeds: bool) -> dict[str,
 
 
 def _chosen(full: dict[str, Any], section: Any) -> dict[str, Any]:
-    """Return the settings that are not defaults."""
     return _reduced(full, section.model_dump(mode="json", exclude_defaults=True))
 
 
@@ -118,7 +117,6 @@ def _without(values: dict[str, Any], names: set[str]) -> None:
 
 
 def _from_here(values: dict[str, Any], base_dir: Path) -> None:
-    """Make the paths of files absolute that are there, relative to ``base_dir``."""
     for name, value in values.items():
         if name == "weights" and isinstance(value, dict):  # of modules, by name
             values[name] = {part: _absolute(one, base_dir) for part, one in value.items()}

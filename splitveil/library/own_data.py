@@ -286,7 +286,6 @@ def _way_of(column: pa.Field, table: str) -> str:
 
 
 def _sequence(cells: pa.ChunkedArray) -> dict[str, int]:
-    """Return settings that fit all rows of a column of lists of whole numbers."""
     longest = pc.max(pc.list_value_length(cells)).as_py()
     largest = pc.max(pc.list_flatten(cells)).as_py()
     return {"max_length": max(1, longest or 0), "num_tokens": max(0, largest or 0) + 1}
@@ -307,7 +306,6 @@ def _has_gaps(cells: pa.ChunkedArray) -> bool:
 
 
 def _classes(label: str, labels: pa.ChunkedArray) -> dict[str, Any]:
-    """Return how labels are read: texts as ``init`` reads them, whole numbers from 0 as classes."""
     if not (is_numeric(labels.type) or pa.types.is_boolean(labels.type)):
         kind = labels.type.value_type if pa.types.is_dictionary(labels.type) else labels.type
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):

@@ -18,7 +18,8 @@ from splitveil.active_party.predict.predictor import JointModel, ModelChoice, Pr
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.errors import OtherModel, SettingsError
-from splitveil.common.party.command_line import torch_device
+from splitveil.common.models.device import restoring_devices
+from splitveil.common.party.command_line import device_of
 from splitveil.common.party.served_rows import ServedRows
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.messages import Embedded, ModelIdentity
@@ -59,6 +60,7 @@ class LocalEmbedder:
     def close(self) -> None: ...
 
 
+@restoring_devices()
 def predict(
     run: Run | str | Path,
     ids: Iterable[Any] | None = None,
@@ -112,9 +114,9 @@ def predict(
     for name, table in given.items():
         parquet.write_table(table, paths[name])
     with own_modules(base):
-        joint = JointModel.load(active, torch_device(active.device), model)
+        joint = JointModel.load(active, device_of(active), model)
         served = {
-            name: ServedModel.load(one, torch_device(one.device), paths.get(name))
+            name: ServedModel.load(one, device_of(one), paths.get(name))
             for name, one in others.items()
         }
     own = None

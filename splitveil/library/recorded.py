@@ -30,8 +30,9 @@ from splitveil.common.alignment import AlignmentEngine
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.alignment.ristretto import DIGEST_BYTES, POINT_BYTES
 from splitveil.common.errors import EndedForGood
+from splitveil.common.models.device import torch_device
 from splitveil.common.party import command_line
-from splitveil.common.party.command_line import draw_nonce, torch_device
+from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.record.model_files import identity_metadata, save_model
 from splitveil.common.record.run_record import write_summary

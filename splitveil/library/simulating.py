@@ -184,7 +184,6 @@ def _base(
 
 
 def _audits(place: str, attacks: Sequence[str | Mapping[str, Any]] | None) -> list[str]:
-    """Return the overrides of one party's attacks; those of the settings stay for None."""
     if attacks is not None and not attacks:
         return [f"{place}=null"]
     values = EVERY_BATCH if attacks is None else {**EVERY_BATCH, "attacks": attacks}

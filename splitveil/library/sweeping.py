@@ -24,6 +24,7 @@ import torch
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.sequences import tokenizer_files
 from splitveil.common.errors import DataError, EndedForGood, SettingsError, SplitveilError
+from splitveil.common.models.device import restoring_devices
 from splitveil.common.party import command_line
 from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.record.metrics_log import chart_outcome
@@ -162,7 +163,6 @@ def _why_ended(code: int, said: str) -> str:
 
 
 def _run(job: Job, on_epoch: Callable[[], object]) -> bool:
-    """Run a job, and return whether that was necessary."""
     settings, folder = job.settings(), Path(job.folder)
     parties: dict[str, PartySettings] = {ACTIVE: settings.active}
     parties |= {one.folder_name(): one for one in settings.passive.values()}
@@ -184,7 +184,6 @@ def _run(job: Job, on_epoch: Callable[[], object]) -> bool:
 
 
 def _charted(settings: PartiesSettings) -> dict[str, Any]:
-    """Return the settings that decide what is learned and revealed, by owner."""
     contract = settings.active.contract.model_dump(mode="json", include=_CHARTED)
     owners = {ACTIVE: settings.active, **settings.passive}
     return {"contract": contract} | {
@@ -212,13 +211,12 @@ def _is_finished(folder: Path, settings: PartySettings) -> bool:
 
 @contextmanager
 def _as_in_a_process_of_its_own(settings: ActiveSettings) -> Iterator[None]:
-    """Set what a party's process sets, and restore it for the program that simulates."""
     log = logging.getLogger("splitveil")
     level, path, threads = log.level, sys.path[:], torch.get_num_threads()
     if level == logging.NOTSET:
         log.setLevel(logging.ERROR)  # seeds are insecure between parties; here there are none
     try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with restoring_devices(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             command_line.prepare(settings)
             yield
     finally:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from splitveil.common.alignment import align, channel_pair, ecdh
+from splitveil.common.alignment.common_tags import secret_permutation
 from splitveil.common.alignment.ecdh import CHUNK_IDS
 from splitveil.common.alignment.exchange import _send_all
-from splitveil.common.alignment.tag_lists import secret_permutation
 from splitveil.common.data.ids import canonical_ids
 from splitveil.common.errors import AlignmentError, DataError, InvalidMessage, PeerUnreachable
 from splitveil.protos import split_learning_pb2 as pb

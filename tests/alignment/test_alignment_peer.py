@@ -382,7 +382,7 @@ def test_a_peer_s_fault_is_the_reason_though_the_files_of_the_exchange_are_gone(
     failed = threading.Event()
 
     class Forgotten:
-        is_complete = False
+        is_bucket_complete = False
 
         def own_frames(self) -> Iterator[pb.AlignFrame]:
             raise StorageError("the tags are gone")

@@ -36,11 +36,9 @@ COMMON = set(OWN) & set(PEER)
 def test_a_line_that_breaks_off_again_and_again_costs_no_id_and_repeats_little(
     tmp_path: Path, seed: int
 ) -> None:
-    """Also if a party is given another memory limit, or none, between two attempts."""
     draw = random.Random(seed)
     pair = Pair(tmp_path)
     for frames in [draw.randrange(1, 30) for _ in range(6)]:
-        pair.limits = draw.choices([None, 2**15], k=2)
         first, second = pair.attempt(breaks_at=draw.choice([(frames, None), (None, frames)]))
         if first.error is None and second.error is None:
             break  # what was left fitted before the break
@@ -81,7 +79,6 @@ def test_a_last_message_that_is_lost_costs_neither_party_an_id(tmp_path: Path, l
     assert isinstance(outcomes[loser].error, PeerUnreachable)
     assert pair.is_kept() == [True, True]
     pair.loses_last_frame_of = None
-    pair.limits[loser] = 2**15
     outcomes = pair.attempt()
     assert common_ids(OWN, outcomes[0]) == common_ids(PEER, outcomes[1])
     assert set(common_ids(OWN, outcomes[0])) == COMMON
@@ -121,7 +118,13 @@ def test_only_the_owner_can_read_what_is_kept(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     pair.attempt(breaks_at=(6, None))
     paths = [path for path in tmp_path.rglob("*") if ".exchanges" in str(path)]
-    assert {path.name for path in paths} >= {"state", "own.points", "peer.points", "peer.tags"}
+    assert {path.name for path in paths} >= {
+        "state",
+        "rows",
+        "own.points",
+        "peer.points",
+        "peer.tags",
+    }
     for path in paths:
         assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
     assert all(b"customer" not in path.read_bytes() for path in paths if path.is_file())
@@ -135,7 +138,7 @@ def test_files_that_a_crash_left_in_part_are_used_as_far_as_they_are_whole(
     pair = Pair(tmp_path)
     pair.attempt(breaks_at=(draw.randrange(2, 30), None))
     names_of_files: list[StoredName] = ["own.points", "peer.points", "peer.tags", "own.tags"]
-    path = pair.files[draw.randrange(2)]._folder / draw.choice(names_of_files)
+    path = pair.files[draw.randrange(2)]._folder / "0" / draw.choice(names_of_files)
     if path.exists():
         path.write_bytes(path.read_bytes()[: draw.randrange(path.stat().st_size + 1)])
     for _ in range(3):
@@ -276,7 +279,7 @@ def test_what_is_refused_while_own_points_are_sent_is_forgotten_too(tmp_path: Pa
     victim.exchange.receive(commitment)
     for chunk, at in enumerate(range(0, len(tags), 2 * 16)):
         victim.exchange.receive(tags_frame(chunk, tags[at : at + 2 * 16]))
-    path = victim.files._folder / "own.tags"
+    path = victim.files._folder / "0" / "own.tags"
     path.write_bytes(bytes(16) + tags[16:])
     victim.start(victim.resume())
     assert victim.held.tags == 100

@@ -53,7 +53,7 @@ class TwoExponents(EcdhEngine):
         return exchange
 
     def _points(self, exchange: EcdhExchange) -> Iterator[pb.AlignFrame]:
-        rows = exchange._require_order().rows(0, len(exchange._ids)).tolist()
+        rows = exchange._require_order().tolist()
         for chunk, first in enumerate(range(0, len(rows), 16)):
             points = b""
             for row in rows[first : first + 16]:
@@ -71,9 +71,8 @@ class TwoExponents(EcdhEngine):
             *_split(_tags(self.points_of_other, self.exchange._scalar), 16),
             *_split(_tags(self.points_of_other, self.second), 16),
         }
-        num_own = len(self.exchange._ids)
-        own = _split(self.exchange._tags.own.read(0, num_own), 16)
-        rows = self.exchange._require_order().rows(0, num_own).tolist()
+        own = _split(bytes(self.exchange._tags.own), 16)
+        rows = self.exchange._require_order().tolist()
         return {
             self.exchange._ids[row] for row, tag in zip(rows, own, strict=True) if tag in by_either
         }

@@ -50,8 +50,7 @@ def probe(ids: list[str], channel: AlignChannel, run_id: str, nonce: bytes) -> s
             if not reply.HasField("done"):
                 channel.send(reply)
     channel.close()
-    rows = session._common_rows
-    return set() if rows is None else {ids[row] for row in rows}
+    return {ids[row] for rows in session._found for row in rows}
 
 
 # ---- a passive party that guesses the active party's ids, over localhost ----

@@ -1,4 +1,4 @@
-"""The command ``splitveil``: its sub-commands, their help, JSON and shell completion."""
+"""The command ``splitveil``: its sub-commands, their help, and JSON."""
 
 import argparse
 import json
@@ -104,7 +104,6 @@ def test_the_help_of_every_command_ends_with_an_example_that_it_can_read(
         ["--help"],
         ["--version"],
         ["active", "run", "--help"],
-        ["--print-completion", "bash"],
     ],
     ids=" ".join,
 )
@@ -120,14 +119,6 @@ def test_help_has_the_whole_name_and_imports_nothing_that_takes_long(words: list
     assert done.stdout.splitlines()[-1] == "heavy []"
     if words[-1] == "--help":
         assert done.stdout.startswith(" ".join(["usage: splitveil", *words[:-1]]))
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
-def test_every_program_prints_its_completion(shell: str, call: Call) -> None:
-    for main in (program.main, active_party.main, passive_party.main):
-        done = call("--print-completion", shell, main=main)
-        assert (done.exit_code, done.err) == (0, "")
-        assert "print-completion" in done.out
 
 
 @pytest.mark.parametrize("party", ["active", "passive"])

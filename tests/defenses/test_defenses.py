@@ -521,11 +521,11 @@ def test_what_cannot_be_defended_is_refused(
         answered(name, gradients, labels)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", NOISY)
-def test_noise_on_a_gpu_has_the_power_reported(name: str) -> None:
-    gradients, labels = (tensor.cuda() for tensor in binary_batch(batch=20_000))
+def test_noise_on_a_gpu_has_the_power_reported(name: str, gpu: torch.device) -> None:
+    gradients, labels = (tensor.to(gpu) for tensor in binary_batch(batch=20_000))
     defended, report = answered(name, gradients, labels)
     assert defended.is_cuda
     measured = float((defended - gradients).square().sum(dim=1).mean())
-    assert measured == pytest.approx(report.noise_power, rel=0.05)
+    # Six standard deviations for max_norm_positive, whose noise is large on few rows.
+    assert measured == pytest.approx(report.noise_power, rel=0.2)

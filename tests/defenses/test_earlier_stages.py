@@ -1,5 +1,7 @@
 """Projected labels: a stage looks away from what earlier ones have told."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -48,7 +50,7 @@ def test_sums_that_noise_hides_are_asked_for_again() -> None:
 def test_stages_that_tell_all_directions_know_labels_that_lie_in_them() -> None:
     """Residuals within the columns' span, told stage by stage, with hardly any noise."""
     rows = rows_of(ROWS)
-    columns = features.columns_of(rows).of(rows)
+    columns = features.columns_of([rows]).of(rows)
     prior = torch.full((ROWS,), 0.5)
     truth = (0.5 + 0.05 * columns @ torch.randn(columns.shape[1], generator=generator(5))).clamp(
         0, 1
@@ -89,6 +91,21 @@ def test_a_design_does_not_depend_on_any_sum() -> None:
     other.add(first, Release(sums, 3.0))
     assert torch.equal(next_design(other).steps, made.steps)
     assert not torch.equal(next_design(after(sigma=30.0)[1]).steps, made.steps)
+
+
+def test_rows_are_read_once_and_targets_of_later_epochs_decompose_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (_,), posterior = after(sigma=3.0)
+    read = Mock(side_effect=in_chunks(rows_of(ROWS)))
+    design(read, ROWS, RANK, earlier=posterior.released)
+    assert read.call_count == 1
+    first = posterior.targets(torch.full((ROWS,), 0.5))
+    decompose = Mock(side_effect=torch.linalg.eigh)
+    monkeypatch.setattr(torch.linalg, "eigh", decompose)
+    assert torch.equal(posterior.targets(torch.full((ROWS,), 0.5)), first)
+    assert not torch.equal(posterior.targets(torch.full((ROWS,), 0.4)), first)
+    assert decompose.call_count == 0
 
 
 def test_excluded_rows_stay_without_weight() -> None:

@@ -158,11 +158,10 @@ def test_on_the_cpu_noise_is_secure_unless_speed_is_asked_for(
     assert torch_draws_in(MarvellDefense(secure_noise=False), monkeypatch) > 0
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("source", [SecureNoise, EntropyNoise, DefaultNoise])
 def test_on_a_gpu_noise_comes_to_the_gpu(
-    source: type[SecureNoise | EntropyNoise | DefaultNoise],
+    source: type[SecureNoise | EntropyNoise | DefaultNoise], gpu: torch.device
 ) -> None:
-    numbers = source().standard_normal((200_000,), torch.empty(0, device="cuda"))
+    numbers = source().standard_normal((200_000,), torch.empty(0, device=gpu))
     assert numbers.is_cuda
     assert stats.kstest(numbers.cpu().numpy(), "norm").pvalue > 1e-6

@@ -117,7 +117,8 @@ def test_targets_are_the_mean_of_a_joint_normal_distribution() -> None:
     mean = prior.double().numpy()
     gram = torch.from_numpy(weights.T @ weights) / sigma**2
     surprise = torch.from_numpy((sums - weights.T @ mean) / sigma)[:, None]
-    variance, _ = likeliest_variance(gram, surprise)
+    powers, vectors = torch.linalg.eigh(gram)
+    variance = likeliest_variance(powers[:, None], vectors.T @ surprise)
     covariance = variance * weights
     of_sums = variance * weights.T @ weights + sigma**2 * np.eye(len(sums))
     expected = mean + covariance @ np.linalg.solve(of_sums, sums - weights.T @ mean)

@@ -222,7 +222,7 @@ def test_the_columns_hold_what_a_step_of_the_bottom_model_asks_for(kind: str) ->
         "products with activations": along * rows.activations,
         "products with own": along * rows.own,
     }[kind].double()
-    columns = columns_of(rows).of(rows).double()
+    columns = columns_of([rows]).of(rows).double()
     centred = wanted - wanted.mean(dim=0)
 
     def missing(columns: Tensor) -> float:

@@ -17,8 +17,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+import duckdb
+import pyarrow as pa
 import pytest
 import yaml
+from pyarrow import parquet
+from safetensors.torch import load_file
 
 from splitveil import Run
 from splitveil.active_party.settings import ActiveSettings
@@ -31,6 +35,7 @@ from splitveil.deploy import overrides
 from splitveil.deploy.demo import DEMO
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support.commands import Done, begun, called, ended, write_tables
+from tests.support.equality import assert_same_weights
 from tests.support.markdown import GUIDE, ROOT, Block, blocks, name_of, prose
 from tests.support.simulation import free_address
 
@@ -48,6 +53,8 @@ RUN_HERE = (
     "splitveil certs init certificates",
     "splitveil active check active.yaml",
     "splitveil passive check passive.yaml",
+    "splitveil active align active.yaml --positions --output clients-positions.parquet",
+    "splitveil passive align passive.yaml --positions --output usage-positions.parquet",
     "splitveil active plan active.yaml --target-leak-auc 0.65",
     "splitveil active run active.yaml",
     "splitveil passive run passive.yaml",
@@ -91,11 +98,10 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def both_run(folder: Path) -> dict[str, Done]:
+def both_run(folder: Path, *texts: str) -> dict[str, Done]:
     address = free_address()
     processes = {
-        f"splitveil {party} run {party}.yaml": f"{where}={address}"
-        for party, where in (("active", "listen"), ("passive", "connect"))
+        text: f"{where}={address}" for text, where in zip(texts, ("listen", "connect"), strict=True)
     }
     started = {
         text: begun(folder, text, "--set", where, *SHORT) for text, where in processes.items()
@@ -106,11 +112,11 @@ def both_run(folder: Path) -> dict[str, Done]:
 @pytest.fixture(scope="module")
 def done(own: Path) -> Mapping[str, Done]:
     results: dict[str, Done] = {}
-    for text in RUN_HERE:
+    for place, text in enumerate(RUN_HERE):
         if text in results:
             continue
-        if " run " in text:
-            results |= both_run(own)
+        if " run " in text or " align " in text:
+            results |= both_run(own, *RUN_HERE[place : place + 2])
         else:
             run_name = yaml.safe_load(settings_block("contract.yaml").text)["run_name"]
             typed = text.replace("runs/OTHER", "runs/NAME").replace("NAME/", f"{run_name}/")
@@ -136,6 +142,26 @@ def test_the_run_leaves_the_files_that_the_guide_names(own: Path, done: Mapping[
     # The feature owner's ids have a leading blank, and are in another order.
     summaries = [json.loads(path.read_text()) for path in (own / "runs").glob("*/*/summary.json")]
     assert [summary["aligned_rows"] for summary in summaries] == [1200, 1200]
+
+
+def test_other_engines_join_the_positions_as_the_page_says(
+    own: Path, done: Mapping[str, Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert done
+    monkeypatch.chdir(own)
+    (recipe,) = (block.text for block in blocks(OWN_DATA) if block.language == "sql")
+    duckdb.sql(recipe)
+    (in_polars,) = re.findall(r"`(pl\.scan_csv.*)`\.", OWN_DATA.read_text(encoding="utf-8"))
+    eval(in_polars, {"pl": pytest.importorskip("polars")})  # noqa: S307 (the page's own)
+    usage = parquet.read_table("usage-positions.parquet")
+    expected = [one.strip() for one in usage.sort_by("position")["customer"].to_pylist()]
+    shards = [parquet.read_table(f"clients-shards/shard={shard}") for shard in range(4)]
+    assert [shard.num_rows for shard in shards] == [300] * 4
+    for table in (pa.concat_tables(shards), parquet.read_table("clients-aligned.parquet")):
+        assert table["client_id"].to_pylist() == expected
+        assert table["position"].to_pylist() == list(range(1200))
+        assert {"churned", "plan"} <= {*table.column_names}
+    assert Path("usage-positions.parquet").stat().st_mode & 0o777 == 0o600
 
 
 def test_the_pages_show_the_commands_that_are_run_here() -> None:
@@ -284,3 +310,29 @@ def test_every_piece_of_settings_is_accepted(own: Path, tmp_path: Path, block: B
     (tmp_path / "party.yaml").write_text(yaml.safe_dump(merged))
     section: type[PartySettings] = ActiveSettings if kind == "active" else PassiveSettings
     load_party_settings(section, tmp_path / "party.yaml")
+
+
+def test_one_script_simulates_and_runs_real_parties_with_equal_bits(tmp_path: Path) -> None:
+    programs = [
+        one.text
+        for one in blocks(ROOT / "docs" / "guide" / "python-api.md")
+        if one.language == "python"
+    ]
+    (tables,) = (one.partition("(run,)")[0] for one in programs if "clients = " in one)
+    (study,) = (one for one in programs if "sys.argv" in one)
+    head = 'from splitveil import simulate\n\nshort = {"contract.epochs": 2}\n'
+    (tmp_path / "study.py").write_text(head + tables + study)
+    address = free_address()
+    assert ended(begun(tmp_path, "study")).exit_code == 0
+    both = [
+        begun(tmp_path, "study", party, "--set", f"{option}={address}", "--set", "torch_threads=1")
+        for party, option in (("active", "listen"), ("passive", "connect"))
+    ]
+    assert [ended(process).exit_code for process in both] == [0, 0]
+    run, there = (Run(tmp_path / one / "simulated-seed-0") for one in ("simulated", "runs"))
+    for party in ("active", "passive"):
+        weights = (
+            load_file(one.path / party / "checkpoint" / "model.safetensors") for one in (run, there)
+        )
+        assert_same_weights(*weights)
+    assert run.rows("epochs") == there.rows("epochs")

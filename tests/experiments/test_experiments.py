@@ -48,6 +48,7 @@ from splitveil.experiments.models import GreyImageBottom, WideDeepBelowCut, mean
 from splitveil.experiments.plots import Point, course, epochs, floor, sweep, trade_off
 from splitveil.experiments.preparation import prepare
 from splitveil.experiments.settings import (
+    ClassesPlot,
     CoursePlot,
     EpochPlot,
     Experiment,
@@ -513,6 +514,32 @@ def test_a_long_course_is_averaged_over_stretches(tmp_path: Path) -> None:
     assert found == pytest.approx(values.reshape(200, 5).mean(axis=1))
 
 
+def test_stored_gradients_give_norms_of_each_class_and_no_row(tmp_path: Path) -> None:
+    """Of an example's own loss: gradients of a mean are smaller the more rows a batch has."""
+    cell = cells_of(tiny())[0]
+    leave_behind(cell, tmp_path)
+    norms, sizes = np.random.default_rng(1).random(40), np.repeat([30, 10], [30, 10])
+    stored: dict[str, Any] = {"gradients": np.outer(norms / sizes, [0.6, 0.8]), "batches": sizes}
+    labels = np.arange(40) % 4 == 0
+    run = tmp_path / cell.run_folder / "passive"
+    np.savez(run / "received-0001.npz", labels=labels.astype(np.int64), **stored)
+    np.savez(run / "received-0002.npz", **stored)  # without labels
+    rows = collect("tiny", "full", cell, tmp_path)
+    found = {(r.attack, r.statistic): r.value for r in rows if "norm_q" in r.statistic}
+    assert found == {
+        (f"label {label:d}", f"epoch_norm_q{quantile:02}"): pytest.approx(
+            np.percentile(norms[labels == label], quantile)
+        )
+        for label in (False, True)
+        for quantile in (5, 50, 95)
+    }
+    (panel,) = epochs(ClassesPlot(kind="classes"), rows).items()
+    assert panel[0] == "none"
+    assert len(panel[1]) == 6
+    point = Point(1.0, 0.0, found["label 1", "epoch_norm_q50"], 0.0)
+    assert panel[1]["label 1, 50 %"] == [point]
+
+
 def row(variant: str, seed: int, statistic: str, value: float, **where: Any) -> FigureRow:
     series = variant.split(maxsplit=1)[0]
     whose = ("t", "full", "cancer", variant, series, None, seed, "active")
@@ -600,7 +627,7 @@ def test_the_course_of_a_leak_is_the_mean_over_seeds_at_each_step() -> None:
     assert found[1].y_sd == pytest.approx(0.2 / math.sqrt(2))
     rows = [row("none", 0, "epoch_test_auc", 0.5, epoch=epoch) for epoch in (0, 1)]
     rows += [row("none", 0, "epoch_leak", 0.7, epoch=epoch, **NORM) for epoch in (0, 1)]
-    of_figure = epochs(EpochPlot(kind="epochs"), rows)["none"]
+    of_figure = epochs(EpochPlot(kind="epochs"), rows)["test AUC"]["none"]
     of_leak = course(CoursePlot(kind="course", over="epochs"), rows)["cut", "norm"]["none"]
     assert [point.x for point in of_figure] == [point.x for point in of_leak] == [1.0, 2.0]
 

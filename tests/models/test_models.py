@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.dense import interpolated
+from splitveil.common.models.device import restoring_devices, use_device
 from splitveil.common.models.factory import Trial, build_bottom_model, build_top_model, load_class
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.settings import ModelSettings, OptimizerSettings
@@ -275,7 +276,7 @@ def test_conv_may_end_in_dense_layers_below_the_cut_and_meet_own_features_above(
     assert not torch.equal(logits, top(activation, Features(own.numeric + 1, own.categorical)))
 
 
-@pytest.mark.parametrize(
+MODELS = pytest.mark.parametrize(
     ("below", "above", "shapes", "cut_shape"),
     [
         (wide_deep(hidden=[12, 6]), wide_deep(hidden=[8]), CRITEO, (6,)),
@@ -285,6 +286,34 @@ def test_conv_may_end_in_dense_layers_below_the_cut_and_meet_own_features_above(
     ],
     ids=["wide_deep", "conv", "mlp", "tabular"],
 )
+
+
+@MODELS
+def test_on_a_gpu_models_learn_by_algorithms_that_repeat_what_they_learn_on_the_cpu(
+    gpu: torch.device,
+    below: ModelSettings,
+    above: ModelSettings,
+    shapes: FeatureShapes,
+    cut_shape: tuple[int, ...],
+) -> None:
+    own = None if shapes.image_shape else shapes
+    learned = []
+    with restoring_devices():
+        for device in (torch.device("cpu"), use_device(str(gpu))):
+            both = nn.ModuleList(
+                [
+                    build_bottom_model(below, shapes, cut_shape, seed=0),
+                    build_top_model(above, cut_shape, own, seed=0),
+                ]
+            ).to(device)
+            features = batch(6, shapes).to(device)
+            both[1](both[0](features), features if own else None).sum().backward()
+            learned.append([one.grad.cpu() for one in both.parameters() if one.grad is not None])
+    assert len(learned[0]) > 4
+    torch.testing.assert_close(*learned)
+
+
+@MODELS
 def test_no_row_of_a_batch_has_an_influence_on_another(
     below: ModelSettings, above: ModelSettings, shapes: FeatureShapes, cut_shape: tuple[int, ...]
 ) -> None:

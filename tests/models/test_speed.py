@@ -3,17 +3,13 @@
 import copy
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from splitveil.active_party import workers as active_workers
-from splitveil.common.errors import SettingsError, SplitveilError
-from splitveil.common.models.speed import Autocast, speed_up
-from splitveil.passive_party import assembly as passive_assembly
+from splitveil.common.errors import SplitveilError
+from splitveil.common.models.speed import speed_up
 from tests.support.equality import assert_same_weights
 from tests.support.peers import Lost, dying
 from tests.support.runs import build_parties, run_in_process, write_example
@@ -72,21 +68,6 @@ def test_autocast_ends_also_after_an_error() -> None:
         fast(torch.ones(2, 5))
     assert not torch.is_autocast_enabled("cpu")
     assert fast(rows()).dtype == torch.float32
-
-
-def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda _name: None)
-    with pytest.raises(SettingsError, match=r"compile: there is no C\+\+ compiler"):
-        speed_up(model(), None, compiled=True)
-
-
-@pytest.mark.parametrize(("autocast", "compiled"), [("bfloat16", False), (None, True)])
-def test_several_processes_are_refused(autocast: Autocast, compiled: bool) -> None:
-    settings: Any = SimpleNamespace(autocast=autocast, compile=compiled)
-    nothing: Any = None
-    for spread in (active_workers.spread, passive_assembly.spread):
-        with pytest.raises(SettingsError, match="not where several processes"):
-            spread(settings, nn.Linear(2, 2), nothing, nothing)
 
 
 @NEEDS_COMPILER

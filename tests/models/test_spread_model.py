@@ -1,204 +1,318 @@
-"""A model that several processes compute; here, each process is a thread with queues for a line."""
+"""A model that several processes compute, each the rows that it owns."""
 
-import json
-import threading
+import copy
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from queue import SimpleQueue
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.common.data.features import Features, FeatureShapes
-from splitveil.common.errors import SettingsError
+from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.models.conv import ConvTop
-from splitveil.common.models.dense import MlpBottom
-from splitveil.common.models.settings import ConvModel, TabularModel
-from splitveil.common.models.spread_model import RowForm, SpreadModel, check_spreadable
-from splitveil.common.models.worker import Replica, Worker
-from splitveil.common.models.worker_line import Order, Pending, WorkerLine
-from splitveil.passive_party.bottom_trainer import stashing_weights
+from splitveil.common.models.optimizers import build_optimizer
+from splitveil.common.models.ranks import Ranks
+from splitveil.common.models.settings import AdamOptimizer, ConvModel, SgdOptimizer
+from splitveil.common.models.speed import speed_up
+from splitveil.common.models.spread_model import Beginning, Learner, SpreadModel, begin, work
+from splitveil.passive_party.bottom_trainer import LayerTap, stashing_weights
+from tests.support.forked import server
 
 CPU = torch.device("cpu")
-OWN = FeatureShapes(3, (5, 4), bins=(2, 7))
-TOP = RowForm((6, 8, 8), OWN)
+NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+OWN = FeatureShapes(3, (5, 4))
+ROWS = 90
+SGD = SgdOptimizer(kind="sgd", learning_rate=0.1)
+FACTS = {"optimizer": "sgd", "torch": "2"}
+Build = Callable[[], nn.Module]
 
 
-class _Queued:
-    def __init__(self, into: Tensor | None, queue: "SimpleQueue[Tensor]") -> None:
-        self._into = into
-        self._queue = queue
+def learner_of(
+    build: Build, ranks: Ranks | None = None, _: Any = None, *, depth: int = 1, **how: Any
+) -> Learner:
+    """Return a learner; as all ranks build it, or the only one."""
+    torch.manual_seed(1 + (ranks.rank if ranks else 0))  # so the weights have to come from rank 0
+    model = build()
+    speed_up(model, how.get("autocast"), compiled=how.get("compiled", False))
+    taps = {"head": LayerTap(model.head).take} if isinstance(model, Parts) else {}
+    optimizer = build_optimizer(how.get("optimizer", SGD), model)
+    schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return Learner(model, optimizer, schedule, CPU, taps, depth, partial(stashing_weights, model))
 
-    def wait(self, _within: object) -> None:
-        if self._into is not None:
-            self._into.copy_(self._queue.get(timeout=60))
 
-
-class QueueLine(WorkerLine):
-    """The line within one process: a queue for each pair of ranks."""
-
-    def __init__(self, rank: int, queues: "list[list[SimpleQueue[Tensor]]]") -> None:
-        super().__init__(rank, len(queues))
-        self._queues = queues
-
-    def send(self, values: Tensor, to: int) -> Pending:
-        queue = self._queues[self.rank][to]
-        queue.put(values.detach().clone())
-        return Pending(_Queued(None, queue), values, self._noticing)
-
-    def begin_receiving(self, into: Tensor, source: int) -> Pending:
-        return Pending(_Queued(into, self._queues[source][self.rank]), into, self._noticing)
+def compute(rank: int, size: int, file: Path, facts: Any, build: Any) -> None:
+    torch.set_num_threads(1)
+    ranks = Ranks.join(rank, size, file=file)
+    ranks.compare(facts)
+    work(ranks, partial(build, ranks))
+    ranks.close()
 
 
 @contextmanager
-def workers(size: int, build: Callable[[], Replica]) -> Iterator[WorkerLine]:
-    """Give rank 0's line to workers with these copies of its model; let them end in the end."""
-    queues: list[list[SimpleQueue[Tensor]]] = [
-        [SimpleQueue() for _ in range(size)] for _ in range(size)
-    ]
-    threads = [
-        threading.Thread(
-            target=Worker(QueueLine(rank, queues), lambda _: build()).work, daemon=True
-        )
-        for rank in range(1, size)
-    ]
-    for thread in threads:
-        thread.start()
-    line = QueueLine(0, queues)
-    line.begin({})
-    try:
-        yield line
-    finally:
-        line.close()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+def ranks_of(size: int, build: Any, facts: Any = FACTS, code: int = 0) -> Iterator[Ranks]:
+    """Start the other ranks, which build their learners so, and let them end in the end."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "ranks")
+        given = (size, file, facts, build)
+        others = [server.Process(target=compute, args=(rank, *given)) for rank in range(1, size)]
+        for process in others:
+            process.start()
+        ranks = Ranks.join(0, size, file=file)
+        try:
+            ranks.compare(FACTS)
+            yield ranks
+        finally:
+            ranks.close()
+        for process in others:
+            process.join(60)
+            assert process.exitcode == code
 
 
-@pytest.mark.parametrize("form", [TOP, RowForm(None, FeatureShapes(0, (), (1, 2, 2), "float32"))])
-def test_a_form_of_rows_survives_the_way_to_a_worker(form: RowForm) -> None:
-    assert RowForm.from_json(json.loads(json.dumps(form.to_json()))) == form
+def features() -> Features:
+    torch.manual_seed(7)
+    return Features(torch.randn(ROWS, 3), torch.randint(0, 4, (ROWS, 2)))
 
 
-def top(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
+def top() -> nn.Module:
     return ConvTop(ConvModel(kind="conv", channels=(4,), hidden=(8,)), (6, 8, 8), OWN)
 
 
-def top_replica(seed: int) -> Replica:
-    return Replica(top(seed), TOP, CPU)
+class Parts(nn.Module):
+    """Takes features; some weights are not trained, and some not used."""
+
+    def __init__(self, first: nn.Module, table: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first, self.table = first, table or nn.Embedding(5, 4)
+        self.head, self.idle = nn.Linear(4, 2), nn.Linear(3, 2)
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, given: Features) -> Tensor:
+        assert given.numeric is not None
+        assert given.categorical is not None
+        slots = self.table(given.categorical).sum(1)
+        found: Tensor = self.head(self.first(given.numeric) + slots) * self.frozen
+        return found
 
 
-def own_features(rows: int) -> Features:
-    return Features(torch.randn(rows, 3), torch.randint(0, 4, (rows, 2)))
+def normalised() -> nn.Module:
+    return Parts(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh()))
 
 
-@pytest.mark.parametrize(("size", "rows"), [(2, 1), (2, 7), (3, 2), (3, 64)])
-def test_outputs_and_gradients_are_those_of_one_process(size: int, rows: int) -> None:
-    """Also for batches that do not divide evenly, or have fewer rows than there are processes."""
-    model = top(seed=1)
-    with workers(size, partial(top_replica, 2)) as line:  # the weights come from rank 0
-        spread = SpreadModel(model, line)
-        for _ in range(2):
-            cut, own = torch.randn(rows, 6, 8, 8), own_features(rows)
-            labels = torch.randint(0, 2, (rows,)).float()
-
-            def gradients(compute: Any) -> list[Tensor]:
-                given = cut.clone().requires_grad_()  # noqa: B023 (called at once)
-                outputs = compute(given, own)  # noqa: B023
-                loss = nn.functional.binary_cross_entropy_with_logits(outputs, labels)  # noqa: B023
-                (raw,) = torch.autograd.grad(loss, given, retain_graph=True)
-                return [outputs, raw, *torch.autograd.grad(loss, list(model.parameters()))]
-
-            for found, expected in zip(gradients(spread), gradients(model), strict=True):
-                torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
-            SGD(model.parameters(), lr=0.1).step()
+def averaged() -> nn.Module:
+    first = nn.Sequential(
+        nn.Unflatten(1, (3, 1)),
+        nn.BatchNorm1d(3, affine=False, momentum=None),
+        nn.Flatten(),
+        nn.Linear(3, 4),
+    )
+    return Parts(first)
 
 
-def test_a_step_that_is_computed_again_has_the_same_bits() -> None:
-    model = top(seed=1)
-    cut, own = torch.randn(50, 6, 8, 8), own_features(50)
-    with workers(3, partial(top_replica, 1)) as line:
-        spread = SpreadModel(model, line)
-        first, again = (
-            torch.autograd.grad(spread(cut, own).square().sum(), list(model.parameters()))
-            for _ in range(2)
-        )
-    assert all(map(torch.equal, first, again))
+def dense() -> nn.Module:
+    return Parts(nn.Linear(3, 4))
 
 
-def bottom(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return MlpBottom(TabularModel(kind="tabular", hidden=(8,)), OWN, (4,))
+def sparse() -> nn.Module:
+    return Parts(nn.Linear(3, 4), nn.Embedding(5, 4, sparse=True))
+
+
+def dropping() -> nn.Module:
+    return Parts(nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)))
+
+
+def stepped(learner: Learner, loss: Tensor) -> None:
+    learner.optimizer.zero_grad()
+    torch.autograd.backward(loss)
+    learner.optimizer.step()
+    learner.schedule.step()
+
+
+BATCHES = (
+    torch.arange(40),
+    torch.tensor([6, 3, 12, 0, 9, 30, 21]),  # all of rank 0 of three, or mixed
+    torch.tensor([5, 7]),
+    torch.arange(80, 49, -1),
+)
+
+
+def begun(ranks: Ranks, learner: Learner) -> SpreadModel:
+    beginning = Beginning(OWN, None, 8)
+    return begin(ranks, learner, beginning, features(), torch.arange(ROWS).numpy())
+
+
+@pytest.mark.parametrize(
+    ("model", "how", "size"),
+    [
+        (dense, {}, 2),
+        (dense, {"optimizer": AdamOptimizer(kind="adam")}, 3),
+        (dense, {"optimizer": SGD.model_copy(update={"clip_norm": 0.1})}, 2),
+        (normalised, {}, 3),
+        (averaged, {}, 2),
+        (sparse, {}, 2),
+        (sparse, {"optimizer": AdamOptimizer(kind="adam", sparse_from_rows=2)}, 3),
+        (normalised, {"autocast": "bfloat16"}, 2),
+        pytest.param(normalised, {"compiled": True}, 2, marks=NEEDS_COMPILER),
+    ],
+)
+def test_several_ranks_learn_what_one_does(model: Build, how: Any, size: int) -> None:
+    """Also from batches of which a rank has no row."""
+    alone = learner_of(model, **how)
+    given, taps = features(), []
+    for batch in BATCHES:
+        stepped(alone, alone.model(given.rows(batch)).square().mean())
+        taps.append(alone.taps["head"]())
+    with ranks_of(size, partial(learner_of, model, **how)) as ranks:
+        learner = learner_of(model, ranks, **how)
+        learner.model.load_state_dict(learner_of(model).model.state_dict())
+        spread = begun(ranks, learner)
+        for batch, tap in zip(BATCHES, taps, strict=True):
+            stepped(learner, spread(batch).square().mean())
+            close(spread.taps["head"](), tap, how)
+        spread.random_states()  # all ranks have the same weights
+    for name, value in learner.model.state_dict().items():
+        close(value, alone.model.state_dict()[name], how)
+    assert isinstance(learner.model, Parts)
+    assert learner.model.idle.weight.grad is None
+
+
+def close(found: Any, expected: Any, how: Any) -> None:
+    atol = 5e-3 if "autocast" in how else 1e-5
+    torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_answer_can_be_computed_before_the_top_model_learns(size: int) -> None:
+    alone, given = learner_of(top), features()
+    with ranks_of(size, partial(learner_of, top)) as ranks:
+        learner = learner_of(top, ranks)
+        beginning = Beginning(OWN, (6, 8, 8), 8)
+        spread = begin(ranks, learner, beginning, given, torch.arange(ROWS).numpy())
+        for batch in BATCHES:
+            cut = torch.randn(len(batch), 6, 8, 8)
+            raw: list[Tensor] = []
+            for one, outputs_of in (
+                (learner, partial(spread, batch)),
+                (alone, lambda cut: alone.model(cut, given.rows(batch))),  # noqa: B023
+            ):
+                own = cut.clone().requires_grad_()
+                loss = outputs_of(own).square().mean()
+                raw += torch.autograd.grad(loss, own, retain_graph=True)
+                stepped(one, loss)
+            torch.testing.assert_close(*raw)
+        spread.random_states()
+    for weight, other in zip(learner.model.parameters(), alone.model.parameters(), strict=True):
+        torch.testing.assert_close(weight, other)
 
 
 def test_a_gradient_may_come_when_newer_batches_have_been_learned_from() -> None:
     """As with a pipeline: each gradient is that of the weights of its activation."""
 
-    def trained(model: nn.Module, compute: Any) -> list[Tensor]:
-        optimizer, waiting = SGD(model.parameters(), lr=0.1), []
-        for batch in batches:
-            with stashing_weights(model):
+    def trained(learner: Learner, compute: Any) -> list[Tensor]:
+        waiting = []
+        for batch in BATCHES:
+            with stashing_weights(learner.model):
                 waiting.append(compute(batch))
             if len(waiting) == 2:
-                optimizer.zero_grad()
-                waiting.pop(0).square().sum().backward()
-                optimizer.step()
-        return list(model.parameters())
+                stepped(learner, waiting.pop(0).square().sum())
+        return list(learner.model.parameters())
 
-    def replica() -> Replica:
-        model = bottom(seed=2)
-        return Replica(model, RowForm(None, OWN), CPU, (), 2, partial(stashing_weights, model))
-
-    model, alone = bottom(seed=1), bottom(seed=1)
-    batches = [own_features(10) for _ in range(4)]
-    with workers(2, replica) as line:
-        found = trained(model, SpreadModel(model, line))
-    for one, wanted in zip(found, trained(alone, alone), strict=True):
+    alone, given = learner_of(dense), features()
+    expected = trained(alone, lambda batch: alone.model(given.rows(batch)))
+    with ranks_of(2, partial(learner_of, dense, depth=2)) as ranks:
+        learner = learner_of(dense, ranks, depth=2)
+        found = trained(learner, begun(ranks, learner))
+    for one, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(one, wanted)
 
 
-def test_weights_that_a_batch_does_not_use_have_no_gradient() -> None:
-    class Partly(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.idle = nn.Linear(3, 2), nn.Linear(3, 2)
-            self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+def test_steps_that_are_computed_again_from_a_state_have_the_same_bits() -> None:
+    """Each rank goes back to its own random state, and drops other values than the others."""
+    with ranks_of(3, partial(learner_of, dropping)) as ranks:
+        learner = learner_of(dropping, ranks)
+        spread = begun(ranks, learner)
 
-        def forward(self, features: Features) -> Tensor:
-            assert features.numeric is not None
-            output: Tensor = self.used(features.numeric) * self.frozen
-            return output
+        def go_on() -> list[Tensor]:
+            outputs = []
+            for _ in range(3):
+                outputs.append(spread(torch.tensor([0, 1, 2, 3, 4, 5])))
+                stepped(learner, outputs[-1].square().sum())
+            return [*outputs, *(one.clone() for one in learner.model.parameters())]
 
-    model = Partly()
-    with workers(2, lambda: Replica(Partly(), RowForm(None, FeatureShapes(3)), CPU)) as line:
-        torch.autograd.backward(SpreadModel(model, line)(Features(torch.randn(5, 3))).sum())
-    assert model.used.weight.grad is not None
-    assert model.idle.weight.grad is None
-    assert model.frozen.grad is None
-
-
-@pytest.mark.parametrize(
-    ("layer", "message"),
-    [
-        (nn.BatchNorm1d(2), "looks at a whole batch"),
-        (nn.Dropout(0.1), "set its dropout to 0"),
-        (nn.Embedding(5, 2, sparse=True), r"optimizer\.sparse_from_rows"),
-        (nn.Linear(2, 2).double(), "float32"),
-    ],
-)
-def test_models_whose_shares_do_not_add_up_are_refused(layer: nn.Module, message: str) -> None:
-    with pytest.raises(SettingsError, match=message):
-        check_spreadable(nn.Sequential(layer), "bottom_model")
-    check_spreadable(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), "bottom_model")
+        spread(torch.arange(3))
+        parts: tuple[Any, ...] = learner[:3]
+        begun_with = copy.deepcopy([one.state_dict() for one in parts])
+        random = torch.get_rng_state(), spread.random_states()
+        first = go_on()
+        for one, state in zip(parts, begun_with, strict=True):
+            one.load_state_dict(state)
+        torch.set_rng_state(random[0])
+        spread.share(random[1])
+        assert all(map(torch.equal, first, go_on()))
+        assert len({bytes(one.numpy()) for one in spread.random_states()}) == 2
 
 
-def test_a_worker_shows_that_it_lives() -> None:
-    with workers(2, partial(top_replica, 1)) as line:
-        line.check_all_alive()
-        line.order(Order("ping"), 1).wait()
-        assert line.receive(torch.zeros(1), 1).item() == 1
+def test_ranks_whose_weights_differ_end_the_run() -> None:
+    with ranks_of(2, partial(learner_of, dense), code=1) as ranks:
+        learner = learner_of(dense, ranks)
+        spread = begun(ranks, learner)
+        spread.random_states()
+        with torch.no_grad():
+            learner.model.get_parameter("head.bias").add_(1e-6)
+        with pytest.raises(SplitveilError, match="rank 1 has other weights than rank 0"):
+            spread.random_states()
+
+
+def test_ranks_with_other_settings_are_refused_by_name() -> None:
+    with (
+        pytest.raises(SettingsError, match=r"^optimizer: rank 1 differs from rank 0"),
+        ranks_of(2, partial(learner_of, dense), {"optimizer": "adam", "torch": "2"}),
+    ):
+        raise AssertionError
+
+
+class Large(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 2000), nn.Linear(2000, 500))
+
+    def forward(self, given: Features) -> Tensor:
+        found: Tensor = self.layers(given.numeric)
+        return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the bytes of each process in /proc")
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_step_sends_at_most_twice_the_weights_from_each_rank(size: int) -> None:
+    def sent(number: int) -> int:
+        text = Path(f"/proc/{number}/io").read_text()
+        return int(text.split("wchar: ")[1].split()[0])
+
+    with ranks_of(size, partial(learner_of, Large)) as ranks:
+        learner = learner_of(Large, ranks)
+        spread = begun(ranks, learner)
+        every = [os.getpid(), *(one.pid for one in multiprocessing.active_children() if one.pid)]
+        spread.random_states()
+        before = [sent(number) for number in every]
+        for _ in range(3):
+            stepped(learner, spread(torch.arange(16)).sum())
+        ranks.check_all_alive()
+        after = [sent(number) for number in every]
+    weights = sum(one.nbytes for one in learner.model.parameters())
+    of_steps = [(now - then) / (3 * weights) for now, then in zip(after, before, strict=True)]
+    assert len(of_steps) == size
+    assert 2 * (size - 1) / size <= max(of_steps) <= 2.2, of_steps

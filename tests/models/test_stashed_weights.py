@@ -15,13 +15,9 @@ from torch import Tensor, nn
 from splitveil.common.data.features import Features
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.settings import AdamOptimizer, OptimizerSettings, SgdOptimizer
+from splitveil.common.models.spread_model import Learner
 from splitveil.common.models.training_state import freeze
-from splitveil.passive_party.bottom_trainer import (
-    BottomTrainer,
-    LayerTap,
-    TrainingPass,
-    stashing_weights,
-)
+from splitveil.passive_party.bottom_trainer import BottomTrainer, LayerTap, stashing_weights
 
 ROWS, COLUMNS, STEPS, SIZE = 96, 6, 12, 8
 
@@ -117,13 +113,8 @@ def trained(
     build: Callable[[], nn.Module], settings: OptimizerSettings, depth: int
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     model, optimizer, schedule = started(build, settings)
-    trainer = BottomTrainer(
-        model=model,
-        optimizer=optimizer,
-        schedule=schedule,
-        features=data(),
-        device=torch.device("cpu"),
-    )
+    learner = Learner(model, optimizer, schedule, torch.device("cpu"))
+    trainer = BottomTrainer(learner, data())
     sent: list[Tensor] = []
     for step in range(STEPS + depth - 1):
         if step < STEPS:
@@ -238,14 +229,9 @@ def test_a_model_that_changes_what_its_backward_pass_needs_is_refused_as_without
 def test_a_tap_gets_the_gradient_of_each_batch_in_turn() -> None:
     model, optimizer, schedule = started(Dense, SgdOptimizer(kind="sgd", learning_rate=0.1))
     assert isinstance(model, Dense)
-    trainer = BottomTrainer(
-        model=model,
-        optimizer=optimizer,
-        schedule=schedule,
-        features=data(),
-        training=TrainingPass(model, {"last": LayerTap(model.layers[-1]).take}),
-        device=torch.device("cpu"),
-    )
+    taps = {"last": LayerTap(model.layers[-1]).take}
+    learner = Learner(model, optimizer, schedule, torch.device("cpu"), taps)
+    trainer = BottomTrainer(learner, data())
     sent = [
         trainer.forward(trainer.rows(batch_of(step)), stashes_weights=True) for step in range(3)
     ]

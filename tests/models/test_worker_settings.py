@@ -7,14 +7,15 @@ import pytest
 import torch
 import yaml
 
+from splitveil.active_party.commands.program import parser
+from splitveil.active_party.commands.run import run
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.workers import check_settings
 from splitveil.common.errors import Interrupted, SettingsError
-from splitveil.common.models.settings import MlpModel, TabularModel
-from splitveil.common.party.command_line import prepare, torch_device
+from splitveil.common.models.device import torch_device
+from splitveil.common.party.command_line import prepare
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.party.workers import ONLY, Rank, act, check_model, check_same_model
+from splitveil.common.party.workers import ONLY, Rank, act
 from tests.support.runs import ACTIVE, write_example
 
 TORCHRUN = {
@@ -52,26 +53,18 @@ def test_only_run_computes_in_several_processes(monkeypatch: pytest.MonkeyPatch)
     assert done == ["check", "run"]
 
 
-def test_dropout_is_refused_by_its_name() -> None:
-    check_model(MlpModel(kind="mlp"), "bottom_model")
-    with pytest.raises(SettingsError, match=r"bottom_model\.dropout: expected 0"):
-        check_model(TabularModel(kind="tabular", dropout=0.1), "bottom_model")
-
-
-def test_an_objective_of_several_models_is_refused(tmp_path: Path) -> None:
+def test_an_objective_of_several_models_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_example(tmp_path)
     path = tmp_path / "active.yaml"
-    check_settings(load_party_settings(ActiveSettings, path))
     path.write_text(yaml.safe_dump(ACTIVE | {"defense": {"name": "gafm"}}))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name, text in TORCHRUN.items():
+        monkeypatch.setenv(name, text)
+    parsed = parser("splitveil active").parse_args(["run", str(path)])
     with pytest.raises(SettingsError, match="defense: gafm"):
-        check_settings(load_party_settings(ActiveSettings, path))
-
-
-def test_a_worker_with_other_settings_than_rank_0_is_refused() -> None:
-    of_rank_0 = MlpModel(kind="mlp", activation="leaky_relu").model_dump(mode="json")
-    check_same_model(of_rank_0, MlpModel(kind="mlp", activation="leaky_relu"), "top_model")
-    with pytest.raises(SettingsError, match="top_model: differs from that of rank 0"):
-        check_same_model(of_rank_0, MlpModel(kind="mlp"), "top_model")
+        run(parsed)
 
 
 def test_processes_share_the_cores_of_their_machine(tmp_path: Path) -> None:
@@ -89,7 +82,7 @@ def test_each_process_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [torch_device("auto", rank) for rank in (0, 1)] == [
-        torch.device("cuda"),
+        torch.device("cuda:0"),
         torch.device("cuda:1"),
     ]
     assert torch_device("cuda:0", 1) == torch.device("cuda:0")

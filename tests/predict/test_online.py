@@ -1,6 +1,5 @@
 """Online predictions without a model: connections, bodies, rates, tokens, entries, and settings."""
 
-import json
 import logging
 import socket
 from collections.abc import Callable, Iterator
@@ -24,8 +23,6 @@ from splitveil.active_party.http.server import LOG_LINES, HttpServer, SparseLog
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.record.transcript import Transcript, Verified, verify
-from splitveil.common.record.transcript_lines import LINE_BYTES, AnsweredRequest
 from tests.support.inference import free_port
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 
@@ -112,26 +109,6 @@ def test_an_unusable_file_of_tokens_is_refused_and_never_quoted(
     with pytest.raises(SettingsError, match=words) as caught:
         Tokens.read(token_file(tmp_path, text, mode))
     assert TOKEN[1:] not in str(caught.value)
-
-
-def test_many_long_ids_are_recorded_in_lines_that_can_be_read_again(tmp_path: Path) -> None:
-    ids = tuple(f"{number:05d}" + 500 * '"' for number in range(300))
-    answered = AnsweredRequest(
-        program="one", num_ids=300, found=7, status=200, milliseconds=1.5, ids=ids
-    )
-    with Transcript(tmp_path, "active") as transcript:
-        transcript.note_answered(answered)
-        transcript.note_answered(answered.model_copy(update={"ids": None}))
-        transcript.note_answered(answered.model_copy(update={"ids": ()}))
-    path = tmp_path / "transcript.jsonl"
-    assert isinstance(verify(path), Verified)
-    lines = path.read_bytes().splitlines()
-    assert max(map(len, lines)) <= LINE_BYTES
-    *named, without, none = map(json.loads, lines[1:])
-    assert [text for entry in named for text in entry["ids"]] == list(ids)
-    assert [entry.get("part") for entry in named] == [None, *range(1, len(named))]
-    assert "ids" not in without
-    assert none["ids"] == []
 
 
 @pytest.mark.parametrize(

@@ -254,19 +254,6 @@ def test_nothing_is_asked_for_a_prediction_that_is_finished_but_for_its_output(
     np.testing.assert_array_equal(column(output), undisturbed)
 
 
-def test_several_classes_have_a_column_each(tmp_path: Path) -> None:
-    three = PredictionPlan("one", "", ("bus", "van", "car"))
-    parts = Parts(tmp_path / "all.csv", three, ["b", "a"], pa.table({"id": ["B", "A "]}))
-    values = np.array([[0.25, 0.25, 0.5], [np.nan] * 3], np.float32)
-    parts.write(parts.missing[0], values, np.array([True, False]))
-    parts.join()
-    assert (tmp_path / "all.csv").read_text().splitlines() == [
-        '"id","canonical_id","probability_bus","probability_van","probability_car","found"',
-        '"B","b",,,,false',
-        '"A ","a",0.25,0.25,0.5,true',
-    ]
-
-
 def test_an_output_that_cannot_be_written_is_refused_before_anything_is_asked(
     tmp_path: Path,
 ) -> None:

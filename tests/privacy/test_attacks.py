@@ -268,10 +268,9 @@ def test_scores_do_not_depend_on_the_dtype(dtype: torch.dtype) -> None:
         assert torch.allclose(typed.scores()[name], scores, rtol=1e-9, atol=1e-9), name
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_scores_on_a_gpu_are_those_on_the_cpu() -> None:
+def test_scores_on_a_gpu_are_those_on_the_cpu(gpu: torch.device) -> None:
     example = _logistic_example(noise_ratio=1.0)
-    on_gpu = example.changed(Tensor.cuda).scores()
+    on_gpu = example.changed(lambda values: values.to(gpu)).scores()
     for name, scores in example.scores().items():
         assert torch.allclose(on_gpu[name].cpu(), scores, rtol=1e-8, atol=1e-8), name
 

@@ -65,10 +65,9 @@ def test_neighbouring_numbers_and_both_zeros_keep_their_order() -> None:
     assert auc(scores, labels) != auc(scores.astype(np.float32), labels)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_aucs_on_a_gpu_are_those_on_the_cpu() -> None:
+def test_aucs_on_a_gpu_are_those_on_the_cpu(gpu: torch.device) -> None:
     scores, labels = map(torch.from_numpy, _scores_and_labels(9, 5000, 0.2, 1))
-    on_gpu = areas(scores[None].cuda(), labels.cuda() == 1)
+    on_gpu = areas(scores[None].to(gpu), labels.to(gpu) == 1)
     assert on_gpu.device.type == "cuda"
     assert torch.equal(on_gpu.cpu(), areas(scores[None], labels == 1))
 

@@ -132,7 +132,7 @@ def test_a_quiet_run_prints_no_table(
     verbosity: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configure_logging("passive", verbosity)
-    leave_results(tmp_path, summary_of({"steps": 3}), None, None)
+    leave_results(tmp_path, summary_of({"steps": 3}), None, None, "cpu")
     assert bool(capsys.readouterr().out) is (verbosity == 0)
 
 

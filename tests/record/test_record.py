@@ -13,7 +13,6 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record import figures, lines
 from splitveil.common.record import summary as summaries
-from splitveil.common.record.lines import HistogramLine
 from splitveil.common.record.run_record import (
     METRICS,
     SUMMARY,
@@ -53,7 +52,7 @@ def form(
 
 
 EVALUATED = {"loss": 0.5, "auc": 0.75, "calibration_error": 0.125, "train_loss": 0.25}
-COUNTED = {"edges": [-1.0, 0.0, 1.0], "counts": {"before/positive": [3, 4]}}
+
 
 LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
     "alignment": (lines.AlignmentLine(569), form("alignment", None, None, aligned_rows=569)),
@@ -99,10 +98,6 @@ LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
     "alarm": (
         lines.AlarmLine(1, NORM, 0.125, 0.625),
         form("leak_alarm") | {"cut/norm": 0.75, "margin": 0.125, "bound": 0.625},
-    ),
-    "histogram": (
-        HistogramLine(1, 2, "cosine", (-1.0, 0.0, 1.0), {"before/positive": (3, 4)}),
-        form("histogram", 2, figure="cosine", **COUNTED),
     ),
 }
 

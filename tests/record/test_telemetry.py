@@ -21,7 +21,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from splitveil.common.errors import SettingsError, StorageError
-from splitveil.common.record.lines import AlignmentLine, EvaluationLine, HistogramLine, TrainingLine
+from splitveil.common.record.lines import AlignmentLine, EvaluationLine, TrainingLine
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.record.progress import TrainingProgress
@@ -41,29 +41,20 @@ def _lines(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_metrics_and_histograms_reach_tensorboard_on_one_axis(tmp_path: Path) -> None:
-    counts = {"before/positive": (1, 0, 3), "after/positive": (2, 2, 0)}
+def test_metrics_reach_tensorboard_on_one_axis(tmp_path: Path) -> None:
     with MetricsLog(tmp_path, steps_per_epoch=10) as log:
         log.write(TrainingLine(2, 3, loss=0.5, noise_power=None))
         assert len(_lines(tmp_path)) == 1  # at once, and not only at the end
         log.write(EvaluationLine(2, "test", None, 0.75, None, None))
         log.write(EvaluationLine(3, "test", None, math.nan, None, None))
-        log.write(HistogramLine(2, 3, "cosine", (-1.0, -0.5, 0.0, 0.5), counts))
-        with pytest.raises(ValueError, match="expected 1 counts, got 2"):
-            log.write(HistogramLine(0, 0, "cosine", (0.0, 1.0), {"before": (1, 1)}))
-    log.write(HistogramLine(9, 0, "cosine", (0.0, 1.0), {"before": (1,)}))  # closed
-    assert len(_lines(tmp_path)) == 4
+    log.write(TrainingLine(9, 0, loss=0.5, noise_power=None))  # closed
+    assert len(_lines(tmp_path)) == 3
     events = EventAccumulator(str(tmp_path)).Reload()
     points = {
         tag: [(point.step, point.value) for point in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
     }
     assert points == {"train/loss": [(23, 0.5)], "test/auc": [(29, 0.75)]}
-    assert set(events.Tags()["histograms"]) == {"cosine/before/positive", "cosine/after/positive"}
-    (event,) = events.Histograms("cosine/before/positive")
-    shown = event.histogram_value
-    assert (event.step, shown.min, shown.num) == (23, -1.0, 4)
-    assert (list(shown.bucket), list(shown.bucket_limit)) == ([1, 0, 3], [-0.5, 0.0, 0.5])
 
 
 @pytest.mark.parametrize("value", [torch.ones(3), [1.0], "0.5"])

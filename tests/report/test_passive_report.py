@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ConstantLR
 
 from splitveil.common.data.features import FeatureEncoder, Features, NumericScaler, Vocabulary
 from splitveil.common.errors import SettingsError
+from splitveil.common.models.spread_model import Learner
 from splitveil.common.party.report_parts import Volume, read_traffic
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.lines import AlignmentLine, AuditLine, EpochLeakLine, LeakLine
@@ -70,13 +71,8 @@ def exposed(
         features.numeric[:, 2] = (torch.arange(rows) < rows_with_gap).float()
     model = Chosen(levels, width)
     optimizer = SGD(model.parameters(), lr=0.1)
-    trainer = BottomTrainer(
-        model=model,
-        optimizer=optimizer,
-        schedule=ConstantLR(optimizer),
-        features=features,
-        device=torch.device("cpu"),
-    )
+    learner = Learner(model, optimizer, ConstantLR(optimizer), torch.device("cpu"))
+    trainer = BottomTrainer(learner, features)
     categories = tuple(map(str, range(levels)))
     encoder = FeatureEncoder(
         signed_log1p=False,

@@ -82,7 +82,7 @@ def write_run(
         active=figures,
         leak=LeakFigures(beyond=beyond),
         version="1.2.3",
-        provenance=Provenance("2026-01-02T03:04:05+00:00", "Linux", "3.12.1", "2.11.0"),
+        provenance=Provenance("2026-01-02T03:04:05+00:00", "Linux", "3.12.1", "2.11.0", "a T4"),
     )
     write_summary(active, summary)
     return folder
@@ -311,7 +311,7 @@ def test_damaged_predictions_are_refused_in_one_line(tmp_path: Path) -> None:
 def test_the_page_says_where_its_figures_come_from(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     page = write_report(run).read_text(encoding="utf-8")
-    for expected in ("2026-01-02 03:04:05 UTC", "1.2.3", "3.12.1, 2.11.0"):
+    for expected in ("2026-01-02 03:04:05 UTC", "1.2.3", "3.12.1, 2.11.0", "a T4"):
         assert expected in page
 
 

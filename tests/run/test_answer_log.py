@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import io
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from splitveil.common.record.answer_log import (
 )
 from splitveil.common.record.model_files import delete_saved
 from splitveil.common.record.run_store import RunStore
+from splitveil.common.run.state_bytes import state_from_bytes, state_to_bytes
 from tests.support.peers import Lost, dying
 from tests.support.runs import Parties, build_parties, run_in_process
 
@@ -242,10 +242,9 @@ def test_answers_of_which_no_checkpoint_is_left_are_not_given_a_second_time(
 
 
 def rewritten(path: Path, version: int) -> None:
-    found = torch.load(io.BytesIO(path.read_bytes()[32:]), weights_only=True)
-    buffer = io.BytesIO()
-    torch.save({"version": version, "state": found["state"]}, buffer)
-    path.write_bytes(hashlib.sha256(buffer.getvalue()).digest() + buffer.getvalue())
+    found = state_from_bytes(path.read_bytes()[32:])
+    content = state_to_bytes({"version": version, "state": found["state"]})
+    path.write_bytes(hashlib.sha256(content).digest() + content)
 
 
 @pytest.mark.parametrize("party", ["active", "passive"])

@@ -14,11 +14,9 @@ from splitveil.common.run import course
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import evaluations_ahead
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason
-from splitveil.common.wire.connection import PeerConnection
-from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.support.equality import assert_same
 from tests.support.peers import InProcessPeer, Lost
-from tests.support.runs import CONTRACT, Parties, build_parties, run_in_process, serving
+from tests.support.runs import CONTRACT, Parties, build_parties, run_in_process
 
 BOTH = ["contract.evaluation_batch_size=3", "contract.checkpoints.every_steps=2"]
 MARVELL = "defense={name: marvell, insecure_noise_seed: 7}"
@@ -192,30 +190,3 @@ def test_the_active_party_stores_no_more_replies_than_may_be_under_way(example: 
     run_in_process(parties, Counts)
     assert {count for is_training, count in stored if is_training} == {1}
     assert max(count for _, count in stored) == 16
-
-
-class Breaking(GrpcPeer):
-    """Loses the stream of held-out rows every few replies, with everything that is on its way."""
-
-    count = 0
-    most = 0
-
-    def receive_course(self) -> Course:
-        self.count += 1
-        self.most = max(self.most, len(self._evaluate.unanswered))
-        if self.count % 7 == 0 and self._evaluate.stream is not None:
-            self._evaluate.stream._call.cancel()
-        return super().receive_course()
-
-
-def test_broken_streams_change_no_bit(
-    example: Path, port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    strict, there = undisturbed(example, monkeypatch), parties_of(example)
-    connection = PeerConnection(f"127.0.0.1:{port}", there.run.contract)
-    reconnect = there.passive_settings.reconnect
-    with serving(there, port), Breaking(connection, reconnect) as peer:
-        there.run.run(peer)
-    assert peer.most == 16
-    assert peer.count > 50
-    assert_same(there, strict)

@@ -135,19 +135,18 @@ def test_lost_answers_and_killed_parties_change_no_bit(
     assert_same(one_anew, whole)
 
 
-@pytest.mark.parametrize("depth", [2, 4])
 def test_killed_at_any_message_a_run_resumes_with_the_same_bits(
-    example: Path, tmp_path: Path, depth: int
+    example: Path, tmp_path: Path
 ) -> None:
     """Around a checkpoint, the last batch of an epoch and its held-out rows; then with losses."""
     active = ["defense={name: marvell, insecure_noise_seed: 7}"]
-    whole = parties_at(example, depth, active)
+    whole = parties_at(example, 4, active)
     run_in_process(whole)
     for at in (1, 4, 5, 6, 14, 16, 20):
         runs, after = tmp_path / str(at), at % 2 == 0
         with pytest.raises(Lost):
-            run_in_process(parties_at(example, depth, active, runs=runs), dying(at, after=after))
-        anew = parties_at(example, depth, active, runs=runs)
+            run_in_process(parties_at(example, 4, active, runs=runs), dying(at, after=after))
+        anew = parties_at(example, 4, active, runs=runs)
         resume(anew, lambda s, e, at=at: FaultyPeer(s, e, lambda count: (count + at) % 5 == 0))
         assert_same(anew, whole)
 
@@ -253,13 +252,10 @@ def test_a_question_out_of_turn_is_refused_and_changes_no_bit(example: Path) -> 
 # ---- several parties, custom optimizers ----
 
 
-@pytest.mark.parametrize("depth", [2, 4])
-def test_several_parties_end_with_the_same_bits_whoever_is_killed(
-    tmp_path: Path, depth: int
-) -> None:
+def test_several_parties_end_with_the_same_bits_whoever_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "example"
     several.write_several(folder)
-    both = [*pipelined(depth), "contract.epochs=1"]
+    both = [*pipelined(4), "contract.epochs=1"]
     active = ["defense={name: marvell, insecure_noise_seed: 7}"]
     whole = several.build_several(folder, both, active)
     several.run_in_process(whole)

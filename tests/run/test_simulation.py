@@ -4,11 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from splitveil.common.errors import AlignmentError, SettingsError
+from splitveil.common.errors import AlignmentError
 from tests.support import simulation
 from tests.support.several import NAMES, write_several
-
-EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 
 
 @pytest.fixture
@@ -27,12 +25,3 @@ def test_of_several_parties_the_first_error_is_raised(three: Path) -> None:
         run.meet()
     with pytest.raises(RuntimeError, match="before the alignment"):
         run.weights()
-
-
-def test_the_examples_are_read_as_the_local_launcher_reads_them() -> None:
-    two_labs = simulation.read_settings(EXAMPLES / "breast_cancer_two_labs")
-    assert sorted(two_labs.passive) == sorted(two_labs.active.contract.passive_parties)
-    one = simulation.read_settings(EXAMPLES / "breast_cancer", ["contract.epochs=1"])
-    assert list(one.passive) == ["passive"]
-    with pytest.raises(SettingsError, match="learning_rat"):
-        simulation.read_settings(EXAMPLES / "breast_cancer", ["optimizer.learning_rat=1"])

@@ -38,8 +38,12 @@ def usable_ids(
     return OwnIds([found.ids[row] for row in rows], rows, found.report)
 
 
-def engine(min_aligned: int = 1, max_set_size: int = 10_000, workers: int = 1) -> EcdhEngine:
-    return EcdhEngine(min_aligned=min_aligned, max_set_size=max_set_size, workers=workers)
+def engine(
+    min_aligned: int = 1, max_set_size: int = 10_000, workers: int = 1, buckets: int = 1
+) -> EcdhEngine:
+    return EcdhEngine(
+        min_aligned=min_aligned, max_set_size=max_set_size, workers=workers, buckets=buckets
+    )
 
 
 ENGINE = engine()

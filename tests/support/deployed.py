@@ -1,6 +1,9 @@
 """The files with which operators deploy a party: Compose, systemd and Kubernetes."""
 
 import re
+import shutil
+import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,8 +13,10 @@ from tests.support.markdown import ROOT
 
 EXAMPLE = ROOT / "deploy" / "examples" / "breast_cancer"
 KUBERNETES = ROOT / "deploy" / "kubernetes"
+SYSTEMD = ROOT / "deploy" / "systemd"
+CAN_RENDER = shutil.which("kubectl") is not None
 STATUS_PORT = "9464"
-VARIABLE = re.compile(r"\$\{(\w+)(?::[-?][^}]*)?\}")
+VARIABLE = re.compile(r"\$\{(\w+)(?::[-?+](?:\$\{[^}]*\}|[^}])*)?\}")
 
 
 def filled(text: str, values: dict[str, str]) -> str:
@@ -19,77 +24,79 @@ def filled(text: str, values: dict[str, str]) -> str:
     return VARIABLE.sub(lambda found: values.get(found[1], ""), text)
 
 
+def services_of(file: str) -> dict[str, dict[str, Any]]:
+    """Return the services of a Compose file."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    services: dict[str, dict[str, Any]] = yaml.safe_load(text)["services"]
+    return services
+
+
+@cache
+def rendered(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the manifests of a kustomization, by kind."""
+    text = subprocess.run(
+        ["kubectl", "kustomize", str(folder)], capture_output=True, check=True
+    ).stdout
+    return {document["kind"]: document for document in yaml.safe_load_all(text)}
+
+
+def directives(*files: Path) -> dict[str, list[str]]:
+    """Return the directives of a unit and of its drop-ins."""
+    found: dict[str, list[str]] = {}
+    for line in "\n".join(file.read_text(encoding="utf-8") for file in files).splitlines():
+        if "=" in line and not line.startswith("#"):
+            name, _, value = line.partition("=")
+            found.setdefault(name, []).append(value)
+    return found
+
+
 class Deployed(NamedTuple):
     """One party's files, for training or for serving."""
 
     party: str
-    ending: str
-    """Of the names of the files: ``-serve`` for serving."""
-    service: str
-    """The name in the Compose file."""
-    workload: str
-    """The kind of manifest that runs it."""
+    serves: bool = False
 
     @property
-    def compose_text(self) -> str:
-        path = ROOT / f"docker-compose.{self.party}{self.ending}.yml"
-        return path.read_text(encoding="utf-8")
+    def name(self) -> str:
+        return self.party + ("-serve" if self.serves else "")
+
+    @property
+    def compose_file(self) -> str:
+        return f"docker-compose.{self.party}.yml"
 
     @property
     def compose(self) -> dict[str, Any]:
-        services: dict[str, Any] = yaml.safe_load(self.compose_text)["services"]
-        assert list(services) == [self.service]
-        service: dict[str, Any] = services[self.service]
-        return service
+        services = services_of(self.compose_file)
+        return services[self.name if self.serves else f"{self.party}-party"]
 
     @property
     def env_example(self) -> dict[str, str]:
-        path = ROOT / "deploy" / "env" / f"{self.party}{self.ending}.env.example"
+        path = ROOT / "deploy" / "env" / f"{self.party}.env.example"
         lines = path.read_text(encoding="utf-8").splitlines()
         given = (line for line in lines if line and not line.startswith("#"))
         return dict(line.split("=", 1) for line in given)
 
     @property
     def unit_file(self) -> Path:
-        return ROOT / "deploy" / "systemd" / f"splitveil-{self.party}{self.ending}@.service"
+        return SYSTEMD / f"splitveil-{'serve-' if self.serves else ''}PARTY@.service"
 
     @property
     def unit(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
-        for line in self.unit_file.read_text(encoding="utf-8").splitlines():
-            if "=" in line and not line.startswith("#"):
-                name, _, value = line.partition("=")
-                found.setdefault(name, []).append(value)
-        return found
+        read = directives(self.unit_file).items()
+        return {name: [one.replace("%j", self.party) for one in values] for name, values in read}
 
     @property
     def unit_environment(self) -> dict[str, str]:
         return dict(one.split("=", 1) for one in self.unit["Environment"])
 
     @property
-    def manifest_folder(self) -> Path:
-        return KUBERNETES / f"{self.party}{self.ending}"
-
-    @property
-    def kustomization(self) -> dict[str, Any]:
-        text = (self.manifest_folder / "kustomization.yaml").read_text(encoding="utf-8")
-        loaded: dict[str, Any] = yaml.safe_load(text)
-        return loaded
-
-    @property
     def manifests(self) -> dict[str, dict[str, Any]]:
-        loaded = [
-            document
-            for name in self.kustomization["resources"]
-            for document in yaml.safe_load_all(
-                (self.manifest_folder / name).read_text(encoding="utf-8")
-            )
-        ]
-        return {document["kind"]: document for document in loaded}
+        return rendered(KUBERNETES / self.name)
 
     @property
     def pod(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.manifests[self.workload]["spec"]["template"]["spec"]
+        kind = "Deployment" if self.serves else "Job"
+        found: dict[str, Any] = self.manifests[kind]["spec"]["template"]["spec"]
         return found
 
     def check_nobody_is_root(self) -> None:
@@ -102,9 +109,3 @@ class Deployed(NamedTuple):
         assert self.unit["User"] == ["splitveil"]
         assert self.unit["ProtectSystem"] == ["strict"]
         assert self.unit["NoNewPrivileges"] == ["yes"]
-        assert self.pod["securityContext"]["runAsNonRoot"] is True
-        for container in (*self.pod["containers"], *self.pod["initContainers"]):
-            allowed = container["securityContext"]
-            assert allowed["readOnlyRootFilesystem"] is True
-            assert allowed["allowPrivilegeEscalation"] is False
-            assert allowed["capabilities"] == {"drop": ["ALL"]}

@@ -7,7 +7,6 @@ from pathlib import Path
 from splitveil.common.alignment import (
     AlignChannel,
     Alignment,
-    ExchangeStore,
     ExchangeStores,
     TriedIds,
     align,
@@ -56,12 +55,17 @@ class Broken(Passing):
 
 
 class WithoutLastFrame(Passing):
-    """A channel that breaks off instead of the last frame of an exchange."""
+    """A channel that loses the last frame of a bucket, and breaks off after it."""
+
+    is_gone = False
 
     def send(self, frame: pb.AlignFrame) -> None:
-        if frame.HasField("done"):
+        if self.is_gone and not frame.HasField("wait"):
+            self._channel.close()
             raise PeerUnreachable("the line is gone")
-        super().send(frame)
+        self.is_gone |= frame.HasField("done")
+        if not self.is_gone:
+            super().send(frame)
 
 
 class Pair:
@@ -72,17 +76,20 @@ class Pair:
         ids: of each party.
     """
 
-    def __init__(self, folder: Path, ids: tuple[list[str], list[str]] = (OWN, PEER)) -> None:
+    def __init__(
+        self, folder: Path, ids: tuple[list[str], list[str]] = (OWN, PEER), buckets: int = 1
+    ) -> None:
         self.ids = ids
         self.groups = Counting(), Counting()
         self.kept = [ExchangeStores(folder / name) for name in ("active", "passive")]
         self.files = [kept.of("peer") for kept in self.kept]
-        self.limits: list[int | None] = [None, None]
-        self.tried = [TriedIds(200) for _ in ids]
+        self.most = 200 if buckets == 1 else 700
+        self.tried = [TriedIds(self.most) for _ in ids]
         self.attempts = 0
         self.loses_last_frame_of: int | None = None
-        self._engines = [
-            EcdhEngine(min_aligned=1, max_set_size=200, group=group) for group in self.groups
+        self.engines = [
+            EcdhEngine(min_aligned=1, max_set_size=self.most, group=group, buckets=buckets)
+            for group in self.groups
         ]
 
     def attempt(self, *, breaks_at: tuple[int | None, int | None] = (None, None)) -> list[Outcome]:
@@ -100,13 +107,13 @@ class Pair:
 
         def work(index: int) -> Alignment:
             return align(
-                self._engines[index],
+                self.engines[index],
                 self.ids[index],
                 channels[index],
                 nonce=bytes([index, self.attempts]) * 16,
                 run_id=run_id,
                 counting=partial(self.tried[index].counted, "peer"),
-                store=ExchangeStore(self.files[index]._folder, self.limits[index]),
+                store=self.kept[index].of("peer"),
             )
 
         with ThreadPoolExecutor(2) as executor:

@@ -23,8 +23,8 @@ from types import MappingProxyType
 from tests.support import unit_sandbox
 from tests.support.programs import ROOT
 
-_server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(
+server = multiprocessing.get_context("forkserver")
+server.set_forkserver_preload(
     # pytest as well: its script is run again, as the main module, in every process.
     ["pytest", "splitveil.active_party.commands.run", "splitveil.passive_party.commands.run"]
 )
@@ -52,7 +52,7 @@ class Forked:
     ) -> None:
         log.touch()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **variables}
-        self._process = _server.Process(
+        self._process = server.Process(
             target=_become,
             args=(module, list(words), log, environment, has_fast_clock, descriptors, unit),
         )

@@ -1,6 +1,5 @@
 """The two parties as real processes: starting, limiting and signalling them, and their results."""
 
-import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -56,7 +55,7 @@ class Party:
         self._words = [command, str(folder / f"{party}.yaml"), "--runs", str(self.runs)]
         self._overrides, self._options = overrides, options
         self._fast_clock, self._descriptors = fast_clock, descriptors
-        self._unit = Deployed(self._kind, "", "", "").unit if as_unit else None
+        self._unit = Deployed(self._kind).unit if as_unit else None
         self._outputs: list[str] = []
         self._process: Forked
         if begin:
@@ -137,10 +136,6 @@ class Party:
 
     def hurry(self) -> None:
         self.signal(signal.SIGUSR1)
-
-    def limit_files(self, max_bytes: int) -> None:
-        """Let every write beyond this size of a file fail from now on, as on a full disk."""
-        resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
 
     def kill(self) -> None:
         """End it as a power failure would; also after its end."""

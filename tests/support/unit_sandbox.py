@@ -39,7 +39,7 @@ def enter(unit: Mapping[str, Sequence[str]]) -> None:
 
     families = ctypes.c_void_p(library.seccomp_init(_ALLOW))
     number = library.seccomp_syscall_resolve_name(b"socket")
-    named = {getattr(socket, name) for name in unit["RestrictAddressFamilies"][0].split()}
+    named = {getattr(socket, name) for name in " ".join(unit["RestrictAddressFamilies"]).split()}
     for family in set(range(_FAMILIES)) - named:
         asked = ctypes.byref(_Argument(0, _EQUAL, family, 0))
         library.seccomp_rule_add_array(families, _ERROR | errno.EAFNOSUPPORT, number, 1, asked)

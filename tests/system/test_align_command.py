@@ -150,14 +150,12 @@ def stored_bytes(party: Party, peer: str, name: str) -> int:
 def test_parties_that_are_killed_resume_the_exchange_and_find_exactly_the_common_ids(
     tmp_path: Path,
 ) -> None:
-    """The one that is killed first has a memory limit: its tags and its order are on disk."""
     write_example(tmp_path, rows=21_000)  # five chunks of points at each party
-    both = "insecure_nonce_seed=null", "alignment_memory_limit=null"  # a new nonce per alignment
-    with aligning_both(tmp_path, *both, passive=("alignment_memory_limit=32MB",)) as pair:
+    both = "insecure_nonce_seed=null", "contract.alignment.buckets=2"  # a new nonce per alignment
+    with aligning_both(tmp_path, *both) as pair:
         for chunks, (victim, peer) in enumerate((pair[::-1], pair), 1):
             least = chunks * CHUNK_IDS * POINT_BYTES
             wait_until(lambda: stored_bytes(victim, peer.party, "peer.points") >= least)  # noqa: B023
-            assert (stored_bytes(victim, peer.party, "order") > 0) == (victim is pair.passive)
             victim.kill()
             victim.start()
         assert pair.wait() == (0, 0), pair.outputs
@@ -185,6 +183,16 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_sent(
 
     with pytest.raises(SettingsError, match="--output"):
         check_outputs(settings, tmp_path / name)
+
+
+@pytest.mark.parametrize("column", [None, "position"])
+def test_positions_need_an_id_column_with_another_name(tmp_path: Path, column: str | None) -> None:
+    settings = passive_settings(tmp_path)
+    data = settings.data.model_copy(update={"id_column": column})
+    settings = settings.model_copy(update={"data": data})
+
+    with pytest.raises(SettingsError, match="--positions: expected"):
+        check_outputs(settings, tmp_path / "out.parquet", positions=True)
 
 
 def test_a_table_that_changes_while_its_ids_are_aligned_is_refused(tmp_path: Path) -> None:

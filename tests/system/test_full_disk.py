@@ -21,32 +21,10 @@ SETTINGS = Settings(
     passive=("adversary.every_steps=1000",),
 )
 
-LARGEST_FILE = 55_000
-"""Largest file: the first to be larger is the transcript, in the first epoch. The exchange of ids
-has filled half of it before."""
-
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return run_once(tmp_path_factory.mktemp("whole"), SETTINGS)
-
-
-def test_a_transcript_that_does_not_fit_ends_both_and_they_resume_bit_for_bit(
-    tmp_path: Path, whole: Outcome
-) -> None:
-    write_example(tmp_path)
-    with restartable(tmp_path, SETTINGS) as both:
-        both.start()
-        both.active.limit_files(LARGEST_FILE)
-        assert both.wait() == (1, 4), both.outputs
-        assert not any("Traceback" in party.said for party in both)
-        (line,) = [line for line in both.active.said.splitlines() if " ERROR " in line]
-        assert line.endswith("transcript.jsonl: cannot be written: File too large")
-        assert "cannot continue" in both.passive.said
-        both.start()
-        assert both.wait() == (0, 0), both.outputs
-        assert "resuming in epoch" in both.active.said
-    assert_same(outcome(tmp_path / "runs"), whole, both.outputs)
 
 
 def test_a_run_whose_output_goes_to_a_full_disk_ends_well(tmp_path: Path, whole: Outcome) -> None:

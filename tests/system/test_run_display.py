@@ -1,4 +1,4 @@
-"""What ``splitveil local -v`` shows on a terminal of 80 columns: a table of lines, and bars."""
+"""What ``splitveil local`` shows on a terminal: a table of lines, or what was logged last."""
 
 import fcntl
 import os
@@ -11,31 +11,19 @@ import termios
 
 import pytest
 
-from splitveil.common.record.progress import VARIABLE, TrainingProgress, progress_pipe
-
 CONTROL = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\]8;[^\x1b]*\x1b\\)")
 
 LEADER = """
 import logging, sys, time
-from splitveil.common.record.progress import TrainingProgress
 from splitveil.common.text.log_lines import configure_logging
 configure_logging("active")
 log = logging.getLogger("splitveil.x")
 log.info("a long line that does not fit beside the time and the name of its party on a terminal")
-with TrainingProgress("active", 1_234_567, log_every_s=0.0) as bar:
-    for step in range(1000):
-        bar.advance(1234, loss=0.25 + step / 1e6, norm_leak_auc=0.5)
 log.info("the last link is %s", "0123456789abcdef" * 4)
 log.info("written to /a/folder/of_long_names/and_more/breast_cancer-none/active/report.html")
 log.warning("this is the end \\x1b[2J")
 """
-OTHER = """
-import sys
-from splitveil.common.record.progress import TrainingProgress
-with TrainingProgress("passive", 5) as bar:
-    bar.advance(5, norm_leak_auc=0.5)
-print("a plain line")
-"""
+OTHER = "print('a plain line')"
 LAUNCHER = f"""
 import sys
 from splitveil.deploy.party_processes import run_parties
@@ -95,43 +83,13 @@ def test_nothing_of_a_path_or_a_digest_is_lost(shown: str) -> None:
     assert "0123456789abcdef" * 4 in together
 
 
-def test_each_party_has_one_bar_with_count_time_left_and_one_figure(shown: str) -> None:
-    lines = [line.rstrip() for line in re.split(r"[\r\n]+", CONTROL.sub("", shown))]
-    bars = [line for line in lines if "━" in line]
-    assert {line.split()[0] for line in bars} == {"starting,", "active", "passive"}
-    last, other = (
-        next(line for line in reversed(bars) if line.startswith(party))
-        for party in ("active", "passive")
-    )
-    assert "1234000/1234567" in last
-    assert " left" in last
-    assert "loss 0.25" in last
-    assert other.endswith("norm leak AUC 0.5")
-    assert shown.endswith("\x1b[2K")  # they go with the run
-
-
-def test_parties_do_not_repeat_their_steps_beside_the_bar(shown: str) -> None:
-    assert len(re.findall(r"steps/s", "\n".join(rows(shown)))) < 20
-    assert not [line for line in rows(shown) if "INFO" in line]
-
-
 def test_nothing_that_a_party_writes_controls_the_terminal(shown: str) -> None:
     assert "\x1b[2J" not in shown
     assert "this is the end" in shown
 
 
-def test_without_a_launcher_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    assert progress_pipe() is None
-    monkeypatch.setenv(VARIABLE, "nonsense")
-    assert progress_pipe() is None
-
-
-def test_a_launcher_that_is_gone_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    monkeypatch.setenv(VARIABLE, str(writer))
-    with TrainingProgress("active", 3) as bar:
-        bar.advance(3, loss=1.0)
-    os.close(writer)
-    assert bar.steps_done == 3
+def test_a_quiet_launcher_shows_what_was_logged_last_and_leaves_nothing() -> None:
+    quiet = on_terminal(LAUNCHER.replace("}))", "}, quiet=True))"), 80)
+    assert "active this is the end" in quiet
+    assert "\x1b[2J" not in quiet
+    assert not rows(quiet)[-1]

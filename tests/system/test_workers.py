@@ -2,13 +2,14 @@
 
 import json
 import os
-import re
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -36,18 +37,28 @@ def rendezvous() -> dict[str, str]:
     return {"MASTER_ADDR": host, "MASTER_PORT": port}
 
 
+def sets_of(overrides: Sequence[str]) -> list[str]:
+    return [word for text in overrides for word in ("--set", text)]
+
+
 class Ranks:
     """The processes of one party, as ``torchrun`` starts them."""
 
-    def __init__(self, party: PartyName, folder: Path, overrides: Sequence[str], size: int) -> None:
+    def __init__(
+        self,
+        party: PartyName,
+        folder: Path,
+        overrides: Sequence[str],
+        size: int,
+        of_ranks: Mapping[int, Sequence[str]] = MappingProxyType({}),
+    ) -> None:
         self.logs = [folder / f"{party}.{rank}.log" for rank in range(size)]
-        sets = [word for text in overrides for word in ("--set", text)]
-        words = ["run", str(folder / f"{party}.yaml"), "--runs", str(folder / "runs"), *sets]
+        words = ["run", str(folder / f"{party}.yaml"), "--runs", str(folder / "runs")]
         shared = rendezvous() | {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
         self.processes = [
             Forked(
                 f"splitveil.{party}_party",
-                words,
+                [*words, *sets_of([*overrides, *of_ranks.get(rank, ())])],
                 log,
                 variables={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
@@ -99,21 +110,31 @@ def assert_close(runs: Path, expected: Path) -> None:
     assert found["ledger"] == pytest.approx(other["ledger"], rel=1e-4, nan_ok=True)
 
 
-def test_two_processes_each_follow_the_course_of_one_each(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("active", "passive"), [(2, 1), (1, 4), (2, 2)])
+def test_several_processes_follow_the_course_of_one(
+    active: int, passive: int, tmp_path: Path
+) -> None:
     """With certificates, and gradients of an inner layer, which the adversary looks at."""
     write_example(tmp_path)
-    settings = Settings(SHORT, active=(f"defense={LABELS}",))
+    settings = Settings((*SHORT, "optimizer.sparse_from_rows=2"), active=(f"defense={LABELS}",))
     folder = certificates.make(tmp_path / "certificates")
     certificates.use(folder, tmp_path)
     run_once(tmp_path / "alone", settings, trusted=folder)
-    with ranks(tmp_path, settings, active=2, passive=2) as both:
-        codes = [processes.wait() for processes in both]
-        assert codes == [[0, 0], [0, 0]], "\n".join(one.output for one in both)
+    with ranks(tmp_path, settings, active, passive) as both:
+        codes = [code for processes in both for code in processes.wait()]
+        assert not any(codes), "\n".join(one.output for one in both)
     assert_close(tmp_path / "runs", tmp_path / "alone" / "runs")
     lines = (tmp_path / "runs/small/passive/metrics.jsonl").read_text().splitlines()
     leaks = [line for line in map(json.loads, lines) if line["kind"] == "leak"]
     assert all("first/norm_leak_auc" in line for line in leaks)
     assert leaks
+
+
+def test_a_rank_with_other_settings_is_named(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    party = Ranks("passive", tmp_path, ("model_seed=1",), 2, {1: ("model_seed=2",)})
+    assert party.wait() == [2, 2], party.output
+    assert "model_seed: rank 1 differs from rank 0: give all ranks the same" in party.output
 
 
 def listening(number: int) -> list[str]:
@@ -128,17 +149,36 @@ def listening(number: int) -> list[str]:
     return [line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets]
 
 
+def stranger(address: str) -> socket.socket:
+    """Connect to such an address, and say something."""
+    port = int(address.rpartition(":")[2], 16)
+    connection = socket.create_connection(("127.0.0.1", port))
+    connection.sendall(bytes(200))
+    connection.setblocking(False)
+    return connection
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks sockets up in /proc")
 def test_no_other_machine_reaches_the_processes_and_a_signal_to_all_is_a_goodbye(
     tmp_path: Path,
 ) -> None:
-    """As torchrun sends it when a person stops it: the workers live, so nobody has to restart."""
+    """As torchrun sends it when a person stops it: the workers live, so nobody has to restart.
+
+    Another process of this machine that connects reads nothing, and disturbs nothing.
+    """
     write_example(tmp_path)
-    with ranks(tmp_path, Settings(("contract.epochs=400",)), active=1, passive=2) as both:
+    settings = Settings(("contract.epochs=60",))
+    with ranks(tmp_path, settings, active=1, passive=2) as both:
         active, passive = both
         metrics = tmp_path / "runs/small/active/metrics.jsonl"
         wait_until(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") > 30)
         addresses = [listening(process.pid) for process in passive.processes]
+        strangers = [stranger(each) for own in addresses for each in own]
+        lines = metrics.read_bytes().count(b"\n")
+        wait_until(lambda: metrics.read_bytes().count(b"\n") > lines + 30)
+        for connection in strangers:
+            with connection, suppress(BlockingIOError):
+                assert connection.recv(1) == b""
         for process in passive.processes:
             process.send_signal(signal.SIGTERM)
         codes = passive.wait(), active.wait()
@@ -147,24 +187,27 @@ def test_no_other_machine_reaches_the_processes_and_a_signal_to_all_is_a_goodbye
     assert codes == ([128 + signal.SIGTERM, 0], [4]), f"{passive.output}\n{active.output}"
     assert "ending at once" not in passive.output
     assert (tmp_path / "runs/small/passive/checkpoint/model.safetensors").exists()
+    with ranks(tmp_path, settings, active=2, passive=1) as both:
+        codes = both[0].wait(), both[1].wait()
+    assert codes == ([0, 0], [0]), "\n".join(one.output for one in both)
+    assert "2 process(es) of this party have come this far and 1 go on" in both[1].output
 
 
 class Supervised:
-    """A party of two processes under ``torchrun``, which starts them again once."""
+    """A party of two processes under ``torchrun``, which starts them again twice."""
 
     def __init__(self, party: PartyName, folder: Path, overrides: Sequence[str]) -> None:
         self._log = folder / f"{party}.torchrun.log"
         where = rendezvous()
-        sets = [word for text in overrides for word in ("--set", text)]
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "torch.distributed.run"),
-                    *("--nproc-per-node", "2", "--max-restarts", "1"),
+                    *("--nproc-per-node", "2", "--max-restarts", "2"),
                     *("--master-addr", where["MASTER_ADDR"]),
                     *("--master-port", where["MASTER_PORT"]),
                     *("-m", f"splitveil.{party}_party", "run", str(folder / f"{party}.yaml")),
-                    *("--runs", str(folder / "runs"), *sets),
+                    *("--runs", str(folder / "runs"), *sets_of(overrides)),
                 ],
                 cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -176,10 +219,10 @@ class Supervised:
     def output(self) -> str:
         return self._log.read_text(encoding="utf-8")
 
-    def kill_worker(self) -> None:
-        found = re.search(r"worker 1 of 1: process (\d+)", self.output)
-        assert found is not None, self.output
-        os.kill(int(found[1]), signal.SIGKILL)
+    def kill_rank(self, rank: int) -> None:
+        number = self._process.pid
+        found = Path(f"/proc/{number}/task/{number}/children").read_text().split()
+        os.kill(int(found[rank]), signal.SIGKILL)
 
     def wait(self) -> int:
         return self._process.wait(HANGS_AFTER_S)
@@ -190,11 +233,13 @@ class Supervised:
         self._process.wait(HANGS_AFTER_S)
 
 
-def test_a_killed_worker_ends_in_a_resumed_run_with_the_same_course(tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
+def test_killed_ranks_end_in_a_resumed_run_with_the_same_course(tmp_path: Path) -> None:
+    """A worker, then rank 0; each rank goes on with its own masks of dropout."""
     lasting = ("contract.epochs=40", "contract.batch_size=63", "contract.checkpoints.every_steps=7")
     again = "reconnect={max_s: 300, first_wait_s: 0.1, longest_wait_s: 0.5}"
     noisy = "defense={name: marvell, insecure_noise_seed: 7}"
-    settings = Settings((*lasting, again), active=(noisy,))
+    settings = Settings((*lasting, again), active=(noisy, "top_model.dropout=0.1"))
     for name in ("whole", "killed"):
         write_example(tmp_path / name)
     with ranks(tmp_path / "whole", settings, active=2, passive=1) as both:
@@ -206,10 +251,11 @@ def test_a_killed_worker_ends_in_a_resumed_run_with_the_same_course(tmp_path: Pa
         stack.callback(supervised.end)
         alone = Party("passive", folder, f"connect={address}", *settings.of("passive"))
         stack.callback(alone.kill)
-        wait_until(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") > 30)
-        supervised.kill_worker()
+        for rank, lines in ((1, 30), (0, 60)):
+            wait_until(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") > lines)  # noqa: B023
+            supervised.kill_rank(rank)
+            wait_until(lambda: supervised.output.count("resuming the unfinished run") == 2 - rank)  # noqa: B023
         codes = supervised.wait(), alone.wait()
         said = f"{supervised.output}\n{alone.output}"
         assert codes == (0, 0), said
-    assert "resuming the unfinished run" in supervised.output, said
     assert_same(outcome(folder / "runs"), outcome(tmp_path / "whole/runs"), said)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gafm import train, write_spambase
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.errors import SettingsError
 from splitveil.common.run.course import AlignedRows
+from splitveil.experiments.__main__ import main
+from splitveil.experiments.collection import read_rows
 from tests.support.plans import printed_plan
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
 
@@ -175,28 +176,31 @@ needs_data = pytest.mark.skipif(
 
 
 @needs_data
+@pytest.mark.parametrize(
+    ("experiment", "row", "epochs", "ranges"),
+    [
+        (
+            "gafm_settings",
+            "delta 0.05",
+            50,
+            {"norm": (0, 0.85), "mean": (0, 0.85), "median": (0, 0.85)}
+            | {"knows_f": (0.9, 1), "activation_spectral": (0, 0.8)},
+        ),
+        ("gafm_table2", "spambase/vanilla", 5, {"mean": (0.95, 1), "median": (0.95, 1)}),
+    ],
+)
 def test_on_spambase_who_knows_its_activations_reads_the_labels_and_others_do_not(
     tmp_path: Path,
+    experiment: str,
+    row: str,
+    epochs: int,
+    ranges: dict[str, tuple[float, float]],
 ) -> None:
-    data = Path(os.environ["SPLITVEIL_DATA"])
-    write_spambase(data, tmp_path, epochs=50)
-    _, gafm = train(tmp_path, "{name: gafm, insecure_noise_seed: 1}", seed=2)
-    norm, mean, median, knows_activations, activations_alone = gafm.mean(range(50))
-    assert max(norm, mean, median) < 0.85
-    assert knows_activations > 0.9
-    assert activations_alone < 0.8
-    write_spambase(data, tmp_path, epochs=5)
-    _, bare = train(tmp_path, "{name: none}", seed=2)
-    assert min(bare.mean(range(5))[1:3]) > 0.95
-
-
-@pytest.mark.slow  # the paper's figures are those after 300 epochs
-@needs_data
-def test_on_spambase_it_reaches_the_papers_figures(tmp_path: Path) -> None:
-    """The paper's Table 2: test AUC .93, norm .56, mean .67, median .66; without defense 1.00."""
-    write_spambase(Path(os.environ["SPLITVEIL_DATA"]), tmp_path, epochs=300)
-    test_auc, gafm = train(tmp_path, "{name: gafm, insecure_noise_seed: 1}", seed=2)
-    assert test_auc > 0.9
-    norm, mean, median, _, _ = gafm.mean(range(290, 300))
-    assert norm < 0.85  # five seeds: .72 on average
-    assert max(mean, median) < 0.85
+    seeds = ["active.defense.insecure_noise_seed=1"] if "gafm_s" in experiment else []
+    settings = [f"contract.epochs={epochs}", *seeds]
+    words = [experiment, "--only", row, "--seeds", "1", "--output", str(tmp_path)]
+    assert main(["run", *words, "--set", *settings]) == 0
+    rows, _ = read_rows(tmp_path / experiment / "results.parquet")
+    found = {row.attack or "": row.value for row in rows if row.statistic == "mean"}
+    for attack, (low, high) in ranges.items():
+        assert low <= found[attack] <= high, attack

@@ -38,7 +38,9 @@ of many rows are held to sum_i |A_i| <= 1 instead, which is less and takes no pa
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -46,7 +48,7 @@ from torch import Tensor
 
 from splitveil.active_party.defenses.projected.features import Chunks, columns_of, sample_of
 
-BLOCK_ROWS = 16_384  # rows that are handled at a time
+BLOCK_ROWS = 2048  # rows that are handled at a time: their values stay in a processor's cache
 
 _BITS = 14  # bits of the largest entry
 
@@ -189,26 +191,65 @@ class Design(NamedTuple):
         return self.steps[start : start + BLOCK_ROWS].float() * self.unit
 
 
-class ReleasedStages(NamedTuple):
-    """Weights and noise of the stages whose sums were released."""
+@dataclass(frozen=True)
+class ReleasedStages:
+    """Weights A (N, R) and noise of the stages whose sums were released, all of them together."""
 
     designs: Sequence[Design]  # of each stage; at least one
     sigmas: Sequence[float]  # standard deviation of the noise in each sum of each stage
-    gram: Tensor  # A^T A of all stages together, (R, R) float64
+    gram: Tensor  # A^T A, (R, R) float64
 
-    def weights(self, rows: slice) -> Tensor:
-        """Return A of some rows, (rows, R) float32."""
-        return torch.cat([one.steps[rows].float() * one.unit for one in self.designs], dim=1)
+    def steps(self, rows: slice) -> Tensor:
+        """Return A / units of some rows, (rows, R) float32."""
+        return torch.cat([one.steps[rows] for one in self.designs], dim=1).float()
 
-    def coefficients(self, columns: Tensor, stride: int) -> Tensor:
-        """Estimate C, (R, m) float32, from Phi of every ``stride``-th row from the first on."""
-        noise = [
-            torch.full((one.rank,), sigma**2 / _VARIANCE, dtype=torch.float64)
-            for one, sigma in zip(self.designs, self.sigmas, strict=True)
-        ]
-        products = stride * (self.weights(slice(None, None, stride)).T @ columns).double()
-        solved: Tensor = torch.linalg.solve(self.gram + torch.diag(torch.cat(noise)), products)
-        return solved.float()
+    def blocks(self, stride: int = 1) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the steps of every ``stride``-th row, and the places of a block among them."""
+        for start in range(0, -(-self.designs[0].num_rows // stride), BLOCK_ROWS):
+            stop = start + BLOCK_ROWS
+            yield slice(start, stop), self.steps(slice(start * stride, stop * stride, stride))
+
+    @cached_property
+    def units(self) -> Tensor:
+        return self._of_each_sum(one.unit for one in self.designs)
+
+    @cached_property
+    def noise(self) -> Tensor:
+        """Standard deviation of the noise in each sum, D^(1/2), (R, 1) float64."""
+        return self._of_each_sum(self.sigmas)
+
+    @cached_property
+    def spectrum(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues (R, 1) and eigenvectors (R, R) of A^T A in units of the noise, float64.
+
+        A peer can make the columns of several stages equal. The Gram matrix, whose sums are
+        rounded, then has eigenvalues slightly below 0, which count as 0.
+        """
+        powers, vectors = torch.linalg.eigh(self.gram / self.noise / self.noise.T)
+        return powers.clamp(min=0.0)[:, None], vectors
+
+    def sums_of(self, values: Tensor, stride: int = 1) -> Tensor:
+        """Return A^T X, (R, m) float64, of X (rows, m) float32 for every ``stride``-th row."""
+        sums = torch.zeros(len(self.gram), values.shape[1], dtype=torch.float64)
+        for rows, steps in self.blocks(stride):
+            sums += steps.T @ values[rows]
+        return sums * self.units
+
+    def add_to(self, values: Tensor, coefficients: Tensor, stride: int = 1) -> None:
+        """Add A C to X (rows, m) float32 of every ``stride``-th row, for C (R, m) float64."""
+        of_steps = (coefficients * self.units).float()
+        for rows, steps in self.blocks(stride):
+            values[rows] += steps @ of_steps
+
+    def solve(self, variance: float, sums: Tensor) -> Tensor:
+        """Return (A^T A + D / q)^-1 X, (R, m), for X (R, m) float64."""
+        powers, vectors = self.spectrum
+        parts = vectors.T @ (sums / self.noise) / (powers + 1 / variance)
+        return vectors @ parts / self.noise
+
+    def _of_each_sum(self, values: Iterable[float]) -> Tensor:
+        parts = zip(self.designs, values, strict=True)
+        return torch.cat([torch.full((d.rank, 1), v, dtype=torch.float64) for d, v in parts])
 
 
 def design(
@@ -222,7 +263,8 @@ def design(
 ) -> Design:
     """Choose the weights of a stage.
 
-    The chunks are the training rows, and are read twice; the rank is the most columns. Subjects,
+    The chunks are the training rows, and are read once, or twice where directions are chosen from a
+    sample; the rank is the most columns. Subjects,
     (N,) int64, are equal for rows that share one bound; None if every row has its own. Excluded
     rows, (N,) bool, get weights of 0 and are charged nothing.
     """
@@ -235,21 +277,29 @@ def design(
     sample, stride = sample_of(chunks, num_rows)
     columns = columns_of(sample)
     counted = included[::stride, None]
-    phi = columns.of(sample).cpu() * counted
-    coefficients = torch.zeros(0, 0) if earlier is None else earlier.coefficients(phi, stride)
+    phi = torch.cat([columns.of(part).cpu() for part in sample]).mul_(counted)
     if earlier is not None:
-        phi -= earlier.weights(slice(None, None, stride)) @ coefficients
+        coefficients = earlier.solve(_VARIANCE, stride * earlier.sums_of(phi, stride))
+        earlier.add_to(phi, -coefficients, stride)
     basis = _basis((phi.T @ phi).double(), rank)
-    if earlier is not None:
-        coefficients = coefficients @ basis
+
+    def along_basis() -> Iterator[Tensor]:
+        if stride == 1:
+            yield phi @ basis
+            return
+        start = 0
+        for chunk in chunks():
+            rows = slice(start, start + len(chunk.logits))
+            values = (columns.of(chunk).cpu() @ basis).mul_(included[rows, None])
+            if earlier is not None:
+                values -= earlier.steps(rows) @ ((coefficients * earlier.units).float() @ basis)
+            yield values
+            start = rows.stop
+
     least = math.sqrt(_SMALLEST_SHARE * basis.shape[1] / max(1.0, float(counted.sum())))
     bounded = BoundedWeights(num_rows, basis.shape[1], subjects)
     start = 0
-    for chunk in chunks():
-        rows = columns.of(chunk).cpu() @ basis
-        rows *= included[start : start + len(rows), None]
-        if earlier is not None:
-            rows -= earlier.weights(slice(start, start + len(rows))) @ coefficients
+    for rows in along_basis():
         norms = torch.linalg.vector_norm(rows, dim=1)
         bounded.add(start, rows.div_(norms.clamp_min(least)[:, None]))
         start += len(rows)

@@ -17,6 +17,7 @@ and the top model as it is; no label enters them as long as the top model has se
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -35,10 +36,10 @@ _TAIL = 0.01  # share of the sample on either side that does not influence centr
 _MOST_MULTIPLIED = 64
 """Own features beyond which their products with s are left out: the design takes m^2 N steps."""
 
-_SAMPLE_ROWS = 65_536
+_SAMPLE_ROWS = 32_768
 """Rows that the design's directions are chosen from; its weights are those of all rows."""
 
-_SCALED_ROWS = 16_384  # of them, rows that centre and scale are chosen from
+_SCALED_ROWS = 4096  # of them, rows that centre and scale are chosen from, or up to twice as many
 
 
 Chunks = Callable[[], Iterator[RowChunk]]
@@ -62,19 +63,24 @@ class Columns(NamedTuple):
         return torch.cat([scaled.new_ones(len(scaled), 1), scaled, products], dim=1)
 
 
-def sample_of(chunks: Chunks, num_rows: int) -> tuple[RowChunk, int]:
-    """Collect at most 65,536 rows at equal distances from the first on; return that distance."""
+def sample_of(chunks: Chunks, num_rows: int) -> tuple[list[RowChunk], int]:
+    """Collect at most 32,768 rows at equal distances from the first on; return that distance."""
     stride = max(1, -(-num_rows // _SAMPLE_ROWS))
     kept: list[RowChunk] = []
     start = 0
     for chunk in chunks():
-        rows = slice((-start) % stride, None, stride)
-        kept.append(RowChunk(*(None if part is None else _tame(part[rows]) for part in chunk)))  # type: ignore[arg-type]
+        kept.append(_every(stride, chunk, start))
         start += len(chunk.activations)
     if start != num_rows or num_rows < 1:
         raise ValueError(f"expected chunks of {num_rows} rows, at least 1, got {start}")
-    together = [_joined(parts) for parts in zip(*kept, strict=True)]
-    return RowChunk(*together), stride  # type: ignore[arg-type]
+    return kept, stride
+
+
+def _every(stride: int, chunk: RowChunk, start: int = 0) -> RowChunk:
+    """Return a chunk's rows at this distance, counted from the first of all rows."""
+    rows = slice((-start) % stride, None, stride)
+    parts = (None if part is None else part[rows].contiguous() for part in chunk)
+    return RowChunk(*parts)  # type: ignore[arg-type]
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
@@ -84,13 +90,19 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(given) if given else None
 
 
-def columns_of(rows: RowChunk) -> Columns:
-    """Choose centre and scale of every column from a sample of the rows."""
-    mean_slope = rows.slopes.double().mean(dim=0).float()
-    few = slice(None, None, max(1, len(rows.slopes) // _SCALED_ROWS))
-    raw = _raw(RowChunk(*(None if part is None else part[few] for part in rows)), mean_slope)  # type: ignore[arg-type]
+def columns_of(sample: Sequence[RowChunk]) -> Columns:
+    """Choose centre and scale of every column from some rows of a sample."""
+    every = max(1, sum(len(part.logits) for part in sample) // _SCALED_ROWS)
+    few = [_every(every, part) for part in sample]
+    rows = RowChunk(*(_joined(parts) for parts in zip(*few, strict=True)))  # type: ignore[arg-type]
+    mean_slope = _tame(rows.slopes).double().mean(dim=0).float()
+    raw = _raw(rows, mean_slope)
+    tail = 1 + round(_TAIL * (len(raw) - 1))  # torch's own quantile sorts all values
+    low, high = (
+        raw.topk(tail, dim=0, largest=False).values[-1].double(),
+        raw.topk(tail, dim=0).values[-1].double(),
+    )
     raw = raw.double()
-    low, high = _quantile(raw, _TAIL), _quantile(raw, 1 - _TAIL)
     # A column of few non-zero values has equal quantiles and is not constant.
     spread = torch.where(high > low, high - low, raw.amax(dim=0) - raw.amin(dim=0))
     low, high = low - 0.5 * spread, high + 0.5 * spread
@@ -127,13 +139,7 @@ def _tame(values: Tensor) -> Tensor:
     return finite.clamp_(-_LARGEST, _LARGEST)
 
 
-def _quantile(values: Tensor, share: float) -> Tensor:
-    """Return a quantile of each column; torch's own refuses large tables."""
-    place = 1 + round(share * (len(values) - 1))
-    return values.kthvalue(place, dim=0).values
-
-
-CHUNK_ROWS = 16_384
+CHUNK_ROWS = 4096
 
 _MOST_CATEGORIES = 32
 """Categories of a column beyond which it says nothing here: its indicators would be too many."""
@@ -194,7 +200,6 @@ class LabelFreeFacts:
         self._features = features
         self._training = training
         self._device = device
-        self._num_categories = _numbers_of_categories(features)
 
     def __call__(self) -> Iterator[RowChunk]:
         """Yield the facts, in ascending order of the rows; the model is not changed."""
@@ -240,6 +245,13 @@ class LabelFreeFacts:
             slopes.flatten(1),
         )
 
+    @cached_property  # every step makes these facts, and few use them
+    def _num_categories(self) -> list[int]:
+        if self._features is None or self._features.categorical is None:
+            return []
+        found: list[int] = (self._features.categorical.amax(dim=0) + 1).tolist()
+        return found
+
     def _as_numbers(self, own: Features | None) -> Tensor | None:
         if own is None:
             return None
@@ -251,12 +263,6 @@ class LabelFreeFacts:
                 if count <= _MOST_CATEGORIES
             ]
         return torch.cat(parts, dim=1)[:, :_MOST_COLUMNS] if parts else None
-
-
-def _numbers_of_categories(features: Features | None) -> list[int]:
-    if features is None or features.categorical is None:
-        return []
-    return [int(slots.max()) + 1 for slots in features.categorical.T]
 
 
 def _steepest(logits: Tensor) -> Tensor:

@@ -18,21 +18,16 @@ This is a function of public weights and released sums: it costs no privacy, how
 evaluated (post-processing).
 """
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from splitveil.active_party.defenses.projected.design import BLOCK_ROWS, Design, ReleasedStages
+from splitveil.active_party.defenses.projected.design import Design, ReleasedStages
 from splitveil.active_party.defenses.projected.release import Release
 
 _MOST_DOUBLINGS = 8  # q lies within 2^-8 and 2^8 times 1/4
-
-
-class _Stage(NamedTuple):
-    design: Design
-    release: Release
 
 
 class Posterior:
@@ -43,23 +38,13 @@ class Posterior:
 
     def __init__(self, memory_bytes: int = 2**30) -> None:
         self.memory_bytes = memory_bytes
-        self._stages: list[_Stage] = []
-        self._gram = torch.zeros(0, 0, dtype=torch.float64)
+        self._sums: list[Tensor] = []
+        self.released: ReleasedStages | None = None
+        """Weights and noise of the stages in memory; None if there is none."""
 
     @property
     def num_stages(self) -> int:
-        return len(self._stages)
-
-    @property
-    def released(self) -> ReleasedStages | None:
-        """Weights and noise of the stages in memory; None if there is none."""
-        if not self._stages:
-            return None
-        return ReleasedStages(
-            [stage.design for stage in self._stages],
-            [stage.release.sigma for stage in self._stages],
-            self._gram,
-        )
+        return len(self._sums)
 
     def add(self, design: Design, release: Release) -> None:
         """Remember a stage, and forget the oldest ones that no longer fit.
@@ -67,18 +52,25 @@ class Posterior:
         Raises ValueError if the release does not fit the design, or they do not fit earlier ones.
         """
         self._check(design, release)
-        while self._stages and self._bytes() + _bytes(design) > self.memory_bytes:
-            forgotten = self._stages.pop(0).design.rank
-            self._gram = self._gram[forgotten:, forgotten:]
-        self._stages.append(_Stage(design, release))
-        known, rank = len(self._gram), design.rank
-        cross = torch.zeros(known + rank, rank, dtype=torch.float64)
-        for _, weights in self._blocks():
-            cross += weights.T @ weights[:, known:]
-        gram = torch.empty(known + rank, known + rank, dtype=torch.float64)
-        gram[:known, :known] = self._gram
-        gram[:, known:], gram[known:, :known] = cross, cross[:known].T
-        self._gram = gram
+        designs, sigmas, gram = [design], [release.sigma], torch.zeros(0, 0, dtype=torch.float64)
+        if self.released is not None:
+            designs, sigmas = (
+                [*self.released.designs, design],
+                [*self.released.sigmas, release.sigma],
+            )
+            gram = self.released.gram
+        while len(designs) > 1 and sum(map(_bytes, designs)) > self.memory_bytes:
+            forgotten = designs.pop(0).rank
+            gram = gram[forgotten:, forgotten:]
+            del sigmas[0], self._sums[0]
+        self._sums.append(release.sums)
+        known = len(gram)
+        gram = pad(gram, (0, design.rank, 0, design.rank))
+        self.released = ReleasedStages(designs, sigmas, gram)
+        for _, steps in self.released.blocks():
+            gram[:, known:] += steps.T @ steps[:, known:]
+        gram[:, known:] *= self.released.units * design.unit
+        gram[known:, :known] = gram[:known, known:].T
 
     def targets(self, prior: Tensor) -> Tensor:
         """Return the targets of all rows.
@@ -89,20 +81,28 @@ class Posterior:
         mean = prior.detach().cpu().float()
         if not bool(mean.isfinite().all()):
             raise ValueError("expected a finite prior")
-        if not self._stages:
+        if self.released is None:
             return _as_probabilities(mean)
-        weights = self._coefficients(mean)
+        sums = torch.cat(self._sums)
+        if mean.shape != (self.released.designs[0].num_rows, *sums.shape[1:]):
+            raise ValueError(f"expected a prior that fits the releases, got {tuple(mean.shape)}")
         targets = mean.clone()
-        for start, block in self._blocks():
-            targets[start : start + len(block)] += block @ weights
+        columns = targets.reshape(len(mean), -1)
+        surprise = sums.reshape(len(sums), -1) - self.released.sums_of(columns)
+        powers, vectors = self.released.spectrum
+        variance = likeliest_variance(powers, vectors.T @ (surprise / self.released.noise))
+        self.released.add_to(columns, self.released.solve(variance, surprise))
         return _as_probabilities(targets)
 
     def state_dict(self) -> dict[str, Tensor]:
-        state = {"gram": self._gram.clone()}
-        for number, (design, release) in enumerate(self._stages):
-            numbers = [design.unit, release.sigma]
+        if self.released is None:
+            return {"gram": torch.zeros(0, 0, dtype=torch.float64)}
+        designs, sigmas, gram = self.released.designs, self.released.sigmas, self.released.gram
+        state = {"gram": gram.clone()}
+        for number, design in enumerate(designs):
+            numbers = [design.unit, sigmas[number]]
             state[f"steps.{number}"] = design.steps
-            state[f"sums.{number}"] = release.sums
+            state[f"sums.{number}"] = self._sums[number]
             state[f"numbers.{number}"] = torch.tensor(numbers, dtype=torch.float64)
         return state
 
@@ -113,66 +113,37 @@ class Posterior:
         expected = {"gram", *(f"{name}.{number}" for name in names for number in range(count))}
         if set(state) != expected:
             raise ValueError(f"expected the state of a posterior, got {sorted(state)}")
-        stages = []
+        designs, sigmas = [], []
         for number in range(count):
             unit, sigma = state[f"numbers.{number}"].tolist()
             design = Design(state[f"steps.{number}"], unit)
             if num_rows not in {None, design.num_rows}:
                 raise ValueError(f"expected a design of {num_rows} rows, got {design.num_rows}")
-            stages.append(_Stage(design, Release(state[f"sums.{number}"], sigma)))
-        rank = sum(stage.design.rank for stage in stages)
+            designs.append(design)
+            sigmas.append(sigma)
+        rank = sum(design.rank for design in designs)
         if state["gram"].shape != (rank, rank):
             raise ValueError("expected a Gram matrix of all stages")
-        self._stages, self._gram = stages, state["gram"].clone()
+        self._sums = [state[f"sums.{number}"] for number in range(count)]
+        self.released = ReleasedStages(designs, sigmas, state["gram"].clone()) if designs else None
 
     def _check(self, design: Design, release: Release) -> None:
         shape, sigma = tuple(release.sums.shape), release.sigma
         if shape[:1] != (design.rank,) or not bool(release.sums.isfinite().all()) or not sigma > 0:
             raise ValueError(f"expected finite sums of {design.rank} columns, got shape {shape}")
-        for earlier in self._stages[-1:]:
-            if earlier.design.num_rows != design.num_rows:
-                raise ValueError(
-                    f"expected a design of {earlier.design.num_rows} rows, got {design.num_rows}"
-                )
-            if earlier.release.sums.shape[1:] != shape[1:]:
+        if self.released is not None:
+            num_rows = self.released.designs[0].num_rows
+            if num_rows != design.num_rows:
+                raise ValueError(f"expected a design of {num_rows} rows, got {design.num_rows}")
+            if self._sums[0].shape[1:] != shape[1:]:
                 raise ValueError("expected sums of as many classes as before")
 
-    def _bytes(self) -> int:
-        return sum(_bytes(stage.design) for stage in self._stages)
 
-    def _blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield places and blocks of A, (rows, R) float32."""
-        for start in range(0, self._stages[0].design.num_rows, BLOCK_ROWS):
-            yield start, torch.cat([stage.design.block(start) for stage in self._stages], dim=1)
+def likeliest_variance(powers: Tensor, parts: Tensor) -> float:
+    """Find the q with the largest likelihood of independent parts, N(0, q powers + I).
 
-    def _coefficients(self, mean: Tensor) -> Tensor:
-        """Return q (q A^T A + D)^-1 (t - A^T p), (R,) or (R, classes), float32."""
-        sums = torch.cat([stage.release.sums for stage in self._stages])
-        if mean.shape != (self._stages[0].design.num_rows, *sums.shape[1:]):
-            raise ValueError(f"expected a prior that fits the releases, got {tuple(mean.shape)}")
-        expected = torch.zeros_like(sums)
-        for start, block in self._blocks():
-            expected += block.T @ mean[start : start + len(block)]
-        sigma = torch.cat(
-            [torch.full((s.design.rank,), s.release.sigma) for s in self._stages]
-        ).double()
-        gram = self._gram / sigma / sigma[:, None]
-        surprise = (sums - expected).reshape(len(sums), -1) / sigma[:, None]
-        variance, solved = likeliest_variance(gram, surprise)
-        solved = solved * variance / sigma[:, None]
-        return solved.reshape(sums.shape).float()
-
-
-def likeliest_variance(gram: Tensor, surprise: Tensor) -> tuple[float, Tensor]:
-    """Find the q with the largest likelihood of the surprise, N(0, q gram + I) in each column.
-
-    A peer can make the columns of several stages equal. The Gram matrix, whose sums are rounded,
-    then has eigenvalues slightly below 0, which count as 0. Gram (R, R) and surprise (R, classes)
-    are in units of the noise. Returns q, and (q gram + I)^-1 surprise, (R, classes).
+    Shapes: powers (R, 1), parts (R, classes).
     """
-    powers, vectors = torch.linalg.eigh(gram)
-    powers = powers.clamp(min=0.0)[:, None]
-    parts = vectors.T @ surprise
     likelihoods: dict[int, float] = {}
 
     def likelihood(power: int) -> float:
@@ -180,15 +151,14 @@ def likeliest_variance(gram: Tensor, surprise: Tensor) -> tuple[float, Tensor]:
             return float("-inf")
         if power not in likelihoods:
             spread = 1.0 + 0.25 * 2.0**power * powers
-            log_determinant = spread.log().sum() * surprise.shape[1]
+            log_determinant = spread.log().sum() * parts.shape[1]
             likelihoods[power] = -0.5 * float(log_determinant + (parts.square() / spread).sum())
         return likelihoods[power]
 
     best = 0
     while (step := max((-1, 0, 1), key=lambda step: (likelihood(best + step), -abs(step)))) != 0:
         best += step
-    variance = 0.25 * 2.0**best
-    return variance, vectors @ (parts / (1.0 + variance * powers))
+    return 0.25 * 2.0**best
 
 
 def _bytes(design: Design) -> int:

@@ -198,6 +198,12 @@ class ProjectedLabels(StagedDefense):
             return {}
         return self._posterior.state_dict()
 
+    @property
+    def lasting(self) -> Mapping[str, str]:
+        count = self._posterior.num_stages
+        first = self._next_stage - count
+        return {f"posterior.steps.{n}": f"design{first + n}" for n in range(count)}
+
     def state_dict(self) -> dict[str, Tensor]:
         state = {
             "next_stage": torch.tensor(self._next_stage),

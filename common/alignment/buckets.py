@@ -1,0 +1,34 @@
+"""Sorts ids into buckets by a keyed hash, which are exchanged one by one to bound the memory.
+
+Every bucket of a party has the same number of places. Those without an id hold padding, which looks
+like an id and is none, so that a bucket's size says nothing about the ids in it.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from splitveil.common.run.sample_order import keyed_digests
+
+_PURPOSE = b"splitveil bucket"
+_IDS_AT_ONCE = 2**16
+
+
+def places_of(num_ids: int, buckets: int) -> int:
+    """Return the places of each bucket: too few for one of them with a probability below 10^-13.
+
+    By Bernstein's inequality, for the binomial number of ids in a bucket.
+    """
+    mean = num_ids / buckets
+    return min(num_ids, math.ceil(mean + 8 * math.sqrt(mean)) + 16)
+
+
+def buckets_of(ids: Sequence[str], key: bytes, buckets: int) -> npt.NDArray[np.uint16]:
+    """Return the bucket of each id, (ids,), under a key of 32 bytes."""
+    found = np.zeros(len(ids), np.uint16)
+    for first in range(0, len(ids) if buckets > 1 else 0, _IDS_AT_ONCE):
+        digests = keyed_digests(ids[first : first + _IDS_AT_ONCE], key, _PURPOSE)
+        found[first : first + _IDS_AT_ONCE] = np.frombuffer(digests, ">u8")[::2] % buckets
+    return found

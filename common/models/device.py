@@ -1,0 +1,133 @@
+"""The device that a party computes on: chosen, named, and made to repeat its bits."""
+
+import importlib.util
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from splitveil.common.errors import SettingsError
+from splitveil.common.text.imports import first_line
+
+_logger = logging.getLogger(__name__)
+
+_DRIVER = Path("/proc/driver/nvidia")
+
+
+def torch_device(device: str, local_rank: int = 0) -> torch.device:
+    """Return the device that a party's setting means.
+
+    Raises:
+        SettingsError: torch cannot use it.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = torch.device(device)
+    if found.type == "cpu":
+        return found
+    if not torch.cuda.is_available():
+        raise SettingsError(f"device: {device} needs a GPU, and {_why_no_gpu()}")
+    index = local_rank if found.index is None else found.index
+    if index >= torch.cuda.device_count():
+        raise SettingsError(
+            f"device: expected one of the {torch.cuda.device_count()} CUDA device(s) that torch "
+            f"sees, got cuda:{index}"
+        )
+    return torch.device("cuda", index)
+
+
+def _why_no_gpu() -> str:
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        return f"torch {torch.__version__} cannot use one: {first_line(error)}"
+    return f"torch {torch.__version__} sees none"
+
+
+def use_device(device: str, local_rank: int = 0, *, deterministic: bool = True) -> torch.device:
+    """Return the device that a party's setting means, and set how torch computes on a GPU.
+
+    Products and convolutions in float32 are then not rounded to TF32. With ``deterministic``, what
+    has no algorithm that repeats its bits raises RuntimeError. Both hold for the whole process.
+
+    Raises:
+        SettingsError: torch cannot use it.
+    """
+    found = torch_device(device, local_rank)
+    if found.type == "cpu":
+        if device == "auto" and (any(_DRIVER.glob("gpus/*")) or any(Path("/dev").glob("nvidia?"))):
+            _logger.warning("device: auto: this machine has a GPU, but %s: the CPU", _why_no_gpu())
+        return found
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.benchmark = False  # it may choose another algorithm each time
+    if deterministic:
+        # Read when CUDA starts, which it has not done so far in a party's process.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)  # those of cuDNN, too
+    return found
+
+
+@contextmanager
+def restoring_devices() -> Iterator[None]:
+    """Restore afterwards what ``use_device`` sets."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    flags = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = flags
+        if deterministic != torch.are_deterministic_algorithms_enabled():  # it imports for seconds
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+
+
+def device_in_words(device: torch.device) -> str:
+    """Name a device; a GPU with its model, its driver and torch's version of CUDA."""
+    if device.type == "cpu":
+        return "cpu"
+    driver = ""
+    if (version := _DRIVER / "version").is_file():
+        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", version.read_text())
+        driver = "" if found is None else f"driver {found[1]}, "
+    return f"{device} ({gpu_of(device)}, {driver}CUDA {torch.version.cuda})"
+
+
+def gpu_of(device: torch.device) -> str:
+    """Return the model of a GPU; empty for a CPU, whose model is not asked for."""
+    return "" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def check_same_gpu(device: torch.device, state: Mapping[str, Any]) -> None:
+    """Refuse the state of a run that had another GPU, or a CPU instead of one.
+
+    Raises:
+        SettingsError: the ``gpu`` of the state is another one than the device.
+    """
+    now, then = (name or "a CPU" for name in (gpu_of(device), state.get("gpu", "")))
+    if now != then:
+        raise SettingsError(
+            f"device: this run was computed on {then}, and would go on with {now}, which rounds "
+            f"otherwise: what is asked or answered again would have other bits than the first "
+            f"time. Resume it on {then}, or start over with --fresh at both parties"
+        )
+
+
+def missing_compiler(device: torch.device) -> str:
+    """Return what torch lacks to compile a model for a device; empty if nothing."""
+    variable, names = ("CXX", ("g++", "clang++", "c++"))
+    what = "C++ compiler (such as g++)"
+    if device.type == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            return "Triton (pip install triton), by which torch compiles for a GPU,"
+        variable, names, what = "CC", ("gcc", "clang", "cc"), "C compiler (such as gcc) for Triton"
+    own = os.environ.get(variable)
+    return "" if any(map(shutil.which, (*([own] if own else []), *names))) else what

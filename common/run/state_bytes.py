@@ -1,0 +1,86 @@
+"""States as bytes: the length of a JSON text, 8 bytes, the text, and the tensors as safetensors.
+
+In the JSON, what it has no form for is an object with one key: ``tensor`` (its name), ``bytes``,
+``tuple``, and ``dict``, a list of pairs. So are floats, ``float``, since the number of digits would
+make the length of the whole depend on labels.
+"""
+
+import json
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from splitveil.common.run.progress import State
+
+_LENGTH = struct.Struct(">Q")
+_FLOAT = struct.Struct(">d")
+
+
+def state_to_bytes(state: State) -> bytes:
+    """Return a state as bytes. Raises TypeError for values that are neither plain nor tensors."""
+    tensors: dict[str, Tensor] = {}
+
+    def plain(value: object, path: str) -> object:
+        match value:
+            case None | bool() | int() | str():
+                return value
+            case float():
+                return {"float": _FLOAT.pack(value).hex()}
+            case Tensor():
+                name = f"{len(tensors)}{path}"
+                # A copy, since safetensors refuses two tensors with the same memory.
+                tensors[name] = value.detach().to("cpu", copy=True).contiguous()
+                return {"tensor": name}
+            case bytes():
+                return {"bytes": value.hex()}
+            case dict():
+                return {
+                    "dict": [
+                        [plain(key, ""), plain(v, f"{path}/{key}")] for key, v in value.items()
+                    ]
+                }
+            case list() | tuple():
+                items = [plain(item, f"{path}/{at}") for at, item in enumerate(value)]
+                return items if isinstance(value, list) else {"tuple": items}
+        raise TypeError(f"a state cannot hold a {type(value).__name__}, as there is in {path[1:]}")
+
+    text = json.dumps(plain(state, "")).encode()
+    return _LENGTH.pack(len(text)) + text + save(tensors)
+
+
+def state_from_bytes(content: bytes) -> State:
+    """Return the state of these bytes, on the CPU. Raises ValueError if they hold none."""
+    try:
+        start = _LENGTH.size
+        end = start + _LENGTH.unpack(content[:start])[0]
+        state: State = _valued(json.loads(content[start:end]), load(content[end:]))
+    except (
+        struct.error,
+        SafetensorError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:
+        raise ValueError("these bytes hold no state") from error
+    return state
+
+
+def _valued(plain: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(plain, list):
+        return [_valued(item, tensors) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    ((form, content),) = plain.items()
+    forms: dict[str, Callable[[], Any]] = {
+        "tensor": lambda: tensors[content],
+        "float": lambda: _FLOAT.unpack(bytes.fromhex(content))[0],
+        "bytes": lambda: bytes.fromhex(content),
+        "tuple": lambda: tuple(_valued(item, tensors) for item in content),
+        "dict": lambda: {_valued(key, tensors): _valued(of, tensors) for key, of in content},
+    }
+    return forms[form]()

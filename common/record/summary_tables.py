@@ -15,7 +15,7 @@ from splitveil.common.text.wording import in_words, label
 
 logger = logging.getLogger(__name__)
 
-OVER_FEATURES = "AUC over features with the same labels (no bound limits it)"
+OVER_FEATURES = "over features (no bound limits it)"
 
 
 def print_summary(party: str, summary: Summary, *, console: Console | None = None) -> None:
@@ -61,7 +61,7 @@ def _main_figures(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "bound for the whole run", assessment.bound_in_words
     for attack, found in summary.of_leak.run_level.get(CUT, {}).items():
         if found.over_features is not None:
-            yield f"{attack}, {OVER_FEATURES}", found.over_features.in_words
+            yield f"{attack} {OVER_FEATURES}", found.over_features.in_words
     if active.leak_alarms:
         yield "leak alarms", str(active.leak_alarms)
     if active.refused_messages:

@@ -46,14 +46,21 @@ def check_done(own: pb.AlignDone | None, known: pb.AlignDone | None, done: pb.Al
         raise InvalidMessage(f"expected a split digest of 32 bytes or none, got {length}")
 
 
-def check_agreed(own: pb.AlignDone | None, peer: pb.AlignDone | None, counts: str) -> None:
-    """Check that both parties found the same common ids, and the same splits of them."""
+def check_agreed(
+    own: pb.AlignDone | None, peer: pb.AlignDone | None, counts: str, num_found: int, least: int = 0
+) -> None:
+    """Check that both parties found the same common ids, enough of them, and the same splits."""
     if own is None or peer is None:
         raise OutOfStep("the exchange of ids is not complete")
     if (peer.count, peer.digest) != (own.count, own.digest):
         raise AlignmentError(
             f"the parties disagree on the intersection: {counts}, "
             f"but the other party reports {peer.count}, or another order"
+        )
+    if num_found < least:
+        raise AlignmentError(
+            f"too few ids to train on: {counts}, expected at least {least}; if there "
+            f"should be more, check --connect at both parties compares how they write them"
         )
     if peer.split_digest != own.split_digest:
         raise AlignmentError(

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from splitveil.common.alignment.common_tags import Positions, secret_permutation
+from splitveil.common.errors import AlignmentError
 from splitveil.common.run.sample_order import keyed_digests
 
 _PURPOSE = b"splitveil bucket"
@@ -32,3 +34,12 @@ def buckets_of(ids: Sequence[str], key: bytes, buckets: int) -> npt.NDArray[np.u
         digests = keyed_digests(ids[first : first + _IDS_AT_ONCE], key, _PURPOSE)
         found[first : first + _IDS_AT_ONCE] = np.frombuffer(digests, ">u8")[::2] % buckets
     return found
+
+
+def secret_order(rows: Positions, places: int, seed: bytes) -> Positions:
+    """Put a bucket's rows and its padding, which is -1, into a secret order, (places,)."""
+    if len(rows) > places:
+        raise AlignmentError("a bucket has more ids than places: start both parties again")
+    padded = np.full(places, -1)
+    padded[: len(rows)] = rows
+    return padded[secret_permutation(places, seed)]

@@ -30,9 +30,9 @@ scalars, points and commitments, so that it reveals nothing but what it would ha
 """
 
 import hashlib
-import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,8 +43,8 @@ from splitveil.common.alignment.agreement import (
     check_hello,
     number_of_exchange,
 )
-from splitveil.common.alignment.buckets import buckets_of, places_of
-from splitveil.common.alignment.common_tags import common_tags, secret_permutation
+from splitveil.common.alignment.buckets import buckets_of, places_of, secret_order
+from splitveil.common.alignment.common_tags import common_tags
 from splitveil.common.alignment.interface import RowIndices, Splits
 from splitveil.common.alignment.store import (
     ExchangeState,
@@ -66,13 +66,17 @@ from splitveil.common.errors import (
 from splitveil.common.wire import limits
 from splitveil.protos import split_learning_pb2 as pb
 
-logger = logging.getLogger(__name__)
-
 ENGINE = "ecdh-ristretto255"
 VERSION = 2
 TAG_BYTES = limits.TAG_BYTES
 CHUNK_IDS = limits.CHUNK_IDS
 _TAG = np.dtype(f"S{TAG_BYTES}")
+
+
+class _Rules(NamedTuple):
+    min_aligned: int
+    max_set_size: int
+    buckets: int
 
 
 class EcdhEngine:
@@ -87,9 +91,7 @@ class EcdhEngine:
         group: GroupOperations | None = None,
         buckets: int = 1,
     ) -> None:
-        self._min_aligned = min_aligned
-        self._max_set_size = max_set_size
-        self._buckets = buckets
+        self._rules = _Rules(min_aligned, max_set_size, buckets)
         try:
             self._library = ristretto.load()
         except ristretto.LibraryError as error:
@@ -100,12 +102,11 @@ class EcdhEngine:
         self, ids: Sequence[str], *, nonce: bytes, run_id: str, splits: Splits | None = None
     ) -> "EcdhExchange":
         """Start one alignment; AlignmentError if there are no ids, or more than allowed."""
-        places = places_of(len(ids), self._buckets) * self._buckets
-        if not 0 < places <= self._max_set_size:
-            padded = f", which are {places} with the padding of buckets" * (self._buckets > 1)
-            raise AlignmentError(
-                f"expected 1 to {self._max_set_size} own ids, got {len(ids)}{padded}"
-            )
+        _, most, buckets = self._rules
+        places = places_of(len(ids), buckets) * buckets
+        if not 0 < places <= most:
+            padded = f", which are {places} with the padding of buckets" * (buckets > 1)
+            raise AlignmentError(f"expected 1 to {most} own ids, got {len(ids)}{padded}")
         return EcdhExchange(
             ids,
             hello=pb.AlignHello(
@@ -120,9 +121,7 @@ class EcdhEngine:
             ),
             random_scalar=self._library.random_scalar,
             group=self._group,
-            min_aligned=self._min_aligned,
-            max_set_size=self._max_set_size,
-            buckets=self._buckets,
+            rules=self._rules,
             splits=splits,
         )
 
@@ -140,9 +139,7 @@ class EcdhExchange:
         hello: pb.AlignHello,
         random_scalar: Callable[[], bytes],
         group: GroupOperations,
-        min_aligned: int,
-        max_set_size: int,
-        buckets: int = 1,
+        rules: _Rules,
         splits: Splits | None = None,
     ) -> None:
         self._ids = ids
@@ -150,9 +147,7 @@ class EcdhExchange:
         self._hello = hello
         self._random_scalar = random_scalar
         self._group = group
-        self._min_aligned = min_aligned
-        self._max_set_size = max_set_size
-        self._num_buckets = buckets
+        self._min_aligned, self._max_set_size, self._num_buckets = rules
         self._bucket_of = np.zeros(len(ids), np.uint16)
         self._peer_hello: pb.AlignHello | None = None
         self._store: ExchangeStore | None = None
@@ -271,26 +266,21 @@ class EcdhExchange:
         return Frames()
 
     def begin_next_bucket(self) -> None:
-        check_agreed(self._own_done, self._peer_done, self._counts())
+        self._check_agreed()
         self._begin(self._bucket + 1)
 
     def result(self) -> RowIndices:
         """Return the rows of the common ids, in the order that both parties share."""
-        counts, rows = self._counts(), np.concatenate([np.empty(0, np.int64), *self._found])
-        check_agreed(self._own_done, self._peer_done, counts)
-        if len(rows) < self._min_aligned:
-            raise AlignmentError(
-                f"too few ids to train on: {counts}, expected at least {self._min_aligned}; if "
-                f"there should be more, check --connect at both parties compares how they write "
-                f"them"
-            )
-        return rows
+        self._check_agreed(self._min_aligned)
+        return np.concatenate(self._found)
 
-    def _counts(self) -> str:
-        return (
+    def _check_agreed(self, least: int = 0) -> None:
+        found = sum(map(len, self._found))
+        counts = (
             f"{len(self._ids)} own ids, {'at most ' * (self._num_buckets > 1)}"
-            f"{self.peer_set_size} ids of the other party, {sum(map(len, self._found))} in common"
+            f"{self.peer_set_size} ids of the other party, {found} in common"
         )
+        check_agreed(self._own_done, self._peer_done, counts, found, least)
 
     def _receive_hello(self, peer: pb.AlignHello) -> None:
         if self._peer_hello is not None:
@@ -332,43 +322,14 @@ class EcdhExchange:
         if self._num_buckets > 1 and not self._bucket_of.any():
             self._bucket_of = buckets_of(self._ids, self._exchange, self._num_buckets)
         rows = np.flatnonzero(self._bucket_of == self._bucket)
-        if len(rows) > self._tags.num_own:
-            raise AlignmentError("a bucket has more ids than places: start both parties again")
-        places = np.full(self._tags.num_own, -1)
-        places[: len(rows)] = rows
-        self._order = places[secret_permutation(len(places), self._shuffle_seed)]
+        self._order = secret_order(rows, self._tags.num_own, self._shuffle_seed)
 
     def _resume(self, point: ResumePoint, peer: pb.AlignResume) -> None:
-        state, store = point.state, point.store
-        ahead = int(peer.bucket) - state.bucket
+        state = point.state
         self._exchange, self._found, self._digest = state.exchange, [point.rows], state.digest
         self._use_bucket(state.bucket, state.scalar, state.shuffle_seed)
         self._enter()
-        tags = self._tags
-        if ahead == 1 and peer.bucket < self._num_buckets:
-            # It has this party's last message, and so all of the bucket.
-            digest = store.points_digest("own.points", point.own_points).digest()
-            peer = pb.AlignResume(
-                points=tags.num_own, points_digest=digest, tags=tags.num_peer, bucket=state.bucket
-            )
-        elif ahead == -1:
-            # It has read nothing of this bucket yet.
-            peer = pb.AlignResume(points_digest=hashlib.sha256().digest())
-        elif ahead:
-            raise InvalidMessage("the other party resumes in another bucket")
-        tags.restore(point, peer)
-        logger.info(
-            "resuming an exchange of ids in bucket %d of %d: %d of %d own points were sent, %d of "
-            "%d answered",
-            state.bucket + 1,
-            self._num_buckets,
-            tags.num_sent,
-            tags.num_own,
-            tags.num_computed,
-            tags.num_peer,
-        )
-        if ahead == 1:
-            tags.check_whole()
+        if self._tags.restore(point, peer):
             self._intersect()
             self._begin(state.bucket + 1)
 

@@ -6,6 +6,7 @@ and a party whose points are a copy of the other's is refused.
 """
 
 import hashlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -14,6 +15,8 @@ from splitveil.common.alignment.store import ExchangeStore, ResumePoint, StoredN
 from splitveil.common.errors import InvalidMessage, OutOfStep, TooLarge
 from splitveil.common.wire.limits import POINT_BYTES, TAG_BYTES
 from splitveil.protos import split_learning_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 TURNS = 64
 """Number of parts in which each party shows its tags; more if a part would exceed a chunk."""
@@ -105,22 +108,34 @@ class TagTurns:
         with self._lock:
             self._store = store
 
-    def restore(self, point: ResumePoint, peer: pb.AlignResume) -> None:
+    def restore(self, point: ResumePoint, peer: pb.AlignResume) -> bool:
         """Continue a stored exchange where both have what was sent.
 
         A peer that understates what it has is sent the same bytes again: it learns nothing new.
+        Returns whether this bucket is complete, because the peer is in the next one.
 
         Raises InvalidMessage: the peer cannot have that.
         """
         if point.state.peer_size != self.num_peer:
             raise InvalidMessage("the other party resumes with another number of ids")
-        store, num_held, num_taken = point.store, int(peer.points), int(peer.tags)
+        state, store, num_held, num_taken = point.state, point.store, peer.points, peer.tags
+        ahead = peer.bucket - state.bucket
+        if ahead == 1 and peer.bucket < state.buckets:
+            # It has this party's last message, and so all of the bucket.
+            num_held, num_taken, digest = self.num_own, self.num_peer, None
+        elif ahead == -1:
+            # It has read nothing of this bucket yet.
+            num_held, num_taken, digest = 0, 0, hashlib.sha256().digest()
+        elif ahead:
+            raise InvalidMessage("the other party resumes in another bucket")
+        else:
+            digest = peer.points_digest
         with self._lock:
             self.own, self.of_peer = point.own_tags, point.peer_tags
             are_whole = num_held == self.num_own or num_held % self._chunk_ids == 0
             sent = store.points_digest("own.points", min(num_held, point.own_points))
             is_sent = are_whole and num_held <= point.own_points
-            if not is_sent or sent.digest() != peer.points_digest:
+            if not is_sent or digest not in {None, sent.digest()}:
                 raise InvalidMessage("the other party has kept other points than were sent")
             part = self._part(self.num_peer)
             if num_taken > self.num_peer or (num_taken % part and num_taken < self.num_peer):
@@ -133,6 +148,15 @@ class TagTurns:
             self._earlier_commitment = point.peer_commitment
             if self._earlier_commitment:
                 self._answered_before = self._due(num_taken)
+        logger.info(
+            "resuming an exchange of ids in bucket %d of %d: %d of %d own points were sent, %d of "
+            "%d answered",
+            *(state.bucket + 1, state.buckets, self.num_sent, self.num_own),
+            *(self.num_computed, self.num_peer),
+        )
+        if ahead == 1:
+            self._check_whole()
+        return ahead == 1
 
     def commit(self) -> Frames:
         """Commit to all tags, once, as soon as every point of both parties was sent and received.
@@ -194,8 +218,7 @@ class TagTurns:
         if self._store is not None:
             self._store.append(name, data)
 
-    def check_whole(self) -> None:
-        """Check that all tags of a restored bucket are there, as the peer committed to them."""
+    def _check_whole(self) -> None:
         if self.num_taken < self.num_own or self.num_computed < self.num_peer:
             raise InvalidMessage("the other party resumes after tags that it has not shown")
         self._peer_commitment = self._earlier_commitment

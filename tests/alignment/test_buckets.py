@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from splitveil.common.alignment import TriedIds
+from splitveil.common.alignment import TriedIds, ecdh
 from splitveil.common.alignment.buckets import buckets_of, places_of
 from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
 from splitveil.common.errors import (
@@ -71,7 +71,7 @@ def test_too_few_common_ids_are_those_of_all_buckets() -> None:
 
 def test_the_memory_of_an_exchange_is_that_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured on what Python and numpy allocate for both parties, which are one process."""
-    monkeypatch.undo()  # chunks as large as they are
+    monkeypatch.setattr(ecdh, "CHUNK_IDS", 256)
 
     class Fast:
         """Operations that commute as those of the group do, take no time, and hide nothing."""
@@ -92,11 +92,11 @@ def test_the_memory_of_an_exchange_is_that_of_a_bucket(monkeypatch: pytest.Monke
             used = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-        assert len(first.alignment.rows) == 20_000
+        assert len(first.alignment.rows) == 30_000
         return used
 
-    ids = names(range(40_000)), names(range(20_000, 60_000))
-    assert peak(8) < peak(1) / 3
+    ids = names(range(60_000)), names(range(30_000, 90_000))
+    assert peak(16) < peak(1) / 2
 
 
 # ---- what a peer can learn ----

@@ -289,6 +289,8 @@ def main() -> None:
     parser.add_argument("--rtt", type=float, default=0.0, help="of the line, in milliseconds")
     parser.add_argument("--rate", type=float, default=1000.0, help="of the line, in Mbit/s")
     given = parser.parse_args()
+    if given.epochs < 2:
+        parser.error("--epochs: expected at least 2, of which the first is not measured")
     torch.set_num_threads(1)
     print_environment("grpcio")
     work = Work(given.rows, given.features, given.epochs)

@@ -16,7 +16,7 @@ from splitveil.common.data.source_settings import FileSource
 from splitveil.common.errors import SettingsError
 from splitveil.common.run.contract import Contract
 from splitveil.common.settings import apply_overrides, read_yaml, validate
-from splitveil.common.text.wording import slug
+from splitveil.common.text.wording import slug, suggest
 from splitveil.experiments.settings import (
     GUARANTEE,
     Dataset,
@@ -122,8 +122,10 @@ def plan(experiment: Experiment, base_dir: Path, choice: Choice) -> list[Cell]:
     known = {name for cell in found for name in _names(cell)}
     unknown = [name for name in choice.only if name not in known]
     if unknown:
+        single = sorted(name for name in known if "/" not in name)
         raise SettingsError(
-            f"--only {', '.join(unknown)}: expected some of {', '.join(sorted(known))}"
+            f"--only {unknown[0]}{suggest(unknown[0], known)}: expected DATASET, VARIANT or "
+            f"DATASET/VARIANT of {', '.join(single)}"
         )
     return chosen
 

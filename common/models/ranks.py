@@ -52,7 +52,7 @@ class RankLost(SplitveilError):
 
 def raise_lost(error: Exception) -> NoReturn:
     """Raise RankLost."""
-    raise RankLost(f"another process of this party is gone: {error}") from error
+    raise RankLost("another process of this party is gone, or hangs") from error
 
 
 class Ranks:
@@ -101,7 +101,7 @@ class Ranks:
                 store=PrefixStore(f"splitveil/{attempt}", store),
             )
         except RuntimeError as error:
-            raise RankLost(f"this party's processes do not find each other: {error}") from error
+            raise RankLost("this party's processes do not find each other") from error
         found = cls(rank, size, on_lost)
         if device.type == "cuda":
             torch.cuda.set_device(device.index or 0)

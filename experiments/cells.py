@@ -124,8 +124,8 @@ def plan(experiment: Experiment, base_dir: Path, choice: Choice) -> list[Cell]:
     if unknown:
         single = sorted(name for name in known if "/" not in name)
         raise SettingsError(
-            f"--only {unknown[0]}{suggest(unknown[0], known)}: expected DATASET, VARIANT or "
-            f"DATASET/VARIANT of {', '.join(single)}"
+            f"--only: there is no {unknown[0]!r}{suggest(unknown[0], known)} (there are DATASET, "
+            f"VARIANT and DATASET/VARIANT of {', '.join(single)})"
         )
     return chosen
 

@@ -161,7 +161,7 @@ def test_only_chooses_rows_variants_and_data_sets() -> None:
     assert chosen("marvell") == ["marvell 1", "marvell 4"]
     assert chosen("none", "cancer/marvell 4") == ["none", "marvell 4"]
     assert chosen("cancer") == ["none", "marvell 1", "marvell 4"]
-    with pytest.raises(SettingsError, match=r"no 'marvel'; did you mean 'marvell 4'"):
+    with pytest.raises(SettingsError, match=r"no 'marvel'; did you mean 'marvell'"):
         chosen("marvel")
 
 

@@ -319,9 +319,7 @@ def stranger(file: Path) -> None:
     store = PrefixStore("splitveil/0", dist.FileStore(str(file), 2))  # type: ignore[attr-defined]
     dist.init_process_group("gloo", rank=1, world_size=2, store=store)
     given = [torch.zeros(32, dtype=torch.uint8) for _ in range(2)]
-    ways = [
-        dist.P2POp(way, one, 0) for way, one in zip((dist.isend, dist.irecv), given, strict=True)
-    ]
+    ways = [dist.P2POp(dist.isend, given[0], 0), dist.P2POp(dist.irecv, given[1], 0)]
     for one in dist.batch_isend_irecv(ways):
         one.wait()
 
@@ -344,7 +342,7 @@ DENSE = (MlpModel(kind="mlp"), TabularModel(kind="tabular"), WideDeepModel(kind=
 @pytest.mark.parametrize("settings", [*DENSE, ConvModel(kind="conv", channels=(4,))])
 def test_models_compute_batches_of_no_rows(settings: Any, logits: int) -> None:
     is_conv = isinstance(settings, ConvModel)
-    own, cut = (IMAGES, (4, 4, 4)) if is_conv else (NUMBERS, (4,))
+    own, cut = (IMAGES, (4, 4, 4)) if is_conv else (NUMBERS, (128,))
     bottom = build_bottom_model(settings, own, cut, seed=1)
     assert bottom(own.zeros(0)).shape == (0, *cut)
     if is_conv:

@@ -56,7 +56,7 @@ class AlignmentSettings(Section):
     buckets: int = Field(default=1, ge=1, le=1024)
     """Number of parts in which ids are exchanged, one after another: a hash says in which an id is.
     The memory that an exchange takes besides the ids is that of one part. Padding hides how many
-    ids are in each, and counts for ``max_set_size``: 2 % with 250,000 ids in each."""
+    ids are in each, and counts for ``max_set_size``: 1.6 % with 250,000 ids in each."""
 
 
 class HashSplit(Section):

@@ -273,6 +273,7 @@ def test_ranks_meet_under_the_filters_of_the_drop_in(tmp_path: Path) -> None:
         "import torch.distributed as d\nd.init_process_group('gloo')\nd.barrier()\nprint('met')\n"
     )
     filters = directives(TRAINING[0].unit_file, SYSTEMD / "ranks.conf")
+    assert filters["KillMode"] == ["mixed"]
     words = ["--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *words, str(program)],

@@ -82,6 +82,8 @@ class TrainerBuilder:
             )
         labels = self._data.labels_at(rows.file_rows)
         self.encoder, features = self._data.encode(rows, self._earlier, bins_of(settings.top_model))
+        digest = self._data.digest(self.encoder, features)
+        features = None if features is None else features.to(self._device)
         model = self._model(rows)
         answer_keys = AnswerKeys()
         secrets = NoiseSecrets(self._noise_key, answer_keys)
@@ -112,7 +114,7 @@ class TrainerBuilder:
                 features,
                 settings.data.num_classes,
                 self._example_keys(ids),
-                self._data.digest(self.encoder, features),
+                digest,
                 "" if self._noise_key is None else key_name(self._noise_key),
                 persons,
                 self._loss_weights(rows),
@@ -127,7 +129,8 @@ class TrainerBuilder:
 
     def _model(self, rows: AlignedRows) -> nn.Module:
         settings = self._settings
-        trial = Trial(rows.order.batch_sizes, self._device)
+        none = () if self._ranks is None else (0,)
+        trial = Trial((*rows.order.batch_sizes, *none), self._device)
         model = _fresh_model(settings, self.encoder, trial)
         if self._earlier is not None:
             self._earlier.put_into(model)
@@ -208,7 +211,7 @@ def _fresh_model(
 def learner_of_rank(
     settings: ActiveSettings, device: torch.device, beginning: Beginning
 ) -> Learner:
-    """Return the learner of a rank above 0, which has no labels."""
+    """Return the learner of a rank above 0, which gets no labels, but gradients."""
     model = _fresh_model(settings, beginning.shapes).to(device)
     speed_up(model, settings.autocast, compiled=settings.compile)
     optimizer = build_optimizer(settings.optimizer, model)

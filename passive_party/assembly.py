@@ -188,7 +188,12 @@ class BottomBuilder:
         if encoder is None or features is None:
             raise SettingsError("data.features: the passive party needs features")
         self.encoder = encoder
-        model = _fresh_model(settings, encoder, Trial(rows.order.batch_sizes, self._device))
+        digest = self._data.digest(encoder, features) + self._pretrained.digest
+        features = features.to(self._device)
+        trial = Trial(
+            (*rows.order.batch_sizes, *(() if self._ranks is None else (0,))), self._device
+        )
+        model = _fresh_model(settings, encoder, trial)
         self._pretrained.put_into(model)
         if self._earlier is not None:
             self._earlier.put_into(model)
@@ -198,5 +203,4 @@ class BottomBuilder:
         if self._ranks is not None:
             beginning = Beginning(encoder.shapes, None, rows.total_steps(contract))
             spread = begin(self._ranks, learner, beginning, features, rows.splits["train"])
-        digest = self._data.digest(encoder, features) + self._pretrained.digest
         return BottomTrainer(learner, features, data_digest=digest, spread=spread)

@@ -172,8 +172,8 @@ class BottomTrainer:
         """Gather the features of some rows; best called while waiting for the peer."""
         return self._features.rows(torch.from_numpy(positions.copy()).to(self._device))
 
-    def feature_values(self, positions: Positions) -> Tensor:
-        """Return some rows' features as plain numbers, (rows, values), float16."""
+    def feature_values(self, positions: Positions) -> Tensor | None:
+        """Return some rows' features as plain numbers, (rows, values), unless they are too many."""
         return feature_values(self.rows(positions))
 
     def training_rows(self, positions: Positions) -> Features | Tensor:

@@ -259,7 +259,8 @@ class WidePart(nn.Module):
     def _summed(self, weights: Tensor) -> Tensor:
         if self._num_logits == 1:
             return weights.sum(dim=1)
-        return weights.reshape(len(weights), -1, self._num_logits).sum(dim=1)
+        logits = self._num_logits
+        return weights.reshape(len(weights), weights.shape[1] // logits, logits).sum(dim=1)
 
 
 def without_single(logits: Tensor) -> Tensor:

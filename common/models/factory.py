@@ -34,7 +34,7 @@ class Trial(NamedTuple):
     """Batches of zeros on which a second copy of a user-defined model is tried in training."""
 
     sizes: Sequence[int]
-    """Their numbers of rows; a second one is that of an epoch's last batch."""
+    """Their numbers of rows; the second is that of an epoch's last batch, 0 of a rank without."""
 
     device: torch.device
 
@@ -203,6 +203,7 @@ def _build_and_probe(
         tried = _within_memory(build, role).to(device) if sizes else model
         for rows in sizes:
             hint = "" if rows == sizes[0] else f"; {DROP_LAST} leaves this last batch out"
+            hint = hint if rows else "; with several processes, one may own no row of a batch"
             compute(tried.train(), rows, device, hint)
     return model.train()
 

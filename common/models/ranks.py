@@ -2,11 +2,13 @@
 
 Rank 0 is the party: it says what all do next, by orders. Then every rank calls the same methods
 here, in the same order. On CPUs tensors travel over gloo, on GPUs over NCCL; nothing is pickled,
-and nothing is encrypted or authenticated: the ranks are on one machine, or on a network that
-belongs to the party alone.
+and nothing is encrypted. Ranks on one machine prove that they belong together; those on several
+are on a network that belongs to the party alone.
 """
 
+import hmac
 import json
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -30,6 +32,7 @@ _WITHIN = timedelta(minutes=10)
 """Until all ranks are there, and for what they do together."""
 _ANSWERS_WITHIN = timedelta(seconds=20)
 
+_SECRET = "what only ranks know"  # noqa: S105 - its name
 _BUCKET_BYTES = 25_000_000
 
 
@@ -85,7 +88,8 @@ class Ranks:
         """Wait for all processes, which find each other where the environment says, or in a file.
 
         ``attempt`` counts the starts of all processes: the place where they meet may outlive them
-        and holds the addresses of those before. Nobody else may open ``file``. Raises RankLost.
+        and holds the addresses of those before. Nobody else may open ``file``: it holds a secret
+        of which each rank proves knowledge before anything else travels. Raises RankLost.
         """
         try:
             if file is None:
@@ -93,6 +97,8 @@ class Ranks:
             else:
                 store = dist.FileStore(str(file), size)  # type: ignore[attr-defined]
                 store.set_timeout(_WITHIN)
+                if not rank:
+                    store.set(_SECRET, secrets.token_hex(32))
             dist.init_process_group(
                 "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl",
                 rank=rank,
@@ -103,10 +109,26 @@ class Ranks:
         except RuntimeError as error:
             raise RankLost("this party's processes do not find each other") from error
         found = cls(rank, size, on_lost)
+        if file is not None:
+            found._prove(store.get(_SECRET), attempt)
         if device.type == "cuda":
             torch.cuda.set_device(device.index or 0)
-            found.add_up([torch.zeros(1, device=device)])  # NCCL's first is to be that of all ranks
         return found
+
+    def _prove(self, secret: bytes, attempt: int) -> None:
+        """Raise RankLost unless all know the secret: any program may be first to connect."""
+
+        def proof(*way: int) -> Tensor:
+            return as_bytes(hmac.digest(secret, f"{way} {attempt}".encode(), "sha256"))
+
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        found = {peer: torch.zeros(32, dtype=torch.uint8) for peer in peers}
+        self.move({peer: proof(self.rank, peer) for peer in peers}, found)
+        for peer in peers:
+            own = bytes(proof(peer, self.rank).numpy())
+            if not hmac.compare_digest(bytes(found[peer].numpy()), own):
+                dist.destroy_process_group()
+                raise RankLost(f"what connected as rank {peer} is no process of this party")
 
     @property
     def others(self) -> range:

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import SplitveilError
-from splitveil.common.models.ranks import Order, OrderKind, Ranks, as_bytes
+from splitveil.common.models.ranks import CPU, Order, OrderKind, Ranks, as_bytes
 from splitveil.common.models.training_state import (
     in_training_mode,
     random_state,
@@ -144,7 +144,8 @@ class SpreadModel:
         with self.ranks.lock:
             if not self.ranks.rank:
                 self.ranks.order(kind, number, content)
-            yield
+            with computing_together(self.ranks):  # also backward: checkpointed layers compute again
+                yield
 
     def forward(self, number: int, positions: Tensor, first: Tensor | None = None) -> Tensor:
         """Compute a batch in training mode, and return its outputs."""
@@ -159,7 +160,7 @@ class SpreadModel:
                 cut = ranks.scatter_rows(first, owners, like).requires_grad_()
                 inputs.insert(0, cut)
             in_training_mode(model)
-            with torch.enable_grad(), self._learner.keeping(), computing_together(ranks):
+            with torch.enable_grad(), self._learner.keeping():
                 output = model(*inputs)
             self._shares.append((number, _Share(owners, cut, output)))
             return ranks.gather_rows(output, owners)
@@ -291,17 +292,19 @@ def begin(
 ) -> SpreadModel:
     """Give all ranks their rows, and rank 0's model.
 
-    ``trained`` has the positions of the training rows, ascending, (training rows,) int64.
+    ``features`` of all rows are on the learner's device already. ``trained`` has the positions of
+    the training rows, ascending, (training rows,) int64.
     """
-    positions = torch.from_numpy(trained.copy())
+    positions, device = torch.from_numpy(trained.copy()), learner.device
     with ranks.lock:
         content = state_to_bytes({"beginning": beginning, "positions": positions})
         ranks.order("begin", content=as_bytes(content))
         for rank in ranks.others if features is not None else ():
             for block in _blocks(positions[positions % ranks.size == rank], beginning):
-                for part in [] if features is None else features.rows(block).tensors():
+                rows = None if features is None else features.rows(block.to(device)).to(CPU)
+                for part in () if rows is None else rows.tensors():
                     ranks.move({rank: part})
-    rows_at = None if features is None else features.to(learner.device).rows
+    rows_at = None if features is None else features.rows
     found = SpreadModel(ranks, learner, beginning, rows_at)
     found.share([])
     return found

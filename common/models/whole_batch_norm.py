@@ -5,7 +5,6 @@ torch's SyncBatchNorm is for GPUs only, and for ranks that all have rows.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -14,28 +13,38 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.nn.modules.batchnorm import _BatchNorm  # the base of them all
 
+from splitveil.common.errors import SettingsError
 from splitveil.common.models.ranks import Ranks
 
-_together: ContextVar[Ranks | None] = ContextVar("ranks that compute a batch", default=None)
+_OF_TORCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_together: list[Ranks] = []  # the last counts, in all threads: a GPU's backward has its own
 
 
 @contextmanager
 def computing_together(ranks: Ranks) -> Iterator[None]:
     """Let batches be those of all ranks, each of which has to do the same."""
-    before = _together.set(ranks)
+    _together.append(ranks)
     try:
         yield
     finally:
-        _together.reset(before)
+        _together.pop()
 
 
 def with_whole_batches(model: nn.Module) -> None:
-    """Let a model's batch normalisations look at the batches of all ranks."""
+    """Let a model's batch normalisations look at the batches of all ranks.
+
+    Raises SettingsError for a class of the user's own.
+    """
     if model._compiled_call_impl is not None:  # noqa: SLF001
         _stay_uncompiled()
-    for part in model.modules():
-        if isinstance(part, _BatchNorm):
+    for name, part in model.named_modules():
+        if type(part) in _OF_TORCH:
             part.__class__ = WholeBatchNorm
+        elif isinstance(part, _BatchNorm) and not isinstance(part, WholeBatchNorm):
+            raise SettingsError(
+                f"{name}: several processes cannot compute {type(part).__name__} over a whole "
+                f"batch: use a batch normalisation of torch.nn itself, or one process"
+            )
 
 
 @cache
@@ -54,16 +63,16 @@ class WholeBatchNorm(_BatchNorm):
 
     def forward(self, values: Tensor) -> Tensor:
         """Return normalised values, of the same shape; also of no rows."""
-        ranks = _together.get()
-        if ranks is None or not self.training:
+        if not _together or not self.training:
             return super().forward(values)
+        ranks = _together[-1]
         self._check_input_dim(values)
         over = [0, *range(2, values.ndim)]
         shape = [1, -1, *[1] * (values.ndim - 2)]
         exact = values.float()
         own = exact.new_tensor([exact.numel() / max(1, exact.shape[1])])
         total = _sum(ranks, torch.cat([exact.sum(over), own]))
-        sums, count = total[:-1], total[-1]
+        sums, count = total[:-1], total[-1].detach()
         if count <= 1:
             raise ValueError("expected more than 1 value per channel when training")
         centred = exact - (mean := sums / count).view(shape)

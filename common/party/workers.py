@@ -1,7 +1,8 @@
 """The processes of a party under ``torchrun``: rank 0 is the party, and the others work for it.
 
-The others take no part in the protocol: they have features of their rows, no labels and no
-connection, and their number is the party's own affair.
+The others take no part in the protocol: they have features of their rows, no connection, and no
+labels, but at the active party gradients from which labels follow; their number is the party's own
+affair.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -87,6 +88,8 @@ def joined(
     ranks = Ranks.join(rank.number, rank.size, device, on_lost, rank.restarts, file)
     try:
         ranks.compare(facts)
+        if device.type == "cuda":  # at all ranks, as compared; NCCL's first is to be that of all
+            ranks.add_up([torch.zeros(1, device=device)])
         _logger.info("rank %d of %d: process %d", rank.number, rank.size, os.getpid())
         interruption.before_stopping = ranks.check_all_alive
         for number in (signal.SIGINT, signal.SIGTERM) if rank.number else ():
@@ -115,8 +118,12 @@ def _private_file(rank: Rank) -> Path | None:
     found = folder.lstat()
     if (found.st_uid, found.st_mode) != (os.getuid(), stat.S_IFDIR | 0o700):
         raise SettingsError(f"{folder}: expected a folder of this user alone, with mode 0700")
-    # Of these processes: of the same torchrun, for the same party, since the same restart.
-    return folder / f"{os.getppid()}-{os.environ['MASTER_PORT']}-{rank.restarts}"
+    # Of these processes: of the same torchrun, for the same party, since the same restart. In a
+    # container torchrun always has the number 1.
+    process, began = os.getppid(), ""
+    with suppress(OSError):
+        began = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    return folder / f"{process}-{began}-{os.environ['MASTER_PORT']}-{rank.restarts}"
 
 
 _EXIT_CODE = 1

@@ -36,8 +36,8 @@ SEED = 0  # seed of hints and bootstrap: the same scores always give the same fi
 
 UNSEEN = -1  # label of an example that no batch has held so far
 
-FeaturesOf: TypeAlias = Callable[[npt.NDArray[np.int64]], Tensor]
-"""Positions in the common order -> the values of their features, (rows, values)."""
+FeaturesOf: TypeAlias = Callable[[npt.NDArray[np.int64]], Tensor | None]
+"""Positions in the common order -> the values of their features, (rows, values), or None."""
 
 
 class RunLevelLeak(OperatingPoints):
@@ -139,10 +139,11 @@ class RunAudit:
         with self._lock:
             all_scores = list(self._scores(hinted=True))
         figures = RunLeaks({}, {})
+        values = features(self._last.seen()[0]) if self._final and features else None
         for layer, attack, scores in all_scores:
             aucs = self._aucs(scores)
             final = RUN_ATTACKS[attack].is_final and RUN_ATTACKS[attack].num_hints
-            alone = self._final_scores(attack, features) if final and features else None
+            alone = self._final_scores(attack, values) if final and values is not None else None
             leak = run_level_leak(scores, aucs, self._labels.numpy(), self._classes, alone)
             if leak is None:
                 continue
@@ -230,11 +231,11 @@ class RunAudit:
                 yield CUT, attack, self._final_scores(attack)
 
     def _final_scores(
-        self, attack: RunAttackName, features: FeaturesOf | None = None
+        self, attack: RunAttackName, features: Tensor | None = None
     ) -> list[RunScores]:
         """Run an attack on the last activations, or on features, with the same known labels."""
         positions, activations = self._last.seen()
-        rows = activations if features is None else features(positions)
+        rows = activations if features is None else features
         labels = self._labels_at(positions)
         return final_scores(attack, positions, rows, labels, self._classes, SEED)
 

@@ -14,7 +14,6 @@ from splitveil.common.errors import InvalidMessage, OutOfStep, PeerUnreachable
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.aligned import (
     ENGINE,
-    align_both,
     commitment_frame,
     common_ids,
     names,
@@ -30,24 +29,6 @@ pytestmark = pytest.mark.usefixtures("small_chunks")
 CHUNK = 16
 """Points in a message, with the small chunks of these tests."""
 COMMON = set(OWN) & set(PEER)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_a_line_that_breaks_off_again_and_again_costs_no_id_and_repeats_little(
-    tmp_path: Path, seed: int
-) -> None:
-    draw = random.Random(seed)
-    pair = Pair(tmp_path)
-    for frames in [draw.randrange(1, 30) for _ in range(6)]:
-        first, second = pair.attempt(breaks_at=draw.choice([(frames, None), (None, frames)]))
-        if first.error is None and second.error is None:
-            break  # what was left fitted before the break
-        assert any(isinstance(one.error, PeerUnreachable) for one in (first, second))
-    else:
-        first, second = pair.attempt()
-    assert set(common_ids(OWN, first)) == COMMON
-    assert common_ids(OWN, first) == common_ids(PEER, second)
-    assert pair.is_kept() == [False, False]
 
 
 def test_what_the_peer_has_is_neither_computed_nor_sent_again(tmp_path: Path) -> None:
@@ -68,24 +49,6 @@ def test_what_the_peer_has_is_neither_computed_nor_sent_again(tmp_path: Path) ->
     whole = Pair(tmp_path / "whole")
     whole.attempt()
     assert pair.groups[1].multiplied == whole.groups[1].multiplied
-
-
-@pytest.mark.parametrize("loser", [0, 1])
-def test_a_last_message_that_is_lost_costs_neither_party_an_id(tmp_path: Path, loser: int) -> None:
-    """One party has the outcome, and the other cannot know it."""
-    pair = Pair(tmp_path)
-    pair.loses_last_frame_of = 1 - loser
-    outcomes = pair.attempt()
-    assert isinstance(outcomes[loser].error, PeerUnreachable)
-    assert pair.is_kept() == [True, True]
-    pair.loses_last_frame_of = None
-    outcomes = pair.attempt()
-    assert common_ids(OWN, outcomes[0]) == common_ids(PEER, outcomes[1])
-    assert set(common_ids(OWN, outcomes[0])) == COMMON
-    assert [group.masked for group in pair.groups] == [len(OWN), len(PEER)]
-    assert [group.multiplied for group in pair.groups] == [len(PEER), len(OWN)]
-    assert [tried.of("peer").ids for tried in pair.tried] == [len(PEER), len(OWN)]
-    assert pair.is_kept() == [False, False]
 
 
 def without_files(pair: Pair) -> None:
@@ -315,9 +278,3 @@ def test_tags_are_shown_only_after_what_they_follow_from_is_on_disk(tmp_path: Pa
     assert [frame.WhichOneof("body") for frame in shown] == ["tags"]
     assert events.index("sync") == len(events) - 1
     assert set(events[:-1]) == {"own.points", "peer.points", "peer.tags", "peer.commitment"}
-
-
-def test_nothing_is_kept_of_an_alignment_without_files() -> None:
-    first, second = align_both((OWN, PEER))
-    assert common_ids(OWN, first) == common_ids(PEER, second)
-    assert ENGINE.start(OWN, nonce=b"a" * 32, run_id="run").number == ""

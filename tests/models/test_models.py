@@ -64,6 +64,8 @@ class Plain(nn.Sequential):
     def forward(self, numbers: Tensor) -> Tensor:
         if self.fault == "eval" and not self.training:
             raise RuntimeError("training only")
+        if self.fault == "no rows":
+            numbers = numbers - numbers.max()
         found: Tensor = self[0](numbers)
         return found.to("meta") if self.fault == "moves" else found
 
@@ -476,6 +478,14 @@ def test_trying_a_model_leaves_its_running_statistics_alone() -> None:
     bottom = build_bottom_model(custom("OwnBottom"), SHAPES, (6,), seed=0, trial=trial)
     assert bottom.get_buffer("norm.num_batches_tracked").item() == 0
     assert all(weight.grad is None for weight in bottom.parameters())
+
+
+def test_a_model_that_cannot_compute_no_rows_is_refused_where_ranks_may_have_none() -> None:
+    own, cpu = custom("Plain", fault="no rows"), torch.device("cpu")
+    build_bottom_model(own, NUMBERS, (5,), seed=0, trial=Trial((8, 4), cpu))
+    said = "batch of 0 rows in training: .*; with several processes, one may own no row of a batch"
+    with pytest.raises(SettingsError, match=said):
+        build_bottom_model(own, NUMBERS, (5,), seed=0, trial=Trial((8, 4, 0), cpu))
 
 
 def test_class_names_have_one_form() -> None:

@@ -14,17 +14,29 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
 
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.models.conv import ConvTop
+from splitveil.common.models.factory import build_bottom_model, build_top_model
 from splitveil.common.models.optimizers import build_optimizer
-from splitveil.common.models.ranks import Ranks
-from splitveil.common.models.settings import AdamOptimizer, ConvModel, SgdOptimizer
+from splitveil.common.models.ranks import RankLost, Ranks
+from splitveil.common.models.settings import (
+    AdamOptimizer,
+    ConvModel,
+    MlpModel,
+    SgdOptimizer,
+    TabularModel,
+    WideDeepModel,
+)
 from splitveil.common.models.speed import speed_up
 from splitveil.common.models.spread_model import Beginning, Learner, SpreadModel, begin, work
+from splitveil.common.models.whole_batch_norm import with_whole_batches
 from splitveil.passive_party.bottom_trainer import LayerTap, stashing_weights
 from tests.support.forked import server
 
@@ -183,6 +195,8 @@ def test_several_ranks_learn_what_one_does(model: Build, how: Any, size: int) ->
         for batch, tap in zip(BATCHES, taps, strict=True):
             stepped(learner, spread(batch).square().mean())
             close(spread.taps["head"](), tap, how)
+        copy.deepcopy(learner.model)
+        assert not any(buffer.requires_grad for buffer in learner.model.buffers())
         spread.random_states()  # all ranks have the same weights
     for name, value in learner.model.state_dict().items():
         close(value, alone.model.state_dict()[name], how)
@@ -264,6 +278,80 @@ def test_steps_that_are_computed_again_from_a_state_have_the_same_bits() -> None
         spread.share(random[1])
         assert all(map(torch.equal, first, go_on()))
         assert len({bytes(one.numpy()) for one in spread.random_states()}) == 2
+
+
+class Checkpointed(nn.Module):
+    """Computes its layers again to go backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=0.0), nn.Tanh())
+
+    def forward(self, given: Features) -> Tensor:
+        found: Tensor = checkpoint(self.layers, given.numeric, use_reentrant=False)
+        return found
+
+
+def test_a_batch_norm_that_is_computed_again_sees_the_whole_batch() -> None:
+    alone, given = learner_of(Checkpointed), features()
+    for batch in BATCHES:
+        stepped(alone, alone.model(given.rows(batch)).pow(3).sum())
+    with ranks_of(2, partial(learner_of, Checkpointed)) as ranks:
+        learner = learner_of(Checkpointed, ranks)
+        spread = begun(ranks, learner)
+        for batch in BATCHES:
+            stepped(learner, spread(batch).pow(3).sum())
+    for weight, other in zip(learner.model.parameters(), alone.model.parameters(), strict=True):
+        torch.testing.assert_close(weight, other, atol=1e-5, rtol=1e-4)
+
+
+class OwnNorm(nn.BatchNorm1d):
+    pass
+
+
+def test_a_batch_norm_of_the_users_own_is_refused_by_name() -> None:
+    with pytest.raises(SettingsError, match=r"^1: several processes cannot compute OwnNorm over"):
+        with_whole_batches(nn.Sequential(nn.Linear(3, 4), OwnNorm(4)))
+
+
+def stranger(file: Path) -> None:
+    """Connect as rank 1, and answer something."""
+    store = PrefixStore("splitveil/0", dist.FileStore(str(file), 2))  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", rank=1, world_size=2, store=store)
+    given = [torch.zeros(32, dtype=torch.uint8) for _ in range(2)]
+    ways = [dist.P2POp(dist.isend, given[0], 0), dist.P2POp(dist.irecv, given[1], 0)]
+    for one in dist.batch_isend_irecv(ways):
+        one.wait()
+
+
+def test_what_connects_without_the_secret_is_no_rank(tmp_path: Path) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    process = server.Process(target=stranger, args=(tmp_path / "ranks",))
+    process.start()
+    with pytest.raises(RankLost, match="what connected as rank 1 is no process of this party"):
+        Ranks.join(0, 2, file=tmp_path / "ranks")
+    process.join(60)
+    assert process.exitcode == 0
+
+
+NUMBERS, IMAGES = FeatureShapes(3, (5, 4)), FeatureShapes(image_shape=(1, 8, 8))
+DENSE = (MlpModel(kind="mlp"), TabularModel(kind="tabular"), WideDeepModel(kind="wide_deep"))
+
+
+@pytest.mark.parametrize("logits", [2, 3])
+@pytest.mark.parametrize("settings", [*DENSE, ConvModel(kind="conv", channels=(4,))])
+def test_models_compute_batches_of_no_rows(settings: Any, logits: int) -> None:
+    is_conv = isinstance(settings, ConvModel)
+    own, cut = (IMAGES, (4, 4, 4)) if is_conv else (NUMBERS, (128,))
+    bottom = build_bottom_model(settings, own, cut, seed=1)
+    assert bottom(own.zeros(0)).shape == (0, *cut)
+    if is_conv:
+        settings = settings.model_copy(update={"hidden": (8,)})
+    for shapes in (None, NUMBERS) if not isinstance(settings, WideDeepModel) else (NUMBERS,):
+        top = build_top_model(settings, cut, shapes, seed=1, num_classes=logits)
+        outputs = top(torch.zeros(0, *cut), None if shapes is None else shapes.zeros(0))
+        assert len(outputs) == 0
+        outputs.sum().backward()
 
 
 def test_ranks_whose_weights_differ_end_the_run() -> None:

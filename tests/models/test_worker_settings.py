@@ -1,6 +1,9 @@
 """What a party of several processes is told by torchrun, and what it refuses."""
 
 import argparse
+import os
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from splitveil.common.models.device import torch_device
 from splitveil.common.party.command_line import prepare
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.party.workers import ONLY, Rank, act
+from splitveil.common.party.workers import ONLY, Rank, _private_file, act
 from tests.support.runs import ACTIVE, write_example
 
 TORCHRUN = {
@@ -36,6 +39,19 @@ def test_torchrun_says_which_process_this_is() -> None:
         assert Rank.of_environment(variables) == ONLY
     with pytest.raises(SettingsError, match="WORLD_SIZE: expected a whole number"):
         Rank.of_environment(TORCHRUN | {"WORLD_SIZE": "two"})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_processes_of_an_earlier_torchrun_with_the_same_number_met_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    began = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+    found = _private_file(Rank(0, 2, 0, 2, 3))
+    assert found is not None
+    assert found.name == f"{os.getppid()}-{began}-29500-3"
 
 
 def test_only_run_computes_in_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from splitveil.common.privacy.final_attacks import (
 )
 from splitveil.common.privacy.leakage import auc, leak_auc
 from splitveil.common.privacy.observation import Observation
+from splitveil.passive_party import feature_values as module
 from splitveil.passive_party.feature_values import feature_values
 from tests.support.attacked_run import attacked_run, deal_labels
 from tests.support.recorders import recorders
@@ -221,10 +222,29 @@ def test_features_of_all_kinds_become_numbers() -> None:
         tokens=torch.tensor([[3, 3, 0], [999, 5, 0]]),
     )
     values = feature_values(features)
+    assert values is not None
     assert values.shape == (2, 1 + 1 + 2 + 257 + 256)
     assert bool(values.isfinite().all())
     assert values[:, 1:4].tolist() == [[1, 1, 0], [1, 0, 1]]
     assert values[0, 4 + 3] == 2
+
+
+def test_features_are_computed_in_blocks_and_too_many_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    features = Features(
+        numeric=torch.randn(50, 2, generator=generator),
+        categorical=torch.randint(0, 5, (50, 3), generator=generator),
+    )
+    whole = feature_values(features)
+    assert whole is not None
+    monkeypatch.setattr(module, "_ROWS_AT_ONCE", 7)
+    in_blocks = feature_values(features)
+    assert in_blocks is not None
+    assert torch.equal(in_blocks, whole)
+    monkeypatch.setattr(module, "_MOST_VALUES", whole.numel() - 1)
+    assert feature_values(features) is None
 
 
 @pytest.mark.parametrize(

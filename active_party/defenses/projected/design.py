@@ -264,9 +264,9 @@ def design(
     """Choose the weights of a stage.
 
     The chunks are the training rows, and are read once, or twice where directions are chosen from a
-    sample; the rank is the most columns. Subjects,
-    (N,) int64, are equal for rows that share one bound; None if every row has its own. Excluded
-    rows, (N,) bool, get weights of 0 and are charged nothing.
+    sample; the rank is the most columns. Subjects, (N,) int64, are equal for rows that share one
+    bound; None if every row has its own. Excluded rows, (N,) bool, get weights of 0 and are charged
+    nothing.
     """
     if rank < 1:
         raise ValueError(f"expected a rank of at least 1, got {rank}")

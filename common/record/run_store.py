@@ -51,7 +51,9 @@ def serialised(state: State) -> bytes:
 
 def _divided(state: State) -> tuple[bytes, Mapping[str, Tensor]]:
     """Return a state without its lasting parts, serialised, and these."""
-    lasting = state.get(LASTING, {})
+    if LASTING not in state:
+        return serialised(state), {}
+    lasting = state[LASTING]
     return serialised(state | {LASTING: dict.fromkeys(lasting)}), lasting
 
 

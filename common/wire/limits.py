@@ -140,6 +140,7 @@ FIELDS: Mapping[str, Bound] = {
     "AlignResume.points": Bound(2**31, "the largest set that a contract can allow"),
     "AlignResume.points_digest": _DIGEST,
     "AlignResume.tags": Bound(2**31, "the largest set that a contract can allow"),
+    "AlignResume.bucket": Bound(1024, "the most buckets that a contract can allow"),
     "MaskedPoints.chunk": _CHUNK,
     "MaskedPoints.points": Bound(CHUNK_IDS * POINT_BYTES, "one chunk"),
     "Tags.chunk": _CHUNK,

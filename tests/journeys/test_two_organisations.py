@@ -169,4 +169,6 @@ def test_a_run_prints_a_line_for_each_epoch_and_few_others(machines: Machines, p
 
 def test_the_plan_names_the_defense_that_init_has_chosen(machines: Machines) -> None:
     output = output_of(machines, "splitveil active plan active.yaml")
-    assert output.strip() in PAGE.read_text(encoding="utf-8")
+    last = output.strip().splitlines()[-1]
+    assert last.startswith("To a passive party")
+    assert last in PAGE.read_text(encoding="utf-8")

@@ -37,6 +37,7 @@ EXPLAINED = (
     "features included",
     "more than the ",
     "above the ",
+    "which no bound limits",
 )
 
 

@@ -42,7 +42,7 @@ class Figures(NamedTuple):
 
 
 def figures_of(results: Path) -> Figures:
-    """Read a party's metrics and summary, without what is about other layers."""
+    """Read a party's metrics and summary, without what only one of them has."""
     lines = {}
     for text in (results / "metrics.jsonl").read_text().splitlines():
         line = json.loads(text)
@@ -53,8 +53,11 @@ def figures_of(results: Path) -> Figures:
             lines[place] = {name: x for name, x in line.items() if not name.startswith("first/")}
     summary = json.loads((results / "summary.json").read_text())
     named = dict(leaves("", {section: summary[section] for section in SECTIONS}))
-    about_cut = {name: x for name, x in named.items() if ".first." not in name}
-    return Figures(lines, about_cut)
+    # Only the passive party compares completion with its features.
+    both_have = {
+        n: x for n, x in named.items() if ".first." not in n and ".over_features." not in n
+    }
+    return Figures(lines, both_have)
 
 
 def leaves(name: str, value: Any) -> Iterator[tuple[str, float]]:

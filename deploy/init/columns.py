@@ -53,11 +53,8 @@ class Almost(NamedTuple):
     in_words: str
     """How many cells are, and which rows are not."""
 
-    others: tuple[str, ...]
-    """The texts that are not, if these may be gaps and are few."""
-
     codes: tuple[str, ...]
-    """Those of them without a digit that several cells hold: nobody mistypes a number so."""
+    """Texts without a digit that are not, if several cells hold each: nobody mistypes so."""
 
     remedy: str
 
@@ -78,7 +75,7 @@ def almost(
     counts = np.bincount(column.codes[is_wrong], minlength=len(is_right))[~is_right]
     codes = (x for x, n in zip(others, counts, strict=False) if n > 1 and re.fullmatch(_CODE, x))
     remedy = remedy or "--missing-text TEXT for a text that means no value,"
-    return Almost(words, tuple(others), tuple(codes), remedy)
+    return Almost(words, tuple(codes), remedy)
 
 
 def almost_numbers(column: CategoricalColumn, is_number: NDArray[np.bool_]) -> Almost | None:

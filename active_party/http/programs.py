@@ -66,8 +66,7 @@ class NotAvailable(RequestError):
     status = 503
 
 
-BURST_S = 1.0
-"""Seconds of requests that may be saved up by asking nothing."""
+BURST_S = 1.0  # seconds of requests that may be saved up by asking nothing
 
 
 class RateLimit:

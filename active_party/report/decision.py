@@ -64,10 +64,8 @@ class Decision(NamedTuple):
     headline: str
     checks: tuple[Check, ...]
     steps: tuple[Step, ...]
-    prices: tuple[Price, ...]
-    """What the table is worth at several bounds."""
-    doubt: str
-    """The first finding that contradicts the ledger; empty without any."""
+    prices: tuple[Price, ...]  # what the table is worth at several bounds
+    doubt: str  # the first finding that contradicts the ledger; empty without any
 
 
 def decide(run: RunFiles, assessment: LeakAssessment) -> Decision:

@@ -7,11 +7,9 @@ import numpy as np
 
 from splitveil.active_party.report.run_files import LeakSeries, Numbers
 
-MIN_WINDOW = 15
-"""Smallest number of batches for the quantiles of a window."""
+MIN_WINDOW = 15  # smallest number of batches for the quantiles of a window
 MAX_WINDOWS = 40
-LOW, HIGH = 0.1, 0.9
-"""The quantiles that bound a band."""
+LOW, HIGH = 0.1, 0.9  # the quantiles that bound a band
 ABSENT = "–"
 STANDARD_ERRORS = 4.0
 """Number of standard errors by which a mean must exceed the mean of random scores, as for the leak
@@ -22,8 +20,7 @@ class TableRow(NamedTuple):
     """One row of a table."""
 
     cells: tuple[str, ...]
-    is_strong: bool = False
-    """Whether its first number is written in bold."""
+    is_strong: bool = False  # whether its first number is written in bold
 
 
 class Windows(NamedTuple):
@@ -45,8 +42,7 @@ class MeasuredAttack(NamedTuple):
     mean: float
     q95: float
     last_epoch: float
-    worst_epoch: float
-    """Mean of the epoch with the highest mean."""
+    worst_epoch: float  # mean of the epoch with the highest mean
     random_mean: float
     random_q95: float
     beats_chance: bool

@@ -45,8 +45,7 @@ _NAME_LENGTH = 36
 _EXPECTED_TO_DIFFER = {"contract.run_name", "listen", "runs_dir"}
 
 
-_BITS_PER_AUDIT = math.log2(51)
-"""The reply to an audit is one of .50, .51, ..., 1.00."""
+_BITS_PER_AUDIT = math.log2(51)  # the reply to an audit is one of .50, .51, ..., 1.00
 
 
 class _Compared(NamedTuple):
@@ -59,8 +58,7 @@ class _Compared(NamedTuple):
     whole_run: dict[tuple[str, str], float]
     """(layer, attack) -> its leak AUC of all epochs together."""
     leak: LeakAssessment
-    strongest: str
-    """The strongest attack and its figure, or why there is none."""
+    strongest: str  # the strongest attack and its figure, or why there is none
     decision: Decision
     ledger: LedgerFigures | None
     bounds: dict[Adversary, str]

@@ -20,11 +20,9 @@ from splitveil.active_party.report.figures import figure
 from splitveil.active_party.report.run_files import RunFiles
 from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
 
-Z_95 = 1.959963984540054
-"""Quantile of the normal distribution for an interval of 95 %."""
+Z_95 = 1.959963984540054  # quantile of the normal distribution for an interval of 95 %
 
-_CLOSE = 1e-4
-"""Difference of an AUC from the recorded one that rounding may make."""
+_CLOSE = 1e-4  # difference of an AUC from the recorded one that rounding may make
 
 _Numbers = npt.NDArray[np.float64]
 
@@ -44,8 +42,7 @@ class PairedComparison(NamedTuple):
 
     difference: Estimate | None
     """Of the test AUCs; None where the runs do not share their test rows."""
-    sharing: str
-    """A sentence about what the two runs share."""
+    sharing: str  # a sentence about what the two runs share
 
 
 def auc_estimate(predictions: StoredPredictions) -> Estimate | None:
@@ -121,12 +118,10 @@ def estimate_of(recorded: float, predictions: StoredPredictions | None) -> Estim
 
 
 class ComparedTests(NamedTuple):
-    aucs: list[str]
-    """Each run's, with its 95 % interval where its predictions were kept."""
+    aucs: list[str]  # each run's, with its 95 % interval where its predictions were kept
     differences: list[str]
     """Each run's less the first run's, with its paired interval where they share test rows."""
-    sharing: str
-    """A sentence about what the runs share with the first one."""
+    sharing: str  # a sentence about what the runs share with the first one
 
 
 def compare_tests(runs: Sequence[RunFiles]) -> ComparedTests:

@@ -35,10 +35,8 @@ class Line:
 
     x: Numbers
     y: Numbers
-    style: str
-    """CSS classes, one of which names the colour."""
-    label: str = ""
-    """The text to the right of the last point."""
+    style: str  # CSS classes, one of which names the colour
+    label: str = ""  # the text to the right of the last point
     markers: bool = False
     written: Callable[[float], str] = "{:.4g}".format
     """Formats the value at a marker: a bound is rounded up."""

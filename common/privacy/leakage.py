@@ -132,7 +132,6 @@ class PairAucs(NamedTuple):
     pairs: Floats
     """Row i, column j: the AUC of class i's score, class i against class j,
     (..., classes, classes)."""
-
     one_vs_rest: Floats  # the AUC of class i's score, class i against all others, (..., classes)
 
     def leak(self) -> "PairAucs":

@@ -72,14 +72,10 @@ _SMALLEST = 1e-12
 class Received(NamedTuple):
     """What a party has of a run: one row per example and batch, in the order of arrival."""
 
-    gradients: Tensor
-    """(rows, ...)."""
-    activations: Tensor
-    """(rows, ...)."""
-    positions: Tensor
-    """Which example each row is about, from 0, (rows,) int64."""
-    starts: npt.NDArray[np.int64]
-    """First row of each batch, and the number of rows."""
+    gradients: Tensor  # (rows, ...)
+    activations: Tensor  # (rows, ...)
+    positions: Tensor  # which example each row is about, from 0, (rows,) int64
+    starts: npt.NDArray[np.int64]  # first row of each batch, and the number of rows
 
     @property
     def num_examples(self) -> int:
@@ -231,8 +227,7 @@ class _Fitted(NamedTuple):
     gradients: Tensor
     positions: Tensor
     logits: Tensor
-    slopes: Tensor
-    """(batch, classes, row_dim), scaled."""
+    slopes: Tensor  # (batch, classes, row_dim), scaled
 
     def distances(self, labels: Tensor) -> Tensor:
         errors = self.logits.softmax(dim=1) - labels

@@ -35,18 +35,14 @@ from splitveil.common.run.course import Batch
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 120.0
-"""Time that a checkpoint waits for the attacks on the batches before it."""
+IDLE_S = 120.0  # time that a checkpoint waits for the attacks on the batches before it
 
 
 class AuditedRun(NamedTuple):
-    seed: bytes
-    """The joint seed, from which both parties pick the same positives."""
+    seed: bytes  # the joint seed, from which both parties pick the same positives
     num_examples: int
-    class_names: Sequence[str] = ()
-    """Empty where there are two classes."""
-    keeps_scores: bool = False
-    """Whether what attacks reveal beyond features will be measured."""
+    class_names: Sequence[str] = ()  # empty where there are two classes
+    keeps_scores: bool = False  # whether what attacks reveal beyond features will be measured
 
 
 class LeakRecorder:

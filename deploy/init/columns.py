@@ -50,12 +50,9 @@ NO_NAME = "has no name of its own, like the row numbers of a pandas table: name 
 class Almost(NamedTuple):
     """What nearly all cells of a column are."""
 
-    in_words: str
-    """How many cells are, and which rows are not."""
-
+    in_words: str  # how many cells are, and which rows are not
     codes: tuple[str, ...]
     """Texts without a digit that are not, if several cells hold each: nobody mistypes so."""
-
     remedy: str
 
 
@@ -135,31 +132,17 @@ class Column(NamedTuple):
     kind: Kind
     num_rows: int
     missing: int
-    gaps: tuple[str, ...]
-    """The texts in this column that mean "no value"."""
-
-    distinct: int
-    """Number of distinct values, without gaps."""
-
+    gaps: tuple[str, ...]  # the texts in this column that mean "no value"
+    distinct: int  # number of distinct values, without gaps
     values: tuple[str, ...]
     """The distinct values, the most frequent first; at most ``MOST_VALUES`` of them."""
-
-    counts: tuple[int, ...]
-    """Rows of each of them."""
-
-    reason: str
-    """Why the whole numbers look like codes and not quantities; empty if they do not."""
-
-    low: float = 0.0
-    """The least of the numbers; 0 for other cells."""
-
+    counts: tuple[int, ...]  # rows of each of them
+    reason: str  # why the whole numbers look like codes and not quantities; empty if they do not
+    low: float = 0.0  # the least of the numbers; 0 for other cells
     high: float = 0.0
-    variance: float = 0.0
-    """Of the numbers over the rows."""
-
+    variance: float = 0.0  # of the numbers over the rows
     almost: Almost | None = None
     """What nearly all of its cells are, if the others keep a run from reading it so."""
-
     time_formats: tuple[str | None, ...] = ()
     """The forms of strptime in which its texts are times, None for ISO 8601."""
 
@@ -195,8 +178,7 @@ class Column(NamedTuple):
         return f"{what}; {self.missing:,} gaps{f' ({shown})' if shown else ''}"
 
 
-MOST_VALUES = 200
-"""Values of a column that are listed: more than any label has classes."""
+MOST_VALUES = 200  # values of a column that are listed: more than any label has classes
 
 
 def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column:

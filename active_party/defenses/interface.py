@@ -256,8 +256,8 @@ class Defense(ABC):
     def defend(self, batch: RawBatch) -> Defended:
         """Defend the gradients of one batch.
 
-        Raises:
-            ValueError: the shapes do not fit, a gradient is not finite, or a label is out of range.
+        Raises ValueError if shapes do not fit, a gradient is not finite, or a label is out of
+        range.
         """
 
     def targets(self, batch: LabelledRows, /) -> Tensor:

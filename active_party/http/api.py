@@ -225,8 +225,7 @@ async def _body(request: Request, most_bytes: int) -> bytearray:
 def request_of(body: bytes | bytearray, most_ids: int) -> PredictRequest:
     """Return what a body asks for; what is wrong with it costs no more than what is right.
 
-    Raises:
-        RequestError: it cannot be understood, or asks for too much; repeats no value.
+    Raises RequestError, which repeats no value, if it is not understood or asks for too much.
     """
     try:
         given = from_json(body)

@@ -80,11 +80,7 @@ class _Label(NamedTuple):
 
 
 class Chart:
-    """A chart with its axes; ``marks`` are drawn in their order, the last on top.
-
-    Args:
-        description: its content in words, for readers who cannot see it.
-    """
+    """A chart, with a description in words; ``marks`` are drawn in order, the last on top."""
 
     def __init__(
         self,

@@ -48,15 +48,11 @@ class AuditedRun(NamedTuple):
 class LeakRecorder:
     """Attacks the gradients of a run in a separate thread, and records the figures.
 
-    Both parties use one: the passive party's adversary on the gradients that it received, and the
-    active party's leak monitor on the gradients that it sent.
-
-    Args:
-        metrics: gets a ``leak`` line per batch and an ``epoch_leak`` line per epoch, once all its
-            batches are measured: the mean over them, and the leak AUC of the sums so far. With
-            more than two classes, the figures are about the pair of classes separated best.
-        on_leak: called in the audit's thread with each measured batch, after its line is written.
-        beside: another audit that gets the same observations, in the same thread.
+    Both parties use one: on the gradients that they received or sent. Metrics get a ``leak`` line
+    per batch and an ``epoch_leak`` line per epoch, once its batches are measured: the mean over
+    them, and the leak AUC of the sums so far. With more than two classes, figures are about the
+    pair separated best. ``on_leak`` is called in the audit's thread after a batch's line;
+    ``beside`` is another audit that gets the same observations.
     """
 
     def __init__(

@@ -1,6 +1,5 @@
 """The ledger's bounds of noisy labels: exact for one draw, and never passed by several."""
 
-import itertools
 import math
 from functools import partial
 from pathlib import Path
@@ -135,50 +134,6 @@ def test_of_several_classes_the_pair_is_bounded_exactly(num_classes: int) -> Non
     assert abs(found - bound) < tolerance
     assert leak_auc_bound(label_leak(mechanism, num_classes).sum_kl) > found + tolerance
     assert auc_of_epsilon(mechanism.epsilon) > bound  # what any e-label-DP release may reach
-
-
-def best_auc_of(epsilons: tuple[float, ...], mu: float) -> float:
-    """Sum over every answer about a positive and a negative, for responses and Gaussian noise.
-
-    The log likelihood ratios of the two are independent and alike: e with odds exp e to 1, else -e,
-    and N(mu^2/2, mu^2) for the Gaussian part; the score is right if their sum is above 0.
-    """
-    total = 0.0
-    twice = (*epsilons, *epsilons)
-    for signs in itertools.product((1, -1), repeat=len(twice)):
-        chance = math.prod(1 / (1 + math.exp(-s * e)) for s, e in zip(signs, twice, strict=True))
-        centre = mu**2 + math.fsum(s * e for s, e in zip(signs, twice, strict=True))
-        if mu > 0:
-            right = NormalDist().cdf(centre / (mu * math.sqrt(2)))
-        else:
-            right = 0.5 if abs(centre) < 1e-12 else float(centre > 0)
-        total += chance * right
-    return total
-
-
-@pytest.mark.parametrize("mu", [0.0, 0.2, 1.0])
-@pytest.mark.parametrize(
-    "epsilons", [(0.1,), (3.0,), (0.5, 0.5), (2.0, 0.3), (0.2, 0.7, 1.5), (0.1,) * 5, (1.0,) * 5]
-)
-def test_no_composition_of_responses_and_gaussian_noise_passes_the_bound(
-    epsilons: tuple[float, ...], mu: float
-) -> None:
-    """Against every combination of answers; a sum of the single AUCs' excesses would not do."""
-    draws = [
-        charge_of(RESPONSE.model_copy(update={"epsilon": epsilon}), f"draw {number}")
-        for number, epsilon in enumerate(epsilons)
-    ]
-    fresh = LeakCharge(mu**2, adversary=Adversary.ANYBODY, is_gaussian=True)
-    bounds, exact = bounds_after(*draws, fresh), best_auc_of(epsilons, mu)
-    assert exact <= bounds.guarantee.max + 1e-12
-    # Far apart only where little is hidden at all.
-    assert bounds.guarantee.max - 0.5 < 1.45 * (exact - 0.5)
-    if mu == 0 and len(epsilons) == 1:
-        assert bounds.guarantee.max == pytest.approx(exact, rel=1e-12)
-    else:
-        assert exact > guarantee_after(draws[-1]) + 1e-6
-    assert bounds.guarantee.max <= leak_auc_bound(bounds.sum_kl.max)
-    assert bounds.against(Adversary.ANYBODY).mu is None
 
 
 def curve(mu: float, alpha: Numbers) -> Numbers:

@@ -27,6 +27,7 @@ from splitveil.active_party.defenses.projected.features import Chunks
 from splitveil.active_party.defenses.projected.release import draw_release
 from splitveil.active_party.defenses.projected.stages import ProjectedLabels, StagePlan
 from splitveil.active_party.ledger.ledger import LeakLedger
+from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.privacy.leakage import auc
 from tests.support.optimal import ReleasedSums, optimal
 
@@ -102,6 +103,16 @@ def test_noise_a_fifth_too_low_is_noticed(chosen: str) -> None:
     labels = dealt()
     found = auc(optimal(released(labels, CHOSEN[chosen], lowered=0.8), labels), labels)
     assert found > BOUND + TOLERANCE
+
+
+def test_the_two_ends_of_a_range_of_numbers_meet_the_bound() -> None:
+    labels, honest = dealt().double(), CHOSEN["honest"]
+    found, too_low = (
+        auc(optimal(released(labels, honest, lowered, ONE_NUMBER), labels), labels)
+        for lowered in (1.0, 0.8)
+    )
+    assert abs(found - BOUND) < TOLERANCE
+    assert too_low > BOUND + TOLERANCE
 
 
 def test_who_leaves_with_strong_evidence_has_more_than_its_stages_and_not_than_the_plan() -> None:

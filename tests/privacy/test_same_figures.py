@@ -1,21 +1,19 @@
 """On the same bytes, the label owner's leak monitor and the peer's adversary measure the same leak.
 
-Two real processes, every attack that both can run, no batch left out. The leak monitor's default
-reference is a clean gradient, which the adversary has not: here it is the one sent.
+Every attack that both can run, no batch left out. The leak monitor's default reference is a clean
+gradient, which the adversary has not: here it is the one sent.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import pytest
 
 from splitveil.common.privacy.attacks import ATTACKS, AttackName, SideInformation
-from tests.support.processes import started
-from tests.support.runs import write_example
+from tests.support.recorders import Recorded, record
 
 MARVELL = "defense={name: marvell, insecure_noise_seed: 7}"
 OF_ONE_PARTY = {SideInformation.ACTIVATIONS, SideInformation.PREDICTIONS}
@@ -31,33 +29,22 @@ SECTIONS = ("leak", "leak_worst_epoch", "leak_run_level", "leak_batches")
 TOLERANCE = 1e-12
 
 
-class Figures(NamedTuple):
-    """The figures of one party at the cut layer."""
-
-    lines: Mapping[tuple[str, int, int | None], Mapping[str, Any]]
-    """Kind, epoch, step -> the numbers of a line."""
-
-    summary: Mapping[str, float]
-    """Dotted name -> figure."""
+Figures = tuple[dict[tuple[str, int, int | None], dict[str, float]], dict[str, float]]
+"""Of one party at the cut layer: lines by kind, epoch and step; the summary by dotted names."""
 
 
-def figures_of(results: Path) -> Figures:
-    """Read a party's metrics and summary, without what only one of them has."""
+def figures_of(party: Recorded) -> Figures:
+    """Return a party's metrics and summary, without what only one of them has."""
     lines = {}
-    for text in (results / "metrics.jsonl").read_text().splitlines():
-        line = json.loads(text)
-        if line["kind"] in ("leak", "epoch_leak"):
-            place = line.pop("kind"), line.pop("epoch"), line.pop("step")
-            assert place not in lines
-            del line["time_s"]
-            lines[place] = {name: x for name, x in line.items() if not name.startswith("first/")}
-    summary = json.loads((results / "summary.json").read_text())
-    named = dict(leaves("", {section: summary[section] for section in SECTIONS}))
+    for line in (*party.of_kind("leak"), *party.of_kind("epoch_leak")):
+        place = line.pop("kind"), line.pop("epoch"), line.pop("step")
+        assert place not in lines
+        del line["time_s"]
+        lines[place] = {name: x for name, x in line.items() if not name.startswith("first/")}
+    named = dict(leaves("", {section: party.summary[section] for section in SECTIONS}))
     # Only the passive party compares completion with its features.
-    both_have = {
-        n: x for n, x in named.items() if ".first." not in n and ".over_features." not in n
-    }
-    return Figures(lines, both_have)
+    ours = {n: x for n, x in named.items() if ".first." not in n and ".over_features." not in n}
+    return lines, ours
 
 
 def leaves(name: str, value: Any) -> Iterator[tuple[str, float]]:
@@ -71,12 +58,10 @@ def leaves(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 def run_both(folder: Path, *active: str) -> tuple[Figures, Figures]:
     """Run both parties and return what each found, the active party's first."""
-    write_example(folder)
-    options = ("insecure_nonce_seed=1", *active), (f"adversary={AUDITED}, labels: {LABELS}}}",)
-    with started(folder, "contract.epochs=3", active=options[0], passive=options[1]) as pair:
-        assert pair.wait() == (0, 0), pair.outputs
-        first, second = (figures_of(party.results()) for party in pair)
-    return first, second
+    audited = f"adversary={AUDITED}, labels: {LABELS}}}"
+    long = "contract.epochs=3"
+    first, second = record(folder, [long, *active], [long, audited])
+    return figures_of(first), figures_of(second)
 
 
 def difference(first: Mapping[str, float], second: Mapping[str, float]) -> float:
@@ -88,34 +73,34 @@ def difference(first: Mapping[str, float], second: Mapping[str, float]) -> float
 @pytest.mark.parametrize("defense", ["defense={name: none}", MARVELL])
 def test_both_parties_find_the_same_on_the_same_bytes(tmp_path: Path, defense: str) -> None:
     monitor = f"leak_monitor={AUDITED}, reference: sent}}"
-    active, passive = run_both(tmp_path, monitor, defense)
-    assert active.lines.keys() == passive.lines.keys()
-    kinds = [kind for kind, _, _ in active.lines]
+    (lines, active), (others, passive) = run_both(tmp_path, monitor, defense)
+    assert lines.keys() == others.keys()
+    kinds = [kind for kind, _, _ in lines]
     assert kinds.count("leak") > 6
     assert kinds.count("epoch_leak") == 3
     num_batch_attacks = sum(name in ATTACKS for name in ATTACKS_OF_BOTH)
-    for place, line in active.lines.items():
-        assert difference(line, passive.lines[place]) <= TOLERANCE, place
+    for place, line in lines.items():
+        assert difference(line, others[place]) <= TOLERANCE, place
     num_sums = sum(name.startswith("accumulated_") for name in ATTACKS_OF_BOTH)
     lengths = {"leak": num_batch_attacks + 1, "epoch_leak": num_batch_attacks + num_sums}
     for kind, enough in lengths.items():
-        assert max(len(line) for (k, _, _), line in active.lines.items() if k == kind) == enough
-    assert difference(active.summary, passive.summary) <= TOLERANCE
-    assert active.summary[".leak_batches.left_out"] == 0
+        assert max(len(line) for (k, _, _), line in lines.items() if k == kind) == enough
+    assert difference(active, passive) <= TOLERANCE
+    assert active[".leak_batches.left_out"] == 0
     for attack in ATTACKS_OF_BOTH:
         figures = (
             [f".leak.cut.{attack}.q95", f".leak_worst_epoch.cut.{attack}"]
             if attack in ATTACKS
             else [f".leak_run_level.cut.{attack}.{end}" for end in ("auc", "low", "high")]
         )
-        assert all(math.isfinite(active.summary[name]) for name in figures)
+        assert all(math.isfinite(active[name]) for name in figures)
 
 
 def test_the_default_reference_tells_the_monitor_something_else(tmp_path: Path) -> None:
     """So the figures above are not equal whatever is compared; those of other attacks are."""
-    active, passive = run_both(tmp_path, f"leak_monitor={AUDITED}}}", MARVELL)
-    others = [name for name in active.summary if not re.search(r"\.(accumulated_)?cosine\b", name)]
-    assert len(others) > len(active.summary) / 2
-    assert all(abs(active.summary[n] - passive.summary[n]) <= TOLERANCE for n in others)
+    (_, active), (_, passive) = run_both(tmp_path, f"leak_monitor={AUDITED}}}", MARVELL)
+    others = [name for name in active if not re.search(r"\.(accumulated_)?cosine\b", name)]
+    assert len(others) > len(active) / 2
+    assert all(abs(active[n] - passive[n]) <= TOLERANCE for n in others)
     name = ".leak.cut.cosine.mean"
-    assert abs(active.summary[name] - passive.summary[name]) > 1e-3
+    assert abs(active[name] - passive[name]) > 1e-3

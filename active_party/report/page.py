@@ -24,13 +24,12 @@ from splitveil.active_party.report import (
 )
 from splitveil.active_party.report.decision import Decision
 from splitveil.active_party.report.figures import MeasuredAttack
-from splitveil.active_party.report.needs import needs_of
 from splitveil.active_party.report.run_files import RunFiles, read_run
 from splitveil.active_party.training.evaluation import read_predictions
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.report_parts import circumstances, read_traffic, render, traffic_rows
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import ATTACKS
+from splitveil.common.privacy.attacks import ATTACKS, needs_of
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.figures import LedgerFigures
 from splitveil.common.record.lines import AuditLine

@@ -15,7 +15,6 @@ from splitveil.active_party.report.figures import (
     estimate_of,
     figure,
 )
-from splitveil.active_party.report.needs import needs_of
 from splitveil.active_party.report.run_files import (
     PartyFiles,
     RunFiles,
@@ -26,7 +25,7 @@ from splitveil.active_party.report.run_files import (
 from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import CUT
+from splitveil.common.privacy.attacks import CUT, needs_of
 from splitveil.common.record.figures import AttackFigure, ClassFigures, LeakByClass, RunFigures
 from splitveil.common.record.lines import AlarmLine, AuditLine, GateLine
 from splitveil.common.record.run_record import find_summary

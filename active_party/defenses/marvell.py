@@ -182,10 +182,7 @@ class MarvellDefense(NoisyDefense):
 
 
 def power_ratio_for(sum_kl: float, answers: int, cut_dim: int, pos_fraction: float) -> float:
-    """Return the power ratio at which several fresh answers together leave this divergence.
-
-    It holds for two classes without any spread.
-    """
+    """Return the power ratio at which some answers leave this, for two classes without spread."""
     return power_for_sum_kl(0.0, 0.0, 1.0, cut_dim, pos_fraction, sum_kl / answers)
 
 
@@ -193,15 +190,11 @@ class Marvell(RememberingDefense):
     """Adds to each class the noise that a solver chose for the batch.
 
     A batch of one class uses the other class's statistics of earlier batches. If there are none
-    yet, or if the solution would leave the labels bare (without a gap as the unit of power, and
-    with one of the spreads at zero), the answer is noise of the batch's largest norm without any
-    signal: a missing answer, or zeros, would show the peer what the batch contained. Only a batch
-    of zeros does not have a scale: with both classes, or before any statistics, the answer to it is
-    zeros.
-
-    With ``from_earlier`` the noise is fitted to the batches before this one, so that this batch's
-    share of positives does not show in its scale. The first batches, until both classes have been
-    seen, get noise without signal.
+    yet, or the solution would leave the labels bare (no gap, and one of the spreads zero), the
+    answer is noise of the batch's largest norm without any signal: a missing answer, or zeros,
+    would show what the batch contained. Zeros are answered by zeros. With ``from_earlier`` the
+    noise is fitted to the batches before this one, so that this batch's share of positives does not
+    show in its scale.
     """
 
     def __init__(self, power: PowerRule, noise: NoiseSource, *, from_earlier: bool = False) -> None:
@@ -271,11 +264,7 @@ class Marvell(RememberingDefense):
     def _draw(
         self, solution: NoiseSolution, estimate: ClassEstimate, rows: Tensor, positive: Tensor
     ) -> Tensor:
-        """Sample both classes' noise.
-
-        Rows of the class without noise across the gap draw numbers, too, and multiply them by zero:
-        the time that an answer takes must not depend on the labels.
-        """
+        """Sample both classes' noise, in a time that does not depend on the labels."""
         neg_along = math.sqrt(max(solution.neg_along - solution.neg_across, 0.0))
         pos_along = math.sqrt(max(solution.pos_along - solution.pos_across, 0.0))
         deviations = torch.tensor(
@@ -315,10 +304,7 @@ class PersistentMarvell(Defense):
 
 
 def _charge(solution: NoiseSolution, estimate: ClassEstimate, current: ClassEstimate) -> LeakCharge:
-    """Charge the gap against the noise on it.
-
-    If the noise was fitted to earlier batches, the longer of their gap and this batch's counts.
-    """
+    """Charge the gap, the longer of that fitted and this batch's, against the noise on it."""
     if not any((current.gap_squared, current.neg_variance, current.pos_variance)):
         return LeakCharge(0.0)
     return LeakCharge(

@@ -103,10 +103,7 @@ def number_in_words(measured: Mapping[str, NumberLeak]) -> str:
 
 
 def pictures(assessment: LeakAssessment, measured: Mapping[str, NumberLeak]) -> Iterator[Markup]:
-    """Yield the bound, the strongest attack and what features reveal on one scale.
-
-    Of labels that are numbers, the strongest attack has a scale of its own.
-    """
+    """Yield the bound, the strongest attack and what features reveal on one scale."""
     bound, adversary = assessment.bound, assessment.adversary
     if bound is None or adversary is None:
         rows = [_Row("No bound: everything is possible", "muted", 0.5, 1.0)]

@@ -94,10 +94,7 @@ def try_to_report(run_dir: Path) -> None:
 
 
 def report_page(run: RunFiles) -> str:
-    """Return the report of one run as HTML; the same files give the same bytes.
-
-    Of the runs beside it, it has the test AUC without a defense.
-    """
+    """Return the report of one run as HTML; the same files give the same bytes."""
     series = run_files.leak_series(run)
     findings = [figures.finding_of(one) for one in series]
     traffic, of_leak = read_traffic(run.active.folder), run.active.summary.of_leak

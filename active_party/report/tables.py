@@ -145,10 +145,7 @@ def pair_rows(run: RunFiles) -> Iterator[TableRow]:
 
 
 def class_rows(run: RunFiles) -> Iterator[TableRow]:
-    """Yield one row per class: its test AUC, and its largest leak AUC against the rest.
-
-    The leak AUC is the mean over batches of the attack for which it is largest.
-    """
+    """Yield a row per class: test AUC, and the largest leak AUC of an attack against the rest."""
     test_aucs = run.active.summary.of_active.model.test_auc_by_class or {}
     found = [
         (f"{attack} at {layer}", figures.classes)

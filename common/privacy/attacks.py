@@ -173,10 +173,7 @@ class Attack(NamedTuple):
         return None
 
     def score(self, gradients: Gradients, knowledge: Knowledge) -> Tensor:
-        """Return one score per example, (batch,).
-
-        Raises ValueError if something that it needs is missing.
-        """
+        """Return one score per example, (batch,); ValueError if something it needs is missing."""
         missing = self.missing(knowledge)
         if missing is not None:
             name = getattr(self.function, "__name__", "the attack")

@@ -63,9 +63,8 @@ from splitveil.active_party.defenses.section import (
 )
 from splitveil.active_party.defenses.strength import (
     PowerRatio,
-    PowerRule,
     Strength,
-    power_rule,
+    allowed_sum_kl,
     repeated_sum_kl,
 )
 from splitveil.active_party.defenses.sum_kl import (
@@ -106,7 +105,7 @@ class MarvellDefense(NoisyDefense):
         from_earlier = self.statistics == "running"
         if num_classes > 2:
             return MultiClassMarvell(self.strength, noise, num_classes, from_earlier=from_earlier)
-        return Marvell(power_rule(self.strength), noise, from_earlier=from_earlier)
+        return Marvell(self.strength, noise, from_earlier=from_earlier)
 
     def noise_key_strength(self, _context: DefenseContext, /) -> str | None:
         return f"marvell {repeated_sum_kl(self.strength)!r}" if self.noise == "persistent" else None
@@ -197,10 +196,12 @@ class Marvell(RememberingDefense):
     show in its scale.
     """
 
-    def __init__(self, power: PowerRule, noise: NoiseSource, *, from_earlier: bool = False) -> None:
+    def __init__(
+        self, strength: Strength, noise: NoiseSource, *, from_earlier: bool = False
+    ) -> None:
         self._classes = RunningClasses()
         super().__init__(self._classes)
-        self._power = power
+        self._strength = strength
         self._noise = noise
         self._from_earlier = from_earlier
 
@@ -252,14 +253,16 @@ class Marvell(RememberingDefense):
 
     @staticmethod
     def _solve(estimate: ClassEstimate, cut_dim: int, noise_power: float) -> NoiseSolution:
-        return solve_noise(
-            neg_variance=estimate.neg_variance,
-            pos_variance=estimate.pos_variance,
-            gap_squared=estimate.gap_squared,
-            cut_dim=cut_dim,
-            pos_fraction=estimate.pos_fraction,
-            noise_power=noise_power,
-        )
+        _, gap_squared, neg, pos, pos_fraction, _ = estimate
+        return solve_noise(neg, pos, gap_squared, cut_dim, pos_fraction, noise_power)
+
+    def _power(self, estimate: ClassEstimate, cut_dim: int) -> float:
+        """Return the noise power of a strength, in units of the estimate's ``unit``^2."""
+        _, gap_squared, neg, pos, pos_fraction, _ = estimate
+        if isinstance(self._strength, PowerRatio):
+            return self._strength.power_ratio * gap_squared
+        allowed = allowed_sum_kl(self._strength)
+        return power_for_sum_kl(neg, pos, gap_squared, cut_dim, pos_fraction, allowed)
 
     def _draw(
         self, solution: NoiseSolution, estimate: ClassEstimate, rows: Tensor, positive: Tensor

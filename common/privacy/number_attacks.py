@@ -184,13 +184,10 @@ class SeenSums(NamedTuple):
     labels: Tensor  # (examples,)
     positions: Tensor  # of the examples in the common order, ascending, (examples,)
 
-    def top_direction_r2(self) -> float:
-        """Return the figure of ``accumulated_top_direction``."""
-        return top_direction_r2(self.gradients, self.labels)
-
-    def ridge_r2(self, seed: int) -> float:
-        """Return the figure of ``accumulated_ridge_40``."""
-        return ridge_r2(self._for_ridge(), self.labels, seed)
+    def figures(self, seed: int) -> tuple[float, float]:
+        """Return those of ``accumulated_top_direction`` and ``accumulated_ridge_40``."""
+        ridge = ridge_r2(self._for_ridge(), self.labels, seed)
+        return top_direction_r2(self.gradients, self.labels), ridge
 
     def top_direction_scores(self) -> RunScores:
         """Return the scores of ``accumulated_top_direction``."""

@@ -53,10 +53,7 @@ class LeakCharge:
     and from ``epsilon`` without being stated."""
 
     def __post_init__(self) -> None:
-        """Replace a divergence that is not a number by infinity, which exceeds every budget.
-
-        An epsilon, AUC or mu that cannot be one counts as unknown.
-        """
+        """Take a divergence that is not a number for infinite, other such figures for unknown."""
         if not self.sum_kl >= 0:
             object.__setattr__(self, "sum_kl", math.inf)
         if self.epsilon is not None and not self.epsilon >= 0:
@@ -142,10 +139,7 @@ class Examples(NamedTuple):
 
 
 class BuildInputs(NamedTuple):
-    """Everything from which a defense is built, beside its settings.
-
-    A defense that replaces labels needs the examples for ``Defense.targets``.
-    """
+    """Everything from which a defense is built; one that replaces labels needs the examples."""
 
     context: DefenseContext
     secrets: NoiseSecrets = NO_SECRETS
@@ -239,10 +233,7 @@ class PendingRelease(ABC):
 
     @abstractmethod
     def use(self, release: Mapping[str, Tensor]) -> None:
-        """Begin the stage with a release that ``draw`` returned, now or in an earlier process.
-
-        Raises ValueError if its parts have other shapes.
-        """
+        """Begin the stage with a release, drawn now or earlier; ValueError for other shapes."""
 
 
 class Defense(ABC):
@@ -261,17 +252,11 @@ class Defense(ABC):
         """
 
     def targets(self, batch: LabelledRows, /) -> Tensor:
-        """Return the labels from which the batch's gradient is computed, (batch,).
-
-        Called once for every training step, in the order of the run and before the gradient exists.
-        """
+        """Return the labels behind the batch's gradient, (batch,); called once a step, in order."""
         return batch.labels
 
     def charge_covering(self, _move: LabelMove, /) -> LeakCharge:
-        """Return a charge that also holds for a peer that knows all but the example's own label.
-
-        By default the charge for such a peer is unknown, and therefore infinite.
-        """
+        """Return a charge for a peer that knows all but the example's own label."""
         return LeakCharge(math.inf)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -279,26 +264,17 @@ class Defense(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Resume from a state that ``state_dict`` returned.
-
-        Raises ValueError if the state belongs to another defense.
-        """
+        """Resume from a state; raises ValueError if it belongs to another defense."""
         if state:
             raise ValueError(f"this defense keeps no state, got {sorted(state)}")
 
 
 class StagedDefense(Defense):
-    """A defense that releases something about all training rows, stage by stage.
-
-    Everything else that it sends is computed from these releases.
-    """
+    """A defense that releases something about all training rows, and sends nothing else."""
 
     @abstractmethod
     def pending_release(self, epoch: int, facts: RowFacts, /) -> PendingRelease | None:
-        """Return the release that is due before an epoch's next answer; None if none is.
-
-        Epochs count from 0. Raises ValueError if the facts are not of a kind that can be summed.
-        """
+        """Return the release due before an epoch's next answer; None if none is."""
 
     @property
     @abstractmethod
@@ -345,10 +321,7 @@ class RememberingDefense(Defense):
 
 
 def noise_alone(rows: Tensor, gradients: Tensor, largest: float, noise: NoiseSource) -> Defended:
-    """Answer with noise of the batch's largest norm without any signal, which reveals nothing.
-
-    Rows are (batch, cut_dim); gradients the same in the shape of the answer.
-    """
+    """Answer with noise of the largest norm alone, which reveals nothing; (batch, cut_dim)."""
     report = DefenseReport(
         noise_power=largest * largest, sum_kl_after=0.0, leak_auc_bound=0.5, charge=LeakCharge(0.0)
     )
@@ -356,11 +329,7 @@ def noise_alone(rows: Tensor, gradients: Tensor, largest: float, noise: NoiseSou
 
 
 def release(rows: Tensor, gradients: Tensor) -> DefendedGradient:
-    """Give defended rows the shape of the raw gradient, and mark them as fit to leave.
-
-    Noise can overflow the dtype only where the raw gradient is close to its limit; such values
-    become the largest finite ones.
-    """
+    """Give defended rows the raw gradient's shape, finite values, and mark them fit to leave."""
     # A GPU would have to be waited for; on the CPU, looking is quicker than replacing nothing.
     if rows.is_cuda or not all_finite(rows):
         limit = torch.finfo(rows.dtype).max

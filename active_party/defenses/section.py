@@ -244,9 +244,7 @@ class DefenseSection(Section):
     def noise_key_strength(self, _context: DefenseContext, /) -> str | None:
         """Name the strength for which the noise key is derived; None if no key is needed.
 
-        The same noise at two strengths would give two equations for noise and label. Therefore
-        another strength draws other noise, about which the peer knows no more than about fresh
-        noise.
+        The same noise at two strengths would give two equations for noise and label.
         """
         return None
 
@@ -293,9 +291,8 @@ class DefenseSection(Section):
     def open_noise_key(self, context: DefenseContext, path: Path) -> NoiseKey | None:
         """Return the key from which the defense draws its noise; None if it needs none.
 
-        The file at ``path``, created if it does not exist, yields a key of its own for each
-        strength, see ``noise_key_strength``, and for each meaning of the labels: the same noise on
-        two labels would reveal their difference. Raises what ``load_or_create_key`` does.
+        The file yields a key for each strength, and for each meaning of the labels: the same noise
+        on two labels would reveal their difference. Raises what ``load_or_create_key`` does.
         """
         strength = self.noise_key_strength(context)
         if strength is None:

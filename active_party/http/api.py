@@ -223,10 +223,7 @@ async def _body(request: Request, most_bytes: int) -> bytearray:
 
 
 def request_of(body: bytes | bytearray, most_ids: int) -> PredictRequest:
-    """Return what a body asks for; what is wrong with it costs no more than what is right.
-
-    Raises RequestError, which repeats no value, if it is not understood or asks for too much.
-    """
+    """Return what a body asks for, or raise RequestError, which repeats no value."""
     try:
         given = from_json(body)
     except ValueError as error:

@@ -89,10 +89,7 @@ class Batcher:
         self.close()
 
     def submit(self, question: IdQuestion) -> "Future[Predictions]":
-        """Ask a question without waiting.
-
-        Returns the answer to come, or one of the errors of ``Predictor.finish``.
-        """
+        """Return the answer to come, or one of the errors of ``Predictor.finish``."""
         answer: Future[Predictions] = Future()
         waiting = _WaitingQuestion(question, answer, time.monotonic() + self._timeout_s)
         try:

@@ -34,10 +34,7 @@ is there and the answer is taken."""
 
 
 class Connection(H11Protocol):
-    """A client's connection, which does not last if nothing comes of it.
-
-    It gives the application the common name of the certificate that the client has shown.
-    """
+    """A client's connection, which ends if nothing comes of it, with its certificate's name."""
 
     opening: "asyncio.Task[None]"
 

@@ -70,10 +70,7 @@ class Parts:
         ids: Sequence[str],
         written: pa.Table | None = None,
     ) -> None:
-        """Read the parts of an interrupted command, or begin without any.
-
-        ``ids`` are canonical, and by default written so in the list as well.
-        """
+        """Read the parts of an interrupted command, or begin without any; ids are canonical."""
         self.folder = output.with_name(f"{output.name}.parts")
         self.ids = ids
         self._written = written or pa.table({"id": pa.array(ids, pa.string())})

@@ -139,10 +139,7 @@ class Asked(NamedTuple):
 
 
 def asking_order(ids: Sequence[str]) -> NDArray[np.int64]:
-    """Return the order in which passive parties are asked for ids, as indices.
-
-    It follows only from the ids, because their order in a list may follow labels.
-    """
+    """Return the order in which ids are asked for: a list's own may follow labels."""
     return np.array(sorted(range(len(ids)), key=ids.__getitem__), np.int64)
 
 
@@ -246,10 +243,7 @@ def open_predictor(
     *,
     whole_table: bool = False,
 ) -> Predictor:
-    """Load the active party's half of the model, and prepare the connections.
-
-    Nothing is asked yet: ``check_models`` has to come first.
-    """
+    """Load this half of the model; nothing is asked yet: ``check_models`` has to come first."""
     contract = settings.contract
     addresses = settings.inference.connect
     _check_addresses(contract.passive_parties, addresses)

@@ -24,13 +24,12 @@ from splitveil.active_party.report import (
 )
 from splitveil.active_party.report.decision import Decision
 from splitveil.active_party.report.figures import MeasuredAttack
-from splitveil.active_party.report.needs import needs_of
 from splitveil.active_party.report.run_files import RunFiles, read_run
 from splitveil.active_party.training.evaluation import read_predictions
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.report_parts import circumstances, read_traffic, render, traffic_rows
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import ATTACKS
+from splitveil.common.privacy.attacks import ATTACKS, needs_of
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.figures import LedgerFigures
 from splitveil.common.record.lines import AuditLine
@@ -95,10 +94,7 @@ def try_to_report(run_dir: Path) -> None:
 
 
 def report_page(run: RunFiles) -> str:
-    """Return the report of one run as HTML; the same files give the same bytes.
-
-    Of the runs beside it, it has the test AUC without a defense.
-    """
+    """Return the report of one run as HTML; the same files give the same bytes."""
     series = run_files.leak_series(run)
     findings = [figures.finding_of(one) for one in series]
     traffic, of_leak = read_traffic(run.active.folder), run.active.summary.of_leak

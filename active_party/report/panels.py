@@ -8,7 +8,6 @@ import numpy as np
 from markupsafe import Markup
 
 from splitveil.active_party.report.figures import windows
-from splitveil.active_party.report.needs import is_oracle
 from splitveil.active_party.report.run_files import (
     LeakSeries,
     Numbers,
@@ -19,7 +18,7 @@ from splitveil.active_party.report.run_files import (
 )
 from splitveil.active_party.report.svg import Axis, Band, Chart, Dot, Line, Mark, Rule, round_axis
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS
+from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS, is_oracle
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.figures import SpreadFigures
 from splitveil.common.record.lines import LedgerLine

@@ -118,10 +118,7 @@ class AccumulatedScores:
         self._counts.numpy()[rows] += 1
 
     def agreeing(self, positions: Tensor, scores: Tensor) -> Tensor:
-        """Return a batch's scores with the sign that agrees with the sums of the same examples.
-
-        A batch that has nothing in common with earlier ones keeps its sign.
-        """
+        """Return a batch's scores with the sign that agrees with the sums of its examples."""
         return -scores if self._sums.numpy()[positions.numpy()] @ scores.numpy() < 0 else scores
 
     def result(self) -> RunScores:

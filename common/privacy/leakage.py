@@ -115,10 +115,7 @@ def leak_auc_interval(
 
 
 class PairAucs(NamedTuple):
-    """The AUCs of one score, or of one score per class; NaN where a class has no examples.
-
-    Leading dimensions, if there are any, stand for attacks.
-    """
+    """The AUCs of one score, or one per class; NaN without examples. Attacks may lead."""
 
     pairs: Floats
     """Row i, column j: the AUC of class i's score, class i against class j,
@@ -130,10 +127,7 @@ class PairAucs(NamedTuple):
         return PairAucs(_folded(self.pairs), _folded(self.one_vs_rest))
 
     def worst_pair(self) -> tuple[int, int]:
-        """Return the two classes that are separated best: that of the score, and the other one.
-
-        Raises OneClass if there is no pair with examples.
-        """
+        """Return the two classes separated best, that of the score first. Raises OneClass."""
         if np.isnan(self.pairs).all():
             raise OneClass("no pair of classes has examples")
         first, second = np.unravel_index(int(np.nanargmax(_folded(self.pairs))), self.pairs.shape)
@@ -233,10 +227,7 @@ def pair_aucs(
 def worst_pair_leak_auc(
     scores: Floats, labels: ClassIndices, num_classes: int, min_examples: int = 1
 ) -> float:
-    """Return the leak AUC of the pair of classes, of enough examples each, that is separated best.
-
-    Raises OneClass if no pair of classes has that many examples.
-    """
+    """Return the leak AUC of the pair, of enough examples each, separated best. Raises OneClass."""
     aucs = pair_aucs(scores, labels, num_classes)
     sizes = np.bincount(labels, minlength=num_classes)
     enough = np.minimum.outer(sizes, sizes) >= min_examples

@@ -56,10 +56,7 @@ def residual_energy(gradients: Gradients) -> Tensor:
 
 
 def rare_cluster_up(scores: Tensor) -> Tensor:
-    """Turn and shift scores so that the smaller of their two clusters lies above 0.
-
-    The clusters are those of 2-means, begun at the two extremes.
-    """
+    """Turn and shift scores so that the smaller of two clusters lies above 0."""
     values = np.sort(scores.cpu().numpy())
     if not len(values) or values[0] == values[-1]:
         return torch.zeros_like(scores)

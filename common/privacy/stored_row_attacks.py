@@ -106,10 +106,7 @@ def gramssat(received: Received, hints: Hints, shares: Sequence[float], seed: in
 
 
 def unsplit(received: Received, num_classes: int, seed: int = 0) -> Tensor:
-    """Fit a surrogate to the gradient of each row's nearest label, knowing nothing.
-
-    Log-probabilities, (examples, classes), by the distances of all rows about an example.
-    """
+    """Fit a surrogate to each row's nearest label's gradient. Log-probabilities by class."""
     labels = torch.eye(num_classes)
 
     def search(start: int) -> tuple[Tensor, float]:

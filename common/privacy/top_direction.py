@@ -91,11 +91,7 @@ def settled_centres(rows: Tensor, centres: Tensor) -> Tensor:
 
 
 def nearness(rows: Tensor, centres: Tensor) -> Tensor:
-    """Return how near each row is to each centre, (rows, centres).
-
-    Half the difference of two columns is the difference of the squared distances: the same amount
-    is missing from all entries of a row.
-    """
+    """Return how near each row is to each centre, (rows, centres), up to an amount of the row."""
     return 2 * (rows @ centres.T) - centres.square().sum(dim=1)
 
 

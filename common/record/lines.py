@@ -82,11 +82,7 @@ class LeakLine(Form):
 
 @dataclass(frozen=True)
 class EpochLeakLine(Form):
-    """The attacks over one epoch.
-
-    For an attack on single batches the figure is its mean over the epoch's batches, and for an
-    attack that accumulates over the run it is the leak AUC of all gradients up to the epoch's end.
-    """
+    """The attacks over one epoch: means of its batches, or AUCs of all gradients so far."""
 
     epoch: KnownCount
     figures: Annotated[Figures, Flat(write=_write_figures)]

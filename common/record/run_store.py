@@ -202,11 +202,7 @@ class RunStore:
         self._forget_old_answers()
 
     def save_soon(self, batch_number: int, state: State) -> None:
-        """Save like ``save``, but wait only until the previous state has been written.
-
-        The state may change afterwards. A process that is killed before it is written resumes from
-        the previous state, like one that is killed earlier.
-        """
+        """Save like ``save``, but wait only until the previous state is written."""
         if self._writer is None:
             self.save(batch_number, state)
             return

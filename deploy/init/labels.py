@@ -65,10 +65,7 @@ class Label(NamedTuple):
 
     @property
     def rarest_share(self) -> float:
-        """The share of the rarer class.
-
-        Of numbers, it is the share with which labels of 0 and 1 would have their variance.
-        """
+        """The share of the rarer class; of numbers, that of 0 and 1 of the same variance."""
         if self.within is not None:
             # Of labels that are almost all the same, it would be 0 after rounding.
             return max(share_of_variance(self.within.variance), 1e-9)
@@ -107,8 +104,7 @@ def yes_or_no(text: str) -> Hashable:
 def spellings(column: Column, positive: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Return the texts that ``positive`` has to name because some mean the same.
 
-    They are all texts if it names none and the labels have more than two meanings. Words for yes
-    mean the same, and those for no, where there is nothing else.
+    They are all texts if it names none and the labels have more than two meanings.
     """
     texts, meaning = classes_of(column), yes_or_no
     if len(folded := classes_of(column, meaning)) > 2:
@@ -194,7 +190,7 @@ def _within(column: Column, low: float, high: float, *, is_chosen: bool) -> With
 
 
 def _rounded_up(number: float) -> float:
-    """Return the least 1, 2 or 5 times a power of ten that is not below a number; 0 up to 0.
+    """Return the least 1, 2 or 5 times a power of ten that is not below; 0 up to 0.
 
     No more than the order of magnitude of the largest label is then in the proposal.
     """

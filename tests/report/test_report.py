@@ -20,12 +20,11 @@ from splitveil.active_party.report import read_run, try_to_report, write_compari
 from splitveil.active_party.report.bounds import assessment_of, coverage_of
 from splitveil.active_party.report.decision import decide
 from splitveil.active_party.report.figures import finding_of, windows
-from splitveil.active_party.report.needs import is_oracle, needs_of
 from splitveil.active_party.report.run_files import leak_series
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.report_parts import breakable
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName
+from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName, is_oracle, needs_of
 from splitveil.common.record.figures import (
     AdjustedFigures,
     AdvantageFigures,

@@ -33,25 +33,20 @@ class LeakCharge:
     """Divergence of the classes along their gap, computed as if the classes had zero spread,
     because the peer may predict the spread from its activations. Infinite for a bare gradient.
     """
-
     noise_identity: str | None = None
     """None for fresh noise, whose charges add up. Answers with the same identity repeat the same
     noise for each example: the largest of their charges counts, not the sum."""
-
     epsilon: float | None = None
     """Label differential privacy that holds for all answers of this identity together."""
-
     adversary: Adversary = Adversary.CLASS_MEANS  # the peers whom the charge describes
     is_gaussian: bool = False
     """Whether the answers are a Gaussian mechanism with mu^2 = ``sum_kl``. Then the best AUC is
     Phi(mu / sqrt 2), exactly (Dong, Roth and Su 2022); otherwise only a bound for any distributions
     is known."""
-
     leak_auc: float | None = None
     """AUC that no score of all answers of this identity together passes, where it is known, and
     mostly smaller than what follows from ``sum_kl``. It bounds an account that is charged nothing
     else. From ``epsilon`` it follows without being stated."""
-
     dominating_mu: float | None = None
     """mu of a Gaussian mechanism that reveals no less than all answers of this identity together,
     where one is known: with it the charge adds up to other charges. It follows from ``is_gaussian``
@@ -79,13 +74,10 @@ class DefenseReport:
     noise_power: float  # mean expected squared noise norm per example
     sum_kl_before: float | None = None
     """Divergence of the classes in the raw gradient; None where it was not estimated."""
-
     sum_kl_after: float | None = None
     """Divergence that the noise leaves; None where it was not estimated."""
-
     leak_auc_bound: float | None = None
     """AUC that no attack on this answer alone exceeds, if the estimate holds."""
-
     solution: NoiseSolution | None = None  # the noise of each class, where a solver chose it
     charge: LeakCharge = LeakCharge(math.inf)
     """The amount that the leak ledger records for each example of the batch."""
@@ -97,16 +89,13 @@ class DefenseContext(NamedTuple):
     cut_shape: tuple[int, ...]  # shape of one row of the gradient that is defended
     num_classes: int = 2
     """``ONE_NUMBER`` where labels are numbers, as shares of their range within 0 and 1."""
-
     pos_fraction: float = 0.5
     """Share of positives among the training rows, above 0 and below 1; with several classes and
     with numbers, charges do not depend on it. For numbers: the share with which 0 and 1 would have
     the labels' variance."""
-
     epochs: int = 1  # number of epochs of the run
     label_bounds: tuple[float, float] | None = None
     """The bounds of labels that are numbers, in their unit; None for classes."""
-
     labels: str = ""
     """Says what the labels are: their column, and what 0, 1 or a class in it stands for."""
 
@@ -126,7 +115,6 @@ class NoiseSecrets(NamedTuple):
 
     noise_key: NoiseKey | None = None
     """The key of persistent noise and noisy labels; None where the defense needs none."""
-
     draw_keys: DrawKeys | None = None
     """The source of the keys of fresh noise. If it is None, they come from the operating system,
     or in tests from the settings' ``insecure_noise_seed``."""
@@ -143,14 +131,11 @@ class Examples(NamedTuple):
     device: torch.device  # the device on which the top model is trained
     training: Tensor | None = None
     """Positions of the training rows, (training rows,) int64, ascending; None for all rows."""
-
     subjects: Tensor | None = None
     """A number for each person, (aligned,) int64; None if every row has a person of its own."""
-
     known_targets: Tensor | None = None
     """Targets that earlier runs released, (aligned,) or (aligned, classes), NaN where there is
     none; None if there are none at all."""
-
     known_releases: Mapping[str, Tensor] = MappingProxyType({})
     """What an earlier run with exactly these training rows released, as its defense noted it; empty
     if there is no such run."""
@@ -175,14 +160,11 @@ class RawBatch(NamedTuple):
     example_keys: Tensor | None = None
     """Secret bits of each example's id, (batch, 2) int64 on the CPU; the source of persistent
     noise. None where the settings do not ask for them."""
-
     probabilities: Tensor | None = None
     """The model's predictions, (batch,) for label 1, or (batch, classes)."""
-
     label_move: float | None = None
     """The most by which an example's own label moves its own row; None if the gap of the class
     means represents it, as it does for a cross entropy."""
-
     slopes: Tensor | None = None
     """The gradient for each unit of a logit's residual p - y, in which no label has a part,
     (batch, *cut_shape). None where the settings do not ask for it, and for several classes."""
@@ -215,7 +197,6 @@ class LabelMove(NamedTuple):
 
     size: float  # the most by which the label moves the row, as a norm; infinite if it is unknown
     cut_dim: int
-
     report: DefenseReport  # of the same batch
 
 
@@ -275,8 +256,8 @@ class Defense(ABC):
     def defend(self, batch: RawBatch) -> Defended:
         """Defend the gradients of one batch.
 
-        Raises:
-            ValueError: the shapes do not fit, a gradient is not finite, or a label is out of range.
+        Raises ValueError if shapes do not fit, a gradient is not finite, or a label is out of
+        range.
         """
 
     def targets(self, batch: LabelledRows, /) -> Tensor:

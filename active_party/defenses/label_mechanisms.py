@@ -217,12 +217,9 @@ def draw_noisy_labels(
 def evidence(mechanism: LabelMechanism, noisy: Tensor, num_classes: int = 2) -> Tensor:
     """Return what noisy labels add to the logits of their labels: their log likelihoods.
 
-    The noisy labels are as ``draw_noisy_labels`` returns them. Logits plus this are those of the
-    posterior of the label under the prior that the logits predict.
-
-    Returns:
-        (rows,), the log likelihood of label 1 minus that of label 0; with several classes
-        (rows, classes), the log likelihood of each class but for a number of the row's own.
+    Logits plus this are those of the posterior of the label under the prior that the logits
+    predict. (rows,), that of label 1 minus that of label 0; with several classes (rows, classes),
+    but for a number of the row's own.
     """
     match mechanism:
         case GaussianLabels():

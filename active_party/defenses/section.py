@@ -77,7 +77,6 @@ class Traits(NamedTuple):
     """What a run has to know of its defense, whichever it is."""
 
     coverage: Coverage = AGAINST_CLASS_MEANS
-
     takes_numbers: bool = False  # whether labels may be numbers within bounds, and not only classes
     takes_weights: bool = True  # whether the loss can have weights of rows and classes
     needs_example_keys: bool = False  # whether ``RawBatch.example_keys`` has to be given
@@ -85,21 +84,16 @@ class Traits(NamedTuple):
     has_own_objective: bool = False  # whether ``DefenseSection.objective`` returns one
     top_learns_targets: bool = True
     """Whether the top model learns from ``Defense.targets``, and not from the true labels."""
-
     model_is_label_free: bool = False
     """Whether the trained model depends on labels only through what the defense released."""
-
     is_staged: bool = False
     """Whether it is a `StagedDefense`: the run begins with a survey of the training rows, and
     nothing else that the peer sees may depend on true labels, not even the moment at which the run
     ends."""
-
     refits_top: bool = False
     """Whether the top model is fitted to the true labels once the last answer has left."""
-
     subject_column: str | None = None
     """The column that names the person whom a row is about; None if the defense reads none."""
-
     earlier_targets: tuple[str, ...] = ()  # folders of earlier runs whose targets are used again
 
 

@@ -181,8 +181,7 @@ class ServerTls:
 MOST_CONNECTIONS = 512
 KEEP_ALIVE_S = 30
 START_S = 30.0
-LOG_LINES = 20
-"""The most lines a minute about what clients do."""
+LOG_LINES = 20  # the most lines a minute about what clients do
 _LOGGERS = ("uvicorn.error", "asyncio", __name__)
 _NO_DESCRIPTORS_S = 0.1
 

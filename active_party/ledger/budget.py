@@ -123,11 +123,9 @@ class Allowance:
     limit: Limit | None = None  # what no example may exceed over the whole run; None for no limit
     earlier: AccountBook = field(default_factory=AccountBook.empty)
     """Accounts of earlier runs for some of the ids; they count towards the budget."""
-
     peers: Adversary = Adversary.ANYBODY
     """The strongest adversary class that a charge may describe in this run. Where something else
     that depends on labels reaches the peer, the charge of an answer does not describe everybody."""
-
     reveals_validation: bool = False
     """Whether validation labels decide when the run ends. No answer is about their rows, but a
     later run may train on them, and then has bounds for these peers at most."""

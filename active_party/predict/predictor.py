@@ -125,10 +125,7 @@ class Predictions(NamedTuple):
     probabilities: NDArray[np.float32]
     """Of label 1, (ids,), or of each class, (ids, classes); or numbers in the label's unit, (ids,).
     NaN for an id that was not found."""
-
-    found: NDArray[np.bool_]
-    """Whether every party has a row of the id, (ids,)."""
-
+    found: NDArray[np.bool_]  # whether every party has a row of the id, (ids,)
     missing_at: dict[str, int]
 
 

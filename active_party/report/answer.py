@@ -31,11 +31,7 @@ _WHOSE: Mapping[Adversary, tuple[str, str]] = {
 
 
 def answer(assessment: LeakAssessment, num_classes: int, doubt: str) -> str:
-    """Say for whom there is a bound, and what it means.
-
-    Args:
-        doubt: a sentence about what contradicts the bound; empty if nothing does.
-    """
+    """Say for whom there is a bound, and what it means; ``doubt`` says what contradicts it."""
     tells = _tells(num_classes)
     if assessment.adversary is None or assessment.bound is None:
         return (

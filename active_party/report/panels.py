@@ -32,8 +32,7 @@ _AUC = "Test AUC"
 _SMALL = (330.0, 225.0)
 _WIDE = (960.0, 300.0)
 _LEAST_AUC_SPAN = 0.05
-NUM_STYLES = 8
-"""Colours for runs, or layers, in one chart: the classes ``s0`` and so on."""
+NUM_STYLES = 8  # colours for runs, or layers, in one chart: the classes ``s0`` and so on
 
 
 class Panel(NamedTuple):

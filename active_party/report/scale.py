@@ -26,14 +26,11 @@ class Row:
     """One figure under its words; without ``high`` the row has words only."""
 
     words: str
-    style: str
-    """CSS class of the colour."""
+    style: str  # CSS class of the colour
     low: float = math.nan
     high: float = math.nan
-    value: float | None = None
-    """The point of an interval; None for a bar from ``low`` to ``high``."""
-    is_limit: bool = False
-    """Whether a line goes down from its end to the scale."""
+    value: float | None = None  # the point of an interval; None for a bar from ``low`` to ``high``
+    is_limit: bool = False  # whether a line goes down from its end to the scale
 
 
 def scale_picture(scale: Scale, rows: Sequence[Row], description: str) -> Markup:

@@ -185,11 +185,8 @@ def combine_with_hints(
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]] | None:
     """Fit a logistic regression to some examples with known labels, and score the others with it.
 
-    Only the labels of the hints are read.
-
-    Returns:
-        The scores, and a mask of the examples that are not hints; None if the hints are all of one
-        class, or if all examples are hints.
+    Only the labels of the hints are read. Returns the scores, and a mask of the examples that are
+    not hints; None if the hints are all of one class, or if all examples are hints.
     """
     # Importing it takes a second, which only a run with this attack should pay.
     from sklearn.linear_model import LogisticRegression  # noqa: PLC0415

@@ -102,9 +102,7 @@ class Placements(NamedTuple):
 def placements(scores: Floats, positive: Mask, weights: Floats | None = None) -> Placements:
     """Return the placements of all rows, which weigh the same by default.
 
-    Raises:
-        OneClass: there is no positive, or no negative.
-        ValueError: a score is NaN, or the shapes differ.
+    Raises OneClass without both classes, and ValueError for NaN or other shapes.
     """
     if scores.shape != positive.shape or np.isnan(scores).any():
         raise ValueError("expected one score per label, none of them NaN")
@@ -167,13 +165,9 @@ def adjusted_leak_auc(
 ) -> AdjustedLeak:
     """Return the leak AUC among rows with nearly the same prediction, with its 95 % interval.
 
-    Args:
-        rest: an attack's score less what features explain of it, (rows,).
-        predictions: of the positive class, by a model that has not seen the row's label, (rows,),
-            above 0 and below 1.
-
-    Raises:
-        OneClass: a class has fewer than two rows.
+    ``rest`` is a score less what features explain of it, (rows,); predictions, (rows,), are of the
+    positive class, above 0 and below 1, by a model that has not seen the row's label. Raises
+    OneClass if a class has fewer than two rows.
     """
     rarer = min(int(positive.sum()), int((~positive).sum()))
     if rarer < _FEWEST:

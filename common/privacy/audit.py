@@ -72,11 +72,8 @@ class AuditCounts(NamedTuple):
 class LeakAudit:
     """The leak AUC of every attack on every layer and batch of a run, and of the run as a whole.
 
-    Args:
-        num_examples: number of aligned examples of the run, for attacks that accumulate over it.
-        class_names: names of more than two classes, in the order of their indices; empty for two.
-        keeps_scores: whether to keep each example's latest scores at the cut layer, too.
-        convention: what a batch's figure is, as in `AuditSettings`.
+    Attacks that accumulate need ``num_examples``, the aligned ones. ``class_names`` is empty for
+    two classes. ``keeps_scores`` keeps each example's latest scores at the cut layer, too.
     """
 
     def __init__(
@@ -173,13 +170,9 @@ class LeakAudit:
         }
 
     def observe(self, observation: Observation) -> AuditedBatch | None:
-        """Attack one batch and remember the leak AUCs.
+        """Attack one batch and remember the leak AUCs; None if it has one class, or is not audited.
 
-        Returns:
-            None if the batch has only one class, or its step is not to be audited.
-
-        Raises:
-            ValueError: a label is not the index of a class, or a score is NaN.
+        Raises ValueError if a label is not the index of a class, or a score is NaN.
         """
         if not self.wants(observation.step):
             return None

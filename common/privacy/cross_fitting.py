@@ -82,13 +82,10 @@ class FeatureModels:
         return len(self._folds)
 
     def predictions(self, labels: ClassIndices, num_classes: int = 2) -> Floats:
-        """Predict each row's class by models that have not seen its label.
+        """Predict each row's class, (rows, classes), by models that have not seen its label.
 
-        Returns:
-            Probabilities, (rows, classes), each row's sum 1; 0 for a class without any row.
-
-        Raises:
-            TooFewRows: there are not two classes with at least two rows each, or one has one row.
+        Probabilities, 0 for a class without any row. Raises TooFewRows unless there are two
+        classes, and two rows of each.
         """
         # Importing it takes time that only a run that is measured should pay.
         from sklearn.linear_model import LogisticRegression  # noqa: PLC0415

@@ -96,11 +96,9 @@ def final_scores(
     classes: LabelClasses,
     seed: int,
 ) -> list[RunScores]:
-    """Run one attack on the last activations.
+    """Run one attack on the last activations, and score the examples whose labels it did not know.
 
-    Returns:
-        The scores of the examples whose labels the attack did not know: one score for all classes,
-        or one for each target class; of no examples where the attack cannot be run.
+    One score for all classes, or one for each target class; of no examples where it cannot be run.
     """
     nothing = RunScores(np.empty(0, dtype=np.int64), np.empty(0))
     if attack == "final_kmeans":

@@ -37,15 +37,9 @@ class OneClass(ValueError):
 def auc(scores: Values, labels: Values) -> float:
     """Return the area under the ROC curve, ties counted as one half.
 
-    Computed on the device of ``scores``, in float64.
-
-    Args:
-        scores: one number per example, (batch,) or (batch, 1); infinities are allowed.
-        labels: 0 or 1 per example in any dtype, (batch,) or (batch, 1).
-
-    Raises:
-        OneClass: there is no positive, or no negative.
-        ValueError: the shapes differ, a score is NaN, or a label is neither 0 nor 1.
+    Computed on the device of ``scores``, in float64. Scores may be infinite, labels are 0 or 1 in
+    any dtype, (batch,) or (batch, 1) each. Raises OneClass without both classes, and ValueError if
+    shapes differ, a score is NaN, or a label is something else.
     """
     values = _one_per_example(scores, "scores").double()
     classes = _one_per_example(labels, "labels").to(values.device)
@@ -96,11 +90,8 @@ def leak_auc_interval(
 ) -> LeakInterval:
     """Return the leak AUC with its bootstrap interval, over examples drawn within each class.
 
-    It takes 500 draws of up to 10,000 examples, and fewer of more examples, but at least 100.
-
-    Raises:
-        OneClass: there is no positive, or no negative.
-        ValueError: as for `auc`.
+    It takes 500 draws of up to 10,000 examples, and fewer of more, but at least 100. Raises as
+    `auc`.
     """
     area = auc(scores, labels)
     values = _one_per_example(scores, "scores").double().cpu()
@@ -132,7 +123,6 @@ class PairAucs(NamedTuple):
     pairs: Floats
     """Row i, column j: the AUC of class i's score, class i against class j,
     (..., classes, classes)."""
-
     one_vs_rest: Floats  # the AUC of class i's score, class i against all others, (..., classes)
 
     def leak(self) -> "PairAucs":

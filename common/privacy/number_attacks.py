@@ -237,12 +237,8 @@ def adjusted_r2(features: npt.NDArray[np.float32], labels: _Floats, scores: _Flo
     """Return the share of the variance which features leave of labels that a score explains.
 
     The interval is that of a correlation by its influence function, which asks for no distribution.
-
-    Returns:
-        NaN where features leave nothing of the labels; 0 where they leave nothing of the scores.
-
-    Raises:
-        ValueError: there are fewer than ``MIN_ROWS`` rows.
+    NaN where features leave nothing of the labels; 0 where they leave nothing of the scores. Raises
+    ValueError for fewer than ``MIN_ROWS`` rows.
     """
     if len(labels) < MIN_ROWS:
         raise ValueError(f"expected at least {MIN_ROWS} rows, got {len(labels)}")

@@ -128,8 +128,7 @@ def pick_clues(
 ) -> Clues:
     """Pick the clues about one class of a batch, the same on both sides of the wire.
 
-    Args:
-        sources: layer name -> gradients from which references are taken, (batch, ...).
+    References are taken from ``sources``, layer name -> gradients, (batch, ...).
     """
     labels, epoch, step = observation.labels.reshape(-1), observation.epoch, observation.step
     row = pick_reference_row(labels, seed, epoch, step, class_index)

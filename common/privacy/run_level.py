@@ -96,12 +96,9 @@ class RunAudit:
         layers: Mapping[str, LayerScores],
         activations: Tensor | None = None,
     ) -> None:
-        """Add the scores of one batch; its epoch is not before that of the previous batch.
+        """Add the scores of one batch, with class indices; epochs do not go back.
 
-        Args:
-            labels: class indices, only for the measurement.
-            activations: at the cut layer; without them, attacks on the last activations find
-                nothing.
+        Without activations at the cut, attacks on the last ones find nothing.
         """
         if not self.attacks:
             return

@@ -25,7 +25,6 @@ class AttackScores(NamedTuple):
     by_target: Sequence[Tensor | None]
     """One score for all classes, or one for each target, (batch,) each; None for a target about
     which the attack knew too little."""
-
     left_out: Sequence[tuple[int, ...]]  # rows whose class the attack knew, for each of the scores
 
 
@@ -34,7 +33,6 @@ class LayerScores(NamedTuple):
     directions: Mapping[str, Sequence[TopDirection | None]]
     """Attack -> for each of its scores the direction behind it, if its sign says nothing: that of
     the batch itself, or of a reference with noise."""
-
     rows: Tensor  # the gradients, (batch, row_dim)
 
 

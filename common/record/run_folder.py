@@ -26,8 +26,7 @@ from splitveil.common.text.files import OWNER_ONLY, replacing_file
 
 _logger = logging.getLogger(__name__)
 
-AS_USUAL = 0o666
-"""Mode of a file that is meant to be passed on: the process's umask decides."""
+AS_USUAL = 0o666  # mode of a file that is meant to be passed on: the process's umask decides
 _OWNER_ONLY_FOLDER = 0o700
 _OTHERS = 0o077
 

@@ -15,9 +15,7 @@ _IN_BRACKETS = re.compile(r"\[([0-9A-Fa-f:.]{2,45})\]")
 
 
 class HostAndPort(NamedTuple):
-    host: str
-    """A host name, or an IP address without brackets."""
-
+    host: str  # a host name, or an IP address without brackets
     port: int
 
 

@@ -27,8 +27,7 @@ class Within(NamedTuple):
     is_chosen: bool
     """Whether the user has chosen them; otherwise they are proposed after a look at the labels."""
     holds_all: bool
-    variance: float
-    """Of the labels, each as its share of the range; at most 1/4."""
+    variance: float  # of the labels, each as its share of the range; at most 1/4
 
     @property
     def outside(self) -> str:
@@ -45,19 +44,14 @@ class Label(NamedTuple):
     classes: tuple[str, ...] | int | None
     shares: Mapping[str, float]
     """Share of the rows with a label by class; empty if labels are numbers."""
-    within: Within | None = None
-    """The bounds of labels that are numbers; None for classes."""
+    within: Within | None = None  # the bounds of labels that are numbers; None for classes
     is_guessed: bool = False
     """Whether nothing but its two values speaks for the column: a feature may have two as well."""
-
-    positive_is_guessed: bool = False
-    """Whether the text that stands for 1 is only the rarer one."""
-    others: tuple[int, int] = (0, 0)
-    """How many other texts stand for 0, and in how many rows."""
+    positive_is_guessed: bool = False  # whether the text that stands for 1 is only the rarer one
+    others: tuple[int, int] = (0, 0)  # how many other texts stand for 0, and in how many rows
     unlabelled: int | None = None
     """How many rows are left out because they have no label; None if none may be."""
-    gaps: tuple[str, ...] = ()
-    """The texts of the labels that mean "no label"."""
+    gaps: tuple[str, ...] = ()  # the texts of the labels that mean "no label"
 
     @property
     def doubt(self) -> str:

@@ -218,26 +218,6 @@ def test_other_cells_are_gaps_where_an_option_says_so(tmp_path: Path) -> None:
     assert calls[0] == float(NUMBERS[0])
 
 
-@pytest.mark.parametrize("answer", ["gaps", "categorical", "exclude"])
-def test_a_terminal_is_asked(tmp_path: Path, answer: str) -> None:
-    asked: list[tuple[str, Sequence[str]]] = []
-
-    def ask(question: str, suggestions: Sequence[str]) -> str:
-        asked.append((question, suggestions))
-        return "id" if "ids" in question else answer
-
-    path = write(tmp_path, {"calls": edited(NUMBERS, r6="12O", r9="l"), "region": SIDES})
-    found = initialise(path, Wishes(), Terms("passive", tmp_path), ask=ask).proposal.choices
-    assert asked[1][0].startswith("Column calls: 58 of 60 cells are numbers; rows 6, 9")
-    assert asked[1][1] == ["gaps", "categorical", "exclude"]
-    numeric = [(column.name, column.missing) for column in found.numeric]
-    assert numeric == [("calls", 2)] * (answer == "gaps")
-    other = write(tmp_path, {"calls": edited(NUMBERS, r6="n"), "region": SIDES})
-    answer = "gaps"  # would take the category "n" away
-    with pytest.raises(SettingsError, match="expected categorical or exclude"):
-        initialise(other, Wishes(), Terms("passive", tmp_path), ask=ask, force=True)
-
-
 @pytest.mark.parametrize("cache", [{}, {"cache_dir": "cache"}])
 def test_a_check_warns_of_categories_that_are_almost_numbers(
     tmp_path: Path, cache: dict[str, str], caplog: pytest.LogCaptureFixture

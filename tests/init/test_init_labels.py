@@ -149,19 +149,6 @@ def test_a_question_about_labels_names_its_answer(
     assert not (tmp_path / "active.yaml").exists()
 
 
-def test_both_questions_are_asked_at_a_terminal(tmp_path: Path) -> None:
-    answers = {"Column": "churned", "55": "yes", "Labels": "yes"}
-    labels = mixed("no", "yes", "", "YES")
-    initialise(
-        clients(tmp_path, churned=labels),
-        Wishes(id_column="client"),
-        Terms("active", tmp_path),
-        ask=lambda question, _: answers.pop(question.split()[0]),
-    )
-    assert not answers
-    assert_read(load_party_settings(ActiveSettings, tmp_path / "active.yaml"), labels, WORDS)
-
-
 def test_a_row_without_a_label_repeats_no_id(tmp_path: Path) -> None:
     """Nor is its id looked at."""
     (tmp_path / "t.csv").write_text("id,y\na,\na,1\nb,0\n,\nb,\n")

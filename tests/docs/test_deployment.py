@@ -19,14 +19,7 @@ from torch.distributed import run as torchrun
 
 from splitveil.active_party.commands.program import parser as active_parser
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.errors import (
-    DataError,
-    EndedForGood,
-    PeerEndedForGood,
-    PeerUnreachable,
-    SettingsError,
-    SplitveilError,
-)
+from splitveil.common import errors
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
 from splitveil.passive_party.commands.program import parser as passive_parser
 from splitveil.passive_party.settings import PassiveSettings
@@ -98,9 +91,9 @@ def test_every_command_line_is_one_that_the_program_takes(found: Deployed) -> No
 
 @deployed
 def test_no_supervisor_restarts_for_ever_what_will_not_change(found: Deployed) -> None:
-    assert {SettingsError.exit_code, DataError.exit_code} == FINAL[True]
-    assert {EndedForGood.exit_code, PeerEndedForGood.exit_code} <= FINAL[False]
-    assert not {SplitveilError.exit_code, PeerUnreachable.exit_code} & FINAL[False]
+    assert {errors.SettingsError.exit_code, errors.DataError.exit_code} == FINAL[True]
+    assert {errors.EndedForGood.exit_code, errors.PeerEndedForGood.exit_code} <= FINAL[False]
+    assert not {errors.SplitveilError.exit_code, errors.PeerUnreachable.exit_code} & FINAL[False]
     prevented = " ".join(found.unit["RestartPreventExitStatus"]).split()
     assert {int(code) for code in prevented} == FINAL[found.serves]
     assert found.unit["Restart"] == ["on-failure"]

@@ -30,6 +30,7 @@ from splitveil.common.text.files import read_bytes
 from splitveil.common.text.yaml_text import AS_WRITTEN, MAX_DEPTH, OWN_PLAN, Extent, load_yaml
 from splitveil.passive_party.commands.program import main as passive_main
 from splitveil.passive_party.settings import PassiveSettings
+from tests.support.commands import exit_code_of
 from tests.support.runs import write_example
 
 MAX_NODES = AS_WRITTEN.max_nodes
@@ -44,24 +45,18 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Ended(NamedTuple):
-    """The end of a command: exit code and output."""
-
     exit_code: int
     errors: list[str]
 
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
-    """Return a function that runs a party's command in this process."""
-
     def run(main: Callable[[list[str]], None], *words: object) -> Ended:
-        with pytest.raises(SystemExit) as ended:
-            main([*map(str, words)])
-        assert isinstance(ended.value.code, int)
+        code = exit_code_of(main, *words)
         shown = capsys.readouterr()
         assert "Traceback" not in shown.out + shown.err
         assert shown.err.replace("\n", "").isprintable()
-        return Ended(ended.value.code, shown.err.splitlines())
+        return Ended(code, shown.err.splitlines())
 
     return run
 

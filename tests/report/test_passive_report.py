@@ -31,6 +31,7 @@ from splitveil.passive_party.feature_exposure import (
     measure_exposure,
 )
 from splitveil.passive_party.report_page import write_exposure, write_passive_report
+from tests.support.commands import exit_code_of
 from tests.support.records import append_lines
 
 ROWS = 2000
@@ -234,9 +235,7 @@ def test_the_command_writes_the_page_and_refuses_another_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write_run(tmp_path / "run")
-    with pytest.raises(SystemExit) as ended:
-        main(["report", str(run), "--json"])
-    assert ended.value.code == 0
+    assert exit_code_of(main, "report", run, "--json") == 0
     written = Path(json.loads(capsys.readouterr().out)["report"])
     assert written == run / "passive" / "report.html"
     assert written.stat().st_mode & 0o077 == 0

@@ -141,7 +141,6 @@ def words_of(html: str) -> str:
 
 
 def first_screen(run_dir: Path) -> str:
-    """Return the words before the details."""
     page = page_of(run_dir)
     assert page.count('class="badge') == 1
     words = words_of(page[page.index("<main") : page.index("<details")])
@@ -178,7 +177,6 @@ PERSISTENT = {"defense": {"name": "marvell", "noise": "persistent"}}
 
 
 def adjusted(value: float, **others: AdjustedFigures) -> Summary:
-    """Return a summary with adjusted leak AUCs."""
     found = {"norm": AdjustedFigures(value, value - 0.03, value + 0.02), **others}
     beyond = BeyondFigures(found, rows=443, feature_auc=0.81)
     return Summary(leak=LeakFigures(beyond=beyond))

@@ -194,8 +194,6 @@ _of_cuda: set[int] = set()
 
 
 class _Generator(torch.Generator):
-    """One that says of which device it is."""
-
     _device: torch.device
 
     def __new__(cls, device: torch.device | str = "cpu") -> "_Generator":

@@ -42,8 +42,6 @@ def sets_of(overrides: Sequence[str]) -> list[str]:
 
 
 class Ranks:
-    """The processes of one party, as ``torchrun`` starts them."""
-
     def __init__(
         self,
         party: PartyName,

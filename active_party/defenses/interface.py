@@ -287,7 +287,7 @@ class StagedDefense(Defense):
         """Targets of all aligned rows that were computed from releases alone, if there are any."""
 
     @property
-    def lasting(self) -> Mapping[str, str]:
+    def immutable(self) -> Mapping[str, str]:
         """Names of large parts of the state, by their key in it: a name stands for one value."""
         return {}
 

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ConstantLR
 
 from splitveil.common.data.features import FeatureEncoder, Features, NumericScaler, Vocabulary
 from splitveil.common.errors import SettingsError
-from splitveil.common.models.spread_model import Learner
+from splitveil.common.models.data_parallel import Learner
 from splitveil.common.party.report_parts import Volume, read_traffic
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.lines import AlignmentLine, AuditLine, EpochLeakLine, LeakLine

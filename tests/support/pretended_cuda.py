@@ -241,6 +241,7 @@ def pretended_cuda() -> Iterator[None]:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "synchronize": _nothing,
+        "set_device": lambda *_: None,
         "get_device_name": lambda *_: NAME,
         "manual_seed_all": _generator.manual_seed,
         "get_rng_state": lambda *_: _generator.get_state(),

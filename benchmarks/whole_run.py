@@ -2,6 +2,7 @@
 
     python -m benchmarks.whole_run [--rounds 3] [--only shipped mtls]
         [--rows 67000] [--features 64] [--epochs 20] [--rtt 40 --rate 100]
+    python -m benchmarks.whole_run --sizes 10000 100000 1000000 --features 16 --epochs 3
 
 A split MLP 64-256-128 | 128-64-1 on 67,000 synthetic rows, batch 1,024, Adam, float32, one torch
 thread per process. Each round runs, one after the other:
@@ -17,10 +18,15 @@ thread per process. Each round runs, one after the other:
 A figure is that of whole epochs after the first, with whatever lies between two epochs. CPU time is
 that of both processes, also until the first step and from the last evaluation to the end. Memory is
 each process's largest resident set (VmHWM). Ratios are those of medians over the rounds.
+
+``--sizes`` runs ``shipped`` once with each number of rows, and prints what each part of a run costs
+and how it grows: with exponent 1, ten times the rows cost ten times as much. A stage is what lies
+between an epoch's evaluation and the next one's first step.
 """
 
 import argparse
 import json
+import math
 import os
 import resource
 import statistics
@@ -79,6 +85,9 @@ class Cost(NamedTuple):
     ending_s: float = 0.0
     """From the last evaluation to the exit of the last process."""
     ending_cpu_s: float = 0.0
+    stage_cpu_s: float = 0.0
+    disk_mb: float = 0.0
+    """All files of both parties."""
 
 
 def table(work: Work) -> tuple[Tensor, Tensor]:
@@ -175,6 +184,7 @@ def cost_of_run(
             found = watch(parties, metrics, begun, work.epochs)
             ending, spent_s = time.monotonic(), cpu_of(parties)
             most = wait_for_end(parties)
+            written = sum(path.stat().st_size for path in Path(runs).rglob("*") if path.is_file())
         finally:
             for process in parties.values():
                 process.kill()
@@ -182,6 +192,7 @@ def cost_of_run(
         ending_s=time.monotonic() - ending,
         ending_cpu_s=cpu_of_ended() - ended_before_s - spent_s,
         memory_mib=most,
+        disk_mb=written / 1e6,
     )
 
 
@@ -201,6 +212,7 @@ def start(party: str, settings: Path, options: Sequence[str]) -> "subprocess.Pop
 def watch(parties: Parties, metrics: Path, begun: float, epochs: int) -> Cost:
     """Follow a run's metrics until its last epoch has ended."""
     first = (0.0, 0.0)
+    stages_cpu_s: list[float] = []
     ends: list[tuple[float, float, int]] = []
     steps = 0
     for text in lines_of(metrics, parties):
@@ -209,13 +221,16 @@ def watch(parties: Parties, metrics: Path, begun: float, epochs: int) -> Cost:
             steps += 1
             if steps == 1:
                 first = time.monotonic() - begun, cpu_of(parties)
+            elif ends and ends[-1][2] == steps - 1:
+                stages_cpu_s.append(cpu_of(parties) - ends[-1][1])
         if line.get("kind") == "test":
             ends.append((time.monotonic(), cpu_of(parties), steps))
         if len(ends) == epochs:
             break
     (from_s, from_cpu_s, before), (to_s, to_cpu_s, after) = ends[0], ends[-1]
     rate = (after - before) / (to_s - from_s)
-    return Cost(rate, 1e3 * (to_cpu_s - from_cpu_s) / (after - before), (), *first)
+    cpu_ms, stage_s = 1e3 * (to_cpu_s - from_cpu_s) / (after - before), max(stages_cpu_s)
+    return Cost(rate, cpu_ms, (), *first, stage_cpu_s=stage_s)
 
 
 def lines_of(path: Path, parties: Parties) -> Iterator[str]:
@@ -284,6 +299,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", help="names of the runs")
+    parser.add_argument("--sizes", type=int, nargs="+", help="numbers of rows to compare")
     for name, value in Work()._asdict().items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--rtt", type=float, default=0.0, help="of the line, in milliseconds")
@@ -294,6 +310,9 @@ def main() -> None:
     torch.set_num_threads(1)
     print_environment("grpcio")
     work = Work(given.rows, given.features, given.epochs)
+    if given.sizes:
+        print_growth(work, given.sizes)
+        return
     found: dict[str, list[Cost]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         write_settings(Path(scratch), work)
@@ -322,6 +341,26 @@ def print_table(middle: dict[str, Cost]) -> None:
             *(f"{mib:.0f}" for mib in reversed(cost.memory_mib)),
         ]
         print(f"| {name} | {' | '.join(cells)} |")
+
+
+def print_growth(work: Work, sizes: Sequence[int]) -> None:
+    print("\n| rows | first step, CPU s | CPU ms/step | stage, CPU s | end, CPU s ", end="")
+    print("| MiB active | MiB passive | MB on disk |")
+    print("|---" * 8 + "|")
+    before: tuple[float, ...] = ()
+    for rows in sizes:
+        with tempfile.TemporaryDirectory() as scratch:
+            in_a_process(write_settings, Path(scratch), work._replace(rows=rows))
+            cost = cost_of_run(
+                Path(scratch), work._replace(rows=rows), None, defense="projected_labels"
+            )
+        parts = (cost.first_step_cpu_s, cost.cpu_ms, cost.stage_cpu_s, cost.ending_cpu_s)
+        now = (rows, *parts, *reversed(cost.memory_mib), cost.disk_mb)
+        print("|", " | ".join(f"{x:,.4g}" for x in now), "|", flush=True)
+        if before:
+            grown = [math.log(x / y) for x, y in zip(now, before, strict=True)]
+            print("| exponent |", " | ".join(f"{x / grown[0]:.2f}" for x in grown[1:]), "|")
+        before = now
 
 
 def median_of(costs: list[Cost]) -> Cost:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import Function
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -32,7 +31,7 @@ from splitveil.common.models.training_state import (
     set_random_state,
     trained_of,
 )
-from splitveil.common.models.whole_batch_norm import computing_together, with_whole_batches
+from splitveil.common.models.whole_batch_norm import computed, with_whole_batches
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.run.state_bytes import state_from_bytes, state_to_bytes
@@ -78,11 +77,7 @@ class Beginning(NamedTuple):
 class DataParallelModel:
     """One rank's part of the model. What rank 0 does here, it orders all others to do with it.
 
-    Args:
-        ranks: all of them.
-        learner: this rank's.
-        beginning: the same at all ranks.
-        rows_at: returns features of rows that this rank owns, (rows,) int64; None without any.
+    ``rows_at`` returns features of rows that this rank owns, (rows,) int64; None without any.
     """
 
     def __init__(
@@ -92,14 +87,14 @@ class DataParallelModel:
         beginning: Beginning,
         rows_at: Callable[[Tensor], Features] | None,
     ) -> None:
-        with_whole_batches(learner.model)
+        with_whole_batches(learner.model, ranks)
         self.ranks = ranks
         self._learner = learner
         self._rows_at = rows_at
         self._cut_shape = beginning.cut_shape
         self._shares: deque[tuple[int, _Share]] = deque(maxlen=learner.at_once)
         self._number = 0
-        self._seen: dict[str, Tensor] = {}
+        self._captured: dict[str, Tensor] = {}
 
     # ---- rank 0 ----
 
@@ -113,17 +108,17 @@ class DataParallelModel:
         number = self._number
         output = self.forward(number, positions.cpu(), first)
         trained = trained_of(self._learner.model)
-        found = _computed(partial(self.weight_gradients, number), output, *trained)
+        found = computed(partial(self.weight_gradients, number), output, *trained)
         if first is not None and first.requires_grad:
             # A gradient of the inputs alone then leaves the weights aside, and the other way round.
             zeros = torch.zeros_like(output)
-            found = found + _computed(lambda one: [self.input_gradient(number, one)], zeros, first)
+            found = found + computed(lambda one: [self.input_gradient(number, one)], zeros, first)
         return found
 
     @property
     def taps(self) -> Mapping[str, Take]:
         """As the learner's, with the gradients of all rows of a batch."""
-        return {name: partial(self._seen.pop, name, None) for name in self._learner.taps}
+        return {name: partial(self._captured.pop, name, None) for name in self._learner.taps}
 
     def share(self, random: list[Tensor]) -> None:
         """Let all ranks go on from rank 0's model, optimizer and schedule of now.
@@ -144,8 +139,7 @@ class DataParallelModel:
         with self.ranks.lock:
             if not self.ranks.rank:
                 self.ranks.order(kind, number, content)
-            with computing_together(self.ranks):  # also backward: checkpointed layers compute again
-                yield
+            yield
 
     def forward(self, number: int, positions: Tensor, first: Tensor | None = None) -> Tensor:
         """Compute a batch in training mode, and return its outputs."""
@@ -183,8 +177,8 @@ class DataParallelModel:
             found += torch.autograd.grad(share.output, trained, own, allow_unused=True)
             self.ranks.add_up_gradients(trained, found)
             for name, take in self._learner.taps.items():
-                if (seen := take()) is not None:
-                    self._seen[name] = self.ranks.gather_rows(seen, share.owners)
+                if (tapped := take()) is not None:
+                    self._captured[name] = self.ranks.gather_rows(tapped, share.owners)
         return found
 
     def _of(self, number: int, gradient: Tensor | None) -> tuple[_Share, Tensor]:
@@ -262,24 +256,6 @@ def go_on(parallel: DataParallelModel | None, random: list[Tensor]) -> None:
         parallel.share(random)
 
 
-class _Computed(Function):
-    """Outputs of a batch as a function of what they have gradients at."""
-
-    @staticmethod
-    def forward(ctx: Any, gradients_at: Any, outputs: Tensor, *_at: Tensor) -> Tensor:
-        ctx.gradients_at = gradients_at
-        return outputs.view_as(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, None, *ctx.gradients_at(gradients[0])
-
-
-def _computed(gradients_at: Any, outputs: Tensor, *at: Tensor) -> Tensor:
-    found: Tensor = _Computed.apply(gradients_at, outputs, *at)  # type: ignore[no-untyped-call]
-    return found
-
-
 # ---- the beginning of a run ----
 
 
@@ -299,11 +275,11 @@ def begin(
     with ranks.lock:
         content = state_to_bytes({"beginning": beginning, "positions": positions})
         ranks.order("begin", content=as_bytes(content))
-        for rank in range(1, ranks.size) if features is not None else ():
-            for block in _blocks(positions[positions % ranks.size == rank], beginning):
-                rows = None if features is None else features.rows(block.to(device)).to(CPU)
-                for part in () if rows is None else rows.tensors():
-                    ranks.move({rank: part})
+        if features is not None:
+            for rank in range(1, ranks.size):
+                for block in _blocks(positions[positions % ranks.size == rank], beginning):
+                    for part in features.rows(block.to(device)).to(CPU).tensors():
+                        ranks.move({rank: part})
     rows_at = None if features is None else features.rows
     found = DataParallelModel(ranks, learner, beginning, rows_at)
     found.share([])

@@ -35,7 +35,6 @@ _ANSWERS_WITHIN = timedelta(seconds=20)
 _SECRET = "what only ranks know"  # noqa: S105 - its name
 _BUCKET_BYTES = 25_000_000
 
-
 OrderKind = Literal["begin", "load", "forward", "inputs", "weights", "state", "ping", "end"]
 _KINDS: tuple[OrderKind, ...] = get_args(OrderKind)
 

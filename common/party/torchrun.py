@@ -12,7 +12,7 @@ from torch.distributed.run import parse_args, run
 
 def main() -> None:
     try:
-        run(parse_args(None))
+        run(parse_args(None))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         code = error.failures[min(error.failures)].exitcode
         sys.exit(max(code, 1))  # a negative one is that of a signal

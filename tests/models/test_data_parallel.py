@@ -4,10 +4,12 @@ import copy
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, _set_pg_timeout
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import SettingsError, SplitveilError
+from splitveil.common.models import ranks as ranks_module
 from splitveil.common.models.conv import ConvTop
 from splitveil.common.models.data_parallel import Beginning, DataParallelModel, Learner, begin, work
 from splitveil.common.models.factory import build_bottom_model, build_top_model
@@ -319,7 +322,7 @@ class OwnNorm(nn.BatchNorm1d):
 
 def test_a_batch_norm_of_the_users_own_is_refused_by_name() -> None:
     with pytest.raises(SettingsError, match=r"^1: several processes cannot compute OwnNorm over"):
-        with_whole_batches(nn.Sequential(nn.Linear(3, 4), OwnNorm(4)))
+        with_whole_batches(nn.Sequential(nn.Linear(3, 4), OwnNorm(4)), None)  # type: ignore[arg-type]
 
 
 def stranger(file: Path) -> None:
@@ -340,6 +343,38 @@ def test_what_connects_without_the_secret_is_no_rank(tmp_path: Path) -> None:
         Ranks(0, 2, file=tmp_path / "ranks")
     process.join(60)
     assert process.exitcode == 0
+
+
+def hanging(file: Path) -> None:
+    Ranks(1, 2, file=file).compare(FACTS)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        Ranks.check_all_alive,
+        lambda ranks: ranks.gather_rows(torch.ones(1, 2), torch.tensor([0, 1])),
+        lambda ranks: ranks.add_up([torch.ones(3)]),
+    ],
+    ids=["sign of life", "rows", "sums"],
+)
+def test_a_rank_that_hangs_is_reported_after_the_time_out(
+    ask: Callable[[Ranks], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    process = server.Process(target=hanging, args=(tmp_path / "ranks",))
+    process.start()
+    found = Ranks(0, 2, file=tmp_path / "ranks")
+    found.compare(FACTS)
+    for name in ("_WITHIN", "_ANSWERS_WITHIN"):
+        monkeypatch.setattr(ranks_module, name, timedelta(milliseconds=100))
+    _set_pg_timeout(timedelta(milliseconds=100))
+    with pytest.raises(RankLost, match="another process of this party is gone, or hangs"):
+        ask(found)
+    process.kill()
+    found.close()
+    process.join()
 
 
 NUMBERS, IMAGES = FeatureShapes(3, (5, 4)), FeatureShapes(image_shape=(1, 8, 8))

@@ -207,8 +207,8 @@ class RowChunk(NamedTuple):
 class RowFacts(Protocol):
     """Facts about the training rows that no label has entered."""
 
-    def __call__(self) -> Iterator[RowChunk]:
-        """Yield all of them, in ascending order of the rows."""
+    def __call__(self, stride: int = 1, /) -> Iterator[RowChunk]:
+        """Yield those of every ``stride``-th row from the first on, in ascending order."""
         ...
 
     def logits(self) -> Iterator[Tensor]:

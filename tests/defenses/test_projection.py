@@ -47,9 +47,10 @@ def rows_of(num_rows: int, seed: int = 1, num_classes: int = 2) -> RowChunk:
 
 
 def in_chunks(rows: RowChunk, size: int = 128) -> Chunks:
-    def chunks() -> Iterator[RowChunk]:
-        for start in range(0, len(rows.activations), size):
-            parts = [None if part is None else part[start : start + size] for part in rows]
+    def chunks(stride: int) -> Iterator[RowChunk]:
+        every = [None if part is None else part[::stride] for part in rows]
+        for start in range(0, len(every[-1]), size):
+            parts = [None if part is None else part[start : start + size] for part in every]
             yield RowChunk(*parts)  # type: ignore[arg-type]
 
     return chunks

@@ -121,7 +121,7 @@ class ProjectedLabels(StagedDefense):
         rows = design(
             facts,
             len(self._rows),
-            self._plan.rank,
+            max(1, self._plan.rank // (stage + 1)),  # as the share of mu^2: sums of equal precision
             subjects=self._subjects,
             excluded=self._is_known,
             earlier=self._posterior.released,

@@ -1,6 +1,6 @@
 """How fast is a whole run of two processes, beside the same model in one process?
 
-    python -m benchmarks.whole_run [--rounds 3] [--only shipped mtls]
+    python -m benchmarks.whole_run [--rounds 3] [--only shipped mtls] [--threads]
         [--rows 67000] [--features 64] [--epochs 20] [--rtt 40 --rate 100]
 
 A split MLP 64-256-128 | 128-64-1 on 67,000 synthetic rows, batch 1,024, Adam, float32, one torch
@@ -11,12 +11,13 @@ thread per process. Each round runs, one after the other:
   defense ``none`` and without audits;
 - ``shipped``: mutual TLS, ``projected_labels``, the default audits of both parties, and their
   status pages;
-- ``marvell``: the same with ``marvell``;
+- ``marvell``, ``none``: the same with ``marvell``, and without a defense;
 - ``..., depth N``: the same with ``pipeline_depth: N``.
 
 A figure is that of whole epochs after the first, with whatever lies between two epochs. CPU time is
-that of both processes, also until the first step and from the last evaluation to the end. Memory is
-each process's largest resident set (VmHWM). Ratios are those of medians over the rounds.
+that of both processes, also until the first step and from the last evaluation to the end, and with
+``--threads`` by thread: that which computes and answers, the attacks', gRPC's own, and all others.
+Memory is each process's largest resident set (VmHWM). Ratios are those of medians over the rounds.
 """
 
 import argparse
@@ -46,6 +47,7 @@ from splitveil.deploy.authority import PartyFolder, make_certificates
 BARE: dict[str, Any] = {"leak_monitor": None, "defense": {"name": "none"}}
 CUT, BATCH = 128, 1024
 NAMES = {"active": "active.splitveil", "passive": "passive.splitveil"}
+THREADS = ("computes", "attacks", "gRPC's", "others")
 ENDS = ("first_step_s", "first_step_cpu_s", "ending_s", "ending_cpu_s")
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 POLL_S = 0.02
@@ -79,6 +81,8 @@ class Cost(NamedTuple):
     ending_s: float = 0.0
     """From the last evaluation to the exit of the last process."""
     ending_cpu_s: float = 0.0
+    threads_ms: tuple[float, ...] = ()
+    """CPU time of one step in each of ``THREADS`` of the passive party, then of the active one."""
 
 
 def table(work: Work) -> tuple[Tensor, Tensor]:
@@ -202,6 +206,7 @@ def watch(parties: Parties, metrics: Path, begun: float, epochs: int) -> Cost:
     """Follow a run's metrics until its last epoch has ended."""
     first = (0.0, 0.0)
     ends: list[tuple[float, float, int]] = []
+    threads: list[dict[tuple[str, str, str], float]] = []
     steps = 0
     for text in lines_of(metrics, parties):
         line = json.loads(text)
@@ -211,11 +216,15 @@ def watch(parties: Parties, metrics: Path, begun: float, epochs: int) -> Cost:
                 first = time.monotonic() - begun, cpu_of(parties)
         if line.get("kind") == "test":
             ends.append((time.monotonic(), cpu_of(parties), steps))
+            threads.append(cpu_by_thread(parties))
         if len(ends) == epochs:
             break
     (from_s, from_cpu_s, before), (to_s, to_cpu_s, after) = ends[0], ends[-1]
     rate = (after - before) / (to_s - from_s)
-    return Cost(rate, 1e3 * (to_cpu_s - from_cpu_s) / (after - before), (), *first)
+    cpu_ms = 1e3 * (to_cpu_s - from_cpu_s) / (after - before)
+    spent = {one: cpu_s - threads[0].get(one, 0.0) for one, cpu_s in threads[-1].items()}
+    threads_ms = tuple(1e3 * cpu_s / (after - before) for cpu_s in summed(spent))
+    return Cost(rate, cpu_ms, (), *first, threads_ms=threads_ms)
 
 
 def lines_of(path: Path, parties: Parties) -> Iterator[str]:
@@ -243,6 +252,29 @@ def cpu_of(parties: Parties) -> float:
         fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2].split()
         ticks += sum(map(int, fields[11:13]))
     return ticks / CLOCK_TICKS
+
+
+def cpu_by_thread(parties: Parties) -> dict[tuple[str, str, str], float]:
+    """Return the CPU seconds of each live thread, by party, kind of thread, and its number."""
+    found = {}
+    for party, process in parties.items():
+        niceness = os.getpriority(os.PRIO_PROCESS, process.pid)
+        for task in Path(f"/proc/{process.pid}/task").iterdir():
+            name, _, rest = (task / "stat").read_text().rpartition(") ")
+            fields = rest.split()
+            kind = "others" if "(python" in name else "gRPC's"
+            kind = "attacks" if int(fields[16]) > niceness else kind
+            found[party, kind, task.name] = sum(map(int, fields[11:13])) / CLOCK_TICKS
+    return found
+
+
+def summed(spent: dict[tuple[str, str, str], float]) -> Iterator[float]:
+    """Yield what threads have spent, summed as in ``THREADS``, party by party."""
+    for party in dict.fromkeys(party for party, _, _ in spent):
+        most = max(s for (of, kind, _), s in spent.items() if (of, kind) == (party, "others"))
+        for name in THREADS:
+            total = sum(s for (of, kind, _), s in spent.items() if (of, kind) == (party, name))
+            yield most if name == "computes" else total - (most if name == "others" else 0.0)
 
 
 def cpu_of_ended() -> float:
@@ -273,7 +305,7 @@ def wait_for_end(parties: Parties) -> tuple[float, ...]:
 
 def runs_in(folder: Path, work: Work, line: Line | None) -> dict[str, Callable[[], Cost]]:
     runs: dict[str, Callable[[], Cost]] = {"monolithic": partial(in_a_process, monolithic, work)}
-    of_users = {"mtls": None, "shipped": "projected_labels", "marvell": "marvell"}
+    of_users = {"mtls": None, "shipped": "projected_labels", "marvell": "marvell", "none": "none"}
     for name, defense in of_users.items():
         run = partial(cost_of_run, folder, work, line, defense=defense)
         runs |= {name: run} | {f"{name}, depth {n}": partial(run, depth=n) for n in (2, 4)}
@@ -284,6 +316,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", help="names of the runs")
+    parser.add_argument("--threads", action="store_true", help="CPU time by thread, too")
     for name, value in Work()._asdict().items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--rtt", type=float, default=0.0, help="of the line, in milliseconds")
@@ -305,6 +338,16 @@ def main() -> None:
                 print(f"{name}: {found[name][-1].steps_per_s:.1f} steps/s", flush=True)
     middle = {name: median_of(costs) for name, costs in found.items()}
     print_table(middle)
+    if given.threads:
+        print_threads(middle)
+
+
+def print_threads(middle: dict[str, Cost]) -> None:
+    heads = [f"{party} {name}" for party in ("passive", "active") for name in THREADS]
+    print(f"\n| CPU ms/step | {' | '.join(heads)} |\n{'|---' * (1 + len(heads))}|")
+    for name, cost in middle.items():
+        if cost.threads_ms:
+            print(f"| {name} | {' | '.join(f'{ms:.2f}' for ms in cost.threads_ms)} |")
 
 
 def print_table(middle: dict[str, Cost]) -> None:
@@ -326,9 +369,13 @@ def print_table(middle: dict[str, Cost]) -> None:
 
 def median_of(costs: list[Cost]) -> Cost:
     fields = ("steps_per_s", "cpu_ms", *ENDS)
-    middle = {field: statistics.median(getattr(cost, field) for cost in costs) for field in fields}
-    memory = zip(*(cost.memory_mib for cost in costs), strict=True)
-    return Cost(**middle, memory_mib=tuple(statistics.median(mib) for mib in memory))
+    middle: dict[str, Any] = {
+        field: statistics.median(getattr(cost, field) for cost in costs) for field in fields
+    }
+    for field in ("memory_mib", "threads_ms"):
+        of_each = zip(*(getattr(cost, field) for cost in costs), strict=True)
+        middle[field] = tuple(statistics.median(figures) for figures in of_each)
+    return Cost(**middle)
 
 
 if __name__ == "__main__":

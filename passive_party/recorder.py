@@ -59,9 +59,8 @@ CATCH_UP_S = 5.0  # longest time that an audit waits for the attacks on an epoch
 class PassiveRecorder(RunRecorder):
     """Observes a run, and attacks the gradients that were received.
 
-    Args:
-        status: what operators see of the run. Of a step it hears only which batch it was, and
-            nothing of what the adversary measures, which may say something about labels.
+    Operators see in ``status`` only which batch it was, and nothing of what the adversary measures,
+    which may say something about labels.
     """
 
     def __init__(

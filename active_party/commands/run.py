@@ -25,8 +25,8 @@ from splitveil.active_party.results import (
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder, learner_of_rank
 from splitveil.common.errors import SettingsError
+from splitveil.common.models.data_parallel import work
 from splitveil.common.models.device import device_in_words
-from splitveil.common.models.spread_model import work
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.endpoint import serving_status

@@ -29,7 +29,6 @@ class ChargeForecast(NamedTuple):
     low: float  # the lowest divergence
     highest: LeakCharge
     """The charge with the highest divergence, and everything else that is known of it."""
-
     certainty: Certainty
     """The relation of the divergence to the two: exactly ``high`` (then ``low`` is the same), at
     most ``high``, probably between the two, or anything at all."""
@@ -79,7 +78,6 @@ class Forecast(NamedTuple):
     charges: Mapping[NoiseKind, ChargeForecast]
     """The charge of one answer, for each kind of noise that could be set; the charge of persistent
     noise covers all repetitions."""
-
     configured: NoiseKind  # the kind of noise that is set, one of the keys of ``charges``
     honesty: str  # a sentence about how reliable the forecast is
 

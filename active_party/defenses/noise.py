@@ -147,11 +147,7 @@ def secure_normal(count: int, dtype: torch.dtype, key: bytes) -> Tensor:
 
 
 def box_muller(radius_bits: Tensor, angle_bits: Tensor, out: Tensor) -> None:
-    """Turn pairs of uniform words, int32 or int64, into pairs of standard normal numbers.
-
-    ``out``, (2 * pairs,) float32 or float64, gets the pairs' first, then second numbers. The sign
-    bit of the radius is not used.
-    """
+    """Turn pairs of words into pairs of normal numbers in ``out``, all firsts before seconds."""
     bits = 8 * radius_bits.dtype.itemsize - 1
     radius = open_uniform(radius_bits, out.dtype).log_().mul_(-2).sqrt_()
     both = out.view(2, -1)

@@ -66,8 +66,7 @@ class NotAvailable(RequestError):
     status = 503
 
 
-BURST_S = 1.0
-"""Seconds of requests that may be saved up by asking nothing."""
+BURST_S = 1.0  # seconds of requests that may be saved up by asking nothing
 
 
 class RateLimit:
@@ -82,13 +81,10 @@ class RateLimit:
         self._lock = threading.Lock()
 
     def charge(self, program: str, num_ids: int) -> None:
-        """Count the ids of a request.
+        """Count the ids of a request, or raise TooFast, which says how long to wait.
 
         A request with more ids than one second's is accepted after a second without any, and the
         program then has to wait accordingly longer.
-
-        Raises:
-            TooFast: says how long to wait; nothing is counted.
         """
         if self._ids_per_second is None:
             return

@@ -34,10 +34,7 @@ is there and the answer is taken."""
 
 
 class Connection(H11Protocol):
-    """A client's connection, which does not last if nothing comes of it.
-
-    It gives the application the common name of the certificate that the client has shown.
-    """
+    """A client's connection, which ends if nothing comes of it, with its certificate's name."""
 
     opening: "asyncio.Task[None]"
 
@@ -181,8 +178,7 @@ class ServerTls:
 MOST_CONNECTIONS = 512
 KEEP_ALIVE_S = 30
 START_S = 30.0
-LOG_LINES = 20
-"""The most lines a minute about what clients do."""
+LOG_LINES = 20  # the most lines a minute about what clients do
 _LOGGERS = ("uvicorn.error", "asyncio", __name__)
 _NO_DESCRIPTORS_S = 0.1
 

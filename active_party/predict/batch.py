@@ -37,8 +37,7 @@ from splitveil.common.wire.limits import ID_BYTES
 
 logger = logging.getLogger(__name__)
 
-PART_ROWS = 2**17
-"""Rows of a part: what an interrupted command has to do again at most."""
+PART_ROWS = 2**17  # rows of a part: what an interrupted command has to do again at most
 
 _ENDING = ".splitveil-part"
 
@@ -47,8 +46,7 @@ class PredictionPlan(NamedTuple):
     """What predicts. Parts of another plan are not continued."""
 
     model: str
-    source: str
-    """Where the rows come from."""
+    source: str  # where the rows come from
     classes: tuple[str, ...]
     within: tuple[float, float] | None = None
     """The bounds of a label that is a number; None if labels are classes."""
@@ -72,10 +70,7 @@ class Parts:
         ids: Sequence[str],
         written: pa.Table | None = None,
     ) -> None:
-        """Read the parts of an interrupted command, or begin without any.
-
-        ``ids`` are canonical, and by default written so in the list as well.
-        """
+        """Read the parts of an interrupted command, or begin without any; ids are canonical."""
         self.folder = output.with_name(f"{output.name}.parts")
         self.ids = ids
         self._written = written or pa.table({"id": pa.array(ids, pa.string())})
@@ -178,8 +173,7 @@ class BatchResult(NamedTuple):
     found: int
     missing_at: dict[str, int]
     """Number of rows asked for now that a party does not have, by its name."""
-    asked_rows: int
-    """Rows that were asked for now, and not by an earlier command."""
+    asked_rows: int  # rows that were asked for now, and not by an earlier command
     seconds: float
 
 

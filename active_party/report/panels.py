@@ -8,7 +8,6 @@ import numpy as np
 from markupsafe import Markup
 
 from splitveil.active_party.report.figures import windows
-from splitveil.active_party.report.needs import is_oracle
 from splitveil.active_party.report.run_files import (
     LeakSeries,
     Numbers,
@@ -19,7 +18,7 @@ from splitveil.active_party.report.run_files import (
 )
 from splitveil.active_party.report.svg import Axis, Band, Chart, Dot, Line, Mark, Rule, round_axis
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS
+from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS, is_oracle
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.figures import SpreadFigures
 from splitveil.common.record.lines import LedgerLine
@@ -32,8 +31,7 @@ _AUC = "Test AUC"
 _SMALL = (330.0, 225.0)
 _WIDE = (960.0, 300.0)
 _LEAST_AUC_SPAN = 0.05
-NUM_STYLES = 8
-"""Colours for runs, or layers, in one chart: the classes ``s0`` and so on."""
+NUM_STYLES = 8  # colours for runs, or layers, in one chart: the classes ``s0`` and so on
 
 
 class Panel(NamedTuple):

@@ -70,7 +70,7 @@ class WholeBatchNorm(_BatchNorm):
         over = [0, *range(2, values.ndim)]
         shape = [1, -1, *[1] * (values.ndim - 2)]
         exact = values.float()
-        own = exact.new_tensor([exact.numel() / max(1, exact.shape[1])])
+        own = exact.new_full((1,), exact.numel() / max(1, exact.shape[1]))
         total = _sum(ranks, torch.cat([exact.sum(over), own]))
         sums, count = total[:-1], total[-1].detach()
         if count <= 1:

@@ -85,11 +85,9 @@ def joined(
     _logger.info("waiting for this party's other processes (%d in all)", rank.size)
     file = _private_file(rank)
     on_lost = raise_lost if rank.number else _end_at_once
-    ranks = Ranks.join(rank.number, rank.size, device, on_lost, rank.restarts, file)
+    ranks = Ranks(rank.number, rank.size, device, on_lost, rank.restarts, file)
     try:
         ranks.compare(facts)
-        if device.type == "cuda":  # at all ranks, as compared; NCCL's first is to be that of all
-            ranks.add_up([torch.zeros(1, device=device)])
         _logger.info("rank %d of %d: process %d", rank.number, rank.size, os.getpid())
         interruption.before_stopping = ranks.check_all_alive
         for number in (signal.SIGINT, signal.SIGTERM) if rank.number else ():

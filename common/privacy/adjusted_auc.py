@@ -102,9 +102,7 @@ class Placements(NamedTuple):
 def placements(scores: Floats, positive: Mask, weights: Floats | None = None) -> Placements:
     """Return the placements of all rows, which weigh the same by default.
 
-    Raises:
-        OneClass: there is no positive, or no negative.
-        ValueError: a score is NaN, or the shapes differ.
+    Raises OneClass without both classes, and ValueError for NaN or other shapes.
     """
     if scores.shape != positive.shape or np.isnan(scores).any():
         raise ValueError("expected one score per label, none of them NaN")
@@ -167,13 +165,9 @@ def adjusted_leak_auc(
 ) -> AdjustedLeak:
     """Return the leak AUC among rows with nearly the same prediction, with its 95 % interval.
 
-    Args:
-        rest: an attack's score less what features explain of it, (rows,).
-        predictions: of the positive class, by a model that has not seen the row's label, (rows,),
-            above 0 and below 1.
-
-    Raises:
-        OneClass: a class has fewer than two rows.
+    ``rest`` is a score less what features explain of it, (rows,); predictions, (rows,), are of the
+    positive class, above 0 and below 1, by a model that has not seen the row's label. Raises
+    OneClass if a class has fewer than two rows.
     """
     rarer = min(int(positive.sum()), int((~positive).sum()))
     if rarer < _FEWEST:
@@ -192,10 +186,7 @@ def adjusted_leak_auc(
 
 
 def advantage_over(prior: Floats, scores: Floats, positive: Mask) -> Advantage:
-    """Compare an attack with ``prior``, the scores of the attacker's own model, or a constant.
-
-    Raises OneClass if there is no positive, or no negative.
-    """
+    """Compare an attack with ``prior``, the scores of the attacker's own model. Raises OneClass."""
     attack, own = placements(scores, positive), placements(prior, positive)
     signs = [1.0 if of.auc >= 0.5 else -1.0 for of in (attack, own)]
     variance = 0.0

@@ -173,10 +173,7 @@ class Attack(NamedTuple):
         return None
 
     def score(self, gradients: Gradients, knowledge: Knowledge) -> Tensor:
-        """Return one score per example, (batch,).
-
-        Raises ValueError if something that it needs is missing.
-        """
+        """Return one score per example, (batch,); ValueError if something it needs is missing."""
         missing = self.missing(knowledge)
         if missing is not None:
             name = getattr(self.function, "__name__", "the attack")
@@ -294,3 +291,25 @@ LABEL_FREE: tuple[AttackName, ...] = (
     "accumulated_residual_energy",
 )
 """The attacks on received gradients that a party without any label can run."""
+
+
+def needs_of(attack: str) -> str:
+    """Describe what an attacker needs to know besides the gradients."""
+    known = _BY_NAME.get(attack)
+    if known is None:
+        return "not known here"
+    needs = [one.value for one in known.needs]
+    labels = known.labels if isinstance(known, RunAttack) else None
+    return "; ".join(sorted(needs + ([] if labels is None else [labels]))) or "nothing"
+
+
+def is_oracle(attack: str) -> bool:
+    """Return whether an attack uses knowledge that only an evaluation has."""
+    known = _BY_NAME.get(attack)
+    return known is not None and any(one.is_oracle for one in known.needs)
+
+
+_BY_NAME: Mapping[str, Attack | RunAttack] = {
+    **{str(name): one for name, one in ATTACKS.items()},
+    **{str(name): one for name, one in RUN_ATTACKS.items()},
+}

@@ -128,12 +128,9 @@ class AuditWorker:
         return False
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Audit the queued batches, then end the thread. Closing again has no effect.
+        """Audit the queued batches, end the thread, and raise the first error met; once.
 
         Batches that cannot be audited within ``timeout_s`` are left out and counted.
-
-        Raises:
-            Exception: the first error met while auditing.
         """
         if self._closed:
             return

@@ -82,16 +82,10 @@ def measure_beyond_features(
     classes: LabelClasses = TWO_CLASSES,
     know_classes: Collection[str] = (),
 ) -> BeyondFeatures | None:
-    """Measure the attacks on some of a run's rows.
+    """Measure the attacks on some of a run's rows; None if these hold too few of a class.
 
-    Args:
-        batch_attacks: attack on single batches -> its scores, one or one per target.
-        run_attacks: the same for attacks over the run.
-        know_classes: attacks whose score of a row depends on the labels of other rows that are
-            tested. They do not count for epsilon.
-
-    Returns:
-        None if the rows hold too few of a class to predict labels.
+    Attacks have one score, or one per target. Those that ``know_classes``, whose score of a row
+    depends on labels of other rows that are tested, do not count for epsilon.
     """
     features = np.column_stack([covariates.activations, covariates.predictions, covariates.own])
     models = FeatureModels.of(features, covariates.labels)
@@ -182,9 +176,8 @@ def _worst_pair(
 def _advantage(name: RunAttackName, pair: _PairScores, covariates: Covariates) -> Advantage | None:
     """Compare an attack with a model of the activations that knows as many labels.
 
-    Returns:
-        None for an attack that knows labels of the whole run in the end, because it knows something
-        about every batch, and for one on the last activations, which is such a model itself.
+    None for an attack that knows labels of the whole run in the end, because it knows something
+    about every batch, and for one on the last activations, which is such a model itself.
     """
     attack = RUN_ATTACKS[name]
     if attack.is_final or not all(ATTACKS[source].is_free for source in attack.sources):

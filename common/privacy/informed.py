@@ -58,15 +58,10 @@ class KnownPredictions(NamedTuple):
 
 
 def informed(gradients: Gradients, known: KnownPredictions, target: int = 1) -> Tensor:
-    """Score each example by the log-likelihood ratio of one class against the others.
+    """Score each example by the log-likelihood ratio of one class against the others, (batch,).
 
-    With two classes, a score for 1 is minus that for 0.
-
-    Returns:
-        Finite scores, (batch,); 0 for a row that its label does not move.
-
-    Raises:
-        ValueError: predictions or slopes are of another shape than the gradients.
+    With two classes, a score for 1 is minus that for 0. Scores are finite, 0 for a row that its
+    label does not move. Raises ValueError if predictions or slopes are of another shape.
     """
     problem = _problem(gradients, known)
     if not problem.is_binary:

@@ -68,10 +68,7 @@ def informed_r2(gradients: Tensor, labels: Tensor, predictions: Tensor, slopes: 
 
 
 def informed_scores(gradients: Tensor, predictions: Tensor, slopes: Tensor) -> Tensor:
-    """Return prediction less solved residual, (rows,) float64 on the CPU.
-
-    ``slopes`` holds the gradient of each row for a residual of 1.
-    """
+    """Return prediction less residual, (rows,) float64; slopes are of a residual of 1."""
     rows, units = (values.detach().flatten(1).cpu().double() for values in (gradients, slopes))
     powers = units.square().sum(dim=1)
     residuals = (rows * units).sum(dim=1) / powers.clamp_min(1e-300)
@@ -187,13 +184,10 @@ class SeenSums(NamedTuple):
     labels: Tensor  # (examples,)
     positions: Tensor  # of the examples in the common order, ascending, (examples,)
 
-    def top_direction_r2(self) -> float:
-        """Return the figure of ``accumulated_top_direction``."""
-        return top_direction_r2(self.gradients, self.labels)
-
-    def ridge_r2(self, seed: int) -> float:
-        """Return the figure of ``accumulated_ridge_40``."""
-        return ridge_r2(self._for_ridge(), self.labels, seed)
+    def figures(self, seed: int) -> tuple[float, float]:
+        """Return those of ``accumulated_top_direction`` and ``accumulated_ridge_40``."""
+        ridge = ridge_r2(self._for_ridge(), self.labels, seed)
+        return top_direction_r2(self.gradients, self.labels), ridge
 
     def top_direction_scores(self) -> RunScores:
         """Return the scores of ``accumulated_top_direction``."""
@@ -237,12 +231,8 @@ def adjusted_r2(features: npt.NDArray[np.float32], labels: _Floats, scores: _Flo
     """Return the share of the variance which features leave of labels that a score explains.
 
     The interval is that of a correlation by its influence function, which asks for no distribution.
-
-    Returns:
-        NaN where features leave nothing of the labels; 0 where they leave nothing of the scores.
-
-    Raises:
-        ValueError: there are fewer than ``MIN_ROWS`` rows.
+    NaN where features leave nothing of the labels; 0 where they leave nothing of the scores. Raises
+    ValueError for fewer than ``MIN_ROWS`` rows.
     """
     if len(labels) < MIN_ROWS:
         raise ValueError(f"expected at least {MIN_ROWS} rows, got {len(labels)}")
@@ -266,10 +256,7 @@ def adjusted_r2(features: npt.NDArray[np.float32], labels: _Floats, scores: _Flo
 def measure_numbers_beyond_features(
     covariates: NumberCovariates, attacks: Mapping[str, RunScores]
 ) -> dict[str, AdjustedR2]:
-    """Measure attacks, whose scores lack the rows that they know, on some of a run's rows.
-
-    Attacks that scored too few of the rows are left out.
-    """
+    """Measure attacks on some of a run's rows; those that scored too few of these are left out."""
     figures = {}
     for attack, seen in attacks.items():
         _, rows, scored = np.intersect1d(

@@ -22,12 +22,7 @@ from splitveil.common.privacy.informed import KnownPredictions
 
 
 class LabelClasses(NamedTuple):
-    """Two classes, or more classes with names.
-
-    With two classes, attacks look for the positives: there is one target, class 1, and one pair,
-    positives against negatives. With more classes, each is a target in turn, and is measured
-    against each other class.
-    """
+    """Two classes, with the one target 1, or more classes with names, each a target in turn."""
 
     names: tuple[str, ...] = ()
     """Names of more than two classes, in the order of their indices; empty for two."""
@@ -46,20 +41,13 @@ class LabelClasses(NamedTuple):
         return tuple(range(self.num_classes)) if self.is_multi_class else (1,)
 
     def of_scores(self, num_scores: int) -> tuple[int | None, ...]:
-        """Return the class to which each of an attack's scores belongs.
-
-        ``num_scores`` is 1 for a score for all classes, or the number of targets. A score for more
-        than two classes belongs to None.
-        """
+        """Return the class of each score: of one for all of several classes, None."""
         if num_scores == 1 and self.is_multi_class:
             return (None,)
         return self.targets
 
     def indices(self, labels: Tensor) -> Tensor:
-        """Return labels, (batch,) or (batch, 1), as class indices in int64, (batch,).
-
-        Raises ValueError if a label is not the index of a class.
-        """
+        """Return labels as class indices, (batch,) int64; ValueError if one is none."""
         values = labels.detach().reshape(-1)
         indices = values.long()
         is_index = (values == indices) & (indices >= 0) & (indices < self.num_classes)
@@ -128,8 +116,7 @@ def pick_clues(
 ) -> Clues:
     """Pick the clues about one class of a batch, the same on both sides of the wire.
 
-    Args:
-        sources: layer name -> gradients from which references are taken, (batch, ...).
+    References are taken from ``sources``, layer name -> gradients, (batch, ...).
     """
     labels, epoch, step = observation.labels.reshape(-1), observation.epoch, observation.step
     row = pick_reference_row(labels, seed, epoch, step, class_index)
@@ -158,10 +145,7 @@ def pick_reference_row(
 def pick_hint_rows(
     labels: Tensor, seed: bytes, epoch: int, step: int, num_hints: int, class_index: int = 1
 ) -> tuple[int, ...]:
-    """Pick up to ``num_hints`` different rows of a class.
-
-    An attack that needs fewer hints uses the first ones.
-    """
+    """Pick up to ``num_hints`` rows of a class; fewer are the first ones of more."""
     if not num_hints:
         return ()
     members = _rows_of_class(labels, class_index).cpu().numpy()

@@ -58,10 +58,7 @@ _SEED_OF_HALVES, _SEED_OF_OFFERS = 0, 1
 
 
 def p_value(guesses: int, correct: int, pairs: int, epsilon: float, delta: float = DELTA) -> float:
-    """Return the largest probability of so many correct guesses on ``pairs`` under a bound.
-
-    Raises ValueError if the numbers do not fit each other.
-    """
+    """Return the largest probability of so many correct guesses on ``pairs`` under a bound."""
     if not 0 <= correct <= guesses <= pairs or not epsilon >= 0 or not 0 <= delta <= 1:
         raise ValueError(
             f"expected correct <= guesses <= pairs, epsilon >= 0 and delta in [0, 1], got "
@@ -146,10 +143,7 @@ class _Choice(NamedTuple):
 def observe_epsilon(
     models: FeatureModels, attacks: Mapping[str, ScoredRows]
 ) -> EpsilonBound | None:
-    """Bound epsilon from below with the best of several attacks.
-
-    None if no attack has enough offered pairs.
-    """
+    """Bound epsilon from below with the best of some attacks; None without enough pairs."""
     draws = np.random.default_rng(_SEED_OF_OFFERS).random(models.num_rows)
     explainer = _Explainer(models, attacks.values())
     prepared = (_prepare(name, scored, explainer, draws) for name, scored in attacks.items())
@@ -170,10 +164,7 @@ def choosing_half(num_rows: int) -> Mask:
 
 
 def is_offered(predictions: Floats, positive: Mask, draws: Floats) -> Mask:
-    """Return which rows are offered the opposite label at even odds.
-
-    ``draws`` are uniform on [0, 1) and independent of everything else.
-    """
+    """Return which rows are offered the opposite label, by independent uniform ``draws``."""
     of_label = np.where(positive, predictions, 1 - predictions)
     offered: Mask = draws * of_label < np.minimum(predictions, 1 - predictions)
     return offered
@@ -244,10 +235,7 @@ def _choose(guesses: _Guesses) -> _Choice:
 
 
 def _guess(scores: Floats, positive: Mask, share: float) -> tuple[int, int]:
-    """Guess the highest scores to be positives and as many of the lowest to be negatives.
-
-    Returns the number of guesses, and of correct ones.
-    """
+    """Guess the highest scores positive, as many of the lowest negative: guesses, correct ones."""
     each = max(1, int(share * len(scores) / 2))
     order = np.argsort(scores, kind="stable")
     correct = int(positive[order[-each:]].sum()) + int((~positive[order[:each]]).sum())

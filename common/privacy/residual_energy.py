@@ -42,11 +42,8 @@ _MAX_MOVES = 50
 def residual_energy(gradients: Gradients) -> Tensor:
     """Score each example by the log energy of its gradient outside the batch's strong directions.
 
-    The scores have the sign that puts their smaller cluster above 0: positives are the minority.
-
-    Returns:
-        Finite scores, (batch,); zeros if no example differs from the others outside the strong
-        directions.
+    Finite scores, (batch,), whose smaller cluster is above 0: positives are the minority. Zeros if
+    no example differs from the others outside the strong directions.
     """
     rows = _folded(prepared(gradients).rows)
     if not rows.numel():
@@ -59,10 +56,7 @@ def residual_energy(gradients: Gradients) -> Tensor:
 
 
 def rare_cluster_up(scores: Tensor) -> Tensor:
-    """Turn and shift scores so that the smaller of their two clusters lies above 0.
-
-    The clusters are those of 2-means, begun at the two extremes.
-    """
+    """Turn and shift scores so that the smaller of two clusters lies above 0."""
     values = np.sort(scores.cpu().numpy())
     if not len(values) or values[0] == values[-1]:
         return torch.zeros_like(scores)

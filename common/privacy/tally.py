@@ -120,7 +120,6 @@ class ClassLeak(TypedDict):
     worst_pair: list[str]  # the two classes that are separated best on average
     worst_pair_auc: float
     """Their leak AUC. At most the mean of the batches' worst pairs, which differ."""
-
     worst_pair_random: float  # leak AUC of random scores on the same pair
     classes: dict[str, float]  # leak AUC of each class against the rest
     random: dict[str, float]

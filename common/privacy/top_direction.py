@@ -91,22 +91,16 @@ def settled_centres(rows: Tensor, centres: Tensor) -> Tensor:
 
 
 def nearness(rows: Tensor, centres: Tensor) -> Tensor:
-    """Return how near each row is to each centre, (rows, centres).
-
-    Half the difference of two columns is the difference of the squared distances: the same amount
-    is missing from all entries of a row.
-    """
+    """Return how near each row is to each centre, (rows, centres), up to an amount of the row."""
     return 2 * (rows @ centres.T) - centres.square().sum(dim=1)
 
 
 def two_clusters(rows: Tensor, along: Tensor) -> TopDirection:
     """Group rows into two clusters, and score them by how much nearer they are to the smaller one.
 
-    k-means begins with the rows above the mean of ``along`` against the others.
-
-    Returns:
-        The differences of the squared distances to both centres, and the unit vector from the
-        larger to the smaller cluster's; zeros where all rows are on one side of the mean.
+    k-means begins with the rows above the mean of ``along`` against the others. Returns the
+    differences of the squared distances to both centres, and the unit vector from the larger to the
+    smaller cluster's; zeros where all rows are on one side of the mean.
     """
     above = along > along.mean()
     if not bool(above.any()) or bool(above.all()):

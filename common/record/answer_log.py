@@ -31,8 +31,7 @@ FIRST_RELEASE_NUMBER = 1 << 62
 """Numbers from here on belong to releases about all training rows, one for each stage."""
 FIRST_RESUMPTION_NUMBER = 3 << 61
 """Numbers from here on belong to the times that a run went back to a checkpoint."""
-FIRST_AUDIT_NUMBER = 1 << 63
-"""Numbers from here on belong to audits, not to batches of the run."""
+FIRST_AUDIT_NUMBER = 1 << 63  # numbers from here on belong to audits, not to batches of the run
 HOW_TO_RECOVER = (
     "the answers already given are no longer known, nor what they revealed about the labels: "
     "restore a copy of the file, or start over with --fresh at both parties"
@@ -50,10 +49,8 @@ class ChargedAnswer(NamedTuple):
     """The charge of an answer for each of its examples, as the log keeps it."""
 
     sum_kl: float
-    identity: bytes
-    """Digest of the noise identity, 32 bytes; empty for fresh noise."""
-    epsilon: float
-    """Infinite for an answer without label differential privacy."""
+    identity: bytes  # digest of the noise identity, 32 bytes; empty for fresh noise
+    epsilon: float  # infinite for an answer without label differential privacy
     caveats: int = 0
     """What does not hold of the charge, one bit each, below 256: the ledger gives them meaning."""
     leak_auc: float = 1.0
@@ -69,11 +66,9 @@ NO_REPLY = bytes(_FINGERPRINT_BYTES)
 
 class Record(NamedTuple):
     number: int
-    fingerprints: tuple[bytes, ...]
-    """Fingerprint of each passive party's question, 16 bytes each."""
+    fingerprints: tuple[bytes, ...]  # fingerprint of each passive party's question, 16 bytes each
     charge: ChargedAnswer
-    reply: bytes = NO_REPLY
-    """Fingerprint of the answer, 16 bytes."""
+    reply: bytes = NO_REPLY  # fingerprint of the answer, 16 bytes
 
 
 class AnswerLog:

@@ -199,10 +199,7 @@ def _open_charts(folder: Path, purge_step: int | None = None) -> Any:
 
 
 def chart_outcome(folder: Path, settings: Mapping[str, Any], figures: Mapping[str, object]) -> None:
-    """Make a run a row of TensorBoard's HParams tab, in the place of one written there before.
-
-    The columns are all scalars of ``folder`` and of folders in it: take one of its own.
-    """
+    """Make a run a row of TensorBoard's HParams tab, of all scalars of a folder of its own."""
     with storage_errors(folder, "cannot be written"):
         folder.mkdir(mode=0o700, exist_ok=True)
         for path in folder.glob(_EVENTS):

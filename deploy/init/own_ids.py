@@ -37,12 +37,8 @@ class OwnIds(NamedTuple):
 
     num_rows: int
     without_id: int = 0
-    repeated: int = 0
-    """Rows with the id of an earlier row."""
-
-    doubt: str = ""
-    """Why the column is taken only if it is named."""
-
+    repeated: int = 0  # rows with the id of an earlier row
+    doubt: str = ""  # why the column is taken only if it is named
     rule: TextId = TextId()
     """What the contract should say of them: of whole numbers with a decimal point, and of letters
     all of one case, which the other party may write in the other."""

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from splitveil.common.errors import ContractMismatch, PeerEndedForGood, PeerError
+from splitveil.common.models.data_parallel import work
 from splitveil.common.models.device import device_in_words
 from splitveil.common.models.ranks import Ranks
-from splitveil.common.models.spread_model import work
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.endpoint import serving_status

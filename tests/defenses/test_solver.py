@@ -1,4 +1,4 @@
-"""The solver against a brute-force search, and on every input that could break it."""
+"""The solver against a grid of all noise, and on every input that could break it."""
 
 import itertools
 import math
@@ -14,10 +14,10 @@ from scipy.stats import norm
 from splitveil.active_party.defenses.sum_kl import NoiseSolution, leak_auc_bound, solve_noise
 from tests.support.solver_oracle import (
     Instance,
-    brute_force,
     is_feasible,
     objective,
     random_instance,
+    shares_of,
     simplex_grid,
 )
 
@@ -70,11 +70,13 @@ def edge_instances(edge: dict[str, float], scale: float, seed: int) -> Iterator[
 def test_no_point_of_a_grid_over_all_four_variances_is_better(
     edge: dict[str, float], scale: float
 ) -> None:
+    """Nor is one a thousandth of the way from the solution to any of them."""
     grid = simplex_grid(steps=16)
     for instance in edge_instances(edge, scale, seed=9):
-        with np.errstate(divide="ignore", invalid="ignore"):  # some points leave a class bare
-            best = float(np.nanmin(objective(instance, grid)))
         solution = solve_noise(*instance)
+        nearby = 0.999 * shares_of(instance, solution) + 0.001 * grid
+        with np.errstate(divide="ignore", invalid="ignore"):  # some points leave a class bare
+            best = float(np.nanmin(objective(instance, np.concatenate([grid, nearby]))))
         assert solution.sum_kl <= best * (1 + 1e-12)
         assert is_feasible(instance, solution)
 
@@ -86,14 +88,6 @@ def test_the_divergence_is_that_of_the_noise_returned(edge: str) -> None:
         literal = divergence(instance, solution)
         rounding = 1e-12 * (literal + instance[3])
         assert abs(literal - solution.sum_kl) <= 1e-9 * solution.sum_kl + rounding
-
-
-def test_divergence_is_that_of_a_polished_search() -> None:
-    generator = random.Random(2)
-    for instance in [moderate_instance(generator) for _ in range(5)]:
-        assert solve_noise(*instance).sum_kl == pytest.approx(
-            brute_force(instance), rel=1e-9, abs=0
-        )
 
 
 def test_nothing_fails_across_scales_and_edges() -> None:

@@ -25,7 +25,7 @@ from splitveil.common.record import run_store
 from splitveil.common.record.run_folder import write_bytes_atomically
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.messages import Answer, Offer
-from splitveil.common.run.progress import LASTING
+from splitveil.common.run.progress import IMMUTABLE
 from splitveil.common.text.version import VERSION
 from tests.support.equality import assert_same
 from tests.support.peers import InProcessPeer, Lost, dying
@@ -255,22 +255,22 @@ def test_a_store_keeps_the_newest_few_readable_by_their_owner_alone(tmp_path: Pa
         store.load(5)
 
 
-def test_a_lasting_part_of_states_is_written_once_and_read_with_each(
+def test_an_immutable_part_of_states_is_written_once_and_read_with_each(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, parts = RunStore(tmp_path, keep=2), {"one": torch.ones(3), "two": torch.zeros(2)}
     store.save_run({})
-    store.save(1, {LASTING: {"one": parts["one"]}})
+    store.save(1, {IMMUTABLE: {"one": parts["one"]}})
     path = tmp_path / "checkpoint" / "one.state"
     first = path.stat().st_ino
-    store.save(2, {LASTING: parts})
+    store.save(2, {IMMUTABLE: parts})
     assert (path.stat().st_ino, path.stat().st_mode & 0o777) == (first, 0o600)
     other = RunStore(tmp_path, keep=2)
     assert other.checkpoints() == [1, 2]
-    found = other.load(2)[LASTING]
+    found = other.load(2)[IMMUTABLE]
     assert found.keys() == parts.keys()
     assert all(torch.equal(found[name], part) for name, part in parts.items())
-    assert other.load(1)[LASTING].keys() == {"one"}
+    assert other.load(1)[IMMUTABLE].keys() == {"one"}
     path.write_bytes(path.read_bytes()[:-1])
     with caplog.at_level(logging.WARNING):
         assert other.checkpoints() == []

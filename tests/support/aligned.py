@@ -96,8 +96,6 @@ def common_ids(ids: Sequence[str], outcome: Outcome) -> list[str]:
 
 
 class Passing:
-    """A channel that passes everything on; a subclass changes what is sent."""
-
     def __init__(self, channel: AlignChannel) -> None:
         self._channel = channel
         self.receive = channel.receive

@@ -48,22 +48,11 @@ from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
 
 __all__ = [
-    "ActiveParty",
-    "ActiveRecording",
     "InProcessPeer",
     "PartiesSettings",
-    "PassiveParty",
-    "PassiveRecording",
-    "Simulation",
     "assemble_active",
     "assemble_passive",
-    "build",
-    "build_active",
-    "build_passive",
-    "free_address",
-    "meet_over_grpc",
     "read_settings",
-    "serving",
 ]
 
 
@@ -252,7 +241,6 @@ def build_active(
     device: torch.device | None = None,
     seen: ActiveRecording | None = None,
 ) -> ActiveParty:
-    """Build the active party, with the arguments and errors of ``build``."""
     observer = ActiveRecording() if seen is None else seen
     engine = build_engine(settings.contract.alignment)
     num_parties = len(settings.contract.passive_parties)
@@ -268,7 +256,6 @@ def build_passive(
     device: torch.device | None = None,
     seen: PassiveRecording | None = None,
 ) -> PassiveParty:
-    """Build a passive party, with the arguments and errors of ``build``."""
     observer = PassiveRecording() if seen is None else seen
     data = PartyData.of(settings)
     store = _store(settings, settings.folder_name(), runs)

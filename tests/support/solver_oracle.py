@@ -1,10 +1,9 @@
-"""The noise solver's oracle: random instances, what a solution has to keep, and a brute force."""
+"""The noise solver's oracle: random instances, what a solution has to keep, and a grid."""
 
 import math
 import random
 
 import numpy as np
-from scipy import optimize
 
 from splitveil.active_party.defenses.sum_kl import NoiseSolution
 
@@ -44,37 +43,6 @@ def random_instance(generator: random.Random, log_low: float, log_high: float) -
     return neg_variance, pos_variance, gap_squared, cut_dim, pos_fraction, power
 
 
-def brute_force(instance: Instance) -> float:
-    """Search all four variances: a grid over shares of the budget, then a polish of the best.
-
-    Knows nothing of the closed forms: only the objective, the budget and l1 >= l2 >= 0. Shares
-    (s1, s2, s3, s4) of the budget pay for the isotropic part of each class and for what the gap
-    gets on top, so that every point of the simplex is feasible.
-    """
-    grid = simplex_grid()
-    values = objective(instance, grid)
-    best = float(values.min())
-    starts = grid[np.argsort(values)[:4]]
-    for start in starts:
-        point = start
-        for radius in (0.3, 0.03, 1e-3, 1e-5):  # restarts keep the simplex search from stalling
-            found = optimize.minimize(
-                lambda free: float(objective(instance, to_shares(free))),
-                np.log(np.maximum(point, 1e-12)),
-                method="Nelder-Mead",
-                options={
-                    "xatol": 1e-13,
-                    "fatol": 0,
-                    "maxiter": 2000,
-                    "initial_simplex": np.log(np.maximum(point, 1e-12))
-                    + radius * np.vstack([np.zeros(4), 10 * np.eye(4)]),
-                },
-            )
-            point = to_shares(found.x)
-            best = min(best, float(found.fun))
-    return best
-
-
 def simplex_grid(steps: int = 24) -> np.ndarray:
     """Build all points of the simplex whose coordinates are multiples of 1/steps."""
     axes = np.indices((steps + 1,) * 3).reshape(3, -1).T
@@ -82,10 +50,13 @@ def simplex_grid(steps: int = 24) -> np.ndarray:
     return np.column_stack([inside, steps - inside.sum(axis=1)]) / steps
 
 
-def to_shares(free: np.ndarray) -> np.ndarray:
-    """Map any four numbers to shares that sum to one."""
-    positive = np.exp(free - free.max())
-    return np.asarray(positive / positive.sum())
+def shares_of(instance: Instance, solution: NoiseSolution) -> np.ndarray:
+    """Return what each part of a solution costs, as shares of the budget, (4,)."""
+    _, _, _, cut_dim, pos, power = instance
+    neg_along, neg_across, pos_along, pos_across, _ = solution
+    neg_parts = cut_dim * neg_across, neg_along - neg_across
+    pos_parts = cut_dim * pos_across, pos_along - pos_across
+    return np.array([*((1 - pos) * x for x in neg_parts), *(pos * x for x in pos_parts)]) / power
 
 
 def objective(instance: Instance, shares: np.ndarray) -> np.ndarray:

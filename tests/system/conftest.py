@@ -25,8 +25,6 @@ needs_data = pytest.mark.skipif(
 
 
 class LocalRun(NamedTuple):
-    """The results of one call of the local launcher."""
-
     exit_code: int
     output: str
     runs_dir: Path

@@ -75,7 +75,7 @@ class Beginning(NamedTuple):
     total_steps: int
 
 
-class SpreadModel:
+class DataParallelModel:
     """One rank's part of the model. What rank 0 does here, it orders all others to do with it.
 
     Args:
@@ -220,7 +220,7 @@ class SpreadModel:
                 case "load":
                     self._load(state_from_bytes(bytes(order.content.numpy())))
                 case "forward":
-                    self.forward(order.number, order.content)
+                    self.forward(order.number, order.content.view(torch.int64))
                 case "inputs":
                     self.input_gradient(order.number)
                 case "weights":
@@ -245,12 +245,12 @@ class SpreadModel:
             set_random_state(self._learner.device, state_from_bytes(bytes(random.numpy())))
 
 
-def go_on(spread: SpreadModel | None, random: list[Tensor]) -> None:
-    """Let all ranks, or rank 0 if ``spread`` is None, go on from what rank 0 has loaded.
+def go_on(parallel: DataParallelModel | None, random: list[Tensor]) -> None:
+    """Let all ranks, or rank 0 if ``parallel`` is None, go on from what rank 0 has loaded.
 
     ``random`` has the random states of the other ranks that saved it.
     """
-    before, now = 1 + len(random), 1 if spread is None else spread.ranks.size
+    before, now = 1 + len(random), 1 if parallel is None else parallel.ranks.size
     if before != now:
         _logger.warning(
             "%d process(es) of this party have come this far and %d go on: what follows is equal "
@@ -258,8 +258,8 @@ def go_on(spread: SpreadModel | None, random: list[Tensor]) -> None:
             before,
             now,
         )
-    if spread is not None:
-        spread.share(random)
+    if parallel is not None:
+        parallel.share(random)
 
 
 class _Computed(Function):
@@ -289,7 +289,7 @@ def begin(
     beginning: Beginning,
     features: Features | None,
     trained: Positions,
-) -> SpreadModel:
+) -> DataParallelModel:
     """Give all ranks their rows, and rank 0's model.
 
     ``features`` of all rows are on the learner's device already. ``trained`` has the positions of
@@ -299,13 +299,13 @@ def begin(
     with ranks.lock:
         content = state_to_bytes({"beginning": beginning, "positions": positions})
         ranks.order("begin", content=as_bytes(content))
-        for rank in ranks.others if features is not None else ():
+        for rank in range(1, ranks.size) if features is not None else ():
             for block in _blocks(positions[positions % ranks.size == rank], beginning):
                 rows = None if features is None else features.rows(block.to(device)).to(CPU)
                 for part in () if rows is None else rows.tensors():
                     ranks.move({rank: part})
     rows_at = None if features is None else features.rows
-    found = SpreadModel(ranks, learner, beginning, rows_at)
+    found = DataParallelModel(ranks, learner, beginning, rows_at)
     found.share([])
     return found
 
@@ -321,9 +321,9 @@ def work(ranks: Ranks, build: Callable[[Beginning], Learner]) -> None:
         order = _begun(ranks, build(beginning), beginning, own).work()
 
 
-def _begun(ranks: Ranks, learner: Learner, beginning: Beginning, own: Tensor) -> SpreadModel:
+def _begun(ranks: Ranks, learner: Learner, beginning: Beginning, own: Tensor) -> DataParallelModel:
     if beginning.shapes is None:
-        return SpreadModel(ranks, learner, beginning, None)
+        return DataParallelModel(ranks, learner, beginning, None)
     received = beginning.shapes.zeros(len(own))
     for block in _blocks(torch.arange(len(own)), beginning):
         for part in received.tensors():
@@ -333,7 +333,7 @@ def _begun(ranks: Ranks, learner: Learner, beginning: Beginning, own: Tensor) ->
     def rows_at(positions: Tensor) -> Features:
         return features.rows(torch.searchsorted(own, positions.cpu()).to(learner.device))
 
-    return SpreadModel(ranks, learner, beginning, rows_at)
+    return DataParallelModel(ranks, learner, beginning, rows_at)
 
 
 def _blocks(positions: Tensor, beginning: Beginning) -> Sequence[Tensor]:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from splitveil.active_party.monitor.recorder import ActiveRecorder
-from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import (
     DataError,
     InvalidMessage,
@@ -100,22 +99,6 @@ def test_with_both_parties_killed_the_run_ends_as_if_nothing_had_happened(
     run_on(second)
     assert second.active.resumed != []
     assert_same(second, whole)
-
-
-@pytest.mark.parametrize(("at", "after"), [(1, True), (6, True)])
-def test_with_the_passive_party_killed_the_active_one_goes_back_with_it(
-    example: Path, tmp_path: Path, at: int, after: bool
-) -> None:
-    active = overrides("{name: marvell, statistics: running}")
-    whole = ran(example, active)
-    first, second = killed(example, tmp_path, active, at, after=after)
-    second.session, second.active = first.session, first.active
-    run_in_process(second)
-    assert_same(second, whole)
-    assert second.active.losses == whole.active.losses
-    assert all(
-        torch.equal(*pair) for pair in zip(second.active.sent, whole.active.sent, strict=True)
-    )
 
 
 class ForgetsTheActive(InProcessPeer):
@@ -363,20 +346,6 @@ def test_a_state_that_is_not_plain_is_left_out(
     with caplog.at_level(logging.WARNING):
         assert store.checkpoints() == [3]
     assert "is not the state of a run" in caplog.text
-
-
-def test_a_finished_run_can_still_be_gone_on_with_until_the_goodbye(
-    example: Path, tmp_path: Path
-) -> None:
-    """The last answer may have been lost on its way."""
-    whole = ran(example)
-    batches = len(whole.active.losses) + len(whole.active.evaluations) * 2
-    first, second = killed(example, tmp_path, at=batches)
-    assert first.session.stage is Stage.FINISHED
-    second.session, second.active = first.session, first.active
-    run_in_process(second)
-    assert second.session.stage is Stage.FINISHED
-    assert_same(second, whole)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from splitveil.common.errors import AuditRefused, PeerError, PeerUnreachable, SettingsError
+from splitveil.common.errors import AuditRefused, PeerError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_status import RunStatus
 from splitveil.common.privacy.audit_worker import AuditWorker
@@ -24,32 +24,11 @@ from splitveil.common.record.metrics_log import RunRecorder
 from splitveil.common.record.progress import each_in_words
 from splitveil.common.record.run_folder import clear_mark, storage_errors
 from splitveil.common.record.summary import AuditedFigures, RunCounts, Summary
-from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.text.files import replacing_file
-from splitveil.common.wire.connection import NoteAttempt
+from splitveil.passive_party.connecting import OPEN
 from splitveil.passive_party.label_free_audit import GatheredScores, LabelFreeAudit
 from splitveil.passive_party.settings import PassiveSettings
-
-OPEN = "the run is open with the active party"
-
-
-def noting_attempts(status: RunStatus) -> NoteAttempt:
-    status.peers.expect(ACTIVE)
-
-    def note(error: PeerError | None) -> None:
-        if error is not None:
-            status.note_failed_call(error)
-            if isinstance(error, PeerUnreachable):
-                status.peers.lost(ACTIVE)
-                status.set_ready("the active party does not answer", ready=False)
-            return
-        status.peers.heard(ACTIVE)
-        if status.run_id and not status.readiness.ready:
-            status.set_ready(OPEN)
-
-    return note
-
 
 logger = logging.getLogger(__name__)
 

@@ -7,15 +7,15 @@ from functools import partial
 
 import numpy as np
 
-from splitveil.active_party.assembly import (
-    allowance_of,
+from splitveil.active_party.assembly import allowance_of
+from splitveil.active_party.defenses.example_keys import used_labels_file
+from splitveil.active_party.earlier_runs import answers_before
+from splitveil.active_party.grpc_server.probe_server import probe_checks
+from splitveil.active_party.named_inputs import (
     earlier_targets_of,
     open_label_owners_model,
     subjects_of,
 )
-from splitveil.active_party.defenses.example_keys import used_labels_file
-from splitveil.active_party.earlier_runs import answers_before
-from splitveil.active_party.grpc_server.probe_server import probe_checks
 from splitveil.active_party.planned import plan_of
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.alignment.buckets import padded_size

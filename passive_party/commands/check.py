@@ -20,7 +20,8 @@ from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.model_files import PretrainedWeights
 from splitveil.common.wire.endpoint import check_security
-from splitveil.passive_party.assembly import connection_of, evaluation_labels, idle_peer
+from splitveil.passive_party.assembly import evaluation_labels
+from splitveil.passive_party.connecting import connection_of, idle_peer
 from splitveil.passive_party.probing import connection_checks
 from splitveil.passive_party.settings import PassiveSettings
 

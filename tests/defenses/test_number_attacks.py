@@ -15,6 +15,7 @@ from splitveil.active_party.defenses.projected.release import (
     on_label_grid,
 )
 from splitveil.common.privacy import number_attacks
+from tests.support.projected import in_chunks
 
 CUT_DIM = 12
 
@@ -26,7 +27,7 @@ def stage(number: int, rows: int, rank: int = 32) -> Design:
     logits = torch.randn(rows, generator=generator)
     slopes = torch.rand(rows, CUT_DIM, generator=generator) - 0.3
     chunk = RowChunk(activations, own, hidden, logits, slopes)
-    return design(lambda: iter([chunk]), rows, rank)
+    return design(in_chunks(chunk, rows), rows, rank)
 
 
 def test_any_two_values_move_the_sums_by_no_more_than_the_ends() -> None:

@@ -37,7 +37,7 @@ from splitveil.common.record.transcript import Crossing
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import Batch
 from splitveil.common.run.phases import Phase
-from splitveil.passive_party.recorder import noting_attempts
+from splitveil.passive_party.connecting import noting_attempts
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support.commands import exit_code_of
 from tests.support.endpoints import (

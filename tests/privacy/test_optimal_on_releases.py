@@ -19,7 +19,7 @@ With several classes, t has a column for each, and the log-likelihood of class c
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -37,12 +37,12 @@ from splitveil.active_party.defenses.projected.design import (
     stage_shares,
     stage_sigma,
 )
-from splitveil.active_party.defenses.projected.features import Chunks
 from splitveil.active_party.defenses.projected.release import draw_release
 from splitveil.active_party.defenses.projected.stages import ProjectedLabels, StagePlan
 from splitveil.active_party.ledger.ledger import LeakLedger
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.privacy.leakage import auc
+from tests.support.projected import in_chunks
 
 ROWS, STAGES, RANK, CUT_DIM = 12_000, 16, 32, 12
 BOUND = 0.6
@@ -94,14 +94,7 @@ def stage(number: int, choose: Choice) -> Design:
     own, hidden = torch.randn(2, ROWS, 16, generator=generator)
     logits = torch.randn(ROWS, generator=generator)
     slopes = torch.rand(ROWS, CUT_DIM, generator=generator) - 0.3
-    return design(chunks_of(RowChunk(activations, own, hidden, logits, slopes)), ROWS, RANK)
-
-
-def chunks_of(rows: RowChunk) -> Chunks:
-    def chunks() -> Iterator[RowChunk]:
-        yield rows
-
-    return chunks
+    return design(in_chunks(RowChunk(activations, own, hidden, logits, slopes), ROWS), ROWS, RANK)
 
 
 def released(

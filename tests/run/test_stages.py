@@ -59,7 +59,10 @@ def test_progress_within_a_stage_wakes_no_one_who_waits_for_its_end() -> None:
         looked.set()
         return machine.current.is_over
 
-    waiting = in_background(lambda: machine.wait(is_over, HANGS_AFTER_S))
+    def wait() -> None:
+        machine.wait(is_over, HANGS_AFTER_S)
+
+    waiting = in_background(wait)
     assert looked.wait(HANGS_AFTER_S)
     for _ in range(1000):
         with machine:

@@ -63,8 +63,7 @@ class MixedGradient(NamedTuple):
 class Oriented(nn.Module):
     """A generator, and the orientation of its output: the end at which the positives are."""
 
-    agreement: Tensor
-    """Mean prediction of positives minus that of negatives, a running mean over batches."""
+    agreement: Tensor  # running mean of positives' predictions less negatives'
 
     def __init__(self, generator: nn.Module) -> None:
         super().__init__()

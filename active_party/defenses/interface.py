@@ -21,8 +21,7 @@ from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.run import messages
 
-DefendedGradient = messages.DefendedGradient
-"""A gradient that may leave the active party. Only defenses create one."""
+DefendedGradient = messages.DefendedGradient  # may leave the active party; only defenses create one
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +35,7 @@ class LeakCharge:
     noise_identity: str | None = None
     """None for fresh noise, whose charges add up. Answers with the same identity repeat the same
     noise for each example: the largest of their charges counts, not the sum."""
-    epsilon: float | None = None
-    """Label differential privacy that holds for all answers of this identity together."""
+    epsilon: float | None = None  # label-DP of all answers of this identity together
     adversary: Adversary = Adversary.CLASS_MEANS  # the peers whom the charge describes
     is_gaussian: bool = False
     """Whether the answers are a Gaussian mechanism with mu^2 = ``sum_kl``. Then the best AUC is
@@ -69,32 +67,25 @@ class DefenseReport:
     """A description of a defense's effect on one batch."""
 
     noise_power: float  # mean expected squared noise norm per example
-    sum_kl_before: float | None = None
-    """Divergence of the classes in the raw gradient; None where it was not estimated."""
-    sum_kl_after: float | None = None
-    """Divergence that the noise leaves; None where it was not estimated."""
-    leak_auc_bound: float | None = None
-    """AUC that no attack on this answer alone exceeds, if the estimate holds."""
+    sum_kl_before: float | None = None  # of the classes in the raw gradient, if estimated
+    sum_kl_after: float | None = None  # that the noise leaves, if estimated
+    leak_auc_bound: float | None = None  # of any attack on this answer, if estimates hold
     solution: NoiseSolution | None = None  # the noise of each class, where a solver chose it
-    charge: LeakCharge = LeakCharge(math.inf)
-    """The amount that the leak ledger records for each example of the batch."""
+    charge: LeakCharge = LeakCharge(math.inf)  # of each example of the batch
 
 
 class DefenseContext(NamedTuple):
     """The facts about a run that a defense depends on."""
 
     cut_shape: tuple[int, ...]  # shape of one row of the gradient that is defended
-    num_classes: int = 2
-    """``ONE_NUMBER`` where labels are numbers, as shares of their range within 0 and 1."""
+    num_classes: int = 2  # ``ONE_NUMBER`` for numbers, as shares within 0 and 1
     pos_fraction: float = 0.5
     """Share of positives among the training rows, above 0 and below 1; with several classes and
     with numbers, charges do not depend on it. For numbers: the share with which 0 and 1 would have
     the labels' variance."""
     epochs: int = 1  # number of epochs of the run
-    label_bounds: tuple[float, float] | None = None
-    """The bounds of labels that are numbers, in their unit; None for classes."""
-    labels: str = ""
-    """Says what the labels are: their column, and what 0, 1 or a class in it stands for."""
+    label_bounds: tuple[float, float] | None = None  # of numbers, in their unit
+    labels: str = ""  # what they are: their column, and what 0, 1 or a class stands for
 
     @property
     def is_number(self) -> bool:
@@ -110,8 +101,7 @@ class DefenseContext(NamedTuple):
 class NoiseSecrets(NamedTuple):
     """The secrets from which a defense draws its noise."""
 
-    noise_key: NoiseKey | None = None
-    """The key of persistent noise and noisy labels; None where the defense needs none."""
+    noise_key: NoiseKey | None = None  # of persistent noise and noisy labels, if needed
     draw_keys: DrawKeys | None = None
     """The source of the keys of fresh noise. If it is None, they come from the operating system,
     or in tests from the settings' ``insecure_noise_seed``."""
@@ -128,8 +118,7 @@ class Examples(NamedTuple):
     device: torch.device  # the device on which the top model is trained
     training: Tensor | None = None
     """Positions of the training rows, (training rows,) int64, ascending; None for all rows."""
-    subjects: Tensor | None = None
-    """A number for each person, (aligned,) int64; None if every row has a person of its own."""
+    subjects: Tensor | None = None  # number of each person, (aligned,) int64; None if all differ
     known_targets: Tensor | None = None
     """Targets that earlier runs released, (aligned,) or (aligned, classes), NaN where there is
     none; None if there are none at all."""
@@ -154,8 +143,7 @@ class RawBatch(NamedTuple):
     example_keys: Tensor | None = None
     """Secret bits of each example's id, (batch, 2) int64 on the CPU; the source of persistent
     noise. None where the settings do not ask for them."""
-    probabilities: Tensor | None = None
-    """The model's predictions, (batch,) for label 1, or (batch, classes)."""
+    probabilities: Tensor | None = None  # (batch,) for label 1, or (batch, classes)
     label_move: float | None = None
     """The most by which an example's own label moves its own row; None if the gap of the class
     means represents it, as it does for a cross entropy."""

@@ -29,8 +29,7 @@ from torch import Tensor
 
 _MT_WORDS = 624  # size of the Mersenne Twister's state, in 32-bit words
 
-_MT_OFFSET = 24
-"""Bytes before those words in torch's CPU generator state, which holds each in 8 bytes."""
+_MT_OFFSET = 24  # bytes before those words in torch's CPU state, which holds each in 8
 
 _KEY_BYTES = 32
 
@@ -45,8 +44,7 @@ class NoiseSource(Protocol):
         ...
 
 
-DrawKeys = Callable[[], bytes]
-"""Returns 32 secret bytes for one draw, never the same for two draws that must be independent."""
+DrawKeys = Callable[[], bytes]  # returns 32 secret bytes for one draw, never the same twice
 
 
 def fresh_key() -> bytes:

@@ -82,18 +82,14 @@ class Traits(NamedTuple):
     needs_example_keys: bool = False  # whether ``RawBatch.example_keys`` has to be given
     needs_slopes: bool = False  # whether ``RawBatch.slopes`` has to be given
     has_own_objective: bool = False  # whether ``DefenseSection.objective`` returns one
-    top_learns_targets: bool = True
-    """Whether the top model learns from ``Defense.targets``, and not from the true labels."""
-    model_is_label_free: bool = False
-    """Whether the trained model depends on labels only through what the defense released."""
+    top_learns_targets: bool = True  # from ``Defense.targets``, and not from true labels
+    model_is_label_free: bool = False  # depends on labels through releases only
     is_staged: bool = False
     """Whether it is a `StagedDefense`: the run begins with a survey of the training rows, and
     nothing else that the peer sees may depend on true labels, not even the moment at which the run
     ends."""
-    refits_top: bool = False
-    """Whether the top model is fitted to the true labels once the last answer has left."""
-    subject_column: str | None = None
-    """The column that names the person whom a row is about; None if the defense reads none."""
+    refits_top: bool = False  # whether it is fitted to true labels after the last answer
+    subject_column: str | None = None  # names the person whom a row is about, if one does
     earlier_targets: tuple[str, ...] = ()  # folders of earlier runs whose targets are used again
 
 

@@ -29,11 +29,7 @@ from typing import NamedTuple
 
 from splitveil.active_party.defenses.root_finding import find_root
 
-_TINIEST = 1e-120
-"""Inputs below this share of the largest one, and class fractions below it, count as zero.
-
-Their reciprocals' squares would overflow.
-"""
+_TINIEST = 1e-120  # share of the largest input, or class fraction, below which it counts as zero
 
 
 _LARGEST = 1e250  # a power above this, in units of the largest input, is infinite

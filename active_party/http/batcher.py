@@ -35,9 +35,7 @@ class IdQuestion:
     """Ids for which a program wants predictions."""
 
     ids: Sequence[str]  # in canonical form
-    own: Features | None = None
-    """The active party's own features of the ids, in their order, if the program gave them; None if
-    they are those in the party's table."""
+    own: Features | None = None  # features that the program gave; None for those in the table
 
 
 class _WaitingQuestion(NamedTuple):
@@ -52,8 +50,7 @@ class _WaitingQuestion(NamedTuple):
 class _UnderWay(NamedTuple):
     batch: list[_WaitingQuestion]
     asked: list[Asked]  # the messages of which the batch's question consists
-    places: list[NDArray[np.int64]]
-    """For each request, where its ids are among those that were asked for."""
+    places: list[NDArray[np.int64]]  # of each request's ids among those asked for
 
 
 class Batcher:

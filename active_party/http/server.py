@@ -28,9 +28,7 @@ from splitveil.common.text.files import read_bytes, read_secret
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 60.0
-"""Seconds that a client may take, from its connection or the last answer on, until its next request
-is there and the answer is taken."""
+PATIENCE_S = 60.0  # that a client may take for its next request, or to take an answer
 
 
 class Connection(H11Protocol):

@@ -133,8 +133,7 @@ class Asked(NamedTuple):
     """A question that is under way at every passive party."""
 
     ids: Sequence[str]
-    rows: NDArray[np.int64] | None
-    """The ids' rows in this party's own table; None if the model needs none."""
+    rows: NDArray[np.int64] | None  # in this party's own table; None if the model needs none
     answers: "list[Future[Embedded]]"
 
 

@@ -38,8 +38,7 @@ from splitveil.common.privacy.top_direction import TopDirection, skewness
 _Floats: TypeAlias = npt.NDArray[np.float64]
 
 _STRETCHES = 4
-_MEMORY = 0.9
-"""Weight of earlier batches in the direction with which a new batch's direction must agree."""
+_MEMORY = 0.9  # weight of earlier batches' directions, with which a new one must agree
 
 _LARGEST_HALF = 6e4
 

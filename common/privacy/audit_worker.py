@@ -182,8 +182,7 @@ class AuditWorker:
 class _Submitted(NamedTuple):
     observation: Callable[[], Observation]
     device: torch.device | None  # the device of the gradients; None for the CPU
-    computed: torch.cuda.Event | None
-    """Passed once the gradients are there; None on the CPU, where they always are."""
+    computed: torch.cuda.Event | None  # passed once gradients are there; None on the CPU
 
 
 def _give_way() -> None:

@@ -28,9 +28,7 @@ WIDTH = 256  # functions, if there are few features
 _Values = npt.NDArray[np.float32]
 
 _LINES, _SINGLE, _SEVERAL = range(3)
-_RIDGE = (1.0, 30.0, 100.0)
-"""Penalties of log-odds' squared weights: of lines, of other functions of one feature, of several.
-"""
+_RIDGE = (1.0, 30.0, 100.0)  # penalties of lines, of other functions of one feature, of several
 _RIDGES_OF_SCORES = ((1.0, 10.0, 1e5), (1.0, 30.0, 100.0), (1.0, 1e3, 1e4))
 """Of scores with variance 1: those that leave least are taken, because features may reveal
 everything of a score, or nothing."""

@@ -117,9 +117,7 @@ def leak_auc_interval(
 class PairAucs(NamedTuple):
     """The AUCs of one score, or one per class; NaN without examples. Attacks may lead."""
 
-    pairs: Floats
-    """Row i, column j: the AUC of class i's score, class i against class j,
-    (..., classes, classes)."""
+    pairs: Floats  # of class i's score, class i against j, (..., classes, classes)
     one_vs_rest: Floats  # the AUC of class i's score, class i against all others, (..., classes)
 
     def leak(self) -> "PairAucs":
@@ -164,9 +162,7 @@ class Score(NamedTuple):
 
 class BatchAucs(NamedTuple):
     worst: list[float]  # the leak AUC of each attack's worst pair; NaN for an attack without one
-    leak: PairAucs | None
-    """All leak AUCs, with a leading dimension, (attacks,); None for two classes, which have one
-    pair."""
+    leak: PairAucs | None  # all leak AUCs, first by attack; None for two classes
 
 
 def batch_aucs(

@@ -43,14 +43,12 @@ MIN_ROWS = 50  # rows below which regressions on features say nothing
 
 NUM_HINTS = 40  # labels that the ridge regression knows, as many as model completion
 
-_PENALTIES = tuple(10.0**power for power in range(-6, 4))
-"""Candidates, in units of the mean square of a column."""
+_PENALTIES = tuple(10.0**power for power in range(-6, 4))  # in units of a column's mean square
 
 _NORMAL_QUANTILE = 1.96
 _NOTHING_LEFT = 1e-12  # share of a score's variance that counts as rounding
 
-_MOST_VALUES = 2**24
-"""Numbers that sums of gradients take: 64 MiB. Of a long run, evenly spaced examples are kept."""
+_MOST_VALUES = 2**24  # of the sums: 64 MiB; of a long run, evenly spaced examples are kept
 
 _Floats = npt.NDArray[np.float64]
 
@@ -214,10 +212,8 @@ def _standardised(columns: Tensor) -> Tensor:
 class NumberCovariates(NamedTuple):
     """What predicts the labels of some training rows without having memorised them."""
 
-    positions: npt.NDArray[np.int64]
-    """Positions of the rows in the common order, ascending, (rows,)."""
-    features: npt.NDArray[np.float32]
-    """Activations, predictions and the active party's own features, (rows, values), finite."""
+    positions: npt.NDArray[np.int64]  # in the common order, ascending, (rows,)
+    features: npt.NDArray[np.float32]  # activations, predictions, own features, (rows, values)
     labels: _Floats  # shares of the range, (rows,), only for the measurement
 
 

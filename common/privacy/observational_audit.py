@@ -40,9 +40,7 @@ from splitveil.common.privacy.cross_fitting import FeatureModels
 from splitveil.common.privacy.leakage import Floats
 
 CONFIDENCE = 0.95
-DELTA = 1e-5
-"""The delta at which epsilon is bounded: smaller than one over the rows of most runs. What is
-(epsilon, 0)-private is (epsilon, delta)-private, too."""
+DELTA = 1e-5  # smaller than one over most runs' rows; (epsilon, 0) implies (epsilon, delta)
 
 _LARGEST = 40.0  # no number of rows excludes an epsilon beyond this
 
@@ -51,8 +49,7 @@ SHARES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 
 FEWEST_PAIRS = 20  # offered pairs per half below which there is nothing to test
 
-_CHOOSING_CONFIDENCE = 0.999
-"""Strict, so that a lucky choice of few guesses is not preferred to a good one of many."""
+_CHOOSING_CONFIDENCE = 0.999  # strict, so that few lucky guesses are not preferred
 
 _SEED_OF_HALVES, _SEED_OF_OFFERS = 0, 1
 
@@ -133,8 +130,7 @@ class _Guesses(NamedTuple):
 
 class _Choice(NamedTuple):
     bound: float
-    excess: float
-    """Correct guesses above half of all, in standard errors: decides where no bound is above 0."""
+    excess: float  # correct guesses above half, in standard errors, where bounds are 0
     guesses: _Guesses
     sign: float
     share: float

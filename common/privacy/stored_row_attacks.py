@@ -60,8 +60,7 @@ STORED_ROW_ATTACKS: Mapping[str, str] = MappingProxyType(
 
 _STARTS = 3
 _PASSES = 12
-_STEPS_WITH_HINTS = 5
-"""Enough for the names of the classes; with more, a surrogate learns the noise of a few rows."""
+_STEPS_WITH_HINTS = 5  # enough to name classes; more would learn a few rows' noise
 _HIDDEN = 32
 _LEARNING_RATE = 0.01
 _LABEL_LEARNING_RATE = 0.1

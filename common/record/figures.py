@@ -58,10 +58,8 @@ OrNan = Annotated[float, BeforeValidator(_or_nan)]
 class NumberFigures(NamedTuple):
     rmse: OrNan = math.nan
     mae: OrNan = math.nan
-    r2: OrNan = math.nan
-    """1 less the squared errors' share of the labels' variance; NaN if all labels are the same."""
-    constant_rmse: OrNan = math.nan
-    """The RMSE of predicting the mean of the training labels for every row."""
+    r2: OrNan = math.nan  # 1 less the errors' share of the variance; NaN for equal labels
+    constant_rmse: OrNan = math.nan  # of predicting the training labels' mean
     constant_mae: OrNan = math.nan  # the MAE of the same prediction
 
 

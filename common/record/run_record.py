@@ -29,8 +29,7 @@ _FORMAT, _FORMAT_KEY = 1, "format"
 
 
 class TimedLine(NamedTuple):
-    time_s: float | None
-    """Seconds since the start of the run, without the time in which the party was not running."""
+    time_s: float | None  # since the run's start, while the party was running
     line: Line
 
 

@@ -24,8 +24,7 @@ class Within(NamedTuple):
 
     low: float
     high: float
-    is_chosen: bool
-    """Whether the user has chosen them; otherwise they are proposed after a look at the labels."""
+    is_chosen: bool  # by the user; otherwise proposed after a look at the labels
     holds_all: bool
     variance: float  # of the labels, each as its share of the range; at most 1/4
 
@@ -39,18 +38,14 @@ class Label(NamedTuple):
     """The label column, and how its cells are read."""
 
     column: str
-    positive: tuple[str, ...]
-    """The texts that stand for 1; empty for the numbers 0 and 1, and for several classes."""
+    positive: tuple[str, ...]  # texts that stand for 1; empty for 0 and 1, and several classes
     classes: tuple[str, ...] | int | None
-    shares: Mapping[str, float]
-    """Share of the rows with a label by class; empty if labels are numbers."""
+    shares: Mapping[str, float]  # of the labelled rows, by class; empty for numbers
     within: Within | None = None  # the bounds of labels that are numbers; None for classes
-    is_guessed: bool = False
-    """Whether nothing but its two values speaks for the column: a feature may have two as well."""
+    is_guessed: bool = False  # whether nothing but its two values speaks for the column
     positive_is_guessed: bool = False  # whether the text that stands for 1 is only the rarer one
     others: tuple[int, int] = (0, 0)  # how many other texts stand for 0, and in how many rows
-    unlabelled: int | None = None
-    """How many rows are left out because they have no label; None if none may be."""
+    unlabelled: int | None = None  # rows left out for want of a label; None if none may be
     gaps: tuple[str, ...] = ()  # the texts of the labels that mean "no label"
 
     @property

@@ -19,8 +19,7 @@ from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.settings import validate
 from splitveil.deploy.init.columns import GAPS, NO_NAME, as_text, without_gaps
 
-MOST_ROWS = 1_000_000
-"""Rows that are looked at; in a larger table, those at its beginning stand for the others."""
+MOST_ROWS = 1_000_000  # that are looked at; in a larger table, they stand for the others
 
 _TEXT = {".csv", ".tsv", ".txt"}
 

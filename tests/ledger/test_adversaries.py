@@ -92,6 +92,29 @@ def test_mu_is_that_of_the_most_exposed_example_and_of_covered_ones_alone() -> N
     assert ledger.bounds(np.array([1, 2])).against(ANYBODY).mu == math.sqrt(0.6)
 
 
+def test_bounds_of_mixed_accounts_are_those_of_each_one() -> None:
+    """The mean and the quantile are rounded up, by less than a cell of the square root."""
+    generator = np.random.default_rng(7)
+    ledger, found = LeakLedger(600), np.empty(600)
+    for position, sum_kl in enumerate(generator.gamma(2.0, 0.2, size=600)):
+        is_gaussian, adversary = bool(position % 2), (ANYBODY, HONEST, ANYBODY)[position % 3]
+        best = 0.55 if position % 5 else 1.0
+        charge = LeakCharge(
+            float(sum_kl), adversary=adversary, is_gaussian=is_gaussian, leak_auc=best
+        )
+        ledger.charge(np.array([position]), charge)
+        bound = exact(math.sqrt(sum_kl)) if is_gaussian else leak_auc_bound(float(sum_kl))
+        found[position] = min(bound, best) if adversary is ANYBODY else 1.0
+    spread = ledger.bounds(np.arange(600)).against(ANYBODY).leak_auc
+    assert spread.max == found.max() == 1
+    assert found.mean() <= spread.mean <= found.mean() + 1e-3
+    covered = np.flatnonzero(found < 1)
+    spread = ledger.bounds(covered).against(ANYBODY).leak_auc
+    assert spread.max == pytest.approx(found[covered].max(), rel=1e-12)
+    assert np.quantile(found[covered], 0.95) - 1e-9 <= spread.q95
+    assert spread.q95 <= np.quantile(found[covered], 0.96)
+
+
 def test_whom_accounts_describe_survives_the_file_and_the_adding_up_of_books(
     tmp_path: Path,
 ) -> None:

@@ -66,10 +66,10 @@ def charge_of(mechanism: LabelMechanism, draw: str = "draw", num_classes: int = 
     return NoisyLabelDefense(mechanism=mechanism).charge(num_classes, f"{mechanism!r} {draw}")
 
 
-def ledger_of(*charges: LeakCharge, of: int = 1) -> LeakLedger:
-    ledger = LeakLedger(of)
+def ledger_of(*charges: LeakCharge) -> LeakLedger:
+    ledger = LeakLedger(1)
     for charge in charges:
-        ledger.charge(np.arange(of), charge)
+        ledger.charge(np.array([0]), charge)
     return ledger
 
 

@@ -75,14 +75,13 @@ def align_both(
     ids: tuple[Sequence[str], Sequence[str]],
     engines: tuple[AlignmentEngine, AlignmentEngine] = (ENGINE, ENGINE),
     channels: tuple[AlignChannel, AlignChannel] | None = None,
-    run_ids: tuple[str, str] = ("run", "run"),
 ) -> tuple[Outcome, Outcome]:
     ends = channels or channel_pair(deadline_s=LONG_S)
 
     def party(index: int) -> Outcome:
         return Outcome(
             lambda: align(
-                engines[index], ids[index], ends[index], nonce=NONCES[index], run_id=run_ids[index]
+                engines[index], ids[index], ends[index], nonce=NONCES[index], run_id="run"
             )
         )
 

@@ -225,10 +225,8 @@ def predicting(
     trained: Trained,
     *,
     passive: Sequence[str] = (),
-    active: Sequence[str] = (),
     choice: ModelChoice | None = None,
     tables: Mapping[str, Path] | None = None,
-    transcript: Transcript | None = None,
     whole_table: bool = False,
 ) -> Iterator[Predictor]:
     """Serve every passive party, and open a predictor that has checked them.
@@ -241,11 +239,9 @@ def predicting(
         for name, port in ports.items():
             own = trained.passive(name, *passive)
             resources.enter_context(serving_passive(own, port, other.get(name)))
-        settings = trained.active(*active, connecting_to(ports))
+        settings = trained.active(connecting_to(ports))
         predictor = resources.enter_context(
-            open_predictor(
-                settings, CPU, choice, other.get(ACTIVE), transcript, whole_table=whole_table
-            )
+            open_predictor(settings, CPU, choice, other.get(ACTIVE), whole_table=whole_table)
         )
         predictor.check_models()
         yield predictor

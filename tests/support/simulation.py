@@ -213,22 +213,17 @@ def build(
     settings: PartiesSettings,
     *,
     runs: Path | None = None,
-    device: torch.device | None = None,
     active_seen: ActiveRecording | None = None,
     passive_seen: Mapping[str, PassiveRecording] | None = None,
 ) -> Simulation:
     """Build all parties of a run.
 
-    With ``runs``, each keeps checkpoints in a folder there. Without a device, that of its settings
-    is used.
-
-    Raises:
-        SplitveilError: settings or data cannot be used.
+    With ``runs``, each keeps checkpoints in a folder there.
     """
     observers = passive_seen or {}
-    active = build_active(settings.active, runs=runs, device=device, seen=active_seen)
+    active = build_active(settings.active, runs=runs, seen=active_seen)
     passive = {
-        name: build_passive(each, runs=runs, device=device, seen=observers.get(name))
+        name: build_passive(each, runs=runs, seen=observers.get(name))
         for name, each in settings.passive.items()
     }
     return Simulation(active, passive)

@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -32,17 +32,15 @@ Row = dict[str, Any]
 def aligning_both(
     folder: Path,
     *both: str,
-    passive: Sequence[str] = (),
     outputs: tuple[str, str] = ("active_out.csv", "passive_out.csv"),
 ) -> Iterator[Pair]:
     """Start ``align`` at both parties; one that still runs in the end is killed."""
     address = free_address()
     options = [("--json", "--output", str(folder / output)) for output in outputs]
-    own = f"connect={address}", *both, *passive
-    where = f"listen={address}"
+    own, where = f"connect={address}", f"listen={address}"
     with (
         Party("active", folder, where, *both, command="align", options=options[0]) as active_party,
-        Party("passive", folder, *own, command="align", options=options[1]) as passive_party,
+        Party("passive", folder, own, *both, command="align", options=options[1]) as passive_party,
     ):
         yield Pair(active_party, passive_party)
 

@@ -6,6 +6,7 @@ for together, one by one, and in another order.
 
 import csv
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -30,12 +31,7 @@ from splitveil.passive_party.predict.served_model import ServedModel
 from splitveil.passive_party.predict.service import InferenceServer, InferenceService, Throttle
 from tests.support import inference
 from tests.support.runs import CPU
-from tests.support.several import write_several
-from tests.system.conftest import needs_data
-
-EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
-SHORT = ("contract.epochs=2", "insecure_nonce_seed=4")
-
+from tests.system.conftest import EXAMPLES, SHORT, needs_data
 
 NAMES = (
     "digits",
@@ -48,20 +44,11 @@ NAMES = (
 
 @pytest.fixture(scope="module", params=NAMES)
 def trained(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    small: inference.Trained,
+    once: Callable[[str], inference.Trained],
 ) -> inference.Trained:
-    """Train a small example of these tests, or a shipped one with few epochs."""
-    if request.param == "wide_deep":
-        small: inference.Trained = request.getfixturevalue("small")
-        return small
-    folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "three_parties":
-        write_several(folder)
-        return inference.train(folder, folder / "runs", "contract.aggregation=concat")
-    if request.param == "tabular":
-        inference.write_wide_deep(folder, kind="tabular")
-        return inference.train(folder, folder / "runs")
-    return inference.train(EXAMPLES / request.param, folder / "runs", *SHORT)
+    return small if request.param == "wide_deep" else once(request.param)
 
 
 def expected(trained: inference.Trained) -> NDArray[np.float32]:

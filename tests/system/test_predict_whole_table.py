@@ -1,7 +1,7 @@
 """Predictions from whole tables: the same bits, and a passive party that is told no id."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,14 @@ from splitveil.common.wire import inference_codec
 from splitveil.common.wire.tensor_codec import TensorLimits
 from splitveil.passive_party.predict.service import InferenceService
 from splitveil.protos import split_learning_pb2 as pb
-from tests.support.inference import Trained, predicting, train
-from tests.support.several import write_several
+from tests.support.inference import Trained, predicting
 
 GIVEN = ("answers.whole_table=true",)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    folder = tmp_path_factory.mktemp("three")
-    write_several(folder)
-    return train(folder, folder / "runs")
+def trained(once: Callable[[str], Trained]) -> Trained:
+    return once("three_parties")
 
 
 @pytest.fixture

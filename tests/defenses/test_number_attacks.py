@@ -28,6 +28,7 @@ from splitveil.common.privacy.number_attacks import (
     ridge_r2,
     top_direction_r2,
 )
+from tests.defenses.test_projection import in_chunks
 from tests.support.optimal import ReleasedSums, optimal
 
 ROWS, STAGES, RANK, CUT_DIM = 12_000, 8, 32, 12
@@ -44,7 +45,7 @@ def stage(number: int, rows: int = ROWS, rank: int = RANK) -> Design:
     logits = torch.randn(rows, generator=generator)
     slopes = torch.rand(rows, CUT_DIM, generator=generator) - 0.3
     chunk = RowChunk(activations, own, hidden, logits, slopes)
-    return design(lambda: iter([chunk]), rows, rank)
+    return design(in_chunks(chunk), rows, rank)
 
 
 def ratios(noise: float) -> tuple[Tensor, Tensor]:

@@ -49,7 +49,7 @@ def rows_of(num_rows: int, seed: int = 1, num_classes: int = 2) -> RowChunk:
 def in_chunks(rows: RowChunk, size: int = 128) -> Chunks:
     def chunks(stride: int) -> Iterator[RowChunk]:
         every = [None if part is None else part[::stride] for part in rows]
-        for start in range(0, len(every[-1]), size):
+        for start in range(0, len(rows.logits[::stride]), size):
             parts = [None if part is None else part[start : start + size] for part in every]
             yield RowChunk(*parts)  # type: ignore[arg-type]
 

@@ -6,7 +6,7 @@ reveal nothing of them and all that the attack finds comes from the released sum
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -23,11 +23,11 @@ from splitveil.active_party.defenses.projected.design import (
     stage_shares,
     stage_sigma,
 )
-from splitveil.active_party.defenses.projected.features import Chunks
 from splitveil.active_party.defenses.projected.release import draw_release
 from splitveil.active_party.defenses.projected.stages import ProjectedLabels, StagePlan
 from splitveil.active_party.ledger.ledger import LeakLedger
 from splitveil.common.privacy.leakage import auc
+from tests.defenses.test_projection import in_chunks
 from tests.support.optimal import ReleasedSums, optimal
 
 ROWS, STAGES, RANK, CUT_DIM = 12_000, 16, 32, 12
@@ -58,14 +58,7 @@ def stage(number: int, choose: Choice) -> Design:
     own, hidden = torch.randn(2, ROWS, 16, generator=generator)
     logits = torch.randn(ROWS, generator=generator)
     slopes = torch.rand(ROWS, CUT_DIM, generator=generator) - 0.3
-    return design(chunks_of(RowChunk(activations, own, hidden, logits, slopes)), ROWS, RANK)
-
-
-def chunks_of(rows: RowChunk) -> Chunks:
-    def chunks() -> Iterator[RowChunk]:
-        yield rows
-
-    return chunks
+    return design(in_chunks(RowChunk(activations, own, hidden, logits, slopes)), ROWS, RANK)
 
 
 def released(

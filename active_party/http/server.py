@@ -28,16 +28,11 @@ from splitveil.common.text.files import read_bytes, read_secret
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 60.0
-"""Seconds that a client may take, from its connection or the last answer on, until its next request
-is there and the answer is taken."""
+PATIENCE_S = 60.0  # that a client may take for its next request, or to take an answer
 
 
 class Connection(H11Protocol):
-    """A client's connection, which does not last if nothing comes of it.
-
-    It gives the application the common name of the certificate that the client has shown.
-    """
+    """A client's connection, which ends if nothing comes of it, with its certificate's name."""
 
     opening: "asyncio.Task[None]"
 
@@ -181,8 +176,7 @@ class ServerTls:
 MOST_CONNECTIONS = 512
 KEEP_ALIVE_S = 30
 START_S = 30.0
-LOG_LINES = 20
-"""The most lines a minute about what clients do."""
+LOG_LINES = 20  # the most lines a minute about what clients do
 _LOGGERS = ("uvicorn.error", "asyncio", __name__)
 _NO_DESCRIPTORS_S = 0.1
 

@@ -128,12 +128,9 @@ class AuditWorker:
         return False
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Audit the queued batches, then end the thread. Closing again has no effect.
+        """Audit the queued batches, end the thread, and raise the first error met; once.
 
         Batches that cannot be audited within ``timeout_s`` are left out and counted.
-
-        Raises:
-            Exception: the first error met while auditing.
         """
         if self._closed:
             return
@@ -185,8 +182,7 @@ class AuditWorker:
 class _Submitted(NamedTuple):
     observation: Callable[[], Observation]
     device: torch.device | None  # the device of the gradients; None for the CPU
-    computed: torch.cuda.Event | None
-    """Passed once the gradients are there; None on the CPU, where they always are."""
+    computed: torch.cuda.Event | None  # passed once gradients are there; None on the CPU
 
 
 def _give_way() -> None:

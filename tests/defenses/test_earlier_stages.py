@@ -12,7 +12,8 @@ from splitveil.active_party.defenses.projected import features
 from splitveil.active_party.defenses.projected.design import Design, design, stage_sigma
 from splitveil.active_party.defenses.projected.posterior import Posterior
 from splitveil.active_party.defenses.projected.release import Release, draw_release, exact_sums
-from tests.defenses.test_projection import SPOILT, generator, in_chunks, rows_of, spoilt
+from tests.defenses.test_projection import SPOILT, generator, rows_of, spoilt
+from tests.support.projected import in_chunks
 
 ROWS, RANK = 3000, 8
 

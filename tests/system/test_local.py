@@ -156,19 +156,9 @@ def test_a_finished_rehearsal_runs_again_and_none_counts_as_an_earlier_release(
         ("marvell", "marvell", {"name": "marvell"}),
         ("iso:noise_ratio=2", "iso noise_ratio=2", {"name": "iso", "noise_ratio": 2}),
         (
-            "marvell:strength.power_ratio=4",
-            "marvell power_ratio=4",
-            {"name": "marvell", "strength": {"power_ratio": 4}},
-        ),
-        (
             "marvell:power_ratio=4,statistics=running",
             "marvell power_ratio=4 statistics=running",
             {"name": "marvell", "power_ratio": 4, "statistics": "running"},
-        ),
-        (
-            "{name: marvell, strength: {power_ratio: 4}}",
-            "marvell power_ratio=4",
-            {"name": "marvell", "strength": {"power_ratio": 4}},
         ),
         (
             "{name: gafm, composed_with: null, gan_only: true, hidden: [8, 4]}",

@@ -199,7 +199,7 @@ class ProjectedLabels(StagedDefense):
         return self._posterior.state_dict()
 
     @property
-    def lasting(self) -> Mapping[str, str]:
+    def immutable(self) -> Mapping[str, str]:
         count = self._posterior.num_stages
         first = self._next_stage - count
         return {f"posterior.steps.{n}": f"design{first + n}" for n in range(count)}

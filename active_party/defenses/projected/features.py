@@ -39,7 +39,7 @@ _MOST_MULTIPLIED = 64
 SAMPLE_ROWS = 8192
 """Rows that the design's directions are chosen from; its weights are those of all rows."""
 
-_SCALED_ROWS = 4096  # of them, rows that centre and scale are chosen from, or up to twice as many
+_SCALED_ROWS = 2048  # of them, rows that centre and scale are chosen from, or up to twice as many
 
 
 Chunks = Callable[[int], Iterator[RowChunk]]

@@ -14,9 +14,11 @@ the label in the loss.
 
 import logging
 from abc import abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, final
 
+import torch
 from pydantic import Field, ValidationError, model_validator
 from torch import Tensor, nn
 
@@ -129,7 +131,7 @@ class DefenseSection(Section):
     def __call__(
         self,
         gradients: Tensor,
-        labels: Tensor,
+        labels: Tensor | Sequence[float],
         *,
         probabilities: Tensor | None = None,
         num_classes: int = 2,
@@ -153,6 +155,7 @@ class DefenseSection(Section):
             SettingsError: the defense needs more than a gradient, or not so many classes.
             ValueError: a shape, a dtype or a value does not fit.
         """
+        gradients, labels = torch.as_tensor(gradients), torch.as_tensor(labels)
         context = DefenseContext(tuple(gradients.shape[1:]), num_classes)
         if not hasattr(self, "_begun"):
             objection = self._objection_to_calls(context) or self.objection(context)

@@ -8,26 +8,31 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from splitveil.active_party.assembly import earlier_targets_of, open_label_owners_model, subjects_of
 from splitveil.active_party.defenses import AnswerKeys, Examples, NoiseSecrets
 from splitveil.active_party.defenses.example_keys import GRADIENT_NOISE, example_keys, key_name
 from splitveil.active_party.defenses.objective import Objective, Schedule, TopModel
 from splitveil.active_party.ledger.account_book import persons_of
 from splitveil.active_party.ledger.stored_labels import labels_first_used
+from splitveil.active_party.named_inputs import (
+    earlier_targets_of,
+    open_label_owners_model,
+    subjects_of,
+)
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.label_kinds import LabelKind, OrdinaryObjective, kind_of
 from splitveil.active_party.training.predictions import LossWeights
 from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
 from splitveil.common.data.features import FeatureEncoder, Features, FeatureShapes
 from splitveil.common.data.ids import numbered_subjects
-from splitveil.common.errors import DataError
+from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.models.data_parallel import Beginning, Learner, begin
 from splitveil.common.models.factory import Trial, build_top_model
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.ranks import Ranks
 from splitveil.common.models.settings import bins_of
 from splitveil.common.models.speed import speed_up
-from splitveil.common.models.spread_model import Beginning, Learner, begin
 from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.workers import Rank
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.phases import Phases
 
@@ -170,7 +175,7 @@ class TrainerBuilder:
             shapes = None if self.encoder is None else self.encoder.shapes
             beginning = Beginning(shapes, tuple(settings.contract.aggregate_shape), total_steps)
             train = rows.splits["train"]
-            objective.spread = begin(self._ranks, learner, beginning, features, train)
+            objective.parallel = begin(self._ranks, learner, beginning, features, train)
         return objective
 
     def _kind_of(self, rows: AlignedRows, labels: Tensor) -> LabelKind:
@@ -206,6 +211,15 @@ def _fresh_model(
         num_classes=settings.data.num_classes,
         trial=trial,
     )
+
+
+def check_processes(settings: ActiveSettings) -> None:
+    """Raise SettingsError if several processes are to train what only one can."""
+    if Rank.of_environment().size > 1 and settings.defense.traits.has_own_objective:
+        raise SettingsError(
+            f"defense: {settings.defense.title} trains more than the top model, and only one "
+            f"process computes it"
+        )
 
 
 def learner_of_rank(

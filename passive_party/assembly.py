@@ -1,5 +1,6 @@
 """Builds the passive party's objects from its settings, in one process or in several."""
 
+import logging
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -9,28 +10,19 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from splitveil.common.alignment import build_engine, records_of
 from splitveil.common.data.features import FeatureEncoder, FeatureShapes
 from splitveil.common.errors import SettingsError
+from splitveil.common.models.data_parallel import Beginning, Learner, Take, begin
 from splitveil.common.models.factory import Trial, build_bottom_model
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.ranks import Ranks
 from splitveil.common.models.settings import bins_of
 from splitveil.common.models.speed import speed_up
-from splitveil.common.models.spread_model import Beginning, Learner, Take, begin
-from splitveil.common.party.command_line import draw_nonce
-from splitveil.common.party.credentials import CredentialFiles, credential_files
-from splitveil.common.party.endpoint import check_free
-from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
-from splitveil.common.party.party_status import RunStatus
-from splitveil.common.record.model_files import PretrainedWeights
-from splitveil.common.record.transcript import Transcript
+from splitveil.common.privacy.custom_attacks import try_custom_attacks
+from splitveil.common.record.model_files import PretrainedWeights, identity_metadata, save_model
 from splitveil.common.run.course import AlignedRows
-from splitveil.common.wire.connection import PeerConnection
-from splitveil.common.wire.endpoint import log_security
-from splitveil.common.wire.http_proxy import HttpProxy, named_proxy, proxy_of_environment
-from splitveil.common.wire.recorded_calls import AllNotes, Notes
+from splitveil.common.run.messages import ModelIdentity
 from splitveil.passive_party.amplified_steps import amplify_steps
 from splitveil.passive_party.bottom_trainer import (
     BottomTrainer,
@@ -38,10 +30,9 @@ from splitveil.passive_party.bottom_trainer import (
     named_layer,
     stashing_weights,
 )
-from splitveil.passive_party.grpc_peer import GrpcPeer
-from splitveil.passive_party.opening import Aligner, Participant
-from splitveil.passive_party.recorder import noting_attempts
 from splitveil.passive_party.settings import PassiveSettings
+
+logger = logging.getLogger("splitveil.passive_party")
 
 
 def _fresh_model(
@@ -82,56 +73,6 @@ def tapped(settings: PassiveSettings, model: nn.Module) -> dict[str, Take]:
     return {name: LayerTap(named_layer(model, name)).take for name in layers}
 
 
-def http_proxy(settings: PassiveSettings) -> HttpProxy | None:
-    match settings.proxy:
-        case None:
-            return None
-        case "environment":
-            return proxy_of_environment(settings.connect)
-        case url:
-            known = settings.proxy_credentials
-            return named_proxy(url, None if known is None else settings.base_dir / known)
-
-
-def checked_credentials(settings: PassiveSettings) -> CredentialFiles | None:
-    """Check what the connection and the status need, and return this party's credentials."""
-    credentials = credential_files(settings, settings.party)
-    log_security(credentials, settings.connect, "connect")
-    http_proxy(settings)
-    check_free(settings.status)
-    return credentials
-
-
-def connection_of(
-    settings: PassiveSettings, credentials: CredentialFiles | None, notes: Notes | None = None
-) -> PeerConnection:
-    return PeerConnection(
-        settings.connect, settings.contract, credentials, notes, http_proxy(settings)
-    )
-
-
-def build_peer(
-    settings: PassiveSettings,
-    credentials: CredentialFiles | None,
-    transcript: Transcript | None,
-    status: RunStatus,
-    interruption: Interruption,
-) -> GrpcPeer:
-    notes = status if transcript is None else AllNotes(transcript, status)
-    return GrpcPeer(
-        connection_of(settings, credentials, notes),
-        settings.reconnect,
-        interruption,
-        settings.party,
-        noting_attempts(status),
-    )
-
-
-def idle_peer(settings: PassiveSettings) -> GrpcPeer:
-    connection = connection_of(settings, credential_files(settings, settings.party))
-    return GrpcPeer(connection, settings.reconnect, party=settings.party)
-
-
 def evaluation_labels(settings: PassiveSettings) -> PartyData | None:
     if settings.adversary is None or settings.adversary.labels is None:
         return None
@@ -140,19 +81,10 @@ def evaluation_labels(settings: PassiveSettings) -> PartyData | None:
     )
 
 
-def build_aligner(
-    settings: PassiveSettings, data: PartyData, folder: Path, *, fresh: bool = False
-) -> Aligner:
-    kept, tried = records_of(settings, folder)
-    if fresh:
-        kept.discard()
-    return Aligner(
-        Participant(settings.contract, settings.party, data.ids, data.table.splits),
-        build_engine(settings.contract.alignment),
-        partial(draw_nonce, settings),
-        tried,
-        kept,
-    )
+def check_named_code(settings: PassiveSettings) -> None:
+    """Open the model that the settings start from, and try the attacks that they name."""
+    open_earlier_model(settings)
+    try_custom_attacks(settings.adversary, settings.contract.cut_shape)
 
 
 class BottomBuilder:
@@ -182,6 +114,10 @@ class BottomBuilder:
                 self._pretrained.put_into(model := _fresh_model(settings, found))
                 build_optimizer(settings.optimizer, model)
 
+    def save(self, folder: Path, model: nn.Module, identity: ModelIdentity) -> None:
+        found = identity_metadata(identity, self._settings.contract)
+        logger.debug("model saved in %s", save_model(folder, model, self.encoder, found))
+
     def __call__(self, rows: AlignedRows) -> BottomTrainer:
         settings, contract = self._settings, self._settings.contract
         encoder, features = self._data.encode(rows, self._earlier, bins_of(settings.bottom_model))
@@ -199,8 +135,8 @@ class BottomBuilder:
             self._earlier.put_into(model)
         model.to(self._device)
         learner = learner_of(settings, model, self._device, rows.total_steps(contract))
-        spread = None
+        parallel = None
         if self._ranks is not None:
             beginning = Beginning(encoder.shapes, None, rows.total_steps(contract))
-            spread = begin(self._ranks, learner, beginning, features, rows.splits["train"])
-        return BottomTrainer(learner, features, data_digest=digest, spread=spread)
+            parallel = begin(self._ranks, learner, beginning, features, rows.splits["train"])
+        return BottomTrainer(learner, features, data_digest=digest, parallel=parallel)

@@ -5,6 +5,7 @@ import hmac
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 from splitveil.common.alignment import (
@@ -16,13 +17,18 @@ from splitveil.common.alignment import (
     Splits,
     TriedIds,
     align,
+    build_engine,
     receive_share,
+    records_of,
 )
 from splitveil.common.errors import AlignmentError, ContractMismatch, InvalidMessage
+from splitveil.common.party.command_line import draw_nonce
+from splitveil.common.party.party_data import PartyData
 from splitveil.common.run import messages
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.run.messages import Offer, Opening
 from splitveil.common.run.sample_order import NONCE_BYTES
+from splitveil.passive_party.settings import PassiveSettings
 
 
 class Peer(Protocol):
@@ -109,6 +115,23 @@ class Aligner:
         self.draw_nonce = draw_nonce
         self.tried = tried or TriedIds(participant.contract.alignment.max_set_size)
         self.kept = kept
+
+    @classmethod
+    def of(
+        cls, settings: PassiveSettings, data: PartyData, folder: Path, *, fresh: bool = False
+    ) -> "Aligner":
+        """Build what aligns for a run in a folder; if fresh, nothing stored there is resumed."""
+        kept, tried = records_of(settings, folder)
+        if fresh:
+            kept.discard()
+        contract = settings.contract
+        return cls(
+            Participant(contract, settings.party, data.ids, data.table.splits),
+            build_engine(contract.alignment),
+            partial(draw_nonce, settings),
+            tried,
+            kept,
+        )
 
     def align(
         self,

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from splitveil.common.errors import AuditRefused, PeerError, PeerUnreachable, SettingsError
+from splitveil.common.errors import AuditRefused, PeerError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_status import RunStatus
 from splitveil.common.privacy.audit_worker import AuditWorker
@@ -24,32 +24,11 @@ from splitveil.common.record.metrics_log import RunRecorder
 from splitveil.common.record.progress import each_in_words
 from splitveil.common.record.run_folder import clear_mark, storage_errors
 from splitveil.common.record.summary import AuditedFigures, RunCounts, Summary
-from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.text.files import replacing_file
-from splitveil.common.wire.connection import NoteAttempt
+from splitveil.passive_party.connecting import OPEN
 from splitveil.passive_party.label_free_audit import GatheredScores, LabelFreeAudit
 from splitveil.passive_party.settings import PassiveSettings
-
-OPEN = "the run is open with the active party"
-
-
-def noting_attempts(status: RunStatus) -> NoteAttempt:
-    status.peers.expect(ACTIVE)
-
-    def note(error: PeerError | None) -> None:
-        if error is not None:
-            status.note_failed_call(error)
-            if isinstance(error, PeerUnreachable):
-                status.peers.lost(ACTIVE)
-                status.set_ready("the active party does not answer", ready=False)
-            return
-        status.peers.heard(ACTIVE)
-        if status.run_id and not status.readiness.ready:
-            status.set_ready(OPEN)
-
-    return note
-
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +38,8 @@ CATCH_UP_S = 5.0  # longest time that an audit waits for the attacks on an epoch
 class PassiveRecorder(RunRecorder):
     """Observes a run, and attacks the gradients that were received.
 
-    Args:
-        status: what operators see of the run. Of a step it hears only which batch it was, and
-            nothing of what the adversary measures, which may say something about labels.
+    Operators see in ``status`` only which batch it was, and nothing of what the adversary measures,
+    which may say something about labels.
     """
 
     def __init__(
@@ -80,16 +58,13 @@ class PassiveRecorder(RunRecorder):
         self._evaluation_labels = evaluation_labels
         self._labels: Tensor | None = None
         self._epochs = 0
-        self._leaks: LeakRecorder | None = None
-        """Present with evaluation labels; it then runs the label-free audit as well."""
+        self._leaks: LeakRecorder | None = None  # with labels; runs the label-free audit as well
         self._rows: AlignedRows | None = None
         self._label_free: LabelFreeAudit | None = None
-        self._worker: AuditWorker | None = None
-        """Runs the label-free audit if there are no evaluation labels."""
+        self._worker: AuditWorker | None = None  # runs the label-free audit without labels
         self._audit_refused = False
         self._audited: dict[str, dict[str, float]] = {}
-        self._received: list[dict[str, npt.NDArray[Any]]] = []
-        """One for each batch of the epoch, where they are to be stored."""
+        self._received: list[dict[str, npt.NDArray[Any]]] = []  # by batch, if stored
 
     def on_opened(self, run_id: str) -> None:
         """Unmark a run that had ended for good: the active party has opened it again."""

@@ -5,7 +5,7 @@ import logging
 from contextlib import nullcontext
 from functools import partial
 
-from splitveil.active_party.grpc_server.server import checked_credentials, serve_until_end
+from splitveil.active_party.grpc_server.server import Serve, checked_server
 from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.run.aligning import AlignmentSession
 from splitveil.active_party.run.preparation import OwnRows
@@ -19,7 +19,6 @@ from splitveil.common.party.aligned_table import (
     read_own_ids,
     write_aligned,
 )
-from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.endpoint import check_free, serving_status
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
@@ -37,7 +36,7 @@ def align(parsed: argparse.Namespace) -> None:
     interruption.install()
     settings = aligning(command_line.load_settings(ActiveSettings, parsed, "active"))
     check_outputs(settings, parsed.output, positions=parsed.positions)
-    credentials = checked_credentials(settings)
+    serve = checked_server(settings)
     check_free(settings.status)
     own = read_own_ids(settings)
     logger.info("%d ids read from %s", len(own.data.ids), own.data.table.source)
@@ -45,7 +44,7 @@ def align(parsed: argparse.Namespace) -> None:
     with CountProgress(f"{ACTIVE}: aligning") as progress:
         status = _ShownStatus(settings, progress)
         with serving_status(status, settings.status, interruption):
-            order = _find_common_order(settings, own.data, credentials, status, interruption)
+            order = _find_common_order(settings, own.data, serve, status, interruption)
     written = write_aligned(settings, own, order, parsed.output, positions=parsed.positions)
     print_aligned(written, as_json=parsed.json)
 
@@ -53,7 +52,7 @@ def align(parsed: argparse.Namespace) -> None:
 def _find_common_order(
     settings: ActiveSettings,
     data: PartyData,
-    credentials: CredentialFiles | None,
+    serve: Serve,
     status: ActiveStatus,
     interruption: Interruption,
 ) -> CommonOrder:
@@ -64,9 +63,7 @@ def _find_common_order(
     session = AlignmentSession(contract, OwnRows(data.ids, data.table.splits), draw_nonce)
     wanted = Transcript(folder, ACTIVE) if settings.transcript else nullcontext()
     with wanted as transcript:
-        service, _ = serve_until_end(
-            session, settings, data, folder, credentials, transcript, status, interruption
-        )
+        service, _ = serve(session, data, folder, transcript, status, interruption)
     service.settle()
     return session.common_order()
 

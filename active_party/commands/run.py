@@ -11,7 +11,7 @@ from pathlib import Path
 from splitveil.active_party.assembly import allowance_of, build_session, signals_of
 from splitveil.active_party.commands.check import check_files_and_address
 from splitveil.active_party.earlier_runs import earlier_answers
-from splitveil.active_party.grpc_server.server import checked_credentials, serve_until_end
+from splitveil.active_party.grpc_server.server import Serve, checked_server
 from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.planned import plan_of
@@ -23,16 +23,11 @@ from splitveil.active_party.results import (
     save_results,
 )
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.trainer_builder import TrainerBuilder, learner_of_rank
-from splitveil.common.errors import SettingsError
-from splitveil.common.models.device import device_in_words
-from splitveil.common.models.spread_model import work
+from splitveil.active_party.trainer_builder import TrainerBuilder, check_processes, learner_of_rank
 from splitveil.common.party import command_line
-from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.endpoint import serving_status
-from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.workers import Rank, facts_of, joined
+from splitveil.common.party.process import Process, run_as_party
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Transcript
 
@@ -41,48 +36,37 @@ logger = logging.getLogger("splitveil.active_party")
 
 def run(parsed: argparse.Namespace) -> None:
     settings = command_line.load_settings(ActiveSettings, parsed, "active")
-    rank = Rank.of_environment()
-    if rank.size > 1 and settings.defense.traits.has_own_objective:
-        raise SettingsError(
-            f"defense: {settings.defense.title} trains more than the top model, and only one "
-            f"process computes it"
-        )
-    device = command_line.prepare(settings, rank)
-    facts = facts_of(settings, device, "top_model", "defense")
-    interruption = Interruption()
-    if not rank.number:
-        interruption.install()
-    with joined(rank, device, facts, interruption) as ranks:
-        if ranks is not None and rank.number:
-            work(ranks, partial(learner_of_rank, settings, device))
-            return
-        credentials = checked_credentials(settings)
-        check_files_and_address(settings)
-        status = ActiveStatus(settings)
-        with serving_status(status, settings.status, interruption):
-            settings.defense.require_usable(settings.defense_context())
-            data = PartyData.of(settings)
-            read = "%d rows read from %s, device %s"
-            logger.info(read, len(data.ids), data.table.source, device_in_words(device))
-            interruption.check()
-            allowance_of(settings)  # refuses before the folder is opened
-            for signal in signals_of(settings):
-                logger.info("%s", signal.why)
-            folder = open_folder(settings, fresh=parsed.fresh and not rank.restarts)
-            if folder is not None:
-                build = TrainerBuilder(settings, data, device, status.phases, ranks)
-                _train(settings, data, folder, build, credentials, interruption, status)
+    check_processes(settings)
+    train = partial(_take_part, fresh=parsed.fresh)
+    run_as_party(settings, ("top_model", "defense"), learner_of_rank, train)
+
+
+def _take_part(settings: ActiveSettings, process: Process, *, fresh: bool) -> None:
+    serve = checked_server(settings)
+    check_files_and_address(settings)
+    status = ActiveStatus(settings)
+    with serving_status(status, settings.status, process.interruption):
+        settings.defense.require_usable(settings.defense_context())
+        data, device = PartyData.of(settings), process.device_in_words
+        logger.info("%d rows read from %s, device %s", len(data.ids), data.table.source, device)
+        process.interruption.check()
+        allowance_of(settings)  # refuses before the folder is opened
+        for signal in signals_of(settings):
+            logger.info("%s", signal.why)
+        folder = open_folder(settings, fresh=fresh and not process.restarts)
+        if folder is not None:
+            _train(settings, data, folder, process, serve, status)
 
 
 def _train(
     settings: ActiveSettings,
     data: PartyData,
     folder: Path,
-    build_trainer: TrainerBuilder,
-    credentials: CredentialFiles | None,
-    interruption: Interruption,
+    process: Process,
+    serve: Serve,
     status: ActiveStatus,
 ) -> None:
+    build_trainer = TrainerBuilder(settings, data, process.device, status.phases, process.ranks)
     earlier = earlier_answers(settings, folder, leaves_books=True)
     planned = plan_of(settings, data, earlier=earlier)
     logger.info("defense %s, %s", planned.defense, planned.bounds_in_short())
@@ -105,8 +89,8 @@ def _train(
         session.reopen()
         forget_account(folder)
         try:
-            service, stopped = serve_until_end(
-                session, settings, data, folder, credentials, transcript, status, interruption
+            service, stopped = serve(
+                session, data, folder, transcript, status, process.interruption
             )
         finally:
             recorder.note_refit(save_results(settings, folder, session, build_trainer))

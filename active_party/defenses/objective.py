@@ -53,11 +53,9 @@ class StepOutcome:
     loss: Tensor
     """Cross entropy of the prediction, mean over the batch; with its graph if the model is still to
     learn from it."""
-
     label_move: float | None = None
     """The most by which an example's own label moves its own row; None if the gap of the class
     means represents it."""
-
     logits: Tensor | None = None
     """Outputs of the model, with their graph, where ``raw`` is the gradient of their cross entropy
     or squared error: (batch,), or (batch, classes); None if it is that of another loss."""

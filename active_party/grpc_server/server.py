@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,29 +104,35 @@ def _unary(
     )
 
 
-def checked_credentials(settings: ActiveSettings) -> CredentialFiles | None:
-    """Return the credentials with which this party serves, and log what protects it."""
+Serve = Callable[
+    [ActiveSession, PartyData, Path, Transcript | None, ActiveStatus, Interruption],
+    tuple[ActiveService, EndedForGood | None],
+]
+"""Serves a session until it is over and the passive parties have heard so.
+
+Returns the service, and the limit that has ended the run for good, if one has.
+"""
+
+
+def checked_server(settings: ActiveSettings) -> Serve:
+    """Open the credentials with which this party serves, and log what protects it."""
     credentials = credential_files(settings, ACTIVE)
     security = check_security(credentials, settings.listen, "listen")
     level = logging.WARNING if credentials is None else logging.INFO
     logger.log(level, "security: %s", security)
-    return credentials
+    return partial(_serve_until_end, settings, credentials)
 
 
-def serve_until_end(
-    session: ActiveSession,
+def _serve_until_end(
     settings: ActiveSettings,
+    credentials: CredentialFiles | None,
+    session: ActiveSession,
     data: PartyData,
     folder: Path,
-    credentials: CredentialFiles | None,
     transcript: Transcript | None,
     status: ActiveStatus,
     interruption: Interruption,
 ) -> tuple[ActiveService, EndedForGood | None]:
-    """Serve a session until it is over and the passive parties have heard so.
-
-    Returns the service, and the limit that has ended the run for good, if one has.
-    """
     contract = settings.contract
     engine = build_engine(contract.alignment)
     exchanges, tried = records_of(settings, folder)

@@ -38,10 +38,8 @@ from splitveil.common.run.id_rules import MAX_ID_COLUMNS
 from splitveil.common.text.version import VERSION
 
 RETRY_AFTER_S = 1
-ID_BODY_BYTES = 8192
-"""Bytes of a request's body for each id that it may have, with its own features."""
-MOST_REQUESTS = 256
-"""Requests of known programs that are read or answered at the same time."""
+ID_BODY_BYTES = 8192  # of a request's body for each id that it may have, with features
+MOST_REQUESTS = 256  # requests of known programs that are read or answered at the same time
 
 _IdPart = StrictStr | StrictInt
 _Parts = Annotated[list[_IdPart], Field(max_length=MAX_ID_COLUMNS, fail_fast=True)]
@@ -92,9 +90,7 @@ class PredictReply(Reply):
 
     probabilities: list[float | list[float] | None]
     """Of label 1, or of each class; null for an id that is not known."""
-
-    classes: list[str] | None
-    """The names of the classes, if there are more than two."""
+    classes: list[str] | None  # the names of the classes, if there are more than two
 
 
 class NumberReply(Reply):
@@ -226,11 +222,7 @@ async def _body(request: Request, most_bytes: int) -> bytearray:
 
 
 def request_of(body: bytes | bytearray, most_ids: int) -> PredictRequest:
-    """Return what a body asks for; what is wrong with it costs no more than what is right.
-
-    Raises:
-        RequestError: it cannot be understood, or asks for too much; repeats no value.
-    """
+    """Return what a body asks for, or raise RequestError, which repeats no value."""
     try:
         given = from_json(body)
     except ValueError as error:

@@ -56,8 +56,7 @@ class TooFast(RequestError):
 
     def __init__(self, message: str, wait_s: float) -> None:
         super().__init__(message)
-        self.wait_s = wait_s
-        """Seconds after which the same request is accepted."""
+        self.wait_s = wait_s  # until the same request is accepted
 
 
 class NotAvailable(RequestError):
@@ -66,8 +65,7 @@ class NotAvailable(RequestError):
     status = 503
 
 
-BURST_S = 1.0
-"""Seconds of requests that may be saved up by asking nothing."""
+BURST_S = 1.0  # seconds of requests that may be saved up by asking nothing
 
 
 class RateLimit:
@@ -82,13 +80,10 @@ class RateLimit:
         self._lock = threading.Lock()
 
     def charge(self, program: str, num_ids: int) -> None:
-        """Count the ids of a request.
+        """Count the ids of a request, or raise TooFast, which says how long to wait.
 
         A request with more ids than one second's is accepted after a second without any, and the
         program then has to wait accordingly longer.
-
-        Raises:
-            TooFast: says how long to wait; nothing is counted.
         """
         if self._ids_per_second is None:
             return

@@ -108,38 +108,29 @@ class PeerWatch:
 class Rules(NamedTuple):
     max_ids: int
     timeout_s: float
-    allowed_ids: frozenset[str] | None
-    """In canonical form; None for all."""
+    allowed_ids: frozenset[str] | None  # in canonical form; None for all
     rate: RateLimit
     form: CanonicalForm = CanonicalForm()
 
 
 @dataclass(frozen=True, eq=False)
 class PendingReply:
-    question: IdQuestion
-    """With those ids only that may be asked for."""
+    question: IdQuestion  # with those ids only that may be asked for
     num_ids: int
     is_allowed: NDArray[np.bool_]
-    answer: "Future[Predictions] | None"
-    """The joint model's answer to come; None if it is not asked."""
-    trouble: str | None
-    """Why it is not asked."""
+    answer: "Future[Predictions] | None"  # the joint model's, to come; None if it is not asked
+    trouble: str | None  # why it is not asked
 
 
-Model = Literal["joint", "fallback"]
-"""Both halves of the trained model, or the model of only the active party's own features."""
+Model = Literal["joint", "fallback"]  # of both halves, or of the active party's features only
 
 
 class ServedPredictions(NamedTuple):
     predicted: NDArray[np.float32]
     """Probabilities of label 1, (ids,), or of each class, (ids, classes), or numbers in the label's
     unit, (ids,); NaN for an id that is not known."""
-
-    models: list[Model | None]
-    """By which model each id is answered; None for one that is not known."""
-
-    why_fallback: str | None = None
-    """Why the joint model was not asked at all; None if it was."""
+    models: list[Model | None]  # by which model each id is answered; None for one that is not known
+    why_fallback: str | None = None  # why the joint model was not asked at all; None if it was
 
 
 class AnswerService:

@@ -37,21 +37,16 @@ _OUTCOMES = {
     503: "unavailable",
     500: "fault",
 }
-FALLBACK = "fallback"
-"""The outcome of a request that was answered without the joint model."""
+FALLBACK = "fallback"  # the outcome of a request that was answered without the joint model
 
 
 class IdOutcome(Enum):
     JOINT = "joint"
-    FALLBACK = "fallback"
-    """The model of the active party's own features has answered."""
-    UNKNOWN = "unknown"
-    """There is no prediction, because a party has no row of it."""
+    FALLBACK = "fallback"  # the model of the active party's own features has answered
+    UNKNOWN = "unknown"  # there is no prediction, because a party has no row of it
     NOT_ALLOWED = "not_allowed"
-    RATE_LIMITED = "rate_limited"
-    """Its program asks for too many."""
-    UNAVAILABLE = "unavailable"
-    """A passive party is away or late, and there is no other model."""
+    RATE_LIMITED = "rate_limited"  # its program asks for too many
+    UNAVAILABLE = "unavailable"  # a passive party is away or late, and there is no other model
 
 
 class OnlineStatus(PartyStatus):
@@ -153,10 +148,8 @@ class Call:
     ids: Sequence[str] = ()
     found: int = 0
     status: int = 200
-    used_fallback: bool = False
-    """Whether the joint model was not asked, or has not answered."""
-    timed_out: bool = False
-    """Whether there was no answer within ``serving.timeout_s``."""
+    used_fallback: bool = False  # whether the joint model was not asked, or has not answered
+    timed_out: bool = False  # whether there was no answer within ``serving.timeout_s``
     began: float = field(default_factory=time.monotonic)
     outcomes: Counter[IdOutcome] = field(default_factory=Counter)
 
@@ -165,8 +158,7 @@ class CallLog:
     """Records requests. Several threads may use it."""
 
     def __init__(self, status: OnlineStatus, transcript: Transcript | None = None) -> None:
-        self.answered: Counter[int] = Counter()
-        """Number of requests by status."""
+        self.answered: Counter[int] = Counter()  # requests by status
         self._status = status
         self._transcript = transcript
 

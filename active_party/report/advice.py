@@ -20,8 +20,7 @@ from splitveil.common.privacy.adversary import Adversary
 
 TYPICAL_BOUNDS = (0.55, 0.6, 0.65, 0.7, 0.8)
 
-_RANK = 96
-"""Default number of sums of ``projected_labels``."""
+_RANK = 96  # default number of sums of ``projected_labels``
 
 
 class Step(NamedTuple):
@@ -36,16 +35,14 @@ class Price(NamedTuple):
     """The worth of the run's table at a bound for anybody."""
 
     leak_auc: float
-    rows: float
-    """Rows with unprotected labels that would teach as much, at most."""
+    rows: float  # rows with unprotected labels that would teach as much, at most
     share: float
     is_target: bool
 
 
 class TableSize(NamedTuple):
     training_rows: int
-    pos_fraction: float
-    """With several classes, that of a class of average size."""
+    pos_fraction: float  # with several classes, that of a class of average size
 
 
 def steps_to_a_bound(run: RunFiles, target: float, size: TableSize | None) -> Iterator[Step]:

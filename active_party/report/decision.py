@@ -19,8 +19,8 @@ from splitveil.active_party.report.advice import (
     steps_to_a_bound,
 )
 from splitveil.active_party.report.bounds import guarantee_of
+from splitveil.active_party.report.figures import Estimate, estimate_of
 from splitveil.active_party.report.numbers import strongest_beyond
-from splitveil.active_party.report.paired import Estimate, estimate_of
 from splitveil.active_party.report.run_files import RunFiles, num_classes
 from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
 from splitveil.common.data.label_range import ONE_NUMBER
@@ -64,10 +64,8 @@ class Decision(NamedTuple):
     headline: str
     checks: tuple[Check, ...]
     steps: tuple[Step, ...]
-    prices: tuple[Price, ...]
-    """What the table is worth at several bounds."""
-    doubt: str
-    """The first finding that contradicts the ledger; empty without any."""
+    prices: tuple[Price, ...]  # what the table is worth at several bounds
+    doubt: str  # the first finding that contradicts the ledger; empty without any
 
 
 def decide(run: RunFiles, assessment: LeakAssessment) -> Decision:

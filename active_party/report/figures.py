@@ -1,18 +1,21 @@
-"""Figures that a report computes from a run's series: windows, epochs, and comparison to chance."""
+"""Figures that a report computes: of a run's series, and of its predictions of the test rows."""
 
 import math
 from typing import NamedTuple
 
 import numpy as np
+from scipy.special import softmax
 
 from splitveil.active_party.report.run_files import LeakSeries, Numbers
+from splitveil.active_party.training.evaluation import StoredPredictions
+from splitveil.common.privacy.adjusted_auc import placements
 
-MIN_WINDOW = 15
-"""Smallest number of batches for the quantiles of a window."""
+MIN_WINDOW = 15  # smallest number of batches for the quantiles of a window
 MAX_WINDOWS = 40
-LOW, HIGH = 0.1, 0.9
-"""The quantiles that bound a band."""
+LOW, HIGH = 0.1, 0.9  # the quantiles that bound a band
 ABSENT = "–"
+_NORMAL_975 = 1.959963984540054
+_CLOSE = 1e-4  # difference of an AUC from the recorded one that rounding may make
 STANDARD_ERRORS = 4.0
 """Number of standard errors by which a mean must exceed the mean of random scores, as for the leak
 alarm."""
@@ -22,8 +25,19 @@ class TableRow(NamedTuple):
     """One row of a table."""
 
     cells: tuple[str, ...]
-    is_strong: bool = False
-    """Whether its first number is written in bold."""
+    is_strong: bool = False  # whether its first number is written in bold
+
+
+class Estimate(NamedTuple):
+    """A test AUC with its 95 % interval (DeLong et al., Biometrics 44, 1988)."""
+
+    value: float
+    low: float
+    high: float
+
+    def in_words(self, digits: int = 4) -> str:
+        form = f".{digits}f"
+        return f"{self.value:{form}} ({self.low:{form}} to {self.high:{form}})"
 
 
 class Windows(NamedTuple):
@@ -45,8 +59,7 @@ class MeasuredAttack(NamedTuple):
     mean: float
     q95: float
     last_epoch: float
-    worst_epoch: float
-    """Mean of the epoch with the highest mean."""
+    worst_epoch: float  # mean of the epoch with the highest mean
     random_mean: float
     random_q95: float
     beats_chance: bool
@@ -89,6 +102,33 @@ def finding_of(series: LeakSeries) -> MeasuredAttack:
         float(np.quantile(series.random, 0.95)),
         beats_chance=float(gains.mean()) > STANDARD_ERRORS * error,
     )
+
+
+def estimate_of(recorded: float, predictions: StoredPredictions | None) -> Estimate | None:
+    """Return the recorded AUC of a run with its interval; None where that is not known.
+
+    With several classes it is the mean over the classes, each against the rest.
+    """
+    if predictions is None:
+        return None
+    labels, logits = predictions.labels, predictions.logits
+    scores = {1: logits} if logits.ndim == 1 else dict(enumerate(softmax(logits, axis=1).T))
+    members = {one: labels == one for one in scores}
+    measured = [one for one, of in members.items() if min(of.sum(), (~of).sum()) > 1]
+    if not measured:
+        return None
+    # The sum of the squared terms, one for each row, is the variance.
+    auc, terms = 0.0, np.zeros(len(labels))
+    for one in measured:
+        placed = placements(scores[one], members[one])
+        auc += placed.auc / len(measured)
+        for rows, of in zip((members[one], ~members[one]), placed[:2], strict=True):
+            size = len(of) * (len(of) - 1.0)
+            terms[rows] += (of - placed.auc) / math.sqrt(size) / len(measured)
+    half = _NORMAL_975 * math.sqrt(float(terms @ terms))
+    if abs(auc - recorded) > _CLOSE:
+        return None
+    return Estimate(auc, max(auc - half, 0.0), min(auc + half, 1.0))
 
 
 def figure(value: float | None, digits: int = 3) -> str:

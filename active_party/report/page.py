@@ -17,7 +17,6 @@ from splitveil.active_party.report import (
     decision,
     figures,
     numbers,
-    paired,
     panels,
     run_files,
     svg,
@@ -25,12 +24,12 @@ from splitveil.active_party.report import (
 )
 from splitveil.active_party.report.decision import Decision
 from splitveil.active_party.report.figures import MeasuredAttack
-from splitveil.active_party.report.needs import needs_of
 from splitveil.active_party.report.run_files import RunFiles, read_run
+from splitveil.active_party.training.evaluation import read_predictions
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.report_parts import circumstances, read_traffic, render, traffic_rows
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import ATTACKS
+from splitveil.common.privacy.attacks import ATTACKS, needs_of
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.figures import LedgerFigures
 from splitveil.common.record.lines import AuditLine
@@ -45,22 +44,19 @@ _NAME_LENGTH = 36
 _EXPECTED_TO_DIFFER = {"contract.run_name", "listen", "runs_dir"}
 
 
-_BITS_PER_AUDIT = math.log2(51)
-"""The reply to an audit is one of .50, .51, ..., 1.00."""
+_BITS_PER_AUDIT = math.log2(51)  # the reply to an audit is one of .50, .51, ..., 1.00
 
 
 class _Compared(NamedTuple):
     title: str
     style: str
     run: RunFiles
-    series: list[run_files.LeakSeries]
     findings: dict[tuple[str, str], MeasuredAttack]
     """(layer, attack) -> its figures on single batches."""
     whole_run: dict[tuple[str, str], float]
     """(layer, attack) -> its leak AUC of all epochs together."""
     leak: LeakAssessment
-    strongest: str
-    """The strongest attack and its figure, or why there is none."""
+    strongest: str  # the strongest attack and its figure, or why there is none
     decision: Decision
     ledger: LedgerFigures | None
     bounds: dict[Adversary, str]
@@ -97,10 +93,7 @@ def try_to_report(run_dir: Path) -> None:
 
 
 def report_page(run: RunFiles) -> str:
-    """Return the report of one run as HTML; the same files give the same bytes.
-
-    Of the runs beside it, it has the test AUC without a defense.
-    """
+    """Return the report of one run as HTML; the same files give the same bytes."""
     series = run_files.leak_series(run)
     findings = [figures.finding_of(one) for one in series]
     traffic, of_leak = read_traffic(run.active.folder), run.active.summary.of_leak
@@ -171,13 +164,13 @@ def report_page(run: RunFiles) -> str:
 
 def comparison_page(runs: Sequence[RunFiles]) -> str:
     """Return several runs side by side as HTML."""
-    tests = paired.compare_tests(runs)
+    predictions = [read_predictions(run.active.folder) for run in runs]
+    rows = {None if one is None else one.ids.tobytes() for one in predictions}
     compared = [
         _compared(title, f"s{index % panels.NUM_STYLES}", run)
         for index, (title, run) in enumerate(zip(_titles(runs), runs, strict=True))
     ]
-    coloured = [panels.Coloured(one.style, one.run, one.series) for one in compared]
-    keys = list(dict.fromkeys((s.layer, s.attack) for one in compared for s in one.series))
+    keys = list(dict.fromkeys(key for one in compared for key in one.findings))
     return render(
         _PACKAGE,
         "comparison.html.jinja",
@@ -186,7 +179,10 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
         multi_class=any(run_files.num_classes(run) > 2 for run in runs),
         trade_off=panels.trade_off(_dots(compared)),
         models=[run.active.summary.of_active.model for run in runs],
-        tests=tests,
+        same_tests=len(rows) == 1 and None not in rows,
+        test_aucs=[
+            tables.auc_in_words(run, one) for run, one in zip(runs, predictions, strict=True)
+        ],
         keys=keys,
         adjusted=list(dict.fromkeys(each.attack for one in compared for each in one.leak.attacks)),
         raw_notes=list(dict.fromkeys(one.leak.raw_note for one in compared)),
@@ -194,12 +190,7 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
         peers_of_bounds=list(Adversary),
         figure=figures.figure,
         count=figures.count,
-        training=panels.shared_training_panels(coloured),
-        leak_panels={
-            layer: [panels.shared_leak_panel(coloured, *key) for key in keys if key[0] == layer]
-            for layer in dict.fromkeys(layer for layer, _ in keys)
-        },
-        ledger=panels.shared_ledger_panel(coloured),
+        ledger=panels.shared_ledger_panel([(one.style, one.run) for one in compared]),
         differences=_differences(compared),
     )
 
@@ -214,13 +205,12 @@ def _defense(run: RunFiles) -> str:
 
 
 def _compared(title: str, style: str, run: RunFiles) -> _Compared:
-    series, leak = run_files.leak_series(run), bounds.assessment_of(run)
-    findings = [figures.finding_of(one) for one in series]
+    findings = [figures.finding_of(one) for one in run_files.leak_series(run)]
+    leak = bounds.assessment_of(run)
     return _Compared(
         title,
         style,
         run,
-        series,
         {(one.layer, one.attack): one for one in findings},
         {key: one.auc for key, one in tables.run_levels(run).items()},
         leak,

@@ -38,8 +38,7 @@ class PartyFiles(NamedTuple):
     folder: Path
     name: str
     settings: Mapping[str, Any]
-    summary: Summary
-    """Empty if the run has not ended."""
+    summary: Summary  # empty if the run has not ended
     has_ended: bool
     metrics: Metrics
     ledger_ahead: LedgerFigures | None = None
@@ -78,11 +77,9 @@ class LeakSeries(NamedTuple):
     layer: str
     attack: str
     epochs: Numbers
-    steps: Numbers
-    """Counted through all epochs, from 0."""
+    steps: Numbers  # counted through all epochs, from 0
     leak: Numbers
-    random: Numbers
-    """The leak AUC of random scores on the same batches."""
+    random: Numbers  # the leak AUC of random scores on the same batches
 
 
 def read_run(run_dir: Path) -> RunFiles:
@@ -133,10 +130,7 @@ def test_lines(run: RunFiles) -> list[EvaluationLine]:
 
 
 def num_classes(run: RunFiles) -> int:
-    """Return the number of classes of a run; 2 if its settings do not declare classes.
-
-    It is ``ONE_NUMBER`` if labels are numbers.
-    """
+    """Return the number of classes of a run, ``ONE_NUMBER`` for numbers; 2 if not declared."""
     if run.active.setting("data", "label_range"):
         return ONE_NUMBER
     declared = run.active.setting("data", "classes")

@@ -35,10 +35,8 @@ class Line:
 
     x: Numbers
     y: Numbers
-    style: str
-    """CSS classes, one of which names the colour."""
-    label: str = ""
-    """The text to the right of the last point."""
+    style: str  # CSS classes, one of which names the colour
+    label: str = ""  # the text to the right of the last point
     markers: bool = False
     written: Callable[[float], str] = "{:.4g}".format
     """Formats the value at a marker: a bound is rounded up."""
@@ -82,11 +80,7 @@ class _Label(NamedTuple):
 
 
 class Chart:
-    """A chart with its axes; ``marks`` are drawn in their order, the last on top.
-
-    Args:
-        description: its content in words, for readers who cannot see it.
-    """
+    """A chart, with a description in words; ``marks`` are drawn in order, the last on top."""
 
     def __init__(
         self,

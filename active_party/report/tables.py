@@ -7,9 +7,14 @@ from typing import Any
 import numpy as np
 
 from splitveil.active_party.report.bounds import bounds_of
-from splitveil.active_party.report.figures import ABSENT, MeasuredAttack, TableRow, count, figure
-from splitveil.active_party.report.needs import needs_of
-from splitveil.active_party.report.paired import estimate_of
+from splitveil.active_party.report.figures import (
+    ABSENT,
+    MeasuredAttack,
+    TableRow,
+    count,
+    estimate_of,
+    figure,
+)
 from splitveil.active_party.report.run_files import (
     PartyFiles,
     RunFiles,
@@ -20,7 +25,7 @@ from splitveil.active_party.report.run_files import (
 from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import CUT
+from splitveil.common.privacy.attacks import CUT, needs_of
 from splitveil.common.record.figures import AttackFigure, ClassFigures, LeakByClass, RunFigures
 from splitveil.common.record.lines import AlarmLine, AuditLine, GateLine
 from splitveil.common.record.run_record import find_summary
@@ -98,12 +103,8 @@ def test_rows(run: RunFiles) -> Iterator[tuple[str, str]]:
         yield "our own data only", _NOT_ALONE if alone is None else f"{alone:.4g}"
         yield "the mean of all labels", f"{number.constant_rmse:.4g}"
         return
-    last = [line.auc for line in test_lines(run)[-1:]]
-    auc = model.test_auc if model.test_auc is not None else next(iter(last), None)
     predictions = read_predictions(run.active.folder)
-    found = None if auc is None else estimate_of(auc, predictions)
-    in_words = figure(auc) if found is None else found.in_words(3)
-    yield "test AUC, both companies' data", in_words
+    yield "test AUC, both companies' data", auc_in_words(run, predictions, 3)
     undefended = None if predictions is None else _undefended_auc(run, predictions)
     if undefended is not None:
         yield "both, without a defense", figure(undefended)
@@ -112,6 +113,14 @@ def test_rows(run: RunFiles) -> Iterator[tuple[str, str]]:
     if model.test_average_precision is not None:
         yield "test average precision (PR-AUC)", figure(model.test_average_precision)
         yield "test calibration error (ECE)", figure(model.test_calibration_error)
+
+
+def auc_in_words(run: RunFiles, predictions: StoredPredictions | None, digits: int = 4) -> str:
+    """Return a run's test AUC, with its interval where its predictions were kept."""
+    auc = run.active.summary.of_active.model.test_auc
+    auc = next((line.auc for line in test_lines(run)[-1:]), None) if auc is None else auc
+    found = None if auc is None else estimate_of(auc, predictions)
+    return figure(auc, digits) if found is None else found.in_words(digits)
 
 
 def _undefended_auc(run: RunFiles, own: StoredPredictions) -> float | None:
@@ -136,10 +145,7 @@ def pair_rows(run: RunFiles) -> Iterator[TableRow]:
 
 
 def class_rows(run: RunFiles) -> Iterator[TableRow]:
-    """Yield one row per class: its test AUC, and its largest leak AUC against the rest.
-
-    The leak AUC is the mean over batches of the attack for which it is largest.
-    """
+    """Yield a row per class: test AUC, and the largest leak AUC of an attack against the rest."""
     test_aucs = run.active.summary.of_active.model.test_auc_by_class or {}
     found = [
         (f"{attack} at {layer}", figures.classes)

@@ -72,11 +72,8 @@ class AuditCounts(NamedTuple):
 class LeakAudit:
     """The leak AUC of every attack on every layer and batch of a run, and of the run as a whole.
 
-    Args:
-        num_examples: number of aligned examples of the run, for attacks that accumulate over it.
-        class_names: names of more than two classes, in the order of their indices; empty for two.
-        keeps_scores: whether to keep each example's latest scores at the cut layer, too.
-        convention: what a batch's figure is, as in `AuditSettings`.
+    Attacks that accumulate need ``num_examples``, the aligned ones. ``class_names`` is empty for
+    two classes. ``keeps_scores`` keeps each example's latest scores at the cut layer, too.
     """
 
     def __init__(
@@ -125,10 +122,7 @@ class LeakAudit:
             )
 
     def epoch_means(self, epoch: int) -> LeakByAttack:
-        """Return the mean leak AUCs over the batches of one epoch; an attack may be absent.
-
-        They are stored for the last 64 epochs in which an attack was measured.
-        """
+        """Return the means over one epoch's batches, of the last 64; an attack may be absent."""
         with self._lock:
             return by_layer(
                 (layer, attack, mean)
@@ -173,13 +167,9 @@ class LeakAudit:
         }
 
     def observe(self, observation: Observation) -> AuditedBatch | None:
-        """Attack one batch and remember the leak AUCs.
+        """Attack one batch and remember the leak AUCs; None if it has one class, or is not audited.
 
-        Returns:
-            None if the batch has only one class, or its step is not to be audited.
-
-        Raises:
-            ValueError: a label is not the index of a class, or a score is NaN.
+        Raises ValueError if a label is not the index of a class, or a score is NaN.
         """
         if not self.wants(observation.step):
             return None
@@ -216,10 +206,7 @@ class LeakAudit:
             )
 
     def beyond_features(self, covariates: Covariates) -> BeyondFeatures | None:
-        """Measure the attacks on the cut layer against what features reveal.
-
-        None if too few rows of a class are known.
-        """
+        """Measure attacks on the cut beyond features; None if too few rows of a class are known."""
         know_classes = [name for name, attack in self._scored.items() if attack.needs_classes]
         return measure_beyond_features(
             covariates,
@@ -245,10 +232,7 @@ class LeakAudit:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state_dict`` returned.
-
-        Raises ValueError if the state belongs to other attacks, classes or number of examples.
-        """
+        """Resume from a state; ValueError for other attacks, classes or number of examples."""
         if list(state["attacks"]) != list(self._attacks):
             raise ValueError(
                 f"expected figures of {', '.join(self._attacks)}; "

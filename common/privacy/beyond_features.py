@@ -45,14 +45,10 @@ from splitveil.common.privacy.run_level import SEED
 class Covariates(NamedTuple):
     """What predicts the labels of some training rows without having memorised them."""
 
-    positions: npt.NDArray[np.int64]
-    """Positions of the rows in the common order, ascending, (rows,)."""
-    activations: npt.NDArray[np.float32]
-    """What the passive parties know about them, (rows, values), finite."""
-    predictions: npt.NDArray[np.float32]
-    """What the whole model predicts of them, in any form, (rows, values), finite."""
-    own: npt.NDArray[np.float32]
-    """What the active party knows about them, (rows, values), finite; perhaps no value."""
+    positions: npt.NDArray[np.int64]  # in the common order, ascending, (rows,)
+    activations: npt.NDArray[np.float32]  # of the passive parties, (rows, values), finite
+    predictions: npt.NDArray[np.float32]  # of the whole model, (rows, values), finite
+    own: npt.NDArray[np.float32]  # of the active party, (rows, values), finite; perhaps none
     labels: ClassIndices  # class indices, (rows,), only for the measurement
 
 
@@ -60,13 +56,10 @@ class BeyondFeatures(NamedTuple):
     """What attacks reveal beyond features: attack -> figures."""
 
     adjusted: dict[str, AdjustedLeak]
-    advantage: dict[str, Advantage]
-    """Only of attacks over the run that know a certain number of labels, perhaps none."""
+    advantage: dict[str, Advantage]  # only of attacks that know a certain number of labels
     epsilon: EpsilonBound | None  # none if too few rows were offered another label
     rows: int = 0  # rows on which the strongest attack was adjusted
-    feature_auc: float | None = None
-    """AUC of the predictions from features on these rows: what they reveal without any attack;
-    1/2 where it is below."""
+    feature_auc: float | None = None  # of predictions from features on these rows; at least 1/2
 
 
 class _PairScores(NamedTuple):
@@ -82,16 +75,10 @@ def measure_beyond_features(
     classes: LabelClasses = TWO_CLASSES,
     know_classes: Collection[str] = (),
 ) -> BeyondFeatures | None:
-    """Measure the attacks on some of a run's rows.
+    """Measure the attacks on some of a run's rows; None if these hold too few of a class.
 
-    Args:
-        batch_attacks: attack on single batches -> its scores, one or one per target.
-        run_attacks: the same for attacks over the run.
-        know_classes: attacks whose score of a row depends on the labels of other rows that are
-            tested. They do not count for epsilon.
-
-    Returns:
-        None if the rows hold too few of a class to predict labels.
+    Attacks have one score, or one per target. Those that ``know_classes``, whose score of a row
+    depends on labels of other rows that are tested, do not count for epsilon.
     """
     features = np.column_stack([covariates.activations, covariates.predictions, covariates.own])
     models = FeatureModels.of(features, covariates.labels)
@@ -182,9 +169,8 @@ def _worst_pair(
 def _advantage(name: RunAttackName, pair: _PairScores, covariates: Covariates) -> Advantage | None:
     """Compare an attack with a model of the activations that knows as many labels.
 
-    Returns:
-        None for an attack that knows labels of the whole run in the end, because it knows something
-        about every batch, and for one on the last activations, which is such a model itself.
+    None for an attack that knows labels of the whole run in the end, because it knows something
+    about every batch, and for one on the last activations, which is such a model itself.
     """
     attack = RUN_ATTACKS[name]
     if attack.is_final or not all(ATTACKS[source].is_free for source in attack.sources):

@@ -23,9 +23,8 @@ def load_custom_attacks(settings: AuditSettings) -> dict[str, Attack]:
 def try_custom_attacks(settings: AuditSettings | None, row_shape: Sequence[int]) -> list[str]:
     """Load each user-defined attack, and have it score random gradients.
 
-    Raises:
-        SettingsError: a function cannot be imported, fails, does not return one finite number per
-            row, changes its arguments or draws from torch's global generator.
+    Raises SettingsError if one cannot be imported, fails, does not return one finite number per
+    row, changes its arguments or draws from torch's global generator.
     """
     if settings is None:
         return []

@@ -40,8 +40,7 @@ _OWN_SHARES = (0.0, 0.1, 0.5, 0.9, 1.0)  # the values of w that are tried
 
 _SMALLEST_VARIANCE = 1e-6  # of t: below it, an answer reveals its label anyway
 
-_ALL_ALONG = 1e-6
-"""Share of the noise across the rows' own slopes below which all of it counts as along these."""
+_ALL_ALONG = 1e-6  # share of noise across the slopes below which all is along them
 
 _NEGLIGIBLE = 1e-12  # fraction of the mean noise variance that every direction has: rounding
 
@@ -58,15 +57,10 @@ class KnownPredictions(NamedTuple):
 
 
 def informed(gradients: Gradients, known: KnownPredictions, target: int = 1) -> Tensor:
-    """Score each example by the log-likelihood ratio of one class against the others.
+    """Score each example by the log-likelihood ratio of one class against the others, (batch,).
 
-    With two classes, a score for 1 is minus that for 0.
-
-    Returns:
-        Finite scores, (batch,); 0 for a row that its label does not move.
-
-    Raises:
-        ValueError: predictions or slopes are of another shape than the gradients.
+    With two classes, a score for 1 is minus that for 0. Scores are finite, 0 for a row that its
+    label does not move. Raises ValueError if predictions or slopes are of another shape.
     """
     problem = _problem(gradients, known)
     if not problem.is_binary:

@@ -25,7 +25,6 @@ class AttackScores(NamedTuple):
     by_target: Sequence[Tensor | None]
     """One score for all classes, or one for each target, (batch,) each; None for a target about
     which the attack knew too little."""
-
     left_out: Sequence[tuple[int, ...]]  # rows whose class the attack knew, for each of the scores
 
 
@@ -34,7 +33,6 @@ class LayerScores(NamedTuple):
     directions: Mapping[str, Sequence[TopDirection | None]]
     """Attack -> for each of its scores the direction behind it, if its sign says nothing: that of
     the batch itself, or of a reference with noise."""
-
     rows: Tensor  # the gradients, (batch, row_dim)
 
 
@@ -101,13 +99,10 @@ class BatchScorer:
 
 
 def cross_scores(attack: Attack, gradients: Tensor, positive: Tensor) -> Tensor | None:
-    """Score each half of a batch with the labels of the other half.
+    """Score each half of a batch, as many of each class, with the labels of the other half.
 
-    The AUC of uninformative scores then strays further from 1/2 than the AUC of random scores, by a
-    factor of the square root of 2, because chance moves both halves in the same direction.
-
-    The scores are standardised within the halves, which hold equally many examples of each class;
-    None if the target or the rest has fewer than two examples.
+    The AUC of uninformative scores then strays further from 1/2, by the root of 2, because chance
+    moves both halves together. None if the target or the rest has fewer than two examples.
     """
     positive = positive.to(gradients.device)
     if int(positive.sum()) < 2 or int((~positive).sum()) < 2:

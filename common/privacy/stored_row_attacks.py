@@ -60,8 +60,7 @@ STORED_ROW_ATTACKS: Mapping[str, str] = MappingProxyType(
 
 _STARTS = 3
 _PASSES = 12
-_STEPS_WITH_HINTS = 5
-"""Enough for the names of the classes; with more, a surrogate learns the noise of a few rows."""
+_STEPS_WITH_HINTS = 5  # enough to name classes; more would learn a few rows' noise
 _HIDDEN = 32
 _LEARNING_RATE = 0.01
 _LABEL_LEARNING_RATE = 0.1
@@ -72,14 +71,10 @@ _SMALLEST = 1e-12
 class Received(NamedTuple):
     """What a party has of a run: one row per example and batch, in the order of arrival."""
 
-    gradients: Tensor
-    """(rows, ...)."""
-    activations: Tensor
-    """(rows, ...)."""
-    positions: Tensor
-    """Which example each row is about, from 0, (rows,) int64."""
-    starts: npt.NDArray[np.int64]
-    """First row of each batch, and the number of rows."""
+    gradients: Tensor  # (rows, ...)
+    activations: Tensor  # (rows, ...)
+    positions: Tensor  # which example each row is about, from 0, (rows,) int64
+    starts: npt.NDArray[np.int64]  # first row of each batch, and the number of rows
 
     @property
     def num_examples(self) -> int:
@@ -99,30 +94,18 @@ class Received(NamedTuple):
 
 
 def exploit(received: Received, shares: Sequence[float], seed: int = 0) -> Tensor:
-    """Search labels and a surrogate, knowing the classes' shares.
-
-    Returns:
-        Log-probabilities, (examples, classes).
-    """
+    """Search labels and a surrogate, knowing the classes' shares. Log-probabilities by class."""
     return _best_start(seed, lambda start: _search(received, shares, None, start))
 
 
 def gramssat(received: Received, hints: Hints, shares: Sequence[float], seed: int = 0) -> Tensor:
-    """Search labels and a surrogate, knowing the classes' shares and some labels.
-
-    Returns:
-        Log-probabilities, (examples, classes), also of the examples that it knows.
-    """
+    """Do the same, knowing some labels, also of the examples that it knows."""
     likely, _ = _search(received, shares, hints, seed)
     return likely[:, _best_names(likely[torch.from_numpy(hints.rows)], hints.labels)]
 
 
 def unsplit(received: Received, num_classes: int, seed: int = 0) -> Tensor:
-    """Fit a surrogate to the nearest label's gradient of each row, knowing nothing.
-
-    Returns:
-        Log-probabilities, (examples, classes), by the distances of all rows about an example.
-    """
+    """Fit a surrogate to each row's nearest label's gradient. Log-probabilities by class."""
     labels = torch.eye(num_classes)
 
     def search(start: int) -> tuple[Tensor, float]:
@@ -144,12 +127,8 @@ def unsplit(received: Received, num_classes: int, seed: int = 0) -> Tensor:
 def lea(received: Received, top: nn.Module, num_classes: int, seed: int = 0) -> Tensor:
     """Cluster each example's first activation, and name the clusters by their first gradients.
 
-    Args:
-        top: activations -> logits, the top model's first weights. With others, the names of the
-            clusters are a guess.
-
-    Returns:
-        Log-probabilities, (examples, classes).
+    ``top`` maps activations to logits with the top model's first weights; with others, the names
+    are a guess. Log-probabilities, (examples, classes).
     """
     rows = received.prepared()
     first = torch.from_numpy(np.unique(rows.positions.numpy(), return_index=True)[1])
@@ -166,11 +145,7 @@ def lea(received: Received, top: nn.Module, num_classes: int, seed: int = 0) -> 
 
 
 def gradient_clusters(received: Received, num_classes: int, seed: int = 0) -> Tensor:
-    """Cluster the sums of each example's gradients, scaled to length 1, knowing nothing.
-
-    Returns:
-        Log-probabilities, (examples, classes).
-    """
+    """Cluster the sums of each example's gradients, scaled to length 1. Log-probabilities."""
     rows = received.prepared()
     sums = torch.zeros(received.num_examples, rows.gradients.shape[1])
     return _clusters(
@@ -190,14 +165,10 @@ def surrogate(row_dim: int, num_classes: int, seed: int) -> nn.Module:
 def attack_stored_rows(
     attack: str, received: Received, labels: npt.NDArray[np.int64], classes: LabelClasses
 ) -> list[RunScores]:
-    """Run one of `STORED_ROW_ATTACKS`, and score what it did not know.
+    """Run one of `STORED_ROW_ATTACKS`, and score what it did not know: one score per target class.
 
-    Args:
-        labels: of all examples, for the side information, and for the names of the classes where
-            the attack has to guess them.
-
-    Returns:
-        One score per target class; of no examples where a class has too few to be known.
+    Labels are of all examples, for the side information, and for the names of the classes where the
+    attack has to guess them. Scores of no examples where a class has too few to be known.
     """
     seed, num_classes = 0, classes.num_classes
     shares = np.bincount(labels, minlength=num_classes) / len(labels)
@@ -231,8 +202,7 @@ class _Fitted(NamedTuple):
     gradients: Tensor
     positions: Tensor
     logits: Tensor
-    slopes: Tensor
-    """(batch, classes, row_dim), scaled."""
+    slopes: Tensor  # (batch, classes, row_dim), scaled
 
     def distances(self, labels: Tensor) -> Tensor:
         errors = self.logits.softmax(dim=1) - labels

@@ -20,10 +20,8 @@ from splitveil.common.record.figures import (
 from splitveil.common.record.summary import Summary
 from splitveil.common.text.upper_bounds import auc_at_most
 
-NO_BOUND = 0.999
-"""Bound at and above which a ledger excludes nothing."""
-WIDEST = 0.2
-"""Width of an interval beyond which a figure that excludes nothing says nothing."""
+NO_BOUND = 0.999  # bound at and above which a ledger excludes nothing
+WIDEST = 0.2  # width of an interval beyond which a figure that excludes nothing says nothing
 
 
 class Finding(StrEnum):
@@ -37,8 +35,7 @@ class AssessedAttack(NamedTuple):
     attack: str
     leak: AdjustedFigures
     finding: Finding
-    why: str = ""
-    """Of a figure above a bound: what that means."""
+    why: str = ""  # of a figure above a bound: what that means
 
     @property
     def figures(self) -> str:
@@ -49,17 +46,12 @@ class AssessedAttack(NamedTuple):
 
 @dataclass(frozen=True)
 class LeakAssessment:
-    adversary: Adversary | None
-    """The strongest adversary class for whom there is a bound; None without any bound."""
-    bound: float | None
-    """Leak AUC that no score of these peers exceeds, for the most exposed label."""
-    attacks: tuple[AssessedAttack, ...]
-    """The strongest first; those of too few rows last."""
+    adversary: Adversary | None  # the strongest with a bound; None without any bound
+    bound: float | None  # leak AUC that no score of these peers exceeds, for the most exposed label
+    attacks: tuple[AssessedAttack, ...]  # the strongest first; those of too few rows last
     rows: int | None
-    feature_auc: float | None
-    """AUC of what features reveal without any gradient, on the same rows."""
-    is_measured: bool
-    """Whether anything was measured beyond features, be it on too few rows."""
+    feature_auc: float | None  # AUC of what features reveal without any gradient, on the same rows
+    is_measured: bool  # whether anything was measured beyond features, be it on too few rows
 
     @property
     def is_complete(self) -> bool:

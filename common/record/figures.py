@@ -43,8 +43,7 @@ class SpreadFigures(NamedTuple):
     """One figure over the training examples; None where it is infinite or was not written."""
 
     max: Number = None
-    q95: Number = None
-    """The value that 95 % of the examples do not exceed."""
+    q95: Number = None  # the value that 95 % of the examples do not exceed
     mean: Number = None
 
 
@@ -59,12 +58,9 @@ OrNan = Annotated[float, BeforeValidator(_or_nan)]
 class NumberFigures(NamedTuple):
     rmse: OrNan = math.nan
     mae: OrNan = math.nan
-    r2: OrNan = math.nan
-    """1 less the squared errors' share of the labels' variance; NaN if all labels are the same."""
-    constant_rmse: OrNan = math.nan
-    """The RMSE of predicting the mean of the training labels for every row."""
-    constant_mae: OrNan = math.nan
-    """The MAE of the same prediction."""
+    r2: OrNan = math.nan  # 1 less the errors' share of the variance; NaN for equal labels
+    constant_rmse: OrNan = math.nan  # of predicting the training labels' mean
+    constant_mae: OrNan = math.nan  # the MAE of the same prediction
 
 
 _NONE = SpreadFigures()
@@ -105,8 +101,7 @@ BEYOND_TABLES = ("adjusted_leak", "leak_advantage", _DETAILS)
 
 class AdjustedFigures(NamedTuple):
     value: Known
-    low: Known
-    """Lower end of its 95 % interval; below 1/2 where the leak may be chance."""
+    low: Known  # lower end of its 95 % interval; below 1/2 where the leak may be chance
     high: Known
 
 
@@ -114,8 +109,7 @@ class AdvantageFigures(NamedTuple):
     value: Known
     low: Known
     high: Known
-    prior: Known
-    """Leak AUC of the attacker's own model, fitted to as many labels."""
+    prior: Known  # leak AUC of the attacker's own model, fitted to as many labels
 
     @property
     def in_words(self) -> str:
@@ -127,12 +121,10 @@ class EpsilonFigures(NamedTuple):
     attack: str
     guesses: KnownCount
     correct: KnownCount
-    pairs: KnownCount
-    """Pairs of a true and another label among which the attack chose its guesses."""
+    pairs: KnownCount  # pairs of a true and another label among which the attack chose its guesses
     confidence: Known
     delta: Known
-    p_value: Known
-    """Of so many correct guesses by chance alone: that of epsilon 0."""
+    p_value: Known  # of so many correct guesses by chance alone: that of epsilon 0
     stated: Number = None
     """The smallest epsilon that the ledger states at this delta; None where it states none."""
     stated_for: Text = None
@@ -164,11 +156,7 @@ class BeyondFigures(Form):
 
 
 def is_clearly_above(found: AdjustedFigures, auc: float) -> bool:
-    """Return whether a figure lies above an AUC by three standard errors.
-
-    Several attacks are compared with it, and each may be inverted: for that, an interval of two
-    standard errors is too narrow.
-    """
+    """Return whether a figure is above an AUC by three errors: of several, each may be inverted."""
     return found.value - _CLEARLY * (found.value - found.low) > auc
 
 
@@ -188,10 +176,8 @@ LEAK_TABLES = (
 class BatchFigures(NamedTuple):
     q95: Number = None
     mean: Number = None
-    last_epoch: Number = None
-    """Mean over the batches of the last epoch observed."""
-    random_q95: Number = None
-    """The 95 % quantile of random scores on the same batches."""
+    last_epoch: Number = None  # mean over the batches of the last epoch observed
+    random_q95: Number = None  # the 95 % quantile of random scores on the same batches
 
 
 class RunFigures(NamedTuple):
@@ -202,10 +188,8 @@ class RunFigures(NamedTuple):
     """Number of examples that were scored and whose label the attack did not know."""
     tpr_at_per_mille: Number = None
     """Share of the positives found while at most 0.1 % of the negatives are accused."""
-    tpr_at_percent: Number = None
-    """The same for 1 %."""
-    precision_at_100: Number = None
-    """Share of positives among the 100 highest scores."""
+    tpr_at_percent: Number = None  # the same for 1 %
+    precision_at_100: Number = None  # share of positives among the 100 highest scores
     over_features: Maybe[AdvantageFigures] = None
     """Of model completion at the passive party: by how much its AUC is larger than that of a head
     on this party's features that knows the same labels, which is ``prior``."""
@@ -215,12 +199,10 @@ class RunFigures(NamedTuple):
 class ClassFigures(Form):
     worst_pair: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ()
     """The two classes separated best."""
-    worst_pair_auc: Annotated[Number, IF_ANY] = None
-    """Only on single batches."""
+    worst_pair_auc: Annotated[Number, IF_ANY] = None  # only on single batches
     worst_pair_random: Annotated[Number, IF_ANY] = None
     """The leak AUC of random scores on the same pair; only on single batches."""
-    classes: Object[Number] = field(default_factory=dict)
-    """Class -> leak AUC against the rest."""
+    classes: Object[Number] = field(default_factory=dict)  # class -> leak AUC against the rest
     random: Annotated[Object[Number], IF_ANY] = field(default_factory=dict)
     """The same for random scores; only on single batches."""
 
@@ -244,8 +226,7 @@ class NumberBeyond(NamedTuple):
     """One attack on labels that are numbers beyond features: shares of what features leave."""
 
     r2: Known
-    low: Known
-    """Lower end of its 95 % interval; 0 where it may be chance."""
+    low: Known  # lower end of its 95 % interval; 0 where it may be chance
     high: Known
 
     @property
@@ -256,15 +237,11 @@ class NumberBeyond(NamedTuple):
 
 
 class NumberLeak(NamedTuple):
-    r2: Known
-    """R2 with the labels; of an attack on single batches, its mean over them."""
+    r2: Known  # R2 with the labels; of an attack on single batches, its mean over them
     q95: Number = None
-    last_epoch: Number = None
-    """Mean over the batches of the last epoch."""
-    random: Number = None
-    """The R2 that random scores have on average."""
-    examples: Count = None
-    """Of an attack on the whole run: the examples that were looked at."""
+    last_epoch: Number = None  # mean over the batches of the last epoch
+    random: Number = None  # the R2 that random scores have on average
+    examples: Count = None  # of an attack on the whole run: the examples that were looked at
     beyond: Maybe[NumberBeyond] = None
     """What it explains beyond features; None if it was not measured."""
 
@@ -287,8 +264,7 @@ class LeakFigures(Form):
     worst_epoch: Annotated[ByAttack[Known], Key("leak_worst_epoch")] = field(default_factory=dict)
     """Mean over the batches of the epoch in which it is largest."""
     run_level: Annotated[ByAttack[RunFigures], Key("leak_run_level")] = field(default_factory=dict)
-    by_class: Annotated[LeakByClass | None, Flat()] = None
-    """None with two classes."""
+    by_class: Annotated[LeakByClass | None, Flat()] = None  # None with two classes
     counts: Annotated[BatchCounts, Key("leak_batches")] = field(default_factory=BatchCounts)
     of_numbers: Annotated[Table[NumberLeak], Key(_OF_NUMBERS), IF_ANY] = field(default_factory=dict)
     """Attack -> its figures, where labels are numbers; no other figure is about these."""

@@ -35,32 +35,24 @@ from splitveil.common.run.course import Batch
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 120.0
-"""Time that a checkpoint waits for the attacks on the batches before it."""
+IDLE_S = 120.0  # time that a checkpoint waits for the attacks on the batches before it
 
 
 class AuditedRun(NamedTuple):
-    seed: bytes
-    """The joint seed, from which both parties pick the same positives."""
+    seed: bytes  # the joint seed, from which both parties pick the same positives
     num_examples: int
-    class_names: Sequence[str] = ()
-    """Empty where there are two classes."""
-    keeps_scores: bool = False
-    """Whether what attacks reveal beyond features will be measured."""
+    class_names: Sequence[str] = ()  # empty where there are two classes
+    keeps_scores: bool = False  # whether what attacks reveal beyond features will be measured
 
 
 class LeakRecorder:
     """Attacks the gradients of a run in a separate thread, and records the figures.
 
-    Both parties use one: the passive party's adversary on the gradients that it received, and the
-    active party's leak monitor on the gradients that it sent.
-
-    Args:
-        metrics: gets a ``leak`` line per batch and an ``epoch_leak`` line per epoch, once all its
-            batches are measured: the mean over them, and the leak AUC of the sums so far. With
-            more than two classes, the figures are about the pair of classes separated best.
-        on_leak: called in the audit's thread with each measured batch, after its line is written.
-        beside: another audit that gets the same observations, in the same thread.
+    Both parties use one: on the gradients that they received or sent. Metrics get a ``leak`` line
+    per batch and an ``epoch_leak`` line per epoch, once its batches are measured: the mean over
+    them, and the leak AUC of the sums so far. With more than two classes, figures are about the
+    pair separated best. ``on_leak`` is called in the audit's thread after a batch's line;
+    ``beside`` is another audit that gets the same observations.
     """
 
     def __init__(
@@ -171,11 +163,7 @@ class LeakRecorder:
         return idle
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all measurements, once all batches handed over are measured.
-
-        Their lines are written by that time: lines about later batches, which the metrics file gets
-        afterwards, are written again when the run resumes from here.
-        """
+        """Return a copy of all measurements, once all batches handed over are measured."""
         if not self.wait_until_idle():
             logger.warning(
                 "the leak audit is behind: a checkpoint is written without the last batches"
@@ -226,10 +214,8 @@ class LeakRecorder:
 class AuditsTogether:
     """Shows every observation to two audits of the same steps, and returns the first one's result.
 
-    Quantities that both derive from a layer's gradients, such as the direction in which they
-    stretch most, are computed once. An error in the second audit, which only accumulates scores,
-    costs it the batch and is logged, the first time with its trace; an error in the first one costs
-    both the batch and is raised.
+    What both derive from a layer is computed once. An error in the second audit costs it the batch
+    and is logged; one in the first costs both the batch and is raised.
     """
 
     def __init__(self, first: Auditing, second: Auditing) -> None:

@@ -76,17 +76,12 @@ class LeakLine(Form):
     epoch: KnownCount
     step: KnownCount
     figures: Annotated[Figures, OF_A_BATCH]
-    random: Annotated[Number, Key("random_leak_auc")] = None
-    """The leak AUC of random scores on the same batch."""
+    random: Annotated[Number, Key("random_leak_auc")] = None  # of random scores on the batch
 
 
 @dataclass(frozen=True)
 class EpochLeakLine(Form):
-    """The attacks over one epoch.
-
-    For an attack on single batches the figure is its mean over the epoch's batches, and for an
-    attack that accumulates over the run it is the leak AUC of all gradients up to the epoch's end.
-    """
+    """The attacks over one epoch: means of its batches, or AUCs of all gradients so far."""
 
     epoch: KnownCount
     figures: Annotated[Figures, Flat(write=_write_figures)]
@@ -114,10 +109,8 @@ class EvaluationLine(Form):
     loss: Number = None
     auc: Number = None
     calibration_error: Number = None
-    train_loss: Number = None
-    """Mean over the training steps of the epoch."""
-    accuracy: Annotated[Number, IF_ANY] = None
-    """Only with more than two classes."""
+    train_loss: Number = None  # mean over the training steps of the epoch
+    accuracy: Annotated[Number, IF_ANY] = None  # only with more than two classes
     class_aucs: Annotated[Object[Number], Flat("auc/")] = field(default_factory=dict)
     """Class -> AUC against the rest; only with more than two classes."""
     number: Annotated[NumberFigures | None, Flat()] = None
@@ -144,8 +137,7 @@ class GateLine(Form):
     epoch: KnownCount
     step: KnownCount
     figure: Figure
-    random: Number = None
-    """The same figure of random scores on the same batches."""
+    random: Number = None  # the same figure of random scores on the same batches
     limit: Number = None
 
 
@@ -153,11 +145,9 @@ class GateLine(Form):
 class AlarmLine(Form):
     """A leak alarm: an attack measured more than the ledger states for one answer."""
 
-    epoch: KnownCount
-    """The last epoch that was judged."""
+    epoch: KnownCount  # the last epoch that was judged
     figure: Figure
-    margin: Number = None
-    """The part of the figure that chance may account for."""
+    margin: Number = None  # the part of the figure that chance may account for
     bound: Number = None
 
 
@@ -195,12 +185,9 @@ class LineFields(NamedTuple):
     """A line as it stands in the file, without its time."""
 
     kind: str
-    epoch: int | None
-    """Counted from 0."""
-    step: int | None
-    """Within the epoch, from 0; None for a line about a whole epoch or the whole run."""
-    values: Mapping[str, Any]
-    """Everything else, in the order written."""
+    epoch: int | None  # counted from 0
+    step: int | None  # within the epoch, from 0; None for a whole epoch or run
+    values: Mapping[str, Any]  # everything else, in the order written
 
 
 def to_fields(line: Line) -> LineFields:

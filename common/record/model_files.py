@@ -78,8 +78,7 @@ def delete_saved(folder: Path, file_name: str) -> None:
 SETTING = "initial_weights"
 PRETRAINED = "bottom_model.weights"
 
-TRUE_LABELS = {"learned_from": "true labels"}
-"""Metadata of weights that true labels have entered."""
+TRUE_LABELS = {"learned_from": "true labels"}  # metadata of weights that true labels have entered
 RELEASED_LABELS = {"learned_from": "released labels"}
 """Metadata of weights that only labels released by a defense have entered."""
 
@@ -90,28 +89,17 @@ _UNREADABLE = (
 """Errors that the libraries raise for files of another kind; errors of the disk are not among them.
 """
 _CHECKPOINT = "the checkpoint folder of this party in a run that has ended, as RUN/PARTY/checkpoint"
-_MAX_ENCODER_BYTES = 2**31
-"""Twice the size of vocabularies with a hundred million categories."""
+_MAX_ENCODER_BYTES = 2**31  # twice the size of vocabularies with a hundred million categories
 
 
 @dataclass(frozen=True)
 class EarlierModel:
     folder: Path
-
-    encoder: FeatureEncoder | None
-    """None for an active party without features."""
-
-    is_label_free: bool = False
-    """Whether no true label has entered the weights, but only labels that a defense released."""
-
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    """Kept with the weights."""
-
-    weights: str = WEIGHTS
-    """The name of the file of weights."""
-
-    setting: str = SETTING
-    """What names the folder, for messages."""
+    encoder: FeatureEncoder | None  # None for an active party without features
+    is_label_free: bool = False  # whether only labels that a defense released have entered
+    metadata: Mapping[str, str] = field(default_factory=dict)  # kept with the weights
+    weights: str = WEIGHTS  # the name of the file of weights
+    setting: str = SETTING  # what names the folder, for messages
 
     @classmethod
     def open(cls, folder: Path, weights: str = WEIGHTS, setting: str = SETTING) -> "EarlierModel":
@@ -154,9 +142,7 @@ class EarlierModel:
 class PretrainedWeights:
     """Files of weights with which modules of a party's own bottom model begin to train."""
 
-    files: Mapping[str, Path]
-    """By module; an empty name is the whole model."""
-
+    files: Mapping[str, Path]  # by module; an empty name is the whole model
     digest: str = ""
 
     @classmethod

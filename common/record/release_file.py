@@ -19,8 +19,7 @@ from splitveil.common.record.run_folder import checkpoint_folder, write_bytes_at
 
 RELEASES = "releases.safetensors"
 
-Tensors = Mapping[str, Tensor]
-"""The parts of one release, by name."""
+Tensors = Mapping[str, Tensor]  # the parts of one release, by name
 
 
 class ReleaseFile:

@@ -26,8 +26,7 @@ from splitveil.common.text.files import OWNER_ONLY, replacing_file
 
 _logger = logging.getLogger(__name__)
 
-AS_USUAL = 0o666
-"""Mode of a file that is meant to be passed on: the process's umask decides."""
+AS_USUAL = 0o666  # mode of a file that is meant to be passed on: the process's umask decides
 _OWNER_ONLY_FOLDER = 0o700
 _OTHERS = 0o077
 
@@ -40,10 +39,7 @@ _RUNS_ALREADY = (
 def open_run_folder(
     runs_dir: Path, run_name: str, party: str, resumes: Callable[[Path], bool] = lambda _: False
 ) -> Path:
-    """Claim the folder for one party's results, for as long as this process lives.
-
-    Results in it for which ``resumes`` returns false are moved aside. Raises SettingsError.
-    """
+    """Claim a party's folder for this process; move results aside unless it ``resumes`` them."""
     for name in (run_name, party):
         if name in {"", ".", ".."} or set(name) & {"/", "\\", "\0"}:
             raise SettingsError(f"expected a name that can name a folder, got {name!r}")

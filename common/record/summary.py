@@ -34,14 +34,11 @@ from splitveil.common.record.values import (
 
 
 class Provenance(NamedTuple):
-    ended: str
-    """Date and time, UTC, ISO 8601 to the second."""
-    system: str
-    """Operating system and processor architecture."""
+    ended: str  # date and time, UTC, ISO 8601 to the second
+    system: str  # operating system and processor architecture
     python: str
     torch: str
-    device: str = ""
-    """Of a GPU its model, its driver and torch's version of CUDA, too."""
+    device: str = ""  # of a GPU its model, its driver and torch's version of CUDA, too
 
 
 def provenance_of_process(device: str) -> Provenance:
@@ -68,8 +65,7 @@ class ModelFigures(Form):
     test_loss: Number = None
     test_calibration_error: Number = None
     train_loss: Number = None
-    test_accuracy: Annotated[Number, IF_ANY] = None
-    """Only with more than two classes."""
+    test_accuracy: Annotated[Number, IF_ANY] = None  # only with more than two classes
     test_auc_by_class: Annotated[Object[Number] | None, IF_ANY] = None
     """Only with more than two classes."""
     test_auc_refit: Annotated[Number, IF_ANY] = None
@@ -101,8 +97,7 @@ class AdversaryBound(NamedTuple):
 
 @dataclass(frozen=True)
 class EarlierAnswers(Form):
-    examples: Count
-    """Number of training rows of this run about which earlier runs answered."""
+    examples: Count  # number of training rows of this run about which earlier runs answered
     bounds: Annotated[LedgerFigures, Flat()]
 
 
@@ -127,10 +122,8 @@ class ActiveFigures(Form):
     )
     """Status word -> number."""
     earlier_answers: Annotated[Maybe[EarlierAnswers], IF_ANY] = None
-    leak_alarms: Annotated[Count, IF_ANY] = None
-    """None without a leak monitor."""
-    gate: Annotated[GateFigures | None, Flat("leak_gate_")] = None
-    """None without a leak gate."""
+    leak_alarms: Annotated[Count, IF_ANY] = None  # None without a leak monitor
+    gate: Annotated[GateFigures | None, Flat("leak_gate_")] = None  # None without a leak gate
 
 
 @dataclass(frozen=True)
@@ -142,16 +135,13 @@ class AuditedFigures(Form):
 @dataclass(frozen=True, kw_only=True)
 class Summary(Form):
     counts: Annotated[RunCounts, Flat()] = field(default_factory=RunCounts)
-    active: Annotated[ActiveFigures | None, Flat()] = None
-    """None in a passive party's summary."""
+    active: Annotated[ActiveFigures | None, Flat()] = None  # None in a passive party's summary
     audited: Annotated[AuditedFigures | None, Flat()] = None
     """None if the party did not request audits."""
-    leak: Annotated[LeakFigures | None, Flat()] = None
-    """None if attacks were not run."""
+    leak: Annotated[LeakFigures | None, Flat()] = None  # None if attacks were not run
     transcript: Annotated[Maybe[TranscriptEnd], IF_ANY] = None
     version: Annotated[Text, IF_ANY] = None
-    provenance: Annotated[Maybe[Provenance], IF_ANY] = None
-    """Where and when the run ended."""
+    provenance: Annotated[Maybe[Provenance], IF_ANY] = None  # where and when the run ended
 
     @property
     def of_active(self) -> ActiveFigures:

@@ -31,8 +31,7 @@ from pydantic import (
 
 ValueT = TypeVar("ValueT")
 
-_LARGEST_NUMBER = 1e300
-"""JSON allows numbers of any size; larger ones are not figures of a run."""
+_LARGEST_NUMBER = 1e300  # JSON allows numbers of any size; larger ones are not figures of a run
 _LARGEST_COUNT = 2**63
 
 
@@ -76,10 +75,8 @@ Text: TypeAlias = Annotated[str | None, BeforeValidator(as_text)]
 Object: TypeAlias = Annotated[Mapping[str, ValueT], BeforeValidator(as_mapping)]
 Maybe: TypeAlias = Annotated[ValueT | None, WrapValidator(_or_none)]
 """Something that is as good as absent where it has another form."""
-Table: TypeAlias = Object[OnErrorOmit[ValueT]]
-"""Name -> value."""
-ByAttack: TypeAlias = Table[Table[ValueT]]
-"""Layer -> attack -> value."""
+Table: TypeAlias = Object[OnErrorOmit[ValueT]]  # name -> value
+ByAttack: TypeAlias = Table[Table[ValueT]]  # layer -> attack -> value
 
 
 class Key(NamedTuple):
@@ -110,8 +107,7 @@ class Flat(NamedTuple):
         }
 
 
-IF_ANY = "if any"
-"""Marks a field that is not written where it is None or empty."""
+IF_ANY = "if any"  # marks a field that is not written where it is None or empty
 
 
 class Form:

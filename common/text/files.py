@@ -17,8 +17,7 @@ from typing import BinaryIO
 from splitveil.common.errors import SettingsError
 from splitveil.common.text.wording import suggest
 
-OWNER_ONLY = 0o600
-"""Mode of a file that only its owner may read and write."""
+OWNER_ONLY = 0o600  # mode of a file that only its owner may read and write
 
 _MAX_SECRET_BYTES = 2**16
 _PIECE_BYTES = 2**20

@@ -16,22 +16,17 @@ from splitveil.common.text.files import read_or_refuse
 
 class Extent(NamedTuple):
     max_bytes: int
-    max_nodes: int
-    """Number of values, lists and mappings."""
-
-    may_repeat: bool = False
-    """Whether aliases are allowed, whose values are not counted."""
+    max_nodes: int  # number of values, lists and mappings
+    may_repeat: bool = False  # whether aliases are allowed, whose values are not counted
 
 
 AS_WRITTEN = Extent(2**20, 50_000)
 """For a settings file: enough for tens of thousands of column names."""
 RESOLVED = Extent(2**24, 500_000)
 """For both files with every default filled in, as each party keeps them with its results."""
-OWN_PLAN = Extent(2**20, 50_000, may_repeat=True)
-"""For a file that nobody else has written."""
+OWN_PLAN = Extent(2**20, 50_000, may_repeat=True)  # for a file that nobody else has written
 
-MAX_DEPTH = 32
-"""Nesting depth of lists and mappings; the settings have about eight levels."""
+MAX_DEPTH = 32  # nesting depth of lists and mappings; the settings have about eight levels
 MAX_NUMBER_CHARACTERS = 128
 _SHOWN_CHARACTERS = 200
 

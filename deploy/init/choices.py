@@ -33,8 +33,7 @@ NUMBER_LABEL_WORDS = frozenset(["y", "label", "target"])
 """Words in the names of columns whose numbers are labels; others are often features."""
 
 ID_WORDS = words_of("id ids key uuid guid identifier customer client patient person user")
-TELLTALE_AUC = 0.995
-"""AUC of a single column, from which it counts as another form of the label."""
+TELLTALE_AUC = 0.995  # AUC of a single column, from which it counts as another form of the label
 _MOST_CATEGORIES_SHARE = 0.5
 
 
@@ -52,10 +51,8 @@ class Choices(NamedTuple):
     categorical: tuple[Column, ...]
     timestamps: tuple[Column, ...]
     left_out: tuple[LeftOut, ...]
-    split_column: str | None
-    """A column that says train, validation or test."""
-    time_format: str | None = None
-    """How texts of times are written; None for ISO 8601."""
+    split_column: str | None  # a column that says train, validation or test
+    time_format: str | None = None  # how texts of times are written; None for ISO 8601
 
     @property
     def gaps(self) -> tuple[str, ...]:
@@ -75,8 +72,7 @@ class Choices(NamedTuple):
 
 class Wishes(NamedTuple):
     id_column: str | None = None
-    has_id: bool = True
-    """Whether there is an id at all; without one, equal row numbers mean the same example."""
+    has_id: bool = True  # without, equal row numbers mean the same example
     label_column: str | None = None
     positive_label: tuple[str, ...] = ()
     leave_out_unlabelled: bool = False
@@ -84,8 +80,7 @@ class Wishes(NamedTuple):
     numeric: tuple[str, ...] = ()
     categorical: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    missing_texts: tuple[str, ...] = ()
-    """Texts that mean "no value", beside those that are known."""
+    missing_texts: tuple[str, ...] = ()  # texts that mean "no value", beside those that are known
 
 
 def id_candidates(columns: Sequence[Column], cells: Mapping[str, Any]) -> dict[str, OwnIds]:

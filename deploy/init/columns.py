@@ -50,15 +50,8 @@ NO_NAME = "has no name of its own, like the row numbers of a pandas table: name 
 class Almost(NamedTuple):
     """What nearly all cells of a column are."""
 
-    in_words: str
-    """How many cells are, and which rows are not."""
-
-    others: tuple[str, ...]
-    """The texts that are not, if these may be gaps and are few."""
-
-    codes: tuple[str, ...]
-    """Those of them without a digit that several cells hold: nobody mistypes a number so."""
-
+    in_words: str  # how many cells are, and which rows are not
+    codes: tuple[str, ...]  # other texts without a digit, in several cells each: no mistypes
     remedy: str
 
 
@@ -78,7 +71,7 @@ def almost(
     counts = np.bincount(column.codes[is_wrong], minlength=len(is_right))[~is_right]
     codes = (x for x, n in zip(others, counts, strict=False) if n > 1 and re.fullmatch(_CODE, x))
     remedy = remedy or "--missing-text TEXT for a text that means no value,"
-    return Almost(words, tuple(others), tuple(codes), remedy)
+    return Almost(words, tuple(codes), remedy)
 
 
 def almost_numbers(column: CategoricalColumn, is_number: NDArray[np.bool_]) -> Almost | None:
@@ -138,33 +131,16 @@ class Column(NamedTuple):
     kind: Kind
     num_rows: int
     missing: int
-    gaps: tuple[str, ...]
-    """The texts in this column that mean "no value"."""
-
-    distinct: int
-    """Number of distinct values, without gaps."""
-
-    values: tuple[str, ...]
-    """The distinct values, the most frequent first; at most ``MOST_VALUES`` of them."""
-
-    counts: tuple[int, ...]
-    """Rows of each of them."""
-
-    reason: str
-    """Why the whole numbers look like codes and not quantities; empty if they do not."""
-
-    low: float = 0.0
-    """The least of the numbers; 0 for other cells."""
-
+    gaps: tuple[str, ...]  # the texts in this column that mean "no value"
+    distinct: int  # number of distinct values, without gaps
+    values: tuple[str, ...]  # distinct, the most frequent first; at most ``MOST_VALUES``
+    counts: tuple[int, ...]  # rows of each of them
+    reason: str  # why the whole numbers look like codes and not quantities; empty if they do not
+    low: float = 0.0  # the least of the numbers; 0 for other cells
     high: float = 0.0
-    variance: float = 0.0
-    """Of the numbers over the rows."""
-
-    almost: Almost | None = None
-    """What nearly all of its cells are, if the others keep a run from reading it so."""
-
-    time_formats: tuple[str | None, ...] = ()
-    """The forms of strptime in which its texts are times, None for ISO 8601."""
+    variance: float = 0.0  # of the numbers over the rows
+    almost: Almost | None = None  # what nearly all cells are, if others prevent reading it so
+    time_formats: tuple[str | None, ...] = ()  # forms of strptime; None for ISO 8601
 
     @property
     def looks_like_codes(self) -> bool:
@@ -198,8 +174,7 @@ class Column(NamedTuple):
         return f"{what}; {self.missing:,} gaps{f' ({shown})' if shown else ''}"
 
 
-MOST_VALUES = 200
-"""Values of a column that are listed: more than any label has classes."""
+MOST_VALUES = 200  # values of a column that are listed: more than any label has classes
 
 
 def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column:

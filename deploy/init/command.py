@@ -3,8 +3,7 @@
     splitveil init active FILE [--label-column NAME] [--id-column NAME] ...
     splitveil init passive FILE [--id-column NAME] ...
 
-It asks only where standard input is a terminal; every answer can be given as an option as well. It
-imports no torch, so that help and a mistyped option are answered at once.
+It imports no torch, so that help and a mistyped option are answered at once.
 """
 
 import argparse

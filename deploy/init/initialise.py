@@ -1,10 +1,8 @@
-"""Looks at a table and writes settings, by arguments or by answers at a terminal."""
+"""Looks at a table and writes the settings that fit it."""
 
 import argparse
 import math
-import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,31 +21,19 @@ from splitveil.common.party.party_settings import Address, load_party_settings
 from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.settings import validate
 from splitveil.common.text.visible_text import visible
-from splitveil.deploy.init.choices import (
-    Wishes,
-    choose_id,
-    choose_label,
-    id_candidates,
-    label_candidates,
-)
+from splitveil.deploy.init.choices import Wishes
 from splitveil.deploy.init.columns import Column, codes_for_gaps, describe
-from splitveil.deploy.init.labels import classes_of, spellings
 from splitveil.deploy.init.proposal import Proposal, Terms, propose, texts_of, write_files
 from splitveil.deploy.init.tables import RawTable, read_raw
 from splitveil.passive_party.settings import PassiveSettings
-
-Ask = Callable[[str, Sequence[str]], str]
-"""Asks a question with a list of suggestions, of which the first is the default."""
 
 
 class Written(NamedTuple):
     proposal: Proposal
     columns: Sequence[Column]
     files: Sequence[Path]
-    id_doubts: Sequence[str]
-    """A sentence for each form of ids that the other party probably does not write."""
-    codes: Sequence[str]
-    """Texts that are read as "no value" because columns of numbers hold them again and again."""
+    id_doubts: Sequence[str]  # forms of ids that the other party may not write
+    codes: Sequence[str]  # read as "no value", as columns of numbers hold them repeatedly
 
     def as_json(self) -> dict[str, Any]:
         p, label = self.proposal, self.proposal.choices.label
@@ -92,19 +78,14 @@ def initialise(
     encoding: str | None = None,
     decimal: str | None = None,
     force: bool = False,
-    ask: Ask | None = None,
 ) -> Written:
-    """Look at a table and write the settings that fit it; ``ask`` decides what it leaves open."""
+    """Look at a table and write the settings that fit it."""
     named = (wishes.id_column, wishes.label_column, *wishes.numeric, *wishes.categorical)
     table = read_raw(path, delimiter, encoding, decimal, has_header=any(named))
     columns = _described(table, wishes)
     codes = codes_for_gaps(columns, table.columns)
     wishes = wishes._replace(missing_texts=(*wishes.missing_texts, *codes))
     columns = _described(table, wishes) if codes else columns
-    if ask is not None:
-        wishes = _asked(table, columns, wishes, terms, ask)
-        wishes = _asked_about_columns(columns, wishes, ask)
-        columns = _described(table, wishes) if wishes.missing_texts else columns
     with with_advice(table.settings, Path()):
         proposal = propose(table, columns, wishes, terms)
     texts = texts_of(proposal, terms.role)
@@ -116,72 +97,6 @@ def initialise(
 
 def _described(table: RawTable, wishes: Wishes) -> list[Column]:
     return [describe(*column, wishes.missing_texts) for column in table.columns.items()]
-
-
-def _asked(
-    table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: Terms, ask: Ask
-) -> Wishes:
-    if wishes.id_column is None and wishes.has_id:
-        names = [*id_candidates(columns, table.columns), "-"]
-        names = _without_doubt(lambda: choose_id(columns, table.columns, wishes)[0], names)
-        answer = ask("Column with the ids by which both parties know an example", names)
-        id_column = None if answer in {"", "-"} else answer
-        wishes = wishes._replace(has_id=answer != "-", id_column=id_column)
-    if terms.role != ACTIVE:
-        return wishes
-    if wishes.label_column is None:
-        others = [column for column in columns if column.name != wishes.id_column]
-        candidates = label_candidates(others, with_gaps=True)
-        names = [column.name for column in sorted(candidates, key=lambda c: bool(c.missing))]
-        names = _without_doubt(lambda: choose_label(others, wishes).column, names)
-        answer = ask("Column with the labels", names)
-        wishes = wishes._replace(label_column=answer or None)
-    for column in columns:
-        if column.name == wishes.label_column and wishes.label_range is None:
-            wishes = _asked_about_labels(column, wishes, ask)
-    return wishes
-
-
-def _without_doubt(choose: Callable[[], str | None], names: Sequence[str]) -> list[str]:
-    """Put what would be chosen unasked first, or else nothing: that is no default then."""
-    default = None
-    with suppress(SettingsError):
-        default = choose()
-    return [default or "", *(name for name in names if name != default)]
-
-
-def _asked_about_labels(column: Column, wishes: Wishes, ask: Ask) -> Wishes:
-    if column.missing and not wishes.leave_out_unlabelled:
-        question = f"{column.missing:,} rows have no label: leave them out"
-        wishes = wishes._replace(leave_out_unlabelled=ask(question, ["no", "yes"]) == "yes")
-    positive = spellings(column)
-    if 0 < len(positive) < len(classes_of(column)) and not wishes.positive_label:
-        shown = ", ".join(map(repr, positive))
-        question = f"Labels seem to mean the same: do {shown} stand for 1, and all others for 0"
-        if ask(question, ["no", "yes"]) == "yes":
-            wishes = wishes._replace(positive_label=positive)
-    return wishes
-
-
-def _asked_about_columns(columns: Sequence[Column], wishes: Wishes, ask: Ask) -> Wishes:
-    for column in columns:
-        decided = (*wishes.categorical, *wishes.exclude, wishes.id_column, wishes.label_column)
-        if column.almost is None or column.name in decided:
-            continue
-        gaps = column.almost.others
-        is_category = any(set(gaps) & set(other.values) for other in columns if other != column)
-        answers = ["gaps"] if gaps and not is_category else []
-        answers += ["categorical", "exclude"] if column.kind == "text" else ["exclude"]
-        answer = ask(f"Column {column.name}: {column.almost.in_words}: read as", answers)
-        if answer not in answers:
-            raise SettingsError(f"column {column.name!r}: expected {' or '.join(answers)}")
-        if answer == "gaps":
-            wishes = wishes._replace(missing_texts=(*wishes.missing_texts, *gaps))
-        elif answer == "exclude":
-            wishes = wishes._replace(exclude=(*wishes.exclude, column.name))
-        else:
-            wishes = wishes._replace(categorical=(*wishes.categorical, column.name))
-    return wishes
 
 
 def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> Table:
@@ -209,7 +124,6 @@ def perform(options: argparse.Namespace) -> int:
         encoding=options.encoding,
         decimal=options.decimal,
         force=options.force,
-        ask=_ask_terminal if sys.stdin.isatty() and not options.json else None,
     )
     if options.json:
         print_json(written.as_json())
@@ -256,15 +170,6 @@ def _terms(options: argparse.Namespace) -> Terms:
             what = "HOST:PORT" if option == "--address" else "letters, digits, dots and hyphens"
             raise SettingsError(f"{option} {value}: expected {what}") from error
     return Terms(options.role, options.folder, options.party, options.run_name, options.address)
-
-
-def _ask_terminal(question: str, suggestions: Sequence[str]) -> str:
-    shown = ", ".join(map(visible, filter(None, suggestions[:8])))
-    default = suggestions[0] if suggestions else ""
-    offered = f" [{visible(default)}]" if default else ""
-    sys.stderr.write(f"{question}{f' ({shown})' if shown else ''}{offered}: ")
-    sys.stderr.flush()
-    return sys.stdin.readline().strip() or default
 
 
 def _print(written: Written, role: str) -> None:

@@ -28,8 +28,7 @@ _IDENTIFIERS = {
     "e-mail addresses": r"[^@\s]+@[^@\s]+\.\w+",
     "telephone or account numbers": r"(\+|0)\d[\d ()/-]{6,20}",
 }
-_EPOCHS_S = (0.9e9, 2.2e9)
-"""Times since 1970 in seconds, or in smaller units, have as many digits as telephone numbers."""
+_EPOCHS_S = (0.9e9, 2.2e9)  # times since 1970 have as many digits as telephone numbers
 
 
 class OwnIds(NamedTuple):
@@ -37,12 +36,8 @@ class OwnIds(NamedTuple):
 
     num_rows: int
     without_id: int = 0
-    repeated: int = 0
-    """Rows with the id of an earlier row."""
-
-    doubt: str = ""
-    """Why the column is taken only if it is named."""
-
+    repeated: int = 0  # rows with the id of an earlier row
+    doubt: str = ""  # why the column is taken only if it is named
     rule: TextId = TextId()
     """What the contract should say of them: of whole numbers with a decimal point, and of letters
     all of one case, which the other party may write in the other."""

@@ -33,8 +33,7 @@ from splitveil.deploy.init.own_ids import OwnIds
 from splitveil.deploy.init.tables import RawTable
 
 LEAK_AUC = 0.6
-RANK = 160
-"""Sums in each stage of `projected_labels`, for a cut layer of 64 numbers."""
+RANK = 160  # sums in each stage of `projected_labels`, for a cut layer of 64 numbers
 
 TRAIN_SHARE = 0.8
 _BATCHES = ((16_000, 1024), (2_000, 256), (500, 128), (0, 32))
@@ -88,8 +87,7 @@ def _forecast(num_rows: int, label: Label) -> str:
 Role = Literal["active", "passive"]
 
 _MANY_CATEGORIES = 1000
-_LARGE_VOCABULARY = 100_000
-"""The default of ``optimizer.sparse_from_rows``."""
+_LARGE_VOCABULARY = 100_000  # the default of ``optimizer.sparse_from_rows``
 _ROWS_PER_COUNT = 4000
 _MOST_MIN_COUNT = 20
 _WIDE_OPEN = 0o644
@@ -101,10 +99,8 @@ class Terms(NamedTuple):
     role: Role
     folder: Path
     party: str = "passive"
-    run_name: str | None = None
-    """By default the name of the file."""
-    address: str = "127.0.0.1:50051"
-    """At the active party where it listens, at a passive one where it connects to."""
+    run_name: str | None = None  # by default the name of the file
+    address: str = "127.0.0.1:50051"  # where the active party listens, the passive connects to
 
 
 class Proposal(NamedTuple):
@@ -119,8 +115,7 @@ class Proposal(NamedTuple):
     is_whole: bool
     choices: Choices
     sizes: Sizes
-    forecast: str
-    """What the recommended defense leaves of the labels; empty without labels."""
+    forecast: str  # what the recommended defense leaves of the labels; empty without labels
     ids: OwnIds
     leak_auc: float = LEAK_AUC
     rank: int = RANK

@@ -19,8 +19,7 @@ from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.settings import validate
 from splitveil.deploy.init.columns import GAPS, NO_NAME, as_text, without_gaps
 
-MOST_ROWS = 1_000_000
-"""Rows that are looked at; in a larger table, those at its beginning stand for the others."""
+MOST_ROWS = 1_000_000  # that are looked at; in a larger table, they stand for the others
 
 _TEXT = {".csv", ".tsv", ".txt"}
 
@@ -29,19 +28,13 @@ class RawTable(NamedTuple):
     """A table's columns as written."""
 
     path: Path
-    source: Mapping[str, Any]
-    """The source as it stands in the settings, without its path."""
-    settings: Source
-    """The same with its path."""
-    columns: Mapping[str, Any]
-    """Column name -> pyarrow ChunkedArray."""
-    num_rows: int
-    """Rows of the whole file, estimated if only its beginning was read."""
+    source: Mapping[str, Any]  # the source as it stands in the settings, without its path
+    settings: Source  # the same with its path
+    columns: Mapping[str, Any]  # column name -> pyarrow ChunkedArray
+    num_rows: int  # rows of the whole file, estimated if only its beginning was read
     is_whole: bool
-    left_out: Mapping[str, str]
-    """The reasons not to use a column that is not among ``columns``."""
-    index_columns: Sequence[str]
-    """Those that held the rows' labels in pandas."""
+    left_out: Mapping[str, str]  # the reasons not to use a column that is not among ``columns``
+    index_columns: Sequence[str]  # those that held the rows' labels in pandas
 
 
 def read_raw(
@@ -113,10 +106,7 @@ def _decimals_of(text: Any) -> set[str]:
 
 
 def _decimal_of(texts: Mapping[str, Any], forms: Mapping[str, set[str]]) -> str | None:
-    """Return the decimal mark that all columns of numbers have; None where a point alone will do.
-
-    It is unknown, and None as well, if each comma may be the one mark or the other.
-    """
+    """Return the decimal mark of all columns of numbers; None if a point will do, or unknown."""
     plain = {name for name, text in texts.items() if _are_all(text, NUMBER)}
     others = [texts[name] for name, marks in forms.items() if marks and name not in plain]
     possible = set(NUMBERS_BY_DECIMAL).intersection(

@@ -13,7 +13,6 @@ from splitveil.common.party.aligned_table import (
     read_own_ids,
     write_aligned,
 )
-from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.endpoint import serving_status
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
@@ -23,7 +22,8 @@ from splitveil.common.record.run_folder import open_run_folder
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.sample_order import CommonOrder
 from splitveil.passive_party.aligning import AlignmentObserver, AlignmentRun
-from splitveil.passive_party.assembly import build_aligner, build_peer, checked_credentials
+from splitveil.passive_party.connecting import Connect, checked_connection
+from splitveil.passive_party.opening import Aligner
 from splitveil.passive_party.settings import PassiveSettings
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def align(parsed: argparse.Namespace) -> None:
     interruption.install()
     settings = aligning(command_line.load_settings(PassiveSettings, parsed, "passive"))
     check_outputs(settings, parsed.output, positions=parsed.positions)
-    credentials = checked_credentials(settings)
+    connect = checked_connection(settings)
     own = read_own_ids(settings)
     logger.info("%d ids read from %s", len(own.data.ids), own.data.table.source)
     interruption.check()
@@ -43,7 +43,7 @@ def align(parsed: argparse.Namespace) -> None:
         CountProgress(f"{settings.party}: aligning") as progress,
         serving_status(status, settings.status, interruption),
     ):
-        order = _find_common_order(settings, own.data, credentials, status, progress, interruption)
+        order = _find_common_order(settings, own.data, connect, status, progress, interruption)
     written = write_aligned(settings, own, order, parsed.output, positions=parsed.positions)
     print_aligned(written, as_json=parsed.json)
 
@@ -51,7 +51,7 @@ def align(parsed: argparse.Namespace) -> None:
 def _find_common_order(
     settings: PassiveSettings,
     data: PartyData,
-    credentials: CredentialFiles | None,
+    connect: Connect,
     status: RunStatus,
     progress: CountProgress,
     interruption: Interruption,
@@ -59,7 +59,7 @@ def _find_common_order(
     contract = settings.contract
     folder = open_run_folder(settings.runs_dir / contract.run_name, FOLDER, settings.folder_name())
     command_line.save_resolved(settings, folder)
-    aligner = build_aligner(settings, data, folder)
+    aligner = Aligner.of(settings, data, folder)
 
     def show(done_ids: int, total_ids: int) -> None:
         status.enter_stage("aligning")
@@ -69,9 +69,7 @@ def _find_common_order(
     with ExitStack() as resources:
         wanted = Transcript(folder, settings.party) if settings.transcript else nullcontext()
         transcript = resources.enter_context(wanted)
-        peer = resources.enter_context(
-            build_peer(settings, credentials, transcript, status, interruption)
-        )
+        peer = resources.enter_context(connect(transcript, status, interruption))
         status.enter_stage("waiting")
         run = AlignmentRun(aligner, AlignmentObserver(status.name_run, show), interruption)
         run.run(peer)

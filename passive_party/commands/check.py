@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 
+from splitveil.common.alignment.buckets import padded_size
 from splitveil.common.errors import PeerUnreachable, SettingsError
 from splitveil.common.models.device import device_in_words
 from splitveil.common.models.factory import Trial, build_bottom_model, lone_row_in_words
@@ -19,7 +20,8 @@ from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.model_files import PretrainedWeights
 from splitveil.common.wire.endpoint import check_security
-from splitveil.passive_party.assembly import connection_of, evaluation_labels, idle_peer
+from splitveil.passive_party.assembly import evaluation_labels
+from splitveil.passive_party.connecting import connection_of, idle_peer
 from splitveil.passive_party.probing import connection_checks
 from splitveil.passive_party.settings import PassiveSettings
 
@@ -40,6 +42,7 @@ def check(parsed: argparse.Namespace) -> None:
         if encoder is None:
             raise SettingsError("data.features: the passive party needs features")
         contract, device = settings.contract, command_line.device_of(settings)
+        padded_size(len(data.ids), contract.alignment.buckets, contract.alignment.max_set_size)
         build = partial(
             build_bottom_model,
             settings.bottom_model,

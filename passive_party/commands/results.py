@@ -14,7 +14,6 @@ from splitveil.common.record.transcript import Transcript
 from splitveil.common.text.version import VERSION
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.feature_exposure import measure_exposure
-from splitveil.passive_party.report_page import write_exposure, write_passive_report
 from splitveil.passive_party.settings import PassiveReportSettings
 
 _logger = logging.getLogger(__name__)
@@ -27,6 +26,8 @@ def try_to_measure(
     encoder: FeatureEncoder,
     own_rows: int,
 ) -> None:
+    from splitveil.passive_party.report_page import write_exposure  # noqa: PLC0415
+
     try:
         found = measure_exposure(trainer, encoder, own_rows, settings.probe_rows)
         if found is not None:
@@ -38,6 +39,9 @@ def try_to_measure(
 
 
 def try_to_report(folder: Path) -> None:
+    # A run need not wait for what its report is made with, nor hold it in memory.
+    from splitveil.passive_party.report_page import write_passive_report  # noqa: PLC0415
+
     try:
         _logger.info("report written to %s", write_passive_report(folder))
     except SplitveilError as error:

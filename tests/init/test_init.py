@@ -23,6 +23,7 @@ from splitveil.deploy.init.columns import Column, describe
 from splitveil.deploy.init.initialise import Written, initialise
 from splitveil.deploy.init.proposal import Terms, recommended_sizes
 from tests.support import simulation
+from tests.support.commands import exit_code_of
 
 ROWS = 600
 
@@ -218,21 +219,6 @@ def test_a_question_that_is_left_open_is_not_guessed(tmp_path: Path) -> None:
     assert dict(found.proposal.choices.left_out)["client"].startswith("texts of which most rows")
 
 
-def test_answers_are_asked_for_where_somebody_can_answer(tmp_path: Path) -> None:
-    asked: list[tuple[str, list[str]]] = []
-
-    def ask(question: str, suggestions: Sequence[str]) -> str:
-        asked.append((question, list(suggestions)))
-        return {"C": "client"}.get(question[:1], "") if "ids" in question else "churned"
-
-    path = clients(tmp_path, y=[i % 2 for i in range(ROWS)], card_id=range(ROWS))
-    found = initialise(path, Wishes(), Terms("active", tmp_path), ask=ask)
-    assert found.proposal.choices.id_column == "client"
-    assert [one for _, one in asked] == [["", "client", "card_id", "-"], ["", "churned", "y"]]
-    initialise(clients(tmp_path), Wishes(), Terms("active", tmp_path), ask=ask, force=True)
-    assert [one for _, one in asked[2:]] == [["client", "-"], ["churned"]]
-
-
 def test_parquet_is_read_in_its_own_types(tmp_path: Path) -> None:
     when = np.arange(ROWS).astype("datetime64[D]")
     table = pa.table({"id": range(ROWS), "when": when, "amount": draw().random(ROWS)})
@@ -305,10 +291,8 @@ def test_a_file_without_a_table_is_refused(tmp_path: Path, text: str, message: s
         passive(tmp_path, tmp_path / "t.csv")
 
 
-def command(*words: object) -> int | str | None:
-    with pytest.raises(SystemExit) as end:
-        splitveil(["init", *map(str, words)])
-    return end.value.code
+def command(*words: object) -> int:
+    return exit_code_of(splitveil, "init", *words)
 
 
 def test_nothing_is_overwritten_without_force(

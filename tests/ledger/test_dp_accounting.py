@@ -115,6 +115,7 @@ GAUSSIAN = {
 }
 MIXED = {
     "three responses": [label(key, "randomized_response", 0.6) for key in "abc"],
+    "a response and a fresh answer": [label("a", "randomized_response", 2.0), fresh(1.0)],
     "laplace and alibi": [label("a", "laplace", 0.8), label("b", "alibi", 1.5)],
     "every kind": [
         *(label("a", "randomized_response", 0.7), label("b", "laplace", 0.5)),

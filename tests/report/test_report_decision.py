@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from splitveil.common.record.summary import (
     RunCounts,
     Summary,
 )
+from tests.support.commands import exit_code_of
 from tests.support.records import append_lines
 
 ALIGNED = 10_000
@@ -57,7 +59,6 @@ def write_run(
     first_id: int = 0,
     noise_seed: int = 1,
 ) -> Path:
-    """Write the active party's files of a run that has ended."""
     active = folder / "active"
     (active / "checkpoint").mkdir(parents=True)
     append_lines(active, AlignmentLine(ALIGNED), LeakLine(0, 0, (), 0.55))
@@ -250,11 +251,7 @@ def test_the_command_takes_a_target_and_several_runs(
     monkeypatch.chdir(tmp_path)
     a, b = (str(write_run(tmp_path / name)) for name in "ab")
 
-    def run(*arguments: str) -> int | str | None:
-        with pytest.raises(SystemExit) as ended:
-            main(["report", *arguments])
-        return ended.value.code
-
+    run = partial(exit_code_of, main, "report")
     assert run(a, "--target-leak-auc", "0.55", "--json") == 0
     page = Path(json.loads(capsys.readouterr().out)["report"]).read_text(encoding="utf-8")
     assert "does not meet all that is asked: bound for anybody" in page
@@ -271,16 +268,14 @@ def test_the_command_takes_a_target_and_several_runs(
     assert run(str(tmp_path)) == 2
 
 
-def test_a_comparison_has_paired_intervals_where_the_test_rows_are_shared(tmp_path: Path) -> None:
+def test_a_comparison_says_whether_the_test_rows_are_the_same(tmp_path: Path) -> None:
     first = write_run(tmp_path / "a")
     same = write_run(tmp_path / "b", noise_seed=2)
     other = write_run(tmp_path / "c", first_id=500)
-    page = write_comparison([first, same], tmp_path / "same.html").read_text(encoding="utf-8")
-    assert f"the same {TEST_ROWS:,} test rows, and the same training rows" in page
-    assert "not comparable" not in page
-    page = write_comparison([first, same, other], tmp_path / "o.html").read_text(encoding="utf-8")
-    assert f"run 3: the test rows differ: {TEST_ROWS - 500:,} are common to both" in page
-    assert "not comparable" in page
+    for runs, are_same in (([first, same], True), ([first, same, other], False)):
+        page = write_comparison(runs, tmp_path / "page.html").read_text(encoding="utf-8")
+        assert ("All runs have the same test rows" in page) == are_same
+        assert ("The test rows of the runs differ" in page) != are_same
 
 
 def test_the_page_names_the_test_auc_of_an_undefended_run_on_the_same_rows(tmp_path: Path) -> None:

@@ -23,9 +23,10 @@ from splitveil.common.party.party_status import PartyStatus, RunStatus
 from splitveil.common.record.summary import Summary
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.assembly import BottomBuilder
+from splitveil.passive_party.connecting import noting_attempts
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.opening import Aligner, Participant
-from splitveil.passive_party.recorder import PassiveRecorder, noting_attempts
+from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
 from tests.support.runs import CPU
 from tests.support.simulation import free_address, read_settings
@@ -35,8 +36,6 @@ Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 class Watched(NamedTuple):
-    """A run that has ended, as each party's operators saw it."""
-
     active: ActiveStatus
     passive: RunStatus
     passive_summary: Summary
@@ -94,7 +93,6 @@ def watched_run(folder: Path, into: Path, *active: str) -> Watched:
 
 
 def series_of(status: PartyStatus) -> Series:
-    """Return everything that an endpoint shows."""
     families = text_string_to_metric_families(generate_latest(status.metrics.registry).decode())
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value

@@ -81,25 +81,6 @@ def report(compared: LocalRun, tmp_path_factory: pytest.TempPathFactory) -> Path
     return write_report(compared.runs_dir / DEFENDED, tmp_path_factory.mktemp("page") / "r.html")
 
 
-def test_each_run_leaves_a_report(compared: LocalRun) -> None:
-    for name in (WITHOUT, DEFENDED):
-        page = (compared.runs_dir / name / "active" / "report.html").read_text(encoding="utf-8")
-        assert f"<h1>{name}</h1>" in page
-        # Written again once the passive party's files were there.
-        assert "<td>passive</td><td>first</td>" in page
-
-
-def test_verdicts_of_real_runs_tell_a_defense_from_none(compared: LocalRun) -> None:
-    pages = {
-        name: write_report(compared.runs_dir / name).read_text(encoding="utf-8")
-        for name in (WITHOUT, DEFENDED)
-    }
-    assert "Labels recovered" in pages[WITHOUT]
-    assert "Nothing in this run limits" in pages[WITHOUT]
-    assert "Nothing in this run limits" not in pages[DEFENDED]
-    assert re.search(r"Bound 0\.9\d\d: knows class means only", pages[DEFENDED])
-
-
 @needs_browser
 def test_the_report_opens_with_all_its_charts_and_no_complaint(
     report: Path, tmp_path: Path

@@ -25,12 +25,12 @@ from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
 from splitveil.common.data.features import FeatureEncoder, Features, FeatureShapes
 from splitveil.common.data.ids import numbered_subjects
 from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.models.data_parallel import Beginning, Learner, begin
 from splitveil.common.models.factory import Trial, build_top_model
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.ranks import Ranks
 from splitveil.common.models.settings import bins_of
 from splitveil.common.models.speed import speed_up
-from splitveil.common.models.spread_model import Beginning, Learner, begin
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.workers import Rank
 from splitveil.common.run.course import AlignedRows
@@ -175,7 +175,7 @@ class TrainerBuilder:
             shapes = None if self.encoder is None else self.encoder.shapes
             beginning = Beginning(shapes, tuple(settings.contract.aggregate_shape), total_steps)
             train = rows.splits["train"]
-            objective.spread = begin(self._ranks, learner, beginning, features, train)
+            objective.parallel = begin(self._ranks, learner, beginning, features, train)
         return objective
 
     def _kind_of(self, rows: AlignedRows, labels: Tensor) -> LabelKind:

@@ -21,7 +21,7 @@ import torch
 from benchmarks.environment import print_environment
 from splitveil.common.text.upper_bounds import auc_at_most
 from tests.support.attacked_run import deal_labels
-from tests.support.malicious import Attacked, PeerName, ReadingName, attack
+from tests.support.malicious import Attacked, attack
 
 EXAMPLES = Path(__file__).parent.parent / "deploy" / "examples"
 
@@ -43,8 +43,8 @@ DEFENSES: Mapping[str, str] = {
     ),
     "`projected_labels`, .6": "{name: projected_labels, strength: {leak_auc: 0.6}}",
 }
-PEERS: Mapping[PeerName, str] = {"honest": "follows the protocol", "groups": "chooses activations"}
-READINGS: tuple[ReadingName, ...] = (
+PEERS: Mapping[str, str] = {"honest": "follows the protocol", "groups": "chooses activations"}
+READINGS: tuple[str, ...] = (
     *("residual_energy", "off_the_common_line", "across_the_gap", "informed"),
 )
 
@@ -72,7 +72,7 @@ def main() -> None:
                 print(f"| {title} | {what} | `{reading}` | {cells} | {bound} |", flush=True)
 
 
-def outcome(arguments: argparse.Namespace, defense: str, peer: PeerName) -> Attacked:
+def outcome(arguments: argparse.Namespace, defense: str, peer: str) -> Attacked:
     example = EXAMPLES / arguments.example
     both = [f"contract.epochs={arguments.epochs}", f"model_seed={arguments.seed}"]
     with tempfile.TemporaryDirectory() as folder:

@@ -22,10 +22,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from benchmarks.environment import print_environment
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.models.conv import ConvBottom
+from splitveil.common.models.data_parallel import Beginning, Learner, begin, work
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.ranks import Ranks
 from splitveil.common.models.settings import AdamOptimizer, ConvModel
-from splitveil.common.models.spread_model import Beginning, Learner, begin, work
 
 SHAPES = FeatureShapes(0, (), (3, 32, 32))
 ROWS, BATCH, STEPS, ROUNDS = 2048, 256, 12, 3
@@ -42,7 +42,7 @@ def learner(cut: tuple[int, ...], _beginning: Beginning | None = None) -> Learne
 
 def second_rank(file: Path, cut: tuple[int, ...]) -> None:
     torch.set_num_threads(1)
-    ranks = Ranks.join(1, 2, file=file)
+    ranks = Ranks(1, 2, file=file)
     work(ranks, partial(learner, cut))
     ranks.close()
 
@@ -64,15 +64,15 @@ def measure(cut: tuple[int, ...], file: Path) -> tuple[float, float]:
     features = Features(image=torch.randint(0, 255, (ROWS, *(3, 32, 32)), dtype=torch.uint8))
     other = multiprocessing.get_context("spawn").Process(target=second_rank, args=(file, cut))
     other.start()
-    ranks = Ranks.join(0, 2, file=file)
-    single, spread = learner(cut), learner(cut)
+    ranks = Ranks(0, 2, file=file)
+    single, parallel = learner(cut), learner(cut)
     together = begin(
-        ranks, spread, Beginning(SHAPES, None, 1), features, torch.arange(ROWS).numpy()
+        ranks, parallel, Beginning(SHAPES, None, 1), features, torch.arange(ROWS).numpy()
     )
     rounds = [
         (
             ms_per_step(lambda at: single.model(features.rows(at)), single),
-            ms_per_step(together, spread),
+            ms_per_step(together, parallel),
         )
         for _ in range(ROUNDS)
     ]

@@ -1,6 +1,6 @@
 """How fast is a whole run of two processes, beside the same model in one process?
 
-    python -m benchmarks.whole_run [--rounds 3] [--only shipped mtls]
+    python -m benchmarks.whole_run [--rounds 3] [--only shipped mtls] [--threads]
         [--rows 67000] [--features 64] [--epochs 20] [--rtt 40 --rate 100]
     python -m benchmarks.whole_run --sizes 10000 100000 1000000 --features 16 --epochs 3
 
@@ -12,12 +12,13 @@ thread per process. Each round runs, one after the other:
   defense ``none`` and without audits;
 - ``shipped``: mutual TLS, ``projected_labels``, the default audits of both parties, and their
   status pages;
-- ``marvell``: the same with ``marvell``;
+- ``marvell``, ``none``: the same with ``marvell``, and without a defense;
 - ``..., depth N``: the same with ``pipeline_depth: N``.
 
 A figure is that of whole epochs after the first, with whatever lies between two epochs. CPU time is
-that of both processes, also until the first step and from the last evaluation to the end. Memory is
-each process's largest resident set (VmHWM). Ratios are those of medians over the rounds.
+that of both processes, also until the first step and from the last evaluation to the end, and with
+``--threads`` by thread. Memory is each process's largest resident set (VmHWM). Ratios are those of
+medians over the rounds.
 
 ``--sizes`` runs ``shipped`` once with each number of rows, and prints what each part of a run costs
 and how it grows: with exponent 1, ten times the rows cost ten times as much. A stage is what lies
@@ -34,9 +35,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +57,7 @@ NAMES = {"active": "active.splitveil", "passive": "passive.splitveil"}
 ENDS = ("first_step_s", "first_step_cpu_s", "ending_s", "ending_cpu_s")
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 POLL_S = 0.02
+MOST_THREADS = 12
 
 Parties = dict[str, "subprocess.Popen[bytes]"]
 
@@ -85,6 +88,8 @@ class Cost(NamedTuple):
     ending_s: float = 0.0
     """From the last evaluation to the exit of the last process."""
     ending_cpu_s: float = 0.0
+    threads_ms: Mapping[str, float] = MappingProxyType({})
+    """CPU time of one step in each thread."""
     stage_cpu_s: float = 0.0
     disk_mb: float = 0.0
     """All files of both parties."""
@@ -214,6 +219,7 @@ def watch(parties: Parties, metrics: Path, begun: float, epochs: int) -> Cost:
     first = (0.0, 0.0)
     stages_cpu_s: list[float] = []
     ends: list[tuple[float, float, int]] = []
+    threads: list[dict[str, float]] = []
     steps = 0
     for text in lines_of(metrics, parties):
         line = json.loads(text)
@@ -225,12 +231,17 @@ def watch(parties: Parties, metrics: Path, begun: float, epochs: int) -> Cost:
                 stages_cpu_s.append(cpu_of(parties) - ends[-1][1])
         if line.get("kind") == "test":
             ends.append((time.monotonic(), cpu_of(parties), steps))
+            threads.append(cpu_by_thread(parties))
         if len(ends) == epochs:
             break
     (from_s, from_cpu_s, before), (to_s, to_cpu_s, after) = ends[0], ends[-1]
     rate = (after - before) / (to_s - from_s)
     cpu_ms, stage_s = 1e3 * (to_cpu_s - from_cpu_s) / (after - before), max(stages_cpu_s)
-    return Cost(rate, cpu_ms, (), *first, stage_cpu_s=stage_s)
+    threads_ms = {
+        thread: 1e3 * (cpu_s - threads[0].get(thread, 0.0)) / (after - before)
+        for thread, cpu_s in threads[-1].items()
+    }
+    return Cost(rate, cpu_ms, (), *first, threads_ms=threads_ms, stage_cpu_s=stage_s)
 
 
 def lines_of(path: Path, parties: Parties) -> Iterator[str]:
@@ -258,6 +269,18 @@ def cpu_of(parties: Parties) -> float:
         fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2].split()
         ticks += sum(map(int, fields[11:13]))
     return ticks / CLOCK_TICKS
+
+
+def cpu_by_thread(parties: Parties) -> dict[str, float]:
+    """Return the CPU seconds of each live thread; that of the attacks has a niceness."""
+    found = {}
+    for party, process in parties.items():
+        for task in Path(f"/proc/{process.pid}/task").iterdir():
+            name, _, rest = (task / "stat").read_text().rpartition(") ")
+            fields = rest.split()
+            thread = f"{party} {name.replace('(', '')}, nice {fields[16]}"
+            found[thread] = sum(map(int, fields[11:13])) / CLOCK_TICKS
+    return found
 
 
 def cpu_of_ended() -> float:
@@ -288,7 +311,7 @@ def wait_for_end(parties: Parties) -> tuple[float, ...]:
 
 def runs_in(folder: Path, work: Work, line: Line | None) -> dict[str, Callable[[], Cost]]:
     runs: dict[str, Callable[[], Cost]] = {"monolithic": partial(in_a_process, monolithic, work)}
-    of_users = {"mtls": None, "shipped": "projected_labels", "marvell": "marvell"}
+    of_users = {"mtls": None, "shipped": "projected_labels", "marvell": "marvell", "none": "none"}
     for name, defense in of_users.items():
         run = partial(cost_of_run, folder, work, line, defense=defense)
         runs |= {name: run} | {f"{name}, depth {n}": partial(run, depth=n) for n in (2, 4)}
@@ -299,6 +322,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", help="names of the runs")
+    parser.add_argument("--threads", action="store_true", help="CPU time by thread, too")
     parser.add_argument("--sizes", type=int, nargs="+", help="numbers of rows to compare")
     for name, value in Work()._asdict().items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -322,6 +346,9 @@ def main() -> None:
             for name in given.only or runs:
                 found.setdefault(name, []).append(runs[name]())
                 print(f"{name}: {found[name][-1].steps_per_s:.1f} steps/s", flush=True)
+                by_thread = found[name][-1].threads_ms.items() if given.threads else ()
+                for thread, ms in sorted(by_thread, key=lambda one: -one[1])[:MOST_THREADS]:
+                    print(f"  {ms:5.2f} ms/step: {thread}")
     middle = {name: median_of(costs) for name, costs in found.items()}
     print_table(middle)
 

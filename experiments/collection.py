@@ -5,13 +5,15 @@ seed, party, layer, attack, statistic, epoch, step, value. The party is ``active
 with several passive parties, a name in the contract. A figure of a run has neither epoch nor
 step; ``epoch_...`` statistics have an epoch, ``step_leak`` a step, counted over the run. Of the
 gradients that an adversary stored with its evaluation labels, ``epoch_norm_q05``, ``_q50`` and
-``_q95`` are quantiles over examples, with ``label N`` in place of an attack.
+``_q95`` are quantiles over examples, with ``label N`` in place of an attack; behind
+`experiments.models.DeepBesideLogit` also ``epoch_error_...``, of the predictions' distance
+from the labels, and ``epoch_slope_...``, of the norm divided by it.
 """
 
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +33,7 @@ from splitveil.experiments.execution import FINISHED, read_marker
 STRETCHES = 200
 """Parts of a run over which the leak of single batches is averaged."""
 
-
+BESIDE_LOGIT = "splitveil.experiments.models:DeepBesideLogit"
 _BOUNDS_OF_EPOCHS = ("anybody_max", "honest_but_curious_max", "knows_class_means_only_max")
 
 
@@ -75,7 +77,9 @@ def collect(experiment: str, size: str, cell: Cell, results: Path) -> list[Figur
     whose = (experiment, size, cell.dataset, cell.variant, cell.series, setting, cell.seed)
     return [
         FigureRow(*whose, f.party, f.layer, f.attack, f.statistic, f.epoch, f.step, float(f.value))
-        for f in _found(folder, ("active", *passive_parties(cell.settings)))
+        for f in _found(
+            folder, {"active": cell.settings["active"], **passive_parties(cell.settings)}
+        )
         if f.value is not None
     ]
 
@@ -107,16 +111,17 @@ def circumstances_of(cell: Cell, results: Path) -> dict[str, Any]:
     return read_marker(results / cell.folder / FINISHED)
 
 
-def _found(folder: Path, parties: Iterable[str]) -> Iterator[_Found]:
+def _found(folder: Path, parties: Mapping[str, Mapping[str, Any]]) -> Iterator[_Found]:
     yield _Found("active", "wall_s", read_marker(folder / FINISHED)["wall_s"])
-    for party in parties:
+    for party, settings in parties.items():
+        beside_logit = settings.get("bottom_model", {}).get("module") == BESIDE_LOGIT
         run = folder / "runs" / RUN_NAME / party
         metrics = read_metrics(run)
         yield from _of_summary(party, read_summary(run))
         yield from _of_epochs(party, metrics)
         yield from _of_steps(party, metrics.of(LeakLine))
         for epoch, path in enumerate(sorted(run.glob("received-*.npz"))):
-            yield from _of_received(party, epoch, path)
+            yield from _of_received(party, epoch, path, beside_logit=beside_logit)
 
 
 def _of_summary(party: str, summary: Summary) -> Iterator[_Found]:
@@ -186,15 +191,23 @@ def _of_steps(party: str, measured: Sequence[LeakLine]) -> Iterator[_Found]:
             yield _Found(party, "step_leak", value, layer, attack, step=step)
 
 
-def _of_received(party: str, epoch: int, path: Path) -> Iterator[_Found]:
+def _of_received(party: str, epoch: int, path: Path, *, beside_logit: bool) -> Iterator[_Found]:
     with np.load(path, allow_pickle=False) as stored:
         gradients, labels = stored["gradients"], stored.get("labels", np.zeros(0))
         _, batch, sizes = np.unique(stored["batches"], return_inverse=True, return_counts=True)
     # Of an example's own loss: what is received is the slope of the batch's mean.
-    norms = np.linalg.norm(gradients.reshape(len(gradients), -1), axis=1) * sizes[batch]
-    for label, quantile in itertools.product(np.unique(labels), (5, 50, 95)):
-        value = float(np.percentile(norms[labels == label], quantile))
-        yield _Found(party, f"epoch_norm_q{quantile:02}", value, "cut", f"label {label:g}", epoch)
+    rows = gradients.reshape(len(gradients), -1) * sizes[batch][:, None]
+    of_cut, error = (rows[:, :-1], np.abs(rows[:, -1])) if beside_logit else (rows, None)
+    figures = {"norm": np.linalg.norm(of_cut, axis=1)}
+    if error is not None:
+        slope = figures["norm"] / np.maximum(error, np.finfo(error.dtype).tiny)
+        figures |= {"error": error, "slope": slope}
+    for (name, values), label in itertools.product(figures.items(), np.unique(labels)):
+        for quantile in (5, 50, 95):
+            value = float(np.percentile(values[labels == label], quantile))
+            yield _Found(
+                party, f"epoch_{name}_q{quantile:02}", value, "cut", f"label {label:g}", epoch
+            )
 
 
 def _stretches(course: Sequence[tuple[int, float]]) -> Iterator[tuple[int, float]]:

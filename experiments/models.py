@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from splitveil.common.data.features import Features, FeatureShapes
-from splitveil.common.models.dense import MlpBottom, WidePart
-from splitveil.common.models.settings import MlpModel
+from splitveil.common.models.dense import MlpBottom, WideDeepBottom, WideDeepTop, WidePart
+from splitveil.common.models.settings import MlpModel, WideDeepModel
 from splitveil.common.privacy import scores
 
+MARVELL = WideDeepModel(kind="wide_deep", hidden=(128, 128, 128), embedding_dim=4)
 GREY_SIDE = 64
 """Height and width in pixels of GAFM's images of skin lesions."""
 
@@ -33,16 +34,27 @@ class WideDeepBelowCut(nn.Module):
         return activation
 
 
-class WideAboveLogit(nn.Module):
-    """Adds the wide part of Marvell's network to a deep part that is cut at its logit."""
+class DeepBesideLogit(WideDeepBottom):
+    """Marvell's three deep layers below the cut, and a 0, which its top model adds to the logit.
+
+    That number's gradient is the prediction less the label, and changes nothing else.
+    """
 
     def __init__(self, shapes: FeatureShapes) -> None:
-        super().__init__()
-        self.wide = WidePart(shapes)
+        super().__init__(MARVELL, shapes, MARVELL.hidden[-1:])
+
+    def forward(self, features: Features) -> Tensor:
+        return nn.functional.pad(super().forward(features), (0, 1))
+
+
+class WideDeepBesideLogit(WideDeepTop):
+    """Marvell's top model over `DeepBesideLogit`."""
+
+    def __init__(self, shapes: FeatureShapes) -> None:
+        super().__init__(MARVELL, MARVELL.hidden[-1:], shapes)
 
     def forward(self, activation: Tensor, features: Features) -> Tensor:
-        logits: Tensor = activation[:, 0] + self.wide(features)
-        return logits
+        return super().forward(activation[:, :-1], features) + activation[:, -1]
 
 
 class GreyImageBottom(nn.Sequential):

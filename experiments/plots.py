@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = 3
 _MARKERS = "osD^vPX*"
+_OF_CLASSES = {"norm": "norm of the gradient", "error": "|p - y|", "slope": "norm of the slope"}
 
 Panel = tuple[str, str]
 """Layer and attack."""
@@ -112,8 +113,9 @@ def epochs(
         match plot:
             case EpochPlot(statistic=row.statistic):
                 panel, line = _words(row.statistic.removeprefix("epoch_")), row.variant
-            case ClassesPlot() if row.statistic.startswith("epoch_norm_q"):
-                panel, line = row.variant, f"{row.attack}, {int(row.statistic[-2:])} %"
+            case ClassesPlot() if row.statistic[6:-4] in _OF_CLASSES:
+                panel = f"{row.variant}: {_OF_CLASSES[row.statistic[6:-4]]}"
+                line = f"{row.attack}, {int(row.statistic[-2:])} %"
             case _:
                 continue
         of_line = found.setdefault(panel, {}).setdefault(line, {})
@@ -170,8 +172,7 @@ def _panels(plot: Plot, dataset: str, rows: Sequence[FigureRow]) -> Iterator[_Pa
                 yield _Panel("", *names, partial(_draw_sweep, curves))
         case EpochPlot() | ClassesPlot():
             for panel, lines in epochs(plot, rows).items():
-                y_name = panel if plot.kind == "epochs" else "norm"
-                yield _Panel(panel, "epoch", y_name, partial(_draw_lines, lines))
+                yield _Panel(panel, "epoch", panel, partial(_draw_lines, lines))
 
 
 def _of_the_best_witness(

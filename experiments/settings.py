@@ -244,10 +244,10 @@ class SweepPlot(Section):
 
 
 class ClassesPlot(Section):
-    """Norms of the gradients of each class over the epochs, one panel per variant.
+    """Quantiles (5, 50, 95 %) of each class's gradients over the epochs, of an example's own loss.
 
-    The passive party's ``adversary`` needs ``labels`` and ``store_received``. Norms are those of an
-    example's own loss: medians, and what lies between the 5 % and 95 % quantiles.
+    The passive party's ``adversary`` needs ``labels`` and ``store_received``. The norm, and in
+    ``gradients_fig2`` also how far the prediction is from the label, and the logit's slope.
     """
 
     kind: Literal["classes"]

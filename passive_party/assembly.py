@@ -12,12 +12,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.common.data.features import FeatureEncoder, FeatureShapes
 from splitveil.common.errors import SettingsError
+from splitveil.common.models.data_parallel import Beginning, Learner, Take, begin
 from splitveil.common.models.factory import Trial, build_bottom_model
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.ranks import Ranks
 from splitveil.common.models.settings import bins_of
 from splitveil.common.models.speed import speed_up
-from splitveil.common.models.spread_model import Beginning, Learner, Take, begin
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.model_files import PretrainedWeights, identity_metadata, save_model
@@ -135,8 +135,8 @@ class BottomBuilder:
             self._earlier.put_into(model)
         model.to(self._device)
         learner = learner_of(settings, model, self._device, rows.total_steps(contract))
-        spread = None
+        parallel = None
         if self._ranks is not None:
             beginning = Beginning(encoder.shapes, None, rows.total_steps(contract))
-            spread = begin(self._ranks, learner, beginning, features, rows.splits["train"])
-        return BottomTrainer(learner, features, data_digest=digest, spread=spread)
+            parallel = begin(self._ranks, learner, beginning, features, rows.splits["train"])
+        return BottomTrainer(learner, features, data_digest=digest, parallel=parallel)

@@ -22,9 +22,9 @@ from splitveil.common.data.features import Features
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.conv import ConvBottom, ConvTop
+from splitveil.common.models.data_parallel import DataParallelModel, Learner, go_on
 from splitveil.common.models.dense import MlpBottom, MlpTop, WideDeepBottom, WideDeepTop
 from splitveil.common.models.device import check_same_gpu, gpu_of
-from splitveil.common.models.spread_model import Learner, SpreadModel, go_on
 from splitveil.common.models.training_state import (
     in_training_mode,
     random_state,
@@ -148,12 +148,12 @@ class BottomTrainer:
         features: Features,
         *,
         data_digest: str = "",
-        spread: SpreadModel | None = None,
+        parallel: DataParallelModel | None = None,
     ) -> None:
         self.model, self._optimizer, self._schedule, self._device = learner[:4]
         self.data_digest = data_digest
-        self._taps = (spread or learner).taps
-        self._spread = spread
+        self._taps = (parallel or learner).taps
+        self._parallel = parallel
         self._features = features.to(self._device)
         self._waiting: deque[Tensor] = deque()
         """Activations whose gradients are to come, with their graphs, in the order of the course.
@@ -178,7 +178,9 @@ class BottomTrainer:
 
     def training_rows(self, positions: Positions) -> Features | Tensor:
         """Gather what ``forward`` needs; of several processes each gathers its own rows."""
-        return self.rows(positions) if self._spread is None else torch.from_numpy(positions.copy())
+        return (
+            self.rows(positions) if self._parallel is None else torch.from_numpy(positions.copy())
+        )
 
     def forward(self, given: Any, *, stashes_weights: bool = False) -> Tensor:
         """Return the activation of a training batch, (batch, *cut_shape), and keep its graph.
@@ -188,7 +190,7 @@ class BottomTrainer:
         """
         in_training_mode(self.model)
         with stashing_weights(self.model) if stashes_weights else nullcontext():
-            activation: Tensor = (self._spread or self.model)(given)
+            activation: Tensor = (self._parallel or self.model)(given)
         self._waiting.append(activation)
         return activation.detach()
 
@@ -220,7 +222,7 @@ class BottomTrainer:
             "schedule": self._schedule.state_dict(),
             "random": random_state(self._device),
             "gpu": gpu_of(self._device),
-            "ranks": [] if self._spread is None else self._spread.random_states(),
+            "ranks": [] if self._parallel is None else self._parallel.random_states(),
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -230,7 +232,7 @@ class BottomTrainer:
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
         set_random_state(self._device, state["random"])
-        go_on(self._spread, state["ranks"])
+        go_on(self._parallel, state["ranks"])
 
     def embed(self, features: Features) -> Tensor:
         return predict_in_blocks(self.model, features)

@@ -201,10 +201,7 @@ def _quarters(values: npt.NDArray[Any]) -> _Rows:
 
 
 def _levels(values: npt.NDArray[Any]) -> tuple[_Rows, _Rows]:
-    """Return levels as numbers from 0, the most frequent, and what each is judged as.
-
-    The rare ones are all judged as 0, and the others from 1.
-    """
+    """Return levels, the most frequent 0, and what each is judged as: the rare 0, others from 1."""
     _, members, counts = np.unique(values, return_inverse=True, return_counts=True)
     order = np.argsort(-counts, kind="stable")
     rank = np.empty_like(order)

@@ -24,8 +24,7 @@ from splitveil.common.run.sample_order import Positions
 class GatheredScores(NamedTuple):
     attack: AttackName
     layer: str
-    scores: Tensor
-    """(examples,), float32; 0, which is the mean, for an example that has not been seen yet."""
+    scores: Tensor  # (examples,), float32; 0, the mean, for one not seen yet
 
 
 class LabelFreeAudit:

@@ -35,8 +35,7 @@ from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb
 
 ROUND_TRIPS = 20
-UNDER_WAY = 8
-"""Large probes that are under way at the same time, so that the round trip does not slow them."""
+UNDER_WAY = 8  # large probes at the same time, so that the round trip slows none
 SPEED_S = 2.0  # time for which the speed is measured
 MOST_BYTES = 256 * 2**20
 _CALL_S = 30.0

@@ -58,16 +58,13 @@ class PassiveRecorder(RunRecorder):
         self._evaluation_labels = evaluation_labels
         self._labels: Tensor | None = None
         self._epochs = 0
-        self._leaks: LeakRecorder | None = None
-        """Present with evaluation labels; it then runs the label-free audit as well."""
+        self._leaks: LeakRecorder | None = None  # with labels; runs the label-free audit as well
         self._rows: AlignedRows | None = None
         self._label_free: LabelFreeAudit | None = None
-        self._worker: AuditWorker | None = None
-        """Runs the label-free audit if there are no evaluation labels."""
+        self._worker: AuditWorker | None = None  # runs the label-free audit without labels
         self._audit_refused = False
         self._audited: dict[str, dict[str, float]] = {}
-        self._received: list[dict[str, npt.NDArray[Any]]] = []
-        """One for each batch of the epoch, where they are to be stored."""
+        self._received: list[dict[str, npt.NDArray[Any]]] = []  # by batch, if stored
 
     def on_opened(self, run_id: str) -> None:
         """Unmark a run that had ended for good: the active party has opened it again."""

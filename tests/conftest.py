@@ -63,7 +63,6 @@ def gpu() -> Iterator[torch.device]:
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of an example of three passive parties."""
     folder = tmp_path_factory.mktemp("three")
     write_several(folder, 3)
     return folder

@@ -18,6 +18,7 @@ from splitveil.active_party.named_inputs import (
 )
 from splitveil.active_party.planned import plan_of
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.alignment.buckets import padded_size
 from splitveil.common.data.ids import numbered_subjects
 from splitveil.common.data.kinds import open_table_source
 from splitveil.common.data.label_columns import count_others
@@ -104,6 +105,7 @@ def _data_and_model(settings: ActiveSettings, data: PartyData) -> str:
     earlier = open_label_owners_model(settings)
     encoder = data.fit(np.arange(len(data.ids)), earlier, bins_of(settings.top_model))
     contract, device = settings.contract, command_line.device_of(settings)
+    padded_size(len(data.ids), contract.alignment.buckets, contract.alignment.max_set_size)
     build = partial(
         build_top_model,
         settings.top_model,

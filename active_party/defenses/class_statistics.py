@@ -111,10 +111,7 @@ def _total(parts: Iterable[Tensor]) -> Tensor:
 
 
 def _squares(members: Tensor, means: Tensor, rows: Tensor) -> Tensor:
-    """Return the sum of each class's squared distances from its mean, (2,); overwrites the rows.
-
-    ``members`` is 1 where a row belongs to a class, else 0, (2, rows); means are (2, cut_dim).
-    """
+    """Return each class's sum of squared distances from its mean, (2,); overwrites the rows."""
     rows.addmm_(members.T, means, alpha=-1)  # one of the two products is exactly zero
     return members.mv(torch.linalg.vector_norm(rows, dim=1).square_())
 
@@ -131,10 +128,7 @@ class RunningClasses:
         return _estimate(self._moments, self._rows, device)
 
     def take_in(self, batch: BatchClasses) -> ClassEstimate | None:
-        """Remember a batch, and estimate both classes from it.
-
-        If one is missing, its running statistics are used instead; None if it was never seen.
-        """
+        """Remember a batch, and estimate both classes, a missing one from earlier batches."""
         pairs = list(zip(self._moments, batch.moments, strict=True))
         self._moments = [_blend(old, new) for old, new in pairs]
         self._rows = [sum(rows) for rows in zip(self._rows, batch.rows, strict=True)]
@@ -236,10 +230,7 @@ class RunningMeans:
         return batch._replace(means=self._means.to(batch.means.device), counts=self._counts.clone())
 
     def take_in(self, batch: ClassMeans) -> ClassMeans | None:
-        """Remember a batch, and return its classes, with running means for classes that it lacks.
-
-        None if one has never been seen.
-        """
+        """Remember a batch; return its classes, or the running ones. None before all were seen."""
         present = (batch.counts > 0)[:, None].to(batch.means.device)
         if self._means is None:
             self._means = torch.zeros_like(batch.means)

@@ -58,46 +58,30 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(64)
 
 
 def auc_of_epsilon(epsilon: float) -> float:
-    """Return the most that any score of an epsilon-label-DP release reaches.
-
-    Randomised response of two classes reaches it.
-    """
+    """Return the most that any score of an epsilon-label-DP release reaches."""
     return 0.5 + math.tanh(epsilon / 2) / 2
 
 
 def gaussian_of_epsilon(epsilon: float) -> float:
-    """Return the mu of the weakest Gaussian mechanism that reveals no less than any e-label-DP one.
-
-    An infinite epsilon is that of a mechanism without one.
-    """
+    """Return the mu of the weakest Gaussian mechanism that no e-label-DP one out-reveals."""
     # exp(-e) is 0 in double precision from 745 on.
     return gaussian_of_response(epsilon) if epsilon < 700 else math.inf
 
 
 def gaussian_of_response(epsilon: float, num_classes: int = 2) -> float:
-    """Return the mu of the weakest Gaussian mechanism that reveals no less than this response.
-
-    Epsilon is below 700.
-    """
+    """Return the mu of the weakest Gaussian mechanism that reveals as much; epsilon below 700."""
     swapped = 1 / (math.exp(epsilon) + num_classes - 1)
     return -NormalDist().inv_cdf((num_classes - 1) * swapped) - NormalDist().inv_cdf(swapped)
 
 
 def gaussian_of_laplace(epsilon: float, num_numbers: int = 1) -> float:
-    """Return the mu of a Gaussian mechanism that reveals no less than numbers with Laplace noise.
-
-    The arguments are those of ``laplace_auc``; for one number there is no weaker mechanism.
-    """
+    """Return the mu of a Gaussian mechanism that reveals no less, arguments as ``laplace_auc``."""
     each = -2 * NormalDist().inv_cdf(math.exp(-epsilon / num_numbers / 2) / 2)
     return each * math.sqrt(num_numbers)
 
 
 def response_auc(epsilon: float, num_classes: int = 2) -> float:
-    """Return the best AUC between two classes against randomised response over several.
-
-    The true class is kept with odds exp(epsilon) to 1 against each other one; a third class as the
-    answer says nothing about the two.
-    """
+    """Return the best AUC between two classes against randomised response over several."""
     kept = 1 / (1 + (num_classes - 1) * math.exp(-epsilon))
     swapped = kept * math.exp(-epsilon)
     neither = max(1 - kept - swapped, 0.0)
@@ -107,8 +91,8 @@ def response_auc(epsilon: float, num_classes: int = 2) -> float:
 def laplace_auc(epsilon: float, num_numbers: int = 1) -> float:
     """Return the best AUC against numbers that the label moves by 1, with Laplace noise.
 
-    Epsilon is that of all the numbers together; each gets noise of scale num_numbers/epsilon. There
-    is 1 for a label of 0 or 1, and 2 for the entries of a one-hot label that move.
+    Epsilon is that of all numbers together: 1 for a label of 0 or 1, 2 for a one-hot label's
+    entries.
     """
     # exp(-l/2) times the density of L is symmetric, and so is its convolution with itself: atoms of
     # weight 1/2 at +-size and a uniform part of weight size/2, all times exp(-size/2).
@@ -125,10 +109,7 @@ def laplace_auc(epsilon: float, num_numbers: int = 1) -> float:
 
 
 def strength_for_auc(auc_of: Callable[[float], float], leak_auc: float) -> float:
-    """Return the strength (mu or epsilon) at which an increasing bound is the given AUC.
-
-    The bound is 0.5 at 0, and the AUC is above 0.5 and below 1.
-    """
+    """Return the strength at which an increasing bound, 0.5 at 0, is an AUC above 0.5, below 1."""
     high = 1.0
     while auc_of(high) < leak_auc:
         high *= 2
@@ -136,10 +117,9 @@ def strength_for_auc(auc_of: Callable[[float], float], leak_auc: float) -> float
 
 
 def _tilted_above_zero(uniform: int, size: float, centre: float, top: float) -> float:
-    """Integrate exp((s - top)/2) over s > 0, with s the centre plus a sum of uniform numbers.
+    """Integrate exp((s - top)/2) over s > 0, s the centre plus some numbers uniform in +-size.
 
-    There are ``uniform`` of them, each between -size and size. Without any the sum is an atom, half
-    of which counts if it is at 0. The largest possible s is ``top``.
+    Without any the sum is an atom, half of which counts if it is at 0. The largest s is ``top``.
     """
     if uniform == 0:
         return math.exp((centre - top) / 2) * (0.5 if centre == 0 else float(centre > 0))
@@ -195,10 +175,7 @@ def delta_of(mu: float, epsilon: float) -> float:
 
 
 def epsilon_of(mu: float, delta: float) -> float:
-    """Return the least epsilon for which mu-GDP implies (epsilon, delta)-privacy.
-
-    Rounded up by less than a millionth; infinite for a mu beyond all use.
-    """
+    """Return the least epsilon, rounded up by 1e-6, for which mu-GDP implies (epsilon, delta)."""
     if not mu >= 0 or not 0 < delta < 1:
         raise ValueError(f"expected mu of at least 0 and 0 < delta < 1, got {mu} and {delta}")
     if mu > _LARGEST_MU:

@@ -34,9 +34,8 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 def load_or_create_key(path: Path) -> NoiseKey:
     """Read the noise key, or create it. Safe for processes that start at the same time.
 
-    Raises SettingsError if the file is not a key, a user other than this process's owns it or may
-    read or write it, or only one of the key and `used_labels_file` is there; StorageError if the
-    file does not exist and cannot be written.
+    Raises SettingsError if it is no key, others own, read or write it, or only one of key and
+    `used_labels_file` is there; StorageError if it cannot be written.
     """
     used = used_labels_file(path)
     if not path.exists():
@@ -56,10 +55,7 @@ def load_or_create_key(path: Path) -> NoiseKey:
 
 
 def used_labels_file(path: Path) -> Path:
-    """Return the path of the labels that a key's noise was drawn for, beside the key at ``path``.
-
-    It is there before the key, and empty until the key is used.
-    """
+    """Return the path of the labels a key's noise was drawn for, empty until the key is used."""
     return path.with_name(f"{path.name}.labels")
 
 
@@ -69,10 +65,7 @@ def key_from_insecure_seed(seed: int) -> NoiseKey:
 
 
 def key_for(key: NoiseKey, strength: str) -> NoiseKey:
-    """Derive the key of one strength of one defense: noise of two strengths is independent.
-
-    Two answers with the same noise at different strengths could be solved for it.
-    """
+    """Derive the key of a strength: the same noise at two strengths could be solved for."""
     digest = hashlib.blake2b(
         strength.encode(), digest_size=_KEY_BYTES, key=key, person=b"strength's key"
     )
@@ -91,10 +84,7 @@ def example_keys(key: NoiseKey, ids: Sequence[str], purpose: bytes) -> Tensor:
 
 
 def scalars(keys: Tensor) -> Tensor:
-    """Turn secret bits into one standard normal number per example, (batch,) float64.
-
-    The number depends on the bits alone: neither the size of a batch nor the row in it matters.
-    """
+    """Turn secret bits alone into one standard normal number each, (batch,) float64."""
     numbers = torch.empty(2 * len(keys), dtype=torch.float64)
     box_muller(keys[:, 0], keys[:, 1], out=numbers)
     return numbers[: len(keys)]

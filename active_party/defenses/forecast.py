@@ -27,8 +27,7 @@ class ChargeForecast(NamedTuple):
     """A charge, as precisely as it is known before the run."""
 
     low: float  # the lowest divergence
-    highest: LeakCharge
-    """The charge with the highest divergence, and everything else that is known of it."""
+    highest: LeakCharge  # with the highest divergence, and all else known of it
     certainty: Certainty
     """The relation of the divergence to the two: exactly ``high`` (then ``low`` is the same), at
     most ``high``, probably between the two, or anything at all."""

@@ -228,10 +228,7 @@ class MixedGradientDefense(RememberingDefense):
         self.behind = behind
 
     def defend(self, batch: RawBatch) -> Defended:
-        """Let the defense behind answer, and correct the charge.
-
-        That defense charges for the gap of the class means, which here is not the label's move.
-        """
+        """Let the defense behind answer, and charge for the label's move, not the class means'."""
         if batch.label_move is None:
             raise ValueError("expected a gradient of gafm's objective, with its label_move")
         defended, report = self.behind.defend(batch)
@@ -247,10 +244,9 @@ class MixedGradientDefense(RememberingDefense):
 class Adversarial:
     """The top model learns to make predictions that a critic cannot separate from labels.
 
-    The critic learns first, then the top model, and only then is the gradient computed, as in the
-    paper: the peer waits for both. A term that is not sent (``terms``) still takes part in how the
-    two learn, and both follow the same schedule. The noise is that on labels and of fresh
-    responses; ``shifts`` are responses for the whole run, (aligned,), or None if they are fresh.
+    The critic learns first, then the top model, then the gradient is computed: the peer waits for
+    both. A term that is not sent (``terms``) still takes part in how the two learn. ``shifts`` are
+    responses for the whole run, (aligned,), or None if they are fresh.
     """
 
     def __init__(

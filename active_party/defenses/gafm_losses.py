@@ -63,8 +63,7 @@ class MixedGradient(NamedTuple):
 class Oriented(nn.Module):
     """A generator, and the orientation of its output: the end at which the positives are."""
 
-    agreement: Tensor
-    """Mean prediction of positives minus that of negatives, a running mean over batches."""
+    agreement: Tensor  # running mean of positives' predictions less negatives'
 
     def __init__(self, generator: nn.Module) -> None:
         super().__init__()
@@ -89,10 +88,7 @@ class Oriented(nn.Module):
 
 
 def build_critic(width: int, weight_limit: float, entropy: bytes) -> nn.Sequential:
-    """Return a critic of single numbers: two dense layers, each with leaky ReLU, clipped.
-
-    Its initial weights come from the entropy, 2,496 secret bytes.
-    """
+    """Return a critic of single numbers: two dense layers, clipped, from 2,496 secret bytes."""
     with torch.random.fork_rng(devices=()):  # layers fill themselves from torch's own generator
         layers = nn.Linear(1, width), nn.LeakyReLU(), nn.Linear(width, 1), nn.LeakyReLU()
         critic = nn.Sequential(*layers)
@@ -145,10 +141,7 @@ def persistent_shifts(key: NoiseKey, ids: Sequence[str], width: float) -> Tensor
 def mix(
     terms: MixedTerms, activation: Tensor, predictions: Tensor, critic: nn.Module, soft: Tensor
 ) -> MixedGradient:
-    """Compute the gradient that GAFM sends, before any defense behind it.
-
-    Predictions Y^ come with the graph that leads to the activation; ``soft`` are softened labels.
-    """
+    """Compute the gradient that GAFM sends; predictions come with the graph to the activation."""
     sums = activation.flatten(start_dim=1).sum(dim=1)
     raw = torch.zeros_like(activation)
     label_move = math.inf

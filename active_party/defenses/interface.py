@@ -21,8 +21,7 @@ from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.run import messages
 
-DefendedGradient = messages.DefendedGradient
-"""A gradient that may leave the active party. Only defenses create one."""
+DefendedGradient = messages.DefendedGradient  # may leave the active party; only defenses create one
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +35,7 @@ class LeakCharge:
     noise_identity: str | None = None
     """None for fresh noise, whose charges add up. Answers with the same identity repeat the same
     noise for each example: the largest of their charges counts, not the sum."""
-    epsilon: float | None = None
-    """Label differential privacy that holds for all answers of this identity together."""
+    epsilon: float | None = None  # label-DP of all answers of this identity together
     adversary: Adversary = Adversary.CLASS_MEANS  # the peers whom the charge describes
     is_gaussian: bool = False
     """Whether the answers are a Gaussian mechanism with mu^2 = ``sum_kl``. Then the best AUC is
@@ -53,10 +51,7 @@ class LeakCharge:
     and from ``epsilon`` without being stated."""
 
     def __post_init__(self) -> None:
-        """Replace a divergence that is not a number by infinity, which exceeds every budget.
-
-        An epsilon, AUC or mu that cannot be one counts as unknown.
-        """
+        """Take a divergence that is not a number for infinite, other such figures for unknown."""
         if not self.sum_kl >= 0:
             object.__setattr__(self, "sum_kl", math.inf)
         if self.epsilon is not None and not self.epsilon >= 0:
@@ -72,32 +67,25 @@ class DefenseReport:
     """A description of a defense's effect on one batch."""
 
     noise_power: float  # mean expected squared noise norm per example
-    sum_kl_before: float | None = None
-    """Divergence of the classes in the raw gradient; None where it was not estimated."""
-    sum_kl_after: float | None = None
-    """Divergence that the noise leaves; None where it was not estimated."""
-    leak_auc_bound: float | None = None
-    """AUC that no attack on this answer alone exceeds, if the estimate holds."""
+    sum_kl_before: float | None = None  # of the classes in the raw gradient, if estimated
+    sum_kl_after: float | None = None  # that the noise leaves, if estimated
+    leak_auc_bound: float | None = None  # of any attack on this answer, if estimates hold
     solution: NoiseSolution | None = None  # the noise of each class, where a solver chose it
-    charge: LeakCharge = LeakCharge(math.inf)
-    """The amount that the leak ledger records for each example of the batch."""
+    charge: LeakCharge = LeakCharge(math.inf)  # of each example of the batch
 
 
 class DefenseContext(NamedTuple):
     """The facts about a run that a defense depends on."""
 
     cut_shape: tuple[int, ...]  # shape of one row of the gradient that is defended
-    num_classes: int = 2
-    """``ONE_NUMBER`` where labels are numbers, as shares of their range within 0 and 1."""
+    num_classes: int = 2  # ``ONE_NUMBER`` for numbers, as shares within 0 and 1
     pos_fraction: float = 0.5
     """Share of positives among the training rows, above 0 and below 1; with several classes and
     with numbers, charges do not depend on it. For numbers: the share with which 0 and 1 would have
     the labels' variance."""
     epochs: int = 1  # number of epochs of the run
-    label_bounds: tuple[float, float] | None = None
-    """The bounds of labels that are numbers, in their unit; None for classes."""
-    labels: str = ""
-    """Says what the labels are: their column, and what 0, 1 or a class in it stands for."""
+    label_bounds: tuple[float, float] | None = None  # of numbers, in their unit
+    labels: str = ""  # what they are: their column, and what 0, 1 or a class stands for
 
     @property
     def is_number(self) -> bool:
@@ -113,8 +101,7 @@ class DefenseContext(NamedTuple):
 class NoiseSecrets(NamedTuple):
     """The secrets from which a defense draws its noise."""
 
-    noise_key: NoiseKey | None = None
-    """The key of persistent noise and noisy labels; None where the defense needs none."""
+    noise_key: NoiseKey | None = None  # of persistent noise and noisy labels, if needed
     draw_keys: DrawKeys | None = None
     """The source of the keys of fresh noise. If it is None, they come from the operating system,
     or in tests from the settings' ``insecure_noise_seed``."""
@@ -131,8 +118,7 @@ class Examples(NamedTuple):
     device: torch.device  # the device on which the top model is trained
     training: Tensor | None = None
     """Positions of the training rows, (training rows,) int64, ascending; None for all rows."""
-    subjects: Tensor | None = None
-    """A number for each person, (aligned,) int64; None if every row has a person of its own."""
+    subjects: Tensor | None = None  # number of each person, (aligned,) int64; None if all differ
     known_targets: Tensor | None = None
     """Targets that earlier runs released, (aligned,) or (aligned, classes), NaN where there is
     none; None if there are none at all."""
@@ -142,10 +128,7 @@ class Examples(NamedTuple):
 
 
 class BuildInputs(NamedTuple):
-    """Everything from which a defense is built, beside its settings.
-
-    A defense that replaces labels needs the examples for ``Defense.targets``.
-    """
+    """Everything from which a defense is built; one that replaces labels needs the examples."""
 
     context: DefenseContext
     secrets: NoiseSecrets = NO_SECRETS
@@ -160,8 +143,7 @@ class RawBatch(NamedTuple):
     example_keys: Tensor | None = None
     """Secret bits of each example's id, (batch, 2) int64 on the CPU; the source of persistent
     noise. None where the settings do not ask for them."""
-    probabilities: Tensor | None = None
-    """The model's predictions, (batch,) for label 1, or (batch, classes)."""
+    probabilities: Tensor | None = None  # (batch,) for label 1, or (batch, classes)
     label_move: float | None = None
     """The most by which an example's own label moves its own row; None if the gap of the class
     means represents it, as it does for a cross entropy."""
@@ -213,8 +195,8 @@ class RowChunk(NamedTuple):
 class RowFacts(Protocol):
     """Facts about the training rows that no label has entered."""
 
-    def __call__(self) -> Iterator[RowChunk]:
-        """Yield all of them, in ascending order of the rows."""
+    def __call__(self, stride: int = 1, /) -> Iterator[RowChunk]:
+        """Yield those of every ``stride``-th row from the first on, in ascending order."""
         ...
 
     def logits(self) -> Iterator[Tensor]:
@@ -239,10 +221,7 @@ class PendingRelease(ABC):
 
     @abstractmethod
     def use(self, release: Mapping[str, Tensor]) -> None:
-        """Begin the stage with a release that ``draw`` returned, now or in an earlier process.
-
-        Raises ValueError if its parts have other shapes.
-        """
+        """Begin the stage with a release, drawn now or earlier; ValueError for other shapes."""
 
 
 class Defense(ABC):
@@ -261,17 +240,11 @@ class Defense(ABC):
         """
 
     def targets(self, batch: LabelledRows, /) -> Tensor:
-        """Return the labels from which the batch's gradient is computed, (batch,).
-
-        Called once for every training step, in the order of the run and before the gradient exists.
-        """
+        """Return the labels behind the batch's gradient, (batch,); called once a step, in order."""
         return batch.labels
 
     def charge_covering(self, _move: LabelMove, /) -> LeakCharge:
-        """Return a charge that also holds for a peer that knows all but the example's own label.
-
-        By default the charge for such a peer is unknown, and therefore infinite.
-        """
+        """Return a charge for a peer that knows all but the example's own label."""
         return LeakCharge(math.inf)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -279,26 +252,17 @@ class Defense(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Resume from a state that ``state_dict`` returned.
-
-        Raises ValueError if the state belongs to another defense.
-        """
+        """Resume from a state; raises ValueError if it belongs to another defense."""
         if state:
             raise ValueError(f"this defense keeps no state, got {sorted(state)}")
 
 
 class StagedDefense(Defense):
-    """A defense that releases something about all training rows, stage by stage.
-
-    Everything else that it sends is computed from these releases.
-    """
+    """A defense that releases something about all training rows, and sends nothing else."""
 
     @abstractmethod
     def pending_release(self, epoch: int, facts: RowFacts, /) -> PendingRelease | None:
-        """Return the release that is due before an epoch's next answer; None if none is.
-
-        Epochs count from 0. Raises ValueError if the facts are not of a kind that can be summed.
-        """
+        """Return the release due before an epoch's next answer; None if none is."""
 
     @property
     @abstractmethod
@@ -311,7 +275,7 @@ class StagedDefense(Defense):
         """Targets of all aligned rows that were computed from releases alone, if there are any."""
 
     @property
-    def lasting(self) -> Mapping[str, str]:
+    def immutable(self) -> Mapping[str, str]:
         """Names of large parts of the state, by their key in it: a name stands for one value."""
         return {}
 
@@ -345,10 +309,7 @@ class RememberingDefense(Defense):
 
 
 def noise_alone(rows: Tensor, gradients: Tensor, largest: float, noise: NoiseSource) -> Defended:
-    """Answer with noise of the batch's largest norm without any signal, which reveals nothing.
-
-    Rows are (batch, cut_dim); gradients the same in the shape of the answer.
-    """
+    """Answer with noise of the largest norm alone, which reveals nothing; (batch, cut_dim)."""
     report = DefenseReport(
         noise_power=largest * largest, sum_kl_after=0.0, leak_auc_bound=0.5, charge=LeakCharge(0.0)
     )
@@ -356,11 +317,7 @@ def noise_alone(rows: Tensor, gradients: Tensor, largest: float, noise: NoiseSou
 
 
 def release(rows: Tensor, gradients: Tensor) -> DefendedGradient:
-    """Give defended rows the shape of the raw gradient, and mark them as fit to leave.
-
-    Noise can overflow the dtype only where the raw gradient is close to its limit; such values
-    become the largest finite ones.
-    """
+    """Give defended rows the raw gradient's shape, finite values, and mark them fit to leave."""
     # A GPU would have to be waited for; on the CPU, looking is quicker than replacing nothing.
     if rows.is_cuda or not all_finite(rows):
         limit = torch.finfo(rows.dtype).max

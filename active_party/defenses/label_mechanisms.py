@@ -152,10 +152,7 @@ def label_leak(mechanism: LabelMechanism, num_classes: int = 2) -> LeakCharge:
 
 
 def at_leak_auc(mechanism: LabelMechanism, leak_auc: float, num_classes: int = 2) -> LabelMechanism:
-    """Return the mechanism at the strength at which no score of any peer exceeds a leak AUC.
-
-    The AUC is above 0.5 and below 1, and between any two of the classes.
-    """
+    """Return the mechanism at which no score exceeds a leak AUC, above 0.5 and below 1."""
     if isinstance(mechanism, GaussianLabels):
         ratio = 1 / mu_of_leak_auc(leak_auc)
         return mechanism.model_copy(update={"noise_ratio": ratio})
@@ -182,8 +179,7 @@ def draw_noisy_labels(
 ) -> Tensor:
     """Draw each example's noisy label; repeated calls return the same labels.
 
-    Labels, (aligned,), are 0 or 1, class indices, or shares of a range; ids are canonical. Returns
-    (aligned,) float32: 0 or 1 for randomized response, or a class index; otherwise any number. For
+    Labels are 0 or 1, class indices, or shares of a range. Returns (aligned,) float32; for
     ``alibi``, and with Gaussian noise for more than two classes, (aligned, classes). Raises
     ValueError if the mechanism is for two classes, and there are more.
     """

@@ -63,9 +63,8 @@ from splitveil.active_party.defenses.section import (
 )
 from splitveil.active_party.defenses.strength import (
     PowerRatio,
-    PowerRule,
     Strength,
-    power_rule,
+    allowed_sum_kl,
     repeated_sum_kl,
 )
 from splitveil.active_party.defenses.sum_kl import (
@@ -106,7 +105,7 @@ class MarvellDefense(NoisyDefense):
         from_earlier = self.statistics == "running"
         if num_classes > 2:
             return MultiClassMarvell(self.strength, noise, num_classes, from_earlier=from_earlier)
-        return Marvell(power_rule(self.strength), noise, from_earlier=from_earlier)
+        return Marvell(self.strength, noise, from_earlier=from_earlier)
 
     def noise_key_strength(self, _context: DefenseContext, /) -> str | None:
         return f"marvell {repeated_sum_kl(self.strength)!r}" if self.noise == "persistent" else None
@@ -182,10 +181,7 @@ class MarvellDefense(NoisyDefense):
 
 
 def power_ratio_for(sum_kl: float, answers: int, cut_dim: int, pos_fraction: float) -> float:
-    """Return the power ratio at which several fresh answers together leave this divergence.
-
-    It holds for two classes without any spread.
-    """
+    """Return the power ratio at which some answers leave this, for two classes without spread."""
     return power_for_sum_kl(0.0, 0.0, 1.0, cut_dim, pos_fraction, sum_kl / answers)
 
 
@@ -193,21 +189,19 @@ class Marvell(RememberingDefense):
     """Adds to each class the noise that a solver chose for the batch.
 
     A batch of one class uses the other class's statistics of earlier batches. If there are none
-    yet, or if the solution would leave the labels bare (without a gap as the unit of power, and
-    with one of the spreads at zero), the answer is noise of the batch's largest norm without any
-    signal: a missing answer, or zeros, would show the peer what the batch contained. Only a batch
-    of zeros does not have a scale: with both classes, or before any statistics, the answer to it is
-    zeros.
-
-    With ``from_earlier`` the noise is fitted to the batches before this one, so that this batch's
-    share of positives does not show in its scale. The first batches, until both classes have been
-    seen, get noise without signal.
+    yet, or the solution would leave the labels bare (no gap, and one of the spreads zero), the
+    answer is noise of the batch's largest norm without any signal: a missing answer, or zeros,
+    would show what the batch contained. Zeros are answered by zeros. With ``from_earlier`` the
+    noise is fitted to the batches before this one, so that this batch's share of positives does not
+    show in its scale.
     """
 
-    def __init__(self, power: PowerRule, noise: NoiseSource, *, from_earlier: bool = False) -> None:
+    def __init__(
+        self, strength: Strength, noise: NoiseSource, *, from_earlier: bool = False
+    ) -> None:
         self._classes = RunningClasses()
         super().__init__(self._classes)
-        self._power = power
+        self._strength = strength
         self._noise = noise
         self._from_earlier = from_earlier
 
@@ -259,23 +253,21 @@ class Marvell(RememberingDefense):
 
     @staticmethod
     def _solve(estimate: ClassEstimate, cut_dim: int, noise_power: float) -> NoiseSolution:
-        return solve_noise(
-            neg_variance=estimate.neg_variance,
-            pos_variance=estimate.pos_variance,
-            gap_squared=estimate.gap_squared,
-            cut_dim=cut_dim,
-            pos_fraction=estimate.pos_fraction,
-            noise_power=noise_power,
-        )
+        _, gap_squared, neg, pos, pos_fraction, _ = estimate
+        return solve_noise(neg, pos, gap_squared, cut_dim, pos_fraction, noise_power)
+
+    def _power(self, estimate: ClassEstimate, cut_dim: int) -> float:
+        """Return the noise power of a strength, in units of the estimate's ``unit``^2."""
+        _, gap_squared, neg, pos, pos_fraction, _ = estimate
+        if isinstance(self._strength, PowerRatio):
+            return self._strength.power_ratio * gap_squared
+        allowed = allowed_sum_kl(self._strength)
+        return power_for_sum_kl(neg, pos, gap_squared, cut_dim, pos_fraction, allowed)
 
     def _draw(
         self, solution: NoiseSolution, estimate: ClassEstimate, rows: Tensor, positive: Tensor
     ) -> Tensor:
-        """Sample both classes' noise.
-
-        Rows of the class without noise across the gap draw numbers, too, and multiply them by zero:
-        the time that an answer takes must not depend on the labels.
-        """
+        """Sample both classes' noise, in a time that does not depend on the labels."""
         neg_along = math.sqrt(max(solution.neg_along - solution.neg_across, 0.0))
         pos_along = math.sqrt(max(solution.pos_along - solution.pos_across, 0.0))
         deviations = torch.tensor(
@@ -315,10 +307,7 @@ class PersistentMarvell(Defense):
 
 
 def _charge(solution: NoiseSolution, estimate: ClassEstimate, current: ClassEstimate) -> LeakCharge:
-    """Charge the gap against the noise on it.
-
-    If the noise was fitted to earlier batches, the longer of their gap and this batch's counts.
-    """
+    """Charge the gap, the longer of that fitted and this batch's, against the noise on it."""
     if not any((current.gap_squared, current.neg_variance, current.pos_variance)):
         return LeakCharge(0.0)
     return LeakCharge(

@@ -100,10 +100,8 @@ class MaxNormPositiveDefense(_NormAligningDefense):
 class MaxNorm(RememberingDefense):
     """Aligns every row to the batch's largest norm.
 
-    A row without a direction of its own (zero, or too small to be divided by) gets a random
-    direction and exactly the largest norm. The labels only decide the charge for an answer; the
-    answer itself does not depend on them. Persistent scalars come from the examples' keys, and are
-    charged without bound.
+    A row too small for a direction of its own gets a random one and exactly that norm. The labels
+    only decide the charge. Persistent scalars come from the examples' keys, charged without bound.
     """
 
     def __init__(
@@ -133,10 +131,7 @@ class MaxNorm(RememberingDefense):
 
 
 class MaxNormPositive(MaxNorm):
-    """Aligns every row to the norm that the least expected positive of the batch has.
-
-    A row without a direction of its own is answered as by ``max_norm``.
-    """
+    """Aligns every row to the norm that the least expected positive of the batch has."""
 
     def _noise_norms(self, batch: RawBatch, rows: Tensor, norms: Tensor) -> Tensor:
         # A row that is predicted with certainty has a gradient of zero, to which a ratio is
@@ -161,11 +156,9 @@ def _missing_norms(norms: Tensor) -> Tensor:
 def _stretch_rows(
     rows: Tensor, norms: Tensor, noise_norms: Tensor, scalars: Tensor, noise: NoiseSource
 ) -> RowNoise:
-    """Draw noise along each row.
+    """Draw noise along each row, (batch, cut_dim); a row without a direction gets the largest norm.
 
-    Rows are (batch, cut_dim); their norms and the root-mean-square noise norms (batch,) float64. A
-    row without a direction gets the batch's largest norm instead, without a random size. Scalars,
-    one standard normal number per row, (batch, 1), are overwritten.
+    Norms, of rows and noise, are (batch,) float64. Scalars, (batch, 1) normal, are overwritten.
     """
     scalars *= noise_norms[:, None].to(rows.dtype)
     directions = rows / norms[:, None].to(rows.dtype)

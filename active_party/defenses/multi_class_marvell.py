@@ -148,10 +148,9 @@ class SharedNoise(NamedTuple):
 def solve_shared_noise(
     class_means: Tensor, priors: Tensor, residual_variance: float, noise_power: float
 ) -> SharedNoise:
-    """Find the noise of the given power that separates the classes the least.
+    """Find the noise of a power (P) that separates the classes, (classes, cut_dim), the least.
 
-    Means are (classes, cut_dim), priors the share of each class, (classes,). The residual variance
-    is that within the classes per coordinate (w), the power the expected squared noise norm (P).
+    Priors are (classes,), the residual variance is that within the classes per coordinate (w).
     """
     priors = priors.double() / priors.double().sum()
     largest = float(class_means.abs().max())
@@ -179,11 +178,9 @@ def solve_shared_noise(
 
 
 def power_for_worst_pair(class_means: Tensor, priors: Tensor, sum_kl: float) -> float:
-    """Find the least noise power that leaves every pair of classes at most this divergence.
+    """Find the least noise power that leaves every pair at most this divergence, above 0.
 
-    Spread within the classes is not given credit: the noise is the solution of
-    ``solve_shared_noise`` with a residual variance of 0, and the divergence, above 0, is that of
-    `pair_divergences`. It falls as the reciprocal of the power, which is exact up to rounding.
+    Spread within the classes is not given credit, so that it falls as the reciprocal of the power.
     """
     if not sum_kl > 0:
         raise ValueError(f"sum_kl must be above 0, got {sum_kl}")
@@ -198,10 +195,7 @@ def power_for_worst_pair(class_means: Tensor, priors: Tensor, sum_kl: float) -> 
 def pair_divergences(
     class_means: Tensor, solution: SharedNoise, residual_variance: float = 0.0
 ) -> Tensor:
-    """Return the symmetrised divergence of every two classes, (classes, classes) float64.
-
-    It is infinite for a pair whose means differ where there is neither noise nor spread.
-    """
+    """Return each pair's symmetrised divergence, (classes, classes); infinite without noise."""
     means = class_means.double()
     coordinates = means @ solution.directions.T
     gaps = (coordinates[:, None] - coordinates[None]).square()

@@ -29,8 +29,7 @@ from torch import Tensor
 
 _MT_WORDS = 624  # size of the Mersenne Twister's state, in 32-bit words
 
-_MT_OFFSET = 24
-"""Bytes before those words in torch's CPU generator state, which holds each in 8 bytes."""
+_MT_OFFSET = 24  # bytes before those words in torch's CPU state, which holds each in 8
 
 _KEY_BYTES = 32
 
@@ -45,8 +44,7 @@ class NoiseSource(Protocol):
         ...
 
 
-DrawKeys = Callable[[], bytes]
-"""Returns 32 secret bytes for one draw, never the same for two draws that must be independent."""
+DrawKeys = Callable[[], bytes]  # returns 32 secret bytes for one draw, never the same twice
 
 
 def fresh_key() -> bytes:
@@ -147,11 +145,7 @@ def secure_normal(count: int, dtype: torch.dtype, key: bytes) -> Tensor:
 
 
 def box_muller(radius_bits: Tensor, angle_bits: Tensor, out: Tensor) -> None:
-    """Turn pairs of uniform words, int32 or int64, into pairs of standard normal numbers.
-
-    ``out``, (2 * pairs,) float32 or float64, gets the pairs' first, then second numbers. The sign
-    bit of the radius is not used.
-    """
+    """Turn pairs of words into pairs of normal numbers in ``out``, all firsts before seconds."""
     bits = 8 * radius_bits.dtype.itemsize - 1
     radius = open_uniform(radius_bits, out.dtype).log_().mul_(-2).sqrt_()
     both = out.view(2, -1)

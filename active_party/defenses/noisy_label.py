@@ -128,10 +128,7 @@ class NoisyLabelDefense(SeededDefense):
         return f"noisy_label {strength_name(self.mechanism)}"
 
     def charge(self, num_classes: int, noise_identity: str | None = None) -> LeakCharge:
-        """Return the charge of an answer, which the mechanism determines.
-
-        The noise identity names the draw of the noisy labels.
-        """
+        """Return the charge of an answer; the noise identity names the draw of the labels."""
         leak = label_leak(self.mechanism, num_classes)
         if leak.is_gaussian:  # then both follow from the divergence
             leak = replace(leak, leak_auc=None, dominating_mu=None)
@@ -197,11 +194,7 @@ class NoisyLabelDefense(SeededDefense):
 
 
 class NoisyLabel(Defense):
-    """Releases gradients of labels drawn once, and charges what those labels reveal.
-
-    Noisy labels are those of ``draw_noisy_labels``, on the device of training; None for a defense
-    that is only asked for its charge.
-    """
+    """Releases gradients of labels drawn once; without examples it only states the charge."""
 
     def __init__(
         self,

@@ -62,10 +62,7 @@ def moves_of(batch: RawBatch) -> LabelMoves:
 
 
 def noisy_rows(batch: RawBatch, moves: LabelMoves, noise_ratio: float) -> Tensor:
-    """Return the rows with noise along their label's moves, (batch, cut_dim) float64.
-
-    The noise ratio is k, in units of one label.
-    """
+    """Return the rows with noise along a label's moves, k labels, (batch, cut_dim) float64."""
     rows = as_rows(batch.gradients)
     noise = noise_ratio * own_scalars(batch.example_keys, rows).squeeze(1)
     noise = (noise * _GRID).round_() / _GRID
@@ -84,11 +81,7 @@ def own_scalars(example_keys: Tensor | None, rows: Tensor) -> Tensor:
 
 
 def repeated_report(moves: LabelMoves, noise_ratio: float, charge: LeakCharge) -> DefenseReport:
-    """Report noise drawn once per example.
-
-    The noise ratio is in units of the move by one unit of label; the charge is that of all answers
-    with this noise together.
-    """
+    """Report noise drawn once per example, in units of a label's move, charged as a whole."""
     return DefenseReport(
         noise_power=float((moves.norms * noise_ratio).square_().mean()),
         sum_kl_after=charge.sum_kl,

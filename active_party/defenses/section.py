@@ -82,18 +82,14 @@ class Traits(NamedTuple):
     needs_example_keys: bool = False  # whether ``RawBatch.example_keys`` has to be given
     needs_slopes: bool = False  # whether ``RawBatch.slopes`` has to be given
     has_own_objective: bool = False  # whether ``DefenseSection.objective`` returns one
-    top_learns_targets: bool = True
-    """Whether the top model learns from ``Defense.targets``, and not from the true labels."""
-    model_is_label_free: bool = False
-    """Whether the trained model depends on labels only through what the defense released."""
+    top_learns_targets: bool = True  # from ``Defense.targets``, and not from true labels
+    model_is_label_free: bool = False  # depends on labels through releases only
     is_staged: bool = False
     """Whether it is a `StagedDefense`: the run begins with a survey of the training rows, and
     nothing else that the peer sees may depend on true labels, not even the moment at which the run
     ends."""
-    refits_top: bool = False
-    """Whether the top model is fitted to the true labels once the last answer has left."""
-    subject_column: str | None = None
-    """The column that names the person whom a row is about; None if the defense reads none."""
+    refits_top: bool = False  # whether it is fitted to true labels after the last answer
+    subject_column: str | None = None  # names the person whom a row is about, if one does
     earlier_targets: tuple[str, ...] = ()  # folders of earlier runs whose targets are used again
 
 
@@ -244,9 +240,7 @@ class DefenseSection(Section):
     def noise_key_strength(self, _context: DefenseContext, /) -> str | None:
         """Name the strength for which the noise key is derived; None if no key is needed.
 
-        The same noise at two strengths would give two equations for noise and label. Therefore
-        another strength draws other noise, about which the peer knows no more than about fresh
-        noise.
+        The same noise at two strengths would give two equations for noise and label.
         """
         return None
 
@@ -293,9 +287,8 @@ class DefenseSection(Section):
     def open_noise_key(self, context: DefenseContext, path: Path) -> NoiseKey | None:
         """Return the key from which the defense draws its noise; None if it needs none.
 
-        The file at ``path``, created if it does not exist, yields a key of its own for each
-        strength, see ``noise_key_strength``, and for each meaning of the labels: the same noise on
-        two labels would reveal their difference. Raises what ``load_or_create_key`` does.
+        The file yields a key for each strength, and for each meaning of the labels: the same noise
+        on two labels would reveal their difference. Raises what ``load_or_create_key`` does.
         """
         strength = self.noise_key_strength(context)
         if strength is None:

@@ -11,13 +11,11 @@ bounds the same and asks for more: 4 V artanh(V) is larger at every A, so that l
 enough. It is also unbounded where theirs ends at 4.
 """
 
-from collections.abc import Callable
 from typing import Annotated
 
 from pydantic import Field, Tag
 
-from splitveil.active_party.defenses.class_statistics import ClassEstimate
-from splitveil.active_party.defenses.sum_kl import power_for_sum_kl, sum_kl_for_leak_auc
+from splitveil.active_party.defenses.sum_kl import sum_kl_for_leak_auc
 from splitveil.common.settings import Section, kind_by_key
 
 
@@ -67,25 +65,6 @@ Strength = Annotated[
     ),
 ]
 """The strength of marvell; the key that is present names the unit."""
-
-PowerRule = Callable[[ClassEstimate, int], float]
-"""Maps the classes and ``cut_dim`` to the noise power, in units of the estimate's ``unit``^2."""
-
-
-def power_rule(strength: Strength) -> PowerRule:
-    """Build the rule by which a strength chooses each batch's noise power."""
-    if isinstance(strength, PowerRatio):
-        power_ratio = strength.power_ratio
-        return lambda estimate, _: power_ratio * estimate.gap_squared
-    allowed = allowed_sum_kl(strength)
-    return lambda estimate, cut_dim: power_for_sum_kl(
-        neg_variance=estimate.neg_variance,
-        pos_variance=estimate.pos_variance,
-        gap_squared=estimate.gap_squared,
-        cut_dim=cut_dim,
-        pos_fraction=estimate.pos_fraction,
-        sum_kl=allowed,
-    )
 
 
 def allowed_sum_kl(strength: SumKl | DetectionError | LeakAuc) -> float:

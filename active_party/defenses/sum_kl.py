@@ -29,11 +29,7 @@ from typing import NamedTuple
 
 from splitveil.active_party.defenses.root_finding import find_root
 
-_TINIEST = 1e-120
-"""Inputs below this share of the largest one, and class fractions below it, count as zero.
-
-Their reciprocals' squares would overflow.
-"""
+_TINIEST = 1e-120  # share of the largest input, or class fraction, below which it counts as zero
 
 
 _LARGEST = 1e250  # a power above this, in units of the largest input, is infinite
@@ -81,14 +77,11 @@ def solve_noise(
 ) -> NoiseSolution:
     """Find the noise of the given power that leaves the least symmetrised divergence.
 
-    Variances (u, v) are per coordinate, ``gap_squared`` is the squared distance of the class means
-    (c), ``cut_dim`` the width of the cut layer (d), ``pos_fraction`` the share of positives (p),
-    ``noise_power`` the mean expected squared noise norm per example (P).
-
-    ``along`` is the total noise variance in the direction of the gap, ``across`` the variance in
-    each other direction (0 where there is none). ``sum_kl`` is infinite where the classes differ
-    and one of them has neither spread nor noise. Classes that do not differ at all get no noise, at
-    any power. Raises ValueError if an argument is outside its range.
+    Variances (u, v) are per coordinate, ``gap_squared`` is c, ``cut_dim`` d, ``pos_fraction`` p,
+    ``noise_power`` P, the mean expected squared noise norm. ``along`` is the variance in the
+    direction of the gap, ``across`` that in each other one. ``sum_kl`` is infinite where the
+    classes differ and one has neither spread nor noise. Raises ValueError if an argument is outside
+    its range.
     """
     _check(
         pos_fraction,
@@ -133,9 +126,7 @@ def power_for_sum_kl(
 ) -> float:
     """Find the least noise power that leaves no more than ``sum_kl``: the inverse of the solver.
 
-    To a relative 1e-7 and never too small: ``solve_noise`` leaves at most ``sum_kl``, which is
-    above 0, with it. 0 where nothing is needed, infinite where it is too large for a float. The
-    other arguments are those of ``solve_noise``.
+    To a relative 1e-7, and never too small; infinite where it is too large for a float.
     """
     if not sum_kl > 0:
         raise ValueError(f"sum_kl must be above 0, got {sum_kl}")
@@ -198,9 +189,8 @@ def leak_auc_bound(sum_kl: float) -> float:
 def sum_kl_along_gap(neg_deviation: float, pos_deviation: float, gap: float) -> float:
     """Return the divergence of N(0, neg_deviation^2) and N(gap, pos_deviation^2).
 
-    This is the information in one answer for a peer that already knows everything that the classes'
-    own spreads would hide: only the noise along the gap counts. It is infinite if a class does not
-    have any noise. The gap's sign does not matter, and neither does a common scale.
+    That is the information in an answer for a peer that knows everything that spreads would hide.
+    Infinite if a class has no noise.
     """
     if not (0 < neg_deviation < math.inf and 0 < pos_deviation < math.inf):
         return math.inf
@@ -293,10 +283,7 @@ def _log_slope(spread: _Spread) -> Callable[[float], float]:
 
 
 def _unclamped(spread: _Spread, left: float) -> tuple[float, float, float, float]:
-    """Split the power ``left`` along the gap as if variances could be negative: E, l1A, l1B, C.
-
-    Both variances are written so that a small noise on a wide spread does not drown in rounding.
-    """
+    """Split the power ``left`` along the gap as if variances could be negative: E, l1A, l1B, C."""
     var_a, var_b, gap, _, frac_a, frac_b, _ = spread
     total = left + frac_a * var_a + frac_b * var_b
     ratio = math.sqrt((total + frac_a * gap) / (total + frac_b * gap))

@@ -38,8 +38,7 @@ from splitveil.common.run.id_rules import MAX_ID_COLUMNS
 from splitveil.common.text.version import VERSION
 
 RETRY_AFTER_S = 1
-ID_BODY_BYTES = 8192
-"""Bytes of a request's body for each id that it may have, with its own features."""
+ID_BODY_BYTES = 8192  # of a request's body for each id that it may have, with features
 MOST_REQUESTS = 256  # requests of known programs that are read or answered at the same time
 
 _IdPart = StrictStr | StrictInt
@@ -223,10 +222,7 @@ async def _body(request: Request, most_bytes: int) -> bytearray:
 
 
 def request_of(body: bytes | bytearray, most_ids: int) -> PredictRequest:
-    """Return what a body asks for; what is wrong with it costs no more than what is right.
-
-    Raises RequestError, which repeats no value, if it is not understood or asks for too much.
-    """
+    """Return what a body asks for, or raise RequestError, which repeats no value."""
     try:
         given = from_json(body)
     except ValueError as error:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from splitveil.active_party.predict.predictor import Asked, Predictions, Predict
 from splitveil.common.data.features import Features
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.messages import Embedded
+from splitveil.common.text.closing import Closing
 from splitveil.common.wire.inference_codec import portions
 
 IN_FLIGHT = 4  # questions under way at a time
@@ -35,9 +36,7 @@ class IdQuestion:
     """Ids for which a program wants predictions."""
 
     ids: Sequence[str]  # in canonical form
-    own: Features | None = None
-    """The active party's own features of the ids, in their order, if the program gave them; None if
-    they are those in the party's table."""
+    own: Features | None = None  # features that the program gave; None for those in the table
 
 
 class _WaitingQuestion(NamedTuple):
@@ -52,11 +51,10 @@ class _WaitingQuestion(NamedTuple):
 class _UnderWay(NamedTuple):
     batch: list[_WaitingQuestion]
     asked: list[Asked]  # the messages of which the batch's question consists
-    places: list[NDArray[np.int64]]
-    """For each request, where its ids are among those that were asked for."""
+    places: list[NDArray[np.int64]]  # of each request's ids among those asked for
 
 
-class Batcher:
+class Batcher(Closing):
     """Answers questions with predictions of the joint model. Several threads may use it."""
 
     def __init__(
@@ -82,17 +80,8 @@ class Batcher:
         for thread in self._threads:
             thread.start()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def submit(self, question: IdQuestion) -> "Future[Predictions]":
-        """Ask a question without waiting.
-
-        Returns the answer to come, or one of the errors of ``Predictor.finish``.
-        """
+        """Return the answer to come, or one of the errors of ``Predictor.finish``."""
         answer: Future[Predictions] = Future()
         waiting = _WaitingQuestion(question, answer, time.monotonic() + self._timeout_s)
         try:

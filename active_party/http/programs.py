@@ -56,8 +56,7 @@ class TooFast(RequestError):
 
     def __init__(self, message: str, wait_s: float) -> None:
         super().__init__(message)
-        self.wait_s = wait_s
-        """Seconds after which the same request is accepted."""
+        self.wait_s = wait_s  # until the same request is accepted
 
 
 class NotAvailable(RequestError):

@@ -118,13 +118,11 @@ class PendingReply:
     question: IdQuestion  # with those ids only that may be asked for
     num_ids: int
     is_allowed: NDArray[np.bool_]
-    answer: "Future[Predictions] | None"
-    """The joint model's answer to come; None if it is not asked."""
+    answer: "Future[Predictions] | None"  # the joint model's, to come; None if it is not asked
     trouble: str | None  # why it is not asked
 
 
-Model = Literal["joint", "fallback"]
-"""Both halves of the trained model, or the model of only the active party's own features."""
+Model = Literal["joint", "fallback"]  # of both halves, or of the active party's features only
 
 
 class ServedPredictions(NamedTuple):

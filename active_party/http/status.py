@@ -158,8 +158,7 @@ class CallLog:
     """Records requests. Several threads may use it."""
 
     def __init__(self, status: OnlineStatus, transcript: Transcript | None = None) -> None:
-        self.answered: Counter[int] = Counter()
-        """Number of requests by status."""
+        self.answered: Counter[int] = Counter()  # requests by status
         self._status = status
         self._transcript = transcript
 

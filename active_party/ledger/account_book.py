@@ -139,10 +139,7 @@ class AccountBook:
     def opening_ledger(
         self, ids: Iterable[str], num_examples: int, persons: Names | None = None
     ) -> LeakLedger:
-        """Return the ledger with which a run on these canonical ids begins.
-
-        A row of a person of whom the book has no account (``persons_of``) begins with its own.
-        """
+        """Return the ledger with which a run on these canonical ids begins."""
         ledger = LeakLedger(num_examples)
         if len(self):
             of = indices_of(names_of(ids), self.names)
@@ -191,10 +188,7 @@ def open_books(folders: Sequence[Path], id_rules: bytes = b"") -> AccountBook:
 
 
 def open_book(folder: Path) -> AccountBook:
-    """Read the book of one run, whatever its rules for ids, from its ``checkpoint`` folder.
-
-    Raises SettingsError if there is none, or it cannot be read.
-    """
+    """Read the book of one run, whatever its rules for ids; SettingsError if it cannot be read."""
     path = folder / LEDGER
     try:
         check_regular(path)

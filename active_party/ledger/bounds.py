@@ -151,10 +151,7 @@ class LeakBounds(NamedTuple):
         return "bounds on the leak AUC: " + ", ".join(parts)
 
     def or_more(self, other: "LeakBounds | None") -> "LeakBounds":
-        """Return the larger of these bounds and others, figure by figure.
-
-        The result bounds what either of two sets of answers revealed if one contains the other.
-        """
+        """Return the larger bounds: of two sets of answers of which one contains the other."""
         # Bit for bit where possible: AUCs of nearly equal divergences may differ in either way.
         if other is None or self._is_at_least(other):
             return self
@@ -206,10 +203,7 @@ def known_of_entry(entry: ChargedAnswer) -> KnownBounds:
 def bounds_of(
     sums: Divergences, caveats: Caveats, known: KnownBounds, epsilon: float
 ) -> LeakBounds:
-    """Return the bounds on what some examples' answers revealed, at least one.
-
-    The divergences are left in another order. Epsilon is that of all answers together.
-    """
+    """Return the bounds on some examples' answers, whose divergences it reorders."""
     groups = list(_groups(sums, caveats, known))
     largest, mean = float(sums.max()), float(sums.mean())
     rank = math.ceil(0.95 * (len(sums) - 1))

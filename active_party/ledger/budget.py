@@ -107,10 +107,7 @@ def _in_words(sum_kl: float, leak_auc: float) -> str:
 
 
 def num_answers_within(max_sum_kl: float, charge: float) -> float:
-    """Return the number of answers of equal charge that the rest of a budget pays for.
-
-    A negative rest pays for no answer; an infinite one, or no charge, for all of them.
-    """
+    """Return the number of answers of equal charge that the rest of a budget pays for, from 0."""
     if charge == 0 or max_sum_kl == math.inf:
         return math.inf
     return max(max_sum_kl, 0.0) * (1 + ROUNDING) // charge
@@ -154,10 +151,7 @@ class RunLedger:
         self.course = self.total
 
     def go_back(self, course: Mapping[str, Tensor]) -> None:
-        """Take the accounts of a checkpoint as those of the course so far; no charge is lost.
-
-        Raises ValueError if they are not of a ledger of as many examples.
-        """
+        """Take a checkpoint's accounts as the course's; ValueError for other examples."""
         self.course = _loaded(course, len(self.total))
 
     def reopen(
@@ -187,10 +181,7 @@ def _loaded(state: Mapping[str, Tensor], num_examples: int) -> LeakLedger:
 
 
 class LeakBudget:
-    """The accounts of one run, held against its allowance.
-
-    Ids are by row of this party's file; persons, if rows do not have one each, by aligned row.
-    """
+    """The accounts of one run; ids by row of this party's file, persons by aligned row."""
 
     def __init__(
         self,

@@ -299,10 +299,8 @@ class NumberWatch:
         seen = self._sums.seen()
         if seen is None:
             return {}
-        return {
-            ACCUMULATED_TOP: seen.top_direction_r2(),
-            ACCUMULATED_RIDGE: seen.ridge_r2(_HINT_SEED),
-        }
+        figures = seen.figures(_HINT_SEED)
+        return dict(zip((ACCUMULATED_TOP, ACCUMULATED_RIDGE), figures, strict=True))
 
 
 def _mean_of_defined(r2: Sequence[float]) -> float:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from splitveil.active_party.training.predictions import measure_predictions
+from splitveil.active_party.training.predictions import auc_of_classes
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.data.features import Features
 from splitveil.common.privacy.beyond_features import Covariates
@@ -218,7 +218,7 @@ class RowCovariates:
 
     def _figure(self, logits: Tensor, labels: Tensor) -> float:
         logits = logits[:, 0] if self._num_logits == 1 else logits
-        return measure_predictions(logits, labels.float()).auc
+        return auc_of_classes(logits, labels)
 
 
 class NumberRowCovariates(RowCovariates):

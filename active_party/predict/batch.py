@@ -48,8 +48,7 @@ class PredictionPlan(NamedTuple):
     model: str
     source: str  # where the rows come from
     classes: tuple[str, ...]
-    within: tuple[float, float] | None = None
-    """The bounds of a label that is a number; None if labels are classes."""
+    within: tuple[float, float] | None = None  # the bounds of a number; None for classes
 
     def schema(self, ids: pa.Schema) -> pa.Schema:
         if self.within is not None:
@@ -70,10 +69,7 @@ class Parts:
         ids: Sequence[str],
         written: pa.Table | None = None,
     ) -> None:
-        """Read the parts of an interrupted command, or begin without any.
-
-        ``ids`` are canonical, and by default written so in the list as well.
-        """
+        """Read the parts of an interrupted command, or begin without any; ids are canonical."""
         self.folder = output.with_name(f"{output.name}.parts")
         self.ids = ids
         self._written = written or pa.table({"id": pa.array(ids, pa.string())})
@@ -162,20 +158,17 @@ def _digest_of(plan: PredictionPlan, ids: Sequence[str]) -> bytes:
     return found.digest()
 
 
-IN_FLIGHT = 4
-"""Questions under way at a time: a passive party computes the next answer while one travels."""
+IN_FLIGHT = 4  # questions: a passive party computes while an answer travels
 
 _LOOK_EVERY_S = 0.2
 
-Advance = Callable[[int], None]
-"""Called with the number of rows that are finished since the last call."""
+Advance = Callable[[int], None]  # called with the number of rows newly finished
 
 
 class BatchResult(NamedTuple):
     rows: int
     found: int
-    missing_at: dict[str, int]
-    """Number of rows asked for now that a party does not have, by its name."""
+    missing_at: dict[str, int]  # party -> rows asked for now that it lacks
     asked_rows: int  # rows that were asked for now, and not by an earlier command
     seconds: float
 

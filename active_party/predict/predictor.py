@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from splitveil.common.party.served_rows import ServedRows
 from splitveil.common.record.model_files import REFITTED, WEIGHTS, TrainedModel
 from splitveil.common.run.contract import ACTIVE, Aggregation
 from splitveil.common.run.messages import Embedded, ModelIdentity
+from splitveil.common.text.closing import Closing
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import check_security
 from splitveil.common.wire.http_proxy import proxy_of_environment
@@ -133,20 +134,16 @@ class Asked(NamedTuple):
     """A question that is under way at every passive party."""
 
     ids: Sequence[str]
-    rows: NDArray[np.int64] | None
-    """The ids' rows in this party's own table; None if the model needs none."""
+    rows: NDArray[np.int64] | None  # in this party's own table; None if the model needs none
     answers: "list[Future[Embedded]]"
 
 
 def asking_order(ids: Sequence[str]) -> NDArray[np.int64]:
-    """Return the order in which passive parties are asked for ids, as indices.
-
-    It follows only from the ids, because their order in a list may follow labels.
-    """
+    """Return the order in which ids are asked for: a list's own may follow labels."""
     return np.array(sorted(range(len(ids)), key=ids.__getitem__), np.int64)
 
 
-class Predictor:
+class Predictor(Closing):
     """Answers ids with probabilities. Several threads may use it."""
 
     def __init__(
@@ -158,12 +155,6 @@ class Predictor:
         self.model = model
         self.clients = tuple(clients)
         self.own_rows = own_rows
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def max_ids(self) -> int:
@@ -246,10 +237,7 @@ def open_predictor(
     *,
     whole_table: bool = False,
 ) -> Predictor:
-    """Load the active party's half of the model, and prepare the connections.
-
-    Nothing is asked yet: ``check_models`` has to come first.
-    """
+    """Load this half of the model; nothing is asked yet: ``check_models`` has to come first."""
     contract = settings.contract
     addresses = settings.inference.connect
     _check_addresses(contract.passive_parties, addresses)

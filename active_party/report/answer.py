@@ -1,22 +1,43 @@
 """The answer to the report's question, for a reader who is no statistician: words and a picture."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from markupsafe import Markup
 
 from splitveil.active_party.report.numbers import interval, strongest_beyond
-from splitveil.active_party.report.scale import Row, Scale, scale_picture
 from splitveil.common.data.label_range import ONE_NUMBER
+from splitveil.common.party.report_parts import render
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.assessment import Finding, LeakAssessment
 from splitveil.common.record.figures import NumberLeak
 from splitveil.common.text.upper_bounds import auc_at_most
 
+
+class _Scale(NamedTuple):
+    low: float
+    high: float
+    ticks: Sequence[float]
+    low_end: str  # what the lower end means
+    high_end: str
+
+
+class _Row(NamedTuple):
+    """One figure under its words; without ``high`` the row has words only."""
+
+    words: str
+    style: str  # CSS class of the colour
+    low: float = 0.0
+    high: float | None = None
+    value: float | None = None  # the point of an interval; None for a bar from ``low`` to ``high``
+    is_limit: bool = False  # whether a line goes down from its end to the scale
+
+
 QUESTION = (
     "How well can the other company tell our labels, beyond what its own data already tell it?"
 )
-_AUC = Scale(0.5, 1.0, (0.5, 0.6, 0.7, 0.8, 0.9, 1.0), "guessing", "every label, as undefended")
-_SHARE = Scale(0.0, 1.0, (0.0, 0.2, 0.4, 0.6, 0.8, 1.0), "nothing", "all that features leave")
+_AUC = _Scale(0.5, 1.0, (0.5, 0.6, 0.7, 0.8, 0.9, 1.0), "guessing", "every label, as undefended")
+_SHARE = _Scale(0.0, 1.0, (0.0, 0.2, 0.4, 0.6, 0.8, 1.0), "nothing", "all that features leave")
 _WHOSE: Mapping[Adversary, tuple[str, str]] = {
     Adversary.ANYBODY: ("Whatever the other company does, it", ""),
     Adversary.HONEST_BUT_CURIOUS: (
@@ -82,39 +103,46 @@ def number_in_words(measured: Mapping[str, NumberLeak]) -> str:
 
 
 def pictures(assessment: LeakAssessment, measured: Mapping[str, NumberLeak]) -> Iterator[Markup]:
-    """Yield the bound, the strongest attack and what features reveal on one scale.
-
-    Of labels that are numbers, the strongest attack has a scale of its own.
-    """
+    """Yield the bound, the strongest attack and what features reveal on one scale."""
     bound, adversary = assessment.bound, assessment.adversary
     if bound is None or adversary is None:
-        rows = [Row("No bound: everything is possible", "muted", 0.5, 1.0)]
+        rows = [_Row("No bound: everything is possible", "muted", 0.5, 1.0)]
     else:
         words = f"Bound {auc_at_most(bound)}: {adversary}"
-        rows = [Row(words, "guarantee", 0.5, bound, is_limit=True)]
+        rows = [_Row(words, "guarantee", 0.5, bound, is_limit=True)]
     if measured:
-        yield scale_picture(_AUC, rows, f"On a scale from 0.5 to 1. {rows[0].words}.")
+        yield _picture(_AUC, rows, f"On a scale from 0.5 to 1. {rows[0].words}.")
         found = strongest_beyond(measured)
         if found is not None:
             share = found[1]
             words = f"Strongest attack {share.r2:.3f} ({interval(share)})"
-            row = Row(words, "measured", share.low, share.high, share.r2)
-            yield scale_picture(_SHARE, [row], f"On a scale from 0 to 1. {words}.")
+            row = _Row(words, "measured", share.low, share.high, share.r2)
+            yield _picture(_SHARE, [row], f"On a scale from 0 to 1. {words}.")
         return
     strongest = assessment.strongest
     figures = assessment.not_measured if strongest is None else strongest.figures
     words = f"Strongest attack {figures}"
     rows.append(
-        Row(words, "measured")
+        _Row(words, "measured")
         if strongest is None
-        else Row(words, "measured", strongest.leak.low, strongest.leak.high, strongest.leak.value)
+        else _Row(words, "measured", strongest.leak.low, strongest.leak.high, strongest.leak.value)
     )
     auc = assessment.feature_auc
     if auc is not None:
         words = f"Features by themselves, not a leak: {auc:.3f}"
-        rows.append(Row(words, "baseline", auc, auc, auc))
+        rows.append(_Row(words, "baseline", auc, auc, auc))
     said = ". ".join(row.words for row in rows)
-    yield scale_picture(_AUC, rows, f"On a scale from 0.5 to 1. {said}.")
+    yield _picture(_AUC, rows, f"On a scale from 0.5 to 1. {said}.")
+
+
+def _picture(scale: _Scale, rows: Sequence[_Row], description: str) -> Markup:
+    def x_of(value: float) -> float:
+        return 16 + 428 * (min(max(value, scale.low), scale.high) - scale.low) / (
+            scale.high - scale.low
+        )
+
+    values = {"scale": scale, "rows": rows, "description": description, "x_of": x_of}
+    return Markup(render("splitveil.active_party.report", "scale.svg.jinja", **values))  # noqa: S704
 
 
 def _tells(num_classes: int) -> str:

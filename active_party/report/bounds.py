@@ -12,10 +12,9 @@ from pydantic import TypeAdapter, ValidationError
 from splitveil.active_party.defenses import DefenseSettings
 from splitveil.active_party.defenses.section import AGAINST_CLASS_MEANS, Coverage
 from splitveil.active_party.report.figures import ABSENT, TableRow, figure
-from splitveil.active_party.report.needs import needs_of
 from splitveil.active_party.report.run_files import RunFiles
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import CUT
+from splitveil.common.privacy.attacks import CUT, needs_of
 from splitveil.common.record.assessment import (
     Finding,
     LeakAssessment,

@@ -24,13 +24,12 @@ from splitveil.active_party.report import (
 )
 from splitveil.active_party.report.decision import Decision
 from splitveil.active_party.report.figures import MeasuredAttack
-from splitveil.active_party.report.needs import needs_of
 from splitveil.active_party.report.run_files import RunFiles, read_run
 from splitveil.active_party.training.evaluation import read_predictions
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.report_parts import circumstances, read_traffic, render, traffic_rows
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import ATTACKS
+from splitveil.common.privacy.attacks import ATTACKS, needs_of
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.figures import LedgerFigures
 from splitveil.common.record.lines import AuditLine
@@ -52,7 +51,6 @@ class _Compared(NamedTuple):
     title: str
     style: str
     run: RunFiles
-    series: list[run_files.LeakSeries]
     findings: dict[tuple[str, str], MeasuredAttack]
     """(layer, attack) -> its figures on single batches."""
     whole_run: dict[tuple[str, str], float]
@@ -95,10 +93,7 @@ def try_to_report(run_dir: Path) -> None:
 
 
 def report_page(run: RunFiles) -> str:
-    """Return the report of one run as HTML; the same files give the same bytes.
-
-    Of the runs beside it, it has the test AUC without a defense.
-    """
+    """Return the report of one run as HTML; the same files give the same bytes."""
     series = run_files.leak_series(run)
     findings = [figures.finding_of(one) for one in series]
     traffic, of_leak = read_traffic(run.active.folder), run.active.summary.of_leak
@@ -175,8 +170,7 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
         _compared(title, f"s{index % panels.NUM_STYLES}", run)
         for index, (title, run) in enumerate(zip(_titles(runs), runs, strict=True))
     ]
-    coloured = [panels.Coloured(one.style, one.run, one.series) for one in compared]
-    keys = list(dict.fromkeys((s.layer, s.attack) for one in compared for s in one.series))
+    keys = list(dict.fromkeys(key for one in compared for key in one.findings))
     return render(
         _PACKAGE,
         "comparison.html.jinja",
@@ -196,12 +190,7 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
         peers_of_bounds=list(Adversary),
         figure=figures.figure,
         count=figures.count,
-        training=panels.shared_training_panels(coloured),
-        leak_panels={
-            layer: [panels.shared_leak_panel(coloured, *key) for key in keys if key[0] == layer]
-            for layer in dict.fromkeys(layer for layer, _ in keys)
-        },
-        ledger=panels.shared_ledger_panel(coloured),
+        ledger=panels.shared_ledger_panel([(one.style, one.run) for one in compared]),
         differences=_differences(compared),
     )
 
@@ -216,13 +205,12 @@ def _defense(run: RunFiles) -> str:
 
 
 def _compared(title: str, style: str, run: RunFiles) -> _Compared:
-    series, leak = run_files.leak_series(run), bounds.assessment_of(run)
-    findings = [figures.finding_of(one) for one in series]
+    findings = [figures.finding_of(one) for one in run_files.leak_series(run)]
+    leak = bounds.assessment_of(run)
     return _Compared(
         title,
         style,
         run,
-        series,
         {(one.layer, one.attack): one for one in findings},
         {key: one.auc for key, one in tables.run_levels(run).items()},
         leak,

@@ -8,7 +8,6 @@ import numpy as np
 from markupsafe import Markup
 
 from splitveil.active_party.report.figures import windows
-from splitveil.active_party.report.needs import is_oracle
 from splitveil.active_party.report.run_files import (
     LeakSeries,
     Numbers,
@@ -19,7 +18,7 @@ from splitveil.active_party.report.run_files import (
 )
 from splitveil.active_party.report.svg import Axis, Band, Chart, Dot, Line, Mark, Rule, round_axis
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS
+from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS, is_oracle
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.figures import SpreadFigures
 from splitveil.common.record.lines import LedgerLine
@@ -41,14 +40,6 @@ class Panel(NamedTuple):
     note: str = ""
 
 
-class Coloured(NamedTuple):
-    """One of the runs in a shared chart, with the CSS class of its colour."""
-
-    style: str
-    run: RunFiles
-    series: Sequence[LeakSeries]
-
-
 def training_panels(run: RunFiles) -> list[Panel]:
     """Return loss and test AUC over epochs; empty before the first epoch has ended."""
     lines = test_lines(run)
@@ -66,19 +57,6 @@ def training_panels(run: RunFiles) -> list[Panel]:
     value = f"{auc[-1]:.3f}" if math.isfinite(auc[-1]) else ""
     aucs = [Line(epochs, auc, "utility", value, markers=True)]
     return [figure_panel("Loss", losses, _LOSS), figure_panel(_AUC, aucs)]
-
-
-def shared_training_panels(runs: Sequence[Coloured]) -> list[Panel]:
-    """Return the test loss and test AUC of several runs."""
-    losses, aucs = [], []
-    for style, run, _ in runs:
-        lines = test_lines(run)
-        epochs = column(line.epoch for line in lines) + 1
-        losses.append(Line(epochs, column(line.loss for line in lines), style, markers=True))
-        aucs.append(Line(epochs, column(line.auc for line in lines), style, markers=True))
-    if not any(len(line.x) for line in losses):
-        return []
-    return [figure_panel("Test loss", losses, _LOSS), figure_panel(_AUC, aucs)]
 
 
 def figure_panel(title: str, lines: Sequence[Line], unit: str | None = None) -> Panel:
@@ -112,42 +90,16 @@ def leak_panels(
             (f"s{layers.index(one.layer) % NUM_STYLES}", one.layer * (len(layers) == 2), one)
             for one in chosen
         ]
+        for style, label, one in styled:
+            leak = windows(one.steps, one.leak)
+            marks.append(Band(leak.steps, leak.low, leak.high, style))
+            marks.append(Line(leak.steps, leak.median, style, label))
+        last = max(1.0, *(float(one.steps.max()) for one in chosen))
+        x = Axis(f"training step ({steps_per_epoch_of(run)} per epoch)", 0.0, last)
         described = f"raw leak AUC of {attack} over training steps"
-        step_label = f"training step ({steps_per_epoch_of(run)} per epoch)"
-        panels.append(_leak_panel(described, marks, styled, step_label))
+        chart = Chart(described, x, _LEAK_AXIS, marks, *_SMALL)
+        panels.append(Panel(attack, chart.svg(), _remark(attack)))
     return panels
-
-
-def shared_leak_panel(runs: Sequence[Coloured], layer: str, attack: str) -> Panel:
-    """Return one attack's leak AUC over steps in several runs, at least one of which has it."""
-    chosen = [
-        (run.style, "", series)
-        for run in runs
-        for series in run.series
-        if (series.layer, series.attack) == (layer, attack)
-    ]
-    first = chosen[0][2]
-    random = windows(first.steps, first.random)
-    chance = Line(random.steps, random.median, "chance dashed")
-    described = f"leak AUC of {attack} at layer {layer}"
-    return _leak_panel(described, [chance], chosen, "training step")
-
-
-def _leak_panel(
-    described: str,
-    marks: Sequence[Mark],
-    styled: Sequence[tuple[str, str, LeakSeries]],
-    step_label: str,
-) -> Panel:
-    drawn = list(marks)
-    for style, label, one in styled:
-        leak = windows(one.steps, one.leak)
-        drawn.append(Band(leak.steps, leak.low, leak.high, style))
-        drawn.append(Line(leak.steps, leak.median, style, label))
-    last = max(1.0, *(float(one.steps.max()) for _, _, one in styled))
-    attack = styled[0][2].attack
-    chart = Chart(described, Axis(step_label, 0.0, last), _LEAK_AXIS, drawn, *_SMALL)
-    return Panel(attack, chart.svg(), _remark(attack))
 
 
 def ledger_panel(run: RunFiles, assessment: LeakAssessment) -> Panel | None:
@@ -172,10 +124,10 @@ def ledger_panel(run: RunFiles, assessment: LeakAssessment) -> Panel | None:
     return Panel(title, chart.svg())
 
 
-def shared_ledger_panel(runs: Sequence[Coloured]) -> Panel | None:
-    """Return the bounds for anybody of several runs' ledgers by epoch; None if there are none."""
+def shared_ledger_panel(runs: Sequence[tuple[str, RunFiles]]) -> Panel | None:
+    """Return the bounds for anybody of several runs, by colour, by epoch; None without any."""
     marks = []
-    for style, run, _ in runs:
+    for style, run in runs:
         lines = run.active.metrics.of(LedgerLine)
         values = column(line.bounds.anybody.max for line in lines)
         if (values < 1).any():

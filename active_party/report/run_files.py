@@ -130,10 +130,7 @@ def test_lines(run: RunFiles) -> list[EvaluationLine]:
 
 
 def num_classes(run: RunFiles) -> int:
-    """Return the number of classes of a run; 2 if its settings do not declare classes.
-
-    It is ``ONE_NUMBER`` if labels are numbers.
-    """
+    """Return the number of classes of a run, ``ONE_NUMBER`` for numbers; 2 if not declared."""
     if run.active.setting("data", "label_range"):
         return ONE_NUMBER
     declared = run.active.setting("data", "classes")

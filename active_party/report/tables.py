@@ -15,7 +15,6 @@ from splitveil.active_party.report.figures import (
     estimate_of,
     figure,
 )
-from splitveil.active_party.report.needs import needs_of
 from splitveil.active_party.report.run_files import (
     PartyFiles,
     RunFiles,
@@ -26,7 +25,7 @@ from splitveil.active_party.report.run_files import (
 from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import CUT
+from splitveil.common.privacy.attacks import CUT, needs_of
 from splitveil.common.record.figures import AttackFigure, ClassFigures, LeakByClass, RunFigures
 from splitveil.common.record.lines import AlarmLine, AuditLine, GateLine
 from splitveil.common.record.run_record import find_summary
@@ -146,10 +145,7 @@ def pair_rows(run: RunFiles) -> Iterator[TableRow]:
 
 
 def class_rows(run: RunFiles) -> Iterator[TableRow]:
-    """Yield one row per class: its test AUC, and its largest leak AUC against the rest.
-
-    The leak AUC is the mean over batches of the attack for which it is largest.
-    """
+    """Yield a row per class: test AUC, and the largest leak AUC of an attack against the rest."""
     test_aucs = run.active.summary.of_active.model.test_auc_by_class or {}
     found = [
         (f"{attack} at {layer}", figures.classes)

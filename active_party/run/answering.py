@@ -27,7 +27,7 @@ from splitveil.common.run.course import AlignedRows, Batch, batch_in_words, run_
 from splitveil.common.run.host_copies import to_host
 from splitveil.common.run.messages import Activation, Answer, AuditQuestion, Course
 from splitveil.common.run.phases import Phase
-from splitveil.common.run.progress import LASTING, Progress, State
+from splitveil.common.run.progress import IMMUTABLE, Progress, State
 from splitveil.common.run.sample_order import Positions
 
 
@@ -225,10 +225,10 @@ class Answering:
     def state_dict(self) -> State:
         """Return everything that a step changes, except what the observer has seen."""
         trainer, staged = self.trainer.state_dict(), self.trainer.staged
-        names = {} if staged is None else dict(staged.lasting)
+        names = {} if staged is None else dict(staged.immutable)
         return {
-            LASTING: {name: trainer["defense"].pop(key) for key, name in names.items()},
-            "lasting_names": names,
+            IMMUTABLE: {name: trainer["defense"].pop(key) for key, name in names.items()},
+            "immutable_names": names,
             "trainer": trainer,
             "accounts": self.budget.accounts.state_dict(),
             "records": len(self.questions),
@@ -244,9 +244,9 @@ class Answering:
         self.progress.go_to(batch_number)
         for party in self._parties:
             party.forget_questions()
-        lasting = {key: state[LASTING][name] for key, name in state["lasting_names"].items()}
+        immutable = {key: state[IMMUTABLE][name] for key, name in state["immutable_names"].items()}
         trainer = state["trainer"]
-        self.trainer.load_state_dict(trainer | {"defense": trainer["defense"] | lasting})
+        self.trainer.load_state_dict(trainer | {"defense": trainer["defense"] | immutable})
         self.budget.accounts.go_back(state["accounts"]["course"])
         self._catch_up()
         self._evaluator.load_state_dict(state["evaluation"])

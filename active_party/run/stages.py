@@ -68,14 +68,18 @@ class RunStages:
     def __init__(self, parties: PassivePeers) -> None:
         self.current = Stage.WAITING
         self._parties = parties
-        self._changed = threading.Condition(threading.RLock())
+        lock = threading.RLock()
+        self._progressed = threading.Condition(lock)
+        """For calls, which wait for each other."""
+        self._moved = threading.Condition(lock)
+        """For what waits for the end of a stage, and need not wake at every answer."""
         self._moved_at = time.monotonic()
 
     def __enter__(self) -> None:
-        self._changed.acquire()
+        self._moved.acquire()
 
     def __exit__(self, *_: object) -> None:
-        self._changed.release()
+        self._moved.release()
 
     def require(self, *stages: Stage, message: str) -> None:
         if self.current not in stages:
@@ -92,15 +96,17 @@ class RunStages:
                 raise RuntimeError(f"no run goes from {self.current.name} to {stage.name}")
             self.current = stage
             self.note_progress()
+            self._moved.notify_all()
 
     def wake(self) -> None:
         """Wake every waiting call, to check its condition again; the caller holds the lock."""
-        self._changed.notify_all()
+        self._progressed.notify_all()
+        self._moved.notify_all()
 
     def note_progress(self) -> None:
         """Note that the run has moved on: the waiting time of its parties is counted from now."""
         self._moved_at = time.monotonic()
-        self.wake()
+        self._progressed.notify_all()
 
     def awaited(self) -> Mapping[str, float]:
         """Return the parties whose message the run waits for, and for how many seconds."""
@@ -109,8 +115,9 @@ class RunStages:
             return {party.name: waited_s for party in self._parties if self._awaits(party)}
 
     def wait(self, until: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait for a condition that only another stage or a goodbye can bring about."""
         with self:
-            return self._changed.wait_for(until, timeout_s)
+            return self._moved.wait_for(until, timeout_s)
 
     def wait_for_caller(
         self,
@@ -123,7 +130,7 @@ class RunStages:
         while (found := find()) is None:
             if time.monotonic() > deadline or not is_listening():
                 return None
-            self._changed.wait(_POLL_S)
+            self._progressed.wait(_POLL_S)
         return found
 
     def _awaits(self, party: PassivePeer) -> bool:

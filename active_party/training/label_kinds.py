@@ -33,7 +33,7 @@ from splitveil.active_party.training.predictions import (
 from splitveil.common.data.features import Features
 from splitveil.common.data.label_range import LabelRange
 from splitveil.common.data.settings import DataSettings
-from splitveil.common.models.spread_model import SpreadModel, go_on
+from splitveil.common.models.data_parallel import DataParallelModel, go_on
 from splitveil.common.models.training_state import trained_of
 from splitveil.common.record.figures import NumberFigures
 from splitveil.common.run.progress import State
@@ -174,7 +174,7 @@ class OrdinaryObjective:
         self._optimizer = top.optimizer
         self._trained = trained_of(top.model)
         self.schedule = LambdaLR(top.optimizer, top.schedule)
-        self.spread: SpreadModel | None = None
+        self.parallel: DataParallelModel | None = None
         """If several processes of this party compute the model."""
         self._learns_targets = learns_targets
         self._class_weights = class_weights
@@ -185,10 +185,10 @@ class OrdinaryObjective:
 
         The model's own gradients follow in ``learn``, so that the peer need not wait for them.
         """
-        if self.spread is None:
+        if self.parallel is None:
             outputs = self.model(activation, own)
         else:
-            outputs = self.spread(labels.rows, activation)
+            outputs = self.parallel(labels.rows, activation)
         weights, kind = LossWeights(labels.weights, self._class_weights), self._kind
         loss = kind.loss(outputs, labels.targets, weights)
         (raw,) = torch.autograd.grad(loss, activation, retain_graph=True)
@@ -206,11 +206,11 @@ class OrdinaryObjective:
             "model": self.model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "ranks": [] if self.spread is None else self.spread.random_states(),
+            "ranks": [] if self.parallel is None else self.parallel.random_states(),
         }
 
     def load_state_dict(self, state: State) -> None:
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
-        go_on(self.spread, state["ranks"])
+        go_on(self.parallel, state["ranks"])

@@ -172,6 +172,14 @@ def measure_predictions(logits: Tensor, labels: Tensor) -> PredictionFigures:
     )
 
 
+def auc_of_classes(logits: Tensor, labels: Tensor) -> float:
+    """Return the AUC of `measure_predictions`, which takes a sixth of the time of all figures."""
+    if logits.ndim == 1:
+        return _auc(logits, labels == 1)
+    columns = enumerate(probabilities_of(logits.double()).T)
+    return _mean_of_defined([_auc(scores, labels == index) for index, scores in columns])
+
+
 def _auc(scores: Tensor, positive: Tensor) -> float:
     return float(areas(scores.detach().double()[None], positive)[0])
 

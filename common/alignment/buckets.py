@@ -27,6 +27,20 @@ def places_of(num_ids: int, buckets: int) -> int:
     return min(num_ids, math.ceil(mean + 8 * math.sqrt(mean)) + 16)
 
 
+def padded_size(num_ids: int, buckets: int, most: int) -> int:
+    """Return the places of all buckets; AlignmentError if there are no ids, or more than ``most``.
+
+    Padding counts.
+    """
+    places = places_of(num_ids, buckets) * buckets
+    if not 0 < places <= most:
+        padded = f", which are {places} with the padding of buckets" * (buckets > 1)
+        raise AlignmentError(
+            f"contract.alignment.max_set_size: expected 1 to {most} own ids, got {num_ids}{padded}"
+        )
+    return places
+
+
 def buckets_of(ids: Sequence[str], key: bytes, buckets: int) -> npt.NDArray[np.uint16]:
     """Return the bucket of each id, (ids,), under a key of 32 bytes."""
     found = np.zeros(len(ids), np.uint16)

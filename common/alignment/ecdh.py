@@ -43,7 +43,7 @@ from splitveil.common.alignment.agreement import (
     check_hello,
     number_of_exchange,
 )
-from splitveil.common.alignment.buckets import buckets_of, places_of, secret_order
+from splitveil.common.alignment.buckets import buckets_of, padded_size, secret_order
 from splitveil.common.alignment.common_tags import common_tags
 from splitveil.common.alignment.interface import RowIndices, Splits
 from splitveil.common.alignment.store import (
@@ -56,13 +56,7 @@ from splitveil.common.alignment.store import (
 from splitveil.common.alignment.turns import Frames, TagTurns, check_chunk, check_length, part_of
 from splitveil.common.alignment.workers import GroupOperations, WorkerPool
 from splitveil.common.data.ids import NORMALISATION
-from splitveil.common.errors import (
-    AlignmentError,
-    InvalidMessage,
-    OutOfStep,
-    SplitveilError,
-    TooLarge,
-)
+from splitveil.common.errors import InvalidMessage, OutOfStep, SplitveilError, TooLarge
 from splitveil.common.wire import limits
 from splitveil.protos import split_learning_pb2 as pb
 
@@ -103,10 +97,6 @@ class EcdhEngine:
     ) -> "EcdhExchange":
         """Start one alignment; AlignmentError if there are no ids, or more than allowed."""
         _, most, buckets = self._rules
-        places = places_of(len(ids), buckets) * buckets
-        if not 0 < places <= most:
-            padded = f", which are {places} with the padding of buckets" * (buckets > 1)
-            raise AlignmentError(f"expected 1 to {most} own ids, got {len(ids)}{padded}")
         return EcdhExchange(
             ids,
             hello=pb.AlignHello(
@@ -115,7 +105,7 @@ class EcdhEngine:
                 normalisation=NORMALISATION,
                 tag_bytes=TAG_BYTES,
                 chunk_ids=CHUNK_IDS,
-                set_size=places,
+                set_size=padded_size(len(ids), buckets, most),
                 nonce=nonce,
                 run_id=run_id,
             ),
@@ -224,21 +214,24 @@ class EcdhExchange:
 
     def own_frames(self) -> Iterator[pb.AlignFrame]:
         """Mask this party's ids, chunk by chunk. Call it after the peer's hello was received."""
-        order, padding = self._require_order(), self._shuffle_seed.hex()
+        self._require_order()
         for first in range(self._tags.num_sent, self._tags.num_own, CHUNK_IDS):
-            rows = order[first : first + CHUNK_IDS].tolist()
-            texts = (
-                self._ids[row] if row >= 0 else f"{padding} {place}"
-                for place, row in enumerate(rows, first)
-            )
-            digests = ristretto.digest_ids(texts)
-            points = self._group.mask(digests, self._scalar)
+            points = self._tags.stored_points() or self._masked(first)
             self._tags.note_sent(points)
             chunk = first // CHUNK_IDS
             yield pb.AlignFrame(points=pb.MaskedPoints(chunk=chunk, points=points))
         with forgetting(self.forget):
             last = self._tags.commit()
         yield from last
+
+    def _masked(self, first: int) -> bytes:
+        rows = self._require_order()[first : first + CHUNK_IDS].tolist()
+        padding = self._shuffle_seed.hex()
+        texts = (
+            self._ids[row] if row >= 0 else f"{padding} {place}"
+            for place, row in enumerate(rows, first)
+        )
+        return self._group.mask(ristretto.digest_ids(texts), self._scalar)
 
     def receive(self, frame: pb.AlignFrame) -> Frames:
         with forgetting(self.forget):

@@ -35,10 +35,8 @@ _ANSWERS_WITHIN = timedelta(seconds=20)
 _SECRET = "what only ranks know"  # noqa: S105 - its name
 _BUCKET_BYTES = 25_000_000
 
-
 OrderKind = Literal["begin", "load", "forward", "inputs", "weights", "state", "ping", "end"]
 _KINDS: tuple[OrderKind, ...] = get_args(OrderKind)
-_OF_BYTES = ("begin", "load")
 
 
 class Order(NamedTuple):
@@ -46,7 +44,7 @@ class Order(NamedTuple):
 
     kind: OrderKind
     number: int  # of the batch
-    content: Tensor  # positions of rows, int64, or the bytes of something else; perhaps none
+    content: Tensor  # positions of rows or something else, as bytes, (bytes,) uint8; perhaps none
 
 
 class RankLost(SplitveilError):
@@ -63,34 +61,30 @@ class Ranks:
 
     Row ``p`` of the common order belongs to rank ``p % size``. If a process is gone, ``on_lost``
     says what to do; by default RankLost is raised.
+
+    All processes find each other where the environment says, or in a file. ``attempt`` counts their
+    starts: the place where they meet may outlive them and holds the addresses of those before.
+    Nobody else may open ``file``: it holds a secret of which each rank proves knowledge before
+    anything else travels. Raises RankLost.
     """
 
     def __init__(
-        self, rank: int, size: int, on_lost: Callable[[Exception], NoReturn] = raise_lost
-    ) -> None:
-        self.rank = rank
-        self.size = size
-        self.lock = threading.RLock()
-        """Held by rank 0 while all ranks do one thing together."""
-        self._on_lost = on_lost
-        self._is_open = True
-
-    @classmethod
-    def join(
-        cls,
+        self,
         rank: int,
         size: int,
         device: torch.device = CPU,
         on_lost: Callable[[Exception], NoReturn] = raise_lost,
         attempt: int = 0,
         file: Path | None = None,
-    ) -> "Ranks":
-        """Wait for all processes, which find each other where the environment says, or in a file.
-
-        ``attempt`` counts the starts of all processes: the place where they meet may outlive them
-        and holds the addresses of those before. Nobody else may open ``file``: it holds a secret
-        of which each rank proves knowledge before anything else travels. Raises RankLost.
-        """
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.lock = threading.RLock()
+        """Held by rank 0 while all ranks do one thing together."""
+        self._device = device
+        self._peers = [other for other in range(size) if other != rank]
+        self._on_lost = on_lost
+        self._is_open = True
         try:
             if file is None:
                 store, _, _ = next(rendezvous("env://", rank, size, timeout=_WITHIN))
@@ -108,12 +102,10 @@ class Ranks:
             )
         except RuntimeError as error:
             raise RankLost("this party's processes do not find each other") from error
-        found = cls(rank, size, on_lost)
         if file is not None:
-            found._prove(store.get(_SECRET), attempt)
+            self._prove(store.get(_SECRET), attempt)
         if device.type == "cuda":
             torch.cuda.set_device(device.index or 0)
-        return found
 
     def _prove(self, secret: bytes, attempt: int) -> None:
         """Raise RankLost unless all know the secret: any program may be first to connect."""
@@ -121,19 +113,13 @@ class Ranks:
         def proof(*way: int) -> Tensor:
             return as_bytes(hmac.digest(secret, f"{way} {attempt}".encode(), "sha256"))
 
-        peers = [rank for rank in range(self.size) if rank != self.rank]
-        found = {peer: torch.zeros(32, dtype=torch.uint8) for peer in peers}
-        self.move({peer: proof(self.rank, peer) for peer in peers}, found)
-        for peer in peers:
+        found = {peer: torch.zeros(32, dtype=torch.uint8) for peer in self._peers}
+        self.move({peer: proof(self.rank, peer) for peer in self._peers}, found)
+        for peer, shown in found.items():
             own = bytes(proof(peer, self.rank).numpy())
-            if not hmac.compare_digest(bytes(found[peer].numpy()), own):
+            if not hmac.compare_digest(bytes(shown.numpy()), own):
                 dist.destroy_process_group()
                 raise RankLost(f"what connected as rank {peer} is no process of this party")
-
-    @property
-    def others(self) -> range:
-        """The ranks above 0."""
-        return range(1, self.size)
 
     # ---- what rank 0 wants ----
 
@@ -142,12 +128,12 @@ class Ranks:
         kind: OrderKind,
         number: int = 0,
         content: Tensor | None = None,
-        within: timedelta = _WITHIN,
+        within: timedelta | None = None,
     ) -> None:
         """Say what all ranks do next; only at rank 0."""
-        given = torch.zeros(0, dtype=torch.int64) if content is None else content.cpu()
+        given = (torch.empty(0) if content is None else content.cpu()).view(torch.uint8)
         header = torch.tensor([_KINDS.index(kind), number, len(given)])
-        self.move(dict.fromkeys(self.others, header), within=within)
+        self.move(dict.fromkeys(self._peers, header), within=within)
         self._broadcast(given)
 
     def next_order(self) -> Order:
@@ -156,14 +142,13 @@ class Ranks:
         while True:
             self.move({}, {0: header}, _AS_LONG_AS_IT_TAKES)
             kind, number, length = header.tolist()
-            dtype = torch.uint8 if _KINDS[kind] in _OF_BYTES else torch.int64
-            order = Order(_KINDS[kind], number, self._broadcast(torch.empty(length, dtype=dtype)))
-            if order.kind != "ping":
-                return order
+            content = self._broadcast(torch.empty(length, dtype=torch.uint8))
+            if _KINDS[kind] != "ping":
+                return Order(_KINDS[kind], number, content)
             self.move({0: torch.ones(1)})
 
     def compare(self, facts: Mapping[str, Any]) -> None:
-        """Raise SettingsError unless all ranks have the same facts."""
+        """Raise SettingsError unless all ranks have the same facts; call it first of all."""
         texts = self.gather(as_bytes(json.dumps(facts, sort_keys=True).encode()))
         first, *others = (json.loads(bytes(text.tolist())) for text in texts)
         for rank, found in enumerate(others, start=1):
@@ -173,13 +158,15 @@ class Ranks:
                     f"{', '.join(different)}: rank {rank} differs from rank 0: give all ranks the "
                     f"same settings and the same versions"
                 )
+        if self._device.type == "cuda":  # NCCL's first operation has to be that of all ranks
+            self.add_up([torch.zeros(1, device=self._device)])
 
     def check_all_alive(self) -> None:
         """Ask every rank for a sign of life, and do what is to be done if one is gone."""
         with self.lock:
             if self._is_open:
                 self.order("ping", within=_ANSWERS_WITHIN)
-                self.move({}, {rank: torch.zeros(1) for rank in self.others}, _ANSWERS_WITHIN)
+                self.move({}, {rank: torch.zeros(1) for rank in self._peers}, _ANSWERS_WITHIN)
 
     def close(self) -> None:
         """Leave the others; rank 0 lets them end. Nothing is wrong if they are gone."""
@@ -198,31 +185,27 @@ class Ranks:
         self,
         sent: Mapping[int, Tensor],
         received: Mapping[int, Tensor] | None = None,
-        within: timedelta = _WITHIN,
+        within: timedelta | None = None,
     ) -> None:
         """Send tensors to some ranks and receive others in place; those without values stay."""
-        found = (received or {}).items()
         with self._noticing():
             transfers = [
                 dist.P2POp(way, tensor, rank)
-                for way, tensors in ((dist.isend, sent.items()), (dist.irecv, found))
-                for rank, tensor in tensors
+                for way, tensors in ((dist.isend, sent), (dist.irecv, received or {}))
+                for rank, tensor in tensors.items()
                 if tensor.numel()
             ]
             for one in dist.batch_isend_irecv(transfers) if transfers else ():
-                one.wait(within)
+                one.wait(within or _WITHIN)
 
     def gather(self, own: Tensor) -> list[Tensor]:
         """Return what every rank has, at all ranks; it may be of any length."""
-        counts = [int(one) for one in self._all_gathered(torch.tensor([len(own)]))]
-        padded = torch.cat([own, own.new_zeros(max(counts) - len(own), *own.shape[1:])])
-        return [one[:n] for one, n in zip(self._all_gathered(padded), counts, strict=True)]
-
-    def _all_gathered(self, own: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        if own.numel():
-            with self._noticing():
-                dist.all_gather(found, own)
+        counts = torch.zeros(self.size, dtype=torch.int64)
+        counts[self.rank] = len(own)
+        self.add_up([counts])
+        found = [own.new_empty(count, *own.shape[1:]) for count in counts.tolist()]
+        self.move(dict.fromkeys(self._peers, own), {peer: found[peer] for peer in self._peers})
+        found[self.rank] = own
         return found
 
     def gather_rows(self, own: Tensor, owners: Tensor) -> Tensor:
@@ -236,7 +219,7 @@ class Ranks:
             return own
         found = own.new_empty(len(owners), *own.shape[1:])
         places = {rank: _places(owners, rank, own.device) for rank in range(self.size)}
-        parts = {rank: own.new_empty(len(places[rank]), *own.shape[1:]) for rank in self.others}
+        parts = {rank: own.new_empty(len(places[rank]), *own.shape[1:]) for rank in self._peers}
         self.move({}, parts)
         for rank, part in {0: own, **parts}.items():
             found[places[rank]] = part
@@ -250,7 +233,7 @@ class Ranks:
             return found
         rows = rows.detach()
         parts = [rows[_places(owners, rank, rows.device)] for rank in range(self.size)]
-        self.move({rank: parts[rank] for rank in self.others})
+        self.move({rank: parts[rank] for rank in self._peers})
         return parts[0]
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:

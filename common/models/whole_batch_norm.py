@@ -3,10 +3,8 @@
 torch's SyncBatchNorm is for GPUs only, and for ranks that all have rows.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,26 +15,18 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.models.ranks import Ranks
 
 _OF_TORCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_together: list[Ranks] = []  # the last counts, in all threads: a GPU's backward has its own
 
 
-@contextmanager
-def computing_together(ranks: Ranks) -> Iterator[None]:
-    """Let batches be those of all ranks, each of which has to do the same."""
-    _together.append(ranks)
-    try:
-        yield
-    finally:
-        _together.pop()
-
-
-def with_whole_batches(model: nn.Module) -> None:
-    """Let a model's batch normalisations look at the batches of all ranks.
+def with_whole_batches(model: nn.Module, ranks: Ranks) -> None:
+    """Let a model's batch normalisations look at the batches of all ranks while it trains.
 
     Raises SettingsError for a class of the user's own.
     """
+    WholeBatchNorm.ranks = ranks
     if model._compiled_call_impl is not None:  # noqa: SLF001
-        _stay_uncompiled()
+        # Compiled models call it as it is.
+        as_it_is = torch.compiler.disable(WholeBatchNorm.forward)  # type: ignore[no-untyped-call]
+        WholeBatchNorm.forward = as_it_is  # type: ignore[method-assign]
     for name, part in model.named_modules():
         if type(part) in _OF_TORCH:
             part.__class__ = WholeBatchNorm
@@ -47,15 +37,10 @@ def with_whole_batches(model: nn.Module) -> None:
             )
 
 
-@cache
-def _stay_uncompiled() -> None:
-    """Let compiled models call what the ranks compute together as it is."""
-    as_it_is = torch.compiler.disable(WholeBatchNorm.forward)  # type: ignore[no-untyped-call]
-    WholeBatchNorm.forward = as_it_is  # type: ignore[method-assign]
-
-
 class WholeBatchNorm(_BatchNorm):
     """Batch normalisation, (rows, channels, ...), over the rows of all ranks while they train."""
+
+    ranks: ClassVar[Ranks]  # of this process: no part of a model's copy
 
     def _check_input_dim(self, values: Tensor) -> None:
         if values.ndim < 2:
@@ -63,20 +48,19 @@ class WholeBatchNorm(_BatchNorm):
 
     def forward(self, values: Tensor) -> Tensor:
         """Return normalised values, of the same shape; also of no rows."""
-        if not _together or not self.training:
+        if not self.training:
             return super().forward(values)
-        ranks = _together[-1]
         self._check_input_dim(values)
         over = [0, *range(2, values.ndim)]
         shape = [1, -1, *[1] * (values.ndim - 2)]
         exact = values.float()
-        own = exact.new_tensor([exact.numel() / max(1, exact.shape[1])])
-        total = _sum(ranks, torch.cat([exact.sum(over), own]))
+        own = exact.new_full((1,), exact.numel() / max(1, exact.shape[1]))
+        total = self._sum(torch.cat([exact.sum(over), own]))
         sums, count = total[:-1], total[-1].detach()
         if count <= 1:
             raise ValueError("expected more than 1 value per channel when training")
         centred = exact - (mean := sums / count).view(shape)
-        variance = _sum(ranks, centred.square().sum(over)) / count
+        variance = self._sum(centred.square().sum(over)) / count
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             share = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
@@ -88,20 +72,28 @@ class WholeBatchNorm(_BatchNorm):
             found = found * self.weight.view(shape) + self.bias.view(shape)
         return found.to(values.dtype)
 
+    def _sum(self, values: Tensor) -> Tensor:
+        def added(own: Tensor) -> Tensor:
+            self.ranks.add_up([total := own.detach().clone()])
+            return total
 
-class _Sum(Function):
+        return computed(lambda gradient: [added(gradient)], added(values), values)
+
+
+class _Computed(Function):
     @staticmethod
-    def forward(ctx: Any, ranks: Ranks, values: Tensor) -> Tensor:
-        ctx.ranks = ranks
-        ranks.add_up([total := values.clone()])
-        return total
+    def forward(ctx: Any, gradients_at: Any, values: Tensor, *_at: Tensor) -> Tensor:
+        ctx.gradients_at = gradients_at
+        return values.view_as(values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.ranks.add_up([total := gradients[0].clone()])
-        return None, total
+        return None, None, *ctx.gradients_at(gradients[0])
 
 
-def _sum(ranks: Ranks, values: Tensor) -> Tensor:
-    found: Tensor = _Sum.apply(ranks, values)  # type: ignore[no-untyped-call]
+def computed(
+    gradients_at: Callable[[Tensor], Sequence[Tensor | None]], values: Tensor, *at: Tensor
+) -> Tensor:
+    """Return values as a function of some tensors, whose gradients follow from the values'."""
+    found: Tensor = _Computed.apply(gradients_at, values, *at)  # type: ignore[no-untyped-call]
     return found

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import torch
 
+from splitveil.common.models.data_parallel import Beginning, Learner, work
 from splitveil.common.models.device import device_in_words
 from splitveil.common.models.ranks import Ranks
-from splitveil.common.models.spread_model import Beginning, Learner, work
 from splitveil.common.party import command_line
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import PartySettingsT

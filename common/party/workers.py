@@ -25,6 +25,8 @@ from splitveil.common.models.ranks import Ranks, raise_lost
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import PartySettings
 
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+
 
 class Rank(NamedTuple):
     number: int = 0
@@ -38,22 +40,13 @@ class Rank(NamedTuple):
         """Return what ``torchrun`` says; the only process without it. Raises SettingsError."""
         if "RANK" not in variables or "MASTER_ADDR" not in variables:
             return cls()
-        names = [
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-            "LOCAL_WORLD_SIZE",
-            "TORCHELASTIC_RESTART_COUNT",
-        ]
-        texts = [variables.get(name, str(no)) for name, no in zip(names, cls(), strict=True)]
-        for name, text in zip(names, texts, strict=True):
-            if not text.isdecimal():
-                raise SettingsError(f"{name}: expected a whole number, as torchrun sets it")
-        return cls(*map(int, texts))
+        try:
+            return cls(*(int(variables.get(*one)) for one in zip(_NAMES, cls(), strict=True)))
+        except ValueError as error:
+            raise SettingsError(f"{', '.join(_NAMES)}: expected whole numbers: {error}") from error
 
 
 ONLY = Rank()  # a process that has no others beside it
-
 
 _logger = logging.getLogger(__name__)
 
@@ -85,11 +78,9 @@ def joined(
     _logger.info("waiting for this party's other processes (%d in all)", rank.size)
     file = _private_file(rank)
     on_lost = raise_lost if rank.number else _end_at_once
-    ranks = Ranks.join(rank.number, rank.size, device, on_lost, rank.restarts, file)
+    ranks = Ranks(rank.number, rank.size, device, on_lost, rank.restarts, file)
     try:
         ranks.compare(facts)
-        if device.type == "cuda":  # at all ranks, as compared; NCCL's first is to be that of all
-            ranks.add_up([torch.zeros(1, device=device)])
         _logger.info("rank %d of %d: process %d", rank.number, rank.size, os.getpid())
         interruption.before_stopping = ranks.check_all_alive
         for number in (signal.SIGINT, signal.SIGTERM) if rank.number else ():
@@ -126,13 +117,10 @@ def _private_file(rank: Rank) -> Path | None:
     return folder / f"{process}-{began}-{os.environ['MASTER_PORT']}-{rank.restarts}"
 
 
-_EXIT_CODE = 1
-
-
 def _end_at_once(error: Exception) -> NoReturn:
     _logger.error(
         "a process of this party is gone (%s): ending at once, so that all can be started again",
         str(error).splitlines()[0],
     )
     logging.shutdown()
-    os._exit(_EXIT_CODE)
+    os._exit(1)

@@ -38,8 +38,7 @@ from splitveil.common.privacy.top_direction import TopDirection, skewness
 _Floats: TypeAlias = npt.NDArray[np.float64]
 
 _STRETCHES = 4
-_MEMORY = 0.9
-"""Weight of earlier batches in the direction with which a new batch's direction must agree."""
+_MEMORY = 0.9  # weight of earlier batches' directions, with which a new one must agree
 
 _LARGEST_HALF = 6e4
 
@@ -118,10 +117,7 @@ class AccumulatedScores:
         self._counts.numpy()[rows] += 1
 
     def agreeing(self, positions: Tensor, scores: Tensor) -> Tensor:
-        """Return a batch's scores with the sign that agrees with the sums of the same examples.
-
-        A batch that has nothing in common with earlier ones keeps its sign.
-        """
+        """Return a batch's scores with the sign that agrees with the sums of its examples."""
         return -scores if self._sums.numpy()[positions.numpy()] @ scores.numpy() < 0 else scores
 
     def result(self) -> RunScores:

@@ -38,19 +38,16 @@ import numpy.typing as npt
 from splitveil.common.privacy.leakage import Floats, OneClass
 
 MAX_STRATA = 100
-MIN_PER_STRATUM = 10
-"""Sum of q (1 - q) per stratum: fewer rows whose labels features leave open make fewer strata."""
+MIN_PER_STRATUM = 10  # sum of q (1 - q): fewer rows left open make fewer strata
 
-_FEWEST = 2
-"""Rows of each class in every stratum: neighbouring strata are merged until they have them."""
+_FEWEST = 2  # rows of each class in every stratum, or neighbours are merged
 
 _COST_OF_PREDICTIONS, _COST_OF_FEW_ROWS = 0.25, 7.0
 """What the errors of q and of what features explain add to the variance, with which intervals cover
 the truth as often as they say (`benchmarks/null_coverage.py`)."""
 
 TOP_ROWS = 100
-RESOLUTION = 0.2
-"""Standard deviation of the rest of a score, of the score's own, below which it is no leak yet."""
+RESOLUTION = 0.2  # deviation of the rest, of the score's own, below which it is no leak
 _SMALLEST = 1e-6  # predictions stay this far from 0 and 1
 _NORMAL_975 = 1.959963984540054
 
@@ -74,8 +71,7 @@ class Advantage(NamedTuple):
 class OperatingPoints(TypedDict):
     tpr_at_per_mille: float  # true positive rate where at most 0.1 % of the negatives are accused
     tpr_at_percent: float  # true positive rate where at most 1 % of the negatives are accused
-    precision_at_100: float | None
-    """Share of positives among the 100 highest scores; None for 100 rows or fewer."""
+    precision_at_100: float | None  # of the 100 highest scores; None for no more rows
 
 
 class Placements(NamedTuple):
@@ -186,10 +182,7 @@ def adjusted_leak_auc(
 
 
 def advantage_over(prior: Floats, scores: Floats, positive: Mask) -> Advantage:
-    """Compare an attack with ``prior``, the scores of the attacker's own model, or a constant.
-
-    Raises OneClass if there is no positive, or no negative.
-    """
+    """Compare an attack with ``prior``, the scores of the attacker's own model. Raises OneClass."""
     attack, own = placements(scores, positive), placements(prior, positive)
     signs = [1.0 if of.auc >= 0.5 else -1.0 for of in (attack, own)]
     variance = 0.0

@@ -131,8 +131,7 @@ class Knowledge(NamedTuple):
 
 
 class Attack(NamedTuple):
-    function: Callable[..., Tensor]
-    """Returns the scores, from the gradients (if it reads them) and each thing that it needs."""
+    function: Callable[..., Tensor]  # returns the scores, from gradients and what it needs
     needs: frozenset[SideInformation] = frozenset()
     num_hints: int = 0
     reads_gradients: bool = True  # false for an attack whose scores are the same at every layer
@@ -173,10 +172,7 @@ class Attack(NamedTuple):
         return None
 
     def score(self, gradients: Gradients, knowledge: Knowledge) -> Tensor:
-        """Return one score per example, (batch,).
-
-        Raises ValueError if something that it needs is missing.
-        """
+        """Return one score per example, (batch,); ValueError if something it needs is missing."""
         missing = self.missing(knowledge)
         if missing is not None:
             name = getattr(self.function, "__name__", "the attack")
@@ -193,15 +189,11 @@ class Attack(NamedTuple):
 class RunAttack(NamedTuple):
     sources: tuple[BatchAttackName, ...] = ()
     """The scores of a batch that it accumulates; none for an attack on the last activations."""
-    num_hints: int = 0
-    """Number of labels of the run that it knows, if that does not depend on the run."""
-    labels: str | None = None
-    """The labels of the run that it knows, in words; None for one that knows none."""
-    has_sum_per_target: bool = False
-    """Whether it scores each target class, because it knows something about each."""
+    num_hints: int = 0  # labels of the run that it knows, if that does not depend on it
+    labels: str | None = None  # of the run that it knows, in words; None without any
+    has_sum_per_target: bool = False  # because it knows something about each class
     standardises: bool = True  # false for sums in which batches that say more count more
-    agrees_with_sums: bool = False
-    """Whether each batch gets the sign that agrees with the sums of its examples."""
+    agrees_with_sums: bool = False  # each batch's sign, with its examples' sums
 
     @property
     def is_final(self) -> bool:
@@ -294,3 +286,25 @@ LABEL_FREE: tuple[AttackName, ...] = (
     "accumulated_residual_energy",
 )
 """The attacks on received gradients that a party without any label can run."""
+
+
+def needs_of(attack: str) -> str:
+    """Describe what an attacker needs to know besides the gradients."""
+    known = _BY_NAME.get(attack)
+    if known is None:
+        return "not known here"
+    needs = [one.value for one in known.needs]
+    labels = known.labels if isinstance(known, RunAttack) else None
+    return "; ".join(sorted(needs + ([] if labels is None else [labels]))) or "nothing"
+
+
+def is_oracle(attack: str) -> bool:
+    """Return whether an attack uses knowledge that only an evaluation has."""
+    known = _BY_NAME.get(attack)
+    return known is not None and any(one.is_oracle for one in known.needs)
+
+
+_BY_NAME: Mapping[str, Attack | RunAttack] = {
+    **{str(name): one for name, one in ATTACKS.items()},
+    **{str(name): one for name, one in RUN_ATTACKS.items()},
+}

@@ -122,10 +122,7 @@ class LeakAudit:
             )
 
     def epoch_means(self, epoch: int) -> LeakByAttack:
-        """Return the mean leak AUCs over the batches of one epoch; an attack may be absent.
-
-        They are stored for the last 64 epochs in which an attack was measured.
-        """
+        """Return the means over one epoch's batches, of the last 64; an attack may be absent."""
         with self._lock:
             return by_layer(
                 (layer, attack, mean)
@@ -209,10 +206,7 @@ class LeakAudit:
             )
 
     def beyond_features(self, covariates: Covariates) -> BeyondFeatures | None:
-        """Measure the attacks on the cut layer against what features reveal.
-
-        None if too few rows of a class are known.
-        """
+        """Measure attacks on the cut beyond features; None if too few rows of a class are known."""
         know_classes = [name for name, attack in self._scored.items() if attack.needs_classes]
         return measure_beyond_features(
             covariates,
@@ -238,10 +232,7 @@ class LeakAudit:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state_dict`` returned.
-
-        Raises ValueError if the state belongs to other attacks, classes or number of examples.
-        """
+        """Resume from a state; ValueError for other attacks, classes or number of examples."""
         if list(state["attacks"]) != list(self._attacks):
             raise ValueError(
                 f"expected figures of {', '.join(self._attacks)}; "

@@ -45,14 +45,10 @@ from splitveil.common.privacy.run_level import SEED
 class Covariates(NamedTuple):
     """What predicts the labels of some training rows without having memorised them."""
 
-    positions: npt.NDArray[np.int64]
-    """Positions of the rows in the common order, ascending, (rows,)."""
-    activations: npt.NDArray[np.float32]
-    """What the passive parties know about them, (rows, values), finite."""
-    predictions: npt.NDArray[np.float32]
-    """What the whole model predicts of them, in any form, (rows, values), finite."""
-    own: npt.NDArray[np.float32]
-    """What the active party knows about them, (rows, values), finite; perhaps no value."""
+    positions: npt.NDArray[np.int64]  # in the common order, ascending, (rows,)
+    activations: npt.NDArray[np.float32]  # of the passive parties, (rows, values), finite
+    predictions: npt.NDArray[np.float32]  # of the whole model, (rows, values), finite
+    own: npt.NDArray[np.float32]  # of the active party, (rows, values), finite; perhaps none
     labels: ClassIndices  # class indices, (rows,), only for the measurement
 
 
@@ -60,13 +56,10 @@ class BeyondFeatures(NamedTuple):
     """What attacks reveal beyond features: attack -> figures."""
 
     adjusted: dict[str, AdjustedLeak]
-    advantage: dict[str, Advantage]
-    """Only of attacks over the run that know a certain number of labels, perhaps none."""
+    advantage: dict[str, Advantage]  # only of attacks that know a certain number of labels
     epsilon: EpsilonBound | None  # none if too few rows were offered another label
     rows: int = 0  # rows on which the strongest attack was adjusted
-    feature_auc: float | None = None
-    """AUC of the predictions from features on these rows: what they reveal without any attack;
-    1/2 where it is below."""
+    feature_auc: float | None = None  # of predictions from features on these rows; at least 1/2
 
 
 class _PairScores(NamedTuple):

@@ -28,9 +28,7 @@ WIDTH = 256  # functions, if there are few features
 _Values = npt.NDArray[np.float32]
 
 _LINES, _SINGLE, _SEVERAL = range(3)
-_RIDGE = (1.0, 30.0, 100.0)
-"""Penalties of log-odds' squared weights: of lines, of other functions of one feature, of several.
-"""
+_RIDGE = (1.0, 30.0, 100.0)  # penalties of lines, of other functions of one feature, of several
 _RIDGES_OF_SCORES = ((1.0, 10.0, 1e5), (1.0, 30.0, 100.0), (1.0, 1e3, 1e4))
 """Of scores with variance 1: those that leave least are taken, because features may reveal
 everything of a score, or nothing."""
@@ -61,10 +59,7 @@ class FeatureModels:
 
     @classmethod
     def of(cls, features: npt.NDArray[Any], strata: ClassIndices | None = None) -> Self:
-        """Return the models of finite features, (rows, features).
-
-        ``strata`` are classes of which every fold gets its share, (rows,).
-        """
+        """Return the models of finite features, (rows, features); folds share the strata alike."""
         folds = _dealt_by_class(np.zeros(len(features)) if strata is None else strata)
         return cls(*_functions_of(features), folds)
 
@@ -110,10 +105,7 @@ class FeatureModels:
         return predictions
 
     def explained(self, scores: Floats, scored: npt.NDArray[np.int64] | None = None) -> Floats:
-        """Predict a score, (scored,), by regressions that have not seen the row's score.
-
-        ``scored`` are the indices of the rows that have a score, ascending; all by default.
-        """
+        """Predict the scores of some rows, ascending, by regressions that have not seen them."""
         from scipy.linalg import cho_solve  # noqa: PLC0415
 
         rows = np.arange(self.num_rows) if scored is None else scored
@@ -167,10 +159,7 @@ def _dealt_by_class(indices: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 def _functions_of(
     features: npt.NDArray[Any], *, together: bool = True
 ) -> tuple[_Values, npt.NDArray[np.int64]]:
-    """Return functions of the features with mean 0 and variance 1, (rows, functions), and kinds.
-
-    Functions of several features ``together`` are added until there are ``WIDTH``.
-    """
+    """Return functions of mean 0 and variance 1, (rows, functions), ``WIDTH`` if ``together``."""
     from sklearn.preprocessing import OneHotEncoder, QuantileTransformer  # noqa: PLC0415
 
     features = features[:, features.min(axis=0) < features.max(axis=0)]

@@ -130,10 +130,7 @@ class Hints(NamedTuple):
 def pick_labelled(
     labels: npt.NDArray[np.int64], num_hints: int, generator: np.random.Generator
 ) -> Hints | None:
-    """Draw examples with known labels, equally many of each class as far as there are as many.
-
-    Returns None if there is only one class, or no example would be left to score.
-    """
+    """Draw examples, equally many of each class if possible; None for one class, or for all."""
     classes = np.unique(labels)
     if len(classes) < 2 or num_hints >= len(labels):
         return None
@@ -147,10 +144,7 @@ def pick_labelled(
 
 
 def complete_model(activations: Tensor, hints: Hints, num_classes: int, seed: int) -> Tensor:
-    """Train a head on activations with some known labels, and classify all examples with it.
-
-    The head's logits, (examples, classes), float64.
-    """
+    """Train a head with some known labels, and return its logits, (examples, classes) float64."""
     rows = activations.detach().flatten(start_dim=1).cpu()
     centre, unit = _moments(rows)
     head = _Head(rows.shape[1], num_classes, seed)

@@ -112,10 +112,7 @@ def _add(
 
 
 class LatestScores:
-    """Keeps each example's standardised scores of one layer from the last batch that held it.
-
-    It takes 2 bytes per example, attack and target.
-    """
+    """Keeps each example's latest standardised scores of one layer: 2 bytes for each."""
 
     def __init__(self, attacks: Sequence[str], num_examples: int) -> None:
         self._attacks = tuple(attacks)

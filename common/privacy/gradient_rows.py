@@ -56,10 +56,7 @@ def direction_of(gradient: Tensor, device: torch.device) -> Tensor:
 
 
 def rows_together(gradients: Gradients, *others: Tensor) -> tuple[list[Tensor], Tensor | None]:
-    """Flatten several batches to float64 rows in one common unit.
-
-    The rows of each batch, and the unit; None for a unit of 1.
-    """
+    """Flatten several batches to float64 rows in one common unit; None for a unit of 1."""
     first = gradients.gradients if isinstance(gradients, GradientRows) else gradients
     every = [first, *(known.to(first.device) for known in others)]
     sizes = [len(known) for known in every]

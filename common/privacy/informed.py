@@ -40,8 +40,7 @@ _OWN_SHARES = (0.0, 0.1, 0.5, 0.9, 1.0)  # the values of w that are tried
 
 _SMALLEST_VARIANCE = 1e-6  # of t: below it, an answer reveals its label anyway
 
-_ALL_ALONG = 1e-6
-"""Share of the noise across the rows' own slopes below which all of it counts as along these."""
+_ALL_ALONG = 1e-6  # share of noise across the slopes below which all is along them
 
 _NEGLIGIBLE = 1e-12  # fraction of the mean noise variance that every direction has: rounding
 

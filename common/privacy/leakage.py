@@ -115,14 +115,9 @@ def leak_auc_interval(
 
 
 class PairAucs(NamedTuple):
-    """The AUCs of one score, or of one score per class; NaN where a class has no examples.
+    """The AUCs of one score, or one per class; NaN without examples. Attacks may lead."""
 
-    Leading dimensions, if there are any, stand for attacks.
-    """
-
-    pairs: Floats
-    """Row i, column j: the AUC of class i's score, class i against class j,
-    (..., classes, classes)."""
+    pairs: Floats  # of class i's score, class i against j, (..., classes, classes)
     one_vs_rest: Floats  # the AUC of class i's score, class i against all others, (..., classes)
 
     def leak(self) -> "PairAucs":
@@ -130,10 +125,7 @@ class PairAucs(NamedTuple):
         return PairAucs(_folded(self.pairs), _folded(self.one_vs_rest))
 
     def worst_pair(self) -> tuple[int, int]:
-        """Return the two classes that are separated best: that of the score, and the other one.
-
-        Raises OneClass if there is no pair with examples.
-        """
+        """Return the two classes separated best, that of the score first. Raises OneClass."""
         if np.isnan(self.pairs).all():
             raise OneClass("no pair of classes has examples")
         first, second = np.unravel_index(int(np.nanargmax(_folded(self.pairs))), self.pairs.shape)
@@ -170,9 +162,7 @@ class Score(NamedTuple):
 
 class BatchAucs(NamedTuple):
     worst: list[float]  # the leak AUC of each attack's worst pair; NaN for an attack without one
-    leak: PairAucs | None
-    """All leak AUCs, with a leading dimension, (attacks,); None for two classes, which have one
-    pair."""
+    leak: PairAucs | None  # all leak AUCs, first by attack; None for two classes
 
 
 def batch_aucs(
@@ -233,10 +223,7 @@ def pair_aucs(
 def worst_pair_leak_auc(
     scores: Floats, labels: ClassIndices, num_classes: int, min_examples: int = 1
 ) -> float:
-    """Return the leak AUC of the pair of classes, of enough examples each, that is separated best.
-
-    Raises OneClass if no pair of classes has that many examples.
-    """
+    """Return the leak AUC of the pair, of enough examples each, separated best. Raises OneClass."""
     aucs = pair_aucs(scores, labels, num_classes)
     sizes = np.bincount(labels, minlength=num_classes)
     enough = np.minimum.outer(sizes, sizes) >= min_examples

@@ -43,14 +43,12 @@ MIN_ROWS = 50  # rows below which regressions on features say nothing
 
 NUM_HINTS = 40  # labels that the ridge regression knows, as many as model completion
 
-_PENALTIES = tuple(10.0**power for power in range(-6, 4))
-"""Candidates, in units of the mean square of a column."""
+_PENALTIES = tuple(10.0**power for power in range(-6, 4))  # in units of a column's mean square
 
 _NORMAL_QUANTILE = 1.96
 _NOTHING_LEFT = 1e-12  # share of a score's variance that counts as rounding
 
-_MOST_VALUES = 2**24
-"""Numbers that sums of gradients take: 64 MiB. Of a long run, evenly spaced examples are kept."""
+_MOST_VALUES = 2**24  # of the sums: 64 MiB; of a long run, evenly spaced examples are kept
 
 _Floats = npt.NDArray[np.float64]
 
@@ -68,10 +66,7 @@ def informed_r2(gradients: Tensor, labels: Tensor, predictions: Tensor, slopes: 
 
 
 def informed_scores(gradients: Tensor, predictions: Tensor, slopes: Tensor) -> Tensor:
-    """Return prediction less solved residual, (rows,) float64 on the CPU.
-
-    ``slopes`` holds the gradient of each row for a residual of 1.
-    """
+    """Return prediction less residual, (rows,) float64; slopes are of a residual of 1."""
     rows, units = (values.detach().flatten(1).cpu().double() for values in (gradients, slopes))
     powers = units.square().sum(dim=1)
     residuals = (rows * units).sum(dim=1) / powers.clamp_min(1e-300)
@@ -187,13 +182,10 @@ class SeenSums(NamedTuple):
     labels: Tensor  # (examples,)
     positions: Tensor  # of the examples in the common order, ascending, (examples,)
 
-    def top_direction_r2(self) -> float:
-        """Return the figure of ``accumulated_top_direction``."""
-        return top_direction_r2(self.gradients, self.labels)
-
-    def ridge_r2(self, seed: int) -> float:
-        """Return the figure of ``accumulated_ridge_40``."""
-        return ridge_r2(self._for_ridge(), self.labels, seed)
+    def figures(self, seed: int) -> tuple[float, float]:
+        """Return those of ``accumulated_top_direction`` and ``accumulated_ridge_40``."""
+        ridge = ridge_r2(self._for_ridge(), self.labels, seed)
+        return top_direction_r2(self.gradients, self.labels), ridge
 
     def top_direction_scores(self) -> RunScores:
         """Return the scores of ``accumulated_top_direction``."""
@@ -220,10 +212,8 @@ def _standardised(columns: Tensor) -> Tensor:
 class NumberCovariates(NamedTuple):
     """What predicts the labels of some training rows without having memorised them."""
 
-    positions: npt.NDArray[np.int64]
-    """Positions of the rows in the common order, ascending, (rows,)."""
-    features: npt.NDArray[np.float32]
-    """Activations, predictions and the active party's own features, (rows, values), finite."""
+    positions: npt.NDArray[np.int64]  # in the common order, ascending, (rows,)
+    features: npt.NDArray[np.float32]  # activations, predictions, own features, (rows, values)
     labels: _Floats  # shares of the range, (rows,), only for the measurement
 
 
@@ -262,10 +252,7 @@ def adjusted_r2(features: npt.NDArray[np.float32], labels: _Floats, scores: _Flo
 def measure_numbers_beyond_features(
     covariates: NumberCovariates, attacks: Mapping[str, RunScores]
 ) -> dict[str, AdjustedR2]:
-    """Measure attacks, whose scores lack the rows that they know, on some of a run's rows.
-
-    Attacks that scored too few of the rows are left out.
-    """
+    """Measure attacks on some of a run's rows; those that scored too few of these are left out."""
     figures = {}
     for attack, seen in attacks.items():
         _, rows, scored = np.intersect1d(

@@ -22,15 +22,9 @@ from splitveil.common.privacy.informed import KnownPredictions
 
 
 class LabelClasses(NamedTuple):
-    """Two classes, or more classes with names.
+    """Two classes, with the one target 1, or more classes with names, each a target in turn."""
 
-    With two classes, attacks look for the positives: there is one target, class 1, and one pair,
-    positives against negatives. With more classes, each is a target in turn, and is measured
-    against each other class.
-    """
-
-    names: tuple[str, ...] = ()
-    """Names of more than two classes, in the order of their indices; empty for two."""
+    names: tuple[str, ...] = ()  # of more than two classes, by index; empty for two
 
     @property
     def num_classes(self) -> int:
@@ -46,20 +40,13 @@ class LabelClasses(NamedTuple):
         return tuple(range(self.num_classes)) if self.is_multi_class else (1,)
 
     def of_scores(self, num_scores: int) -> tuple[int | None, ...]:
-        """Return the class to which each of an attack's scores belongs.
-
-        ``num_scores`` is 1 for a score for all classes, or the number of targets. A score for more
-        than two classes belongs to None.
-        """
+        """Return the class of each score: of one for all of several classes, None."""
         if num_scores == 1 and self.is_multi_class:
             return (None,)
         return self.targets
 
     def indices(self, labels: Tensor) -> Tensor:
-        """Return labels, (batch,) or (batch, 1), as class indices in int64, (batch,).
-
-        Raises ValueError if a label is not the index of a class.
-        """
+        """Return labels as class indices, (batch,) int64; ValueError if one is none."""
         values = labels.detach().reshape(-1)
         indices = values.long()
         is_index = (values == indices) & (indices >= 0) & (indices < self.num_classes)
@@ -81,13 +68,9 @@ class Clues(NamedTuple):
     references: Mapping[str, Tensor] = MappingProxyType({})
     """Layer name -> gradient of one example of the class; of any other if there is none, so that
     attacks take as long."""
-    reference_row: int | None = None
-    """Row of that example, whose own cosine is left out of the AUC; None if there is none, and then
-    ``cosine`` has no score."""
-    hint_rows: tuple[int, ...] = ()
-    """Rows of the class that hint attacks know; they are left out of those attacks' AUC."""
-    other_hint_rows: tuple[int, ...] = ()
-    """One row of each other class in the batch, for hint attacks that compare classes."""
+    reference_row: int | None = None  # left out of the cosine's AUC; None for no score
+    hint_rows: tuple[int, ...] = ()  # of the class; left out of hint attacks' AUC
+    other_hint_rows: tuple[int, ...] = ()  # one of each other class, to compare with
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +83,10 @@ class Observation:
     labels: Tensor  # class indices, (batch,) or (batch, 1)
     clues: Mapping[int, Clues] = field(default_factory=dict)
     """Class index -> clues about the class; with two classes, only about the positives."""
-    positions: Tensor | None = None
-    """Positions of the rows in the common order, (batch,), each at most once; without them no
-    scores are accumulated over the run."""
-    activations: Tensor | None = None
-    """The passive party's activations at the cut layer, (batch, ...); without them, attacks that
-    use them are not measured."""
-    references_are_clean: bool = True
-    """Whether the references are free of noise, which may flip their sign."""
-    predictions: KnownPredictions | None = None
-    """The model's predictions and their slopes at the cut layer; without them, attacks that know
-    predictions are not measured."""
+    positions: Tensor | None = None  # in the common order, (batch,); None: nothing is summed
+    activations: Tensor | None = None  # at the cut, (batch, ...); None: their attacks are off
+    references_are_clean: bool = True  # whether noise cannot flip their sign
+    predictions: KnownPredictions | None = None  # at the cut; None: attacks with them are off
     prepared: Mapping[str, GradientRows] = field(default_factory=dict)
     """Layer name -> the same gradients, prepared once for all audits of this observation."""
 
@@ -157,10 +133,7 @@ def pick_reference_row(
 def pick_hint_rows(
     labels: Tensor, seed: bytes, epoch: int, step: int, num_hints: int, class_index: int = 1
 ) -> tuple[int, ...]:
-    """Pick up to ``num_hints`` different rows of a class.
-
-    An attack that needs fewer hints uses the first ones.
-    """
+    """Pick up to ``num_hints`` rows of a class; fewer are the first ones of more."""
     if not num_hints:
         return ()
     members = _rows_of_class(labels, class_index).cpu().numpy()

@@ -40,9 +40,7 @@ from splitveil.common.privacy.cross_fitting import FeatureModels
 from splitveil.common.privacy.leakage import Floats
 
 CONFIDENCE = 0.95
-DELTA = 1e-5
-"""The delta at which epsilon is bounded: smaller than one over the rows of most runs. What is
-(epsilon, 0)-private is (epsilon, delta)-private, too."""
+DELTA = 1e-5  # smaller than one over most runs' rows; (epsilon, 0) implies (epsilon, delta)
 
 _LARGEST = 40.0  # no number of rows excludes an epsilon beyond this
 
@@ -51,17 +49,13 @@ SHARES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 
 FEWEST_PAIRS = 20  # offered pairs per half below which there is nothing to test
 
-_CHOOSING_CONFIDENCE = 0.999
-"""Strict, so that a lucky choice of few guesses is not preferred to a good one of many."""
+_CHOOSING_CONFIDENCE = 0.999  # strict, so that few lucky guesses are not preferred
 
 _SEED_OF_HALVES, _SEED_OF_OFFERS = 0, 1
 
 
 def p_value(guesses: int, correct: int, pairs: int, epsilon: float, delta: float = DELTA) -> float:
-    """Return the largest probability of so many correct guesses on ``pairs`` under a bound.
-
-    Raises ValueError if the numbers do not fit each other.
-    """
+    """Return the largest probability of so many correct guesses on ``pairs`` under a bound."""
     if not 0 <= correct <= guesses <= pairs or not epsilon >= 0 or not 0 <= delta <= 1:
         raise ValueError(
             f"expected correct <= guesses <= pairs, epsilon >= 0 and delta in [0, 1], got "
@@ -136,8 +130,7 @@ class _Guesses(NamedTuple):
 
 class _Choice(NamedTuple):
     bound: float
-    excess: float
-    """Correct guesses above half of all, in standard errors: decides where no bound is above 0."""
+    excess: float  # correct guesses above half, in standard errors, where bounds are 0
     guesses: _Guesses
     sign: float
     share: float
@@ -146,10 +139,7 @@ class _Choice(NamedTuple):
 def observe_epsilon(
     models: FeatureModels, attacks: Mapping[str, ScoredRows]
 ) -> EpsilonBound | None:
-    """Bound epsilon from below with the best of several attacks.
-
-    None if no attack has enough offered pairs.
-    """
+    """Bound epsilon from below with the best of some attacks; None without enough pairs."""
     draws = np.random.default_rng(_SEED_OF_OFFERS).random(models.num_rows)
     explainer = _Explainer(models, attacks.values())
     prepared = (_prepare(name, scored, explainer, draws) for name, scored in attacks.items())
@@ -170,10 +160,7 @@ def choosing_half(num_rows: int) -> Mask:
 
 
 def is_offered(predictions: Floats, positive: Mask, draws: Floats) -> Mask:
-    """Return which rows are offered the opposite label at even odds.
-
-    ``draws`` are uniform on [0, 1) and independent of everything else.
-    """
+    """Return which rows are offered the opposite label, by independent uniform ``draws``."""
     of_label = np.where(positive, predictions, 1 - predictions)
     offered: Mask = draws * of_label < np.minimum(predictions, 1 - predictions)
     return offered
@@ -244,10 +231,7 @@ def _choose(guesses: _Guesses) -> _Choice:
 
 
 def _guess(scores: Floats, positive: Mask, share: float) -> tuple[int, int]:
-    """Guess the highest scores to be positives and as many of the lowest to be negatives.
-
-    Returns the number of guesses, and of correct ones.
-    """
+    """Guess the highest scores positive, as many of the lowest negative: guesses, correct ones."""
     each = max(1, int(share * len(scores) / 2))
     order = np.argsort(scores, kind="stable")
     correct = int(positive[order[-each:]].sum()) + int((~positive[order[:each]]).sum())

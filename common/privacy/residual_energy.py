@@ -27,12 +27,9 @@ from splitveil.common.privacy.top_direction import gram
 
 STRONGEST = 0.25  # share of a batch's directions that count as strong
 
-_MAX_DIRECTIONS = 64
-"""A batch with more rows and more columns than this is folded to this number of columns first: more
-directions would cost several times as much, and reveal little more."""
+_MAX_DIRECTIONS = 64  # to which more columns of a batch of more rows are folded first
 
-_NEGLIGIBLE = 1e-12
-"""A direction with less than this fraction of the strongest one's energy is rounding error."""
+_NEGLIGIBLE = 1e-12  # of the strongest direction's energy, below which it is rounding error
 
 _LOWEST = 1e-30  # fraction of the batch's largest energy below which all energies count alike
 
@@ -56,10 +53,7 @@ def residual_energy(gradients: Gradients) -> Tensor:
 
 
 def rare_cluster_up(scores: Tensor) -> Tensor:
-    """Turn and shift scores so that the smaller of their two clusters lies above 0.
-
-    The clusters are those of 2-means, begun at the two extremes.
-    """
+    """Turn and shift scores so that the smaller of two clusters lies above 0."""
     values = np.sort(scores.cpu().numpy())
     if not len(values) or values[0] == values[-1]:
         return torch.zeros_like(scores)

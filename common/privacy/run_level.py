@@ -65,9 +65,8 @@ class RunLeaks(NamedTuple):
 class RunAudit:
     """Accumulates scores over a run, and measures them. Safe to use from several threads.
 
-    Keeps, per layer, at most 16 bytes per example and attack (with more than two classes, per
-    target class for attacks that know something about each), and once per example its label;
-    for attacks on the last activations, these as well.
+    Keeps, per layer, at most 16 bytes per example and attack (and target class), a label for each,
+    and the last activations for attacks on them.
     """
 
     def __init__(
@@ -126,12 +125,9 @@ class RunAudit:
             return self._after_epoch.get(epoch, {})
 
     def result(self, features: FeaturesOf | None = None) -> RunLeaks:
-        """Measure every attack over the run so far.
+        """Measure every attack over the run so far, model completion on features as well.
 
-        With features, model completion is measured on these as well, to compare.
-
-        An attack is absent if no two classes have examples. With more than two classes, the
-        interval belongs to the AUC of the worst pair.
+        An attack is absent without two classes. Intervals are of the worst pair.
         """
         with self._lock:
             all_scores = list(self._scores(hinted=True))
@@ -213,10 +209,7 @@ class RunAudit:
         )
 
     def _scores(self, *, hinted: bool) -> Iterator[tuple[str, RunAttackName, list[RunScores]]]:
-        """Yield each attack's scores of the examples whose labels it did not know.
-
-        There is one score for all classes, or one for each target.
-        """
+        """Yield the scores of examples whose label an attack did not know: one, or by target."""
         for layer, gathered in self._layers.items():
             for attack, sums in gathered.sums.items():
                 yield layer, attack, [one.result() for one in sums]
@@ -275,10 +268,7 @@ def run_level_leak(
     classes: LabelClasses,
     alone: Sequence[RunScores] | None = None,
 ) -> RunLevelLeak | None:
-    """Return the leak of the pair that is separated best; None if no two classes have examples.
-
-    ``alone`` are the scores of the same attack on features.
-    """
+    """Return the leak of the pair separated best, if any; ``alone`` are the scores on features."""
     try:
         first, second = aucs.worst_pair()
     except OneClass:

@@ -59,10 +59,7 @@ def norm(gradients: Gradients) -> Tensor:
 
 
 def cosine(gradients: Gradients, reference: Tensor) -> Tensor:
-    """Score each example by the cosine between its gradient and a positive's.
-
-    Values in [-1, 1]; 0 where either gradient is zero.
-    """
+    """Score each example by the cosine with a positive's gradient; 0 where either is zero."""
     known = prepared(gradients)
     direction = direction_of(reference, known.rows.device)
     lengths = known.lengths * torch.linalg.vector_norm(direction)
@@ -73,9 +70,7 @@ def cosine(gradients: Gradients, reference: Tensor) -> Tensor:
 
 
 def cosine_majority(gradients: Gradients) -> Tensor:
-    """Score each example by how few of the batch's gradients point in its direction.
-
-    All examples of a batch of up to 2,048 vote; in a larger batch, evenly spaced ones do.
+    """Score each example by how few of up to 2,048 voters' gradients point in its direction.
 
     Values in [-1, 0]; -1/2 where the gradient is zero.
     """
@@ -126,10 +121,7 @@ def lda(gradients: Gradients, classes: KnownClasses) -> Tensor:
 
 
 def spectral(gradients: Gradients) -> Tensor:
-    """Score each example by its projection on the batch's top right-singular vector.
-
-    The sign is chosen by skewness: the long tail is the minority, assumed to be the positives.
-    """
+    """Score each example by its projection on the top direction, with the long tail up."""
     return turned_by_skewness(prepared(gradients).top.projections)
 
 
@@ -153,11 +145,7 @@ def regress_out(gradients: Gradients, activations: Tensor) -> Tensor:
 
 
 def kmeans(gradients: Gradients) -> Tensor:
-    """Score each example by how much nearer its direction is to the smaller of two clusters.
-
-    k-means groups the gradients' directions, beginning on both sides of their mean along the
-    batch's top right-singular vector.
-    """
+    """Score each example by how much nearer its direction is to the smaller of two clusters."""
     return prepared(gradients).clusters.projections
 
 
@@ -183,10 +171,7 @@ def kmeans_hint(gradients: Gradients, hints: Tensor, other_hints: Tensor) -> Ten
 
 
 def nearest_hint(gradients: Gradients, hints: Tensor, other_hints: Tensor) -> Tensor:
-    """Score each example by its largest cosine with a known positive less that with another class.
-
-    Values in [-2, 2].
-    """
+    """Score each example by its largest cosine with a known positive less that with others."""
     (rows, known, others), _ = rows_together(gradients, hints, other_hints)
     directions = unit_rows(rows)
     with_positives = (directions @ unit_rows(known).T).amax(dim=1)

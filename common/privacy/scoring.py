@@ -99,13 +99,10 @@ class BatchScorer:
 
 
 def cross_scores(attack: Attack, gradients: Tensor, positive: Tensor) -> Tensor | None:
-    """Score each half of a batch with the labels of the other half.
+    """Score each half of a batch, as many of each class, with the labels of the other half.
 
-    The AUC of uninformative scores then strays further from 1/2 than the AUC of random scores, by a
-    factor of the square root of 2, because chance moves both halves in the same direction.
-
-    The scores are standardised within the halves, which hold equally many examples of each class;
-    None if the target or the rest has fewer than two examples.
+    The AUC of uninformative scores then strays further from 1/2, by the root of 2, because chance
+    moves both halves together. None if the target or the rest has fewer than two examples.
     """
     positive = positive.to(gradients.device)
     if int(positive.sum()) < 2 or int((~positive).sum()) < 2:

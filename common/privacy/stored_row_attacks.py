@@ -60,8 +60,7 @@ STORED_ROW_ATTACKS: Mapping[str, str] = MappingProxyType(
 
 _STARTS = 3
 _PASSES = 12
-_STEPS_WITH_HINTS = 5
-"""Enough for the names of the classes; with more, a surrogate learns the noise of a few rows."""
+_STEPS_WITH_HINTS = 5  # enough to name classes; more would learn a few rows' noise
 _HIDDEN = 32
 _LEARNING_RATE = 0.01
 _LABEL_LEARNING_RATE = 0.1
@@ -106,10 +105,7 @@ def gramssat(received: Received, hints: Hints, shares: Sequence[float], seed: in
 
 
 def unsplit(received: Received, num_classes: int, seed: int = 0) -> Tensor:
-    """Fit a surrogate to the gradient of each row's nearest label, knowing nothing.
-
-    Log-probabilities, (examples, classes), by the distances of all rows about an example.
-    """
+    """Fit a surrogate to each row's nearest label's gradient. Log-probabilities by class."""
     labels = torch.eye(num_classes)
 
     def search(start: int) -> tuple[Tensor, float]:

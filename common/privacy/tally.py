@@ -16,8 +16,7 @@ from splitveil.common.privacy.leakage import PairAucs
 
 T = TypeVar("T")
 
-REMEMBERED_EPOCHS = 64
-"""Number of epochs whose figures are stored: they are written as soon as an epoch is over."""
+REMEMBERED_EPOCHS = 64  # whose figures are stored, to be written once an epoch is over
 
 _CELLS = 10_000
 
@@ -118,8 +117,7 @@ class ClassLeak(TypedDict):
     """One attack on one layer, class by class: means over the batches of a run."""
 
     worst_pair: list[str]  # the two classes that are separated best on average
-    worst_pair_auc: float
-    """Their leak AUC. At most the mean of the batches' worst pairs, which differ."""
+    worst_pair_auc: float  # at most the mean of the batches' worst pairs, which differ
     worst_pair_random: float  # leak AUC of random scores on the same pair
     classes: dict[str, float]  # leak AUC of each class against the rest
     random: dict[str, float]
@@ -132,8 +130,7 @@ class MultiClassTally:
         shapes = [(num_classes, num_classes), (num_classes,)] * 2
         self._sums = [np.zeros(shape) for shape in shapes]
         """Of pairs and classes, of the attack and of random scores."""
-        self._counts = [np.zeros(shape) for shape in shapes]
-        """Some batches lack examples of a class."""
+        self._counts = [np.zeros(shape) for shape in shapes]  # some batches lack a class
 
     def add(self, leak: PairAucs, random: PairAucs) -> None:
         """Add one batch."""

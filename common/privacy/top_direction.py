@@ -20,19 +20,14 @@ from torch import Tensor
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
 
-_LARGE = 64
-"""Number of rows and columns above which the Gram matrix costs more than a few passes over the
-batch."""
+_LARGE = 64  # rows and columns above which the Gram matrix costs more than some passes
 
-_MAX_LANCZOS_STEPS = 25
-"""This many steps cost about as much as the Gram matrix and its top eigenvector, which always
-succeed."""
+_MAX_LANCZOS_STEPS = 25  # they cost about as much as the Gram matrix, which always succeeds
 
 _STEPS_BETWEEN_CHECKS = 2
 _FIRST_DOUBT = 8  # number of steps after which the rate of convergence becomes meaningful
 
-_CONVERGED = 1e-11
-"""The top direction counts as found when ``|Gv - lv|`` falls below this fraction of l."""
+_CONVERGED = 1e-11  # fraction of l below which ``|Gv - lv|`` counts as converged
 
 _MAX_ROUNDS = 20  # rounds after which centres hardly move any more; they bound the time of a batch
 
@@ -91,11 +86,7 @@ def settled_centres(rows: Tensor, centres: Tensor) -> Tensor:
 
 
 def nearness(rows: Tensor, centres: Tensor) -> Tensor:
-    """Return how near each row is to each centre, (rows, centres).
-
-    Half the difference of two columns is the difference of the squared distances: the same amount
-    is missing from all entries of a row.
-    """
+    """Return how near each row is to each centre, (rows, centres), up to an amount of the row."""
     return 2 * (rows @ centres.T) - centres.square().sum(dim=1)
 
 

@@ -27,10 +27,8 @@ from typing import NamedTuple, Self
 from splitveil.common.errors import StorageError
 from splitveil.common.record.run_folder import storage_errors
 
-FIRST_RELEASE_NUMBER = 1 << 62
-"""Numbers from here on belong to releases about all training rows, one for each stage."""
-FIRST_RESUMPTION_NUMBER = 3 << 61
-"""Numbers from here on belong to the times that a run went back to a checkpoint."""
+FIRST_RELEASE_NUMBER = 1 << 62  # from here on releases about all training rows, by stage
+FIRST_RESUMPTION_NUMBER = 3 << 61  # from here on the times that a run went back
 FIRST_AUDIT_NUMBER = 1 << 63  # numbers from here on belong to audits, not to batches of the run
 HOW_TO_RECOVER = (
     "the answers already given are no longer known, nor what they revealed about the labels: "
@@ -51,17 +49,13 @@ class ChargedAnswer(NamedTuple):
     sum_kl: float
     identity: bytes  # digest of the noise identity, 32 bytes; empty for fresh noise
     epsilon: float  # infinite for an answer without label differential privacy
-    caveats: int = 0
-    """What does not hold of the charge, one bit each, below 256: the ledger gives them meaning."""
-    leak_auc: float = 1.0
-    """AUC that no score of all answers of the identity together passes; 1 if none is known."""
-    dominating_mu: float = math.inf
-    """mu of a Gaussian mechanism that reveals no less than they; infinite if none is known."""
+    caveats: int = 0  # what does not hold of it, one bit each, below 256: see the ledger
+    leak_auc: float = 1.0  # no score of the identity's answers passes it; 1 if unknown
+    dominating_mu: float = math.inf  # of a Gaussian mechanism that reveals no less
 
 
 NO_CHARGE = ChargedAnswer(0.0, b"", 0.0)
-NO_REPLY = bytes(_FINGERPRINT_BYTES)
-"""Fingerprint of a reply that is determined by the questions alone."""
+NO_REPLY = bytes(_FINGERPRINT_BYTES)  # of a reply that the questions determine
 
 
 class Record(NamedTuple):

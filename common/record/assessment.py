@@ -46,8 +46,7 @@ class AssessedAttack(NamedTuple):
 
 @dataclass(frozen=True)
 class LeakAssessment:
-    adversary: Adversary | None
-    """The strongest adversary class for whom there is a bound; None without any bound."""
+    adversary: Adversary | None  # the strongest with a bound; None without any bound
     bound: float | None  # leak AUC that no score of these peers exceeds, for the most exposed label
     attacks: tuple[AssessedAttack, ...]  # the strongest first; those of too few rows last
     rows: int | None

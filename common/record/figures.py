@@ -58,10 +58,8 @@ OrNan = Annotated[float, BeforeValidator(_or_nan)]
 class NumberFigures(NamedTuple):
     rmse: OrNan = math.nan
     mae: OrNan = math.nan
-    r2: OrNan = math.nan
-    """1 less the squared errors' share of the labels' variance; NaN if all labels are the same."""
-    constant_rmse: OrNan = math.nan
-    """The RMSE of predicting the mean of the training labels for every row."""
+    r2: OrNan = math.nan  # 1 less the errors' share of the variance; NaN for equal labels
+    constant_rmse: OrNan = math.nan  # of predicting the training labels' mean
     constant_mae: OrNan = math.nan  # the MAE of the same prediction
 
 
@@ -158,11 +156,7 @@ class BeyondFigures(Form):
 
 
 def is_clearly_above(found: AdjustedFigures, auc: float) -> bool:
-    """Return whether a figure lies above an AUC by three standard errors.
-
-    Several attacks are compared with it, and each may be inverted: for that, an interval of two
-    standard errors is too narrow.
-    """
+    """Return whether a figure is above an AUC by three errors: of several, each may be inverted."""
     return found.value - _CLEARLY * (found.value - found.low) > auc
 
 

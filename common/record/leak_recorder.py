@@ -163,11 +163,7 @@ class LeakRecorder:
         return idle
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all measurements, once all batches handed over are measured.
-
-        Their lines are written by that time: lines about later batches, which the metrics file gets
-        afterwards, are written again when the run resumes from here.
-        """
+        """Return a copy of all measurements, once all batches handed over are measured."""
         if not self.wait_until_idle():
             logger.warning(
                 "the leak audit is behind: a checkpoint is written without the last batches"
@@ -218,10 +214,8 @@ class LeakRecorder:
 class AuditsTogether:
     """Shows every observation to two audits of the same steps, and returns the first one's result.
 
-    Quantities that both derive from a layer's gradients, such as the direction in which they
-    stretch most, are computed once. An error in the second audit, which only accumulates scores,
-    costs it the batch and is logged, the first time with its trace; an error in the first one costs
-    both the batch and is raised.
+    What both derive from a layer is computed once. An error in the second audit costs it the batch
+    and is logged; one in the first costs both the batch and is raised.
     """
 
     def __init__(self, first: Auditing, second: Auditing) -> None:

@@ -76,17 +76,12 @@ class LeakLine(Form):
     epoch: KnownCount
     step: KnownCount
     figures: Annotated[Figures, OF_A_BATCH]
-    random: Annotated[Number, Key("random_leak_auc")] = None
-    """The leak AUC of random scores on the same batch."""
+    random: Annotated[Number, Key("random_leak_auc")] = None  # of random scores on the batch
 
 
 @dataclass(frozen=True)
 class EpochLeakLine(Form):
-    """The attacks over one epoch.
-
-    For an attack on single batches the figure is its mean over the epoch's batches, and for an
-    attack that accumulates over the run it is the leak AUC of all gradients up to the epoch's end.
-    """
+    """The attacks over one epoch: means of its batches, or AUCs of all gradients so far."""
 
     epoch: KnownCount
     figures: Annotated[Figures, Flat(write=_write_figures)]
@@ -191,8 +186,7 @@ class LineFields(NamedTuple):
 
     kind: str
     epoch: int | None  # counted from 0
-    step: int | None
-    """Within the epoch, from 0; None for a line about a whole epoch or the whole run."""
+    step: int | None  # within the epoch, from 0; None for a whole epoch or run
     values: Mapping[str, Any]  # everything else, in the order written
 
 

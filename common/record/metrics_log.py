@@ -21,6 +21,7 @@ from splitveil.common.record.run_folder import finite_or_null, open_to_append, s
 from splitveil.common.record.run_record import METRICS
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
+from splitveil.common.text.closing import Closing
 from splitveil.common.text.files import OWNER_ONLY
 from splitveil.common.text.log_lines import log_fields, shows_bars
 from splitveil.common.text.output import printing_console
@@ -28,13 +29,10 @@ from splitveil.common.text.wording import seconds_in_words
 
 _logger = logging.getLogger(__name__)
 
-_SOUGHT_BYTES = 2**16
-"""Bytes at the end of a metrics file that are searched for the end of a line at a time."""
+_SOUGHT_BYTES = 2**16  # at the end of a file, searched for a line's end at a time
 
 
-CHARTED_EVERY_S = 0.5
-"""Least time between two batches in TensorBoard's charts: a point there costs a thread as much CPU
-as some attacks."""
+CHARTED_EVERY_S = 0.5  # least time between charted batches: a point costs as an attack
 
 
 _EVENTS = "events.out.tfevents.*"
@@ -59,7 +57,7 @@ class ChartClock:
         return is_due
 
 
-class MetricsLog:
+class MetricsLog(Closing):
     """Writes ``metrics.jsonl`` and the same numbers for TensorBoard; any thread may write."""
 
     def __init__(
@@ -77,12 +75,6 @@ class MetricsLog:
             # Line by line, so that a reader sees each line at once and a crash does not lose it.
             self._file = open_to_append(self._path)
             self._charts = _open_charts(folder)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def write(self, line: Line, *, charted: bool = True) -> None:
         """Write one line of plain numbers, to TensorBoard too if charted. Raises TypeError."""
@@ -199,10 +191,7 @@ def _open_charts(folder: Path, purge_step: int | None = None) -> Any:
 
 
 def chart_outcome(folder: Path, settings: Mapping[str, Any], figures: Mapping[str, object]) -> None:
-    """Make a run a row of TensorBoard's HParams tab, in the place of one written there before.
-
-    The columns are all scalars of ``folder`` and of folders in it: take one of its own.
-    """
+    """Make a run a row of TensorBoard's HParams tab, of all scalars of a folder of its own."""
     with storage_errors(folder, "cannot be written"):
         folder.mkdir(mode=0o700, exist_ok=True)
         for path in folder.glob(_EVENTS):
@@ -238,8 +227,7 @@ class RunRecorder:
 
     def __init__(self, folder: Path, on_line: Callable[[Line], None] | None = None) -> None:
         self.aligned_rows = 0
-        self.console: Console | None = None
-        """Where progress is shown; None for the standard error stream."""
+        self.console: Console | None = None  # None for the standard error stream
         self._folder = folder
         self._resources = ExitStack()
         self._of_run = ExitStack()

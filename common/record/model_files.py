@@ -96,8 +96,7 @@ _MAX_ENCODER_BYTES = 2**31  # twice the size of vocabularies with a hundred mill
 class EarlierModel:
     folder: Path
     encoder: FeatureEncoder | None  # None for an active party without features
-    is_label_free: bool = False
-    """Whether no true label has entered the weights, but only labels that a defense released."""
+    is_label_free: bool = False  # whether only labels that a defense released have entered
     metadata: Mapping[str, str] = field(default_factory=dict)  # kept with the weights
     weights: str = WEIGHTS  # the name of the file of weights
     setting: str = SETTING  # what names the folder, for messages

@@ -39,10 +39,7 @@ _RUNS_ALREADY = (
 def open_run_folder(
     runs_dir: Path, run_name: str, party: str, resumes: Callable[[Path], bool] = lambda _: False
 ) -> Path:
-    """Claim the folder for one party's results, for as long as this process lives.
-
-    Results in it for which ``resumes`` returns false are moved aside. Raises SettingsError.
-    """
+    """Claim a party's folder for this process; move results aside unless it ``resumes`` them."""
     for name in (run_name, party):
         if name in {"", ".", ".."} or set(name) & {"/", "\\", "\0"}:
             raise SettingsError(f"expected a name that can name a folder, got {name!r}")

@@ -29,8 +29,7 @@ _FORMAT, _FORMAT_KEY = 1, "format"
 
 
 class TimedLine(NamedTuple):
-    time_s: float | None
-    """Seconds since the start of the run, without the time in which the party was not running."""
+    time_s: float | None  # since the run's start, while the party was running
     line: Line
 
 
@@ -63,11 +62,7 @@ def has_summary(folder: Path) -> bool:
 
 
 def read_metrics(folder: Path) -> Metrics:
-    """Read the metrics in a party's folder; empty if the file does not exist. Raises SettingsError.
-
-    A line that is cut off, or of an unknown kind, is left out: the run may have been killed, or may
-    be writing it.
-    """
+    """Read a party's metrics, without lines cut off or unknown; empty without any."""
     return Metrics(list(_timed_lines(folder / METRICS)))
 
 

@@ -16,7 +16,6 @@ import re
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Self
 
 from torch import Tensor
 
@@ -29,8 +28,9 @@ from splitveil.common.record.run_folder import (
     storage_errors,
     write_bytes_atomically,
 )
-from splitveil.common.run.progress import LASTING, State
+from splitveil.common.run.progress import IMMUTABLE, State
 from splitveil.common.run.state_bytes import state_from_bytes, state_to_bytes
+from splitveil.common.text.closing import Closing
 
 DIGEST_BYTES = 32
 
@@ -50,11 +50,11 @@ def serialised(state: State) -> bytes:
 
 
 def _divided(state: State) -> tuple[bytes, Mapping[str, Tensor]]:
-    """Return a state without its lasting parts, serialised, and these."""
-    if LASTING not in state:
+    """Return a state without its immutable parts, serialised, and these."""
+    if IMMUTABLE not in state:
         return serialised(state), {}
-    lasting = state[LASTING]
-    return serialised(state | {LASTING: dict.fromkeys(lasting)}), lasting
+    immutable = state[IMMUTABLE]
+    return serialised(state | {IMMUTABLE: dict.fromkeys(immutable)}), immutable
 
 
 def write_serialised(path: Path, content: bytes) -> None:
@@ -131,7 +131,7 @@ class NoStore:
         return ReleaseFile()
 
 
-class RunStore:
+class RunStore(Closing):
     """Keeps what one party needs in order to resume a run after its process has ended.
 
     Only one store at a time may use a folder. It keeps the newest ``keep`` checkpoints. With
@@ -149,13 +149,7 @@ class RunStore:
         self._answers: AnswerLog | None = None
         self._writer = ThreadPoolExecutor(1, "checkpoint") if in_background else None
         self._pending: Future[None] | None = None
-        self._lasting: set[str] = set()  # names of the parts that this process has written
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self._immutable: set[str] = set()  # names of the parts that this process has written
 
     def close(self) -> None:
         """Wait until everything is on disk; ``save_soon`` cannot be used afterwards."""
@@ -202,11 +196,7 @@ class RunStore:
         self._forget_old_answers()
 
     def save_soon(self, batch_number: int, state: State) -> None:
-        """Save like ``save``, but wait only until the previous state has been written.
-
-        The state may change afterwards. A process that is killed before it is written resumes from
-        the previous state, like one that is killed earlier.
-        """
+        """Save like ``save``, but wait only until the previous state is written."""
         if self._writer is None:
             self.save(batch_number, state)
             return
@@ -214,12 +204,14 @@ class RunStore:
         self._wait()
         self._pending = self._writer.submit(self._keep_only, batch_number, *divided)
 
-    def _keep_only(self, batch_number: int, content: bytes, lasting: Mapping[str, Tensor]) -> None:
+    def _keep_only(
+        self, batch_number: int, content: bytes, immutable: Mapping[str, Tensor]
+    ) -> None:
         if self._answers is not None:
             self._answers.sync()  # a log with fewer answers than a state counts is refused
-        for name in lasting.keys() - self._lasting:
-            write_serialised(self._folder / f"{name}.state", serialised({name: lasting[name]}))
-            self._lasting.add(name)
+        for name in immutable.keys() - self._immutable:
+            write_serialised(self._folder / f"{name}.state", serialised({name: immutable[name]}))
+            self._immutable.add(name)
         write_serialised(self._path(batch_number), content)
         for _, path in self._files()[: -self._keep]:
             delete(path)
@@ -271,7 +263,7 @@ class RunStore:
     def forget(self) -> None:
         self._wait()
         self._answers = None
-        self._lasting.clear()
+        self._immutable.clear()
         for path in [self._folder / RUN_STATE, *self._folder.glob("*.state")]:
             delete(path)
         delete(self._folder / ANSWERED)
@@ -305,8 +297,8 @@ class RunStore:
     def _read(self, path: Path) -> State | None:
         try:
             state = read_state(path)
-            for name in state.get(LASTING, ()):
-                state[LASTING] |= read_state(self._folder / f"{name}.state")
+            for name in state.get(IMMUTABLE, ()):
+                state[IMMUTABLE] |= read_state(self._folder / f"{name}.state")
         except FileNotFoundError:
             return None
         except UnreadableError as error:

@@ -19,10 +19,7 @@ OVER_FEATURES = "over features (no bound limits it)"
 
 
 def print_summary(party: str, summary: Summary, *, console: Console | None = None) -> None:
-    """Print a run's figures to standard output, or its numbers to a log of JSON objects.
-
-    Without a console it prints nothing to a quiet log. The figures by attack are in the report.
-    """
+    """Print a run's figures, or its numbers to a log of JSON objects; nothing to a quiet log."""
     if console is None and writes_json():
         logger.info("summary", extra=log_fields(**plain_figures(summary)))
         return

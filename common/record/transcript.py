@@ -20,7 +20,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from io import SEEK_END, FileIO
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 from blake3 import blake3
 
@@ -33,6 +33,7 @@ from splitveil.common.record.transcript_lines import (
     Unreadable,
     read_lines,
 )
+from splitveil.common.text.closing import Closing
 from splitveil.common.text.version import VERSION
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class TranscriptEnd(NamedTuple):
     last_link: str
 
 
-class Transcript:
+class Transcript(Closing):
     """Writes one party's transcript in a thread of its own, for which training seldom waits.
 
     An existing file is continued, and its chain with it. Lines that a killed process had not
@@ -99,12 +100,6 @@ class Transcript:
             raise self._storage_error(error) from error
         self._thread = threading.Thread(target=self._work, name="transcript", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def note(self, crossing: Crossing) -> None:
         """Record a message; waits only if the disk is far behind. Raises StorageError."""

@@ -19,8 +19,7 @@ from splitveil.common.run.contract import NAME_CHARACTERS
 from splitveil.common.text.files import check_regular
 from splitveil.protos import split_learning_pb2 as pb
 
-LINE_BYTES = 64 * 1024
-"""About thirty times our longest line, which names a defense with all its settings."""
+LINE_BYTES = 64 * 1024  # about thirty times our longest line, with all of a defense's settings
 
 # The kinds of all messages of the protocol.
 KINDS = frozenset(
@@ -54,8 +53,7 @@ class _Line(BaseModel):
 
 class OpeningLine(_Line):
     event: Literal["opened"]
-    version: Annotated[str, Field(max_length=64)] | None = None
-    """The version of splitveil that opened it."""
+    version: Annotated[str, Field(max_length=64)] | None = None  # of splitveil
 
 
 class Crossed(_Line):

@@ -25,7 +25,7 @@ from splitveil.common.text.version import VERSION
 
 State = dict[str, Any]  # nested dicts, lists and tuples of tensors and plain values
 
-LASTING = "lasting"
+IMMUTABLE = "immutable"
 """Part of a state with tensors by name that never change: a store writes each of them once."""
 
 

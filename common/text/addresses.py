@@ -64,12 +64,9 @@ def is_numeric_loopback(host: str) -> bool:
 
 
 def on_loopback(address: str, setting: str, advice: str = MTLS_ADVICE) -> str:
-    """Resolve an address to a numeric one; SettingsError unless it stays on this machine.
+    """Resolve an address to a numeric one, IPv4 if possible; SettingsError off this machine.
 
-    A caller that uses the result and does not look the name up again connects to exactly the
-    address that was checked here. If a name has several addresses, the IPv4 address is returned, so
-    that both sides of a connection choose the same. ``advice`` ends the message about another
-    address.
+    Who uses the result does not look the name up again. ``advice`` ends the message.
     """
     host, _, port = address.rpartition(":")
     try:

@@ -72,8 +72,7 @@ class Choices(NamedTuple):
 
 class Wishes(NamedTuple):
     id_column: str | None = None
-    has_id: bool = True
-    """Whether there is an id at all; without one, equal row numbers mean the same example."""
+    has_id: bool = True  # without, equal row numbers mean the same example
     label_column: str | None = None
     positive_label: tuple[str, ...] = ()
     leave_out_unlabelled: bool = False

@@ -51,8 +51,7 @@ class Almost(NamedTuple):
     """What nearly all cells of a column are."""
 
     in_words: str  # how many cells are, and which rows are not
-    codes: tuple[str, ...]
-    """Texts without a digit that are not, if several cells hold each: nobody mistypes so."""
+    codes: tuple[str, ...]  # other texts without a digit, in several cells each: no mistypes
     remedy: str
 
 
@@ -134,17 +133,14 @@ class Column(NamedTuple):
     missing: int
     gaps: tuple[str, ...]  # the texts in this column that mean "no value"
     distinct: int  # number of distinct values, without gaps
-    values: tuple[str, ...]
-    """The distinct values, the most frequent first; at most ``MOST_VALUES`` of them."""
+    values: tuple[str, ...]  # distinct, the most frequent first; at most ``MOST_VALUES``
     counts: tuple[int, ...]  # rows of each of them
     reason: str  # why the whole numbers look like codes and not quantities; empty if they do not
     low: float = 0.0  # the least of the numbers; 0 for other cells
     high: float = 0.0
     variance: float = 0.0  # of the numbers over the rows
-    almost: Almost | None = None
-    """What nearly all of its cells are, if the others keep a run from reading it so."""
-    time_formats: tuple[str | None, ...] = ()
-    """The forms of strptime in which its texts are times, None for ISO 8601."""
+    almost: Almost | None = None  # what nearly all cells are, if others prevent reading it so
+    time_formats: tuple[str | None, ...] = ()  # forms of strptime; None for ISO 8601
 
     @property
     def looks_like_codes(self) -> bool:

@@ -32,10 +32,8 @@ class Written(NamedTuple):
     proposal: Proposal
     columns: Sequence[Column]
     files: Sequence[Path]
-    id_doubts: Sequence[str]
-    """A sentence for each form of ids that the other party probably does not write."""
-    codes: Sequence[str]
-    """Texts that are read as "no value" because columns of numbers hold them again and again."""
+    id_doubts: Sequence[str]  # forms of ids that the other party may not write
+    codes: Sequence[str]  # read as "no value", as columns of numbers hold them repeatedly
 
     def as_json(self) -> dict[str, Any]:
         p, label = self.proposal, self.proposal.choices.label

@@ -24,8 +24,7 @@ class Within(NamedTuple):
 
     low: float
     high: float
-    is_chosen: bool
-    """Whether the user has chosen them; otherwise they are proposed after a look at the labels."""
+    is_chosen: bool  # by the user; otherwise proposed after a look at the labels
     holds_all: bool
     variance: float  # of the labels, each as its share of the range; at most 1/4
 
@@ -39,18 +38,14 @@ class Label(NamedTuple):
     """The label column, and how its cells are read."""
 
     column: str
-    positive: tuple[str, ...]
-    """The texts that stand for 1; empty for the numbers 0 and 1, and for several classes."""
+    positive: tuple[str, ...]  # texts that stand for 1; empty for 0 and 1, and several classes
     classes: tuple[str, ...] | int | None
-    shares: Mapping[str, float]
-    """Share of the rows with a label by class; empty if labels are numbers."""
+    shares: Mapping[str, float]  # of the labelled rows, by class; empty for numbers
     within: Within | None = None  # the bounds of labels that are numbers; None for classes
-    is_guessed: bool = False
-    """Whether nothing but its two values speaks for the column: a feature may have two as well."""
+    is_guessed: bool = False  # whether nothing but its two values speaks for the column
     positive_is_guessed: bool = False  # whether the text that stands for 1 is only the rarer one
     others: tuple[int, int] = (0, 0)  # how many other texts stand for 0, and in how many rows
-    unlabelled: int | None = None
-    """How many rows are left out because they have no label; None if none may be."""
+    unlabelled: int | None = None  # rows left out for want of a label; None if none may be
     gaps: tuple[str, ...] = ()  # the texts of the labels that mean "no label"
 
     @property
@@ -65,10 +60,7 @@ class Label(NamedTuple):
 
     @property
     def rarest_share(self) -> float:
-        """The share of the rarer class.
-
-        Of numbers, it is the share with which labels of 0 and 1 would have their variance.
-        """
+        """The share of the rarer class; of numbers, that of 0 and 1 of the same variance."""
         if self.within is not None:
             # Of labels that are almost all the same, it would be 0 after rounding.
             return max(share_of_variance(self.within.variance), 1e-9)
@@ -107,8 +99,7 @@ def yes_or_no(text: str) -> Hashable:
 def spellings(column: Column, positive: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Return the texts that ``positive`` has to name because some mean the same.
 
-    They are all texts if it names none and the labels have more than two meanings. Words for yes
-    mean the same, and those for no, where there is nothing else.
+    They are all texts if it names none and the labels have more than two meanings.
     """
     texts, meaning = classes_of(column), yes_or_no
     if len(folded := classes_of(column, meaning)) > 2:
@@ -194,7 +185,7 @@ def _within(column: Column, low: float, high: float, *, is_chosen: bool) -> With
 
 
 def _rounded_up(number: float) -> float:
-    """Return the least 1, 2 or 5 times a power of ten that is not below a number; 0 up to 0.
+    """Return the least 1, 2 or 5 times a power of ten that is not below; 0 up to 0.
 
     No more than the order of magnitude of the largest label is then in the proposal.
     """

@@ -28,8 +28,7 @@ _IDENTIFIERS = {
     "e-mail addresses": r"[^@\s]+@[^@\s]+\.\w+",
     "telephone or account numbers": r"(\+|0)\d[\d ()/-]{6,20}",
 }
-_EPOCHS_S = (0.9e9, 2.2e9)
-"""Times since 1970 in seconds, or in smaller units, have as many digits as telephone numbers."""
+_EPOCHS_S = (0.9e9, 2.2e9)  # times since 1970 have as many digits as telephone numbers
 
 
 class OwnIds(NamedTuple):

@@ -100,8 +100,7 @@ class Terms(NamedTuple):
     folder: Path
     party: str = "passive"
     run_name: str | None = None  # by default the name of the file
-    address: str = "127.0.0.1:50051"
-    """At the active party where it listens, at a passive one where it connects to."""
+    address: str = "127.0.0.1:50051"  # where the active party listens, the passive connects to
 
 
 class Proposal(NamedTuple):

@@ -19,8 +19,7 @@ from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.settings import validate
 from splitveil.deploy.init.columns import GAPS, NO_NAME, as_text, without_gaps
 
-MOST_ROWS = 1_000_000
-"""Rows that are looked at; in a larger table, those at its beginning stand for the others."""
+MOST_ROWS = 1_000_000  # that are looked at; in a larger table, they stand for the others
 
 _TEXT = {".csv", ".tsv", ".txt"}
 
@@ -107,10 +106,7 @@ def _decimals_of(text: Any) -> set[str]:
 
 
 def _decimal_of(texts: Mapping[str, Any], forms: Mapping[str, set[str]]) -> str | None:
-    """Return the decimal mark that all columns of numbers have; None where a point alone will do.
-
-    It is unknown, and None as well, if each comma may be the one mark or the other.
-    """
+    """Return the decimal mark of all columns of numbers; None if a point will do, or unknown."""
     plain = {name for name, text in texts.items() if _are_all(text, NUMBER)}
     others = [texts[name] for name, marks in forms.items() if marks and name not in plain]
     possible = set(NUMBERS_BY_DECIMAL).intersection(

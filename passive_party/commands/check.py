@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 
+from splitveil.common.alignment.buckets import padded_size
 from splitveil.common.errors import PeerUnreachable, SettingsError
 from splitveil.common.models.device import device_in_words
 from splitveil.common.models.factory import Trial, build_bottom_model, lone_row_in_words
@@ -41,6 +42,7 @@ def check(parsed: argparse.Namespace) -> None:
         if encoder is None:
             raise SettingsError("data.features: the passive party needs features")
         contract, device = settings.contract, command_line.device_of(settings)
+        padded_size(len(data.ids), contract.alignment.buckets, contract.alignment.max_set_size)
         build = partial(
             build_bottom_model,
             settings.bottom_model,

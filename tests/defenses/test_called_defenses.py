@@ -40,7 +40,7 @@ def test_a_call_answers_and_charges_as_a_run_does_for_the_same_batches_and_noise
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: DefenseSection
 ) -> None:
     """Also for batches of one class, which are compared with the batches before them."""
-    write_example(tmp_path)
+    write_example(tmp_path, rows=120)
     both = ["contract.batch_size=6"]
     parties = build_parties(tmp_path, [*both, f"defense={named_defense(chosen).settings}"], both)
     steps: list[tuple[Positions, StepResult]] = []

@@ -37,8 +37,8 @@ def defended(module: str, name: str, rows: int = 6) -> Defended:
     return defense.defend(RawBatch(torch.ones(rows, 3), labels))
 
 
-def parties_of(example: Path, module: str, name: str, *more: str, settings: str = "") -> Parties:
-    defense = f"{{name: custom, module: '{module}:{name}'{settings}}}"
+def parties_of(example: Path, module: str, name: str, *more: str) -> Parties:
+    defense = f"{{name: custom, module: '{module}:{name}'}}"
     return build_parties(example, [f"defense={defense}", *more])
 
 

@@ -7,11 +7,13 @@ import torch
 
 from splitveil.active_party.defenses.dp_bounds import mu_of_leak_auc
 from splitveil.active_party.defenses.noise import InsecureSeededNoise
+from splitveil.active_party.defenses.projected import design as design_module
 from splitveil.active_party.defenses.projected import features
 from splitveil.active_party.defenses.projected.design import Design, design, stage_sigma
 from splitveil.active_party.defenses.projected.posterior import Posterior
 from splitveil.active_party.defenses.projected.release import Release, draw_release, exact_sums
-from tests.defenses.test_projection import SPOILT, generator, in_chunks, rows_of, spoilt
+from tests.defenses.test_projection import SPOILT, generator, rows_of, spoilt
+from tests.support.projected import in_chunks
 
 ROWS, RANK = 3000, 8
 
@@ -93,13 +95,14 @@ def test_a_design_does_not_depend_on_any_sum() -> None:
     assert not torch.equal(next_design(after(sigma=30.0)[1]).steps, made.steps)
 
 
-def test_rows_are_read_once_and_targets_of_later_epochs_decompose_nothing(
+def test_a_sample_and_all_rows_are_read_once_and_targets_of_later_epochs_decompose_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (_,), posterior = after(sigma=3.0)
+    monkeypatch.setattr(design_module, "SAMPLE_ROWS", ROWS // 4)
     read = Mock(side_effect=in_chunks(rows_of(ROWS)))
     design(read, ROWS, RANK, earlier=posterior.released)
-    assert read.call_count == 1
+    assert [call.args for call in read.call_args_list] == [(4,), (1,)]
     first = posterior.targets(torch.full((ROWS,), 0.5))
     decompose = Mock(side_effect=torch.linalg.eigh)
     monkeypatch.setattr(torch.linalg, "eigh", decompose)
@@ -124,7 +127,7 @@ def test_a_sample_of_the_rows_leads_to_nearly_the_same_directions(
 ) -> None:
     (first,), posterior = after(sigma=0.5)
     whole = next_design(posterior)
-    monkeypatch.setattr(features, "_SAMPLE_ROWS", ROWS // 3)
+    monkeypatch.setattr(design_module, "SAMPLE_ROWS", ROWS // 3)
     sampled = next_design(posterior)
     assert share_within(sampled, first) < 0.1
     assert share_within(sampled, whole) > 0.3  # 8 of 60 directions by chance: 0.13

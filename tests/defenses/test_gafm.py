@@ -28,7 +28,7 @@ from splitveil.active_party.defenses.gafm import Adversarial
 from splitveil.active_party.defenses.interface import DefenseReport, LeakCharge
 from splitveil.active_party.defenses.label_mechanisms import RandomizedResponse
 from splitveil.active_party.defenses.noise import SecureNoise
-from splitveil.active_party.defenses.objective import BatchLabels, StepOutcome, TopModel
+from splitveil.active_party.defenses.objective import BatchLabels, TopModel
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.common.models.dense import MlpTop
 from splitveil.common.models.settings import MlpModel
@@ -46,9 +46,9 @@ def seeded(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def generator_of(cut_dim: int, seed: int = 3) -> nn.Module:
+def generator_of(cut_dim: int) -> nn.Module:
     with torch.random.fork_rng(devices=()):
-        torch.manual_seed(seed)
+        torch.manual_seed(3)
         return MlpTop(MlpModel(kind="mlp", hidden=(8,), activation="leaky_relu"), (cut_dim,), None)
 
 
@@ -360,30 +360,19 @@ def test_behind_noisy_labels_their_own_guarantee_holds() -> None:
 # ---- the objective
 
 
-def objective(settings: GafmDefense, shifts: Tensor | None = None) -> Adversarial:
+def objective(settings: GafmDefense) -> Adversarial:
     model = generator_of(3)
     return Adversarial(
         settings,
         TopModel(model, torch.optim.Adam(model.parameters(), lr=1e-2), lambda step: 1 / (1 + step)),
         critic=losses.build_critic(settings.critic_width, settings.weight_limit, ENTROPY),
         noise=answer_noise(),
-        shifts=shifts,
+        shifts=None,
     )
 
 
 def batch_of(sent: Tensor, true: Tensor | None = None) -> BatchLabels:
     return BatchLabels(torch.arange(len(sent)), sent if true is None else true, sent)
-
-
-def steps(found: Adversarial, count: int, seed: int = 5) -> list[StepOutcome]:
-    outcomes = []
-    for step in range(count):
-        activation = seeded(32, 3, seed=seed + step, dtype=torch.float32).requires_grad_()
-        labels = (torch.arange(32) % 3 == 0).float()
-        outcome = found.compute(activation, None, batch_of(labels))
-        found.learn(outcome)
-        outcomes.append(outcome)
-    return outcomes
 
 
 def test_critic_and_generator_learn_before_the_answer_and_pull_in_their_directions() -> None:

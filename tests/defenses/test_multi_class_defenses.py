@@ -13,15 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses import (
-    DefenseSettings,
-    GafmDefense,
-    IsoDefense,
-    MarvellDefense,
-    MaxNormPositiveDefense,
-    NoisyLabelDefense,
-    RawBatch,
-)
+from splitveil.active_party import defenses
 from splitveil.active_party.defenses.class_statistics import measure_class_means, squared_distances
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.iso import Isotropic
@@ -93,7 +85,7 @@ def test_the_other_strengths_leave_the_worst_pair_what_they_allow(
     strength: Strength, allowed: float | None
 ) -> None:
     gradients, labels = softmax_batch(400)
-    _, report = marvell(strength).defend(RawBatch(gradients, labels))
+    _, report = marvell(strength).defend(defenses.RawBatch(gradients, labels))
     found = report.charge.sum_kl
     if allowed is None:
         from splitveil.active_party.defenses.sum_kl import leak_auc_bound
@@ -125,7 +117,7 @@ def test_no_pair_is_told_apart_better_than_its_charge_says() -> None:
     means = measure_class_means(gradients, labels, 4).means
     # Without spread of their own, so that the noise is all that hides them.
     bare = means[labels].float()
-    defended, report = marvell(PowerRatio(power_ratio=4)).defend(RawBatch(bare, labels))
+    defended, report = marvell(PowerRatio(power_ratio=4)).defend(defenses.RawBatch(bare, labels))
     charged = estimated_auc(report.charge.sum_kl)
     measured = worst_oracle_auc(defended, means, labels)
     assert measured == pytest.approx(charged, abs=0.01)
@@ -160,7 +152,7 @@ def test_a_power_ratio_leaves_the_worst_pair_what_the_plan_says() -> None:
     weights = torch.full((5,), 0.2, dtype=torch.float64)
     of_pairs = pair_divergences(simplex, solve_shared_noise(simplex, weights, 0, 4 * 2.0))
     assert float(of_pairs.max()) == pytest.approx(4 / 4, rel=1e-12)  # (K - 1)/s
-    charge = MarvellDefense().forecast(context_of(num_classes=5)).charge
+    charge = defenses.MarvellDefense().forecast(context_of(num_classes=5)).charge
     assert charge.low == 0.25
     assert charge.high == worst_pair_factor(5) / 4
     assert worst_pair_factor(2) == 1.0
@@ -192,7 +184,7 @@ def test_equal_weights_hide_a_rare_class_better_than_its_share_would() -> None:
 
 def test_iso_is_charged_for_the_longest_gap() -> None:
     gradients, labels = softmax_batch(300, cut_dim=8)
-    defended, report = DEFENSES["iso"](1).defend(RawBatch(gradients, labels))
+    defended, report = DEFENSES["iso"](1).defend(defenses.RawBatch(gradients, labels))
     means = torch.stack([gradients.double()[labels == k].mean(dim=0) for k in range(4)])
     longest = max(float((a - b).square().sum()) for a, b in combinations(means, 2))
     variance = float(gradients.double().norm(dim=1).max()) ** 2 / 8
@@ -202,7 +194,7 @@ def test_iso_is_charged_for_the_longest_gap() -> None:
 
 def test_max_norm_is_charged_for_the_pair_with_the_least_noise_on_its_gap() -> None:
     gradients, labels = softmax_batch(300)
-    _, report = DEFENSES["max_norm"](1).defend(RawBatch(gradients, labels))
+    _, report = DEFENSES["max_norm"](1).defend(defenses.RawBatch(gradients, labels))
     rows = gradients.double()
     norms = rows.norm(dim=1)
     variances = norms.max() ** 2 - norms**2
@@ -224,29 +216,29 @@ def test_before_every_class_was_seen_nothing_is_given_away() -> None:
     gradients, labels = softmax_batch(200)
     three = labels < 3
     defense = marvell(PowerRatio(power_ratio=4))
-    defended, report = defense.defend(RawBatch(gradients[three], labels[three]))
+    defended, report = defense.defend(defenses.RawBatch(gradients[three], labels[three]))
     largest = float(gradients[three].norm(dim=1).max())
     assert report.charge.sum_kl == 0
     assert float(defended.norm(dim=1).square().mean()) == pytest.approx(largest**2, rel=0.2)
     signal = torch.nn.functional.cosine_similarity(defended, gradients[three]).mean()
     assert abs(float(signal)) < 0.1
     for name in ("iso", "max_norm"):
-        _, unknown = DEFENSES[name](1).defend(RawBatch(gradients[three], labels[three]))
+        _, unknown = DEFENSES[name](1).defend(defenses.RawBatch(gradients[three], labels[three]))
         assert unknown.charge.sum_kl == math.inf
-    _, later = defense.defend(RawBatch(gradients, labels))
+    _, later = defense.defend(defenses.RawBatch(gradients, labels))
     assert later.charge.sum_kl > 0
-    _, borrowed = defense.defend(RawBatch(gradients[three], labels[three]))
+    _, borrowed = defense.defend(defenses.RawBatch(gradients[three], labels[three]))
     assert borrowed.charge.sum_kl > 0
 
 
 def test_noise_fitted_to_earlier_batches_is_charged_for_longer_gaps() -> None:
     gradients, labels = softmax_batch(200)
     defense = MultiClassMarvell(SumKl(sum_kl=0.3), InsecureSeededNoise(1), 4, from_earlier=True)
-    assert defense.defend(RawBatch(gradients, labels))[1].charge.sum_kl == 0
-    assert defense.defend(RawBatch(gradients, labels))[1].charge.sum_kl == pytest.approx(
+    assert defense.defend(defenses.RawBatch(gradients, labels))[1].charge.sum_kl == 0
+    assert defense.defend(defenses.RawBatch(gradients, labels))[1].charge.sum_kl == pytest.approx(
         0.3, rel=1e-9
     )
-    _, stretched = defense.defend(RawBatch(3 * gradients, labels))
+    _, stretched = defense.defend(defenses.RawBatch(3 * gradients, labels))
     assert stretched.charge.sum_kl == pytest.approx(9 * 0.3, rel=1e-6)
 
 
@@ -254,7 +246,7 @@ def test_a_state_of_another_number_of_classes_is_refused() -> None:
     five = MaxNorm(InsecureSeededNoise(1), 5)
     defense = DEFENSES["max_norm"](1)
     assert defense.state_dict() == {}
-    defense.defend(RawBatch(*softmax_batch(60)))
+    defense.defend(defenses.RawBatch(*softmax_batch(60)))
     with pytest.raises(ValueError, match="classes"):
         five.load_state_dict(defense.state_dict())
 
@@ -280,17 +272,19 @@ def test_randomised_response_has_its_probabilities(num_classes: int) -> None:
             wrong = math.exp(epsilon) / (1 + math.exp(epsilon))
             if num_classes > 2 and answer == true:
                 assert abs(float(counts[answer]) - wrong) > 5 * error
-    forecast = NoisyLabelDefense(mechanism=mechanism).forecast(context_of(num_classes=num_classes))
+    forecast = defenses.NoisyLabelDefense(mechanism=mechanism).forecast(
+        context_of(num_classes=num_classes)
+    )
     assert forecast.charge.low == label_leak(mechanism, num_classes).sum_kl
 
 
-REFUSED: dict[str, DefenseSettings] = {
-    "gafm": GafmDefense(),
-    "max_norm_positive": MaxNormPositiveDefense(),
-    "marvell": MarvellDefense(noise="persistent"),
-    "iso": IsoDefense(noise="persistent"),
-    "gaussian": NoisyLabelDefense(mechanism=GaussianLabels(kind="gaussian")),
-    "laplace": NoisyLabelDefense(mechanism=LaplaceLabels(kind="laplace", epsilon=1.0)),
+REFUSED: dict[str, defenses.DefenseSettings] = {
+    "gafm": defenses.GafmDefense(),
+    "max_norm_positive": defenses.MaxNormPositiveDefense(),
+    "marvell": defenses.MarvellDefense(noise="persistent"),
+    "iso": defenses.IsoDefense(noise="persistent"),
+    "gaussian": defenses.NoisyLabelDefense(mechanism=GaussianLabels(kind="gaussian")),
+    "laplace": defenses.NoisyLabelDefense(mechanism=LaplaceLabels(kind="laplace", epsilon=1.0)),
 }
 
 

@@ -14,12 +14,8 @@ from splitveil.active_party.defenses.projected.release import (
     exact_sums,
     on_label_grid,
 )
-from splitveil.common.privacy.number_attacks import (
-    SummedGradients,
-    informed_r2,
-    ridge_r2,
-    top_direction_r2,
-)
+from splitveil.common.privacy import number_attacks
+from tests.support.projected import in_chunks
 
 CUT_DIM = 12
 
@@ -31,7 +27,7 @@ def stage(number: int, rows: int, rank: int = 32) -> Design:
     logits = torch.randn(rows, generator=generator)
     slopes = torch.rand(rows, CUT_DIM, generator=generator) - 0.3
     chunk = RowChunk(activations, own, hidden, logits, slopes)
-    return design(lambda: iter([chunk]), rows, rank)
+    return design(in_chunks(chunk, rows), rows, rank)
 
 
 def test_any_two_values_move_the_sums_by_no_more_than_the_ends() -> None:
@@ -102,9 +98,9 @@ def test_attacks_read_the_labels_from_undefended_gradients() -> None:
     labels = torch.rand(400, generator=generator)
     predictions = torch.full((400,), 0.1)
     gradients, slopes = gradients_of(labels, predictions)
-    assert top_direction_r2(gradients, labels) > 0.9
-    assert ridge_r2(gradients, labels, seed=1) > 0.85
-    assert informed_r2(gradients, labels, predictions, slopes) > 0.999_999
+    assert number_attacks.top_direction_r2(gradients, labels) > 0.9
+    assert number_attacks.ridge_r2(gradients, labels, seed=1) > 0.85
+    assert number_attacks.informed_r2(gradients, labels, predictions, slopes) > 0.999_999
 
 
 def test_attacks_read_nothing_from_gradients_of_other_labels() -> None:
@@ -112,27 +108,27 @@ def test_attacks_read_nothing_from_gradients_of_other_labels() -> None:
     labels, others = torch.rand(2, 400, generator=generator)
     predictions = torch.full((400,), 0.1)
     gradients, slopes = gradients_of(others, predictions)
-    assert top_direction_r2(gradients, labels) < 0.03
-    assert ridge_r2(gradients, labels, seed=1) < 0.03
-    assert informed_r2(gradients, labels, predictions, slopes) < 0.03
+    assert number_attacks.top_direction_r2(gradients, labels) < 0.03
+    assert number_attacks.ridge_r2(gradients, labels, seed=1) < 0.03
+    assert number_attacks.informed_r2(gradients, labels, predictions, slopes) < 0.03
 
 
 def test_sums_over_a_run_average_out_fresh_noise() -> None:
     generator = torch.Generator().manual_seed(10)
     labels = torch.rand(400, generator=generator)
     gradients, _ = gradients_of(labels, torch.full((400,), 0.1))
-    sums = SummedGradients(400)
+    sums = number_attacks.SummedGradients(400)
     for _ in range(60):
         noise = 2 * torch.randn(400, 6, generator=generator)
         sums.add(torch.arange(400), gradients + noise, labels, torch.zeros(400, 6))
     seen = sums.seen()
     assert seen is not None
     noisy = gradients + 2 * torch.randn(400, 6, generator=generator)
-    assert seen.top_direction_r2() > 0.6 > 3 * top_direction_r2(noisy, labels)
+    assert seen.figures(0)[0] > 0.6 > 3 * number_attacks.top_direction_r2(noisy, labels)
 
 
 def test_figures_that_do_not_exist_are_no_numbers() -> None:
     constant, gradients = torch.ones(50), torch.randn(50, 3)
-    assert np.isnan(top_direction_r2(gradients, constant))
-    assert np.isnan(ridge_r2(gradients, constant, seed=0))
-    assert np.isnan(ridge_r2(gradients[:41], torch.rand(41), seed=0))
+    assert np.isnan(number_attacks.top_direction_r2(gradients, constant))
+    assert np.isnan(number_attacks.ridge_r2(gradients, constant, seed=0))
+    assert np.isnan(number_attacks.ridge_r2(gradients[:41], torch.rand(41), seed=0))

@@ -49,8 +49,8 @@ def test_the_file_is_its_owner_s_alone_and_holds_no_label(example: Path, tmp_pat
     assert not list(path.parent.glob("*.tmp"))
     stored = load_file(path)
     assert {name.partition(".")[2] for name in stored} == {"sums", "sigma", "design", "tag"}
-    for stage in (0, 1):
-        assert stored[f"{stage}.sums"].shape == (8,)
+    for stage, rank in enumerate((8, 4)):
+        assert stored[f"{stage}.sums"].shape == (rank,)
         assert stored[f"{stage}.sums"].dtype == torch.float64
         assert stored[f"{stage}.sigma"].item() == projected(parties).sigma_of(stage)
 

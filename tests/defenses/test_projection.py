@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from splitveil.active_party.defenses.projected.design import (
     stage_shares,
     stage_sigma,
 )
-from splitveil.active_party.defenses.projected.features import Chunks, columns_of
+from splitveil.active_party.defenses.projected.features import columns_of
 from splitveil.active_party.defenses.projected.posterior import Posterior
 from splitveil.active_party.defenses.projected.release import (
     Release,
@@ -27,6 +26,7 @@ from splitveil.active_party.defenses.projected.release import (
     exact_sums,
     release_grid,
 )
+from tests.support.projected import in_chunks
 
 ROWS = 600
 MU = mu_of_leak_auc(0.6)
@@ -44,15 +44,6 @@ def rows_of(num_rows: int, seed: int = 1, num_classes: int = 2) -> RowChunk:
         slopes = torch.rand(num_rows, num_classes, 8, generator=generator(seed + 1)) - 0.3
         logits = normal[:, :num_classes]
     return RowChunk(normal[:, :8].relu(), normal[:, 8:12], normal[:, 20:30].tanh(), logits, slopes)
-
-
-def in_chunks(rows: RowChunk, size: int = 128) -> Chunks:
-    def chunks() -> Iterator[RowChunk]:
-        for start in range(0, len(rows.activations), size):
-            parts = [None if part is None else part[start : start + size] for part in rows]
-            yield RowChunk(*parts)  # type: ignore[arg-type]
-
-    return chunks
 
 
 def design_of(

@@ -26,8 +26,8 @@ from splitveil.active_party.defenses.sum_kl import (
 )
 from splitveil.common.errors import SettingsError
 from splitveil.common.settings import Section, apply_overrides, validate
+from tests.defenses.test_solver import random_instance
 from tests.support.defenses import build_defense
-from tests.support.solver_oracle import random_instance
 
 # ---- power for a divergence
 

@@ -258,7 +258,6 @@ def test_the_programs_of_a_page_run_as_they_stand(
 
 
 def assert_tracked(mlflow: Any) -> None:
-    """Assert that the tracker has got the figures that the runs' folders hold."""
     client = mlflow.tracking.MlflowClient()
     stored = {run.info.run_name: run for run in client.search_runs(["0"])}
     assert {*stored} == {f"breast_cancer-{defense}-seed-0" for defense in ("none", "marvell")}

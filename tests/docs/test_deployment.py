@@ -19,14 +19,7 @@ from torch.distributed import run as torchrun
 
 from splitveil.active_party.commands.program import parser as active_parser
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.errors import (
-    DataError,
-    EndedForGood,
-    PeerEndedForGood,
-    PeerUnreachable,
-    SettingsError,
-    SplitveilError,
-)
+from splitveil.common import errors
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
 from splitveil.passive_party.commands.program import parser as passive_parser
 from splitveil.passive_party.settings import PassiveSettings
@@ -59,6 +52,7 @@ FINAL = {False: {2, 3, 5}, True: {2, 3}}
 """Exit codes after which the same start ends the same way: settings, data, and the end for good."""
 
 GPU = "docker-compose.gpu.yml"
+LAUNCHER = "python -m splitveil.common.party.torchrun --no-python"
 INDEX = "batch.kubernetes.io/job-completion-index"
 
 deployed = pytest.mark.parametrize("found", [*TRAINING, *SERVING], ids=lambda found: found.name)
@@ -98,9 +92,9 @@ def test_every_command_line_is_one_that_the_program_takes(found: Deployed) -> No
 
 @deployed
 def test_no_supervisor_restarts_for_ever_what_will_not_change(found: Deployed) -> None:
-    assert {SettingsError.exit_code, DataError.exit_code} == FINAL[True]
-    assert {EndedForGood.exit_code, PeerEndedForGood.exit_code} <= FINAL[False]
-    assert not {SplitveilError.exit_code, PeerUnreachable.exit_code} & FINAL[False]
+    assert {errors.SettingsError.exit_code, errors.DataError.exit_code} == FINAL[True]
+    assert {errors.EndedForGood.exit_code, errors.PeerEndedForGood.exit_code} <= FINAL[False]
+    assert not {errors.SplitveilError.exit_code, errors.PeerUnreachable.exit_code} & FINAL[False]
     prevented = " ".join(found.unit["RestartPreventExitStatus"]).split()
     assert {int(code) for code in prevented} == FINAL[found.serves]
     assert found.unit["Restart"] == ["on-failure"]
@@ -165,7 +159,7 @@ def test_the_file_for_gpus_fits_every_compose_file(base: str, tmp_path: Path) ->
         (device,) = service["deploy"]["resources"]["reservations"]["devices"]
         assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
         party, _, kind = name.partition("-")
-        for launcher in ["", "torchrun --no-python"][: 1 if kind == "serve" else 2]:
+        for launcher in ["", LAUNCHER][: 1 if kind == "serve" else 2]:
             own_words = [*launcher.split(), f"{party}-party", "run", "a file.yaml"]
             script = [filled(word, {"GPUS": launcher}) for word in service["entrypoint"]]
             assert said(tmp_path, script) == [*own_words, "--set=device=cuda"]
@@ -179,7 +173,7 @@ def test_the_file_for_gpus_fits_every_compose_file(base: str, tmp_path: Path) ->
 
 def said(folder: Path, entrypoint: Sequence[str]) -> list[str]:
     """Return the words that an entry point starts a program with, its name first."""
-    for program in ("active-party", "passive-party", "torchrun"):
+    for program in ("active-party", "passive-party", "python"):
         (folder / program).write_text('#!/bin/sh\nprintf "%s\\n" "${0##*/}" "$@"\n')
         (folder / program).chmod(0o700)
     command = [word.replace("$$", "$") for word in entrypoint]
@@ -257,7 +251,7 @@ def test_systemd_finds_no_fault_with_a_unit(found: Deployed, tmp_path: Path) -> 
         copy.write_text(
             file.read_text(encoding="utf-8").replace("/opt/splitveil/bin", str(tmp_path))
         )
-    for program in (f"{found.party}-party", "torchrun"):
+    for program in (f"{found.party}-party", "python"):
         (tmp_path / program).symlink_to("/bin/true")
     for check in (["verify"], ["security", "--offline=yes", "--threshold=20"]):
         done = subprocess.run(
@@ -276,7 +270,7 @@ def test_ranks_meet_under_the_filters_of_the_drop_in(tmp_path: Path) -> None:
     assert filters["KillMode"] == ["mixed"]
     words = ["--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words, str(program)],
+        [sys.executable, *LAUNCHER.split()[1:3], *words, str(program)],
         preexec_fn=lambda: unit_sandbox.enter(filters),
         capture_output=True,
         text=True,
@@ -403,9 +397,10 @@ def test_torchrun_starts_the_ranks_of_a_job_set_on_gpus(
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
     for variable in container["env"]:
         monkeypatch.setenv(variable["name"], variable.get("value", "1"))
-    program, *words = container["command"]
+    launcher, words = container["command"][:3], container["command"][3:]
     found: Any = torchrun.get_args_parser().parse_args([*words, *container["args"]])
-    assert (program, found.no_python, found.training_script) == ("torchrun", True, f"{party}-party")
+    assert launcher == LAUNCHER.split()[:3]
+    assert (found.no_python, found.training_script) == (True, f"{party}-party")
     assert found.training_script_args == container["args"]
     assert int(found.nnodes) == job["completions"] == job["parallelism"] == 2
     assert (found.nproc_per_node, found.node_rank, found.master_port) == ("1", 1, 29500)
@@ -420,6 +415,9 @@ def test_torchrun_starts_the_ranks_of_a_job_set_on_gpus(
         "PET_MASTER_ADDR": "metadata.annotations['jobset.sigs.k8s.io/coordinator']",
     }
     assert manifests["JobSet"]["spec"]["coordinator"] == {"replicatedJob": "ranks"}
+    assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2, 3, 5]
+    (rule,) = manifests["JobSet"]["spec"]["failurePolicy"]["rules"]
+    assert rule == {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     policy = manifests["NetworkPolicy"]["spec"]
     own = [{"podSelector": policy["podSelector"]}]
     assert ({"from": own} in policy["ingress"], {"to": own} in policy["egress"]) == (True, True)

@@ -18,10 +18,11 @@ import pytest
 import torch
 import yaml
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import DataError, Interrupted, SettingsError
+from splitveil.common.models.dense import WideDeepTop
 from splitveil.common.privacy import leakage
 from splitveil.common.privacy.attacks import ATTACKS, BatchAttackName
 from splitveil.common.privacy.scoring import cross_scores
@@ -42,9 +43,16 @@ from splitveil.experiments.cells import (
     problems,
     with_folders,
 )
-from splitveil.experiments.collection import FigureRow, collect, read_rows, write_rows
+from splitveil.experiments.collection import BESIDE_LOGIT, FigureRow, collect, read_rows, write_rows
 from splitveil.experiments.execution import Ending, Resources, is_finished, run_cells
-from splitveil.experiments.models import GreyImageBottom, WideDeepBelowCut, mean_hard, median_hard
+from splitveil.experiments.models import (
+    DeepBesideLogit,
+    GreyImageBottom,
+    WideDeepBelowCut,
+    WideDeepBesideLogit,
+    mean_hard,
+    median_hard,
+)
 from splitveil.experiments.plots import Point, course, epochs, floor, sweep, trade_off
 from splitveil.experiments.preparation import prepare
 from splitveil.experiments.settings import (
@@ -135,19 +143,16 @@ def test_a_sweep_of_guarantees_sets_the_strength_that_each_needs() -> None:
     assert found(wrong) == [("bounded 0.55", wrong), ("bounded 0.6", wrong)]
 
 
-def test_seeds_repeat_weights_and_split_but_no_noise() -> None:
-    settings = cells_of(tiny())[-1].settings
-    assert settings["active"]["model_seed"] == settings["passive"]["model_seed"] == 1
-    assert settings["active"]["insecure_nonce_seed"] != settings["passive"]["insecure_nonce_seed"]
-    assert "insecure_noise_seed" not in settings["active"]["defense"]
-
-
 def test_a_cell_is_another_when_any_setting_is() -> None:
     cells = cells_of(tiny())
     rows = ["none", "marvell 1", "marvell 4"]
     assert [cell.name for cell in cells] == [f"cancer, {r}, seed {s}" for s in (0, 1) for r in rows]
     digests = {cell.digest for cell in cells}
     assert len(digests) == 6
+    last = cells[-1].settings
+    assert last["active"]["model_seed"] == last["passive"]["model_seed"] == 1
+    assert last["active"]["insecure_nonce_seed"] != last["passive"]["insecure_nonce_seed"]
+    assert "insecure_noise_seed" not in last["active"]["defense"]  # seeds repeat no noise
     assert digests == {cell.digest for cell in cells_of(tiny())}
     changed = cells_of(tiny(), Choice(overrides=("active.optimizer.learning_rate=0.5",)))
     assert not digests & {cell.digest for cell in changed}
@@ -514,30 +519,57 @@ def test_a_long_course_is_averaged_over_stretches(tmp_path: Path) -> None:
     assert found == pytest.approx(values.reshape(200, 5).mean(axis=1))
 
 
-def test_stored_gradients_give_norms_of_each_class_and_no_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside_logit", [False, True])
+def test_stored_gradients_give_norms_of_each_class_and_no_row(
+    tmp_path: Path, *, beside_logit: bool
+) -> None:
     """Of an example's own loss: gradients of a mean are smaller the more rows a batch has."""
-    cell = cells_of(tiny())[0]
+    bottom = {"kind": "custom", "module": BESIDE_LOGIT} if beside_logit else {}
+    cell = cells_of(tiny(variants={"none": {"passive": {"bottom_model": bottom}}}, published=None))[
+        0
+    ]
     leave_behind(cell, tmp_path)
-    norms, sizes = np.random.default_rng(1).random(40), np.repeat([30, 10], [30, 10])
-    stored: dict[str, Any] = {"gradients": np.outer(norms / sizes, [0.6, 0.8]), "batches": sizes}
+    generator, sizes = np.random.default_rng(1), np.repeat([30, 10], [30, 10])
+    norm, error = generator.random((2, 40)) + 0.1
+    gradients = np.outer(norm / sizes, [0.6, 0.8])
+    wanted = {"norm": norm}
+    if beside_logit:
+        gradients = np.column_stack([gradients, -error / sizes])
+        wanted |= {"error": error, "slope": norm / error}
+    stored: dict[str, Any] = {"gradients": gradients, "batches": sizes}
     labels = np.arange(40) % 4 == 0
     run = tmp_path / cell.run_folder / "passive"
     np.savez(run / "received-0001.npz", labels=labels.astype(np.int64), **stored)
     np.savez(run / "received-0002.npz", **stored)  # without labels
     rows = collect("tiny", "full", cell, tmp_path)
-    found = {(r.attack, r.statistic): r.value for r in rows if "norm_q" in r.statistic}
+    found = {(r.attack, r.statistic): r.value for r in rows if (r.attack or "").startswith("label")}
     assert found == {
-        (f"label {label:d}", f"epoch_norm_q{quantile:02}"): pytest.approx(
-            np.percentile(norms[labels == label], quantile)
+        (f"label {label:d}", f"epoch_{name}_q{quantile:02}"): pytest.approx(
+            np.percentile(values[labels == label], quantile)
         )
+        for name, values in wanted.items()
         for label in (False, True)
         for quantile in (5, 50, 95)
     }
-    (panel,) = epochs(ClassesPlot(kind="classes"), rows).items()
-    assert panel[0] == "none"
-    assert len(panel[1]) == 6
+    panels = epochs(ClassesPlot(kind="classes"), rows)
+    assert [len(panel) for panel in panels.values()] == [6] * len(wanted)
     point = Point(1.0, 0.0, found["label 1", "epoch_norm_q50"], 0.0)
-    assert panel[1]["label 1, 50 %"] == [point]
+    assert panels["none: norm of the gradient"]["label 1, 50 %"] == [point]
+
+
+def test_a_number_beside_the_logit_changes_no_other_gradient() -> None:
+    shapes = FeatureShapes(numeric_dim=3)
+    rows = Features(numeric=torch.rand(5, 3, generator=torch.Generator().manual_seed(2)))
+    sent = DeepBesideLogit(shapes)(rows)
+    assert sent.shape == (5, 129)
+    assert not sent[:, 128].any()
+    received, labels = sent.detach().requires_grad_(), torch.tensor([0.0, 1, 0, 0, 1])
+    top = WideDeepBesideLogit(shapes)
+    logits = top(received, rows)
+    torch.testing.assert_close(logits, WideDeepTop.forward(top, sent[:, :128], rows))
+    loss = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+    (gradient,) = torch.autograd.grad(loss, received)
+    torch.testing.assert_close(gradient[:, 128], logits.detach().sigmoid() - labels)
 
 
 def row(variant: str, seed: int, statistic: str, value: float, **where: Any) -> FigureRow:
@@ -670,26 +702,9 @@ def test_without_matplotlib_the_table_is_there_and_one_line_says_what_is_missing
     assert main(report) == 0
     assert MEASURED in (results / "table.md").read_text()
     assert not (results / "plots").exists()
-    printed = capsys.readouterr()
-    assert MEASURED in printed.out
-    (line,) = printed.err.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     assert "the plots were left out" in line
     assert "pip install 'splitveil[experiments]'" in line
-
-
-def test_a_synthetic_table_has_features_of_both_parties(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preparation, "SYNTHETIC_ROWS", 4000)
-    monkeypatch.delenv("SPLITVEIL_DATA", raising=False)
-    prepare("synthetic", tmp_path)
-    with np.load(tmp_path / "synthetic.npz") as made:
-        passive, active, y = made["passive"], made["active"], made["y"]
-    assert passive.shape == (4000, 12)
-    assert active.shape == (4000, 4)
-    assert 0.1 < y.mean() < 0.5
-    for own in (passive[:, 0], active[:, 0]):
-        assert abs(np.corrcoef(own, y)[0, 1]) > 0.1
 
 
 def test_packed_words_become_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -754,13 +769,25 @@ def test_each_day_trains_and_the_next_one_tests(
     assert second.splitlines()[1:] == ["0,7,1,1,1,1,7,1,train", "2,8,1,1,1,1,8,1,test"]
 
 
-@pytest.mark.skipif(not flights.is_installed(), reason=f"{flights.PACKAGE} is not installed")
-def test_flights_come_from_a_package_and_need_no_folder_of_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+NEEDS_FLIGHTS = pytest.mark.skipif(
+    not flights.is_installed(), reason=f"{flights.PACKAGE} is not installed"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("synthetic", {"synthetic.npz"}),
+        pytest.param("flights", {flights.AIRLINE, flights.AIRPORTS}, marks=NEEDS_FLIGHTS),
+    ],
+)
+def test_what_comes_from_no_file_needs_no_folder_of_data(
+    name: str, files: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(preparation, "SYNTHETIC_ROWS", 40)
     monkeypatch.delenv("SPLITVEIL_DATA", raising=False)
-    prepare("flights", tmp_path)
-    assert {path.name for path in tmp_path.glob("*.csv")} == {flights.AIRLINE, flights.AIRPORTS}
+    prepare(name, tmp_path)
+    assert files <= {path.name for path in tmp_path.iterdir()}
 
 
 def test_a_preparation_without_its_raw_file_says_so(

@@ -32,7 +32,6 @@ def fields_reachable_from(message_name: str, seen: set[str] | None = None) -> It
 
 
 def unstamped(path: Path) -> str:
-    """Return generated code without the version of its generator."""
     return re.sub(
         r"^(# Protobuf Python Version: .*|    \d+,)$", "", path.read_text(), flags=re.MULTILINE
     )

@@ -37,7 +37,6 @@ def code_lines(source: str) -> list[int]:
 
 
 def too_large(source: str) -> Iterator[str]:
-    """Yield every excess of a module over the limits."""
     lines = code_lines(source)
     if len(lines) > MODULE_LINES:
         yield f"the module has {len(lines)} lines"

@@ -23,6 +23,7 @@ from splitveil.deploy.init.columns import Column, describe
 from splitveil.deploy.init.initialise import Written, initialise
 from splitveil.deploy.init.proposal import Terms, recommended_sizes
 from tests.support import simulation
+from tests.support.commands import exit_code_of
 
 ROWS = 600
 
@@ -290,10 +291,8 @@ def test_a_file_without_a_table_is_refused(tmp_path: Path, text: str, message: s
         passive(tmp_path, tmp_path / "t.csv")
 
 
-def command(*words: object) -> int | str | None:
-    with pytest.raises(SystemExit) as end:
-        splitveil(["init", *map(str, words)])
-    return end.value.code
+def command(*words: object) -> int:
+    return exit_code_of(splitveil, "init", *words)
 
 
 def test_nothing_is_overwritten_without_force(

@@ -17,7 +17,6 @@ import pytest
 import yaml
 from pyarrow import parquet
 
-from splitveil.command.program import main as splitveil
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.table_files import source_of
 from splitveil.common.data.timestamps import time_formats
@@ -29,6 +28,7 @@ from splitveil.deploy.init.choices import Wishes
 from splitveil.deploy.init.columns import GAPS, codes_for_gaps, describe
 from splitveil.deploy.init.initialise import initialise
 from splitveil.deploy.init.proposal import Proposal, Terms
+from tests.init.test_init import command
 
 ROWS = 60
 NUMBERS = [str(37 * row % 601) for row in range(ROWS)]
@@ -86,9 +86,7 @@ def test_what_is_almost_of_one_kind_is_a_question(
 ) -> None:
     path = write(tmp_path, {"calls": cells, "region": ["NESW"[row % 4] for row in range(ROWS)]})
     for options in ([], ["--numeric", "calls"]):
-        with pytest.raises(SystemExit) as end:
-            splitveil(["init", "passive", str(path), "--folder", str(tmp_path), *options])
-        assert end.value.code == 2
+        assert command("passive", path, "--folder", tmp_path, *options) == 2
         said = capsys.readouterr().err
         assert message in said
         assert "--categorical calls, or --exclude calls" in said
@@ -125,9 +123,7 @@ def test_numbers_are_read_as_their_country_writes_them(
     first: float,
 ) -> None:
     path = write(tmp_path, {"calls": cells, "x": others})
-    with pytest.raises(SystemExit) as end:
-        splitveil(["init", "passive", str(path), "--folder", str(tmp_path), *options])
-    assert end.value.code == 0
+    assert command("passive", path, "--folder", tmp_path, *options) == 0
     table = check(tmp_path).table
     assert table.numeric["calls"][0] == first
     assert ("x" in table.numeric) == (others is not SIDES)
@@ -162,9 +158,8 @@ def test_what_stands_for_a_gap_again_and_again_is_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = write(tmp_path, columns)
-    with pytest.raises(SystemExit) as end:
-        splitveil(["init", "passive", str(path), "--folder", str(tmp_path), *(options or [])])
-    assert end.value.code == (2 if options is None else 0)
+    ended = command("passive", path, "--folder", tmp_path, *(options or []))
+    assert ended == (2 if options is None else 0)
     assert ("gaps         'k/A': no value, " in capsys.readouterr().out) == (options is not None)
     for name in gaps:
         numbers = check(tmp_path).table.numeric[name]
@@ -217,9 +212,7 @@ def test_versions_are_no_dates() -> None:
 def test_other_cells_are_gaps_where_an_option_says_so(tmp_path: Path) -> None:
     path = write(tmp_path, {"calls": edited(NUMBERS, r6="12O", r9="-1x"), "x": range(ROWS)})
     texts = ["--missing-text=-1x", "--missing-text", "12O"]
-    with pytest.raises(SystemExit) as end:
-        splitveil(["init", "passive", str(path), "--folder", str(tmp_path), *texts])
-    assert end.value.code == 0
+    assert command("passive", path, "--folder", tmp_path, *texts) == 0
     calls = check(tmp_path).table.numeric["calls"]
     assert np.flatnonzero(np.isnan(calls)).tolist() == [5, 8]
     assert calls[0] == float(NUMBERS[0])
@@ -304,10 +297,8 @@ def test_ids_that_a_run_reads_are_accepted(
     for message in options:
         with pytest.raises(SettingsError, match=re.escape(message)):
             propose(path, Wishes(label_column="y"), "active")
-    words = ["init", "active", str(path), "--folder", str(tmp_path), "--label-column", "y"]
-    with pytest.raises(SystemExit) as end:
-        splitveil([*words, *["--id-column", "customer"] * len(options)])
-    assert end.value.code == 0
+    words = ["active", path, "--folder", tmp_path, "--label-column", "y"]
+    assert command(*words, *["--id-column", "customer"] * len(options)) == 0
     said, written = capsys.readouterr().out, (tmp_path / "active.yaml").read_text()
     assert re.search(r"ids +customer\n", said)
     assert ("left out: " in said) == (sum(lost) > 0)
@@ -488,7 +479,6 @@ def made_of_types(made: np.random.Generator) -> dict[str, Made]:
 
 
 def ids_of(made: np.random.Generator, ending: str) -> Any:
-    """Make a column of ids, and what lets a run read it."""
     if made.random() < 0.3:
         return [*IDS[:-4], "", *IDS[:3]]
     numbers = made.permutation(ROWS)
@@ -502,7 +492,7 @@ def ids_of(made: np.random.Generator, ending: str) -> Any:
 def test_a_check_accepts_what_is_written_for_any_table(tmp_path: Path, ending: str) -> None:
     """What is open is asked about, and nothing else."""
     made = np.random.default_rng(8)
-    for _ in range(60):
+    for _ in range(30):
         kinds = made_of_texts(made) | (made_of_types(made) if ending == "parquet" else {})
         names = made.permutation(list(kinds))[: made.integers(2, 9)].tolist()
         ids = ids_of(made, ending)

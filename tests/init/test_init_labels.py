@@ -22,6 +22,7 @@ from splitveil.deploy.init.choices import Wishes
 from splitveil.deploy.init.initialise import initialise
 from splitveil.deploy.init.proposal import Terms
 from tests.init.test_init import ROWS, clients, command
+from tests.support.commands import exit_code_of
 
 LEAVE_OUT = ("--unlabelled-rows", "leave_out")
 YES = ("--positive-label", "yes")
@@ -76,9 +77,7 @@ def test_labels_are_what_init_says(
     settings = load_party_settings(ActiveSettings, tmp_path / "active.yaml")
     assert_read(settings, labels, values)
     sets = ["--set", "security={mode: insecure}", "--set", f"listen=127.0.0.1:{port}"]
-    with pytest.raises(SystemExit) as end:
-        active_program.main(["check", str(tmp_path / "active.yaml"), *sets])
-    assert end.value.code == 0
+    assert exit_code_of(active_program.main, "check", tmp_path / "active.yaml", *sets) == 0
     checked = capsys.readouterr().out
     for counted in ("WARNING: 2 other", "1 other text", "for 0"):
         assert (counted in checked) == (counted in said)

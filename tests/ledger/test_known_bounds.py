@@ -22,14 +22,7 @@ from splitveil.active_party.defenses import (
     MarvellDefense,
     NoisyLabelDefense,
     ProjectedLabelsDefense,
-)
-from splitveil.active_party.defenses.dp_bounds import (
-    auc_of_epsilon,
-    gaussian_of_epsilon,
-    gaussian_of_laplace,
-    gaussian_of_response,
-    leak_auc_of_mu,
-    response_auc,
+    dp_bounds,
 )
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.label_mechanisms import (
@@ -73,10 +66,10 @@ def charge_of(mechanism: LabelMechanism, draw: str = "draw", num_classes: int = 
     return NoisyLabelDefense(mechanism=mechanism).charge(num_classes, f"{mechanism!r} {draw}")
 
 
-def ledger_of(*charges: LeakCharge, of: int = 1) -> LeakLedger:
-    ledger = LeakLedger(of)
+def ledger_of(*charges: LeakCharge) -> LeakLedger:
+    ledger = LeakLedger(1)
     for charge in charges:
-        ledger.charge(np.arange(of), charge)
+        ledger.charge(np.array([0]), charge)
     return ledger
 
 
@@ -133,7 +126,9 @@ def test_of_several_classes_the_pair_is_bounded_exactly(num_classes: int) -> Non
     tolerance = TOLERANCE * math.sqrt(num_classes / 2)
     assert abs(found - bound) < tolerance
     assert leak_auc_bound(label_leak(mechanism, num_classes).sum_kl) > found + tolerance
-    assert auc_of_epsilon(mechanism.epsilon) > bound  # what any e-label-DP release may reach
+    assert (
+        dp_bounds.auc_of_epsilon(mechanism.epsilon) > bound
+    )  # what any e-label-DP release may reach
 
 
 def curve(mu: float, alpha: Numbers) -> Numbers:
@@ -162,12 +157,12 @@ ALPHA = np.concatenate([np.logspace(-12, -0.302, 300), 1 - np.logspace(-12, -0.3
 def test_the_gaussian_curve_of_a_mechanism_lies_below_its_own(epsilon: float) -> None:
     """And meets it, so that the curve of a mu 1 % smaller does not."""
     cases = [
-        (gaussian_of_laplace(epsilon), partial(laplace_curve, epsilon)),
-        (gaussian_of_epsilon(epsilon), partial(response_curve, epsilon, 2)),
+        (dp_bounds.gaussian_of_laplace(epsilon), partial(laplace_curve, epsilon)),
+        (dp_bounds.gaussian_of_epsilon(epsilon), partial(response_curve, epsilon, 2)),
     ]
     for classes in (3, 10):
         own = partial(response_curve, epsilon, classes)
-        cases.append((gaussian_of_response(epsilon, classes), own))
+        cases.append((dp_bounds.gaussian_of_response(epsilon, classes), own))
     corners = [1 / (math.exp(epsilon) + classes - 1) for classes in (2, 3, 10)]
     alpha = np.concatenate([ALPHA, corners, [math.exp(-epsilon / 2) / 2]])
     for mu, own_curve in cases:
@@ -177,11 +172,11 @@ def test_the_gaussian_curve_of_a_mechanism_lies_below_its_own(epsilon: float) ->
 
 
 def test_no_epsilon_leaves_no_mu_and_several_numbers_add_their_squares() -> None:
-    assert gaussian_of_epsilon(math.inf) == math.inf
-    assert gaussian_of_epsilon(0.0) == 0
-    assert gaussian_of_response(1.3) == pytest.approx(gaussian_of_epsilon(1.3))
-    twice = math.hypot(gaussian_of_laplace(0.7), gaussian_of_laplace(0.7))
-    assert gaussian_of_laplace(1.4, 2) == pytest.approx(twice)
+    assert dp_bounds.gaussian_of_epsilon(math.inf) == math.inf
+    assert dp_bounds.gaussian_of_epsilon(0.0) == 0
+    assert dp_bounds.gaussian_of_response(1.3) == pytest.approx(dp_bounds.gaussian_of_epsilon(1.3))
+    twice = math.hypot(dp_bounds.gaussian_of_laplace(0.7), dp_bounds.gaussian_of_laplace(0.7))
+    assert dp_bounds.gaussian_of_laplace(1.4, 2) == pytest.approx(twice)
 
 
 @pytest.mark.parametrize("mechanism", ONCE, ids=kind_of)
@@ -190,19 +185,21 @@ def test_a_mechanism_that_dominates_tells_no_less(mechanism: LabelMechanism) -> 
     charge = charge_of(mechanism)
     assert charge.dominating_mu is not None
     assert charge.dominating_mu**2 > charge.sum_kl
-    assert leak_auc_of_mu(charge.dominating_mu) > (label_leak(mechanism).leak_auc or 1)
-    assert charge.dominating_mu <= gaussian_of_epsilon(1.0) * (1 + 1e-12)
+    assert dp_bounds.leak_auc_of_mu(charge.dominating_mu) > (label_leak(mechanism).leak_auc or 1)
+    assert charge.dominating_mu <= dp_bounds.gaussian_of_epsilon(1.0) * (1 + 1e-12)
     fresh = LeakCharge(0.5, adversary=Adversary.ANYBODY, is_gaussian=True)
     found = guarantee_after(charge, fresh, fresh)
-    assert found == pytest.approx(leak_auc_of_mu(math.sqrt(1 + charge.dominating_mu**2)))
+    assert found == pytest.approx(dp_bounds.leak_auc_of_mu(math.sqrt(1 + charge.dominating_mu**2)))
 
 
 def test_a_draw_that_comes_back_is_no_second_one_and_any_other_is() -> None:
     once, other = charge_of(RESPONSE), charge_of(RESPONSE, "another draw")
-    exact = pytest.approx(auc_of_epsilon(1.0), rel=1e-12)
+    exact = pytest.approx(dp_bounds.auc_of_epsilon(1.0), rel=1e-12)
     assert guarantee_after(once, once, LeakCharge(0.0, adversary=Adversary.ANYBODY)) == exact
     both = guarantee_after(once, other)
-    assert both == pytest.approx(min(auc_of_epsilon(2.0), estimated_auc(2 * MU_SQUARED_OF_1)))
+    assert both == pytest.approx(
+        min(dp_bounds.auc_of_epsilon(2.0), estimated_auc(2 * MU_SQUARED_OF_1))
+    )
     assert guarantee_after(once, other, once) > both  # by then nobody knows that it came back
     unknown = LeakCharge(0.01, adversary=Adversary.ANYBODY)
     together = guarantee_after(once, unknown)
@@ -230,7 +227,7 @@ def test_over_runs_only_examples_of_a_single_draw_keep_its_exact_figure(tmp_path
     save_file(monday.state_dict(), tmp_path / "book")
     read = AccountBook.from_state(load_file(tmp_path / "book"))
     tuesday = after_run(read, NAMES[1:3], second)
-    exact, both = pytest.approx(auc_of_epsilon(1.0)), guarantee_after(first, second)
+    exact, both = pytest.approx(dp_bounds.auc_of_epsilon(1.0)), guarantee_after(first, second)
     assert [guarantee_of(tuesday, name) for name in NAMES] == [exact, both, exact, 0.5]
     wednesday = after_run(tuesday, NAMES[3:], second)
     assert [guarantee_of(wednesday, name) for name in NAMES] == [exact, both, exact, exact]
@@ -297,7 +294,7 @@ def test_a_top_model_that_knows_the_labels_leaves_the_figure_of_the_draw_and_no_
     settings = NoisyLabelDefense(mechanism=RESPONSE, top_labels="true")
     bounds = bounds_after(settings.charge(2, "draw"), settings.charge(2, "draw"))
     aucs = [one.leak_auc.max for one in bounds.by_peers]
-    exact = response_auc(1.0)
+    exact = dp_bounds.response_auc(1.0)
     assert aucs == [1.0, exact, exact]
     assert bounds.epsilon is None
     two = bounds_after(settings.charge(2, "draw"), settings.charge(2, "other"))

@@ -18,12 +18,6 @@ from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.leakage import leak_auc
 
-EXAMPLES = 40_000
-BATCH = 1000
-ALL = np.arange(EXAMPLES, dtype=np.int64)
-SAMPLING = 0.01
-"""Four standard errors of an AUC on these numbers of positives and negatives."""
-
 
 @pytest.mark.parametrize("identity", [None, "one key"])
 @pytest.mark.parametrize("sum_kl", [math.nan, -0.1])

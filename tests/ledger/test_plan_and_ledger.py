@@ -150,22 +150,17 @@ def test_a_budget_is_promised_to_suffice_only_where_charges_are_known(
     ("defense", "said"),
     [
         ("name: marvell", "do not describe a peer that looks across the gap"),
-        ("name: marvell, noise: persistent", "do not describe one that chooses its activations"),
-        ("name: iso, noise: persistent", "do not describe one that chooses its activations"),
-        ("name: iso, noise_ratio: 4", "what the model predicts for an example"),
-        ("name: max_norm", "such as the energy of single rows"),
         (f"{LABELS}, top_labels: true", "does not describe one that chooses activations"),
+        (LABELS, ""),  # all are bounded
+        ("name: none", ""),  # nobody is
     ],
 )
 def test_a_bound_that_does_not_hold_for_every_peer_says_so(
     two: Path, defense: str, said: str
 ) -> None:
-    assert said in printed_plan(two, *[f"defense={{{defense}}}"])
-
-
-@pytest.mark.parametrize("defense", [LABELS, "name: none"])
-def test_nobody_is_excepted_where_all_are_bounded_or_nobody_is(two: Path, defense: str) -> None:
-    assert "not describe" not in printed_plan(two, *[f"defense={{{defense}}}"])
+    plan = printed_plan(two, f"defense={{{defense}}}")
+    assert said in plan
+    assert ("not describe" in plan) is bool(said)
 
 
 def test_the_plan_says_what_projected_labels_can_teach(two: Path) -> None:

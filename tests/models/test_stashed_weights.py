@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from splitveil.common.data.features import Features
+from splitveil.common.models.data_parallel import Learner
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.settings import AdamOptimizer, OptimizerSettings, SgdOptimizer
-from splitveil.common.models.spread_model import Learner
 from splitveil.common.models.training_state import freeze
 from splitveil.passive_party.bottom_trainer import BottomTrainer, LayerTap, stashing_weights
 

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -9,12 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from splitveil.active_party.commands.program import parser
 from splitveil.active_party.commands.run import run
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import Interrupted, SettingsError
 from splitveil.common.models.device import torch_device
+from splitveil.common.party import torchrun
 from splitveil.common.party.command_line import prepare
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import load_party_settings
@@ -37,7 +41,7 @@ def test_torchrun_says_which_process_this_is() -> None:
     for missing in ("RANK", "MASTER_ADDR"):  # a variable of another program makes no group
         variables = {name: text for name, text in TORCHRUN.items() if name != missing}
         assert Rank.of_environment(variables) == ONLY
-    with pytest.raises(SettingsError, match="WORLD_SIZE: expected a whole number"):
+    with pytest.raises(SettingsError, match=r"WORLD_SIZE.*: expected whole numbers.*two"):
         Rank.of_environment(TORCHRUN | {"WORLD_SIZE": "two"})
 
 
@@ -52,6 +56,25 @@ def test_processes_of_an_earlier_torchrun_with_the_same_number_met_elsewhere(
     found = _private_file(Rank(0, 2, 0, 2, 3))
     assert found is not None
     assert found.name == f"{os.getppid()}-{began}-29500-3"
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"), [({1: 1, 0: 5}, 5), ({0: 1, 1: -9}, 1), ({1: -9}, 1), (None, 143)]
+)
+def test_torchrun_ends_as_rank_0_or_the_first_that_failed(
+    codes: dict[int, int] | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(_: object) -> None:
+        if codes is None:
+            raise SignalException("stopped", signal.SIGTERM)
+        failures = {rank: ProcessFailure(rank, 1, code, "") for rank, code in codes.items()}
+        raise ChildFailedError("party", failures)
+
+    monkeypatch.setattr(torchrun, "run", run)
+    monkeypatch.setattr(sys, "argv", ["torchrun", "party"])
+    with pytest.raises(SystemExit) as ended:
+        torchrun.main()
+    assert ended.value.code == expected
 
 
 def test_only_run_computes_in_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -30,6 +30,7 @@ from splitveil.common.text.files import read_bytes
 from splitveil.common.text.yaml_text import AS_WRITTEN, MAX_DEPTH, OWN_PLAN, Extent, load_yaml
 from splitveil.passive_party.commands.program import main as passive_main
 from splitveil.passive_party.settings import PassiveSettings
+from tests.support.commands import exit_code_of
 from tests.support.runs import write_example
 
 MAX_NODES = AS_WRITTEN.max_nodes
@@ -44,24 +45,18 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Ended(NamedTuple):
-    """The end of a command: exit code and output."""
-
     exit_code: int
     errors: list[str]
 
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
-    """Return a function that runs a party's command in this process."""
-
     def run(main: Callable[[list[str]], None], *words: object) -> Ended:
-        with pytest.raises(SystemExit) as ended:
-            main([*map(str, words)])
-        assert isinstance(ended.value.code, int)
+        code = exit_code_of(main, *words)
         shown = capsys.readouterr()
         assert "Traceback" not in shown.out + shown.err
         assert shown.err.replace("\n", "").isprintable()
-        return Ended(ended.value.code, shown.err.splitlines())
+        return Ended(code, shown.err.splitlines())
 
     return run
 
@@ -161,11 +156,17 @@ def test_sizes_that_overflow_are_refused(
     refused(check(command, folder, override), 2, named)
 
 
-def test_a_rate_of_no_module_is_refused(folder: Path, command: Command) -> None:
-    for main, party in ((passive_main, "passive"), (active_main, "active")):
-        rate = ("--set", "optimizer.rates={nope: 0.1}")
-        ended = command(main, "check", folder / f"{party}.yaml", "-q", *rate)
-        refused(ended, 2, "optimizer.rates: the model has no parameter 'nope'")
+@pytest.mark.parametrize("alignment", ["max_set_size: 40", "buckets: 2, max_set_size: 100"])
+@pytest.mark.parametrize(("main", "party"), [(passive_main, "passive"), (active_main, "active")])
+def test_what_ends_a_run_is_refused_by_both_parties(
+    main: Any, party: str, alignment: str, folder: Path, command: Command
+) -> None:
+    for override, code, named in (
+        ("optimizer.rates={nope: 0.1}", 2, "optimizer.rates: the model has no parameter 'nope'"),
+        (f"contract.alignment={{{alignment}}}", 3, "contract.alignment.max_set_size: expected 1"),
+    ):
+        ended = command(main, "check", folder / f"{party}.yaml", "-q", "--set", override)
+        refused(ended, code, named)
 
 
 def npy_of(text: bytes) -> bytes:

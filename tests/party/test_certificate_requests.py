@@ -19,14 +19,12 @@ GROUPS = r"(?:[0-9a-f]{4} ){15}[0-9a-f]{4}"
 
 @pytest.fixture
 def ours(tmp_path: Path) -> Path:
-    """Return the folder of the party that keeps the authority."""
     assert certs(["authority", str(tmp_path / "ours")]) == 0
     return tmp_path / "ours"
 
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Path:
-    """Return the folder of the other party, which has asked for a certificate."""
     make_request(tmp_path / "theirs", "passive", "passive.splitveil")
     return tmp_path / "theirs"
 

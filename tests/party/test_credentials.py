@@ -17,18 +17,13 @@ from splitveil.common.party.credentials import describe
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.run.contract import Contract
 from splitveil.common.settings import validate
+from splitveil.deploy import authority
 from splitveil.deploy import authority as issuing
-from splitveil.deploy.authority import (
-    PartyFolder,
-    keep_certificates,
-    make_certificates,
-    renew_certificate,
-)
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support.certificates import NAMES, add_expired, certs, files, make
 from tests.support.runs import CONTRACT, write_example
 
-Spoil = Callable[[PartyFolder], object]
+Spoil = Callable[[authority.PartyFolder], object]
 
 
 @pytest.fixture
@@ -40,7 +35,7 @@ def test_good_files_are_read_and_described(folder: Path) -> None:
     credentials = files(folder, "passive").current()
     assert credentials.identities == ("passive.splitveil",)
     assert describe(credentials) == "CN=passive.splitveil (passive.splitveil), 89 days left"
-    key = PartyFolder(folder / "passive").private_key.read_text().splitlines()[1]
+    key = authority.PartyFolder(folder / "passive").private_key.read_text().splitlines()[1]
     assert key not in repr(credentials) + str(credentials) + repr(files(folder, "passive"))
 
 
@@ -54,7 +49,7 @@ def problem(folder: Path, party: str = "passive", identity: str | None = None) -
 def test_a_key_that_others_may_read_is_refused_with_the_command_that_helps(
     folder: Path, mode: int
 ) -> None:
-    key = PartyFolder(folder / "passive").private_key
+    key = authority.PartyFolder(folder / "passive").private_key
     key.chmod(mode)
     assert problem(folder) == (
         f"security.private_key: {key} has mode {mode:04o}, so that others may read it: "
@@ -94,7 +89,7 @@ UNKNOWN_KIND = "expected an EC (P-256, P-384) or RSA key"
 def test_a_file_that_cannot_be_used_is_named_with_its_setting(
     folder: Path, spoil: Spoil, text: str
 ) -> None:
-    spoil(PartyFolder(folder / "passive"))
+    spoil(authority.PartyFolder(folder / "passive"))
     found = problem(folder)
     assert text in found
     assert found.startswith("security.")
@@ -111,7 +106,7 @@ def test_a_certificate_with_another_name_or_outside_its_time_is_refused(
     add_expired(folder, "late", "late.splitveil")
     assert "late/certificate.pem: expired on " in problem(folder, "late")
     monkeypatch.setattr(issuing, "CLOCK_SKEW", timedelta(days=-5))
-    keep_certificates(folder, {"early": "early.splitveil"})
+    authority.keep_certificates(folder, {"early": "early.splitveil"})
     assert "early/certificate.pem: valid only from " in problem(folder, "early")
 
 
@@ -119,7 +114,7 @@ def test_a_certificate_with_another_name_or_outside_its_time_is_refused(
 def test_a_certificate_that_ends_soon_is_warned_of_once(
     folder: Path, caplog: pytest.LogCaptureFixture, days: int, lines: int
 ) -> None:
-    renew_certificate(folder, "passive", days)
+    authority.renew_certificate(folder, "passive", days)
     own = files(folder, "passive")
     caplog.clear()
     for _ in range(3):
@@ -132,7 +127,7 @@ def test_half_a_rotation_leaves_the_old_pair_in_use(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    own, paths = files(folder, "passive"), PartyFolder(folder / "passive")
+    own, paths = files(folder, "passive"), authority.PartyFolder(folder / "passive")
     before, new = own.current(), make(folder / "new")
     (new / "passive" / "private_key.pem").replace(paths.private_key)
     caplog.clear()
@@ -195,7 +190,9 @@ def test_identities_that_distinguish_no_party_are_refused(
 
 
 def certificate_of(folder: Path, party: str) -> x509.Certificate:
-    return x509.load_pem_x509_certificate(PartyFolder(folder / party).certificate.read_bytes())
+    return x509.load_pem_x509_certificate(
+        authority.PartyFolder(folder / party).certificate.read_bytes()
+    )
 
 
 def test_a_party_s_folder_holds_its_own_key_and_nothing_that_signs(tmp_path: Path) -> None:
@@ -223,7 +220,7 @@ def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_init_keep_adds_what_is_missing_and_renews_what_ends_soon(folder: Path) -> None:
-    renew_certificate(folder, "passive", 20)
+    authority.renew_certificate(folder, "passive", 20)
     kept, ending = certificate_of(folder, "active"), certificate_of(folder, "passive")
     keep = ["init", str(folder), "--keep", *(f"--party={p}" for p in (*NAMES, "third"))]
     assert certs(keep) == 0
@@ -243,7 +240,7 @@ def test_renew_gives_another_key_the_same_name_and_show_says_until_when(
     assert renewed.identities == ("stranger.example",)
     assert renewed.days_left() == 6
     capsys.readouterr()
-    assert certs(["show", str(PartyFolder(folder / "stranger").certificate)]) == 0
+    assert certs(["show", str(authority.PartyFolder(folder / "stranger").certificate)]) == 0
     shown = capsys.readouterr().out
     assert "subject     CN=stranger.example\nidentities  stranger.example\n" in shown
     assert "days left   6\n" in shown
@@ -269,4 +266,4 @@ def test_names_that_no_contract_could_use_are_refused(
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot be written"):
-        make_certificates(tmp_path / "file", NAMES)
+        authority.make_certificates(tmp_path / "file", NAMES)

@@ -10,6 +10,7 @@ from splitveil.common.data import image_folder
 from splitveil.common.record.lines import TrainingLine
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.passive_party.commands.program import main as passive_main
+from tests.support.commands import exit_code_of
 from tests.support.runs import write_example
 
 SQL = "data.source={kind: sql, driver: sqlite, uri: x.sqlite, query: select 1}"
@@ -43,9 +44,8 @@ def test_a_missing_extra_is_named_in_one_line(
         monkeypatch.setattr(image_folder, "Image", None)
     party, command, override = words
     main = active_main if party == "active" else passive_main
-    with pytest.raises(SystemExit) as ended:
-        main([command, str(tmp_path / f"{party}.yaml"), "-q", "--set", override])
-    assert ended.value.code == 2
+    words_of_command = command, tmp_path / f"{party}.yaml", "-q", "--set", override
+    assert exit_code_of(main, *words_of_command) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"needs the extra {extra} (pip install 'splitveil[{extra}]')" in line
 

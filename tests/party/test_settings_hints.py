@@ -8,7 +8,7 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.settings import closest_setting, validate
+from splitveil.common.settings import closest_setting
 from splitveil.deploy.overrides import refuse_unknown_settings
 from tests.support.runs import ACTIVE, CONTRACT, write_yaml
 
@@ -30,16 +30,6 @@ from tests.support.runs import ACTIVE, CONTRACT, write_yaml
 )
 def test_the_closest_setting_is_found_in_any_section(where: list[str], meant: str | None) -> None:
     assert closest_setting(ActiveSettings, where) == meant
-
-
-def test_the_message_has_a_dotted_name_only_for_another_section() -> None:
-    with pytest.raises(SettingsError) as refused:
-        validate(ActiveSettings, {"insecure_noise_seed": 1, "insecure_nonce_sed": 1}, "a.yaml")
-    message = str(refused.value)
-    assert (
-        "insecure_noise_seed: unknown setting; did you mean 'defense.insecure_noise_se" in message
-    )
-    assert "insecure_nonce_sed: unknown setting; did you mean 'insecure_nonce_seed'?" in message
 
 
 def test_the_launcher_names_the_party_too() -> None:

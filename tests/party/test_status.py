@@ -39,6 +39,7 @@ from splitveil.common.run.course import Batch
 from splitveil.common.run.phases import Phase
 from splitveil.passive_party.connecting import noting_attempts
 from splitveil.passive_party.settings import PassiveSettings
+from tests.support.commands import exit_code_of
 from tests.support.endpoints import (
     Watched,
     asked,
@@ -50,7 +51,7 @@ from tests.support.endpoints import (
 )
 from tests.support.runs import in_background, write_example
 from tests.support.simulation import free_address
-from tests.support.tables import write_numbers
+from tests.support.tables import swap_labels, write_numbers
 from tests.support.waiting import HANGS_AFTER_S
 
 CONTRACT = Contract(run_name="small", cut_shape=(4,), batch_size=8, epochs=3)
@@ -136,21 +137,13 @@ def test_the_label_owner_sees_leak_and_ledger(watched: Watched) -> None:
     assert 0.5 < value_of(watched.active, "splitveil_evaluation_auc", split="test") <= 1
 
 
-def with_swapped_labels(example: Path, folder: Path) -> Path:
-    write_example(folder)
-    header, *lines = (folder / "active.csv").read_text().splitlines()
-    cells = [line.split(",") for line in lines]
-    swapped = [",".join([own, str(1 - int(label)), *rest]) for own, label, *rest in cells]
-    (folder / "active.csv").write_text("\n".join([header, *swapped]) + "\n")
-    return folder
-
-
 def test_the_feature_owner_s_metrics_are_the_same_if_all_labels_are_swapped(
-    example: Path, watched: Watched, tmp_path: Path
+    watched: Watched, tmp_path: Path
 ) -> None:
     """Although its adversary knows evaluation labels, and measures leak AUCs with them."""
-    folder = with_swapped_labels(example, tmp_path / "example")
-    swapped = watched_run(folder, tmp_path / "runs", *WITH_LIMITS)
+    write_example(tmp_path)
+    swap_labels(tmp_path / "active.csv")
+    swapped = watched_run(tmp_path, tmp_path / "runs", *WITH_LIMITS)
     assert watched.passive_summary.leak is not None
     shown = without_time(series_of(watched.passive))
     assert shown == without_time(series_of(swapped.passive))
@@ -214,9 +207,7 @@ def test_a_port_that_is_taken_is_named(
         with pytest.raises(SettingsError, match=f"status: cannot serve at {served}: .*in use"):
             refused(served)
     words = ["check", str(example / "active.yaml"), "--set", f"status={served}"]
-    with pytest.raises(SystemExit) as end:
-        active_main([*words, "--set", f"listen={free_address()}"])
-    assert end.value.code == 2
+    assert exit_code_of(active_main, *words, "--set", f"listen={free_address()}") == 2
     assert f"status: cannot serve at {served}" in capsys.readouterr().err
 
 

@@ -10,15 +10,8 @@ from typing import Any
 
 import pytest
 
+from splitveil.active_party.http import programs
 from splitveil.active_party.http.api import request_of
-from splitveil.active_party.http.programs import (
-    MIN_TOKEN_CHARACTERS,
-    NotAdmitted,
-    RateLimit,
-    RequestError,
-    Tokens,
-    TooFast,
-)
 from splitveil.active_party.http.server import LOG_LINES, HttpServer, SparseLog
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
@@ -26,7 +19,7 @@ from splitveil.common.party.party_settings import load_party_settings
 from tests.support.inference import free_port
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 
-TOKEN = MIN_TOKEN_CHARACTERS * "t"
+TOKEN = programs.MIN_TOKEN_CHARACTERS * "t"
 
 
 @dataclass
@@ -39,17 +32,17 @@ class Clock:
         return self.now_s
 
 
-def accepted(limit: RateLimit, program: str, num_ids: int) -> bool:
+def accepted(limit: programs.RateLimit, program: str, num_ids: int) -> bool:
     try:
         limit.charge(program, num_ids)
-    except TooFast:
+    except programs.TooFast:
         return False
     return True
 
 
 def test_over_time_no_program_gets_more_ids_than_its_rate() -> None:
     clock = Clock()
-    limit = RateLimit(10.0, clock)
+    limit = programs.RateLimit(10.0, clock)
     given, seconds = 0, 30
     for _ in range(seconds * 100):
         given += 3 * accepted(limit, "one", 3)
@@ -59,11 +52,11 @@ def test_over_time_no_program_gets_more_ids_than_its_rate() -> None:
 
 def test_a_program_saves_up_one_second_and_pays_afterwards_for_more() -> None:
     clock = Clock()
-    limit = RateLimit(8.0, clock)
+    limit = programs.RateLimit(8.0, clock)
     clock.now_s += 3600
     assert [accepted(limit, "one", 1) for _ in range(10)] == [*(8 * [True]), False, False]
     assert accepted(limit, "another", 40)
-    with pytest.raises(TooFast) as caught:
+    with pytest.raises(programs.TooFast) as caught:
         limit.charge("another", 1)
     assert caught.value.wait_s == pytest.approx(4.125)
     clock.now_s += 4.1
@@ -81,11 +74,11 @@ def token_file(folder: Path, text: str, mode: int = 0o600) -> Path:
 
 def test_a_token_names_its_program_and_no_other_text_does(tmp_path: Path) -> None:
     path = token_file(tmp_path, f"# programs\n\nfirst {TOKEN}\nsecond {TOKEN}2\n")
-    tokens = Tokens.read(path)
+    tokens = programs.Tokens.read(path)
     assert tokens.program_of(f"Bearer {TOKEN}") == "first"
     assert tokens.program_of(f"bearer  {TOKEN}2") == "second"
     for wrong in (None, "", "Bearer", "Bearer ", f"Basic {TOKEN}", TOKEN, f"Bearer {TOKEN[:-1]}"):
-        with pytest.raises(NotAdmitted) as caught:
+        with pytest.raises(programs.NotAdmitted) as caught:
             tokens.program_of(wrong)
         assert TOKEN[:-1] not in str(caught.value)
 
@@ -107,7 +100,7 @@ def test_an_unusable_file_of_tokens_is_refused_and_never_quoted(
     tmp_path: Path, text: str, mode: int, words: str
 ) -> None:
     with pytest.raises(SettingsError, match=words) as caught:
-        Tokens.read(token_file(tmp_path, text, mode))
+        programs.Tokens.read(token_file(tmp_path, text, mode))
     assert TOKEN[1:] not in str(caught.value)
 
 
@@ -121,7 +114,7 @@ def test_an_unusable_file_of_tokens_is_refused_and_never_quoted(
     ],
 )
 def test_the_faults_of_a_body_are_not_collected(body: bytes) -> None:
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(programs.RequestError) as caught:
         request_of(body, 1000)
     assert getattr(caught.value.__context__, "error_count", int)() < 10
     assert len(str(caught.value)) < 100

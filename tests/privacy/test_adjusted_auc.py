@@ -9,17 +9,8 @@ from scipy.stats import norm
 from sklearn.metrics import roc_auc_score, roc_curve
 
 from splitveil import audit
+from splitveil.common.privacy import adjusted_auc
 from splitveil.common.privacy.accumulation import RunScores
-from splitveil.common.privacy.adjusted_auc import (
-    MIN_PER_STRATUM,
-    RESOLUTION,
-    adjusted_leak_auc,
-    advantage_over,
-    operating_points,
-    placements,
-    rest_of,
-    strata_of,
-)
 from splitveil.common.privacy.beyond_features import (
     BeyondFeatures,
     Covariates,
@@ -57,16 +48,18 @@ def test_a_score_that_repeats_features_reveals_nothing_beyond_them() -> None:
     """The raw leak AUC is .82; with predictions rounded to tenths, an interval is above 1/2."""
     feature, positive, predictions = rows(20_000, seed=1)
     assert leak_auc(feature, positive) > 0.8
-    found = adjusted_leak_auc(feature, positive, predictions)
+    found = adjusted_auc.adjusted_leak_auc(feature, positive, predictions)
     assert found.value < 0.51
     assert found.low <= 0.5
-    coarse = adjusted_leak_auc(feature, positive, np.round(predictions, 1).clip(0.05, 0.95))
+    coarse = adjusted_auc.adjusted_leak_auc(
+        feature, positive, np.round(predictions, 1).clip(0.05, 0.95)
+    )
     assert coarse.low > 0.5
 
 
 def test_a_score_that_knows_labels_reveals_all_of_them() -> None:
     _, positive, predictions = rows(2_000, seed=2)
-    found = adjusted_leak_auc(predictions - positive, positive, predictions)
+    found = adjusted_auc.adjusted_leak_auc(predictions - positive, positive, predictions)
     assert (found.value, found.high) == (1.0, 1.0)
     assert 0.98 < found.low < 1.0
 
@@ -78,7 +71,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
     for seed in range(200):
         feature, positive, predictions = rows(2_000, seed)
         scores = feature + 0.5 * positive + noise(2_000, seed)
-        value, low, high = adjusted_leak_auc(scores, positive, predictions)
+        value, low, high = adjusted_auc.adjusted_leak_auc(scores, positive, predictions)
         covered += low <= truth <= high
         narrow += (low + value) / 2 <= truth <= (high + value) / 2
     assert covered >= 180
@@ -90,7 +83,7 @@ def test_a_row_weighs_as_much_as_features_leave_its_label_open() -> None:
     generator = np.random.default_rng(5)
     scores, positive = generator.integers(0, 5, 150).astype(float), generator.random(150) < 0.4
     predictions = generator.uniform(0.05, 0.95, 150)
-    strata = strata_of(predictions, positive, max_strata=2)
+    strata = adjusted_auc.strata_of(predictions, positive, max_strata=2)
     assert strata.max() == 1
     expected = shares = 0.0
     for stratum in (0, 1):
@@ -103,7 +96,7 @@ def test_a_row_weighs_as_much_as_features_leave_its_label_open() -> None:
                 total += weight
         share = (predictions * (1 - predictions))[rows_of].sum()
         expected, shares = expected + share * higher / total, shares + share
-    found = adjusted_leak_auc(scores, positive, predictions, max_strata=2).value
+    found = adjusted_auc.adjusted_leak_auc(scores, positive, predictions, max_strata=2).value
     assert found == pytest.approx(max(expected / shares, 1 - expected / shares))
 
 
@@ -139,7 +132,7 @@ def test_predictions_that_are_fitted_leave_nothing_of_features_and_all_of_a_leak
         for name, (expected, values) in scores.items():
             _, low, high = found.adjusted[name]
             covered += low <= expected <= high
-            by_strata_only = adjusted_leak_auc(values, labels == 1, predictions)
+            by_strata_only = adjusted_auc.adjusted_leak_auc(values, labels == 1, predictions)
             by_strata += by_strata_only.low <= expected <= by_strata_only.high
         leaks.append([found.adjusted[name][:2] for name in ("three of five right", "hidden")])
     assert covered >= 64
@@ -155,58 +148,60 @@ def test_few_rows_that_features_leave_open_make_a_wide_interval() -> None:
     feature, _, _ = rows(400, seed=12)
     predictions = 1 / (1 + np.exp(-25 * feature))
     positive = np.random.default_rng(12).random(400) < predictions
-    found = adjusted_leak_auc(noise(400, seed=12), positive, predictions)
+    found = adjusted_auc.adjusted_leak_auc(noise(400, seed=12), positive, predictions)
     assert found.high - found.low > 0.25
     assert found.low < 0.5 < found.high
 
 
 def test_the_rest_of_a_function_of_features_is_not_magnified() -> None:
     scores = noise(2_000, seed=13)
-    assert (rest_of(np.ones(9), np.ones(9)) == 0).all()
-    assert rest_of(scores, 0.99 * scores).std() == pytest.approx(RESOLUTION, rel=0.05)
-    assert (rest_of(scores, 0.5 * scores) == 0.5 * scores).all()
+    assert (adjusted_auc.rest_of(np.ones(9), np.ones(9)) == 0).all()
+    assert adjusted_auc.rest_of(scores, 0.99 * scores).std() == pytest.approx(
+        adjusted_auc.RESOLUTION, rel=0.05
+    )
+    assert (adjusted_auc.rest_of(scores, 0.5 * scores) == 0.5 * scores).all()
 
 
 @pytest.mark.parametrize("offset", [-1.0, -6.0, 4.0])
 def test_few_rows_whose_labels_are_open_make_few_strata(offset: float) -> None:
     _, positive, predictions = rows(10_000, seed=7, offset=offset)
-    strata = strata_of(predictions, positive)
+    strata = adjusted_auc.strata_of(predictions, positive)
     left_open = predictions * (1 - predictions)
-    assert 0 < strata.max() < min(100, left_open.sum() / MIN_PER_STRATUM)
+    assert 0 < strata.max() < min(100, left_open.sum() / adjusted_auc.MIN_PER_STRATUM)
     assert (np.diff(strata[np.argsort(predictions)]) >= 0).all()
     for number in range(strata.max() + 1):
         of_stratum = positive[strata == number]
         assert min(of_stratum.sum(), (~of_stratum).sum()) >= 2
-    assert np.bincount(strata, left_open).min() > 0.9 * MIN_PER_STRATUM
+    assert np.bincount(strata, left_open).min() > 0.9 * adjusted_auc.MIN_PER_STRATUM
 
 
 def test_predictions_without_information_make_one_stratum() -> None:
     _, positive, predictions = rows(500, seed=8)
-    assert set(strata_of(np.full(500, 0.3), positive)) == {0}
-    found = adjusted_leak_auc(predictions, positive, np.full(500, 0.3))
+    assert set(adjusted_auc.strata_of(np.full(500, 0.3), positive)) == {0}
+    found = adjusted_auc.adjusted_leak_auc(predictions, positive, np.full(500, 0.3))
     assert found.value == pytest.approx(roc_auc_score(positive, predictions))
 
 
 def test_one_positive_has_no_adjusted_leak() -> None:
     with pytest.raises(OneClass, match="expected two rows of each class, got 1 of one"):
-        adjusted_leak_auc(np.arange(9.0), np.arange(9) == 4, np.full(9, 0.5))
+        adjusted_auc.adjusted_leak_auc(np.arange(9.0), np.arange(9) == 4, np.full(9, 0.5))
 
 
 @pytest.mark.parametrize("bad", [np.array([0.0, np.nan]), np.zeros(3)])
 def test_scores_without_an_order_are_refused(bad: Floats) -> None:
     with pytest.raises(ValueError, match="expected one score per label, none of them NaN"):
-        placements(bad, np.array([True, False]))
+        adjusted_auc.placements(bad, np.array([True, False]))
 
 
 def test_the_advantage_is_the_difference_of_the_leak_aucs() -> None:
     feature, positive, _ = rows(3_000, seed=10)
     scores = feature + positive + noise(3_000, seed=10)
-    found = advantage_over(feature, scores, positive)
+    found = adjusted_auc.advantage_over(feature, scores, positive)
     own = roc_auc_score(positive, feature)
     assert found.prior == pytest.approx(own)
     assert found.value == pytest.approx(roc_auc_score(positive, scores) - own)
-    assert advantage_over(feature, -scores, positive) == pytest.approx(found)
-    nothing = advantage_over(np.zeros(3_000), scores, positive)
+    assert adjusted_auc.advantage_over(feature, -scores, positive) == pytest.approx(found)
+    nothing = adjusted_auc.advantage_over(np.zeros(3_000), scores, positive)
     assert nothing.prior == pytest.approx(0.5)
 
 
@@ -219,9 +214,9 @@ def test_the_advantage_of_repeating_features_is_nothing() -> None:
     for seed in range(200):
         feature, positive, _ = rows(1_000, seed)
         own, attack = (feature + 0.5 * noise(1_000, seed + shift) for shift in (0, 5_000))
-        found = advantage_over(own, attack, positive)
+        found = adjusted_auc.advantage_over(own, attack, positive)
         covered += found.low <= 0 <= found.high
-        apart = [placements(scores, positive) for scores in (own, attack)]
+        apart = [adjusted_auc.placements(scores, positive) for scores in (own, attack)]
         variance = sum(part.var(ddof=1) / len(part) for one in apart for part in one[:2])
         unpaired += abs(found.value) <= 1.96 * variance**0.5
     assert 180 <= covered < 200
@@ -232,17 +227,17 @@ def test_the_rates_are_those_of_the_roc_curve() -> None:
     feature, positive, _ = rows(5_000, seed=11)
     scores = feature + positive
     accused, found_rates, _ = roc_curve(positive, scores, drop_intermediate=False)
-    found = operating_points(scores, positive)
+    found = adjusted_auc.operating_points(scores, positive)
     assert found["tpr_at_per_mille"] == pytest.approx(found_rates[accused <= 0.001].max())
     assert found["tpr_at_percent"] == pytest.approx(found_rates[accused <= 0.01].max())
     assert found["precision_at_100"] == positive[np.argsort(scores)[-100:]].mean()
-    assert operating_points(-scores, positive) == found
+    assert adjusted_auc.operating_points(-scores, positive) == found
 
 
 def test_ties_are_not_counted_as_found() -> None:
     scores, positive = np.repeat([0.0, 1.0], 500), np.tile([True, False], 500)
-    assert [*operating_points(scores, positive).values()] == [0.0, 0.0, 0.5]
-    assert operating_points(scores[:100], positive[:100])["precision_at_100"] is None
+    assert [*adjusted_auc.operating_points(scores, positive).values()] == [0.0, 0.0, 0.5]
+    assert adjusted_auc.operating_points(scores[:100], positive[:100])["precision_at_100"] is None
 
 
 def test_a_peer_that_sends_back_what_it_received_hides_no_leak_but_leaves_nothing_to_measure() -> (

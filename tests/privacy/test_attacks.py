@@ -76,7 +76,6 @@ def _logistic_example(
 def _example(
     gradients: Tensor, labels: Tensor, activations: Tensor, reference: Tensor | None = None
 ) -> Example:
-    """Score the first half of some rows, knowing the labels of the second."""
     half = len(labels) // 2
     known, known_labels = gradients[half:], labels[half:]
     positives = known[known_labels == 1]
@@ -202,18 +201,6 @@ def test_the_top_direction_is_the_singular_vector_however_little_it_stands_out(
         assert abs(right[:, 0] @ direction.numpy()) == pytest.approx(1, abs=1e-9)
         sign = np.sign(right[:, 0] @ direction.numpy())
         assert np.allclose(sign * projections.numpy(), left[:, 0], rtol=0, atol=1e-8)
-
-
-@pytest.mark.parametrize("shape", [(300, 20), (20, 300), (50, 50), (40, 3, 4, 5)])
-def test_spectral_is_the_projection_of_the_svd(shape: tuple[int, ...]) -> None:
-    generator = torch.Generator().manual_seed(7)
-    gradients = torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator)
-    rows = gradients.flatten(1).double().numpy()
-    _, _, directions = np.linalg.svd(rows, full_matrices=False)
-    expected = rows @ directions[0]
-    if ((expected - expected.mean()) ** 3).mean() < 0:
-        expected = -expected
-    assert np.allclose(spectral(gradients).numpy(), expected, rtol=0, atol=1e-9 * abs(rows).max())
 
 
 _SCALES = (0.0, 1e-30, 1e-15, 1.0, 1e15, 1e30)

@@ -23,6 +23,7 @@ from splitveil.common.privacy.settings import AuditSettings
 from splitveil.common.record.run_folder import write_json_atomically
 from splitveil.common.settings import validate
 from splitveil.passive_party.settings import AdversarySettings
+from tests.support.commands import exit_code_of
 from tests.support.recorders import record
 from tests.support.runs import build_parties, write_example
 
@@ -273,9 +274,8 @@ def test_check_names_them(tmp_path: Path, port: int, capsys: pytest.CaptureFixtu
         (good, 0, "attacks: mine can score gradients"),
         (bad, 2, "fails on 8 rows"),
     ):
-        words_of_command = ["check", "-v", str(tmp_path / "active.yaml"), "--set", override]
-        with pytest.raises(SystemExit) as ended:
-            active_program.main([*words_of_command, "--set", f"listen=127.0.0.1:{port}"])
+        sets = ["--set", override, "--set", f"listen=127.0.0.1:{port}"]
+        ended = exit_code_of(active_program.main, "check", "-v", tmp_path / "active.yaml", *sets)
         output = capsys.readouterr()
-        assert ended.value.code == code, output
+        assert ended == code, output
         assert words in output.out + output.err

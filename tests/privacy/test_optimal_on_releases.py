@@ -1,12 +1,26 @@
-"""The exact likelihood ratio on releases as projected labels draw them, whatever the peer sends.
+"""The strongest attack on releases as projected labels draw them, whatever the peer sends.
 
 Designs, noise and rounding are the defense's own. Labels are dealt out at random, so that features
 reveal nothing of them and all that the attack finds comes from the released sums.
+
+A release reveals noisy sums t = A'y + s z of all labels y, with a design A (examples, rank) that
+the peer knows, z standard normal. A peer that knows every label but y_i is left with
+r_i = y_i A_i + s z. By the lemma of Neyman and Pearson, no score of r_i separates y_i = 1 from
+y_i = 0 better than
+
+    log p(t | y_i = 1) - log p(t | y_i = 0) = (<r_i, A_i> - |A_i|^2 / 2) / s^2,
+
+summed over independent releases. It is normal with variance m^2 and means +- m^2 / 2, where
+m^2 = sum |A_i|^2 / s^2, so that its AUC is Phi(m / sqrt 2): the bound of mu-Gaussian differential
+privacy with mu = m (Dong, Roth and Su, "Gaussian Differential Privacy", JRSS-B 2022, section 2.2).
+With several classes, t has a column for each, and the log-likelihood of class c is
+<r_i,c , A_i> / s^2 up to an amount that is the same for all classes.
 """
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -23,13 +37,12 @@ from splitveil.active_party.defenses.projected.design import (
     stage_shares,
     stage_sigma,
 )
-from splitveil.active_party.defenses.projected.features import Chunks
 from splitveil.active_party.defenses.projected.release import draw_release
 from splitveil.active_party.defenses.projected.stages import ProjectedLabels, StagePlan
 from splitveil.active_party.ledger.ledger import LeakLedger
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.privacy.leakage import auc
-from tests.support.optimal import ReleasedSums, optimal
+from tests.support.projected import in_chunks
 
 ROWS, STAGES, RANK, CUT_DIM = 12_000, 16, 32, 12
 BOUND = 0.6
@@ -53,20 +66,35 @@ CHOSEN: dict[str, Choice] = {
 IN_GROUPS = ("four groups", "one-hot")
 
 
+class ReleasedSums(NamedTuple):
+    design: Tensor  # weight of each example in each sum, (examples, rank)
+    sums: Tensor  # (rank,) for two classes, (rank, classes) for more
+    noise_std: float
+
+
+def optimal(releases: Iterable[ReleasedSums], labels: Tensor) -> Tensor:
+    """Score each example's label, which is only used to restore the sums without it."""
+    return torch.stack([_one_release(release, labels) for release in releases]).sum(dim=0)
+
+
+def _one_release(release: ReleasedSums, labels: Tensor) -> Tensor:
+    design, sums = release.design.double(), release.sums.double()
+    power, variance = design.square().sum(dim=1), release.noise_std**2
+    if sums.ndim == 1:
+        truth = labels.double()
+        without_own = design @ (sums - design.T @ truth) + truth * power
+        return (without_own - power / 2) / variance
+    truth = one_hot(labels.long(), sums.shape[1]).double()
+    return (design @ (sums - design.T @ truth) + truth * power[:, None]) / variance
+
+
 def stage(number: int, choose: Choice) -> Design:
     generator = torch.Generator().manual_seed(number)
     activations = choose(torch.randn(ROWS, CUT_DIM, generator=generator))
     own, hidden = torch.randn(2, ROWS, 16, generator=generator)
     logits = torch.randn(ROWS, generator=generator)
     slopes = torch.rand(ROWS, CUT_DIM, generator=generator) - 0.3
-    return design(chunks_of(RowChunk(activations, own, hidden, logits, slopes)), ROWS, RANK)
-
-
-def chunks_of(rows: RowChunk) -> Chunks:
-    def chunks() -> Iterator[RowChunk]:
-        yield rows
-
-    return chunks
+    return design(in_chunks(RowChunk(activations, own, hidden, logits, slopes), ROWS), ROWS, RANK)
 
 
 def released(

@@ -57,7 +57,6 @@ def leaves(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def run_both(folder: Path, *active: str) -> tuple[Figures, Figures]:
-    """Run both parties and return what each found, the active party's first."""
     audited = f"adversary={AUDITED}, labels: {LABELS}}}"
     long = "contract.epochs=3"
     first, second = record(folder, [long, *active], [long, audited])
@@ -65,7 +64,6 @@ def run_both(folder: Path, *active: str) -> tuple[Figures, Figures]:
 
 
 def difference(first: Mapping[str, float], second: Mapping[str, float]) -> float:
-    """Return the largest difference of figures of the same names."""
     assert first.keys() == second.keys()
     return max(abs(first[name] - second[name]) for name in first)
 

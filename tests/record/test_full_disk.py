@@ -63,7 +63,6 @@ def run_noted(parties: Parties, folder: Path, **room: int) -> None:
 
 @pytest.fixture(scope="module")
 def sizes(example: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """Return the size of each party's whole transcript."""
     folder = tmp_path_factory.mktemp("whole")
     run_noted(build_parties(example), folder)
     return {party: (folder / party / FILE).stat().st_size for party in ("active", "passive")}

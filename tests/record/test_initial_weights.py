@@ -21,7 +21,6 @@ SHARED = ["contract.cut_shape=[3]", "model_seed=4"]
 
 
 def finished(folder: Path, *overrides: str) -> Parties:
-    """Run once and save both models as the commands do."""
     parties = build_parties(folder, [*SHARED, *overrides], [*SHARED, *overrides])
     run_in_process(parties)
     top, bottom = parties.session.lifecycle.phase.trainer, parties.run.trainer
@@ -47,7 +46,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Parties]:
 
 @pytest.fixture
 def first(trained: tuple[Path, Parties], tmp_path: Path) -> Parties:
-    """Copy a finished run, from which others start, into the test's folder."""
     shutil.copytree(trained[0], tmp_path, dirs_exist_ok=True)
     return trained[1]
 

@@ -19,14 +19,7 @@ from splitveil.common.record.metrics_log import RunRecorder
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
-from splitveil.common.text.log_lines import (
-    add_to_log_lines,
-    configure_logging,
-    log_fields,
-    raw_line,
-    use_log_format,
-    writes_json,
-)
+from splitveil.common.text import log_lines
 from splitveil.passive_party.commands.results import leave_results
 from tests.support.records import summary_of
 from tests.support.runs import write_example
@@ -37,13 +30,13 @@ logger = logging.getLogger("splitveil.active_party.run")
 
 @pytest.fixture
 def lines(capsys: pytest.CaptureFixture[str]) -> Lines:
-    configure_logging("active", form="json")
+    log_lines.configure_logging("active", form="json")
     return lambda: [json.loads(line) for line in capsys.readouterr().err.splitlines()]
 
 
 def test_a_line_has_date_level_party_run_and_message(lines: Lines) -> None:
-    add_to_log_lines(run="monday", run_id="0123456789abcdef")
-    logger.warning("epoch %d", 3, extra=log_fields(epoch=3))
+    log_lines.add_to_log_lines(run="monday", run_id="0123456789abcdef")
+    logger.warning("epoch %d", 3, extra=log_lines.log_fields(epoch=3))
     (line,) = lines()
     when = datetime.fromisoformat(line.pop("time"))
     assert when.utcoffset() == timedelta(0)
@@ -60,7 +53,7 @@ def test_a_line_has_date_level_party_run_and_message(lines: Lines) -> None:
 
 @pytest.mark.parametrize("evil", ['a\n{"level": "INFO"}', "a\x1b[31m", "a\u2028b", 'a"}\r\n'])
 def test_no_message_passes_for_another_line(capsys: pytest.CaptureFixture[str], evil: str) -> None:
-    configure_logging("active", form="json")
+    log_lines.configure_logging("active", form="json")
     logger.warning("%s", evil)
     text = capsys.readouterr().err
     assert text.isascii()
@@ -69,8 +62,8 @@ def test_no_message_passes_for_another_line(capsys: pytest.CaptureFixture[str], 
 
 
 def test_a_field_replaces_none_that_every_line_has_and_is_plain_json(lines: Lines) -> None:
-    logger.warning("a", extra=log_fields(message="b", level="DEBUG", party="passive"))
-    logger.warning("a", extra=log_fields(sum_kl=math.inf, loss=math.nan, path=Path("x")))
+    logger.warning("a", extra=log_lines.log_fields(message="b", level="DEBUG", party="passive"))
+    logger.warning("a", extra=log_lines.log_fields(sum_kl=math.inf, loss=math.nan, path=Path("x")))
     line, other = lines()
     assert (line["message"], line["level"], line["party"]) == ("a", "WARNING", "active")
     assert (other["sum_kl"], other["loss"], other["path"]) == ("inf", "nan", "x")
@@ -89,10 +82,10 @@ def test_a_traceback_is_a_field(lines: Lines) -> None:
 def test_the_form_can_change_after_the_settings_are_read(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    configure_logging("active")
+    log_lines.configure_logging("active")
     logger.warning("a")
-    add_to_log_lines(run="monday")
-    use_log_format("json")
+    log_lines.add_to_log_lines(run="monday")
+    log_lines.use_log_format("json")
     logger.warning("b")
     first, second = capsys.readouterr().err.splitlines()
     assert first.endswith("active WARNING a")
@@ -101,9 +94,9 @@ def test_the_form_can_change_after_the_settings_are_read(
 
 def test_what_a_signal_says_is_a_line_like_the_others(lines: Lines) -> None:
     """It is written without the logging, which the signal may have interrupted."""
-    assert json.loads(raw_line("stopping"))["message"] == "stopping"
-    use_log_format("text")
-    assert raw_line("stopping") == b"stopping\n"
+    assert json.loads(log_lines.raw_line("stopping"))["message"] == "stopping"
+    log_lines.use_log_format("text")
+    assert log_lines.raw_line("stopping") == b"stopping\n"
 
 
 @pytest.mark.parametrize(("form", "verbosity"), [("text", 0), ("json", 0), ("text", -1)])
@@ -114,7 +107,7 @@ def test_no_progress_bar_is_drawn_between_objects_or_where_it_should_be_quiet(
     monkeypatch.setattr(screen, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
-    configure_logging("active", verbosity, form)
+    log_lines.configure_logging("active", verbosity, form)
     contract = Contract(run_name="small", cut_shape=(4,), batch_size=8, epochs=1)
     ids = [f"person {number}" for number in range(300)]
     rows = AlignedRows.derive(contract, b"s" * 32, ids, np.arange(300))
@@ -131,7 +124,7 @@ def test_no_progress_bar_is_drawn_between_objects_or_where_it_should_be_quiet(
 def test_a_quiet_run_prints_no_table(
     verbosity: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    configure_logging("passive", verbosity)
+    log_lines.configure_logging("passive", verbosity)
     leave_results(tmp_path, summary_of({"steps": 3}), None, None, "cpu")
     assert bool(capsys.readouterr().out) is (verbosity == 0)
 
@@ -162,7 +155,7 @@ def test_the_flag_is_stronger_than_the_setting_and_problems_of_the_settings_are_
     ):
         with pytest.raises(SystemExit) as end:
             active_main([*words, *options])
-        assert writes_json() is is_json
+        assert log_lines.writes_json() is is_json
         shown = capsys.readouterr().err
         assert shown.startswith("{") is is_json
     assert end.value.code == 2

@@ -21,16 +21,11 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from splitveil.common.errors import SettingsError, StorageError
+from splitveil.common.record import run_folder
 from splitveil.common.record.lines import AlignmentLine, EvaluationLine, TrainingLine
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.record.progress import TrainingProgress
-from splitveil.common.record.run_folder import (
-    open_run_folder,
-    write_bytes_atomically,
-    write_json_atomically,
-    write_text_atomically,
-)
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.text.log_lines import configure_logging
@@ -281,7 +276,7 @@ def test_earlier_results_are_moved_aside(tmp_path: Path) -> None:
     logs = []
     for run in ("first", "second", "third"):
         logs.append(open_in_a_process_of_its_own(tmp_path, "active"))
-        write_text_atomically(tmp_path / "demo" / "active" / "summary.json", run)
+        run_folder.write_text_atomically(tmp_path / "demo" / "active" / "summary.json", run)
     contents = {path.parent.name: path.read_text() for path in tmp_path.glob("*/*/summary.json")}
     assert contents == {
         "active": "third",
@@ -302,9 +297,9 @@ def mode_of(path: Path) -> int:
 def test_results_are_closed_to_others_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        folder = open_run_folder(tmp_path, "demo", "active")
-        write_text_atomically(folder / "report.html", "who is positive")
-        write_json_atomically(folder / "summary.json", {})
+        folder = run_folder.open_run_folder(tmp_path, "demo", "active")
+        run_folder.write_text_atomically(folder / "report.html", "who is positive")
+        run_folder.write_json_atomically(folder / "summary.json", {})
         save_tensors(folder, "model.safetensors", {"w": torch.zeros(1)})
         with MetricsLog(folder) as metrics, Transcript(folder, "active"):
             metrics.load_state_dict(metrics.state_dict())
@@ -326,7 +321,7 @@ def test_an_open_folder_is_closed_before_a_run_uses_it_or_moves_it_aside(
     earlier.mkdir(parents=True)
     earlier.chmod(0o755)
     (earlier / "summary.json").write_text("{}")
-    folder = open_run_folder(tmp_path, "demo", "active", lambda _: resumes)
+    folder = run_folder.open_run_folder(tmp_path, "demo", "active", lambda _: resumes)
     assert mode_of(folder) == 0o700
     assert (folder / "summary.json").exists() == resumes
     for aside in folder.parent.glob("active.previous-*"):
@@ -337,7 +332,7 @@ def test_a_link_in_a_temporary_file_s_place_is_not_followed(tmp_path: Path) -> N
     precious = tmp_path / "precious"
     precious.write_text("kept")
     (tmp_path / f".report.html.{os.getpid()}.tmp").symlink_to(precious)
-    write_text_atomically(tmp_path / "report.html", "new")
+    run_folder.write_text_atomically(tmp_path / "report.html", "new")
     assert precious.read_text() == "kept"
     assert (tmp_path / "report.html").read_text() == "new"
     assert not (tmp_path / "report.html").is_symlink()
@@ -347,25 +342,25 @@ def test_a_link_in_a_temporary_file_s_place_is_not_followed(tmp_path: Path) -> N
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     for name in ("", "..", "a/b", "/etc"):
         with pytest.raises(SettingsError, match="name a folder"):
-            open_run_folder(tmp_path, name, "active")
+            run_folder.open_run_folder(tmp_path, name, "active")
     (tmp_path / "demo").write_text("in the way")
     with pytest.raises(StorageError, match="cannot be used for results"):
-        open_run_folder(tmp_path, "demo", "active")
+        run_folder.open_run_folder(tmp_path, "demo", "active")
     with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot be written: No such file"):
         MetricsLog(tmp_path / "missing")
 
 
 def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
-    write_bytes_atomically(path, b"old")
+    run_folder.write_bytes_atomically(path, b"old")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
         with pytest.raises(StorageError, match=r"checkpoint: cannot be written: File too large"):
-            write_bytes_atomically(path, bytes(100_000))
+            run_folder.write_bytes_atomically(path, bytes(100_000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_bytes() == b"old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
     with pytest.raises(StorageError, match="No such file"):
-        write_text_atomically(tmp_path / "missing" / "file", "text")
+        run_folder.write_text_atomically(tmp_path / "missing" / "file", "text")

@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-import subprocess
-import sys
+import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,10 +22,10 @@ from splitveil.common.record.transcript import (
     verify,
 )
 from splitveil.common.record.transcript_lines import KINDS
+from tests.support.commands import exit_code_of
 from tests.support.equality import assert_same_weights
 from tests.support.inference import free_port
 from tests.support.loopback import peer_of, serving
-from tests.support.programs import run_program
 from tests.support.runs import Parties, build_parties, run_in_process
 
 Lines = list[str]
@@ -33,7 +33,6 @@ Noted = tuple[Parties, Path, Path]
 
 
 def run_noted(folder: Path, into: Path, *overrides: str) -> Noted:
-    """Run over localhost with both transcripts; return them."""
     parties = build_parties(folder, overrides)
     for party in ("active", "passive"):
         (into / party).mkdir(parents=True)
@@ -149,18 +148,13 @@ def test_the_command_checks_one_transcript_or_two(
 ) -> None:
     _, active, passive = noted
 
-    def exit_code(*arguments: str) -> int:
-        with pytest.raises(SystemExit) as ended:
-            active_main(["verify-transcript", *arguments])
-        assert isinstance(ended.value.code, int)
-        return ended.value.code
-
-    assert exit_code(str(active), "--against", str(passive)) == 0
+    exit_code = partial(exit_code_of, active_main, "verify-transcript")
+    assert exit_code(active, "--against", passive) == 0
     assert "messages were received as the other party sent them" in capsys.readouterr().out
-    assert exit_code(str(tmp_path / "none")) == 2
+    assert exit_code(tmp_path / "none") == 2
     broken = tmp_path / FILE
     broken.write_text(damaged(passive.read_text(), "dropped"))
-    assert exit_code(str(active), "--against", str(broken)) == 1
+    assert exit_code(active, "--against", broken) == 1
     assert "line 5: the link does not match the previous line" in capsys.readouterr().err
 
 
@@ -224,10 +218,9 @@ def test_another_s_transcript_gets_one_line_and_steers_no_terminal(
     own.write_bytes(chained(OPENED))
     # Where the bad line comes first, nothing but itself can be wrong with it.
     theirs.write_bytes(chained(HOSTILE[what]))
-    with pytest.raises(SystemExit) as ended:
-        active_main(["verify-transcript", str(own), "--against", str(theirs)])
+    code = exit_code_of(active_main, "verify-transcript", own, "--against", theirs)
     shown = capsys.readouterr()
-    assert ended.value.code == 1, shown.err
+    assert code == 1, shown.err
     (line,) = shown.err.splitlines()
     assert "theirs.jsonl: line 1: " in line
     assert len(line) < len(str(theirs)) + 200
@@ -237,17 +230,13 @@ def test_another_s_transcript_gets_one_line_and_steers_no_terminal(
 
 
 def test_a_line_without_end_is_read_in_bounded_memory(tmp_path: Path) -> None:
-    """A sparse file of 8 GiB, which could not be read whole below the limit on memory."""
-    path = tmp_path / FILE
-    with path.open("wb") as file:
+    """A sparse file of 8 GiB."""
+    with (tmp_path / FILE).open("wb") as file:
         file.truncate(2**33)
-    code = (
-        "import resource, sys; from splitveil.active_party.commands.program import main; "
-        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize(); "
-        "resource.setrlimit(resource.RLIMIT_AS, (used + 2**30,) * 2); "
-        "main(['verify-transcript', sys.argv[1]])"
-    )
-    ended = run_program(sys.executable, "-c", code, str(path), stderr=subprocess.PIPE)
-    assert ended.returncode == 1, ended.stderr
-    assert "line 1: the line is not an entry: expected at most 65,536 bytes\n" in ended.stderr
-    assert "Traceback" not in ended.stderr
+    tracemalloc.start()
+    try:
+        found = verify(tmp_path / FILE)
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
+    assert found == Broken(1, "the line is not an entry: expected at most 65,536 bytes")

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ConstantLR
 
 from splitveil.common.data.features import FeatureEncoder, Features, NumericScaler, Vocabulary
 from splitveil.common.errors import SettingsError
-from splitveil.common.models.spread_model import Learner
+from splitveil.common.models.data_parallel import Learner
 from splitveil.common.party.report_parts import Volume, read_traffic
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.lines import AlignmentLine, AuditLine, EpochLeakLine, LeakLine
@@ -31,6 +31,7 @@ from splitveil.passive_party.feature_exposure import (
     measure_exposure,
 )
 from splitveil.passive_party.report_page import write_exposure, write_passive_report
+from tests.support.commands import exit_code_of
 from tests.support.records import append_lines
 
 ROWS = 2000
@@ -234,9 +235,7 @@ def test_the_command_writes_the_page_and_refuses_another_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write_run(tmp_path / "run")
-    with pytest.raises(SystemExit) as ended:
-        main(["report", str(run), "--json"])
-    assert ended.value.code == 0
+    assert exit_code_of(main, "report", run, "--json") == 0
     written = Path(json.loads(capsys.readouterr().out)["report"])
     assert written == run / "passive" / "report.html"
     assert written.stat().st_mode & 0o077 == 0

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from splitveil.common.record.summary import (
     RunCounts,
     Summary,
 )
+from tests.support.commands import exit_code_of
 from tests.support.records import append_lines
 
 ALIGNED = 10_000
@@ -57,7 +59,6 @@ def write_run(
     first_id: int = 0,
     noise_seed: int = 1,
 ) -> Path:
-    """Write the active party's files of a run that has ended."""
     active = folder / "active"
     (active / "checkpoint").mkdir(parents=True)
     append_lines(active, AlignmentLine(ALIGNED), LeakLine(0, 0, (), 0.55))
@@ -250,11 +251,7 @@ def test_the_command_takes_a_target_and_several_runs(
     monkeypatch.chdir(tmp_path)
     a, b = (str(write_run(tmp_path / name)) for name in "ab")
 
-    def run(*arguments: str) -> int | str | None:
-        with pytest.raises(SystemExit) as ended:
-            main(["report", *arguments])
-        return ended.value.code
-
+    run = partial(exit_code_of, main, "report")
     assert run(a, "--target-leak-auc", "0.55", "--json") == 0
     page = Path(json.loads(capsys.readouterr().out)["report"]).read_text(encoding="utf-8")
     assert "does not meet all that is asked: bound for anybody" in page

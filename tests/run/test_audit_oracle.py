@@ -1,7 +1,6 @@
 """Audits as an oracle: a peer that chooses its scores so that the answers name single labels."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,55 +16,8 @@ from splitveil.common.run.sample_order import positions_digest
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
 
 ROWS = 20_000
-GROUPS = 40
 ALLOWED = ["contract.audits_allowed=true", "contract.batch_size=1024"]
 EVERY_STEP = "contract.checkpoints={every_steps: 1, keep: 100}"
-
-
-def questions_of_an_epoch() -> Iterator[tuple[str, str]]:
-    """Yield every attack and layer that one epoch has an answer for."""
-    return ((attack, f"layer{n}") for n in range(MAX_LAYERS) for attack in LABEL_FREE)
-
-
-def scores_for(groups: list[np.ndarray]) -> torch.Tensor:
-    """Give each group a rank of its own, and all other rows ranks evenly between them."""
-    scores = torch.arange(ROWS) % (GROUPS + 1) + 0.5
-    for place, group in enumerate(groups):
-        scores[torch.from_numpy(group)] = float(place + 1)
-    return scores
-
-
-def answer_if_in(group: np.ndarray, scores: torch.Tensor) -> float:
-    labels = torch.zeros(ROWS)
-    labels[group[0]] = 1
-    return round(leak_auc(scores, labels), 2)
-
-
-def search(service: AuditService, labels: torch.Tensor) -> tuple[list[int], int]:
-    """Look for the one positive; return who may be it, and how many answers that took."""
-    rows, asked = np.arange(ROWS), 0
-    candidates = rows
-    for attack, layer in questions_of_an_epoch():
-        if len(candidates) == 1:
-            break
-        groups = [g for g in np.array_split(candidates, min(GROUPS, len(candidates))) if len(g)]
-        scores = scores_for(groups).float()
-        question = AuditQuestion("run", 0, attack, layer, positions_digest(rows), scores)
-        answer = service.answer(
-            question, rows, lambda at: labels[torch.from_numpy(at)], lambda *_: None
-        )
-        asked += 1
-        fitting = [group for group in groups if abs(answer_if_in(group, scores) - answer) < 0.001]
-        candidates = np.concatenate(fitting)
-    return candidates.tolist(), asked
-
-
-def test_one_positive_among_twenty_thousand_is_not_found_by_chosen_scores() -> None:
-    service, labels = AuditService(is_open=True), torch.zeros(ROWS)
-    service.open_epoch(0)
-    labels[12_345] = 1
-    with pytest.raises(AuditRefused, match="1000 of each of two classes"):
-        assert search(service, labels) == ([], 0)
 
 
 @pytest.mark.parametrize("rare", [1, 11, 999])

@@ -172,21 +172,3 @@ def test_the_last_replies_are_repeated_and_neither_older_nor_changed_rows_scored
     assert changed == ["a repeated step came with other bytes"] * 16
     assert "expected" in older
     assert_same(parties, strict)
-
-
-def test_the_active_party_stores_no_more_replies_than_may_be_under_way(example: Path) -> None:
-    parties, stored = parties_of(example), list[tuple[bool, int]]()
-
-    class Counts(Eager):
-        def receive_course(self) -> Course:
-            stored.append((False, len(self.session.parties.named(None).answered)))
-            return super().receive_course()
-
-        def receive_gradient(self) -> Answer:
-            answer = super().receive_gradient()
-            stored.append((True, len(self.session.parties.named(None).answered)))
-            return answer
-
-    run_in_process(parties, Counts)
-    assert {count for is_training, count in stored if is_training} == {1}
-    assert max(count for _, count in stored) == 16

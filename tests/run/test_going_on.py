@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from splitveil.active_party.monitor.recorder import ActiveRecorder
-from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import (
     DataError,
     InvalidMessage,
@@ -26,7 +25,7 @@ from splitveil.common.record import run_store
 from splitveil.common.record.run_folder import write_bytes_atomically
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.messages import Answer, Offer
-from splitveil.common.run.progress import LASTING
+from splitveil.common.run.progress import IMMUTABLE
 from splitveil.common.text.version import VERSION
 from tests.support.equality import assert_same
 from tests.support.peers import InProcessPeer, Lost, dying
@@ -100,22 +99,6 @@ def test_with_both_parties_killed_the_run_ends_as_if_nothing_had_happened(
     run_on(second)
     assert second.active.resumed != []
     assert_same(second, whole)
-
-
-@pytest.mark.parametrize(("at", "after"), [(1, True), (6, True)])
-def test_with_the_passive_party_killed_the_active_one_goes_back_with_it(
-    example: Path, tmp_path: Path, at: int, after: bool
-) -> None:
-    active = overrides("{name: marvell, statistics: running}")
-    whole = ran(example, active)
-    first, second = killed(example, tmp_path, active, at, after=after)
-    second.session, second.active = first.session, first.active
-    run_in_process(second)
-    assert_same(second, whole)
-    assert second.active.losses == whole.active.losses
-    assert all(
-        torch.equal(*pair) for pair in zip(second.active.sent, whole.active.sent, strict=True)
-    )
 
 
 class ForgetsTheActive(InProcessPeer):
@@ -272,22 +255,22 @@ def test_a_store_keeps_the_newest_few_readable_by_their_owner_alone(tmp_path: Pa
         store.load(5)
 
 
-def test_a_lasting_part_of_states_is_written_once_and_read_with_each(
+def test_an_immutable_part_of_states_is_written_once_and_read_with_each(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, parts = RunStore(tmp_path, keep=2), {"one": torch.ones(3), "two": torch.zeros(2)}
     store.save_run({})
-    store.save(1, {LASTING: {"one": parts["one"]}})
+    store.save(1, {IMMUTABLE: {"one": parts["one"]}})
     path = tmp_path / "checkpoint" / "one.state"
     first = path.stat().st_ino
-    store.save(2, {LASTING: parts})
+    store.save(2, {IMMUTABLE: parts})
     assert (path.stat().st_ino, path.stat().st_mode & 0o777) == (first, 0o600)
     other = RunStore(tmp_path, keep=2)
     assert other.checkpoints() == [1, 2]
-    found = other.load(2)[LASTING]
+    found = other.load(2)[IMMUTABLE]
     assert found.keys() == parts.keys()
     assert all(torch.equal(found[name], part) for name, part in parts.items())
-    assert other.load(1)[LASTING].keys() == {"one"}
+    assert other.load(1)[IMMUTABLE].keys() == {"one"}
     path.write_bytes(path.read_bytes()[:-1])
     with caplog.at_level(logging.WARNING):
         assert other.checkpoints() == []
@@ -363,20 +346,6 @@ def test_a_state_that_is_not_plain_is_left_out(
     with caplog.at_level(logging.WARNING):
         assert store.checkpoints() == [3]
     assert "is not the state of a run" in caplog.text
-
-
-def test_a_finished_run_can_still_be_gone_on_with_until_the_goodbye(
-    example: Path, tmp_path: Path
-) -> None:
-    """The last answer may have been lost on its way."""
-    whole = ran(example)
-    batches = len(whole.active.losses) + len(whole.active.evaluations) * 2
-    first, second = killed(example, tmp_path, at=batches)
-    assert first.session.stage is Stage.FINISHED
-    second.session, second.active = first.session, first.active
-    run_in_process(second)
-    assert second.session.stage is Stage.FINISHED
-    assert_same(second, whole)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from splitveil.passive_party.bottom_trainer import BottomTrainer
 from tests.support import several
 from tests.support.equality import assert_same, assert_same_weights
 from tests.support.peers import FaultyPeer, InProcessPeer, Lost, dying
-from tests.support.projected import SMALL, assert_bounded, build, note_draws, projected
+from tests.support.projected import SMALL, assert_bounded, build, projected
 from tests.support.projected import assert_same as assert_same_outcome
 from tests.support.projected import outcome as projected_outcome
 from tests.support.projected import resume as resume_projected
@@ -237,8 +237,9 @@ class SendsAhead(InProcessPeer):
 
     def evaluate(self, activation: Activation) -> Course:
         batch = activation.batch
+        early = batch._replace(epoch=batch.epoch + 1, split="train", step=0)
         with pytest.raises(OutOfStep, match=f"expected the {batch.split} rows"):
-            self.session.exchange(replace(activation, batch=batch._replace(split="train")))
+            self.session.exchange(replace(activation, batch=early))
         return super().evaluate(activation)
 
 
@@ -348,30 +349,3 @@ def test_a_stage_begins_when_nothing_is_under_way_and_its_bound_is_that_of_depth
         anew = build(example, both=both, runs=runs)
         resume_projected(anew)
         assert_same_outcome(projected_outcome(anew), expected)
-
-
-class SendsNextEpoch(InProcessPeer):
-    """Asks about the first rows of the next epoch before the held-out rows of this one."""
-
-    refused = 0
-
-    def evaluate(self, activation: Activation) -> Course:
-        batch = activation.batch
-        early = batch._replace(epoch=batch.epoch + 1, split="train", step=0)
-        with pytest.raises(OutOfStep, match=f"expected the {batch.split} rows"):
-            self.session.exchange(replace(activation, batch=early))
-        self.refused += 1
-        return super().evaluate(activation)
-
-
-def test_a_peer_cannot_put_an_activation_before_the_stage_that_it_belongs_to(
-    example: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    both = [*AHEAD, "contract.pipeline_depth=4"]
-    drawn = note_draws(monkeypatch)
-    parties, whole = build(example, both=both), build(example, both=both)
-    assert run_with(parties, SendsNextEpoch).refused > 4
-    assert drawn == [0, 1]
-    assert_bounded(parties)
-    run_in_process(whole)
-    assert_same_outcome(projected_outcome(parties), projected_outcome(whole))

@@ -1,13 +1,12 @@
 """A party's progress through a run's course, and the stores that keep it."""
 
 import hashlib
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from splitveil.common.errors import DataError, StorageError
-from splitveil.common.record.run_store import NoStore, RunStore
+from splitveil.common.record.run_store import NoStore
 from splitveil.common.run.contract import CheckpointPlan, Contract
 from splitveil.common.run.course import AlignedRows, is_checkpoint, run_course
 from splitveil.common.run.progress import (
@@ -98,22 +97,6 @@ def test_what_is_sent_ahead_ends_with_the_pass_over_its_rows(
         progress.advance()
     assert most == most_ahead
     assert progress.to_send(0) is progress.to_evaluate(0) is None
-
-
-@pytest.mark.parametrize("soon", [False, True])
-def test_a_checkpoint_is_saved_under_the_number_of_batches(
-    contract: Contract, rows: AlignedRows, tmp_path: Path, soon: bool
-) -> None:
-    store = RunStore(tmp_path, keep=3)
-    store.save_run({"run_id": "r"})
-    progress = Progress(contract, rows, store)
-    progress.advance()
-    progress.advance()
-    assert progress.checkpoint_due
-    progress.save(lambda: {"is_over": False}, soon=soon)
-    assert not progress.checkpoint_due
-    assert store.checkpoints() == [2]
-    assert store.load(2) == {"is_over": False}
 
 
 def test_without_a_store_nothing_is_collected_for_a_checkpoint(

@@ -1,6 +1,8 @@
 """The state machine of a run: its table is its drawing, and nothing else is taken."""
 
+import os
 import re
+import threading
 
 import pytest
 
@@ -9,6 +11,7 @@ from splitveil.active_party.run.parties import PassivePeers
 from splitveil.active_party.run.stages import TRANSITIONS, RunStages, Stage
 from splitveil.common.errors import OutOfStep
 from splitveil.common.run.contract import Contract
+from tests.support.waiting import HANGS_AFTER_S
 
 CONTRACT = Contract(run_name="a", cut_shape=(4,), batch_size=4, epochs=1)
 
@@ -44,6 +47,27 @@ def test_a_message_at_another_stage_is_refused_without_effect() -> None:
     with pytest.raises(OutOfStep, match="an alignment while training"):
         machine.require(Stage.HANDSHAKEN, message="an alignment")
     assert machine.current is Stage.TRAINING
+
+
+def test_progress_within_a_stage_wakes_no_one_who_waits_for_its_end() -> None:
+    """A thread that woke at every answer would delay it."""
+    machine, looked, looks = at(Stage.TRAINING), threading.Event(), list[Stage]()
+
+    def is_over() -> bool:
+        looks.append(machine.current)
+        looked.set()
+        return machine.current.is_over
+
+    waiting = threading.Thread(target=machine.wait, args=(is_over, HANGS_AFTER_S))
+    waiting.start()
+    assert looked.wait(HANGS_AFTER_S)
+    for _ in range(1000):
+        with machine:
+            machine.note_progress()
+        os.sched_yield()
+    machine.move_to(Stage.ENDED)
+    waiting.join(HANGS_AFTER_S)
+    assert looks == [Stage.TRAINING, Stage.ENDED]
 
 
 def at(stage: Stage) -> RunStages:

@@ -7,18 +7,7 @@ import pytest
 import torch
 
 from splitveil.common.run.state_bytes import state_from_bytes, state_to_bytes
-
-
-def same(found: Any, expected: Any) -> bool:
-    if type(found) is not type(expected):
-        return False
-    if isinstance(found, torch.Tensor):
-        return found.dtype == expected.dtype and torch.equal(found, expected)
-    if isinstance(found, dict):
-        return same(list(found.items()), list(expected.items()))
-    if isinstance(found, list | tuple):
-        return len(found) == len(expected) and all(map(same, found, expected))
-    return bool(found == expected)
+from tests.support.equality import same
 
 
 def test_a_state_comes_back_as_it_was() -> None:

@@ -75,14 +75,13 @@ def align_both(
     ids: tuple[Sequence[str], Sequence[str]],
     engines: tuple[AlignmentEngine, AlignmentEngine] = (ENGINE, ENGINE),
     channels: tuple[AlignChannel, AlignChannel] | None = None,
-    run_ids: tuple[str, str] = ("run", "run"),
 ) -> tuple[Outcome, Outcome]:
     ends = channels or channel_pair(deadline_s=LONG_S)
 
     def party(index: int) -> Outcome:
         return Outcome(
             lambda: align(
-                engines[index], ids[index], ends[index], nonce=NONCES[index], run_id=run_ids[index]
+                engines[index], ids[index], ends[index], nonce=NONCES[index], run_id="run"
             )
         )
 
@@ -96,8 +95,6 @@ def common_ids(ids: Sequence[str], outcome: Outcome) -> list[str]:
 
 
 class Passing:
-    """A channel that passes everything on; a subclass changes what is sent."""
-
     def __init__(self, channel: AlignChannel) -> None:
         self._channel = channel
         self.receive = channel.receive

@@ -34,13 +34,7 @@ from splitveil.common.privacy.leakage import auc
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.run_level import RunLevelLeak
 from splitveil.common.run.course import AlignedRows, Batch
-from tests.support.runs import (
-    ActiveRecording,
-    Parties,
-    PassiveRecording,
-    build_parties,
-    run_in_process,
-)
+from tests.support import runs
 
 BATCH_ATTACKS: tuple[BatchAttackName, ...] = tuple(ATTACKS)
 STORE_SLOPES = "leak_monitor={attacks: [informed]}"
@@ -48,8 +42,6 @@ STORE_SLOPES = "leak_monitor={attacks: [informed]}"
 
 
 class AttackedRun(NamedTuple):
-    """The findings of the attacks, and the active party's figures about them."""
-
     test_aucs: list[float]
     """After each epoch."""
 
@@ -94,10 +86,10 @@ def attacked_run(
     red_team = _RedTeam(sender, attacks, on_step)
     # The monitor of a run in process is not observed; asking it makes results hold slopes.
     slopes = [STORE_SLOPES] if {"informed", "accumulated_informed"} & set(attacks) else []
-    parties = build_parties(
+    parties = runs.build_parties(
         example, [*active, *slopes], passive, active_seen=sender, passive_seen=red_team
     )
-    run_in_process(parties)
+    runs.run_in_process(parties)
     red_team.audit.run.close_epoch()
     return AttackedRun(
         [e.auc for e in sender.evaluations if e.split == "test"],
@@ -131,7 +123,7 @@ def deal_labels(example: Path, folder: Path, seed: int) -> list[str]:
     return [f"data={{{source}, id_column: id, label_column: label{classes}}}"]
 
 
-def _features_alone(parties: Parties) -> dict[RunAttackName, float]:
+def _features_alone(parties: runs.Parties) -> dict[RunAttackName, float]:
     rows, bottom, top = (
         parties.active.rows,
         parties.run.trainer,
@@ -161,7 +153,7 @@ def _features_alone(parties: Parties) -> dict[RunAttackName, float]:
     return found
 
 
-class Sender(ActiveRecording):
+class Sender(runs.ActiveRecording):
     """Remembers the last step, of which the red team is about to see the defended gradient."""
 
     def __init__(self) -> None:
@@ -174,7 +166,7 @@ class Sender(ActiveRecording):
         self.answer_bounds.append(leak_auc_bound(result.report.charge.sum_kl))
 
 
-class _RedTeam(PassiveRecording):
+class _RedTeam(runs.PassiveRecording):
     """Attacks the received gradients; labels and clean gradients come from the other party."""
 
     def __init__(

@@ -16,12 +16,12 @@ from splitveil.command import program
 from splitveil.common.party.credentials import CredentialFiles, Credentials
 from splitveil.deploy import authority as issuing
 from splitveil.deploy.authority import PartyFolder, keep_certificates, make_certificates
+from tests.support.commands import exit_code_of
 
 NAMES = {"active": "active.splitveil", "passive": "passive.splitveil"}
 
 
 def files(folder: Path, party: str, identity: str | None = None) -> CredentialFiles:
-    """Return a party's files as its settings would name them."""
     own = PartyFolder(folder / party)
     name = identity or f"{party}.splitveil"
     return CredentialFiles(own.certificate, own.private_key, own.authority, name)
@@ -29,14 +29,10 @@ def files(folder: Path, party: str, identity: str | None = None) -> CredentialFi
 
 def certs(words: Sequence[str]) -> int:
     """Run ``splitveil certs`` and return its exit code."""
-    with pytest.raises(SystemExit) as end:
-        program.main(["certs", *words])
-    assert isinstance(end.value.code, int)
-    return end.value.code
+    return exit_code_of(program.main, "certs", *words)
 
 
 def use(folder: Path, example: Path) -> None:
-    """Switch an example's settings to the certificates in a folder."""
     for party in NAMES:
         own = PartyFolder(folder / party)
         path = example / f"{party}.yaml"
@@ -49,7 +45,6 @@ def use(folder: Path, example: Path) -> None:
 
 
 def add_expired(folder: Path, party: str, name: str) -> None:
-    """Add a party whose certificate expired yesterday."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(issuing, "CLOCK_SKEW", timedelta(days=9))
         keep_certificates(folder, {party: name}, days=-1)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 
 from splitveil.command import program as splitveil
 from splitveil.experiments import __main__ as experiments
@@ -20,6 +21,13 @@ MAINS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
     "splitveil": splitveil.main,
     "python": lambda words: experiments.main(words[2:]),  # after -m and the module
 }
+
+
+def exit_code_of(main: Callable[[list[str]], object], *words: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        main([*map(str, words)])
+    assert isinstance(end.value.code, int)
+    return end.value.code
 
 
 class Done(NamedTuple):
@@ -40,7 +48,6 @@ def called(folder: Path, text: str) -> Done:
 
 
 def begun(folder: Path, text: str, *more: str) -> "subprocess.Popen[str]":
-    """Start a command in a process of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", *shlex.split(text), *more],
         cwd=folder,

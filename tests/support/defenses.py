@@ -127,6 +127,5 @@ class NotADefense:
 
 
 def write_own_defenses(folder: Path, module: str = "own_defenses_of_tests") -> str:
-    """Write the module into a folder; return its name."""
     (folder / f"{module}.py").write_text(OWN_DEFENSES)
     return module

@@ -25,7 +25,6 @@ def filled(text: str, values: dict[str, str]) -> str:
 
 
 def services_of(file: str) -> dict[str, dict[str, Any]]:
-    """Return the services of a Compose file."""
     text = (ROOT / file).read_text(encoding="utf-8")
     services: dict[str, dict[str, Any]] = yaml.safe_load(text)["services"]
     return services
@@ -33,7 +32,6 @@ def services_of(file: str) -> dict[str, dict[str, Any]]:
 
 @cache
 def rendered(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the manifests of a kustomization, by kind."""
     text = subprocess.run(
         ["kubectl", "kustomize", str(folder)], capture_output=True, check=True
     ).stdout
@@ -41,7 +39,6 @@ def rendered(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def directives(*files: Path) -> dict[str, list[str]]:
-    """Return the directives of a unit and of its drop-ins."""
     found: dict[str, list[str]] = {}
     for line in "\n".join(file.read_text(encoding="utf-8") for file in files).splitlines():
         if "=" in line and not line.startswith("#"):
@@ -51,8 +48,6 @@ def directives(*files: Path) -> dict[str, list[str]]:
 
 
 class Deployed(NamedTuple):
-    """One party's files, for training or for serving."""
-
     party: str
     serves: bool = False
 

@@ -36,8 +36,6 @@ Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 class Watched(NamedTuple):
-    """A run that has ended, as each party's operators saw it."""
-
     active: ActiveStatus
     passive: RunStatus
     passive_summary: Summary
@@ -95,7 +93,6 @@ def watched_run(folder: Path, into: Path, *active: str) -> Watched:
 
 
 def series_of(status: PartyStatus) -> Series:
-    """Return everything that an endpoint shows."""
     families = text_string_to_metric_families(generate_latest(status.metrics.registry).decode())
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value

@@ -34,7 +34,7 @@ def stored(state: Any) -> Any:
 def same(first: Any, second: Any) -> bool:
     if isinstance(first, dict) and isinstance(second, dict):
         return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
-    if isinstance(first, list) and isinstance(second, list):
+    if isinstance(first, list | tuple) and type(first) is type(second):
         return len(first) == len(second) and all(map(same, first, second))
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return (

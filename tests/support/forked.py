@@ -77,7 +77,6 @@ class Forked:
         return exit_code
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal, if it still runs."""
         if self.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)

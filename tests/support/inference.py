@@ -19,13 +19,7 @@ import yaml
 from numpy.typing import NDArray
 from torch import Tensor
 
-from splitveil.active_party.commands.serve import (
-    Access,
-    access_of,
-    impatient,
-    open_service,
-    serving,
-)
+from splitveil.active_party.commands import serve
 from splitveil.active_party.http.service import AnswerService
 from splitveil.active_party.http.status import OnlineStatus
 from splitveil.active_party.predict.predictor import ModelChoice, Predictor, open_predictor
@@ -73,8 +67,6 @@ class Evaluated:
 
 @dataclass
 class Trained:
-    """A run that is over, and the folder with what it has left."""
-
     settings: simulation.PartiesSettings
     certificates: Path
     test_ids: list[str]
@@ -233,10 +225,8 @@ def predicting(
     trained: Trained,
     *,
     passive: Sequence[str] = (),
-    active: Sequence[str] = (),
     choice: ModelChoice | None = None,
     tables: Mapping[str, Path] | None = None,
-    transcript: Transcript | None = None,
     whole_table: bool = False,
 ) -> Iterator[Predictor]:
     """Serve every passive party, and open a predictor that has checked them.
@@ -249,18 +239,15 @@ def predicting(
         for name, port in ports.items():
             own = trained.passive(name, *passive)
             resources.enter_context(serving_passive(own, port, other.get(name)))
-        settings = trained.active(*active, connecting_to(ports))
+        settings = trained.active(connecting_to(ports))
         predictor = resources.enter_context(
-            open_predictor(
-                settings, CPU, choice, other.get(ACTIVE), transcript, whole_table=whole_table
-            )
+            open_predictor(settings, CPU, choice, other.get(ACTIVE), whole_table=whole_table)
         )
         predictor.check_models()
         yield predictor
 
 
 def connecting_to(ports: Mapping[str, int]) -> str:
-    """Return the override with the addresses of passive parties on loopback."""
     places = ", ".join(f"{name}: '127.0.0.1:{port}'" for name, port in ports.items())
     return f"inference.connect={{{places}}}"
 
@@ -312,7 +299,7 @@ class Program:
     http: int
     service: AnswerService
     status: OnlineStatus
-    access: Access
+    access: serve.Access
     tls: ssl.SSLContext | None = None
     headers: Mapping[str, str] | None = None
 
@@ -368,11 +355,11 @@ def answering(
         status = OnlineStatus(settings.contract)
         notes = status if transcript is None else AllNotes(transcript, status)
         predictor = resources.enter_context(
-            open_predictor(impatient(settings), CPU, None, table, notes)
+            open_predictor(serve.impatient(settings), CPU, None, table, notes)
         )
-        service = open_service(settings, predictor, resources, status, transcript)
-        access = access_of(settings)
-        server = resources.enter_context(serving(settings, service, access))
+        service = serve.open_service(settings, predictor, resources, status, transcript)
+        access = serve.access_of(settings)
+        server = resources.enter_context(serve.serving(settings, service, access))
         yield Program(server.port, service, status, access)
 
 

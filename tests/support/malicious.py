@@ -20,7 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -71,19 +71,6 @@ class Choice(NamedTuple):
         return self.random(int(self.positions.max()) + 1)[self.positions]
 
 
-PeerName = Literal[
-    "honest",
-    "groups",
-    "subspaces",
-    "one_hot",
-    "constant",
-    "long",
-    "huge",
-    "denormal",
-    "between_stages",
-]
-
-
 def _groups(choice: Choice) -> Tensor:
     return LENGTH * choice.random(NUM_GROUPS)[choice.groups]
 
@@ -98,7 +85,7 @@ def _one_hot(choice: Choice) -> Tensor:
     return LENGTH * torch.eye(row_dim)[_mixed(choice.positions) % row_dim]
 
 
-PEERS: Mapping[PeerName, Callable[[Choice], Tensor] | None] = {
+PEERS: Mapping[str, Callable[[Choice], Tensor] | None] = {
     "honest": None,
     "groups": _groups,
     "subspaces": _subspaces,
@@ -161,17 +148,6 @@ class Read(NamedTuple):
     known: KnownPredictions
 
 
-ReadingName = Literal[
-    "norm",
-    "spectral",
-    "residual_energy",
-    "off_the_common_line",
-    "across_the_gap",
-    "informed",
-    "targets",
-]
-
-
 def off_the_common_line(read: Read) -> Tensor:
     """Return the sine between each row and the line on which most rows of its group lie."""
     scores = read.rows.new_zeros(len(read.rows))
@@ -206,7 +182,7 @@ def targets(read: Read) -> Tensor:
     return (read.known.probabilities.double() - residuals).nan_to_num(0.5, 0.5, 0.5)
 
 
-READINGS: Mapping[ReadingName, Callable[[Read], Tensor]] = {
+READINGS: Mapping[str, Callable[[Read], Tensor]] = {
     "norm": lambda read: norm(read.rows),
     "spectral": lambda read: spectral(read.rows),
     "residual_energy": lambda read: residual_energy(read.rows),
@@ -239,7 +215,7 @@ class Broken(NamedTuple):
 
 
 class Attacked(NamedTuple):
-    readings: dict[ReadingName, Broken]
+    readings: dict[str, Broken]
     bound: float
     """The ledger's for the whole run, of the example with the largest account and for the peers
     whom the charges describe."""
@@ -248,7 +224,7 @@ class Attacked(NamedTuple):
     standard_error: float
     """Of the AUC of scores that have nothing to do with the labels, over all training rows."""
 
-    def beyond(self, bound: float, errors: float = 4.0) -> dict[ReadingName, float]:
+    def beyond(self, bound: float, errors: float = 4.0) -> dict[str, float]:
         """Return the readings of whole epochs that exceed a bound by more than chance does.
 
         Either sign counts: a peer that knows a single label can turn a score round.
@@ -262,7 +238,7 @@ class Attacked(NamedTuple):
 
 
 def attack(
-    peer: PeerName, example: Path, active: Sequence[str], passive: Sequence[str] = ()
+    peer: str, example: Path, active: Sequence[str], passive: Sequence[str] = ()
 ) -> Attacked:
     """Let a peer go through a run, in this process."""
     owner = Sender()
@@ -298,7 +274,7 @@ class _Reader(PassiveRecording):
         self._owner = owner
         self._epochs: list[int] = []
         self._positions: list[Tensor] = []
-        self._scores: dict[ReadingName, list[Tensor]] = {name: [] for name in READINGS}
+        self._scores: dict[str, list[Tensor]] = {name: [] for name in READINGS}
 
     def on_step(
         self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
@@ -322,7 +298,7 @@ class _Reader(PassiveRecording):
         labels = trainer.labels_of(trained.numpy())
         positives = int(labels.sum())
         of_class = positives * (len(labels) - positives)
-        found = {name: self._broken(name, trained, labels) for name in get_args(ReadingName)}
+        found = {name: self._broken(name, trained, labels) for name in READINGS}
         bounds = parties.session.leak_bounds()
         bound = bounds.against(Adversary.CLASS_MEANS).leak_auc.max
         return Attacked(
@@ -332,7 +308,7 @@ class _Reader(PassiveRecording):
             math.sqrt((len(labels) + 1) / (12 * of_class)),
         )
 
-    def _broken(self, name: ReadingName, trained: Tensor, labels: Tensor) -> Broken:
+    def _broken(self, name: str, trained: Tensor, labels: Tensor) -> Broken:
         scores = self._scores[name]
         numbers = torch.searchsorted(trained, torch.cat(self._positions))
         every = torch.cat(scores)

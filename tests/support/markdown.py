@@ -54,14 +54,12 @@ def prose(path: Path) -> Iterator[str]:
 
 
 def tables(path: Path) -> Iterator[list[str]]:
-    """Yield the rows of each table, with their code blanked."""
     for is_row, lines in groupby(prose(path), lambda line: line.startswith("|")):
         if is_row:
             yield [_CODE.sub("`code`", line) for line in lines]
 
 
 def links(path: Path) -> Iterator[str]:
-    """Yield the targets of all links and images that lead into the repository."""
     for line in prose(path):
         for target in _LINK.findall(_CODE.sub("`code`", line)):
             if "://" not in target:

@@ -293,8 +293,6 @@ def _always(handler: Any) -> Callable[[Any], Any]:
 
 
 class WireSender:
-    """Calls a server over a separate connection."""
-
     def __init__(self, port: int, party: str | None = None) -> None:
         self._metadata = () if party is None else ((PARTY_KEY, party),)
         # Of its own: channels with the same address and options would share one.
@@ -356,7 +354,6 @@ class AtStep(GrpcPeer):
 def run_disturbed(
     parties: Parties, port: int, tape: Tape, actions: Mapping[int, Callable[[ActiveService], None]]
 ) -> ActiveService:
-    """Run over localhost, and perform an action in the middle of the run."""
     contract, settings = parties.active_settings.contract, parties.passive_settings
     service = ActiveService(parties.session, parties.engine, deadline_s=300)
     server = start_server(service, contract, f"127.0.0.1:{port}", transcript=tape.as_transcript())

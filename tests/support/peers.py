@@ -9,7 +9,7 @@ from splitveil.common.run.messages import Activation, Answer, Course, LeaveReaso
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.support.simulation import InProcessPeer
 
-__all__ = ["AtSteps", "DiesAt", "FaultyPeer", "InProcessPeer", "Lost", "StopsAtFirstStep", "dying"]
+__all__ = ["InProcessPeer"]
 
 
 class FaultyPeer(InProcessPeer):
@@ -85,8 +85,6 @@ def dying(at: int, *, after: bool) -> Callable[..., InProcessPeer]:
 
 
 class AtSteps(GrpcPeer):
-    """Performs an action before it requests the gradients of some steps."""
-
     actions: dict[int, Callable[[], None]]
     count = 0
 

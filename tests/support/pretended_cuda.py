@@ -194,8 +194,6 @@ _of_cuda: set[int] = set()
 
 
 class _Generator(torch.Generator):
-    """One that says of which device it is."""
-
     _device: torch.device
 
     def __new__(cls, device: torch.device | str = "cpu") -> "_Generator":
@@ -243,6 +241,7 @@ def pretended_cuda() -> Iterator[None]:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "synchronize": _nothing,
+        "set_device": lambda *_: None,
         "get_device_name": lambda *_: NAME,
         "manual_seed_all": _generator.manual_seed,
         "get_rng_state": lambda *_: _generator.get_state(),

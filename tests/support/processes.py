@@ -69,7 +69,6 @@ class Party:
             self.kill()
 
     def start(self, *overrides: str, options: Sequence[str] = (), fast_clock: bool = False) -> None:
-        """Start it, or start it again once its process before has ended."""
         if self.starts:
             self._outputs.append(self.said)
         self.starts += 1
@@ -91,7 +90,6 @@ class Party:
 
     @property
     def output(self) -> str:
-        """Its complete output so far."""
         return "\n-- started again\n".join([*self._outputs, self.said])
 
     def results(self, run_name: str = "small") -> Path:
@@ -159,8 +157,6 @@ class Party:
 
 
 class Pair(NamedTuple):
-    """Both parties."""
-
     active: Party
     passive: Party
 

@@ -1,6 +1,6 @@
 """Runs with projected labels, all that has to be equal in two of them, and faults in the middle."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from splitveil.active_party.defenses.interface import RowChunk
+from splitveil.active_party.defenses.projected.features import Chunks
 from splitveil.active_party.defenses.projected.stages import ProjectedLabels, StageRelease
 from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.run.stages import Stage
@@ -197,3 +199,13 @@ def note_draws(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(StageRelease, "draw", noting)
     return drawn
+
+
+def in_chunks(rows: RowChunk, size: int = 128) -> Chunks:
+    def chunks(stride: int) -> Iterator[RowChunk]:
+        every = [None if part is None else part[::stride] for part in rows]
+        for start in range(0, -(-len(rows.logits) // stride), size):
+            parts = [None if part is None else part[start : start + size] for part in every]
+            yield RowChunk(*parts)  # type: ignore[arg-type]
+
+    return chunks

@@ -24,7 +24,6 @@ class Between:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Take no more connections, and break those that there are."""
         with suppress(OSError):  # closed
             # A thread that accepts would keep a socket that is only closed.
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -154,8 +153,6 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 class Fault(NamedTuple):
-    """One thing that goes wrong."""
-
     harm: str
     direction: Direction
     at: int

@@ -13,8 +13,6 @@ from tests.support.runs import Parties, build_parties, run_in_process, write_exa
 
 
 class Recorders(NamedTuple):
-    """Both parties' recorders, and the folders that they write to."""
-
     active: ActiveRecorder
     passive: PassiveRecorder
     folders: tuple[Path, Path]
@@ -47,8 +45,6 @@ def recorders(parties: Parties, runs: Path) -> Iterator[Recorders]:
 
 
 class Recorded(NamedTuple):
-    """The files that one party left behind."""
-
     lines: list[dict[str, Any]]
     summary: dict[str, Any]
 
@@ -59,7 +55,6 @@ class Recorded(NamedTuple):
 def record(
     folder: Path, active: Sequence[str] = (), passive: Sequence[str] = (), rows: int = 400
 ) -> tuple[Recorded, Recorded]:
-    """Run both parties with their recorders, on the small example."""
     write_example(folder, rows)
     parties = build_parties(folder, active, passive)
     with recorders(parties, folder) as both:

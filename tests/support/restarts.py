@@ -16,8 +16,6 @@ from tests.support.simulation import free_address
 
 
 class Settings(NamedTuple):
-    """Overrides of one run's settings."""
-
     both: tuple[str, ...] = ()
     active: tuple[str, ...] = ()
     passive: tuple[str, ...] = ()

@@ -28,24 +28,7 @@ from tests.support.simulation import (
     Simulation,
 )
 
-__all__ = [
-    "ACTIVE",
-    "CONTRACT",
-    "CPU",
-    "EVERY_BATCH",
-    "PASSIVE",
-    "ActiveRecording",
-    "Parties",
-    "PassiveRecording",
-    "build_parties",
-    "in_background",
-    "run_in_process",
-    "run_over_grpc",
-    "serving",
-    "write_example",
-    "write_table",
-    "write_yaml",
-]
+__all__ = ["ActiveRecording"]  # besides its own names
 
 CPU = torch.device("cpu")
 
@@ -141,8 +124,6 @@ class PassiveRecording(simulation.PassiveRecording):
 
 @dataclass
 class Parties:
-    """Both parties of a simulation; a test may replace either of them."""
-
     session: ActiveSession
     run: PassiveRun
     active: ActiveRecording

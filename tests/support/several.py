@@ -121,7 +121,6 @@ Connect = Callable[[Several, str], PartyPeer]
 
 
 def start(several: Several, name: str, connect: Connect = PartyPeer) -> threading.Thread:
-    """Run one passive party in a thread beside the test."""
     several.errors.pop(name, None)
     return several.simulation().start(
         name,
@@ -131,7 +130,6 @@ def start(several: Several, name: str, connect: Connect = PartyPeer) -> threadin
 
 
 def finish(threads: Sequence[threading.Thread]) -> None:
-    """Wait for the passive parties to end."""
     for thread in threads:
         thread.join(HANGS_AFTER_S)
         assert not thread.is_alive(), f"{thread.name} hangs"

@@ -48,22 +48,11 @@ from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
 
 __all__ = [
-    "ActiveParty",
-    "ActiveRecording",
     "InProcessPeer",
     "PartiesSettings",
-    "PassiveParty",
-    "PassiveRecording",
-    "Simulation",
     "assemble_active",
     "assemble_passive",
-    "build",
-    "build_active",
-    "build_passive",
-    "free_address",
-    "meet_over_grpc",
     "read_settings",
-    "serving",
 ]
 
 
@@ -224,22 +213,17 @@ def build(
     settings: PartiesSettings,
     *,
     runs: Path | None = None,
-    device: torch.device | None = None,
     active_seen: ActiveRecording | None = None,
     passive_seen: Mapping[str, PassiveRecording] | None = None,
 ) -> Simulation:
     """Build all parties of a run.
 
-    With ``runs``, each keeps checkpoints in a folder there. Without a device, that of its settings
-    is used.
-
-    Raises:
-        SplitveilError: settings or data cannot be used.
+    With ``runs``, each keeps checkpoints in a folder there.
     """
     observers = passive_seen or {}
-    active = build_active(settings.active, runs=runs, device=device, seen=active_seen)
+    active = build_active(settings.active, runs=runs, seen=active_seen)
     passive = {
-        name: build_passive(each, runs=runs, device=device, seen=observers.get(name))
+        name: build_passive(each, runs=runs, seen=observers.get(name))
         for name, each in settings.passive.items()
     }
     return Simulation(active, passive)
@@ -252,7 +236,6 @@ def build_active(
     device: torch.device | None = None,
     seen: ActiveRecording | None = None,
 ) -> ActiveParty:
-    """Build the active party, with the arguments and errors of ``build``."""
     observer = ActiveRecording() if seen is None else seen
     engine = build_engine(settings.contract.alignment)
     num_parties = len(settings.contract.passive_parties)
@@ -268,7 +251,6 @@ def build_passive(
     device: torch.device | None = None,
     seen: PassiveRecording | None = None,
 ) -> PassiveParty:
-    """Build a passive party, with the arguments and errors of ``build``."""
     observer = PassiveRecording() if seen is None else seen
     data = PartyData.of(settings)
     store = _store(settings, settings.folder_name(), runs)

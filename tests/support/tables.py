@@ -32,9 +32,16 @@ def number_tables(rows: int = 600, seed: int = 3, parties: int = 1) -> tuple[Col
 
 
 def write_numbers(folder: Path, rows: int = 600, parties: int = 1) -> None:
-    """Write such tables, and settings of all parties for them."""
     tables = number_tables(rows, parties=parties)
     write_settings(folder, *tables, label="amount", label_range=(LOW, HIGH))
+
+
+def swap_labels(table: Path) -> None:
+    """Turn the labels of an example round, which are the second column of its table."""
+    header, *lines = table.read_text().splitlines()
+    cells = [line.split(",") for line in lines]
+    swapped = [",".join([own, str(1 - int(label)), *rest]) for own, label, *rest in cells]
+    table.write_text("\n".join([header, *swapped, ""]))
 
 
 CLASSES = ("bus", "opel", "saab", "van")

@@ -3,13 +3,16 @@
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from tests.support.programs import run_program
+from tests.support.inference import Trained, train, write_wide_deep
+from tests.support.programs import ROOT, run_program
+from tests.support.several import write_several
 
 SAME_SPLIT = (
     *("active.insecure_nonce_seed=1", "passive.insecure_nonce_seed=2"),
@@ -25,8 +28,6 @@ needs_data = pytest.mark.skipif(
 
 
 class LocalRun(NamedTuple):
-    """The results of one call of the local launcher."""
-
     exit_code: int
     output: str
     runs_dir: Path
@@ -42,6 +43,28 @@ def run_locally(runs_dir: Path, example: str, *options: str) -> LocalRun:
     command = [sys.executable, "-m", "splitveil", "local", "-v", f"deploy/examples/{example}"]
     done = run_program(*command, "--runs", str(runs_dir), *options)
     return LocalRun(done.returncode, done.stdout, runs_dir)
+
+
+EXAMPLES = ROOT / "deploy" / "examples"
+SHORT = ("contract.epochs=2", "insecure_nonce_seed=4")
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
+    """Return what trains a small example of these tests, or a shipped one with few epochs, once."""
+
+    @cache
+    def of(name: str) -> Trained:
+        folder = tmp_path_factory.mktemp(name)
+        if name == "three_parties":
+            write_several(folder)
+            return train(folder, folder / "runs", "contract.aggregation=concat")
+        if name == "tabular":
+            write_wide_deep(folder, kind="tabular")
+            return train(folder, folder / "runs")
+        return train(EXAMPLES / name, folder / "runs", *SHORT)
+
+    return of
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,7 @@ import yaml
 from pyarrow import parquet
 
 from splitveil.common.errors import DataError, SettingsError
-from splitveil.common.party.aligned_table import (
-    aligning,
-    check_outputs,
-    read_own_ids,
-    write_aligned,
-)
+from splitveil.common.party import aligned_table
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.record.transcript import Broken, compare, verify
 from splitveil.common.run.sample_order import CommonOrder
@@ -37,17 +32,15 @@ Row = dict[str, Any]
 def aligning_both(
     folder: Path,
     *both: str,
-    passive: Sequence[str] = (),
     outputs: tuple[str, str] = ("active_out.csv", "passive_out.csv"),
 ) -> Iterator[Pair]:
     """Start ``align`` at both parties; one that still runs in the end is killed."""
     address = free_address()
     options = [("--json", "--output", str(folder / output)) for output in outputs]
-    own = f"connect={address}", *both, *passive
-    where = f"listen={address}"
+    own, where = f"connect={address}", f"listen={address}"
     with (
         Party("active", folder, where, *both, command="align", options=options[0]) as active_party,
-        Party("passive", folder, *own, command="align", options=options[1]) as passive_party,
+        Party("passive", folder, own, *both, command="align", options=options[1]) as passive_party,
     ):
         yield Pair(active_party, passive_party)
 
@@ -175,7 +168,7 @@ def test_parties_that_are_killed_resume_the_exchange_and_find_exactly_the_common
 
 def passive_settings(folder: Path) -> PassiveSettings:
     write_example(folder, rows=120)
-    return aligning(load_party_settings(PassiveSettings, folder / "passive.yaml"))
+    return aligned_table.aligning(load_party_settings(PassiveSettings, folder / "passive.yaml"))
 
 
 @pytest.mark.parametrize("name", ["out.txt", "no/folder.csv", "passive.csv"])
@@ -185,7 +178,7 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_sent(
     settings = passive_settings(tmp_path)
 
     with pytest.raises(SettingsError, match="--output"):
-        check_outputs(settings, tmp_path / name)
+        aligned_table.check_outputs(settings, tmp_path / name)
 
 
 @pytest.mark.parametrize("column", [None, "position"])
@@ -195,19 +188,19 @@ def test_positions_need_an_id_column_with_another_name(tmp_path: Path, column: s
     settings = settings.model_copy(update={"data": data})
 
     with pytest.raises(SettingsError, match="--positions: expected"):
-        check_outputs(settings, tmp_path / "out.parquet", positions=True)
+        aligned_table.check_outputs(settings, tmp_path / "out.parquet", positions=True)
 
 
 def test_a_table_that_changes_while_its_ids_are_aligned_is_refused(tmp_path: Path) -> None:
     settings = passive_settings(tmp_path)
-    own = read_own_ids(settings)
+    own = aligned_table.read_own_ids(settings)
     order = CommonOrder("run", np.array([5, 2, 9]), "")
-    write_aligned(settings, own, order, tmp_path / "out.csv")
+    aligned_table.write_aligned(settings, own, order, tmp_path / "out.csv")
     before = (tmp_path / "out.csv").read_bytes()
 
     with (tmp_path / "passive.csv").open("a", encoding="utf-8") as file:
         file.write("person-99999,1,2,3,4,5\n")
 
     with pytest.raises(DataError, match="has changed"):
-        write_aligned(settings, own, order, tmp_path / "out.csv")
+        aligned_table.write_aligned(settings, own, order, tmp_path / "out.csv")
     assert (tmp_path / "out.csv").read_bytes() == before

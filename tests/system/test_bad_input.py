@@ -16,8 +16,6 @@ ENDLESS = "contract.epochs=100000"
 
 
 class Ended(NamedTuple):
-    """The end of one process."""
-
     exit_code: int
     output: str
 

@@ -13,7 +13,7 @@ import csv
 import gzip
 import os
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,13 +23,13 @@ from splitveil.active_party.defenses import RawBatch
 from splitveil.active_party.training import top_trainer
 from splitveil.common.privacy.adversary import Adversary
 from tests.support.attacked_run import deal_labels
-from tests.support.malicious import Attacked, PeerName, ReadingName, attack
+from tests.support.malicious import PEERS, Attacked, attack
 from tests.support.runs import ACTIVE, CONTRACT, PASSIVE, write_example, write_yaml
 from tests.system.conftest import needs_data
 
 ROWS = 3000
 POSITIVES = 0.2
-EVERYBODY: tuple[PeerName, ...] = get_args(PeerName)
+EVERYBODY = tuple(PEERS)
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 
 DATA: dict[str, Any] = ACTIVE["data"]  # type: ignore[assignment]
@@ -56,8 +56,8 @@ class Fall(NamedTuple):
     """A peer that reads labels which a bound for others says that they cannot."""
 
     defense: str
-    peer: PeerName
-    readings: set[ReadingName]
+    peer: str
+    readings: set[str]
     """Each of them passes the bound."""
     reached: float
     """The largest AUC is at least this."""
@@ -80,7 +80,7 @@ WITHOUT_SLOPES = (
 )
 """Persistent noise along moves that are taken from the gradients, which know the label."""
 
-HOLD: dict[str, tuple[PeerName, ...]] = {
+HOLD: dict[str, tuple[str, ...]] = {
     "marvell, ratio 1024": ("constant", "denormal"),
     "marvell persistent, ratio 1024": EVERYBODY,
     "iso persistent, ratio 32": ("groups",),
@@ -112,7 +112,7 @@ def write_labels(path: Path, ids: list[str], labels: np.ndarray) -> None:
     path.write_text("\n".join(["id,label", *lines, ""]))
 
 
-def outcome(example: Path, folder: Path, peer: PeerName, defense: str) -> Attacked:
+def outcome(example: Path, folder: Path, peer: str, defense: str) -> Attacked:
     both = [
         "contract.epochs=3",
         "contract.batch_size=512",
@@ -166,7 +166,7 @@ def test_moves_that_know_the_label_reveal_it(
 
 @pytest.mark.parametrize(("defense", "peer"), HOLDING)
 def test_a_bound_holds_against_everything_that_is_read(
-    example: Path, tmp_path: Path, defense: str, peer: PeerName
+    example: Path, tmp_path: Path, defense: str, peer: str
 ) -> None:
     found = outcome(example, tmp_path, peer, defense)
     assert found.beyond(found.bound) == {}
@@ -176,7 +176,7 @@ def test_a_bound_holds_against_everything_that_is_read(
 
 @pytest.mark.parametrize("peer", EVERYBODY)
 def test_without_a_defense_predictions_and_slopes_reveal_every_label(
-    example: Path, tmp_path: Path, peer: PeerName
+    example: Path, tmp_path: Path, peer: str
 ) -> None:
     both = ["contract.epochs=1", "contract.cut_shape=[32]", "contract.drop_last=true"]
     found = attack(peer, example, [*both, "defense={name: none}"], both)
@@ -190,7 +190,7 @@ def test_without_a_defense_predictions_and_slopes_reveal_every_label(
 PROJECTED = "defense={name: projected_labels, strength: {leak_auc: 0.6}, stages: %d}"
 
 
-def of_projected(table: tuple[Path, list[str]], peer: PeerName, epochs: int) -> Attacked:
+def of_projected(table: tuple[Path, list[str]], peer: str, epochs: int) -> Attacked:
     example, dealt = table
     both = f"contract.epochs={epochs}"
     active = [both, *dealt, PROJECTED % epochs, "insecure_nonce_seed=1"]
@@ -231,7 +231,6 @@ def adult(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 
 SMALL_TABLE = [("breast_cancer", 10, peer) for peer in EVERYBODY]
-SLOW = pytest.mark.slow
 LARGE_TABLES = [
     # The small one has all peers in every run of the tests.
     pytest.param(
@@ -244,7 +243,7 @@ LARGE_TABLES = [
 
 @pytest.mark.parametrize(("table", "epochs", "peer"), [*SMALL_TABLE, *LARGE_TABLES])
 def test_projected_labels_hold(
-    request: pytest.FixtureRequest, table: str, epochs: int, peer: PeerName
+    request: pytest.FixtureRequest, table: str, epochs: int, peer: str
 ) -> None:
     found = of_projected(request.getfixturevalue(table), peer, epochs)
     assert found.beyond(0.6) == {}

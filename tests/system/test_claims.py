@@ -80,8 +80,6 @@ def of_label_privacy(epsilon: float) -> float:
 
 
 class Claim(NamedTuple):
-    """One promise."""
-
     defense: str
     bound: float
     """No attack's leak AUC is higher."""

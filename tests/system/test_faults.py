@@ -110,8 +110,6 @@ SAID = {
 
 
 class Blow(NamedTuple):
-    """A fault that a process suffers, and its time."""
-
     party: Literal["active", "passive", "both"]
     kills: bool
     """Whether it is killed, and started again; otherwise it is stopped, and goes on."""

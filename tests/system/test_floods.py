@@ -57,8 +57,6 @@ with serving(parties, int(sys.argv[2])):
 
 @dataclass
 class Served:
-    """A serving party in a process of its own."""
-
     process: "subprocess.Popen[str]"
     port: int
     log: Path

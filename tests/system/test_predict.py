@@ -5,8 +5,8 @@ for together, one by one, and in another order.
 """
 
 import csv
-import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +18,7 @@ from safetensors.torch import load_file
 from splitveil.active_party.predict.embed_client import EmbedClient
 from splitveil.active_party.predict.predictor import JointModel, open_predictor
 from splitveil.active_party.training.predictions import probabilities_of
-from splitveil.common.errors import (
-    ContractMismatch,
-    DataError,
-    OtherModel,
-    PeerUntrusted,
-    SettingsError,
-)
+from splitveil.common import errors
 from splitveil.common.party.command_line import save_resolved
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.party_data import PartyData
@@ -35,26 +29,10 @@ from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.predict.served_model import ServedModel
 from splitveil.passive_party.predict.service import InferenceServer, InferenceService, Throttle
-from tests.support.inference import (
-    IN_TIME_S,
-    Trained,
-    connecting_to,
-    free_port,
-    predicting,
-    serving_passive,
-    train,
-    write_wide_deep,
-)
+from tests.support import inference
 from tests.support.runs import CPU
-from tests.support.several import write_several
+from tests.system.conftest import EXAMPLES, SHORT, needs_data
 
-EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
-SHORT = ("contract.epochs=2", "insecure_nonce_seed=4")
-
-
-needs_data = pytest.mark.skipif(
-    "SPLITVEIL_DATA" not in os.environ, reason="the environment names no folder of data"
-)
 NAMES = (
     "digits",
     pytest.param("vehicle", marks=needs_data),
@@ -65,22 +43,15 @@ NAMES = (
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Train a small example of these tests, or a shipped one with few epochs."""
-    if request.param == "wide_deep":
-        small: Trained = request.getfixturevalue("small")
-        return small
-    folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "three_parties":
-        write_several(folder)
-        return train(folder, folder / "runs", "contract.aggregation=concat")
-    if request.param == "tabular":
-        write_wide_deep(folder, kind="tabular")
-        return train(folder, folder / "runs")
-    return train(EXAMPLES / request.param, folder / "runs", *SHORT)
+def trained(
+    request: pytest.FixtureRequest,
+    small: inference.Trained,
+    once: Callable[[str], inference.Trained],
+) -> inference.Trained:
+    return small if request.param == "wide_deep" else once(request.param)
 
 
-def expected(trained: Trained) -> NDArray[np.float32]:
+def expected(trained: inference.Trained) -> NDArray[np.float32]:
     """Return the probabilities of the last evaluation's logits.
 
     The values at the end of an odd number of values go through another sigmoid, which rounds
@@ -91,8 +62,10 @@ def expected(trained: Trained) -> NDArray[np.float32]:
     return probabilities_of(torch.cat([logits, filling])).numpy()[: len(logits)]
 
 
-def test_predictions_are_those_of_the_evaluation_at_the_end_of_training(trained: Trained) -> None:
-    with predicting(trained) as predictor:
+def test_predictions_are_those_of_the_evaluation_at_the_end_of_training(
+    trained: inference.Trained,
+) -> None:
+    with inference.predicting(trained) as predictor:
         together = [
             predictor.predict(trained.test_ids[at : at + predictor.max_ids])
             for at in range(0, len(trained.test_ids), predictor.max_ids)
@@ -109,9 +82,11 @@ def test_predictions_are_those_of_the_evaluation_at_the_end_of_training(trained:
 # ---- one small run for everything else ----
 
 
-def test_an_id_that_a_party_lacks_is_not_found_and_disturbs_no_other(small: Trained) -> None:
+def test_an_id_that_a_party_lacks_is_not_found_and_disturbs_no_other(
+    small: inference.Trained,
+) -> None:
     known = small.test_ids[:3]
-    with predicting(small) as predictor:
+    with inference.predicting(small) as predictor:
         alone = predictor.predict(known)
         spaced = f"  {known[0]}\t"  # ids are compared in canonical form
         mixed = predictor.predict(["nobody", known[0], spaced, "", known[1], known[2], "row"])
@@ -125,7 +100,7 @@ def test_an_id_that_a_party_lacks_is_not_found_and_disturbs_no_other(small: Trai
 
 
 def test_new_rows_are_predicted_like_old_rows_with_the_same_values(
-    small: Trained, tmp_path: Path
+    small: inference.Trained, tmp_path: Path
 ) -> None:
     """Without labels, with columns in another order, and others that the model never saw."""
     old, tables = small.test_ids[:40], {}
@@ -139,9 +114,9 @@ def test_new_rows_are_predicted_like_old_rows_with_the_same_values(
             for one in old:
                 values = (rows[one][name] for name in ("word", "n2", "n1"))
                 writer.writerow(["x", *values, f"new-{one}"])
-    with predicting(small) as predictor:
+    with inference.predicting(small) as predictor:
         as_trained = predictor.predict(old)
-    with predicting(small, tables=tables) as predictor:
+    with inference.predicting(small, tables=tables) as predictor:
         as_new = predictor.predict([f"new-{one}" for one in old])
         forgotten = predictor.predict(old)
     np.testing.assert_array_equal(as_new.probabilities, as_trained.probabilities)
@@ -149,66 +124,66 @@ def test_new_rows_are_predicted_like_old_rows_with_the_same_values(
     assert not forgotten.found.any()
 
 
-def test_only_allowed_ids_are_answered(small: Trained, tmp_path: Path) -> None:
+def test_only_allowed_ids_are_answered(small: inference.Trained, tmp_path: Path) -> None:
     allowed = tmp_path / "allowed.txt"
     allowed.write_text("\n".join([*small.test_ids[:5], "nobody"]) + "\n")
-    with predicting(small, passive=[f"answers.allowed_ids={allowed}"]) as predictor:
+    with inference.predicting(small, passive=[f"answers.allowed_ids={allowed}"]) as predictor:
         predictions = predictor.predict(small.test_ids[:10])
     np.testing.assert_array_equal(predictions.found, [True] * 5 + [False] * 5)
     assert predictions.missing_at["passive"] == 5
 
 
 def test_a_half_of_another_run_is_refused_and_both_are_named(
-    small: Trained, tmp_path: Path
+    small: inference.Trained, tmp_path: Path
 ) -> None:
-    other = train(small.settings.active.base_dir, tmp_path / "runs", "model_seed=1")
-    port = free_port()
-    settings = other.active(connecting_to({"passive": port}))
+    other = inference.train(small.settings.active.base_dir, tmp_path / "runs", "model_seed=1")
+    port = inference.free_port()
+    settings = other.active(inference.connecting_to({"passive": port}))
     settings = settings.model_copy(update={"security": small.settings.active.security})
     with (
-        serving_passive(small.passive("passive"), port),
+        inference.serving_passive(small.passive("passive"), port),
         open_predictor(settings, CPU) as predictor,
     ):
-        with pytest.raises(OtherModel, match=f"{other.run_id}.*{small.run_id}"):
+        with pytest.raises(errors.OtherModel, match=f"{other.run_id}.*{small.run_id}"):
             predictor.check_models()
-        with pytest.raises(OtherModel):  # nor does the passive party answer for it
+        with pytest.raises(errors.OtherModel):  # nor does the passive party answer for it
             predictor.predict(small.test_ids[:1])
 
 
-def test_another_contract_is_refused_with_the_names_of_its_fields(small: Trained) -> None:
-    with predicting(small) as predictor:
+def test_another_contract_is_refused_with_the_names_of_its_fields(small: inference.Trained) -> None:
+    with inference.predicting(small) as predictor:
         connection = predictor.clients[0].connection
         connection.contract = connection.contract.model_copy(update={"epochs": 77})
-        with pytest.raises(ContractMismatch, match="epochs"):
+        with pytest.raises(errors.ContractMismatch, match="epochs"):
             predictor.check_models()
 
 
-def test_only_the_active_party_may_ask(small: Trained) -> None:
+def test_only_the_active_party_may_ask(small: inference.Trained) -> None:
     """Another party of the same authority is refused."""
-    port = free_port()
+    port = inference.free_port()
     shown = credential_files(small.passive("passive"), "passive")
     contract = small.settings.active.contract
-    with serving_passive(small.passive("passive"), port):
+    with inference.serving_passive(small.passive("passive"), port):
         connection = PeerConnection(f"127.0.0.1:{port}", contract, shown, party="passive")
         with (
-            EmbedClient(connection, ModelIdentity(small.run_id, 1), IN_TIME_S) as client,
-            pytest.raises(PeerUntrusted),
+            EmbedClient(connection, ModelIdentity(small.run_id, 1), inference.IN_TIME_S) as client,
+            pytest.raises(errors.PeerUntrusted),
         ):
             client.check_model()
 
 
-def test_only_the_passive_party_itself_is_asked(small: Trained) -> None:
+def test_only_the_passive_party_itself_is_asked(small: inference.Trained) -> None:
     """A server with a genuine certificate of another party gets no ids."""
-    port, own = free_port(), small.passive("passive")
+    port, own = inference.free_port(), small.passive("passive")
     shown = credential_files(small.settings.active, "active")
     service = InferenceService(ServedModel.load(own, CPU), "passive", own.contract, Throttle(None))
     with (
         InferenceServer(service, own.contract, f"127.0.0.1:{port}", shown),
-        open_predictor(small.active(connecting_to({"passive": port})), CPU) as predictor,
+        open_predictor(small.active(inference.connecting_to({"passive": port})), CPU) as predictor,
     ):
-        with pytest.raises(PeerUntrusted, match="does not carry the called"):
+        with pytest.raises(errors.PeerUntrusted, match="does not carry the called"):
             predictor.check_models()
-        with pytest.raises(PeerUntrusted, match="does not carry the called"):
+        with pytest.raises(errors.PeerUntrusted, match="does not carry the called"):
             predictor.predict(small.test_ids[:1])
     assert not service.answered
 
@@ -216,12 +191,12 @@ def test_only_the_passive_party_itself_is_asked(small: Trained) -> None:
 def test_a_run_with_released_labels_predicts_with_the_refitted_model(tmp_path: Path) -> None:
     """By default; the model that was trained is there as well."""
     defense = "defense={name: projected_labels, stages: 1, rank: 8}"
-    run = train(EXAMPLES / "breast_cancer", tmp_path, *SHORT, active=[defense])
+    run = inference.train(EXAMPLES / "breast_cancer", tmp_path, *SHORT, active=[defense])
     data = PartyData.load(run.settings.active.data, run.settings.active.base_dir)
     truth = data.labels_of(run.test_ids)
     found = {}
     for choice in ("best", "trained", "refitted"):
-        with predicting(run, choice=choice) as predictor:
+        with inference.predicting(run, choice=choice) as predictor:
             assert predictor.model.kind == ("trained" if choice == "trained" else "refitted")
             found[choice] = predictor.predict(run.test_ids).probabilities
     assert run.refitted is not None
@@ -231,15 +206,15 @@ def test_a_run_with_released_labels_predicts_with_the_refitted_model(tmp_path: P
     assert (found["trained"] != found["refitted"]).any()
 
 
-def test_transcripts_of_both_parties_agree(small: Trained, tmp_path: Path) -> None:
-    port, folders = free_port(), [tmp_path / name for name in ("active", "passive")]
+def test_transcripts_of_both_parties_agree(small: inference.Trained, tmp_path: Path) -> None:
+    port, folders = inference.free_port(), [tmp_path / name for name in ("active", "passive")]
     for folder in folders:
         folder.mkdir()
-    settings = small.active(connecting_to({"passive": port}))
+    settings = small.active(inference.connecting_to({"passive": port}))
     with (
         Transcript(folders[0], "active") as own,
         Transcript(folders[1], "passive") as others,
-        serving_passive(small.passive("passive"), port, transcript=others),
+        inference.serving_passive(small.passive("passive"), port, transcript=others),
         open_predictor(settings, CPU, notes=own) as predictor,
     ):
         predictor.check_models()
@@ -257,13 +232,13 @@ def test_transcripts_of_both_parties_agree(small: Trained, tmp_path: Path) -> No
 # ---- what is refused before anything is asked ----
 
 
-def test_a_model_that_names_no_run_is_refused(small: Trained, tmp_path: Path) -> None:
+def test_a_model_that_names_no_run_is_refused(small: inference.Trained, tmp_path: Path) -> None:
     """As another program would save it."""
     settings = small.active(f"runs_dir={tmp_path}")
     shutil.copytree(small.settings.active.run_folder("active"), settings.run_folder("active"))
     weights = load_file(settings.run_folder("active") / "checkpoint" / "model.safetensors")
     save_tensors(settings.run_folder("active"), "model.safetensors", weights)
-    with pytest.raises(SettingsError, match="does not say which run it is from"):
+    with pytest.raises(errors.SettingsError, match="does not say which run it is from"):
         JointModel.load(settings, CPU)
 
 
@@ -275,7 +250,7 @@ def test_a_model_that_names_no_run_is_refused(small: Trained, tmp_path: Path) ->
     ],
 )
 def test_a_model_of_another_contract_is_refused_with_the_field_that_differs(
-    small: Trained, tmp_path: Path, *, is_folder_right: bool, ending: str
+    small: inference.Trained, tmp_path: Path, *, is_folder_right: bool, ending: str
 ) -> None:
     """Where the folder holds the settings of another training, no field is named."""
     others = ("contract.epochs=99", "contract.drop_last=true")
@@ -283,24 +258,24 @@ def test_a_model_of_another_contract_is_refused_with_the_field_that_differs(
     folder = asked.run_folder("active")
     shutil.copytree(small.settings.active.run_folder("active"), folder)
     save_resolved(small.settings.active if is_folder_right else asked, folder)
-    with pytest.raises(SettingsError) as refused:
+    with pytest.raises(errors.SettingsError) as refused:
         JointModel.load(asked, CPU)
     assert str(refused.value).endswith(f"another contract than that of these settings{ending}")
 
 
 def test_a_model_or_an_address_or_a_column_that_is_not_there_is_refused(
-    small: Trained, tmp_path: Path
+    small: inference.Trained, tmp_path: Path
 ) -> None:
-    with pytest.raises(SettingsError, match=r"there is no model\.safetensors"):
+    with pytest.raises(errors.SettingsError, match=r"there is no model\.safetensors"):
         JointModel.load(small.active(f"runs_dir={tmp_path}"), CPU)
-    with pytest.raises(SettingsError, match="refit_top"):
+    with pytest.raises(errors.SettingsError, match="refit_top"):
         JointModel.load(small.settings.active, CPU, "refitted")
-    with pytest.raises(SettingsError, match=r"add inference\.connect\.passive"):
+    with pytest.raises(errors.SettingsError, match=r"add inference\.connect\.passive"):
         open_predictor(small.settings.active, CPU)
     both = "inference.connect={passive: '127.0.0.1:1', other: '127.0.0.1:2'}"
-    with pytest.raises(SettingsError, match="no passive party 'other'"):
+    with pytest.raises(errors.SettingsError, match="no passive party 'other'"):
         open_predictor(small.active(both), CPU)
     table = tmp_path / "rows.csv"
     table.write_text("id,n1,word\na,1,w0\n")
-    with pytest.raises(DataError, match="n2"):
+    with pytest.raises(errors.DataError, match="n2"):
         ServedModel.load(small.settings.passive["passive"], CPU, table)

@@ -1,7 +1,7 @@
 """Predictions from whole tables: the same bits, and a passive party that is told no id."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,30 +14,18 @@ from splitveil.active_party.predict.table_client import TableClient
 from splitveil.common.alignment import ristretto
 from splitveil.common.errors import InvalidMessage, ProtocolError, TableRefused
 from splitveil.common.run.contract import Contract
-from splitveil.common.wire.inference_codec import (
-    Secret,
-    decode_points,
-    decode_rows,
-    open_row,
-    rows_of_a_reply,
-    seal,
-    sealed_rows,
-    secrets_of,
-)
+from splitveil.common.wire import inference_codec
 from splitveil.common.wire.tensor_codec import TensorLimits
 from splitveil.passive_party.predict.service import InferenceService
 from splitveil.protos import split_learning_pb2 as pb
-from tests.support.inference import Trained, predicting, train
-from tests.support.several import write_several
+from tests.support.inference import Trained, predicting
 
 GIVEN = ("answers.whole_table=true",)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    folder = tmp_path_factory.mktemp("three")
-    write_several(folder)
-    return train(folder, folder / "runs")
+def trained(once: Callable[[str], Trained]) -> Trained:
+    return once("three_parties")
 
 
 @pytest.fixture
@@ -116,7 +104,7 @@ def test_only_rows_whose_ids_were_asked_for_can_be_opened(
 
         def noting() -> Any:
             reply = receive()
-            sent.extend(sealed for _, sealed in sealed_rows(reply, self._limits))
+            sent.extend(sealed for _, sealed in inference_codec.sealed_rows(reply, self._limits))
             return reply
 
         stream.receive = noting
@@ -133,7 +121,7 @@ def test_only_rows_whose_ids_were_asked_for_can_be_opened(
     fitting = 0
     for sealed, key in itertools.product(sent, keys):
         with suppress(InvalidMessage):
-            open_row(sealed, key)
+            inference_codec.open_row(sealed, key)
             fitting += 1
     assert fitting == 3 * len(trained.settings.passive)
 
@@ -143,23 +131,28 @@ def test_only_rows_whose_ids_were_asked_for_can_be_opened(
 CONTRACT = Contract(run_name="small", cut_shape=(2, 3), batch_size=8, epochs=1)
 LIMITS = TensorLimits.of(CONTRACT)
 POINTS = ristretto.load().hash_to_group(ristretto.digest_ids(["a", "b"]))
-SECRETS = list(secrets_of(POINTS))
+SECRETS = list(inference_codec.secrets_of(POINTS))
 VALUES = torch.arange(12.0).view(2, 2, 3)
 
 
 def test_sealed_rows_open_with_their_own_key_alone_and_hold_numbers() -> None:
-    rows = list(sealed_rows(seal(SECRETS, VALUES, LIMITS), LIMITS))
+    rows = list(inference_codec.sealed_rows(inference_codec.seal(SECRETS, VALUES, LIMITS), LIMITS))
     for (tag, sealed), secret, values in zip(rows, SECRETS, VALUES, strict=True):
         assert tag == secret.tag
-        assert torch.equal(decode_rows([open_row(sealed, secret.key)], LIMITS)[0], values)
+        assert torch.equal(
+            inference_codec.decode_rows([inference_codec.open_row(sealed, secret.key)], LIMITS)[0],
+            values,
+        )
     sealed = rows[0][1]
     damaged = bytes([sealed[0] ^ 1]) + sealed[1:]
     for wrong, secret in ((sealed, SECRETS[1]), (damaged, SECRETS[0])):
         with pytest.raises(InvalidMessage, match="another key"):
-            open_row(wrong, secret.key)
-    ((_, sealed), _) = sealed_rows(seal(SECRETS, VALUES / 0, LIMITS), LIMITS)
+            inference_codec.open_row(wrong, secret.key)
+    ((_, sealed), _) = inference_codec.sealed_rows(
+        inference_codec.seal(SECRETS, VALUES / 0, LIMITS), LIMITS
+    )
     with pytest.raises(InvalidMessage, match="finite"):
-        decode_rows([open_row(sealed, SECRETS[0].key)], LIMITS)
+        inference_codec.decode_rows([inference_codec.open_row(sealed, SECRETS[0].key)], LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -173,14 +166,14 @@ def test_sealed_rows_open_with_their_own_key_alone_and_hold_numbers() -> None:
 )
 def test_rows_of_wrong_lengths_are_refused(reply: pb.TableReply) -> None:
     with pytest.raises(InvalidMessage, match="do not belong"):
-        list(sealed_rows(reply, LIMITS))
+        list(inference_codec.sealed_rows(reply, LIMITS))
 
 
 def test_points_are_counted() -> None:
-    assert decode_points(POINTS, 2) == POINTS
+    assert inference_codec.decode_points(POINTS, 2) == POINTS
     for points, expected in ((POINTS[:-1], None), (b"", None), (POINTS, 3)):
         with pytest.raises(InvalidMessage):
-            decode_points(points, expected)
+            inference_codec.decode_points(points, expected)
 
 
 def test_a_point_outside_the_group_is_refused(trained: Trained) -> None:
@@ -205,7 +198,7 @@ def test_multiplications_are_undone_by_the_inverse() -> None:
 
 def test_a_reply_with_as_many_rows_as_allowed_fits_into_a_message() -> None:
     wide = CONTRACT.model_copy(update={"cut_shape": (1000,)})
-    rows = rows_of_a_reply(wide)
-    secrets = [Secret(bytes(16), bytes(32))] * rows
-    reply = seal(secrets, torch.zeros(rows, 1000), TensorLimits.of(wide))
+    rows = inference_codec.rows_of_a_reply(wide)
+    secrets = [inference_codec.Secret(bytes(16), bytes(32))] * rows
+    reply = inference_codec.seal(secrets, torch.zeros(rows, 1000), TensorLimits.of(wide))
     assert reply.ByteSize() <= wide.max_message_bytes

@@ -10,20 +10,12 @@ from functools import partial
 from pathlib import Path
 
 from splitveil.active_party.ledger.account_book import LEDGER
+from tests.support import restarts
 from tests.support.processes import Pair, side_by_side
-from tests.support.restarts import (
-    SHORT,
-    Outcome,
-    assert_same,
-    outcome,
-    restartable,
-    run_once,
-    wait_for_line,
-)
 from tests.support.runs import write_example
 
 
-def lines_of(whole: Outcome) -> int:
+def lines_of(whole: restarts.Outcome) -> int:
     return len(whole.metrics["active"])
 
 
@@ -35,7 +27,7 @@ def refused(both: Pair, *overrides: str) -> tuple[str, ...]:
     return tuple(party.said for party in both)
 
 
-def interrupted_refused_and_finished(both: Pair, whole: Outcome) -> None:
+def interrupted_refused_and_finished(both: Pair, whole: restarts.Outcome) -> None:
     """Ctrl-C at a terminal reaches both, and only the same commands resume the run.
 
     A ledger lies there while nothing more is released: not while a run goes on, which may be
@@ -43,10 +35,12 @@ def interrupted_refused_and_finished(both: Pair, whole: Outcome) -> None:
     """
     both.start()
     ledger = both.active.folder / "checkpoint" / LEDGER
-    wait_for_line(both, lines_of(whole) // 3)
+    restarts.wait_for_line(both, lines_of(whole) // 3)
     for party in both:
         party.signal(signal.SIGSTOP)  # so that it is there for as long as the others need
-    with restartable(both.active.folder.parents[2], SHORT, log="second") as others:
+    with restarts.restartable(
+        both.active.folder.parents[2], restarts.SHORT, log="second"
+    ) as others:
         others.start()
         assert others.wait() == (2, 2), others.outputs
         assert all("another process" in other.said for other in others)
@@ -68,7 +62,7 @@ def interrupted_refused_and_finished(both: Pair, whole: Outcome) -> None:
     for path, content in zip(files, contents, strict=True):
         path.write_bytes(content)
     both.start()
-    wait_for_line(both, lines_of(whole) // 2)
+    restarts.wait_for_line(both, lines_of(whole) // 2)
     assert not ledger.exists()
     assert both.wait() == (0, 0), both.outputs
     assert ledger.is_file()
@@ -82,11 +76,11 @@ def interrupted_refused_and_finished(both: Pair, whole: Outcome) -> None:
     assert {path: path.stat().st_mtime_ns for path in times} == times
 
 
-def given_up(both: Pair, whole: Outcome) -> None:
+def given_up(both: Pair, whole: restarts.Outcome) -> None:
     """Past ``reconnect.max_s`` without its peer, a party saves where it is, and says so."""
     for lost, line in ((0, lines_of(whole) // 3), (1, lines_of(whole) // 2)):
         both.start(fast_clock=True)
-        wait_for_line(both, line)
+        restarts.wait_for_line(both, line)
         both[lost].kill()
         both[1 - lost].hurry()
         assert both[1 - lost].wait() == 4, both.outputs
@@ -96,9 +90,9 @@ def given_up(both: Pair, whole: Outcome) -> None:
     assert all("resuming in epoch" in party.said for party in both)
 
 
-def started_over_by_option(both: Pair, whole: Outcome) -> None:
+def started_over_by_option(both: Pair, whole: restarts.Outcome) -> None:
     both.start()
-    wait_for_line(both, lines_of(whole) // 3)
+    restarts.wait_for_line(both, lines_of(whole) // 3)
     for party in both:
         party.kill()
     both.start(options=["--fresh"])
@@ -111,14 +105,14 @@ def started_over_by_option(both: Pair, whole: Outcome) -> None:
 
 
 def test_a_run_that_was_ended_early_can_be_resumed_or_started_over(tmp_path: Path) -> None:
-    whole = run_once(tmp_path / "whole", SHORT)
+    whole = restarts.run_once(tmp_path / "whole", restarts.SHORT)
 
-    def check(story: Callable[[Pair, Outcome], None]) -> None:
+    def check(story: Callable[[Pair, restarts.Outcome], None]) -> None:
         folder = tmp_path / story.__name__
         write_example(folder)
-        with restartable(folder, SHORT) as both:
+        with restarts.restartable(folder, restarts.SHORT) as both:
             story(both, whole)
-            assert_same(outcome(folder / "runs"), whole, both.outputs)
+            restarts.assert_same(restarts.outcome(folder / "runs"), whole, both.outputs)
 
     stories = (interrupted_refused_and_finished, given_up, started_over_by_option)
     side_by_side(*(partial(check, story) for story in stories))

@@ -33,7 +33,6 @@ RELEASED = Settings(
 
 
 def bound(folder: Path) -> float:
-    """Return the bound for anybody that a run's summary states."""
     found = json.loads((folder / "summary.json").read_text())["bounds"]
     return float(next(one["leak_auc"] for one in found if one["adversary"] == "anybody"))
 

@@ -34,7 +34,6 @@ raise SystemExit(run_parties(
 
 
 def on_terminal(program: str, columns: int) -> str:
-    """Run a program on a terminal, and return all that it wrote."""
     own, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     environment = {name: one for name, one in os.environ.items() if name != "COLUMNS"}

@@ -40,23 +40,13 @@ from tests.support.inference import (
     train,
     write_wide_deep,
 )
-from tests.support.several import write_several
 from tests.support.waiting import wait_until
 from tests.system.test_predict import expected
 
-EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 
-
-@pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    folder = tmp_path_factory.mktemp("three")
-    write_several(folder)
-    return train(folder, folder / "runs", "contract.aggregation=concat")
-
-
-def test_answers_have_the_bits_of_the_evaluation(tmp_path: Path) -> None:
+def test_answers_have_the_bits_of_the_evaluation(once: Callable[[str], Trained]) -> None:
     """Of digits, ten classes of images."""
-    trained = train(EXAMPLES / "digits", tmp_path, "contract.epochs=2", "insecure_nonce_seed=4")
+    trained = once("digits")
     ids, right = trained.test_ids[:150], expected(trained)[:150]
     with asked(trained, "serving.max_ids=100000") as program:
         answer = program.ask(ids)
@@ -305,8 +295,11 @@ def test_a_party_with_another_model_is_named_and_never_asked(
     assert small.run_id in answer.body["detail"]
 
 
-def test_while_one_of_several_parties_is_away_requests_are_refused_at_once(three: Trained) -> None:
-    trained, names = three, list(three.settings.passive)
+def test_while_one_of_several_parties_is_away_requests_are_refused_at_once(
+    once: Callable[[str], Trained],
+) -> None:
+    trained = once("three_parties")
+    names = list(trained.settings.passive)
     ports = {name: free_port() for name in names}
     with ExitStack() as resources:
         for name in names[:-1]:

@@ -31,6 +31,7 @@ from tests.support.inference import (
     write_wide_deep,
 )
 from tests.support.runs import CPU
+from tests.support.tables import swap_labels
 from tests.support.waiting import wait_until
 
 FALLBACK = "serving.fallback=true"
@@ -150,10 +151,7 @@ def test_refusals_of_the_feature_owner_are_counted_by_reason(small: Trained) -> 
 def seen_of_swapped(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder = tmp_path_factory.mktemp("swapped")
     write_wide_deep(folder)
-    header, *lines = (folder / "active.csv").read_text().splitlines()
-    cells = [line.split(",") for line in lines]
-    swapped = [",".join([own, str(1 - int(label)), *rest]) for own, label, *rest in cells]
-    (folder / "active.csv").write_text("\n".join([header, *swapped]) + "\n")
+    swap_labels(folder / "active.csv")
     return seen_after_requests(train(folder, folder / "runs", active=(FALLBACK,)))
 
 

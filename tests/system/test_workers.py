@@ -42,8 +42,6 @@ def sets_of(overrides: Sequence[str]) -> list[str]:
 
 
 class Ranks:
-    """The processes of one party, as ``torchrun`` starts them."""
-
     def __init__(
         self,
         party: PartyName,
@@ -130,6 +128,13 @@ def test_several_processes_follow_the_course_of_one(
     assert leaks
 
 
+def test_torchrun_s_exit_code_is_that_of_rank_0(tmp_path: Path) -> None:
+    """Which alone reads the data, and lets the other one end with 0."""
+    write_example(tmp_path)
+    party = Supervised("passive", tmp_path, ("data.id_column=missing",), restarts=0)
+    assert party.wait() == 3, party.output
+
+
 def test_a_rank_with_other_settings_is_named(tmp_path: Path) -> None:
     write_example(tmp_path)
     party = Ranks("passive", tmp_path, ("model_seed=1",), 2, {1: ("model_seed=2",)})
@@ -194,16 +199,18 @@ def test_no_other_machine_reaches_the_processes_and_a_signal_to_all_is_a_goodbye
 
 
 class Supervised:
-    """A party of two processes under ``torchrun``, which starts them again twice."""
+    """A party of two processes under our ``torchrun``, which starts them again."""
 
-    def __init__(self, party: PartyName, folder: Path, overrides: Sequence[str]) -> None:
+    def __init__(
+        self, party: PartyName, folder: Path, overrides: Sequence[str], restarts: int = 2
+    ) -> None:
         self._log = folder / f"{party}.torchrun.log"
         where = rendezvous()
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "torch.distributed.run"),
-                    *("--nproc-per-node", "2", "--max-restarts", "2"),
+                    *(sys.executable, "-m", "splitveil.common.party.torchrun"),
+                    *("--nproc-per-node", "2", "--max-restarts", str(restarts)),
                     *("--master-addr", where["MASTER_ADDR"]),
                     *("--master-port", where["MASTER_PORT"]),
                     *("-m", f"splitveil.{party}_party", "run", str(folder / f"{party}.yaml")),

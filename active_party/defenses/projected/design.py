@@ -46,7 +46,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.projected.features import Chunks, columns_of, sample_of
+from splitveil.active_party.defenses.projected.features import SAMPLE_ROWS, Chunks, columns_of
 
 BLOCK_ROWS = 2048  # rows that are handled at a time: their values stay in a processor's cache
 
@@ -263,10 +263,10 @@ def design(
 ) -> Design:
     """Choose the weights of a stage.
 
-    The chunks are the training rows, and are read once, or twice where directions are chosen from a
-    sample; the rank is the most columns. Subjects, (N,) int64, are equal for rows that share one
-    bound; None if every row has its own. Excluded rows, (N,) bool, get weights of 0 and are charged
-    nothing.
+    The chunks are the training rows, read once for a sample that directions are chosen from, and
+    once for weights; the rank is the most columns. Subjects, (N,) int64, are equal for rows that
+    share one bound; None if every row has its own. Excluded rows, (N,) bool, get weights of
+    0 and are charged nothing.
     """
     if rank < 1:
         raise ValueError(f"expected a rank of at least 1, got {rank}")
@@ -274,35 +274,31 @@ def design(
         if given is not None and given.shape != (num_rows,):
             raise ValueError(f"expected {name} of shape ({num_rows},), got {tuple(given.shape)}")
     included = torch.ones(num_rows) if excluded is None else (~excluded.cpu()).float()
-    sample, stride = sample_of(chunks, num_rows)
-    columns = columns_of(sample)
+    stride = max(1, -(-num_rows // SAMPLE_ROWS))
+    sample = list(chunks(stride))
     counted = included[::stride, None]
+    found = sum(len(part.logits) for part in sample)
+    if found != len(counted) or found < 1:
+        raise ValueError(f"expected chunks of {len(counted)} rows, at least 1, got {found}")
+    columns = columns_of(sample)
     phi = torch.cat([columns.of(part).cpu() for part in sample]).mul_(counted)
     if earlier is not None:
         coefficients = earlier.solve(_VARIANCE, stride * earlier.sums_of(phi, stride))
         earlier.add_to(phi, -coefficients, stride)
     basis = _basis((phi.T @ phi).double(), rank)
-
-    def along_basis() -> Iterator[Tensor]:
-        if stride == 1:
-            yield phi @ basis
-            return
-        start = 0
-        for chunk in chunks():
-            rows = slice(start, start + len(chunk.logits))
-            values = (columns.of(chunk).cpu() @ basis).mul_(included[rows, None])
-            if earlier is not None:
-                values -= earlier.steps(rows) @ ((coefficients * earlier.units).float() @ basis)
-            yield values
-            start = rows.stop
-
+    if earlier is not None:
+        of_steps = (coefficients * earlier.units).float() @ basis
     least = math.sqrt(_SMALLEST_SHARE * basis.shape[1] / max(1.0, float(counted.sum())))
     bounded = BoundedWeights(num_rows, basis.shape[1], subjects)
     start = 0
-    for rows in along_basis():
-        norms = torch.linalg.vector_norm(rows, dim=1)
-        bounded.add(start, rows.div_(norms.clamp_min(least)[:, None]))
-        start += len(rows)
+    for chunk in chunks(1):
+        rows = slice(start, start + len(chunk.logits))
+        weights = (columns.of(chunk).cpu() @ basis).mul_(included[rows, None])
+        if earlier is not None:
+            weights -= earlier.steps(rows) @ of_steps
+        norms = torch.linalg.vector_norm(weights, dim=1)
+        bounded.add(start, weights.div_(norms.clamp_min(least)[:, None]))
+        start = rows.stop
     return Design(*bounded.finish())
 
 

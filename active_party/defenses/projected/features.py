@@ -36,14 +36,14 @@ _TAIL = 0.01  # share of the sample on either side that does not influence centr
 _MOST_MULTIPLIED = 64
 """Own features beyond which their products with s are left out: the design takes m^2 N steps."""
 
-_SAMPLE_ROWS = 32_768
+SAMPLE_ROWS = 8192
 """Rows that the design's directions are chosen from; its weights are those of all rows."""
 
-_SCALED_ROWS = 4096  # of them, rows that centre and scale are chosen from, or up to twice as many
+_SCALED_ROWS = 2048  # of them, rows that centre and scale are chosen from, or up to twice as many
 
 
-Chunks = Callable[[], Iterator[RowChunk]]
-"""Yields the training rows in the same order and with the same values at every call."""
+Chunks = Callable[[int], Iterator[RowChunk]]
+"""Yields every so many-th training row from the first on, with the same values at every call."""
 
 
 class Columns(NamedTuple):
@@ -63,38 +63,17 @@ class Columns(NamedTuple):
         return torch.cat([scaled.new_ones(len(scaled), 1), scaled, products], dim=1)
 
 
-def sample_of(chunks: Chunks, num_rows: int) -> tuple[list[RowChunk], int]:
-    """Collect at most 32,768 rows at equal distances from the first on; return that distance."""
-    stride = max(1, -(-num_rows // _SAMPLE_ROWS))
-    kept: list[RowChunk] = []
-    start = 0
-    for chunk in chunks():
-        kept.append(_every(stride, chunk, start))
-        start += len(chunk.activations)
-    if start != num_rows or num_rows < 1:
-        raise ValueError(f"expected chunks of {num_rows} rows, at least 1, got {start}")
-    return kept, stride
-
-
-def _every(stride: int, chunk: RowChunk, start: int = 0) -> RowChunk:
-    """Return a chunk's rows at this distance, counted from the first of all rows."""
-    rows = slice((-start) % stride, None, stride)
-    parts = (None if part is None else part[rows].contiguous() for part in chunk)
-    return RowChunk(*parts)  # type: ignore[arg-type]
-
-
-def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+def _joined(parts: Sequence[Tensor | None], every: int) -> Tensor | None:
     given = [part for part in parts if part is not None]
     if given and len(given) != len(parts):
         raise ValueError("expected chunks of the same kinds of facts")
-    return torch.cat(given) if given else None
+    return torch.cat([part[::every] for part in given]) if given else None
 
 
 def columns_of(sample: Sequence[RowChunk]) -> Columns:
     """Choose centre and scale of every column from some rows of a sample."""
     every = max(1, sum(len(part.logits) for part in sample) // _SCALED_ROWS)
-    few = [_every(every, part) for part in sample]
-    rows = RowChunk(*(_joined(parts) for parts in zip(*few, strict=True)))  # type: ignore[arg-type]
+    rows = RowChunk(*(_joined(parts, every) for parts in zip(*sample, strict=True)))  # type: ignore[arg-type]
     mean_slope = _tame(rows.slopes).double().mean(dim=0).float()
     raw = _raw(rows, mean_slope)
     tail = 1 + round(_TAIL * (len(raw) - 1))  # torch's own quantile sorts all values
@@ -201,10 +180,10 @@ class LabelFreeFacts:
         self._training = training
         self._device = device
 
-    def __call__(self) -> Iterator[RowChunk]:
+    def __call__(self, stride: int = 1) -> Iterator[RowChunk]:
         """Yield the facts, in ascending order of the rows; the model is not changed."""
         with self._evaluating():
-            for rows in torch.split(self._training, CHUNK_ROWS):
+            for rows in torch.split(self._training[::stride], CHUNK_ROWS):
                 yield self._chunk(rows)
 
     def logits(self) -> Iterator[Tensor]:

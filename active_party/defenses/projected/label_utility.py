@@ -7,8 +7,8 @@ sums of a run add to that
     v = D^2 r / (N mu^2)        r directions, D = 1 for two classes and sqrt 2 for several
 
 in each direction (a row's weights have length 1 where its share of an orthonormal basis has length
-sqrt(r/N); stages share mu^2, and together reveal a direction as precisely as one stage with all of
-it). A coefficient from n rows with unprotected labels is as uncertain if
+sqrt(r/N); stages share mu^2, and together reveal r directions on average as precisely as one stage
+with all of it). A coefficient from n rows with unprotected labels is as uncertain if
 p (1 - p)/n = (p (1 - p) + v)/N. So the run learns what n rows with unprotected labels would teach,
 or less where that lies outside the r directions:
 

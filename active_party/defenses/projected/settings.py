@@ -2,7 +2,7 @@
 
 What a model needs from the labels are their sums against a few dozen functions of the features.
 Flipping one label moves such a sum over N rows by 1 at most, so noise that covers that 1 costs the
-model little, and less with every row. In each stage, design A (N, rank), sums and targets are
+model little, and less with every row. In each stage, design A (N, r), sums and targets are
 
     t = A^T y + sigma z,    |A_i| <= 1,    sigma = D sqrt(stages) / mu,    z standard normal
     y^ = posterior mean of y given all sums so far, around the model's prediction
@@ -119,8 +119,9 @@ class ProjectedLabelsDefense(SeededDefense):
     a third."""
 
     rank: int = Field(default=96, ge=1, le=1024)
-    """Number of sums in each stage: directions of the activations, the own features and the top
-    model in which labels are summed."""
+    """Number of sums in the first stage: directions of the activations, the own features and the
+    top model in which labels are summed. The second stage has half as many, the third a third, as
+    their shares of the bound."""
 
     memory: int = Field(default=1024, ge=1, le=1_000_000)
     """MiB for the weights of earlier stages, which are combined with the newest; the oldest are

@@ -121,7 +121,7 @@ class ProjectedLabels(StagedDefense):
         rows = design(
             facts,
             len(self._rows),
-            self._plan.rank,
+            max(1, self._plan.rank // (stage + 1)),  # as the share of mu^2: sums of equal precision
             subjects=self._subjects,
             excluded=self._is_known,
             earlier=self._posterior.released,
@@ -199,7 +199,7 @@ class ProjectedLabels(StagedDefense):
         return self._posterior.state_dict()
 
     @property
-    def lasting(self) -> Mapping[str, str]:
+    def immutable(self) -> Mapping[str, str]:
         count = self._posterior.num_stages
         first = self._next_stage - count
         return {f"posterior.steps.{n}": f"design{first + n}" for n in range(count)}

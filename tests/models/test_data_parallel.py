@@ -4,10 +4,12 @@ import copy
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, _set_pg_timeout
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import SettingsError, SplitveilError
+from splitveil.common.models import ranks as ranks_module
 from splitveil.common.models.conv import ConvTop
+from splitveil.common.models.data_parallel import Beginning, DataParallelModel, Learner, begin, work
 from splitveil.common.models.factory import build_bottom_model, build_top_model
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.ranks import RankLost, Ranks
@@ -35,7 +39,6 @@ from splitveil.common.models.settings import (
     WideDeepModel,
 )
 from splitveil.common.models.speed import speed_up
-from splitveil.common.models.spread_model import Beginning, Learner, SpreadModel, begin, work
 from splitveil.common.models.whole_batch_norm import with_whole_batches
 from splitveil.passive_party.bottom_trainer import LayerTap, stashing_weights
 from tests.support.forked import server
@@ -54,21 +57,29 @@ Build = Callable[[], nn.Module]
 
 
 def learner_of(
-    build: Build, ranks: Ranks | None = None, _: Any = None, *, depth: int = 1, **how: Any
+    build: Build,
+    ranks: Ranks | None = None,
+    _: Any = None,
+    *,
+    depth: int = 1,
+    device: Any = CPU,
+    **how: Any,
 ) -> Learner:
     """Return a learner; as all ranks build it, or the only one."""
     torch.manual_seed(1 + (ranks.rank if ranks else 0))  # so the weights have to come from rank 0
-    model = build()
+    model = build().to(device)
     speed_up(model, how.get("autocast"), compiled=how.get("compiled", False))
     taps = {"head": LayerTap(model.head).take} if isinstance(model, Parts) else {}
     optimizer = build_optimizer(how.get("optimizer", SGD), model)
     schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    return Learner(model, optimizer, schedule, CPU, taps, depth, partial(stashing_weights, model))
+    return Learner(
+        model, optimizer, schedule, device, taps, depth, partial(stashing_weights, model)
+    )
 
 
 def compute(rank: int, size: int, file: Path, facts: Any, build: Any) -> None:
     torch.set_num_threads(1)
-    ranks = Ranks.join(rank, size, file=file)
+    ranks = Ranks(rank, size, file=file)
     ranks.compare(facts)
     work(ranks, partial(build, ranks))
     ranks.close()
@@ -84,7 +95,7 @@ def ranks_of(size: int, build: Any, facts: Any = FACTS, code: int = 0) -> Iterat
         others = [server.Process(target=compute, args=(rank, *given)) for rank in range(1, size)]
         for process in others:
             process.start()
-        ranks = Ranks.join(0, size, file=file)
+        ranks = Ranks(0, size, file=file)
         try:
             ranks.compare(FACTS)
             yield ranks
@@ -162,7 +173,7 @@ BATCHES = (
 )
 
 
-def begun(ranks: Ranks, learner: Learner) -> SpreadModel:
+def begun(ranks: Ranks, learner: Learner) -> DataParallelModel:
     beginning = Beginning(OWN, None, 8)
     return begin(ranks, learner, beginning, features(), torch.arange(ROWS).numpy())
 
@@ -191,13 +202,13 @@ def test_several_ranks_learn_what_one_does(model: Build, how: Any, size: int) ->
     with ranks_of(size, partial(learner_of, model, **how)) as ranks:
         learner = learner_of(model, ranks, **how)
         learner.model.load_state_dict(learner_of(model).model.state_dict())
-        spread = begun(ranks, learner)
+        parallel = begun(ranks, learner)
         for batch, tap in zip(BATCHES, taps, strict=True):
-            stepped(learner, spread(batch).square().mean())
-            close(spread.taps["head"](), tap, how)
+            stepped(learner, parallel(batch).square().mean())
+            close(parallel.taps["head"](), tap, how)
         copy.deepcopy(learner.model)
         assert not any(buffer.requires_grad for buffer in learner.model.buffers())
-        spread.random_states()  # all ranks have the same weights
+        parallel.random_states()  # all ranks have the same weights
     for name, value in learner.model.state_dict().items():
         close(value, alone.model.state_dict()[name], how)
     assert isinstance(learner.model, Parts)
@@ -215,12 +226,12 @@ def test_an_answer_can_be_computed_before_the_top_model_learns(size: int) -> Non
     with ranks_of(size, partial(learner_of, top)) as ranks:
         learner = learner_of(top, ranks)
         beginning = Beginning(OWN, (6, 8, 8), 8)
-        spread = begin(ranks, learner, beginning, given, torch.arange(ROWS).numpy())
+        parallel = begin(ranks, learner, beginning, given, torch.arange(ROWS).numpy())
         for batch in BATCHES:
             cut = torch.randn(len(batch), 6, 8, 8)
             raw: list[Tensor] = []
             for one, outputs_of in (
-                (learner, partial(spread, batch)),
+                (learner, partial(parallel, batch)),
                 (alone, lambda cut: alone.model(cut, given.rows(batch))),  # noqa: B023
             ):
                 own = cut.clone().requires_grad_()
@@ -228,7 +239,7 @@ def test_an_answer_can_be_computed_before_the_top_model_learns(size: int) -> Non
                 raw += torch.autograd.grad(loss, own, retain_graph=True)
                 stepped(one, loss)
             torch.testing.assert_close(*raw)
-        spread.random_states()
+        parallel.random_states()
     for weight, other in zip(learner.model.parameters(), alone.model.parameters(), strict=True):
         torch.testing.assert_close(weight, other)
 
@@ -258,26 +269,26 @@ def test_steps_that_are_computed_again_from_a_state_have_the_same_bits() -> None
     """Each rank goes back to its own random state, and drops other values than the others."""
     with ranks_of(3, partial(learner_of, dropping)) as ranks:
         learner = learner_of(dropping, ranks)
-        spread = begun(ranks, learner)
+        parallel = begun(ranks, learner)
 
         def go_on() -> list[Tensor]:
             outputs = []
             for _ in range(3):
-                outputs.append(spread(torch.tensor([0, 1, 2, 3, 4, 5])))
+                outputs.append(parallel(torch.tensor([0, 1, 2, 3, 4, 5])))
                 stepped(learner, outputs[-1].square().sum())
             return [*outputs, *(one.clone() for one in learner.model.parameters())]
 
-        spread(torch.arange(3))
+        parallel(torch.arange(3))
         parts: tuple[Any, ...] = learner[:3]
         begun_with = copy.deepcopy([one.state_dict() for one in parts])
-        random = torch.get_rng_state(), spread.random_states()
+        random = torch.get_rng_state(), parallel.random_states()
         first = go_on()
         for one, state in zip(parts, begun_with, strict=True):
             one.load_state_dict(state)
         torch.set_rng_state(random[0])
-        spread.share(random[1])
+        parallel.share(random[1])
         assert all(map(torch.equal, first, go_on()))
-        assert len({bytes(one.numpy()) for one in spread.random_states()}) == 2
+        assert len({bytes(one.numpy()) for one in parallel.random_states()}) == 2
 
 
 class Checkpointed(nn.Module):
@@ -298,9 +309,9 @@ def test_a_batch_norm_that_is_computed_again_sees_the_whole_batch() -> None:
         stepped(alone, alone.model(given.rows(batch)).pow(3).sum())
     with ranks_of(2, partial(learner_of, Checkpointed)) as ranks:
         learner = learner_of(Checkpointed, ranks)
-        spread = begun(ranks, learner)
+        parallel = begun(ranks, learner)
         for batch in BATCHES:
-            stepped(learner, spread(batch).pow(3).sum())
+            stepped(learner, parallel(batch).pow(3).sum())
     for weight, other in zip(learner.model.parameters(), alone.model.parameters(), strict=True):
         torch.testing.assert_close(weight, other, atol=1e-5, rtol=1e-4)
 
@@ -311,7 +322,7 @@ class OwnNorm(nn.BatchNorm1d):
 
 def test_a_batch_norm_of_the_users_own_is_refused_by_name() -> None:
     with pytest.raises(SettingsError, match=r"^1: several processes cannot compute OwnNorm over"):
-        with_whole_batches(nn.Sequential(nn.Linear(3, 4), OwnNorm(4)))
+        with_whole_batches(nn.Sequential(nn.Linear(3, 4), OwnNorm(4)), None)  # type: ignore[arg-type]
 
 
 def stranger(file: Path) -> None:
@@ -329,9 +340,41 @@ def test_what_connects_without_the_secret_is_no_rank(tmp_path: Path) -> None:
     process = server.Process(target=stranger, args=(tmp_path / "ranks",))
     process.start()
     with pytest.raises(RankLost, match="what connected as rank 1 is no process of this party"):
-        Ranks.join(0, 2, file=tmp_path / "ranks")
+        Ranks(0, 2, file=tmp_path / "ranks")
     process.join(60)
     assert process.exitcode == 0
+
+
+def hanging(file: Path) -> None:
+    Ranks(1, 2, file=file).compare(FACTS)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        Ranks.check_all_alive,
+        lambda ranks: ranks.gather_rows(torch.ones(1, 2), torch.tensor([0, 1])),
+        lambda ranks: ranks.add_up([torch.ones(3)]),
+    ],
+    ids=["sign of life", "rows", "sums"],
+)
+def test_a_rank_that_hangs_is_reported_after_the_time_out(
+    ask: Callable[[Ranks], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    process = server.Process(target=hanging, args=(tmp_path / "ranks",))
+    process.start()
+    found = Ranks(0, 2, file=tmp_path / "ranks")
+    found.compare(FACTS)
+    for name in ("_WITHIN", "_ANSWERS_WITHIN"):
+        monkeypatch.setattr(ranks_module, name, timedelta(milliseconds=100))
+    _set_pg_timeout(timedelta(milliseconds=100))
+    with pytest.raises(RankLost, match="another process of this party is gone, or hangs"):
+        ask(found)
+    process.kill()
+    found.close()
+    process.join()
 
 
 NUMBERS, IMAGES = FeatureShapes(3, (5, 4)), FeatureShapes(image_shape=(1, 8, 8))
@@ -357,12 +400,12 @@ def test_models_compute_batches_of_no_rows(settings: Any, logits: int) -> None:
 def test_ranks_whose_weights_differ_end_the_run() -> None:
     with ranks_of(2, partial(learner_of, dense), code=1) as ranks:
         learner = learner_of(dense, ranks)
-        spread = begun(ranks, learner)
-        spread.random_states()
+        parallel = begun(ranks, learner)
+        parallel.random_states()
         with torch.no_grad():
             learner.model.get_parameter("head.bias").add_(1e-6)
         with pytest.raises(SplitveilError, match="rank 1 has other weights than rank 0"):
-            spread.random_states()
+            parallel.random_states()
 
 
 def test_ranks_with_other_settings_are_refused_by_name() -> None:
@@ -392,12 +435,12 @@ def test_a_step_sends_at_most_twice_the_weights_from_each_rank(size: int) -> Non
 
     with ranks_of(size, partial(learner_of, Large)) as ranks:
         learner = learner_of(Large, ranks)
-        spread = begun(ranks, learner)
+        parallel = begun(ranks, learner)
         every = [os.getpid(), *(one.pid for one in multiprocessing.active_children() if one.pid)]
-        spread.random_states()
+        parallel.random_states()
         before = [sent(number) for number in every]
         for _ in range(3):
-            stepped(learner, spread(torch.arange(16)).sum())
+            stepped(learner, parallel(torch.arange(16)).sum())
         ranks.check_all_alive()
         after = [sent(number) for number in every]
     weights = sum(one.nbytes for one in learner.model.parameters())

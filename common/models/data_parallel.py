@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import Function
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -32,7 +31,7 @@ from splitveil.common.models.training_state import (
     set_random_state,
     trained_of,
 )
-from splitveil.common.models.whole_batch_norm import computing_together, with_whole_batches
+from splitveil.common.models.whole_batch_norm import computed, with_whole_batches
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.run.state_bytes import state_from_bytes, state_to_bytes
@@ -75,14 +74,10 @@ class Beginning(NamedTuple):
     total_steps: int
 
 
-class SpreadModel:
+class DataParallelModel:
     """One rank's part of the model. What rank 0 does here, it orders all others to do with it.
 
-    Args:
-        ranks: all of them.
-        learner: this rank's.
-        beginning: the same at all ranks.
-        rows_at: returns features of rows that this rank owns, (rows,) int64; None without any.
+    ``rows_at`` returns features of rows that this rank owns, (rows,) int64; None without any.
     """
 
     def __init__(
@@ -92,14 +87,14 @@ class SpreadModel:
         beginning: Beginning,
         rows_at: Callable[[Tensor], Features] | None,
     ) -> None:
-        with_whole_batches(learner.model)
+        with_whole_batches(learner.model, ranks)
         self.ranks = ranks
         self._learner = learner
         self._rows_at = rows_at
         self._cut_shape = beginning.cut_shape
         self._shares: deque[tuple[int, _Share]] = deque(maxlen=learner.at_once)
         self._number = 0
-        self._seen: dict[str, Tensor] = {}
+        self._captured: dict[str, Tensor] = {}
 
     # ---- rank 0 ----
 
@@ -113,17 +108,17 @@ class SpreadModel:
         number = self._number
         output = self.forward(number, positions.cpu(), first)
         trained = trained_of(self._learner.model)
-        found = _computed(partial(self.weight_gradients, number), output, *trained)
+        found = computed(partial(self.weight_gradients, number), output, *trained)
         if first is not None and first.requires_grad:
             # A gradient of the inputs alone then leaves the weights aside, and the other way round.
             zeros = torch.zeros_like(output)
-            found = found + _computed(lambda one: [self.input_gradient(number, one)], zeros, first)
+            found = found + computed(lambda one: [self.input_gradient(number, one)], zeros, first)
         return found
 
     @property
     def taps(self) -> Mapping[str, Take]:
         """As the learner's, with the gradients of all rows of a batch."""
-        return {name: partial(self._seen.pop, name, None) for name in self._learner.taps}
+        return {name: partial(self._captured.pop, name, None) for name in self._learner.taps}
 
     def share(self, random: list[Tensor]) -> None:
         """Let all ranks go on from rank 0's model, optimizer and schedule of now.
@@ -144,8 +139,7 @@ class SpreadModel:
         with self.ranks.lock:
             if not self.ranks.rank:
                 self.ranks.order(kind, number, content)
-            with computing_together(self.ranks):  # also backward: checkpointed layers compute again
-                yield
+            yield
 
     def forward(self, number: int, positions: Tensor, first: Tensor | None = None) -> Tensor:
         """Compute a batch in training mode, and return its outputs."""
@@ -183,8 +177,8 @@ class SpreadModel:
             found += torch.autograd.grad(share.output, trained, own, allow_unused=True)
             self.ranks.add_up_gradients(trained, found)
             for name, take in self._learner.taps.items():
-                if (seen := take()) is not None:
-                    self._seen[name] = self.ranks.gather_rows(seen, share.owners)
+                if (tapped := take()) is not None:
+                    self._captured[name] = self.ranks.gather_rows(tapped, share.owners)
         return found
 
     def _of(self, number: int, gradient: Tensor | None) -> tuple[_Share, Tensor]:
@@ -220,7 +214,7 @@ class SpreadModel:
                 case "load":
                     self._load(state_from_bytes(bytes(order.content.numpy())))
                 case "forward":
-                    self.forward(order.number, order.content)
+                    self.forward(order.number, order.content.view(torch.int64))
                 case "inputs":
                     self.input_gradient(order.number)
                 case "weights":
@@ -245,12 +239,12 @@ class SpreadModel:
             set_random_state(self._learner.device, state_from_bytes(bytes(random.numpy())))
 
 
-def go_on(spread: SpreadModel | None, random: list[Tensor]) -> None:
-    """Let all ranks, or rank 0 if ``spread`` is None, go on from what rank 0 has loaded.
+def go_on(parallel: DataParallelModel | None, random: list[Tensor]) -> None:
+    """Let all ranks, or rank 0 if ``parallel`` is None, go on from what rank 0 has loaded.
 
     ``random`` has the random states of the other ranks that saved it.
     """
-    before, now = 1 + len(random), 1 if spread is None else spread.ranks.size
+    before, now = 1 + len(random), 1 if parallel is None else parallel.ranks.size
     if before != now:
         _logger.warning(
             "%d process(es) of this party have come this far and %d go on: what follows is equal "
@@ -258,26 +252,8 @@ def go_on(spread: SpreadModel | None, random: list[Tensor]) -> None:
             before,
             now,
         )
-    if spread is not None:
-        spread.share(random)
-
-
-class _Computed(Function):
-    """Outputs of a batch as a function of what they have gradients at."""
-
-    @staticmethod
-    def forward(ctx: Any, gradients_at: Any, outputs: Tensor, *_at: Tensor) -> Tensor:
-        ctx.gradients_at = gradients_at
-        return outputs.view_as(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, None, *ctx.gradients_at(gradients[0])
-
-
-def _computed(gradients_at: Any, outputs: Tensor, *at: Tensor) -> Tensor:
-    found: Tensor = _Computed.apply(gradients_at, outputs, *at)  # type: ignore[no-untyped-call]
-    return found
+    if parallel is not None:
+        parallel.share(random)
 
 
 # ---- the beginning of a run ----
@@ -289,7 +265,7 @@ def begin(
     beginning: Beginning,
     features: Features | None,
     trained: Positions,
-) -> SpreadModel:
+) -> DataParallelModel:
     """Give all ranks their rows, and rank 0's model.
 
     ``features`` of all rows are on the learner's device already. ``trained`` has the positions of
@@ -299,13 +275,13 @@ def begin(
     with ranks.lock:
         content = state_to_bytes({"beginning": beginning, "positions": positions})
         ranks.order("begin", content=as_bytes(content))
-        for rank in ranks.others if features is not None else ():
-            for block in _blocks(positions[positions % ranks.size == rank], beginning):
-                rows = None if features is None else features.rows(block.to(device)).to(CPU)
-                for part in () if rows is None else rows.tensors():
-                    ranks.move({rank: part})
+        if features is not None:
+            for rank in range(1, ranks.size):
+                for block in _blocks(positions[positions % ranks.size == rank], beginning):
+                    for part in features.rows(block.to(device)).to(CPU).tensors():
+                        ranks.move({rank: part})
     rows_at = None if features is None else features.rows
-    found = SpreadModel(ranks, learner, beginning, rows_at)
+    found = DataParallelModel(ranks, learner, beginning, rows_at)
     found.share([])
     return found
 
@@ -321,9 +297,9 @@ def work(ranks: Ranks, build: Callable[[Beginning], Learner]) -> None:
         order = _begun(ranks, build(beginning), beginning, own).work()
 
 
-def _begun(ranks: Ranks, learner: Learner, beginning: Beginning, own: Tensor) -> SpreadModel:
+def _begun(ranks: Ranks, learner: Learner, beginning: Beginning, own: Tensor) -> DataParallelModel:
     if beginning.shapes is None:
-        return SpreadModel(ranks, learner, beginning, None)
+        return DataParallelModel(ranks, learner, beginning, None)
     received = beginning.shapes.zeros(len(own))
     for block in _blocks(torch.arange(len(own)), beginning):
         for part in received.tensors():
@@ -333,7 +309,7 @@ def _begun(ranks: Ranks, learner: Learner, beginning: Beginning, own: Tensor) ->
     def rows_at(positions: Tensor) -> Features:
         return features.rows(torch.searchsorted(own, positions.cpu()).to(learner.device))
 
-    return SpreadModel(ranks, learner, beginning, rows_at)
+    return DataParallelModel(ranks, learner, beginning, rows_at)
 
 
 def _blocks(positions: Tensor, beginning: Beginning) -> Sequence[Tensor]:

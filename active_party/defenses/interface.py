@@ -116,8 +116,7 @@ class Examples(NamedTuple):
     ids: Sequence[str]  # canonical ids; empty if the defense does not have a noise key
     labels: Tensor  # true labels, (aligned,)
     device: torch.device  # the device on which the top model is trained
-    training: Tensor | None = None
-    """Positions of the training rows, (training rows,) int64, ascending; None for all rows."""
+    training: Tensor | None = None  # positions, (training rows,) int64, ascending; None for all
     subjects: Tensor | None = None  # number of each person, (aligned,) int64; None if all differ
     known_targets: Tensor | None = None
     """Targets that earlier runs released, (aligned,) or (aligned, classes), NaN where there is

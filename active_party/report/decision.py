@@ -39,8 +39,7 @@ _BADGES: Mapping[Outcome, str] = {
     "unknown": "No target set",
 }
 
-RECOVERED = 0.9
-"""Feature-adjusted leak AUC, or share of variance, from which labels count as recovered."""
+RECOVERED = 0.9  # adjusted leak AUC, or share of variance, from which labels are recovered
 _ROUNDING = 1e-9
 
 

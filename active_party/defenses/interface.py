@@ -271,7 +271,7 @@ class StagedDefense(Defense):
     @property
     @abstractmethod
     def released_targets(self) -> Tensor | None:
-        """Targets of all aligned rows that were computed from releases alone, if there are any."""
+        """Targets of all aligned rows that were computed only from releases, if there are any."""
 
     @property
     def lasting(self) -> Mapping[str, str]:
@@ -308,7 +308,7 @@ class RememberingDefense(Defense):
 
 
 def noise_alone(rows: Tensor, gradients: Tensor, largest: float, noise: NoiseSource) -> Defended:
-    """Answer with noise of the largest norm alone, which reveals nothing; (batch, cut_dim)."""
+    """Answer with only noise, of the largest norm, which reveals nothing; (batch, cut_dim)."""
     report = DefenseReport(
         noise_power=largest * largest, sum_kl_after=0.0, leak_auc_bound=0.5, charge=LeakCharge(0.0)
     )

@@ -5,7 +5,7 @@ another way: they decide when a run ends, or what a peer gets to know on request
 weights the top model begins. No charge describes that, so that no bound for anybody may stand
 beside it.
 
-A bound for weaker adversary classes stays: these peers look at answers alone, and their bound is
+A bound for weaker adversary classes stays: these peers look only at answers, and their bound is
 about a label beyond what the model predicts of it.
 """
 

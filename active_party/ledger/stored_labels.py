@@ -1,6 +1,6 @@
 """Labels and targets that a later run uses again, by example.
 
-**Targets** that a run's releases led to (`TARGETS`). A target is computed from releases alone. A
+**Targets** that a run's releases led to (`TARGETS`). A target is computed only from releases. A
 later run that trains on it again, instead of summing the label once more, reveals nothing new about
 that label; neither does one that computes other targets from the same releases. An example is
 recognised by its id; whether its label has changed since must not matter, because the choice of

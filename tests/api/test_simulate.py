@@ -291,7 +291,7 @@ LABELS: dict[str, tuple[list[str], dict[str, Any], Any]] = {
     "words": (["no", "yes"], {}, "yes"),
     "a text of two": (["stays", "leaves"], {"positive_label": "leaves"}, "leaves"),
     "numbers": (["1", "2"], {"positive_label": ("2", "3")}, ["2", "3"]),
-    "a number": (["1", "2"], {"positive_label": 2}, ["2"]),
+    "a number": (["1", "2"], {"positive_label": 2}, "2"),
 }
 
 

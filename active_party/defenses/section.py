@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, final
 
+import numpy.typing as npt
 import torch
 from pydantic import Field, ValidationError, model_validator
 from torch import Tensor, nn
@@ -130,8 +131,8 @@ class DefenseSection(Section):
     @final
     def __call__(
         self,
-        gradients: Tensor,
-        labels: Tensor | Sequence[float],
+        gradients: Tensor | npt.NDArray[Any],
+        labels: Tensor | Sequence[float] | npt.NDArray[Any],
         *,
         probabilities: Tensor | None = None,
         num_classes: int = 2,

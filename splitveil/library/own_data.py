@@ -228,7 +228,9 @@ def _row_labels(table: pa.Table) -> list[list[Any]]:
 def _is_by_party(passive: Any) -> bool:
     def is_table(one: Any) -> bool:  # and no column, which has __arrow_c_stream__ as well
         has_columns = hasattr(one, "schema") or hasattr(one, "columns")
-        return has_columns or isinstance(one, Mapping) or np.ndim(one) == 2
+        if has_columns or isinstance(one, Mapping):
+            return True
+        return not isinstance(one, list) and np.ndim(one) == 2
 
     return isinstance(passive, Mapping) and all(map(is_table, passive.values()))
 

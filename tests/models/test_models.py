@@ -77,9 +77,13 @@ class BuiltIn(nn.Module):
     forward = max
 
 
+class Wrapped(nn.Linear):
+    def forward(self, *given: Tensor) -> Tensor:
+        return super().forward(*given)
+
+
 INSTANCE = nn.Linear(3, 5)
 LAZY = nn.LazyLinear(5)
-WRAPPED = nn.DataParallel(nn.Linear(3, 5))
 
 
 def no_module(shapes: FeatureShapes) -> int:
@@ -370,7 +374,7 @@ def test_no_row_of_a_batch_has_an_influence_on_another(
         (custom("Plain", fault="eval"), NUMBERS, (5,), "of 2 rows in eval mode: RuntimeError: tra"),
         (custom("Plain", fault="trains"), NUMBERS, (5,), "Plain.eval() leaves it in training mode"),
         (
-            custom("WRAPPED"),
+            custom("Wrapped", in_features=3, out_features=5),
             NUMBERS,
             (5,),
             "forward does not say its parameters: expected a module",

@@ -135,7 +135,9 @@ def test_features_move_to_a_gpu_once(
 
     monkeypatch.setattr(Features, "to", noted)
     if per_batch:
-        monkeypatch.setattr(Features, "rows", lambda own, at: rows(own.to(CPU), at.cpu()).to(gpu))
+        monkeypatch.setattr(
+            Features, "rows", lambda own, at: rows(own.to(CPU), at.cpu()).to(at.device)
+        )
     run_in_process(build_parties(tables / "two classes", device=gpu))
     assert (len(moved) == 2) != per_batch  # one table of each party
 

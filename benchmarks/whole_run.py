@@ -370,9 +370,10 @@ def print_table(middle: dict[str, Cost]) -> None:
 
 
 def print_growth(work: Work, sizes: Sequence[int]) -> None:
-    print("\n| rows | first step, CPU s | CPU ms/step | stage, CPU s | end, CPU s ", end="")
+    print("\n| rows | first step, s | CPU s | CPU ms/step | stage, CPU s | end, CPU s ", end="")
     print("| MiB active | MiB passive | MB on disk |")
-    print("|---" * 8 + "|")
+    print("|---" * 9 + "|")
+    fields = ("first_step_s", "first_step_cpu_s", "cpu_ms", "stage_cpu_s", "ending_cpu_s")
     before: tuple[float, ...] = ()
     for rows in sizes:
         with tempfile.TemporaryDirectory() as scratch:
@@ -380,7 +381,7 @@ def print_growth(work: Work, sizes: Sequence[int]) -> None:
             cost = cost_of_run(
                 Path(scratch), work._replace(rows=rows), None, defense="projected_labels"
             )
-        parts = (cost.first_step_cpu_s, cost.cpu_ms, cost.stage_cpu_s, cost.ending_cpu_s)
+        parts = (getattr(cost, name) for name in fields)
         now = (rows, *parts, *reversed(cost.memory_mib), cost.disk_mb)
         print("|", " | ".join(f"{x:,.4g}" for x in now), "|", flush=True)
         if before:

@@ -234,11 +234,11 @@ def largest_entry(gradients: torch.Tensor) -> torch.Tensor:
 
 def test_a_class_is_a_defense_and_its_charge_is_what_the_ledger_says(tmp_path: Path) -> None:
     write_example(tmp_path)
-    chosen: list[Any] = [Halved, defenses.own(Halved, factor=0.25)]
+    chosen: list[Any] = [Halved, defenses.own(Halved, factor=0.25), defenses.Iso]
     runs = simulate(tmp_path, defense=chosen, settings={**ONE_CORE, "contract.epochs": 2})
-    assert runs.defenses == ["Halved", "Halved factor=0.25"]
-    assert [run.ledger.guarantee().sum_kl.max for run in runs] == [0.5, 0.5]
-    assert all(run.bounds["anybody"] < 1 for run in runs)
+    assert runs.defenses == ["Halved", "Halved factor=0.25", "iso"]
+    assert [run.ledger.guarantee().sum_kl.max for run in runs[:2]] == [0.5, 0.5]
+    assert all(run.bounds["anybody"] < 1 for run in runs[:2])
 
 
 def test_functions_are_defenses_without_a_bound_and_attacks(tmp_path: Path) -> None:
@@ -311,6 +311,7 @@ LABELS: dict[str, tuple[list[str], dict[str, Any], Any]] = {
     "words": (["no", "yes"], {}, "yes"),
     "a text of two": (["stays", "leaves"], {"positive_label": "leaves"}, "leaves"),
     "numbers": (["1", "2"], {"positive_label": ("2", "3")}, ["2", "3"]),
+    "a number": (["1", "2"], {"positive_label": 2}, ["2"]),
 }
 
 
@@ -462,6 +463,23 @@ APART: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str]] = {
         lambda a, p: (a, p.set_axis(["id", "x", 0, "0"], axis=1)),
         "passive: .* names .*'0'",
     ),
+    "a column": (lambda a, p: (a, p["x0"]), "passive: expected a data frame, .* got Series"),
+    "texts beside numbers": (
+        lambda a, p: (a, {**p, "x0": [1, "a"] * 150}),
+        "passive: column 'x0': expected cells of one kind, and not nested$",
+    ),
+    "a tensor with a gradient": (
+        lambda a, p: (a, {"x0": torch.ones(300, requires_grad=True)}),
+        r"passive: cannot be read as a table: .* Use tensor\.detach",
+    ),
+    "lengths of time": (
+        lambda a, p: (a, duckdb.sql("SELECT INTERVAL 1 DAY AS x0")),
+        "column 'x0': expected numbers, .*, not month_day_nano_interval",
+    ),
+    "an infinite number": (
+        lambda a, p: (a, p.assign(x0=float("inf"))),
+        "^passive: column 'x0': infinite or too large",
+    ),
     "a name twice, of Arrow": (
         lambda a, p: (a, pa.table(p).rename_columns(["x"] * 4)),
         "passive: .* several columns are named 'x'",
@@ -470,12 +488,15 @@ APART: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str]] = {
 
 
 @pytest.mark.parametrize("given", APART)
-def test_data_frames_whose_rows_do_not_correspond_are_refused(given: str, columns: Columns) -> None:
+def test_tables_that_are_none_or_do_not_correspond_are_refused_in_a_sentence(
+    given: str, columns: Columns
+) -> None:
     pandas = pytest.importorskip("pandas")
     make, message = APART[given]
     active, passive = make(*map(pandas.DataFrame, columns))
-    with pytest.raises(SettingsError, match=message):
+    with pytest.raises(SplitveilError, match=message) as raised:
         simulate(active=active, passive=passive, settings=SHORT)
+    assert "\n" not in str(raised.value)
 
 
 def test_equal_row_labels_leave_row_n_the_same_example(columns: Columns) -> None:
@@ -801,6 +822,26 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "twice": ({"example": "breast_cancer", "defense": ["none", "none"]}, "each defense once"),
     "no seeds": ({"example": "breast_cancer", "seeds": 0}, "expected at least one"),
+    "a seed below 0": ({"example": "breast_cancer", "seeds": [-1]}, "none below 0"),
+    "one attack": ({"example": "breast_cancer", "attacks": "nrom"}, "did you mean 'norm'?"),
+    "a setting of a table in memory": (
+        {
+            "active": {"label": [0, 1]},
+            "passive": {"x": [1.0, 2.0]},
+            "settings": {"passive.bottom_modle": 1},
+        },
+        "^passive: bottom_modle: unknown setting; did you mean 'bottom_model'?",
+    ),
+    "an absent file beside a table in memory": (
+        {
+            "active": {"label": [0, 1] * 60},
+            "passive": {"note": ["a", "b"] * 60},
+            "settings": {
+                "passive.data.features.sequences.note": {"tokenizer": "no.json", "max_length": 2}
+            },
+        },
+        f"^no.json: there is no such file in {re.escape(str(Path.cwd()))}$",
+    ),
     "no such party": (
         {"example": "breast_cancer", "settings": {"epochs": 1}},
         "expected active.NAME=VALUE",
@@ -832,5 +873,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_cannot_be_simulated_is_said(wrong: str) -> None:
     arguments, message = WRONG[wrong]
-    with pytest.raises((SplitveilError, ValueError), match=message):
+    with pytest.raises((SplitveilError, ValueError), match=message) as raised:
         simulate(**arguments)
+    assert "\n" not in str(raised.value)
+    assert "--set" not in str(raised.value)

@@ -119,7 +119,7 @@ class AuditSettings(Section):
     """The attacks that score every audited batch, or accumulate over the run's epochs: names, or
     sections with ``kind: custom``."""
 
-    queue_batches: int = Field(default=2, ge=1, le=1024)
+    queue_batches: int = Field(default=8, ge=1, le=1024)
     """Number of batches that may wait for the audit; further batches are left out.
 
     A checkpoint, and so the training, waits for those."""

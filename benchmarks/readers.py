@@ -16,13 +16,10 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import numpy as np
-import polars
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
@@ -30,7 +27,6 @@ from pyarrow import csv as arrow_csv
 
 from benchmarks.environment import in_a_process, print_environment, status_mib
 from splitveil.common.data.converted import open_converted
-from splitveil.common.data.csv_file import CsvFile
 from splitveil.common.data.features import FeatureEncoder, RowEncoder
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.party.party_data import PartyData
@@ -116,23 +112,6 @@ class Memory:
             self.own_gib = max(self.own_gib, status_mib("self", "RssAnon") / 1024)
 
 
-def measured_text(path: Path, reader: str) -> tuple[float, float]:
-    """Read all cells as texts, with nothing checked."""
-    memory, cpu = Memory(), time.process_time()
-    batches: Iterable[Any]
-    if reader == "pyarrow":
-        parts = CsvFile(path, "\t", NAMES).parts(NAMES)
-        batches = (part.columns["label"] for part in parts)
-    elif reader == "duckdb":
-        table = duckdb.read_csv(str(path), sep="\t", header=False, all_varchar=True, names=NAMES)
-        batches = table.to_arrow_reader(2**16)
-    else:
-        lazy = polars.scan_csv(path, separator="\t", has_header=False, infer_schema=False)
-        batches = lazy.collect_batches(chunk_size=2**16)
-    rows = sum(map(len, batches))
-    return rows / (time.process_time() - cpu), memory.stop().own_gib
-
-
 def measured_conversion(folder: Path) -> tuple[float, ...]:
     memory, start, cpu = Memory(), time.perf_counter(), time.process_time()
     table = open_converted(settings(folder), Path(), lambda _: None)
@@ -183,9 +162,6 @@ def main() -> None:
 
 
 def report(folder: Path, path: Path) -> None:
-    for reader in ("pyarrow", "duckdb", "polars"):
-        speed, own_gib = in_a_process(measured_text, path, reader)
-        print(f"cells as texts, {reader}: {speed:,.0f} rows per CPU second, {own_gib:.2f} GiB own")
     num_rows, wall_s, cpu_s, own_gib = in_a_process(measured_conversion, folder)
     kept = sum(file.stat().st_size for file in (folder / "cache").glob("train*/*"))
     print(

@@ -38,7 +38,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,7 +87,7 @@ class Cost(NamedTuple):
     ending_s: float = 0.0
     """From the last evaluation to the exit of the last process."""
     ending_cpu_s: float = 0.0
-    threads_ms: Mapping[str, float] = MappingProxyType({})
+    threads_ms: Mapping[str, float] | None = None
     """CPU time of one step in each thread."""
     stage_cpu_s: float = 0.0
     disk_mb: float = 0.0
@@ -346,7 +345,7 @@ def main() -> None:
             for name in given.only or runs:
                 found.setdefault(name, []).append(runs[name]())
                 print(f"{name}: {found[name][-1].steps_per_s:.1f} steps/s", flush=True)
-                by_thread = found[name][-1].threads_ms.items() if given.threads else ()
+                by_thread = ((given.threads and found[name][-1].threads_ms) or {}).items()
                 for thread, ms in sorted(by_thread, key=lambda one: -one[1])[:MOST_THREADS]:
                     print(f"  {ms:5.2f} ms/step: {thread}")
     middle = {name: median_of(costs) for name, costs in found.items()}
@@ -371,9 +370,10 @@ def print_table(middle: dict[str, Cost]) -> None:
 
 
 def print_growth(work: Work, sizes: Sequence[int]) -> None:
-    print("\n| rows | first step, CPU s | CPU ms/step | stage, CPU s | end, CPU s ", end="")
+    print("\n| rows | first step, s | CPU s | CPU ms/step | stage, CPU s | end, CPU s ", end="")
     print("| MiB active | MiB passive | MB on disk |")
-    print("|---" * 8 + "|")
+    print("|---" * 9 + "|")
+    fields = ("first_step_s", "first_step_cpu_s", "cpu_ms", "stage_cpu_s", "ending_cpu_s")
     before: tuple[float, ...] = ()
     for rows in sizes:
         with tempfile.TemporaryDirectory() as scratch:
@@ -381,7 +381,7 @@ def print_growth(work: Work, sizes: Sequence[int]) -> None:
             cost = cost_of_run(
                 Path(scratch), work._replace(rows=rows), None, defense="projected_labels"
             )
-        parts = (cost.first_step_cpu_s, cost.cpu_ms, cost.stage_cpu_s, cost.ending_cpu_s)
+        parts = (getattr(cost, name) for name in fields)
         now = (rows, *parts, *reversed(cost.memory_mib), cost.disk_mb)
         print("|", " | ".join(f"{x:,.4g}" for x in now), "|", flush=True)
         if before:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -25,6 +25,7 @@ from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run import messages
 from splitveil.common.run.contract import check_same_contract
 from splitveil.common.run.messages import Activation
+from splitveil.common.text.closing import Closing
 from splitveil.common.wire import probes
 from splitveil.common.wire.connection import (
     Interruption,
@@ -128,7 +129,7 @@ HEALTH_TIMEOUT_S = 3.0
 MessageT = TypeVar("MessageT", bound=Message)
 
 
-class GrpcPeer:
+class GrpcPeer(Closing):
     def __init__(
         self,
         connection: PeerConnection,
@@ -153,12 +154,6 @@ class GrpcPeer:
             self._limits,
         )
         self._align: Any = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         for stream in (self._train, self._evaluate):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from splitveil.active_party.predict.predictor import Asked, Predictions, Predict
 from splitveil.common.data.features import Features
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.messages import Embedded
+from splitveil.common.text.closing import Closing
 from splitveil.common.wire.inference_codec import portions
 
 IN_FLIGHT = 4  # questions under way at a time
@@ -53,7 +54,7 @@ class _UnderWay(NamedTuple):
     places: list[NDArray[np.int64]]  # of each request's ids among those asked for
 
 
-class Batcher:
+class Batcher(Closing):
     """Answers questions with predictions of the joint model. Several threads may use it."""
 
     def __init__(
@@ -78,12 +79,6 @@ class Batcher:
         ]
         for thread in self._threads:
             thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def submit(self, question: IdQuestion) -> "Future[Predictions]":
         """Return the answer to come, or one of the errors of ``Predictor.finish``."""

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import h11
 import uvicorn
@@ -24,6 +24,7 @@ from splitveil.active_party.settings import ServingTls
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.credentials import printable
 from splitveil.common.text.addresses import on_loopback, split_address
+from splitveil.common.text.closing import Closing
 from splitveil.common.text.files import read_bytes, read_secret
 
 logger = logging.getLogger(__name__)
@@ -181,7 +182,7 @@ _LOGGERS = ("uvicorn.error", "asyncio", __name__)
 _NO_DESCRIPTORS_S = 0.1
 
 
-class HttpServer:
+class HttpServer(Closing):
     def __init__(
         self, app: Any, address: str, tls: ServerTls | None = None, grace_s: int = 5
     ) -> None:
@@ -209,12 +210,6 @@ class HttpServer:
             if not self._thread.is_alive() or time.monotonic() - began > START_S:
                 raise SettingsError(f"serving.http: cannot serve at {address}")
             time.sleep(0.005)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def num_connections(self) -> int:

@@ -8,12 +8,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import grpc
 
 from splitveil.common.errors import OtherModel, PeerUnreachable, SplitveilError
 from splitveil.common.run.messages import Embedded, ModelIdentity
+from splitveil.common.text.closing import Closing
 from splitveil.common.wire.connection import MessageStream, PeerConnection
 from splitveil.common.wire.endpoint import HANDSHAKE_TIMEOUT_S, INFERENCE_SERVICE, method_path
 from splitveil.common.wire.inference_codec import (
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.25
 
 
-class EmbedClient:
+class EmbedClient(Closing):
     """Asks a passive party for the activations of ids. Several threads may use it at a time."""
 
     def __init__(self, connection: PeerConnection, model: ModelIdentity, deadline_s: float) -> None:
@@ -46,12 +47,6 @@ class EmbedClient:
         self._max_ids = most_ids(connection.contract)
         self._stream: _Stream | None = None
         self._lock = threading.Lock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def max_ids(self) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from splitveil.common.party.served_rows import ServedRows
 from splitveil.common.record.model_files import REFITTED, WEIGHTS, TrainedModel
 from splitveil.common.run.contract import ACTIVE, Aggregation
 from splitveil.common.run.messages import Embedded, ModelIdentity
+from splitveil.common.text.closing import Closing
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import check_security
 from splitveil.common.wire.http_proxy import proxy_of_environment
@@ -142,7 +143,7 @@ def asking_order(ids: Sequence[str]) -> NDArray[np.int64]:
     return np.array(sorted(range(len(ids)), key=ids.__getitem__), np.int64)
 
 
-class Predictor:
+class Predictor(Closing):
     """Answers ids with probabilities. Several threads may use it."""
 
     def __init__(
@@ -154,12 +155,6 @@ class Predictor:
         self.model = model
         self.clients = tuple(clients)
         self.own_rows = own_rows
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def max_ids(self) -> int:

@@ -214,21 +214,24 @@ class EcdhExchange:
 
     def own_frames(self) -> Iterator[pb.AlignFrame]:
         """Mask this party's ids, chunk by chunk. Call it after the peer's hello was received."""
-        order, padding = self._require_order(), self._shuffle_seed.hex()
+        self._require_order()
         for first in range(self._tags.num_sent, self._tags.num_own, CHUNK_IDS):
-            rows = order[first : first + CHUNK_IDS].tolist()
-            texts = (
-                self._ids[row] if row >= 0 else f"{padding} {place}"
-                for place, row in enumerate(rows, first)
-            )
-            digests = ristretto.digest_ids(texts)
-            points = self._group.mask(digests, self._scalar)
+            points = self._tags.stored_points() or self._masked(first)
             self._tags.note_sent(points)
             chunk = first // CHUNK_IDS
             yield pb.AlignFrame(points=pb.MaskedPoints(chunk=chunk, points=points))
         with forgetting(self.forget):
             last = self._tags.commit()
         yield from last
+
+    def _masked(self, first: int) -> bytes:
+        rows = self._require_order()[first : first + CHUNK_IDS].tolist()
+        padding = self._shuffle_seed.hex()
+        texts = (
+            self._ids[row] if row >= 0 else f"{padding} {place}"
+            for place, row in enumerate(rows, first)
+        )
+        return self._group.mask(ristretto.digest_ids(texts), self._scalar)
 
     def receive(self, frame: pb.AlignFrame) -> Frames:
         with forgetting(self.forget):

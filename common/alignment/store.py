@@ -173,6 +173,12 @@ class ExchangeStore:
         with storing(path), _opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
             _write(descriptor, data)
 
+    def part(self, name: StoredName, first: int, count: int) -> bytes:
+        path = self._bucket / name
+        with storing(path), path.open("rb") as file:
+            file.seek(first * _LENGTHS[name])
+            return file.read(count * _LENGTHS[name])
+
     def cut(self, name: StoredName, count: int) -> None:
         path = self._bucket / name
         if path.exists():

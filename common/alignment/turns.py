@@ -62,6 +62,7 @@ class TagTurns:
         self._finish = finish
         self._is_finished = False
         self._is_on_disk = False
+        self._num_stored = 0  # own points that an earlier attempt has stored
         self._points_sent = 0
         self._own_points = hashlib.sha256()
         self._peer_points = hashlib.sha256()
@@ -90,9 +91,17 @@ class TagTurns:
         """The largest number of tags that the peer can have been sent, in earlier attempts too."""
         return max(self.num_shown, self._answered_before)
 
+    def stored_points(self) -> bytes:
+        """Return the next chunk of own points if an earlier attempt has stored it."""
+        count = min(self._chunk_ids, self._num_stored - self.num_sent)
+        if self._store is None or count <= 0:
+            return b""
+        return self._store.part("own.points", self.num_sent, count)
+
     def note_sent(self, points: bytes) -> None:
         with self._lock:
-            self._append("own.points", points)
+            if self.num_sent >= self._num_stored:
+                self._append("own.points", points)
             self._own_points.update(points)
             self._points_sent += len(points)
 
@@ -140,8 +149,7 @@ class TagTurns:
             part = self._part(self.num_peer)
             if num_taken > self.num_peer or (num_taken % part and num_taken < self.num_peer):
                 raise InvalidMessage("the other party has kept other tags than were shown")
-            store.cut("own.points", num_held)  # the others are sent, and stored, once more
-            self._store = store
+            self._store, self._num_stored = store, point.own_points
             self._own_points, self._points_sent = sent, num_held * POINT_BYTES
             self._peer_points = store.points_digest("peer.points", point.peer_points)
             self.num_shown = num_taken

@@ -55,6 +55,11 @@ class WrittenColumn(NamedTuple):
         """Name the rows for which a condition holds."""
         return list_rows(np.flatnonzero(is_wrong) + self.first_row)
 
+    def check(self, is_wrong: NDArray[np.bool_], expected: str) -> None:
+        """Raise DataError, which names the rows, if any row has not what is expected."""
+        if is_wrong.any():
+            raise DataError(f"{self.where}: expected {expected} in {self.list_rows(is_wrong)}")
+
 
 Numbers = NDArray[np.float64] | NDArray[np.float32]
 """Numbers of a column, as wide as the file stores them; whoever computes with them widens them."""
@@ -205,10 +210,7 @@ def _ids_of_floats(column: WrittenColumn) -> list[str]:
     is_missing = np.isnan(numbers)
     bits = _MANTISSA_BITS[column.cells.type.bit_width]
     is_wrong = ~is_missing & ((np.abs(numbers) > 2.0**bits) | (np.floor(numbers) != numbers))
-    if is_wrong.any():
-        raise DataError(
-            f"{column.where}: expected whole numbers up to 2^{bits} in {column.list_rows(is_wrong)}"
-        )
+    column.check(is_wrong, f"whole numbers up to 2^{bits}")
     whole = np.where(is_missing, 0, numbers).astype(np.int64).tolist()
     return [
         "" if missing else str(number)
@@ -218,12 +220,8 @@ def _ids_of_floats(column: WrittenColumn) -> list[str]:
 
 def read_weights(column: WrittenColumn) -> NDArray[np.float64]:
     weights = read_numbers(column).values
-    is_wrong = ~((weights > 0) & (weights <= MAX_WEIGHT))
-    if is_wrong.any():
-        raise DataError(
-            f"{column.where}: expected a weight above 0, at most {MAX_WEIGHT:,}, in "
-            f"{column.list_rows(is_wrong)}"
-        )
+    is_right = (weights > 0) & (weights <= MAX_WEIGHT)
+    column.check(~is_right, f"a weight above 0, at most {MAX_WEIGHT:,},")
     return weights
 
 
@@ -232,9 +230,7 @@ def read_splits(column: WrittenColumn) -> NDArray[np.int8]:
     text = pc.utf8_trim_whitespace(_as_text(column))
     indices = pc.index_in(text, value_set=pa.array(SPLITS, pa.string()))
     codes = pc.fill_null(indices, -1).to_numpy()
-    if (codes < 0).any():
-        expected = f"{', '.join(SPLITS[:-1])} or {SPLITS[-1]}"
-        raise DataError(f"{column.where}: expected {expected} in {column.list_rows(codes < 0)}")
+    column.check(codes < 0, f"{', '.join(SPLITS[:-1])} or {SPLITS[-1]}")
     return np.asarray(codes, np.int8)
 
 

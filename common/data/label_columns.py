@@ -71,11 +71,7 @@ def read_labels(column: WrittenColumn, positive: Sequence[str]) -> NDArray[np.fl
         return np.where(pc.is_null(texts).to_numpy(), np.float32(np.nan), labels)
     labels, is_wrong = read_numbers(column)
     is_wrong |= ~np.isnan(labels) & ~np.isin(labels, (0.0, 1.0))
-    if is_wrong.any():
-        raise DataError(
-            f"{column.where}: expected 0 or 1 (data.positive_label names the text that stands for "
-            f"1) in {column.list_rows(is_wrong)}"
-        )
+    column.check(is_wrong, "0 or 1 (data.positive_label names the text that stands for 1)")
     return labels.astype(np.float32)
 
 
@@ -112,11 +108,7 @@ def read_number_labels(column: WrittenColumn, within: LabelRange) -> NDArray[np.
     DataError says how many lie outside and where, never which.
     """
     values, is_unreadable = read_numbers(column)
-    if is_unreadable.any():
-        raise DataError(
-            f"{column.where}: expected a number from {within.in_words} (data.label_range) in "
-            f"{column.list_rows(is_unreadable)}"
-        )
+    column.check(is_unreadable, f"a number from {within.in_words} (data.label_range)")
     is_outside = (values < within.low) | (values > within.high)
     if is_outside.any():
         if within.outside == "refused":

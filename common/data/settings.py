@@ -215,6 +215,12 @@ class FeatureSettings(Section):
         return "nan"
 
 
+_ABOUT_LABELS = (
+    *("label_column", "positive_label", "classes", "label_range", "class_weights"),
+    "weight_column",
+)
+
+
 class DataSettings(Section):
     """A party's own table."""
 
@@ -289,6 +295,11 @@ class DataSettings(Section):
         names = ", ".join(map(repr, columns)) or "None"
         return f"column{'s' * (len(columns) > 1)} {names}"
 
+    def without_labels(self, **changed: Any) -> "DataSettings":
+        """Return the settings without those about labels and weights, and with others changed."""
+        unlabelled = dict.fromkeys(_ABOUT_LABELS) | {"weights_are_label_free": False}
+        return self.model_copy(update=unlabelled | changed)
+
     @property
     def missing_texts(self) -> tuple[str, ...]:
         """The cells that mean "no value" in features and labels."""
@@ -314,12 +325,12 @@ class DataSettings(Section):
 
     @model_validator(mode="after")
     def _names_something_to_read(self) -> "DataSettings":
-        if self.label_column is None and self.features is None:
-            raise ValueError("name a label_column, features, or both")
-        if self.label_column is None and self.positive_label is not None:
-            raise ValueError("positive_label needs a label_column")
-        if self.classes is not None and self.label_column is None:
-            raise ValueError("classes needs a label_column")
+        if self.label_column is None:
+            if self.features is None:
+                raise ValueError("name a label_column, features, or both")
+            for name in _ABOUT_LABELS:
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} needs a label_column")
         if self.classes is not None and self.positive_label is not None:
             raise ValueError("positive_label is for two classes; leave it or classes out")
         if len(set(map(class_key, self.class_names))) < len(self.class_names):
@@ -341,8 +352,6 @@ class DataSettings(Section):
     def _check_label_range(self) -> None:
         if self.label_range is None:
             return
-        if self.label_column is None:
-            raise ValueError("label_range needs a label_column")
         for name in ("positive_label", "classes", "class_weights"):
             if getattr(self, name) is not None:
                 raise ValueError(f"{name} is for classes; leave it or label_range out")
@@ -357,9 +366,6 @@ class DataSettings(Section):
             raise ValueError("unlabelled_rows: leave_out needs a label_column and an id_column")
 
     def _check_weights(self) -> None:
-        for name in ("class_weights", "weight_column"):
-            if getattr(self, name) is not None and self.label_column is None:
-                raise ValueError(f"{name} needs a label_column")
         if self.class_weights is not None and len(self.class_weights) != self.num_classes:
             raise ValueError(
                 f"class_weights: expected {self.num_classes} numbers, one per class, got "

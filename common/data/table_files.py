@@ -89,12 +89,7 @@ def settings_for(
             "exclude": (),
         }
         features = features.model_copy(update=chosen)
-    labels = ("label_column", "positive_label", "classes", "label_range")
-    without = dict.fromkeys(labels)
-    unweighted = {"class_weights": None, "weight_column": None, "weights_are_label_free": False}
-    return settings.model_copy(
-        update={"source": source, "features": features, **without, **unweighted}
-    )
+    return settings.without_labels(source=source, features=features)
 
 
 class IdList(NamedTuple):

@@ -81,11 +81,7 @@ def _without_zone(times: ArrowColumn) -> ArrowColumn:
 def _in_format(column: WrittenColumn, text: ArrowColumn, text_format: str) -> ArrowColumn:
     times = pc.strptime(text, format=text_format, unit="us", error_is_null=True)
     is_wrong = pc.and_(pc.is_null(times), pc.is_valid(text)).to_numpy()
-    if is_wrong.any():
-        raise DataError(
-            f"{column.where}: expected times written as {text_format} in "
-            f"{column.list_rows(is_wrong)}"
-        )
+    column.check(is_wrong, f"times written as {text_format}")
     return times
 
 

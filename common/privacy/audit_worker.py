@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.observation import Observation
+from splitveil.common.text.closing import Closing
 
 _NICENESS = 10  # niceness of the worker: about a tenth of the weight of a thread that trains
 
@@ -53,7 +54,7 @@ class CpuBudget:
             self._left_s -= cpu_s
 
 
-class AuditWorker:
+class AuditWorker(Closing):
     """Runs a `LeakAudit`, or another audit, in a separate thread behind a bounded queue.
 
     `submit` never blocks: a batch that does not fit in the queue, or for which the thread's share
@@ -87,12 +88,6 @@ class AuditWorker:
         ready.wait()
         # The worker's own limit of one thread also became the default of threads started later.
         torch.set_num_threads(num_threads)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def submit(self, observation: Observation) -> bool:
         """Submit one batch without waiting; return whether it was taken.

@@ -21,6 +21,7 @@ from splitveil.common.record.run_folder import finite_or_null, open_to_append, s
 from splitveil.common.record.run_record import METRICS
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
+from splitveil.common.text.closing import Closing
 from splitveil.common.text.files import OWNER_ONLY
 from splitveil.common.text.log_lines import log_fields, shows_bars
 from splitveil.common.text.output import printing_console
@@ -56,7 +57,7 @@ class ChartClock:
         return is_due
 
 
-class MetricsLog:
+class MetricsLog(Closing):
     """Writes ``metrics.jsonl`` and the same numbers for TensorBoard; any thread may write."""
 
     def __init__(
@@ -74,12 +75,6 @@ class MetricsLog:
             # Line by line, so that a reader sees each line at once and a crash does not lose it.
             self._file = open_to_append(self._path)
             self._charts = _open_charts(folder)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def write(self, line: Line, *, charted: bool = True) -> None:
         """Write one line of plain numbers, to TensorBoard too if charted. Raises TypeError."""

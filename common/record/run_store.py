@@ -16,7 +16,6 @@ import re
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Self
 
 from torch import Tensor
 
@@ -31,6 +30,7 @@ from splitveil.common.record.run_folder import (
 )
 from splitveil.common.run.progress import IMMUTABLE, State
 from splitveil.common.run.state_bytes import state_from_bytes, state_to_bytes
+from splitveil.common.text.closing import Closing
 
 DIGEST_BYTES = 32
 
@@ -131,7 +131,7 @@ class NoStore:
         return ReleaseFile()
 
 
-class RunStore:
+class RunStore(Closing):
     """Keeps what one party needs in order to resume a run after its process has ended.
 
     Only one store at a time may use a folder. It keeps the newest ``keep`` checkpoints. With
@@ -150,12 +150,6 @@ class RunStore:
         self._writer = ThreadPoolExecutor(1, "checkpoint") if in_background else None
         self._pending: Future[None] | None = None
         self._immutable: set[str] = set()  # names of the parts that this process has written
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Wait until everything is on disk; ``save_soon`` cannot be used afterwards."""

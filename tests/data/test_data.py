@@ -352,6 +352,9 @@ def test_bad_image_is_explained(tmp_path: Path, arrays: dict[str, Any], part: st
     assert part in str(raised.value)
 
 
+IMAGES = {"kind": "images", "table": "t.csv", "file_column": "f", "height": "4", "width": "4"}
+
+
 @pytest.mark.parametrize(
     ("values", "part"),
     [
@@ -360,7 +363,9 @@ def test_bad_image_is_explained(tmp_path: Path, arrays: dict[str, Any], part: st
         ({"features": {}}, "name at least one of"),
         ({"features": {"numerik": "x0"}}, "did you mean 'numeric'"),
         ({"features": {"numeric": "x0", "missing_indicator": True}}, "missing_indicator"),
-        ({"features": {"image": {"array": "x"}}}, "source of kind npz"),
+        ({"features": {"image": {"array": "x"}}}, "source of kind npz or images, not csv"),
+        ({"source": {"kind": "npz"}, "features": {"image": {}}}, "features.image.array"),
+        ({"source": IMAGES, "features": {"image": {"array": "x"}}}, "features.image.array"),
         ({"label_column": None}, "name a label_column, features, or both"),
         ({"source": {"kind": "excel", "path": "x"}}, "excel"),
     ],

@@ -23,7 +23,7 @@ from splitveil.common.data.features import FeatureEncoder, Features, MappedFeatu
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.stored_ids import repeated_rows
 from splitveil.common.data.table import Table, read_table
-from splitveil.common.errors import DataError, SettingsError, StorageError
+from splitveil.common.errors import DataError, StorageError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.settings import validate
 from tests.support.waiting import HANGS_AFTER_S
@@ -370,28 +370,3 @@ def test_an_image_that_cannot_be_read_is_named_by_its_row(tmp_path: Path, broken
     with pytest.raises(DataError, match=r"labels\.csv: row 8: its image cannot be read") as raised:
         read_table(image_settings(), tmp_path)
     assert "lesion07" not in str(raised.value)  # an id names a person
-
-
-def test_a_source_says_which_column_names_the_files(tmp_path: Path) -> None:
-    write_images(tmp_path)
-    with pytest.raises(DataError, match="no column 'nam'; did you mean 'name'"):
-        read_table(image_settings(file_column="nam"), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("source", "image", "part"),
-    [
-        ("npz", {}, "features.image.array"),
-        ("images", {"array": "x"}, "features.image.array"),
-        ("csv", {"array": "x"}, "npz or images, not csv"),
-    ],
-)
-def test_images_come_from_sources_that_have_them(
-    tmp_path: Path, source: str, image: dict[str, Any], part: str
-) -> None:
-    values = {"kind": source, "path": "x"}
-    if source == "images":
-        values |= {"table": "t.csv", "file_column": "f", "height": "4", "width": "4"}
-    with pytest.raises(SettingsError) as raised:
-        settings(values, features={"image": image})
-    assert part in str(raised.value)

@@ -16,6 +16,10 @@ FORMS = {
     "plain numbers": (["8417", "93", "120001"], []),
     "all padded to one width": (["000093", "084170", "120001"], []),
     "a single zero": (["0", "93", "120001"], []),
+    "too few to count the rows": ([str(number) for number in range(1, 10)], []),
+    "backwards": ([str(number) for number in range(60, 0, -1)], []),
+    "but one": ([*map(str, range(1, 50)), "70"], []),
+    "not from the first": ([str(number) for number in range(2, 60)], []),
     "words": (["c0093", "c84", "07-11", "v1.0"], []),
     "decimals": (["93.0", "84170.", "5.5", "x"], ["2 ids are whole numbers"]),
     "shortened": (["1.2E+15", "8417e+5", "12e5", "x"], ["2 ids are written like 1.2e+15"]),
@@ -97,21 +101,6 @@ def test_ids_that_count_the_rows_are_pointed_out_in_parts_as_well(first: int) ->
         forms.add(ids[start : {0: 7, 7: 50, 50: 60}[start]])
     (doubt,) = forms.doubts()
     assert doubt.startswith("the ids are the numbers of the rows: ")
-
-
-@pytest.mark.parametrize(
-    "ids",
-    [
-        [str(number) for number in range(1, 10)],  # too few to be no coincidence
-        [str(number) for number in range(60, 0, -1)],
-        [*map(str, range(1, 50)), "70"],
-        [str(number) for number in range(2, 60)],
-    ],
-)
-def test_other_whole_numbers_do_not_count_rows(ids: list[str]) -> None:
-    forms = IdForms()
-    forms.add(ids)
-    assert forms.doubts() == []
 
 
 def test_of_a_large_table_some_ids_decide_about_the_form(monkeypatch: pytest.MonkeyPatch) -> None:

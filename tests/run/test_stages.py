@@ -11,7 +11,6 @@ from splitveil.active_party.run.parties import PassivePeers
 from splitveil.active_party.run.stages import TRANSITIONS, RunStages, Stage
 from splitveil.common.errors import OutOfStep
 from splitveil.common.run.contract import Contract
-from tests.support.runs import in_background
 from tests.support.waiting import HANGS_AFTER_S
 
 CONTRACT = Contract(run_name="a", cut_shape=(4,), batch_size=4, epochs=1)
@@ -59,10 +58,8 @@ def test_progress_within_a_stage_wakes_no_one_who_waits_for_its_end() -> None:
         looked.set()
         return machine.current.is_over
 
-    def wait() -> None:
-        machine.wait(is_over, HANGS_AFTER_S)
-
-    waiting = in_background(wait)
+    waiting = threading.Thread(target=machine.wait, args=(is_over, HANGS_AFTER_S))
+    waiting.start()
     assert looked.wait(HANGS_AFTER_S)
     for _ in range(1000):
         with machine:

@@ -53,14 +53,6 @@ def test_two_defenses_are_run_and_set_side_by_side(compared: LocalRun) -> None:
     assert logged == {1, 2, 3, 4, 5, 6}
 
 
-def test_a_defense_leaves_its_peer_less_than_the_plain_gradient(compared: LocalRun) -> None:
-    plain, defended = (
-        compared.summary(run, "passive")["leak"]["cut"]["cosine"]["mean"] for run in RUNS
-    )
-    assert plain > 0.95
-    assert defended < plain - 0.1
-
-
 @pytest.mark.parametrize("run_name", RUNS)
 def test_both_summaries_hold_what_later_checks_read(compared: LocalRun, run_name: str) -> None:
     active = compared.summary(run_name, "active")
@@ -89,13 +81,6 @@ def test_results_lie_in_each_party_s_folder_and_are_their_owner_s_alone(compared
         for name in ("settings.yaml", "metrics.jsonl", "events.out.tfevents.*", "checkpoint*"):
             assert list(folder.glob(name)), name
     assert not [path for path in (*pages, *folders, *written) if path.stat().st_mode & 0o077]
-
-
-def test_the_passive_party_s_files_say_nothing_of_the_other_s_loss(compared: LocalRun) -> None:
-    folder = compared.runs_dir / RUNS[0] / "passive"
-    text = (folder / "metrics.jsonl").read_text() + (folder / "summary.json").read_text()
-    assert "loss" not in text
-    assert "test_auc" not in text
 
 
 OWN_BOTTOM = """

@@ -73,27 +73,19 @@ def write_parties(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Return the folder of a run that has ended, and what both parties said."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run that has ended."""
     folder = tmp_path_factory.mktemp("differently")
     write_parties(folder)
     with started(folder) as pair:
         assert pair.wait() == (0, 0), pair.outputs
-    return folder, pair.outputs
-
-
-def test_parties_that_write_ids_differently_train_together(trained: tuple[Path, str]) -> None:
-    _, outputs = trained
-    assert "fold_case of 'surname' changed 320, leading_zeros of 'no' changed 320" in outputs
-    assert "1 of 321 rows left out: 1 without a usable id" in outputs
-    assert "whole_numbers of 'nr' changed 340" in outputs
-    in_common = len(set(PEOPLE[:320]) & set(PEOPLE[60:]))
-    assert f"aligned rows │ {in_common} " in " ".join(outputs.split())
+    return folder
 
 
 @pytest.mark.parametrize("whole_table", [False, True])
-def test_and_predict(trained: tuple[Path, str], whole_table: bool) -> None:
-    folder, _ = trained
+def test_parties_that_write_ids_differently_train_and_predict(
+    folder: Path, whole_table: bool
+) -> None:
     asked = [[number, surname] for surname, number in PEOPLE[50:70]]
     write_table(folder / "ask.csv", ["no", "surname"], *asked)
     address = free_address()

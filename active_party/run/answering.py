@@ -8,10 +8,11 @@ Nothing here ends the run, saves it or reports it: failures are raised to the se
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from splitveil.active_party.defenses.interface import PendingRelease
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import LeakBudget
 from splitveil.active_party.run.parties import OpenQuestion, PassivePeer, PassivePeers, Reply
@@ -20,7 +21,7 @@ from splitveil.active_party.run.releases import Releases
 from splitveil.active_party.training.aggregation import aggregate, parts_of
 from splitveil.active_party.training.evaluation import Evaluation, Evaluator, HeldOutPredictions
 from splitveil.active_party.training.top_trainer import StepResult, TopTrainer
-from splitveil.common.errors import OutOfStep
+from splitveil.common.errors import OutOfStep, SplitveilError
 from splitveil.common.record.answer_log import FIRST_RELEASE_NUMBER, ChargedAnswer
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows, Batch, batch_in_words, run_course
@@ -86,6 +87,7 @@ class Answering:
         self._releases = releases
         self.unlearned: AnsweredStep | None = None
         """The step that the top model has still to learn from."""
+        self._pending: PendingRelease | None = None
         self.is_midway = False
         """Whether a change of the state has failed, so that it must not be saved."""
 
@@ -151,9 +153,10 @@ class Answering:
         where = batch_in_words(batch.epoch, batch.step)
         questions = self.questions.of_batch(self.batch_number, fingerprints)
         with self.changing():
-            pending = self.trainer.pending_release(batch.epoch)
+            pending = self._pending or self.trainer.pending_release(batch.epoch)
             if pending is not None:
                 self._releases.begin(pending)
+                self._pending = None
             result = self.trainer.gradient(batch.positions, cut, questions.answer_key)
             defended = to_host(result.defended)
             entry = self.budget.entry_of(result.report.charge)
@@ -216,6 +219,14 @@ class Answering:
         self.unlearned = None
         self.trainer.learn()
 
+    def prepare(self) -> None:
+        """Compute what the next answer needs to know of all rows, but release nothing."""
+        due = self.progress.due
+        is_whole = self._pending is None and not self.is_midway
+        if is_whole and due is not None and due.split == "train":
+            with suppress(SplitveilError):  # which the answer will raise again
+                self._pending = self.trainer.pending_release(due.epoch)
+
     # ---- checkpoints ----
 
     def account_book(self) -> AccountBook:
@@ -240,7 +251,7 @@ class Answering:
 
     def load_state_dict(self, batch_number: int, state: State) -> None:
         """Go to the checkpoint after some batches; all answers given since stay charged."""
-        self.unlearned = None
+        self.unlearned = self._pending = None
         self.progress.go_to(batch_number)
         for party in self._parties:
             party.forget_questions()

@@ -276,6 +276,8 @@ class Lifecycle:
                     self._report_ledger(batch.epoch)
         if answering.progress.checkpoint_due and not answering.is_midway:
             self.save(soon=True)
+        if self.stages.current is Stage.TRAINING:
+            answering.prepare()
         answering.progress.ahead(1)  # its rows are known before a peer waits for an answer
 
     def audit(self, asking: PassivePeer, question: AuditQuestion) -> float:

@@ -3,12 +3,16 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from splitveil.active_party.defenses.projected import stages
+from splitveil.active_party.defenses.projected.stages import ProjectedLabels
+from splitveil.active_party.run.answering import Answering
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import BudgetExhausted, OtherAnswer, StorageError
@@ -53,6 +57,26 @@ def test_the_file_is_its_owner_s_alone_and_holds_no_label(example: Path, tmp_pat
         assert stored[f"{stage}.sums"].shape == (rank,)
         assert stored[f"{stage}.sums"].dtype == torch.float64
         assert stored[f"{stage}.sigma"].item() == projected(parties).sigma_of(stage)
+
+
+def test_what_a_stage_asks_for_is_computed_before_a_peer_waits_and_drawn_only_then(
+    example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    for owner, name in (
+        (stages, "design"),
+        (ProjectedLabels, "draw"),
+        (Answering, "answer"),
+    ):
+        real = getattr(owner, name)
+
+        def noting(*given: Any, _name: str = name, _real: Any = real, **named: Any) -> Any:
+            events.append(_name)
+            return _real(*given, **named)
+
+        monkeypatch.setattr(owner, name, noting)
+    run_in_process(build(example))
+    assert "".join(events).count("designanswerdraw") == events.count("design") == 2
 
 
 def test_it_outlives_the_run_and_the_next_run_begins_without_it(

@@ -38,7 +38,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,7 +87,7 @@ class Cost(NamedTuple):
     ending_s: float = 0.0
     """From the last evaluation to the exit of the last process."""
     ending_cpu_s: float = 0.0
-    threads_ms: Mapping[str, float] = MappingProxyType({})
+    threads_ms: Mapping[str, float] | None = None
     """CPU time of one step in each thread."""
     stage_cpu_s: float = 0.0
     disk_mb: float = 0.0
@@ -346,7 +345,7 @@ def main() -> None:
             for name in given.only or runs:
                 found.setdefault(name, []).append(runs[name]())
                 print(f"{name}: {found[name][-1].steps_per_s:.1f} steps/s", flush=True)
-                by_thread = found[name][-1].threads_ms.items() if given.threads else ()
+                by_thread = ((given.threads and found[name][-1].threads_ms) or {}).items()
                 for thread, ms in sorted(by_thread, key=lambda one: -one[1])[:MOST_THREADS]:
                     print(f"  {ms:5.2f} ms/step: {thread}")
     middle = {name: median_of(costs) for name, costs in found.items()}

@@ -29,7 +29,7 @@ class Overrides:
         for owner, text in self._texts:
             if owner not in {ACTIVE, "passive", "contract"} and not owner.startswith("passive_"):
                 raise SettingsError(
-                    f"--set {text}: expected active.NAME=VALUE, passive.NAME=VALUE or "
+                    f"{text}: expected active.NAME=VALUE, passive.NAME=VALUE or "
                     f"contract.NAME=VALUE{suggest(owner, (ACTIVE, 'passive', 'contract'))}"
                 )
 

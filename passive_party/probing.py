@@ -77,7 +77,7 @@ class Probing:
             raise InvalidMessage("the active party does not introduce itself")
         peer = decode_introduction(reply.introduction)
         half = (received - sent) / 2
-        return peer, peer.clock_s - (sent + half), half + 0.001  # it tells whole milliseconds
+        return peer, peer.clock_s - (sent + half), half + 0.001  # it says whole milliseconds
 
     def speed(self) -> Speed:
         trips = []

@@ -84,7 +84,7 @@ def example_keys(key: NoiseKey, ids: Sequence[str], purpose: bytes) -> Tensor:
 
 
 def scalars(keys: Tensor) -> Tensor:
-    """Turn secret bits alone into one standard normal number each, (batch,) float64."""
+    """Turn only secret bits into one standard normal number each, (batch,) float64."""
     numbers = torch.empty(2 * len(keys), dtype=torch.float64)
     box_muller(keys[:, 0], keys[:, 1], out=numbers)
     return numbers[: len(keys)]

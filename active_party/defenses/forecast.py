@@ -3,11 +3,11 @@
 The defense, the epochs and the labels are known before a run; the gradients are not. Therefore a
 forecast is one of four kinds:
 
-    exact       the strength alone decides: persistent noise, noisy labels, no credit at all
+    exact       only the strength decides: persistent noise, noisy labels, no credit at all
     bound       no gradient is charged more; proved where it is computed
     estimate    the charge of batches that are as the estimate assumes. Other batches are charged
                 more, up to infinity, and so may the run be
-    unknown     the gradients alone decide
+    unknown     only the gradients decide
 """
 
 import math
@@ -90,5 +90,5 @@ def depends_on_gradients(name: str) -> str:
     """Explain that a charge is unknown before the run."""
     return (
         f"The charge of {name} depends on the gradients alone: nothing can be said "
-        "before the run. Its ledger tells after each epoch."
+        "before the run. Its ledger says it after each epoch."
     )

@@ -116,8 +116,7 @@ class Examples(NamedTuple):
     ids: Sequence[str]  # canonical ids; empty if the defense does not have a noise key
     labels: Tensor  # true labels, (aligned,)
     device: torch.device  # the device on which the top model is trained
-    training: Tensor | None = None
-    """Positions of the training rows, (training rows,) int64, ascending; None for all rows."""
+    training: Tensor | None = None  # positions, (training rows,) int64, ascending; None for all
     subjects: Tensor | None = None  # number of each person, (aligned,) int64; None if all differ
     known_targets: Tensor | None = None
     """Targets that earlier runs released, (aligned,) or (aligned, classes), NaN where there is
@@ -272,7 +271,7 @@ class StagedDefense(Defense):
     @property
     @abstractmethod
     def released_targets(self) -> Tensor | None:
-        """Targets of all aligned rows that were computed from releases alone, if there are any."""
+        """Targets of all aligned rows that were computed only from releases, if there are any."""
 
     @property
     def immutable(self) -> Mapping[str, str]:
@@ -309,7 +308,7 @@ class RememberingDefense(Defense):
 
 
 def noise_alone(rows: Tensor, gradients: Tensor, largest: float, noise: NoiseSource) -> Defended:
-    """Answer with noise of the largest norm alone, which reveals nothing; (batch, cut_dim)."""
+    """Answer with only noise, of the largest norm, which reveals nothing; (batch, cut_dim)."""
     report = DefenseReport(
         noise_power=largest * largest, sum_kl_after=0.0, leak_auc_bound=0.5, charge=LeakCharge(0.0)
     )

@@ -55,7 +55,7 @@ class _NormAligningDefense(NoisyDefense):
         return f"{self.title} to the largest norm" if self.noise == "persistent" else None
 
     def _fresh_charge(self, _context: DefenseContext) -> ChargeForecast:
-        return UNKNOWN  # it depends on the gradients alone
+        return UNKNOWN  # it depends only on the gradients
 
     def _repeated_charge(self, _context: DefenseContext) -> ChargeForecast:
         return exactly(math.inf)

@@ -144,7 +144,7 @@ class NoisyLabelDefense(SeededDefense):
         honesty = (
             "Exact, whatever the gradients."
             if self.top_labels == "noisy"
-            else "Charges of noisy labels depend on their mechanism alone."
+            else "Charges of noisy labels depend only on their mechanism."
         )
         charge = exactly(self.charge(context.num_classes))
         return Forecast({"persistent": charge}, "persistent", honesty)

@@ -19,7 +19,7 @@ measure persistent noise in units of J:
   true label explains all epochs with the same x. ``max_norm`` has no other form: its persistent
   noise protects against a peer that only adds up answers, and is charged as if there were none.
 
-J has to come from the model alone. Taken from the raw gradient, divided by p - y, it holds the
+J has to come only from the model. Taken from the raw gradient, divided by p - y, it holds the
 label: in its last bits, which are rounded differently for p and for p - 1, and all of it where the
 model is certain, since nothing can be divided by zero. So J is the slope of the logit, the noise
 k x is rounded to a multiple of 2^-20 like y itself, and an answer is (p + (k x - y)) J, computed in

@@ -1,6 +1,6 @@
 """The settings that every defense shares, and what a run asks the settings of its defense.
 
-The settings class of a defense is its front door: it builds the defense, and it alone knows which
+The settings class of a defense is its front door: it builds the defense, and only it knows which
 noise key the defense needs, which charges to expect, and where the defense cannot be used. Other
 modules read its `Traits` or ask it, and never check which defense it is.
 
@@ -14,9 +14,12 @@ the label in the loss.
 
 import logging
 from abc import abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, final
 
+import numpy.typing as npt
+import torch
 from pydantic import Field, ValidationError, model_validator
 from torch import Tensor, nn
 
@@ -128,8 +131,8 @@ class DefenseSection(Section):
     @final
     def __call__(
         self,
-        gradients: Tensor,
-        labels: Tensor,
+        gradients: Tensor | npt.NDArray[Any],
+        labels: Tensor | Sequence[float] | npt.NDArray[Any],
         *,
         probabilities: Tensor | None = None,
         num_classes: int = 2,
@@ -153,6 +156,7 @@ class DefenseSection(Section):
             SettingsError: the defense needs more than a gradient, or not so many classes.
             ValueError: a shape, a dtype or a value does not fit.
         """
+        gradients, labels = torch.as_tensor(gradients), torch.as_tensor(labels)
         context = DefenseContext(tuple(gradients.shape[1:]), num_classes)
         if not hasattr(self, "_begun"):
             objection = self._objection_to_calls(context) or self.objection(context)
@@ -386,7 +390,7 @@ class NoisyDefense(SeededDefense):
         return SecureNoise(keys) if self.secure_noise else EntropyNoise(keys)
 
 
-PERSISTENT_NOISE_HONESTY = "Charges of persistent noise depend on the strength alone."
+PERSISTENT_NOISE_HONESTY = "Charges of persistent noise depend only on the strength."
 
 
 def refusal_of_persistent(settings: NoisyDefense, context: DefenseContext) -> str | None:
@@ -449,7 +453,7 @@ def refusal_of_weights(defense: DefenseSection, uses: WeightUses) -> str | None:
     if uses.of_rows and not (uses.are_label_free or is_measured):
         return (
             f"the peer reads data.weight_column off the gradients, so that weights that depend on "
-            f"labels would tell them beside the bound of {defense.title}: set "
+            f"labels would reveal them beside the bound of {defense.title}: set "
             f"data.weights_are_label_free if no label was looked at to choose them"
         )
     return None

@@ -90,7 +90,7 @@ class GivenFeatures:
             raise Unusable("features: the model has no features of this party")
         # First, since a table of all names in all rows grows with the product of both.
         if not all(row.keys() <= self._expected.keys() for row in rows):
-            raise Unusable(f"features: expected these columns alone: {', '.join(self.columns)}")
+            raise Unusable(f"features: expected only these columns: {', '.join(self.columns)}")
         for name in self.columns:
             lacking = [number for number, row in enumerate(rows, start=1) if name not in row]
             if lacking and len(lacking) < len(rows):

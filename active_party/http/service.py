@@ -40,8 +40,7 @@ class PeerWatch:
     def __init__(self, clients: Sequence[EmbedClient], status: OnlineStatus) -> None:
         self._clients = clients
         self._status = status
-        self.trouble: str | None = "no passive party was asked yet"
-        """Why the joint model cannot answer now; None if it can."""
+        self.trouble: str | None = "no passive party was asked yet"  # of the joint model, if any
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._pool = ThreadPoolExecutor(len(clients), thread_name_prefix="peer-check")

@@ -53,8 +53,7 @@ class AccountBook:
     names: Names  # each once
     ledger: LeakLedger  # the accounts, in the order of the names
     id_rules: bytes = b""  # `rules_as_bytes` of the ids' canonical form
-    runs: frozenset[bytes] = frozenset()
-    """Digests of the runs whose charges it has: of the run that left it, and those before."""
+    runs: frozenset[bytes] = frozenset()  # digests of all whose charges it has
 
     @classmethod
     def empty(cls, id_rules: bytes = b"") -> "AccountBook":

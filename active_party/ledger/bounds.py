@@ -104,8 +104,7 @@ _NOT_AGAINST = {adversary: 2 << rank for rank, adversary in enumerate(Adversary)
 ALL_CAVEATS = _NOT_GAUSSIAN + sum(_NOT_AGAINST.values())
 
 _SATURATED = 75.0  # divergence above which both AUCs are 1 to nine digits
-_CELLS_PER_UNIT = 4096
-"""Mean AUCs are rounded up by less than the inverse of this: millions of roots take seconds."""
+_CELLS_PER_UNIT = 4096  # for mean AUCs, rounded up: millions of roots take seconds
 _ROUNDING = 1e-9  # difference of two AUCs below which rounding may have made them differ
 
 
@@ -132,8 +131,7 @@ class LeakBounds(NamedTuple):
     sum_kl: Spread
     estimate: Spread  # AUC of the best score under the Gaussian model
     by_peers: tuple[PeerBound, ...]  # one for each adversary class, in the order of ``Adversary``
-    epsilon: float | None
-    """Label differential privacy of all answers together; None if an answer had none."""
+    epsilon: float | None  # label-DP of all answers together; None if one had none
 
     def against(self, peers: Adversary) -> PeerBound:
         """Return the bound for an adversary class."""

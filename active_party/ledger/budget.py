@@ -37,9 +37,7 @@ from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
-ROUNDING = 1e-6
-"""Relative excess of a sum that a budget allows, so that ten times a strength pays for ten answers.
-"""
+ROUNDING = 1e-6  # relative excess that is allowed, so that ten times a strength pays for ten
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,7 @@ class Limit:
     max_sum_kl: float  # for accounts of any distributions
     max_gaussian_sum_kl: float  # for accounts of Gaussian mechanisms
     peers: Adversary = Adversary.ANYBODY
-    max_leak_auc: float | None = None
-    """AUC up to which accounts may have any divergence; None for a limit to the divergence."""
+    max_leak_auc: float | None = None  # up to which any divergence is allowed, if it counts
 
     @classmethod
     def of_sum_kl(cls, sum_kl: float, peers: Adversary = Adversary.ANYBODY) -> "Limit":
@@ -118,8 +115,7 @@ class Allowance:
     """The label owner's limit to what a run may reveal, and the part already used."""
 
     limit: Limit | None = None  # what no example may exceed over the whole run; None for no limit
-    earlier: AccountBook = field(default_factory=AccountBook.empty)
-    """Accounts of earlier runs for some of the ids; they count towards the budget."""
+    earlier: AccountBook = field(default_factory=AccountBook.empty)  # runs' accounts, which count
     peers: Adversary = Adversary.ANYBODY
     """The strongest adversary class that a charge may describe in this run. Where something else
     that depends on labels reaches the peer, the charge of an answer does not describe everybody."""
@@ -132,10 +128,8 @@ class RunLedger:
     """The two ledgers of a run that may resume, both begin with what earlier runs have left."""
 
     def __init__(self, begun: LeakLedger) -> None:
-        self.course = begun
-        """Accounts of the answers on the run's course so far, the same in every such run."""
-        self.total = begun
-        """Accounts of all answers ever given; the same object while there are no others."""
+        self.course = begun  # of answers on the course so far, the same in every such run
+        self.total = begun  # of all answers ever; the same object while there are no others
 
     @property
     def is_behind(self) -> bool:

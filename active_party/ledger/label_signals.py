@@ -5,7 +5,7 @@ another way: they decide when a run ends, or what a peer gets to know on request
 weights the top model begins. No charge describes that, so that no bound for anybody may stand
 beside it.
 
-A bound for weaker adversary classes stays: these peers look at answers alone, and their bound is
+A bound for weaker adversary classes stays: these peers look only at answers, and their bound is
 about a label beyond what the model predicts of it.
 """
 
@@ -17,13 +17,10 @@ from splitveil.common.privacy.adversary import Adversary
 class LabelUses(NamedTuple):
     """The ways on which labels reach the peer besides the answers."""
 
-    allows_audits: bool = False
-    """Whether the peer gets to know the leak AUC of scores that it sends."""
-    has_stopping_gate: bool = False
-    """Whether attacks on the training labels decide when the run ends."""
+    allows_audits: bool = False  # the peer learns the leak AUC of scores that it sends
+    has_stopping_gate: bool = False  # attacks on training labels decide when it ends
     has_early_stopping: bool = False  # whether the validation labels decide when the run ends
-    begins_with_labels: bool = False
-    """Whether the top model begins with weights that true labels have entered."""
+    begins_with_labels: bool = False  # true labels have entered the first weights
     begins_with_releases: bool = False
     """Whether it begins with weights that an earlier run's noisy labels or sums have entered, and
     no other labels, and the ledger does not count that run."""

@@ -1,6 +1,6 @@
 """Labels and targets that a later run uses again, by example.
 
-**Targets** that a run's releases led to (`TARGETS`). A target is computed from releases alone. A
+**Targets** that a run's releases led to (`TARGETS`). A target is computed only from releases. A
 later run that trains on it again, instead of summing the label once more, reveals nothing new about
 that label; neither does one that computes other targets from the same releases. An example is
 recognised by its id; whether its label has changed since must not matter, because the choice of
@@ -58,8 +58,7 @@ class ReleasedTargets(NamedTuple):
     names: Names  # each once
     targets: Tensor  # (examples,) or (examples, classes) float32, in the order of the names
     id_rules: bytes = b""  # `rules_as_bytes` of the ids' canonical form
-    bounds: tuple[float, float] | None = None
-    """Of labels that are numbers: targets are shares of this range. None for classes."""
+    bounds: tuple[float, float] | None = None  # of numbers, as shares of which targets are
     releases: Mapping[str, Tensor] = MappingProxyType({})
     """From which other targets of the first examples can be computed (`Posterior.state_dict`, in
     which ``steps.*`` have a row for each of these); empty without."""

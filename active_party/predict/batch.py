@@ -84,7 +84,7 @@ class Parts:
             self.folder.mkdir(0o700, exist_ok=True)
             if self.folder.is_symlink() or not all(map(_is_ours, self.folder.iterdir())):
                 raise StorageError(
-                    f"{self.folder}: expected a folder with parts of predictions alone: move it "
+                    f"{self.folder}: expected a folder with only parts of predictions: move it "
                     f"away, or give --output another name"
                 )
             starts = range(0, len(ids), PART_ROWS)

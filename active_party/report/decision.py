@@ -39,8 +39,7 @@ _BADGES: Mapping[Outcome, str] = {
     "unknown": "No target set",
 }
 
-RECOVERED = 0.9
-"""Feature-adjusted leak AUC, or share of variance, from which labels count as recovered."""
+RECOVERED = 0.9  # adjusted leak AUC, or share of variance, from which labels are recovered
 _ROUNDING = 1e-9
 
 
@@ -130,7 +129,7 @@ _ALONE = "better than the active party alone"
 _BUDGET = "run budget"
 _ENDED = "the run has ended"
 _WORTH = (
-    "A model of the active party's own features alone, on the same test rows: what is not better "
+    "A model of the active party's own features only, on the same test rows: what is not better "
     "than that is worth no leak."
 )
 
@@ -234,7 +233,7 @@ def _quality_check(auc: float, found: Estimate | None, figure: str, least: float
         return Check(_QUALITY, "pass", figure, accepted, "Of the last epoch, on the test rows.")
     if high < least:
         return Check(_QUALITY, "fail", figure, accepted, "Of the last epoch, on the test rows.")
-    why = "The test rows are too few to tell: the 95 % interval contains the smallest accepted."
+    why = "The test rows are too few: the 95 % interval contains the smallest accepted."
     return Check(_QUALITY, "open", figure, accepted, why)
 
 

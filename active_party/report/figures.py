@@ -16,9 +16,7 @@ LOW, HIGH = 0.1, 0.9  # the quantiles that bound a band
 ABSENT = "–"
 _NORMAL_975 = 1.959963984540054
 _CLOSE = 1e-4  # difference of an AUC from the recorded one that rounding may make
-STANDARD_ERRORS = 4.0
-"""Number of standard errors by which a mean must exceed the mean of random scores, as for the leak
-alarm."""
+STANDARD_ERRORS = 4.0  # by which a mean must exceed that of random scores
 
 
 class TableRow(NamedTuple):
@@ -62,8 +60,7 @@ class MeasuredAttack(NamedTuple):
     worst_epoch: float  # mean of the epoch with the highest mean
     random_mean: float
     random_q95: float
-    beats_chance: bool
-    """Whether its mean exceeds the mean of random scores by more than chance explains."""
+    beats_chance: bool  # whether its mean exceeds random scores' by more than that
 
 
 def windows(steps: Numbers, values: Numbers) -> Windows:

@@ -51,10 +51,8 @@ class _Compared(NamedTuple):
     title: str
     style: str
     run: RunFiles
-    findings: dict[tuple[str, str], MeasuredAttack]
-    """(layer, attack) -> its figures on single batches."""
-    whole_run: dict[tuple[str, str], float]
-    """(layer, attack) -> its leak AUC of all epochs together."""
+    findings: dict[tuple[str, str], MeasuredAttack]  # by layer and attack, on batches
+    whole_run: dict[tuple[str, str], float]  # leak AUC by layer and attack
     leak: LeakAssessment
     strongest: str  # the strongest attack and its figure, or why there is none
     decision: Decision

@@ -41,8 +41,7 @@ class PartyFiles(NamedTuple):
     summary: Summary  # empty if the run has not ended
     has_ended: bool
     metrics: Metrics
-    ledger_ahead: LedgerFigures | None = None
-    """The bounds on all answers of a run that resumed at a point before some of them."""
+    ledger_ahead: LedgerFigures | None = None  # on answers after the point resumed from
 
     def setting(self, *path: str) -> Any:
         """Return a setting by the names of its sections and its own; None if it is not there."""
@@ -59,8 +58,7 @@ class RunFiles(NamedTuple):
     folder: Path
     name: str
     active: PartyFiles
-    passives: tuple[PartyFiles, ...]
-    """Without the parties whose files are missing or belong to another run."""
+    passives: tuple[PartyFiles, ...]  # whose files are there, and belong to this run
 
     def with_target(self, leak_auc: float) -> "RunFiles":
         settings = dict(self.active.settings)

@@ -14,8 +14,7 @@ from markupsafe import Markup
 from splitveil.active_party.report.run_files import Numbers
 
 _LINE_HEIGHT = 14.0
-_NAME_WIDTH = 8.2
-"""Width of a bold character, larger on paper; narrower estimates would cut wide names off."""
+_NAME_WIDTH = 8.2  # of a bold character, larger on paper, so that no name is cut off
 _TICK_WIDTH = 7.0
 _MOST_TICKS = 5
 
@@ -38,8 +37,7 @@ class Line:
     style: str  # CSS classes, one of which names the colour
     label: str = ""  # the text to the right of the last point
     markers: bool = False
-    written: Callable[[float], str] = "{:.4g}".format
-    """Formats the value at a marker: a bound is rounded up."""
+    written: Callable[[float], str] = "{:.4g}".format  # at a marker: a bound is rounded up
 
 
 @dataclass(frozen=True)

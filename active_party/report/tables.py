@@ -33,8 +33,7 @@ from splitveil.common.text.upper_bounds import auc_at_most
 from splitveil.common.text.wording import setting_in_words
 
 _NOT_ALONE = "not measured (serving.fallback)"
-_SECRETS = ("insecure_nonce_seed", "insecure_noise_seed")
-"""Settings from which a reader could derive the noise or the batches."""
+_SECRETS = ("insecure_nonce_seed", "insecure_noise_seed")  # noise or batches follow from them
 
 
 def leak_rows(findings: Sequence[MeasuredAttack]) -> Iterator[TableRow]:

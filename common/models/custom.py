@@ -21,8 +21,9 @@ from splitveil.common.data.features import Features, FeatureShapes, image_as_flo
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import CustomModel
 from splitveil.common.models.training_state import freeze
-from splitveil.common.text.imports import first_line, import_named
+from splitveil.common.text.imports import HANDED_OVER, first_line, import_named
 
+_GIVEN = f"{HANDED_OVER}:"
 _PARTS = ("numeric", "categorical", "image", "tokens", "lengths")
 
 
@@ -33,13 +34,13 @@ def build_custom(settings: CustomModel, shapes: FeatureShapes, role: str) -> nn.
         SettingsError: it cannot be built, is no module, is not on the CPU, or its ``forward`` has
             no parameter for some of the features.
     """
-    found = import_named(settings.module, "class")
+    found, name = import_named(settings.module, "class"), settings.module.removeprefix(_GIVEN)
     build: Callable[..., Any]
     if role == "top_model" and (settings.weights or isinstance(found, nn.Module)):
         given = (
             "weights: these"
             if settings.weights
-            else f"module: {settings.module} is an instance, whose weights"
+            else f"module: {name} is an instance, whose weights"
         )
         raise SettingsError(
             f"{role}.{given} may have learned from true labels, which predictions would reveal: "
@@ -51,19 +52,18 @@ def build_custom(settings: CustomModel, shapes: FeatureShapes, role: str) -> nn.
         takes_shapes = "shapes" in inspect.signature(found).parameters
         build = partial(found, shapes=shapes) if takes_shapes else found
     elif isinstance(found, type) or not callable(found):
-        raise SettingsError(f"{role}.module: {settings.module} is not a torch.nn.Module")
+        raise SettingsError(f"{role}.module: {name} is not a torch.nn.Module")
     else:
         build = partial(found, shapes)
     try:
         model: object = build(**settings.arguments)
     except Exception as error:  # a user's code may raise anything
         raise SettingsError(
-            f"{role}.arguments: {settings.module} cannot be built: {first_line(error)}"
+            f"{role}.arguments: {name} cannot be built: {first_line(error)}"
         ) from error
     if not isinstance(model, nn.Module):
         raise SettingsError(
-            f"{role}.module: {settings.module} returns {type(model).__name__}, which is not a "
-            f"torch.nn.Module"
+            f"{role}.module: {name} returns {type(model).__name__}, which is not a torch.nn.Module"
         )
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type != "cpu":
@@ -105,11 +105,13 @@ def _part(features: Features | None, name: str | None) -> Tensor | None:
 def _hand_over_tensors(model: nn.Module, shapes: FeatureShapes, role: str, *, leading: int) -> None:
     try:
         parameters = list(inspect.signature(model.forward).parameters.values())
-    except ValueError as error:
+    except ValueError:
+        parameters = []
+    if all(one.kind in {one.VAR_POSITIONAL, one.VAR_KEYWORD} for one in parameters):
         raise SettingsError(
-            f"{role}: {type(model).__name__}.forward does not say its parameters: call it from a "
-            f"module that is written in Python"
-        ) from error
+            f"{role}: {type(model).__name__}.forward does not say its parameters: expected a "
+            f"module that is written in Python, neither compiled nor wrapped"
+        )
     if any(one.name == "features" or _is_features(one.annotation) for one in parameters):
         return
     parts: list[tuple[str, str | None]] = [(p.name, p.name) for p in parameters if p.name in _PARTS]

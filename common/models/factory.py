@@ -175,16 +175,16 @@ def _build_and_probe(
     sizes, device = trial or Trial((), torch.device("cpu"))
 
     def compute(model: nn.Module, rows: int, device: torch.device, hint: str = "") -> None:
+        mode = "training" if model.training else "eval mode"
         try:
             with torch.set_grad_enabled(model.training):
                 output = _checked(probe(model, rows, device), (rows, *row_shape), role, device)
                 if model.training:
                     torch.autograd.backward(output.sum())
         except SettingsError as error:
-            raise SettingsError(f"{error}{hint}") from error
+            raise SettingsError(f"{error}, in {mode}{hint}") from error
         except Exception as error:  # a user's class may raise anything
             kind = SplitveilError if model.training and may_pass(error) else SettingsError
-            mode = "training" if model.training else "eval mode"
             if "does not have a deterministic implementation" in str(error):
                 hint = f"; deterministic: false allows it{hint}"
             raise kind(
@@ -199,7 +199,9 @@ def _build_and_probe(
     with torch.random.fork_rng([device] if device.type == "cuda" else ()):
         torch.default_generator.manual_seed(seed)
         model = _within_memory(build, role)
-        compute(model.eval(), PROBE_ROWS, torch.device("cpu"))  # changes no batch statistics
+        if model.eval().training:
+            raise SettingsError(f"{role}: {type(model).__name__}.eval() leaves it in training mode")
+        compute(model, PROBE_ROWS, torch.device("cpu"))  # changes no batch statistics
         tried = _within_memory(build, role).to(device) if sizes else model
         for rows in sizes:
             hint = "" if rows == sizes[0] else f"; {DROP_LAST} leaves this last batch out"

@@ -187,8 +187,7 @@ class Attack(NamedTuple):
 
 
 class RunAttack(NamedTuple):
-    sources: tuple[BatchAttackName, ...] = ()
-    """The scores of a batch that it accumulates; none for an attack on the last activations."""
+    sources: tuple[BatchAttackName, ...] = ()  # whose scores it sums up; none: last activations
     num_hints: int = 0  # labels of the run that it knows, if that does not depend on it
     labels: str | None = None  # of the run that it knows, in words; None without any
     has_sum_per_target: bool = False  # because it knows something about each class

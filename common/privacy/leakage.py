@@ -156,8 +156,7 @@ class PairAucs(NamedTuple):
 class Score(NamedTuple):
     values: Tensor  # (batch,)
     left_out: tuple[int, ...] = ()  # rows whose class the attack knew
-    of_class: int | None = None
-    """Index of the class to which the score belongs; None for a score for more than two classes."""
+    of_class: int | None = None  # of the class to which it belongs; None for several classes
 
 
 class BatchAucs(NamedTuple):

@@ -119,8 +119,10 @@ class AuditSettings(Section):
     """The attacks that score every audited batch, or accumulate over the run's epochs: names, or
     sections with ``kind: custom``."""
 
-    queue_batches: int = Field(default=8, ge=1, le=1024)
-    """Number of batches that may wait for the audit; further batches are left out."""
+    queue_batches: int = Field(default=2, ge=1, le=1024)
+    """Number of batches that may wait for the audit; further batches are left out.
+
+    A checkpoint, and so the training, waits for those."""
 
     max_cpu_share: float | None = Field(default=0.03, gt=0, le=1)
     """Largest share of the party's CPU time that the audit may take; ``null`` for no limit.

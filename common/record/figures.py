@@ -79,8 +79,7 @@ class LedgerFigures(Form):
     """The same for a peer that sends its model's activations."""
     knows_class_means_only: Annotated[SpreadFigures, Flat("knows_class_means_only_")] = _NONE
     """The same for a peer that compares gradients with the class means of a batch."""
-    epsilon: Annotated[Number, IF_ANY] = None
-    """Label differential privacy of all answers together; None if some answers lack it."""
+    epsilon: Annotated[Number, IF_ANY] = None  # label-DP of all answers; None if some lack it
 
     def against(self, peers: Adversary) -> SpreadFigures:
         return self.by_peers()[peers]
@@ -125,11 +124,9 @@ class EpsilonFigures(NamedTuple):
     confidence: Known
     delta: Known
     p_value: Known  # of so many correct guesses by chance alone: that of epsilon 0
-    stated: Number = None
-    """The smallest epsilon that the ledger states at this delta; None where it states none."""
+    stated: Number = None  # the least that the ledger states at this delta, if any
     stated_for: Text = None
-    p_value_of_stated: Number = None
-    """Of so many correct guesses in a run that is as private as stated."""
+    p_value_of_stated: Number = None  # in a run that is as private as stated
 
     @property
     def passes_stated(self) -> bool:
@@ -145,10 +142,8 @@ class BeyondFigures(Form):
     )
     epsilon: Annotated[Maybe[EpsilonFigures], Key(_DETAILS), IF_ANY] = None
     """None if too few rows were offered another label; the file then has a bound of 0."""
-    rows: Annotated[Count, Key("adjusted_rows"), IF_ANY] = None
-    """Rows on which the strongest attack was adjusted."""
-    feature_auc: Annotated[Number, IF_ANY] = None
-    """AUC of predictions from features on these rows: what they reveal without any attack."""
+    rows: Annotated[Count, Key("adjusted_rows"), IF_ANY] = None  # of the strongest attack
+    feature_auc: Annotated[Number, IF_ANY] = None  # what features reveal without any attack
 
     def form(self) -> dict[str, Any]:
         bound = 0.0 if self.epsilon is None else self.epsilon.epsilon
@@ -184,10 +179,8 @@ class RunFigures(NamedTuple):
     auc: Known
     low: Number = None
     high: Number = None
-    examples: Count = None
-    """Number of examples that were scored and whose label the attack did not know."""
-    tpr_at_per_mille: Number = None
-    """Share of the positives found while at most 0.1 % of the negatives are accused."""
+    examples: Count = None  # scored, and of a label that the attack did not know
+    tpr_at_per_mille: Number = None  # where 0.1 % of negatives are accused
     tpr_at_percent: Number = None  # the same for 1 %
     precision_at_100: Number = None  # share of positives among the 100 highest scores
     over_features: Maybe[AdvantageFigures] = None
@@ -197,8 +190,7 @@ class RunFigures(NamedTuple):
 
 @dataclass(frozen=True)
 class ClassFigures(Form):
-    worst_pair: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ()
-    """The two classes separated best."""
+    worst_pair: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ()  # separated best
     worst_pair_auc: Annotated[Number, IF_ANY] = None  # only on single batches
     worst_pair_random: Annotated[Number, IF_ANY] = None
     """The leak AUC of random scores on the same pair; only on single batches."""
@@ -242,8 +234,7 @@ class NumberLeak(NamedTuple):
     last_epoch: Number = None  # mean over the batches of the last epoch
     random: Number = None  # the R2 that random scores have on average
     examples: Count = None  # of an attack on the whole run: the examples that were looked at
-    beyond: Maybe[NumberBeyond] = None
-    """What it explains beyond features; None if it was not measured."""
+    beyond: Maybe[NumberBeyond] = None  # beyond features; None if it was not measured
 
 
 @dataclass(frozen=True)
@@ -258,8 +249,7 @@ class LeakByClass(Form):
 class LeakFigures(Form):
     """The measurements of the attacks; with more than two classes, of the pair separated best."""
 
-    beyond: Annotated[BeyondFigures | None, Flat()] = None
-    """What the attacks reveal beyond features; None if it was not measured."""
+    beyond: Annotated[BeyondFigures | None, Flat()] = None  # beyond features; None: not measured
     batches: Annotated[ByAttack[BatchFigures], Key("leak")] = field(default_factory=dict)
     worst_epoch: Annotated[ByAttack[Known], Key("leak_worst_epoch")] = field(default_factory=dict)
     """Mean over the batches of the epoch in which it is largest."""

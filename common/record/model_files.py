@@ -207,7 +207,7 @@ def _reading(
         raise SettingsError(f"{setting}: {folder}: cannot be read: {reason}") from error
     except _UNREADABLE as error:
         raise SettingsError(
-            f"{setting}: {folder}: cannot be read ({type(error).__name__})"
+            f"{setting}: {folder}: cannot be read ({type(error).__name__}): expected {expected}"
         ) from error
 
 

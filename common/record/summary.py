@@ -60,20 +60,15 @@ class RunCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFigures(Form):
-    test_auc: Number = None
-    """With more than two classes, the mean of each class's AUC against the rest."""
+    test_auc: Number = None  # with several classes, the mean of each class's against the rest
     test_loss: Number = None
     test_calibration_error: Number = None
     train_loss: Number = None
     test_accuracy: Annotated[Number, IF_ANY] = None  # only with more than two classes
-    test_auc_by_class: Annotated[Object[Number] | None, IF_ANY] = None
-    """Only with more than two classes."""
-    test_auc_refit: Annotated[Number, IF_ANY] = None
-    """Of the copy of the top model that was fitted to the true labels after the last gradient."""
-    test_auc_alone: Annotated[Number, IF_ANY] = None
-    """Of a model that the active party trained on its own features alone, on the same test rows."""
-    test_number: Annotated[NumberFigures | None, Flat("test_")] = None
-    """Only with labels that are numbers, which have neither AUC nor calibration."""
+    test_auc_by_class: Annotated[Object[Number] | None, IF_ANY] = None  # for several classes
+    test_auc_refit: Annotated[Number, IF_ANY] = None  # of the copy fitted to the true labels
+    test_auc_alone: Annotated[Number, IF_ANY] = None  # of own features only, on the same rows
+    test_number: Annotated[NumberFigures | None, Flat("test_")] = None  # only of numbers
     test_rmse_refit: Annotated[Number, IF_ANY] = None
     """As ``test_auc_refit``, for labels that are numbers."""
     test_rmse_alone: Annotated[Number, IF_ANY] = None
@@ -89,10 +84,8 @@ class ModelFigures(Form):
 
 class AdversaryBound(NamedTuple):
     adversary: Adversary
-    leak_auc: Number = None
-    """AUC that no score of such a peer exceeds, for the most exposed example; 1 without a bound."""
-    mu: Number = None
-    """Parameter of the Gaussian mechanism that all answers are together; None if they are not."""
+    leak_auc: Number = None  # of the most exposed example; 1 without a bound
+    mu: Number = None  # of the Gaussian mechanism that all answers are, if they are one
 
 
 @dataclass(frozen=True)
@@ -103,20 +96,17 @@ class EarlierAnswers(Form):
 
 class GateFigures(NamedTuple):
     findings: Count = None
-    closed: Annotated[bool, BeforeValidator(lambda value: value is True)] = False
-    """Whether it ended the run."""
+    closed: Annotated[bool, BeforeValidator(lambda value: value is True)] = False  # the run
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActiveFigures(Form):
     model: Annotated[ModelFigures, Flat()] = field(default_factory=ModelFigures)
     defense: Object[Any] = field(default_factory=dict)
-    ledger: Maybe[LedgerFigures] = None
-    """The bounds on what all answers revealed; None before the first answer."""
+    ledger: Maybe[LedgerFigures] = None  # of all answers; None before the first one
     bounds: Annotated[tuple[OnErrorOmit[AdversaryBound], ...], BeforeValidator(as_list)] = ()
     """One for each adversary class, in their order; empty before the first answer."""
-    audits_answered: Annotated[Count, IF_ANY] = None
-    """None if audits are not allowed and none was answered."""
+    audits_answered: Annotated[Count, IF_ANY] = None  # None if none may be
     refused_messages: Object[Annotated[int, BeforeValidator(lambda n: as_count(n) or 0)]] = field(
         default_factory=dict
     )
@@ -136,8 +126,7 @@ class AuditedFigures(Form):
 class Summary(Form):
     counts: Annotated[RunCounts, Flat()] = field(default_factory=RunCounts)
     active: Annotated[ActiveFigures | None, Flat()] = None  # None in a passive party's summary
-    audited: Annotated[AuditedFigures | None, Flat()] = None
-    """None if the party did not request audits."""
+    audited: Annotated[AuditedFigures | None, Flat()] = None  # None without requests
     leak: Annotated[LeakFigures | None, Flat()] = None  # None if attacks were not run
     transcript: Annotated[Maybe[TranscriptEnd], IF_ANY] = None
     version: Annotated[Text, IF_ANY] = None

@@ -43,10 +43,8 @@ FILE = "transcript.jsonl"
 Direction = Literal["sent", "received"]
 
 _FIRST_LINK = 64 * "0"
-_QUEUED_BYTES = 8 * 2**20
-"""Bytes that may wait to be hashed and written before the next message has to wait as well."""
-_HURRIED_BYTES = _QUEUED_BYTES * 3 // 4
-"""Bytes for which the thread does not wait any longer before it writes."""
+_QUEUED_BYTES = 8 * 2**20  # that may wait to be written before the next message waits too
+_HURRIED_BYTES = _QUEUED_BYTES * 3 // 4  # for which the thread writes at once
 _GATHERED_S = 0.02
 """Time for which messages are gathered: a thread that works while a step is computed takes the
 interpreter from it, and each time it is woken costs more than a line."""
@@ -221,8 +219,7 @@ class Verified(NamedTuple):
     starts: int
     last_link: str
     party: str | None  # the party that wrote it
-    crossings: Mapping[str | None, Counter[Noted]]
-    """Passive party at the other end (None if there is only one) -> message -> count."""
+    crossings: Mapping[str | None, Counter[Noted]]  # party at the other end, if one of several
 
     def with_party(self, name: str | None) -> Counter[Noted]:
         found: Counter[Noted] = Counter()
@@ -252,8 +249,7 @@ def verify(path: Path) -> Verified | Broken:
 
 
 class TranscriptComparison(NamedTuple):
-    agreed: int
-    """Number of messages that one party sent and the other received, with the same bytes."""
+    agreed: int  # messages that one sent and the other received, byte by byte
     lost: Mapping[str, int]
     """Kind -> number of messages sent that the other party did not record: the connection broke, or
     one of the two processes was killed."""

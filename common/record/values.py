@@ -171,8 +171,7 @@ class _Entry(NamedTuple):
     is_left_out: bool
     is_optional: bool
     flat: Flat | None
-    entries: frozenset[str] | None
-    """Names of the entries of a flat field; None where they are not known beforehand."""
+    entries: frozenset[str] | None  # of a flat field; None where they are not known beforehand
 
 
 def _entries_of(kind: Any) -> tuple[_Entry, ...]:

@@ -7,8 +7,7 @@ a bound has the same digits everywhere. Measurements and estimates are rounded a
 import math
 from decimal import ROUND_CEILING, Context, Decimal
 
-_NOISE = 1e-9
-"""Relative error that floating-point sums may have and that is not rounded up: .7 stays .700."""
+_NOISE = 1e-9  # relative error of sums that is not rounded up: .7 stays .700
 
 
 def auc_at_most(auc: float) -> str:

@@ -3,8 +3,7 @@
 import argparse
 from importlib.metadata import version
 
-VERSION = version("splitveil")
-"""As ``--version`` prints it, and as a run's summary, report and transcript name it."""
+VERSION = version("splitveil")  # for ``--version``, summaries, reports and transcripts
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:

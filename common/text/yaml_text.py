@@ -20,10 +20,8 @@ class Extent(NamedTuple):
     may_repeat: bool = False  # whether aliases are allowed, whose values are not counted
 
 
-AS_WRITTEN = Extent(2**20, 50_000)
-"""For a settings file: enough for tens of thousands of column names."""
-RESOLVED = Extent(2**24, 500_000)
-"""For both files with every default filled in, as each party keeps them with its results."""
+AS_WRITTEN = Extent(2**20, 50_000)  # a settings file: tens of thousands of column names
+RESOLVED = Extent(2**24, 500_000)  # both files with all defaults, as a run keeps them
 OWN_PLAN = Extent(2**20, 50_000, may_repeat=True)  # for a file that nobody else has written
 
 MAX_DEPTH = 32  # nesting depth of lists and mappings; the settings have about eight levels

@@ -101,7 +101,7 @@ def judge(column: Column, cells: Any) -> OwnIds:
 
 
 def _may_fold(raw: Sequence[str]) -> bool:
-    """Say whether no id has letters of both cases, and no two differ in case alone."""
+    """Say whether no id has letters of both cases, and no two differ only in case."""
     texts = {text for text in raw if text != text.upper() or text != text.lower()}
     has_one_case = all(text in {text.upper(), text.lower()} for text in texts)
     return bool(texts) and has_one_case and len({text.casefold() for text in texts}) == len(texts)

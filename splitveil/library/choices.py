@@ -94,6 +94,8 @@ def named_defense(choice: DefenseChoice) -> NamedDefense:
     if isinstance(choice, Mapping):
         found = section(choice)
         return NamedDefense(_title(found), dict(choice))
+    if isinstance(choice, type) and issubclass(choice, DefenseSection):
+        choice = choice()
     if not isinstance(choice, DefenseSection):
         choice = own_defense(choice)
     return NamedDefense(

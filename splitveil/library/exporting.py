@@ -1,6 +1,5 @@
 """Writes the contract and the settings files with which real parties repeat a simulated run."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,11 @@ from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.imports import HANDED_OVER
 from splitveil.deploy.init.proposal import write_files
 from splitveil.deploy.init.tables import read_raw
-from splitveil.library.loading import files_of
+from splitveil.library.loading import files_of, with_paths_from
 from splitveil.passive_party.settings import PassiveSettings
 
 _KINDS = {"kind", "name", "mode"}
 """Settings that choose a section's class: they are written even where they are the default."""
-_PATHS = {
-    *("path", "table", "cache_dir", "uri_file", "snapshot_dir", "initial_weights", "tokenizer"),
-    *("earlier_ledgers", "earlier", "noise_key_path", "allowed_ids", "clients", "token_file"),
-    *("certificate", "private_key", "authority", "proxy_credentials"),
-}
 _SEEDS = {"insecure_nonce_seed", "insecure_noise_seed"}
 
 
@@ -85,15 +79,14 @@ def _written(party: str, settings: PartySettings, base_dir: Path, run: Path) -> 
     return files[0] if was_in_memory and source.kind == "parquet" and files else None
 
 
-def _party(settings: PartySettings, base_dir: Path, *, seeds: bool) -> dict[str, Any]:
+def _party(settings: PartySettings, base_dir: Path, *, seeds: bool) -> Any:
     full = settings.model_dump(mode="json", exclude={"runs_dir", "contract"})
     chosen = {"contract": "contract.yaml"} | _chosen(full, settings)
     if adversary := chosen.get("adversary"):
         adversary.pop("labels", None)  # they stay with the label owner
     if not seeds:
         _without(chosen, _SEEDS)
-    _from_here(chosen, base_dir.absolute())
-    return chosen
+    return with_paths_from(base_dir.absolute(), chosen)
 
 
 def _chosen(full: dict[str, Any], section: Any) -> dict[str, Any]:
@@ -114,20 +107,3 @@ def _without(values: dict[str, Any], names: set[str]) -> None:
     for inner in values.values():
         if isinstance(inner, dict):
             _without(inner, names)
-
-
-def _from_here(values: dict[str, Any], base_dir: Path) -> None:
-    for name, value in values.items():
-        if name == "weights" and isinstance(value, dict):  # of modules, by name
-            values[name] = {part: _absolute(one, base_dir) for part, one in value.items()}
-        elif isinstance(value, dict):
-            _from_here(value, base_dir)
-        elif name in _PATHS and isinstance(value, str):
-            values[name] = _absolute(value, base_dir)
-        elif name in _PATHS and isinstance(value, list):
-            values[name] = [_absolute(one, base_dir) for one in value]
-
-
-def _absolute(path: str, base_dir: Path) -> str:
-    whole = os.path.normpath(base_dir / path)
-    return not_expanded(whole) if os.path.exists(whole) else path  # noqa: PTH110

@@ -1,17 +1,26 @@
 """Finds and loads the settings of parties for a program: examples, folders, tables in memory."""
 
 import itertools
+import os
+import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.data.source_settings import CsvSource, FileSource, ParquetSource, Source
+from splitveil.common.data.source_settings import (
+    CsvSource,
+    FileSource,
+    ParquetSource,
+    Source,
+    not_expanded,
+)
 from splitveil.common.data.table_paths import find_files, table_path_of
-from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.errors import DataError, SettingsError, SplitveilError
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.settings import Section
@@ -27,6 +36,11 @@ _SECTIONS: dict[str, type[Section]] = {
     "active": ActiveSettings,
     "passive": PassiveSettings,
     "contract": Contract,
+}
+_PATHS = {
+    *("path", "table", "cache_dir", "uri_file", "snapshot_dir", "initial_weights", "tokenizer"),
+    *("earlier_ledgers", "earlier", "noise_key_path", "allowed_ids", "clients", "token_file"),
+    *("certificate", "private_key", "authority", "proxy_credentials", "weights"),
 }
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -74,6 +88,38 @@ def source_of(
             f"{', '.join(names_of_examples())}{suggest(str(example), names_of_examples())}"
         )
     return Path(example)
+
+
+@contextmanager
+def naming_parties(source: Path) -> Iterator[None]:
+    """Let errors name the party where they name a file that `source_of` has written for it.
+
+    With tables in memory, other files are looked for in the current folder.
+    """
+    folders = "|".join(re.escape(str(one)) for one in (source.absolute(), source))
+    file = re.compile(rf"(?:{folders})/([\w.-]+?)(-[0-9a-f]{{16}}\.parquet|\.yaml)")
+    try:
+        yield
+    except SplitveilError as error:
+        text = re.sub(f"(?:{folders})/", "", file.sub(r"\1", str(error)))
+        error.args = (re.sub(folders, str(Path.cwd()), text),)
+        raise
+
+
+def with_paths_from(folder: Path, value: Any, name: str = "") -> Any:
+    """Return settings whose paths are absolute: those in ``folder`` that are there."""
+    if isinstance(value, Mapping):
+        is_of_modules = name == "weights"  # paths by the name of a module
+        return {
+            one: with_paths_from(folder, inner, name if is_of_modules else str(one))
+            for one, inner in value.items()
+        }
+    if name in _PATHS and isinstance(value, list | tuple):
+        return [with_paths_from(folder, one, name) for one in value]
+    if name in _PATHS and isinstance(value, str | Path):
+        whole = os.path.normpath(folder / value)
+        return not_expanded(whole) if os.path.exists(whole) else value  # noqa: PTH110
+    return value
 
 
 def _texts(folder: Path) -> dict[str, str]:

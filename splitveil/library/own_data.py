@@ -56,7 +56,7 @@ def write_settings(
     label: str,
     key: str | None = "",
     label_range: tuple[float, float] | None = None,
-    positive_label: str | Sequence[str] | None = None,
+    positive_label: str | float | Sequence[str | float] | None = None,
 ) -> None:
     """Write the parties' tables and settings files for them into a folder for its owner alone.
 
@@ -83,7 +83,8 @@ def write_settings(
         low, high = label_range
         read["label_range"] = {"low": float(low), "high": float(high)}
     elif positive_label is not None:
-        texts = [positive_label] if isinstance(positive_label, str) else positive_label
+        is_one = isinstance(positive_label, str | float | int)
+        texts: Any = [positive_label] if is_one else positive_label
         read["positive_label"] = [*map(str, texts)]
     else:
         read |= _classes(label, table.column(label))
@@ -115,14 +116,15 @@ def as_table(given: Any, name: str) -> pa.Table:
             if given.columns.inferred_type != "string":
                 given = given.rename(columns=str)
             return pa.Table.from_pandas(given, preserve_index=True)
-        if hasattr(given, "__arrow_c_stream__"):  # pyarrow, polars, DuckDB and others
+        is_column = hasattr(given, "dtype")
+        if hasattr(given, "__arrow_c_stream__") and not is_column:  # of polars, DuckDB and others
             table = pa.table(given)
             if twice := [one for one, n in Counter(table.column_names).items() if n > 1]:
                 raise ValueError(f"several columns are named {', '.join(map(repr, twice))}")
             plain = pa.table({one: _without_views(table[one]) for one in table.column_names})
             return plain.replace_schema_metadata(table.schema.metadata)  # pandas' index
         rows = np.asarray(given)
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
         # The last argument is pyarrow's name of the column; the first may quote a cell.
         raise SettingsError(f"{name}: cannot be read as a table: {error.args[-1]}") from error
     if rows.ndim != 2 or rows.dtype.kind not in "biuf":
@@ -135,8 +137,10 @@ def as_table(given: Any, name: str) -> pa.Table:
 
 def _cells(table: str, column: object, values: Any) -> pa.Array:
     try:
-        return pa.array(np.asarray(values))
-    except (ValueError, TypeError, NotImplementedError) as error:
+        # An array would make texts of numbers beside texts.
+        is_plain = isinstance(values, list) and not isinstance((values or [0])[0], np.generic)
+        return pa.array(values if is_plain else np.asarray(values))
+    except (ValueError, TypeError, NotImplementedError, OverflowError) as error:
         raise SettingsError(
             f"{table}: column {column!r}: expected cells of one kind, and not nested"
         ) from error
@@ -224,7 +228,9 @@ def _row_labels(table: pa.Table) -> list[list[Any]]:
 def _is_by_party(passive: Any) -> bool:
     def is_table(one: Any) -> bool:  # and no column, which has __arrow_c_stream__ as well
         has_columns = hasattr(one, "schema") or hasattr(one, "columns")
-        return has_columns or isinstance(one, Mapping) or np.ndim(one) == 2
+        if has_columns or isinstance(one, Mapping):
+            return True
+        return not isinstance(one, list) and np.ndim(one) == 2
 
     return isinstance(passive, Mapping) and all(map(is_table, passive.values()))
 
@@ -277,7 +283,8 @@ def _way_of(column: pa.Field, table: str) -> str:
         return "sequences"
     cells = kind.value_type if types.is_dictionary(kind) else kind
     is_other = isinstance(cells, pa.BaseExtensionType) and cells.extension_name != "arrow.uuid"
-    if types.is_duration(kind) or types.is_time(kind) or types.is_nested(cells) or is_other:
+    is_time_of_no_day = types.is_duration(kind) or types.is_time(kind) or types.is_interval(kind)
+    if is_time_of_no_day or types.is_nested(cells) or is_other:
         raise SettingsError(
             f"{table}: column {column.name!r}: expected numbers, dates, times, texts or lists of "
             f"whole numbers, not {cells}: convert the column or leave it out"

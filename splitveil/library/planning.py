@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from splitveil.common.run.contract import ACTIVE
 from splitveil.deploy.overrides import Overrides, override
 from splitveil.library.choices import DefenseChoice, model_settings, named_defense
 from splitveil.library.frames import Frame, as_html, frame
-from splitveil.library.loading import Scratch, source_of
+from splitveil.library.loading import Scratch, naming_parties, source_of
 
 _COLUMNS = 120
 
@@ -65,7 +66,7 @@ def plan(
     label: str = "label",
     key: str | None = "",
     label_range: tuple[float, float] | None = None,
-    positive_label: str | Sequence[str] | None = None,
+    positive_label: str | float | Sequence[str | float] | None = None,
     defense: DefenseChoice | None = None,
     target_leak_auc: float | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -104,6 +105,6 @@ def plan(
         path = folder / "active.yaml"
     elif active is not None:
         raise ValueError("expected an example, or the table active")
-    own = load_party_settings(ActiveSettings, path, overrides.of(ACTIVE))
-    data = PartyData.of(own)
-    return RunPlan(plan_of(own, data, target_leak_auc))
+    with naming_parties(path.parent) if active is not None else nullcontext():
+        own = load_party_settings(ActiveSettings, path, overrides.of(ACTIVE))
+        return RunPlan(plan_of(own, PartyData.of(own), target_leak_auc))

@@ -2,6 +2,9 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -17,7 +20,7 @@ from splitveil.library.choices import (
     named_defense,
     section,
 )
-from splitveil.library.loading import Scratch, load, source_of
+from splitveil.library.loading import Scratch, load, naming_parties, source_of, with_paths_from
 from splitveil.library.runs import Run, Runs
 from splitveil.library.sweeping import TAKEN, Job, Notify, run_here, run_side_by_side
 
@@ -46,15 +49,15 @@ def simulate(
     label: str = "label",
     key: str | None = "",
     label_range: tuple[float, float] | None = None,
-    positive_label: str | Sequence[str] | None = None,
+    positive_label: str | float | Sequence[str | float] | None = None,
     defense: DefenseChoice | Sequence[DefenseChoice] | None = None,
-    attacks: Sequence[AttackChoice] | None = None,
+    attacks: AttackChoice | Sequence[AttackChoice] | None = None,
     seeds: int | Sequence[int] = 1,
     settings: Mapping[str, Any] | None = None,
     threads: int | None = None,
     jobs: int = 1,
     runs: str | Path | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Callback | Sequence[Callback] = (),
 ) -> Runs:
     """Run both parties in this process, once for each defense and seed.
 
@@ -83,14 +86,15 @@ def simulate(
             (``marvell:power_ratio=8``), mappings, sections of settings, subclasses of
             ``splitveil.defenses.Defense``, or functions of gradients, labels and noise. By default
             that of the example.
-        attacks: the attacks to measure: names, or functions of a batch's gradients that return one
-            score per row. By default those of the example.
+        attacks: the attack or attacks to measure: names, or functions of a batch's gradients that
+            return one score per row. By default those of the example.
         seeds: the number of seeds from 0, or the seeds themselves. A seed decides batches, split,
             initial weights and noise.
         settings: settings to override, by their dotted names as with ``--set``:
             ``{"contract.epochs": 3, "passive.bottom_model.hidden": [64]}``. A model may be a
             subclass of ``torch.nn.Module``, a function of `FeatureShapes` that returns a module, or
-            a module, of which every run trains a copy.
+            a module, of which every run trains a copy. With tables in memory, paths are relative to
+            the current folder.
         threads: the number of cores to compute on; by default that of the settings, or all. With
             small models, one core is often as fast as all; with several jobs, each has one.
         jobs: the number of runs side by side, each in a process of its own.
@@ -110,7 +114,7 @@ def simulate(
     Raises:
         SplitveilError: settings or data cannot be used, or a run failed. A run that its budget or a
             gate has ended is a result.
-        ValueError: neither an example nor tables are given, or both, or there are no seeds or jobs.
+        ValueError: neither an example nor tables are given, or both, or seeds or jobs are none.
     """
     if (active is None) != (passive is None):
         raise ValueError("expected the tables of both parties, active and passive")
@@ -128,26 +132,43 @@ def simulate(
         given |= {f"{party}.torch_threads": threads for party in (ACTIVE, "passive")}
     elif jobs > 1:
         given = {f"{party}.torch_threads": 1 for party in (ACTIVE, "passive")} | given
-    base = _base(source, given, attacks)
-    chosen = _chosen(defense) or [named_defense(load(source, base).active.defense)]
+    if example is None:
+        given = _from_here(given)
     numbers = list(range(seeds)) if isinstance(seeds, int) else [int(seed) for seed in seeds]
-    if not numbers:
-        raise ValueError("seeds: expected at least one")
-    planned = {
-        (one.title, seed): _job(source, base, one, seed, folder, is_only=len(chosen) == 1)
-        for seed in numbers
-        for one in chosen
-    }
+    if not numbers or min(numbers) < 0:
+        raise ValueError("seeds: expected at least one, and none below 0")
 
     def run_of(job: Job) -> Run:
         return Run(job.folder, owner=scratch, base_dir=source)
 
-    notify = _notifier(callbacks, run_of)
-    if jobs > 1:
-        run_side_by_side([*planned.values()], jobs, notify)
-    else:
-        run_here([*planned.values()], notify)
+    notify = _notifier(_several(callbacks), run_of)
+    with naming_parties(source) if example is None else nullcontext():
+        base = _base(source, given, attacks)
+        chosen = _chosen(defense) or [named_defense(load(source, base).active.defense)]
+        planned = {
+            (one.title, seed): _job(source, base, one, seed, folder, is_only=len(chosen) == 1)
+            for seed in numbers
+            for one in chosen
+        }
+        if jobs > 1:
+            run_side_by_side([*planned.values()], jobs, notify)
+        else:
+            run_here([*planned.values()], notify)
     return Runs({key: run_of(job) for key, job in planned.items()}, folder)
+
+
+def _from_here(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Let paths begin in the current folder, and not in that of files written for tables."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        parts = name.split(".")
+        nested = with_paths_from(Path.cwd(), reduce(lambda v, part: {part: v}, parts[::-1], value))
+        found[name] = reduce(getitem, parts, nested)
+    return found
+
+
+def _several(given: Any) -> list[Any]:
+    return [*given] if isinstance(given, list | tuple) else [given]
 
 
 def _notifier(callbacks: Sequence[Callback], run_of: Callable[[Job], Run]) -> Notify:
@@ -170,11 +191,11 @@ def _notifier(callbacks: Sequence[Callback], run_of: Callable[[Job], Run]) -> No
 
 
 def _base(
-    source: Path, settings: Mapping[str, Any], attacks: Sequence[AttackChoice] | None
+    source: Path, settings: Mapping[str, Any], attacks: AttackChoice | Sequence[AttackChoice] | None
 ) -> Overrides:
     base = Overrides(override(name, model_settings(value)) for name, value in settings.items())
     parties = load(source, base)
-    chosen = None if attacks is None else [attack_settings(one) for one in attacks]
+    chosen = None if attacks is None else [attack_settings(one) for one in _several(attacks)]
     if parties.active.leak_monitor is not None or chosen:
         of_gradients = [one for one in chosen or [] if not _needs_activations(one)]
         base = base.adding(*_audits("active.leak_monitor", chosen and of_gradients))
@@ -200,8 +221,7 @@ def _needs_activations(attack: str | Mapping[str, Any]) -> bool:
 def _chosen(defense: DefenseChoice | Sequence[DefenseChoice] | None) -> list[NamedDefense]:
     if defense is None:
         return []
-    several: list[Any] = [*defense] if isinstance(defense, list | tuple) else [defense]
-    chosen = [named_defense(one) for one in several]
+    chosen = [named_defense(one) for one in _several(defense)]
     titles = [one.title for one in chosen]
     if len(set(titles)) < len(titles):
         raise SettingsError(f"defense: expected each defense once, got {', '.join(titles)}")

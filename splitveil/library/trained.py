@@ -1,5 +1,6 @@
 """The halves of the model that a run has trained: as modules, and exported for other programs."""
 
+import logging
 import math
 import sys
 import warnings
@@ -34,6 +35,7 @@ from splitveil.passive_party.settings import PassiveSettings
 
 Format: TypeAlias = Literal["torch.export", "onnx"]
 SUFFIXES: Mapping[Format, str] = {"torch.export": ".pt2", "onnx": ".onnx"}
+_REGISTRATION = "torch.onnx._internal.exporter._registration"
 ROWS = 4
 """Rows of the examples with which a half is exported; its first dimension is any number."""
 
@@ -133,6 +135,8 @@ class Half(NamedTuple):
             with warnings.catch_warnings(action="ignore"):  # torch's, of its own parts
                 program = torch.export.export(half, (), inputs, dynamic_shapes=shapes)
                 if kind == "onnx":
+                    # It warns that torchvision is absent, of which no half has a part.
+                    logging.getLogger(_REGISTRATION).setLevel(logging.ERROR)
                     converted: Any = torch.onnx.export(program, dynamo=True, verbose=False)
                     written.write(converted.model_proto.SerializeToString())
                 else:

@@ -222,14 +222,17 @@ def test_sequences_are_padded_and_cut_and_gaps_are_empty(
         assert f"column {name!r}: 1 of 3 sequences are longer than max_length" in caplog.text
 
 
-def test_a_mean_of_tokens_is_what_the_models_of_settings_take(tmp_path: Path) -> None:
+def test_a_mean_of_tokens_is_what_the_models_of_settings_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Frames too: a list of whole numbers is a sequence, and a text if the settings say so."""
+    monkeypatch.chdir(tmp_path)
     write_tokenizer(tmp_path / "tokenizer.json")
     draw = np.random.default_rng(0)
     labels = draw.integers(0, 2, 300)
     words = [f"the {('bad', 'good')[label]} film" for label in labels]
     visits = [[5] * 4 * label + [int(draw.integers(6, 9))] for label in labels.tolist()]
-    tokenizer = {"tokenizer": tmp_path / "tokenizer.json", "max_length": 5}
+    tokenizer = {"tokenizer": "tokenizer.json", "max_length": 5}
     active, shared = {"label": labels}, {"passive.data.features.sequences.note": tokenizer}
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("mlp", {"note": words}, shared),
@@ -240,9 +243,7 @@ def test_a_mean_of_tokens_is_what_the_models_of_settings_take(tmp_path: Path) ->
         bottom = {"kind": model, "hidden": [16]}
         chosen = {**ONE_CORE, **own, "passive.bottom_model": bottom}
         chosen["passive.optimizer.learning_rate"] = 0.02
-        (run,) = simulate(
-            active=active, passive=pa.table(columns), attacks=[], settings=chosen, key=None
-        )
+        (run,) = simulate(active=active, passive=columns, attacks=[], settings=chosen, key=None)
         assert run.test_auc is not None
         assert run.test_auc > 0.99
 

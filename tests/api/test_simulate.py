@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import duckdb
@@ -47,7 +48,6 @@ from splitveil.library.loading import read_settings, source_of
 from splitveil.library.own_data import write_settings
 from splitveil.library.runs import Kind
 from tests.support.equality import assert_same_weights
-from tests.support.processes import started
 from tests.support.programs import run_program
 from tests.support.runs import write_example
 
@@ -57,26 +57,6 @@ SHORT = {**ONE_CORE, "contract.epochs": 1}
 
 def weights_of(run_folder: Path, party: str) -> dict[str, torch.Tensor]:
     return load_file(run_folder / party / "checkpoint" / "model.safetensors")
-
-
-@pytest.mark.parametrize("defense", ["marvell", "projected_labels"])
-def test_a_simulation_leaves_the_bits_of_two_real_processes(defense: str, tmp_path: Path) -> None:
-    """The processes read the settings that the simulation left, with a network between them."""
-    write_example(tmp_path)
-    chosen = ["norm", "spectral", "accumulated_spectral"]
-    (run,) = simulate(tmp_path, defense=defense, attacks=chosen, seeds=[5], settings=ONE_CORE)
-    for party in ("active", "passive"):
-        shutil.copy(run.path / party / "settings.yaml", tmp_path / f"{party}.yaml")
-    name = f"contract.run_name={run.name}"
-    with started(tmp_path, name) as pair:
-        assert pair.wait() == (0, 0), pair.outputs
-    there = Run(tmp_path / "runs" / run.name)
-    for party in ("active", "passive"):
-        assert_same_weights(weights_of(run.path, party), weights_of(there.path, party))
-    assert run.rows("epochs") == there.rows("epochs")
-    assert run.rows("attacks") == there.rows("attacks")
-    assert run.bounds == there.bounds
-    assert run.test_auc == there.summary["test_auc"] == there.test_auc
 
 
 @pytest.fixture(scope="module")
@@ -234,11 +214,11 @@ def largest_entry(gradients: torch.Tensor) -> torch.Tensor:
 
 def test_a_class_is_a_defense_and_its_charge_is_what_the_ledger_says(tmp_path: Path) -> None:
     write_example(tmp_path)
-    chosen: list[Any] = [Halved, defenses.own(Halved, factor=0.25)]
+    chosen: list[Any] = [Halved, defenses.own(Halved, factor=0.25), defenses.Iso]
     runs = simulate(tmp_path, defense=chosen, settings={**ONE_CORE, "contract.epochs": 2})
-    assert runs.defenses == ["Halved", "Halved factor=0.25"]
-    assert [run.ledger.guarantee().sum_kl.max for run in runs] == [0.5, 0.5]
-    assert all(run.bounds["anybody"] < 1 for run in runs)
+    assert runs.defenses == ["Halved", "Halved factor=0.25", "iso"]
+    assert [run.ledger.guarantee().sum_kl.max for run in runs[:2]] == [0.5, 0.5]
+    assert all(run.bounds["anybody"] < 1 for run in runs[:2])
 
 
 def test_functions_are_defenses_without_a_bound_and_attacks(tmp_path: Path) -> None:
@@ -311,6 +291,7 @@ LABELS: dict[str, tuple[list[str], dict[str, Any], Any]] = {
     "words": (["no", "yes"], {}, "yes"),
     "a text of two": (["stays", "leaves"], {"positive_label": "leaves"}, "leaves"),
     "numbers": (["1", "2"], {"positive_label": ("2", "3")}, ["2", "3"]),
+    "a number": (["1", "2"], {"positive_label": 2}, "2"),
 }
 
 
@@ -417,7 +398,10 @@ def test_dates_and_times_are_times(kind: pa.DataType, columns: Columns, tmp_path
     assert theirs.timestamps == ("since",)
 
 
-@pytest.mark.parametrize("kind", [pa.duration("s"), pa.time32("s"), pa.list_(pa.string())])
+@pytest.mark.parametrize(
+    "kind",
+    [pa.duration("s"), pa.time32("s"), pa.list_(pa.string()), pa.month_day_nano_interval()],
+)
 def test_cells_of_other_kinds_are_refused(
     kind: pa.DataType, columns: Columns, tmp_path: Path
 ) -> None:
@@ -444,7 +428,6 @@ APART: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str]] = {
     ),
     "a label twice": (lambda a, p: (indexed(a), indexed(p.assign(id=p["id"][0]))), ROW_LABELS),
     "two kinds of cells": (lambda a, p: (a, p.assign(x0=[1, "a"] * 150)), "passive: .* column x0"),
-    "objects": (lambda a, p: (a, p.assign(x0=object())), "passive: .* column x0"),
     "lists": (
         lambda a, p: (a, p.assign(x0=[["a"]] * 300)),
         "column 'x0': expected numbers, .* list",
@@ -462,6 +445,19 @@ APART: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str]] = {
         lambda a, p: (a, p.set_axis(["id", "x", 0, "0"], axis=1)),
         "passive: .* names .*'0'",
     ),
+    "a column": (lambda a, p: (a, p["x0"]), "passive: expected a data frame, .* got Series"),
+    "texts beside numbers": (
+        lambda a, p: (a, {**p, "x0": [1, "a"] * 150}),
+        "passive: column 'x0': expected cells of one kind, and not nested$",
+    ),
+    "a tensor with a gradient": (
+        lambda a, p: (a, {"x0": torch.ones(300, requires_grad=True)}),
+        r"passive: cannot be read as a table: .* Use tensor\.detach",
+    ),
+    "an infinite number": (
+        lambda a, p: (a, p.assign(x0=float("inf"))),
+        "^passive: column 'x0': infinite or too large",
+    ),
     "a name twice, of Arrow": (
         lambda a, p: (a, pa.table(p).rename_columns(["x"] * 4)),
         "passive: .* several columns are named 'x'",
@@ -470,12 +466,15 @@ APART: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str]] = {
 
 
 @pytest.mark.parametrize("given", APART)
-def test_data_frames_whose_rows_do_not_correspond_are_refused(given: str, columns: Columns) -> None:
+def test_tables_that_are_none_or_do_not_correspond_are_refused_in_a_sentence(
+    given: str, columns: Columns
+) -> None:
     pandas = pytest.importorskip("pandas")
     make, message = APART[given]
     active, passive = make(*map(pandas.DataFrame, columns))
-    with pytest.raises(SettingsError, match=message):
+    with pytest.raises(SplitveilError, match=message) as raised:
         simulate(active=active, passive=passive, settings=SHORT)
+    assert "\n" not in str(raised.value)
 
 
 def test_equal_row_labels_leave_row_n_the_same_example(columns: Columns) -> None:
@@ -592,21 +591,15 @@ class Tracker:
         self._note(run, "end")
 
 
-class Ends:
-    def __init__(self) -> None:
-        self.runs: list[Run] = []
-
-    def on_end(self, run: Run) -> None:
-        self.runs.append(run)
-
-
 def test_callbacks_follow_the_runs_of_a_sweep_but_for_those_taken_as_they_are(
     columns: Columns, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     given: dict[str, Any] = {"active": columns[0], "passive": columns[1], "key": "id"}
     given |= {"runs": tmp_path, "settings": {**ONE_CORE, "contract.epochs": 2}}
     names = [f"simulated-seed-{seed}" for seed in range(3)]
-    first, ends, before = Tracker(ends_at=(names[1], "end")), Ends(), alive()
+    ended: list[Run] = []
+    ends = SimpleNamespace(on_end=ended.append)
+    first, before = Tracker(ends_at=(names[1], "end")), alive()
     with pytest.raises(Enough):
         simulate(**given, seeds=[1, 9], callbacks=[ends, first])  # the other may end before
     assert alive() == before
@@ -617,7 +610,7 @@ def test_callbacks_follow_the_runs_of_a_sweep_but_for_those_taken_as_they_are(
     assert again.events == {names[0]: whole, names[2]: whole}
     assert f"{names[1]}: taken from an earlier call" in caplog.text
     assert [run.has_ended for run in runs] == [True] * 3
-    assert {run.name for run in ends.runs} >= {*names}
+    assert {run.name for run in ended} >= {*names}
 
 
 def test_what_a_callback_draws_changes_no_bit_of_a_run_with_dropout(columns: Columns) -> None:
@@ -682,10 +675,11 @@ def broken(shapes: object) -> torch.nn.Module:
 
 
 def test_runs_side_by_side_have_the_bits_of_runs_one_after_the_other(swept: Runs) -> None:
-    chosen, ends = ["none", "iso:noise_ratio=2"], Ends()
+    chosen, ended = ["none", "iso:noise_ratio=2"], list[Run]()
     given: dict[str, Any] = {"defense": chosen, "seeds": 2, "settings": SHORT, "jobs": 2}
-    again = simulate(swept.folder.parent, **given, callbacks=[ends])
-    assert sorted(run.name for run in ends.runs) == sorted(run.name for run in swept)
+    ends = SimpleNamespace(on_end=ended.append)  # one callback needs no list
+    again = simulate(swept.folder.parent, **given, callbacks=ends)
+    assert sorted(run.name for run in ended) == sorted(run.name for run in swept)
     assert [run.name for run in again] == [run.name for run in swept]
     assert again.rows("steps") == swept.rows("steps")
     assert again.rows("attacks") == swept.rows("attacks")
@@ -708,10 +702,14 @@ def test_tables_of_earlier_runs_stay_beside_them(columns: Columns, tmp_path: Pat
     assert len(predict(first)) == 300
 
 
-def test_an_exported_run_has_its_bits_at_real_parties(columns: Columns, tmp_path: Path) -> None:
+@pytest.mark.parametrize("defense", ["marvell", "projected_labels"])
+def test_an_exported_run_has_its_bits_at_real_parties(
+    defense: str, columns: Columns, tmp_path: Path
+) -> None:
     """The launcher runs both parties' processes with the files, without the simulation's folder."""
     given: dict[str, Any] = {"key": "id", "settings": {**ONE_CORE, "contract.epochs": 2}}
-    (run,) = simulate(active=columns[0], passive=columns[1], defense="iso", seeds=[3], **given)
+    given["attacks"] = ["norm", "spectral", "accumulated_spectral"]
+    (run,) = simulate(active=columns[0], passive=columns[1], defense=defense, seeds=[3], **given)
     tables = {"active": tmp_path / "labels.csv", "passive": tmp_path / "features.csv"}
     for table, of_party in zip(tables.values(), columns, strict=True):
         csv.write_csv(pa.table(of_party), table)
@@ -735,6 +733,11 @@ def test_an_exported_run_has_its_bits_at_real_parties(columns: Columns, tmp_path
     for party in ("active", "passive"):
         assert_same_weights(weights_of(run.path, party), weights_of(there.path, party))
     assert run.rows("epochs") == there.rows("epochs")
+    assert [one for one in run.rows("attacks") if one["party"] == "active"] == [
+        one for one in there.rows("attacks") if one["party"] == "active"
+    ]
+    assert run.bounds == there.bounds
+    assert run.test_auc == there.summary["test_auc"] == there.test_auc
 
 
 def test_code_without_a_name_is_not_exported(tmp_path: Path) -> None:
@@ -801,6 +804,26 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "twice": ({"example": "breast_cancer", "defense": ["none", "none"]}, "each defense once"),
     "no seeds": ({"example": "breast_cancer", "seeds": 0}, "expected at least one"),
+    "a seed below 0": ({"example": "breast_cancer", "seeds": [-1]}, "none below 0"),
+    "one attack": ({"example": "breast_cancer", "attacks": "nrom"}, "did you mean 'norm'?"),
+    "a setting of a table in memory": (
+        {
+            "active": {"label": [0, 1]},
+            "passive": {"x": [1.0, 2.0]},
+            "settings": {"passive.bottom_modle": 1},
+        },
+        "^passive: bottom_modle: unknown setting; did you mean 'bottom_model'?",
+    ),
+    "an absent file beside a table in memory": (
+        {
+            "active": {"label": [0, 1] * 60},
+            "passive": {"note": ["a", "b"] * 60},
+            "settings": {
+                "passive.data.features.sequences.note": {"tokenizer": "no.json", "max_length": 2}
+            },
+        },
+        f"^no.json: there is no such file in {re.escape(str(Path.cwd()))}$",
+    ),
     "no such party": (
         {"example": "breast_cancer", "settings": {"epochs": 1}},
         "expected active.NAME=VALUE",
@@ -832,5 +855,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_cannot_be_simulated_is_said(wrong: str) -> None:
     arguments, message = WRONG[wrong]
-    with pytest.raises((SplitveilError, ValueError), match=message):
+    with pytest.raises((SplitveilError, ValueError), match=message) as raised:
         simulate(**arguments)
+    assert "\n" not in str(raised.value)
+    assert "--set" not in str(raised.value)

@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -77,30 +77,39 @@ def learner_of(
     )
 
 
-def compute(rank: int, size: int, file: Path, facts: Any, build: Any) -> None:
+def compute(rank: int, size: int, file: Path, facts: Any, build: Any, on: Any, device: Any) -> None:
     torch.set_num_threads(1)
-    ranks = Ranks(rank, size, file=file)
-    ranks.compare(facts)
-    work(ranks, partial(build, ranks))
-    ranks.close()
+    with on(rank):
+        ranks = Ranks(rank, size, device, file=file)
+        ranks.compare(facts)
+        work(ranks, partial(build, ranks))
+        ranks.close()
 
 
 @contextmanager
-def ranks_of(size: int, build: Any, facts: Any = FACTS, code: int = 0) -> Iterator[Ranks]:
+def ranks_of(
+    size: int,
+    build: Any,
+    facts: Any = FACTS,
+    code: int = 0,
+    on: Any = nullcontext,
+    device: Any = CPU,
+) -> Iterator[Ranks]:
     """Start the other ranks, which build their learners so, and let them end in the end."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "ranks")
-        given = (size, file, facts, build)
+        given = (size, file, facts, build, on, device)
         others = [server.Process(target=compute, args=(rank, *given)) for rank in range(1, size)]
         for process in others:
             process.start()
-        ranks = Ranks(0, size, file=file)
-        try:
-            ranks.compare(FACTS)
-            yield ranks
-        finally:
-            ranks.close()
+        with on(0):
+            ranks = Ranks(0, size, device, file=file)
+            try:
+                ranks.compare(FACTS)
+                yield ranks
+            finally:
+                ranks.close()
         for process in others:
             process.join(60)
             assert process.exitcode == code
@@ -175,7 +184,8 @@ BATCHES = (
 
 def begun(ranks: Ranks, learner: Learner) -> DataParallelModel:
     beginning = Beginning(OWN, None, 8)
-    return begin(ranks, learner, beginning, features(), torch.arange(ROWS).numpy())
+    given = features().to(learner.device)
+    return begin(ranks, learner, beginning, given, torch.arange(ROWS).numpy())
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,9 @@ class Plain(nn.Sequential):
         if fault == "lazy":
             self.spare = nn.LazyLinear(1)
 
+    def train(self, mode: bool = True) -> "Plain":
+        return super().train(mode or self.fault == "trains")
+
     def forward(self, numbers: Tensor) -> Tensor:
         if self.fault == "eval" and not self.training:
             raise RuntimeError("training only")
@@ -72,6 +75,11 @@ class Plain(nn.Sequential):
 
 class BuiltIn(nn.Module):
     forward = max
+
+
+class Wrapped(nn.Linear):
+    def forward(self, *given: Tensor) -> Tensor:
+        return super().forward(*given)
 
 
 INSTANCE = nn.Linear(3, 5)
@@ -364,6 +372,13 @@ def test_no_row_of_a_batch_has_an_influence_on_another(
         (custom("Plain"), SHAPES, (5,), "forward has no parameter for the image features"),
         (custom("Plain"), NUMBERS, (4,), "an output of shape (2, 4) for 2 rows, got (2, 5)"),
         (custom("Plain", fault="eval"), NUMBERS, (5,), "of 2 rows in eval mode: RuntimeError: tra"),
+        (custom("Plain", fault="trains"), NUMBERS, (5,), "Plain.eval() leaves it in training mode"),
+        (
+            custom("Wrapped", in_features=3, out_features=5),
+            NUMBERS,
+            (5,),
+            "forward does not say its parameters: expected a module",
+        ),
         (custom("Plain", fault="lazy"), NUMBERS, (5,), "spare.weight is still lazy after a batch"),
         (custom("Plain", fault="meta"), NUMBERS, (5,), "has weights on meta: build it on the CPU"),
         (custom("Plain", fault="moves"), NUMBERS, (5,), "expected an output on cpu"),

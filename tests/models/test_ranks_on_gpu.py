@@ -8,31 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from splitveil.common.models.data_parallel import Beginning, Learner, begin, work
-from splitveil.common.models.ranks import Ranks
 from tests.models.test_data_parallel import (
     BATCHES,
-    FACTS,
-    OWN,
-    ROWS,
-    features,
+    begun,
     learner_of,
     normalised,
+    ranks_of,
     sparse,
     stepped,
 )
 from tests.support import pretended_cuda
-from tests.support.forked import server
 
 CUDA = pretended_cuda.CUDA
 
 
 @contextmanager
-def noting(notes: list[tuple[str, str]]) -> Iterator[None]:
+def pretending(folder: Path, rank: int) -> Iterator[None]:
     """Pretend that there is a GPU, with gloo in the place of NCCL; note what is sent from where."""
+    notes: list[tuple[str, str]] = []
     compute, init = pretended_cuda._compute, dist.init_process_group
 
     def noted(func: Any, args: Any, kwargs: Any) -> Any:
@@ -49,46 +44,26 @@ def noting(notes: list[tuple[str, str]]) -> Iterator[None]:
         patch.setattr(pretended_cuda, "_compute", noted)
         patch.setattr(dist, "init_process_group", with_gloo)
         yield
+    (folder / str(rank)).write_text(json.dumps(notes))
 
 
-def second_rank(file: Path, build: Any) -> None:
-    torch.set_num_threads(1)
-    notes: list[tuple[str, str]] = []
-    with noting(notes):
-        ranks = Ranks(1, 2, CUDA, file=file)
-        ranks.compare(FACTS)
-        work(ranks, partial(learner_of, build, ranks, device=CUDA))
-        ranks.close()
-    file.with_suffix(".json").write_text(json.dumps(notes))
-
-
-@pytest.mark.parametrize("build", [normalised, sparse])
+@pytest.mark.parametrize("model", [normalised, sparse])
 def test_both_ends_of_a_transfer_are_on_one_device_and_nccl_begins_with_all_ranks(
-    build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    file, notes = tmp_path / "ranks", list[tuple[str, str]]()
-    other = server.Process(target=second_rank, args=(file, build))
-    other.start()
-    with noting(notes):
-        ranks = Ranks(0, 2, CUDA, file=file)
-        ranks.compare(FACTS)
-        learner: Learner = learner_of(build, ranks, device=CUDA)
-        given = features().to(CUDA)
-        parallel = begin(ranks, learner, Beginning(OWN, None, 8), given, torch.arange(ROWS).numpy())
+    build, on = partial(learner_of, model, device=CUDA), partial(pretending, tmp_path)
+    with ranks_of(2, build, on=on, device=CUDA) as ranks:
+        learner = build(ranks)
+        parallel = begun(ranks, learner)
         for batch in BATCHES:
             stepped(learner, parallel(batch).square().mean())
         parallel.random_states()
         ranks.check_all_alive()
-        ranks.close()
-    other.join(60)
-    assert other.exitcode == 0
-    of_other = json.loads(file.with_suffix(".json").read_text())
+    first, second = (json.loads((tmp_path / str(rank)).read_text()) for rank in range(2))
     ends = [("send", "recv_"), ("recv_", "send"), ("allreduce_",) * 2, ("broadcast_",) * 2]
-    for own_end, other_end in ends:
-        devices = [where for what, where in notes if what == own_end]
-        assert devices == [where for what, where in of_other if what == other_end]
-        assert {*devices} >= {"cpu"}
-    assert {what for what, _ in notes} == {what for what, _ in ends}
-    assert {what for what, where in notes if where == "cuda"} == {"send", "recv_", "allreduce_"}
-    assert next(what for what, where in notes if where == "cuda") == "allreduce_"
+    for one, other in ends:
+        devices = [where for what, where in first if what == one]
+        assert devices == [where for what, where in second if what == other]
+    assert {what for what, _ in first} == {one for one, _ in ends}
+    on_gpu = [what for what, where in first if where == "cuda"]
+    assert (on_gpu[0], {*on_gpu}) == ("allreduce_", {"send", "recv_", "allreduce_"})

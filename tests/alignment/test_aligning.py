@@ -12,17 +12,17 @@ import torch
 from splitveil.active_party.run.aligning import AlignmentSession
 from splitveil.active_party.run.preparation import OwnRows
 from splitveil.active_party.run.stages import Stage
-from splitveil.common.alignment import AlignChannel, QueueChannel
+from splitveil.common.alignment import AlignChannel
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.alignment.ristretto import load
 from splitveil.common.alignment.workers import GroupOperations
-from splitveil.common.errors import AlignmentError, ContractMismatch, OutOfStep, PeerUnreachable
+from splitveil.common.errors import AlignmentError, ContractMismatch, OutOfStep
 from splitveil.common.run.contract import AlignmentContract, Contract
 from splitveil.common.run.messages import Activation, BatchId, LeaveReason
 from splitveil.common.run.sample_order import CommonOrder
 from splitveil.passive_party.aligning import AlignmentObserver, AlignmentRun
 from splitveil.passive_party.opening import Aligner, Participant
-from splitveil.protos.split_learning_pb2 import AlignFrame
+from tests.support.exchanging import Broken
 from tests.support.simulation import InProcessPeer
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 
@@ -184,26 +184,7 @@ class BreaksOff(InProcessPeer):
         if not self.breaks:
             return channel
         self.breaks -= 1
-        return Broken(channel)
-
-
-class Broken(QueueChannel):
-    def __init__(self, channel: AlignChannel) -> None:
-        self._channel = channel
-        self._received = 0
-
-    def send(self, frame: AlignFrame) -> None:
-        self._channel.send(frame)
-
-    def receive(self) -> AlignFrame:
-        self._received += 1
-        if self._received == 2:
-            self._channel.close()
-            raise PeerUnreachable("the line broke")
-        return self._channel.receive()
-
-    def close(self) -> None:
-        self._channel.close()
+        return Broken(channel, 2)
 
 
 @pytest.mark.parametrize("parties", [1, 3])

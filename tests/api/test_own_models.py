@@ -178,7 +178,9 @@ def test_exported_halves_give_of_numbers_as_they_are_what_trained_ones_and_predi
     with torch.no_grad():
         activation = bottom(rows)
         logits = top(activation, own)
-    columns = [values for name, values in predicted.items() if name.startswith("probability")]
+    names = [name for name in predicted if name.startswith("probability")]
+    assert names in (["probability"], ["probability_0", "probability_1", "probability_2"])
+    columns = [predicted[name] for name in names]
     found = logits.softmax(1) if logits.ndim == 2 else logits.sigmoid()[:, None]
     torch.testing.assert_close(found, torch.tensor(np.array(columns, np.float32).T[places]))
 

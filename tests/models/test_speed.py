@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from splitveil.common.errors import SplitveilError
 from splitveil.common.models.speed import speed_up
+from tests.support.equality import assert_same_weights
 from tests.support.peers import Lost, dying
 from tests.support.runs import build_parties, run_in_process, write_example
 
@@ -101,16 +102,29 @@ def test_autocast_of_either_party_is_another_course(example: Path) -> None:
         assert any(not torch.equal(found[name], plain[name]) for name in plain)
 
 
-def test_a_run_is_not_resumed_with_another_arithmetic(example: Path, tmp_path: Path) -> None:
-    shared = ["contract.checkpoints={every_steps: 2, keep: 100}"]
+@pytest.mark.parametrize(
+    ("fast", "other"),
+    [(BFLOAT16, "autocast=null"), pytest.param("compile=true", BFLOAT16, marks=NEEDS_COMPILER)],
+)
+def test_a_run_resumes_with_the_same_bits_and_not_with_another_arithmetic(
+    example: Path, tmp_path: Path, fast: str, other: str
+) -> None:
+    shared = ["contract.epochs=3", "contract.checkpoints={every_steps: 2, keep: 100}", fast]
     active, passive = [*shared, *SEEDED], [*shared, "insecure_nonce_seed=2"]
+    whole = build_parties(example, active, passive)
+    run_in_process(whole)
     runs = tmp_path / "runs"
     with pytest.raises(Lost):
         run_in_process(build_parties(example, active, passive, runs=runs), dying(6, after=False))
-    again = build_parties(example, active, [*passive, BFLOAT16], runs=runs)
+    shutil.copytree(runs, tmp_path / "copy")
+    again = build_parties(example, active, passive, runs=runs)
     assert again.session.reopen()
+    run_in_process(again)
+    assert_same_weights(again.weights(), whole.weights())
+    changed = build_parties(example, active, [*passive, other], runs=tmp_path / "copy")
+    assert changed.session.reopen()
     with pytest.raises(SplitveilError, match="other bytes"):
-        run_in_process(again)
+        run_in_process(changed)
 
 
 @NEEDS_COMPILER

@@ -9,8 +9,8 @@ import torch
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import SplitveilError, StorageError
-from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason, Offer
-from tests.support.peers import InProcessPeer, Lost
+from splitveil.common.run.messages import Activation, Answer, Course, Offer
+from tests.support.peers import Lost, Silent
 from tests.support.runs import Parties, build_parties, run_in_process
 
 EVERY_2 = ["contract.checkpoints={every_steps: 2, keep: 100}"]
@@ -56,7 +56,7 @@ def in_a_defense_that_has_seen_the_batch(
     patched.setattr(defense, "defend", failing_after(defense.defend))
 
 
-class Breaking(InProcessPeer):
+class Breaking(Silent):
     """Lets a fault begin at one of its messages; the active party then ends as it does served."""
 
     at, fault, saved = 0, staticmethod(in_learning), dict[str, bytes]()
@@ -84,11 +84,6 @@ class Breaking(InProcessPeer):
     def evaluate(self, activation: Activation) -> Course:
         ask = super().evaluate
         return self._guarded(lambda: ask(activation))  # type: ignore[return-value]
-
-    def leave(self, run_id: str, reason: LeaveReason) -> None:
-        """Say nothing unless it has finished."""
-        if reason == LeaveReason.FINISHED:
-            super().leave(run_id, reason)
 
 
 def contents(runs: Path) -> dict[str, bytes]:

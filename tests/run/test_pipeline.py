@@ -17,10 +17,10 @@ from splitveil.common.errors import Interrupted, OutOfStep
 from splitveil.common.run import course
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import evaluations_ahead
-from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason
+from splitveil.common.run.messages import Activation, Answer, Course
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from tests.support.equality import assert_same
-from tests.support.peers import FaultyPeer, InProcessPeer, Lost, dying
+from tests.support.peers import FaultyPeer, InProcessPeer, Lost, Silent, dying
 from tests.support.projected import SMALL, assert_bounded, build, projected
 from tests.support.projected import assert_same as assert_same_outcome
 from tests.support.projected import outcome as projected_outcome
@@ -365,7 +365,7 @@ def test_the_contract_says_how_many_may_be_under_way(
     assert evaluations_ahead(Contract.model_validate(values)) == ahead
 
 
-class DiesAhead(Eager):
+class DiesAhead(Silent, Eager):
     """Ends the passive process when it has sent some held-out rows, all of which are answered."""
 
     at = 0
@@ -374,9 +374,6 @@ class DiesAhead(Eager):
         super().send_held_out(activation)
         if len(self.asked) == self.at:
             raise Lost
-
-    def leave(self, run_id: str, reason: LeaveReason) -> None:
-        """Die without a goodbye."""
 
 
 class StopsAhead(Eager):

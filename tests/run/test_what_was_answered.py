@@ -22,7 +22,7 @@ from splitveil.common.errors import BudgetExhausted, OtherAnswer, PeerLeft, Prot
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.messages import LeaveReason, Offer
-from tests.support.peers import InProcessPeer, Lost, dying
+from tests.support.peers import Lost, Silent, dying
 from tests.support.runs import Parties, build_parties, run_in_process
 from tests.support.several import build_several, write_several
 from tests.support.several import run_in_process as run_several
@@ -193,7 +193,7 @@ def test_the_same_question_gets_no_other_answer_though_the_charge_is_the_same(
     assert bool((charges(accounts(third.session)) >= charged).all())
 
 
-class Steps(InProcessPeer):
+class Steps(Silent):
     left = 0
 
     def receive_gradient(self):  # type: ignore[no-untyped-def]
@@ -201,9 +201,6 @@ class Steps(InProcessPeer):
             raise Lost
         Steps.left -= 1
         return super().receive_gradient()
-
-    def leave(self, run_id: str, reason: LeaveReason) -> None:
-        """Say nothing: it was killed."""
 
 
 def test_a_run_goes_back_over_its_answers_only_so_often(

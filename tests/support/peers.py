@@ -48,7 +48,15 @@ class Lost(BaseException):
     """Stands for kill -9: the program never catches it."""
 
 
-class DiesAt(InProcessPeer):
+class Silent(InProcessPeer):
+    """Says goodbye only after the last answer, as a process that was killed would."""
+
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
+        if reason == LeaveReason.FINISHED:
+            super().leave(run_id, reason)
+
+
+class DiesAt(Silent):
     """Ends the passive process at one of its messages, before or after the active party sees it."""
 
     at = 0
@@ -72,11 +80,6 @@ class DiesAt(InProcessPeer):
         course = super().evaluate(activation)
         self._maybe_die(after=True)
         return course
-
-    def leave(self, run_id: str, reason: LeaveReason) -> None:
-        """Say goodbye unless the process was killed."""
-        if reason == LeaveReason.FINISHED:
-            super().leave(run_id, reason)
 
 
 def dying(at: int, *, after: bool) -> Callable[..., InProcessPeer]:

@@ -19,9 +19,10 @@ from splitveil.active_party.training.own_models import Fitting
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.record.release_file import ReleaseFile
-from splitveil.common.run.messages import LeaveReason
-from tests.support.peers import InProcessPeer, Lost
+from tests.support.peers import Lost, Silent
 from tests.support.runs import Parties, build_parties, run_in_process
+
+__all__ = ["Silent"]
 
 DEFENSE = "defense={name: projected_labels, stages: 2, rank: 8, insecure_noise_seed: 7}"
 SMALL = ("contract.evaluation_batch_size=60", "contract.checkpoints={every_steps: 2, keep: 100}")
@@ -150,15 +151,6 @@ def releases_in(runs: Path, party: str = "active") -> dict[str, Tensor]:
         assert parts is not None
         found |= {f"{stage}.{name}": value for name, value in parts.items()}
     return found
-
-
-class Silent(InProcessPeer):
-    """Says goodbye only after the last answer, as a process that was killed would."""
-
-    def leave(self, run_id: str, reason: LeaveReason) -> None:
-        """Say goodbye unless the process was killed."""
-        if reason == LeaveReason.FINISHED:
-            super().leave(run_id, reason)
 
 
 @dataclass

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from numpy.typing import NDArray
 from pyarrow import csv, parquet
 
-from tests.support.certificates import make, use
+from tests.support.certificates import use
 from tests.support.endpoints import asked
-from tests.support.processes import Party, started
+from tests.support.inference import train
+from tests.support.processes import Party
 from tests.support.runs import write_example
 from tests.support.simulation import free_address
 from tests.support.waiting import wait_until
@@ -28,12 +30,11 @@ SLOW = "answers.ids_per_second=60"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a run that has trained, over mutual TLS, and its ids."""
+    """Return a folder with a trained run, certificates, and ids, some unknown to a party."""
     folder = tmp_path_factory.mktemp("trained")
     write_example(folder)
-    use(make(folder / "certificates"), folder)
-    with started(folder) as pair:
-        assert pair.wait() == (0, 0), pair.outputs
+    train(folder, folder / "runs")
+    use(folder / "runs" / "certificates", folder)
     ids = [f"person-{number:05d}" for number in range(400)]
     (folder / "ids.txt").write_text("\n".join(ids) + "\n")
     return folder
@@ -53,8 +54,7 @@ def predicting(folder: Path, address: str, output: str, *overrides: str) -> Part
     )
 
 
-def probabilities(path: Path) -> NDArray[np.float32]:
-    table = csv.read_csv(path) if path.suffix == ".csv" else parquet.read_table(path)
+def probabilities(table: pa.Table) -> NDArray[np.float32]:
     return np.asarray(table.column("probability").to_numpy(), np.float32)
 
 
@@ -64,35 +64,18 @@ def summary_of(active: Party) -> dict[str, object]:
     return found
 
 
-@pytest.fixture(scope="module")
-def undisturbed(folder: Path) -> NDArray[np.float32]:
-    """Return the probabilities of all ids, predicted twice."""
+def test_a_prediction_survives_a_passive_party_that_is_killed_and_comes_back(folder: Path) -> None:
     address = free_address()
-    names = ("undisturbed.parquet", "undisturbed.csv")
     with served(folder, address):
-        for name in names:
-            with predicting(folder, address, name) as active:
-                assert active.wait() == 0, active.output
-            summary = summary_of(active)
-            assert summary["rows"] == 400
-            assert summary["found"] == 360
-            assert summary["missing_at"] == {"active": 20, "passive": 20}
-    found, as_csv = (probabilities(folder / name) for name in names)
-    np.testing.assert_array_equal(as_csv, found)
-    return found
-
-
-def test_there_is_a_row_for_every_id(folder: Path, undisturbed: NDArray[np.float32]) -> None:
-    table = parquet.read_table(folder / "undisturbed.parquet")
-    assert table.column_names == ["id", "canonical_id", "probability", "found"]
-    assert table.column("id").to_pylist() == (folder / "ids.txt").read_text().splitlines()
-    assert np.isnan(undisturbed).sum() == 40
-
-
-def test_a_prediction_survives_a_passive_party_that_is_killed_and_comes_back(
-    folder: Path, undisturbed: NDArray[np.float32]
-) -> None:
-    address = free_address()
+        with predicting(folder, address, "undisturbed.csv") as active:
+            assert active.wait() == 0, active.output
+        where = f"answers.listen={free_address()}"
+        with Party("passive", folder, where, command="serve", log="second") as second:
+            assert second.wait() == 2, second.output
+            assert "another process serves this run" in second.output
+    summary = summary_of(active)
+    assert (summary["rows"], summary["found"]) == (400, 360)
+    assert summary["missing_at"] == {"active": 20, "passive": 20}
     transcript = folder / "runs" / "small" / "passive" / "serve" / "transcript.jsonl"
     with (
         served(folder, address, SLOW) as first,
@@ -109,7 +92,12 @@ def test_a_prediction_survives_a_passive_party_that_is_killed_and_comes_back(
             second.signal(signal.SIGTERM)
             assert second.wait() == 0, second.output
             assert "answered" in second.output
-    np.testing.assert_array_equal(probabilities(folder / "survived.parquet"), undisturbed)
+    table = parquet.read_table(folder / "survived.parquet")
+    assert table.column_names == ["id", "canonical_id", "probability", "found"]
+    assert table.column("id").to_pylist() == (folder / "ids.txt").read_text().splitlines()
+    found = probabilities(table)
+    assert np.isnan(found).sum() == 40
+    np.testing.assert_array_equal(probabilities(csv.read_csv(folder / "undisturbed.csv")), found)
     assert not (folder / "survived.parquet.parts").exists()
 
 
@@ -121,22 +109,6 @@ def test_a_passive_party_that_stays_away_ends_the_prediction_with_a_clear_error(
     assert "has not answered for 0.5 s (reconnect.max_s)" in active.output
     assert "the same command goes on with the parts in" in active.output
     assert not (folder / "away.parquet").exists()
-
-
-def test_a_second_server_is_refused_and_a_stopped_prediction_leaves_no_output(folder: Path) -> None:
-    address = free_address()
-    with served(folder, address, "answers.ids_per_second=1") as passive:
-        where = f"answers.listen={free_address()}"
-        with Party("passive", folder, where, command="serve", log="second") as second:
-            assert second.wait() == 2, second.output
-            assert "another process serves this run" in second.output
-        with predicting(folder, address, "stopped.parquet") as active:
-            active.wait_until_says("predicting 400 ids")
-            active.signal(signal.SIGTERM)
-            assert active.wait() == 143, active.output
-        passive.signal(signal.SIGTERM)
-        assert passive.wait() == 0, passive.output
-    assert not (folder / "stopped.parquet").exists()
 
 
 # ---- online ----

@@ -7,7 +7,7 @@ from tests.system.conftest import SAME_SPLIT, run_locally
 
 
 def test_the_example_with_two_laboratories_runs(tmp_path: Path) -> None:
-    options = ("--set", "contract.epochs=2", "passive_b.model_seed=5")
+    options = ("--set", "contract.epochs=1", "passive_b.model_seed=5")
     run = run_locally(tmp_path, "breast_cancer_two_labs", *options)
     assert run.exit_code == 0, run.output
     for party in ("active", "means", "extremes"):
@@ -26,7 +26,7 @@ def test_the_example_with_two_laboratories_runs(tmp_path: Path) -> None:
 
 
 def test_the_example_without_a_file_learns_ten_digits(tmp_path: Path) -> None:
-    options = ("--set", "contract.epochs=6", "active.defense={name: none}", *SAME_SPLIT)
+    options = ("--set", "contract.epochs=4", "active.defense={name: none}", *SAME_SPLIT)
     run = run_locally(tmp_path, "digits", *options)
     assert run.exit_code == 0, run.output
     summary = run.summary("digits", "active")

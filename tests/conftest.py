@@ -78,11 +78,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 @pytest.fixture
 def port() -> int:
-    """Return a free port on loopback."""
     return free_port()
 
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make several chunks of ids from a few."""
     monkeypatch.setattr(ecdh, "CHUNK_IDS", 16)

@@ -53,8 +53,6 @@ def nonces(seed: int) -> Callable[[], bytes]:
 
 @dataclass
 class Meeting:
-    """All parties of an alignment; the passive ones run in threads."""
-
     active_ids: Sequence[str]
     passive_ids: dict[str, Sequence[str]]
     group: GroupOperations | None = None
@@ -94,7 +92,6 @@ class Meeting:
         finish(threads)
 
     def orders(self) -> dict[str, list[str]]:
-        """Return the common ids in each party's order."""
         found = {"active": ordered(self.active_ids, self.session.common_order())}
         for name, run in self.runs.items():
             found[name] = ordered(self.passive_ids[name], run.common_order())
@@ -180,8 +177,6 @@ def test_two_parties_are_aligned_at_a_time() -> None:
 
 
 class BreaksOff(InProcessPeer):
-    """A line that breaks in the middle of the first alignments."""
-
     breaks = 2
 
     def open_alignment(self) -> AlignChannel:
@@ -193,8 +188,6 @@ class BreaksOff(InProcessPeer):
 
 
 class Broken(QueueChannel):
-    """A channel that ends with the second frame that is received."""
-
     def __init__(self, channel: AlignChannel) -> None:
         self._channel = channel
         self._received = 0

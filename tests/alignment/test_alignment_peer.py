@@ -13,8 +13,11 @@ from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
 from splitveil.common.alignment.exchange import _transfer
 from splitveil.common.alignment.ristretto import Ristretto
 from splitveil.common.alignment.workers import WorkerPool
+from splitveil.common.data.canonical_form import CanonicalForm
+from splitveil.common.data.ids import Allowed, canonical_ids
 from splitveil.common.errors import (
     AlignmentError,
+    DataError,
     InvalidMessage,
     OutOfStep,
     PeerUnreachable,
@@ -40,6 +43,7 @@ from tests.support.aligned import (
     points_frame,
     started,
     tags_frame,
+    usable_ids,
 )
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -219,16 +223,6 @@ def test_there_is_no_result_before_the_peers_done() -> None:
         session.result()
 
 
-@pytest.mark.parametrize("what", ["point", "tag"])
-def test_a_point_or_a_tag_that_comes_twice_is_rejected(what: str) -> None:
-    """Otherwise one id of a party could be counted as two common ones."""
-    tags = bytes(32) if what == "tag" else bytes(16) + b"1" * 16
-    session = committed(2, tags, points(1) * 2 if what == "point" else points(2))
-    session.receive(tags_frame(0, tags[:16]))
-    with pytest.raises(InvalidMessage, match="same tag"):
-        session.receive(tags_frame(1, tags[16:]))
-
-
 # ---- a peer that lies about what is common ----
 
 
@@ -282,8 +276,6 @@ def test_a_failure_of_the_sending_side_is_raised_at_once_and_as_it_is() -> None:
 
 def test_a_sender_that_cannot_send_wakes_the_receiver() -> None:
     class Mute(Passing):
-        """Sends the hello and nothing else."""
-
         def send(self, frame: pb.AlignFrame) -> None:
             if not frame.HasField("hello"):
                 raise PeerUnreachable("mute")
@@ -400,3 +392,45 @@ def test_a_peer_s_fault_is_the_reason_though_the_files_of_the_exchange_are_gone(
 
     with pytest.raises(InvalidMessage, match="same tag"):
         _transfer(cast("Any", Forgotten()), cast("Any", Line()), lambda *_: None)
+
+
+# ---- ids as bad as they come ----
+
+
+LONG = 64 * 1024
+
+
+def test_ids_that_are_all_equal_are_an_error_or_a_single_id() -> None:
+    raw = ["the same"] * 1000
+    with pytest.raises(DataError, match="999 duplicate ids"):
+        canonical_ids(raw, "here")
+    first = usable_ids(raw, CanonicalForm(), Allowed(duplicates=True))
+    assert first.ids == ["the same"]
+    assert first.report.left_out == 999
+    outcomes = align_both((first.ids, ["another", *first.ids]))
+    assert [len(outcome.alignment.rows) for outcome in outcomes] == [1, 1]
+    assert first.rows == outcomes[0].alignment.rows.tolist() == [0]
+
+
+def test_ids_of_one_byte_of_64_kib_and_in_any_unicode_align_exactly() -> None:
+    short = [chr(code) for code in (*range(33, 127), 0xEB, 0x202E, 0x6F22, 0x10300, 0x10FFFD)]
+    long = [character * (LONG - 1) + last for character in "ab" for last in "xyz"]
+    mine, theirs = [*short[:60], *long[:4]], [*long[2:], *reversed(short[30:])]
+    outcomes = align_both((mine, theirs))
+    found = [common_ids(ids, one) for ids, one in zip((mine, theirs), outcomes, strict=True)]
+    assert found[0] == found[1]
+    assert sorted(found[0]) == sorted({*short[30:60], *long[2:4]})
+
+
+def test_what_a_peer_sends_after_the_end_is_not_waited_for() -> None:
+    class GoesOn(Passing):
+        def send(self, frame: pb.AlignFrame) -> None:
+            super().send(frame)
+            if frame.WhichOneof("body") == "done":
+                for _ in range(3):
+                    super().send(frame)
+
+    here, there = channel_pair(deadline_s=LONG_S)
+    ids = names(range(20))
+    honest, _ = align_both((ids, ids), channels=(here, GoesOn(there)))
+    assert sorted(common_ids(ids, honest)) == sorted(ids)

@@ -33,7 +33,6 @@ def written(person: int, draw: random.Random, form: CanonicalForm) -> str:
 
 
 def first_rows(people: Sequence[int]) -> dict[int, int]:
-    """Return the first row of each person."""
     return {person: row for row, person in reversed(list(enumerate(people)))}
 
 
@@ -48,10 +47,7 @@ TABLES = st.lists(st.integers(0, 40), min_size=1, max_size=40)
     draw=st.randoms(use_true_random=False),
 )
 def test_any_two_tables_align_as_the_sets_of_their_people(
-    tables: tuple[list[int], list[int]],
-    form: CanonicalForm,
-    workers: int,
-    draw: random.Random,
+    tables: tuple[list[int], list[int]], form: CanonicalForm, workers: int, draw: random.Random
 ) -> None:
     own, peer = (
         usable_ids([written(person, draw, form) for person in table], form, Allowed(True))

@@ -136,15 +136,12 @@ def test_a_resumed_exchange_is_charged_once_and_a_fresh_one_again(tmp_path: Path
 
 
 class Victim:
-    """An exchange that a test drives as the peer, and resumes."""
-
     def __init__(self, folder: Path) -> None:
         self.files = ExchangeStore(folder / "kept")
         self.peer_points = points(40)
         self.exchange = self.start()
 
     def start(self, resume: pb.AlignResume | None = None) -> EcdhExchange:
-        """Start anew, and say hello as the peer."""
         exchange = ENGINE.start(OWN, nonce=b"a" * 32, run_id="run")
         exchange.store_in(self.files)
         self.held = exchange.hello().hello.resume

@@ -23,8 +23,6 @@ HIDDEN = set(names(range(20, 40)))
 
 
 class TwoExponents(EcdhEngine):
-    """Plays the dishonest peer in all of its exchanges."""
-
     def __init__(self, kind: Literal["points", "tags"]) -> None:
         super().__init__(min_aligned=1, max_set_size=1000)
         self.kind = kind

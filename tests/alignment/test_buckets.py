@@ -61,7 +61,6 @@ def test_any_number_of_buckets_has_the_rows_and_the_order_of_a_single_exchange(
 
 
 def test_too_few_common_ids_are_those_of_all_buckets() -> None:
-    """Each of the buckets has fewer than all of them together."""
     for least, is_enough in ((len(COMMON), True), (len(COMMON) + 1, False)):
         both = engine(min_aligned=least, buckets=BUCKETS)
         for outcome in align_both((OWN, PEER), (both, both)):

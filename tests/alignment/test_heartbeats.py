@@ -50,8 +50,6 @@ def test_an_error_ends_them_also_if_the_peer_takes_nothing() -> None:
 
 
 class Slow(EcdhEngine):
-    """An engine that is busy before it says hello."""
-
     has_waited = threading.Event()
 
     def start(
@@ -71,8 +69,6 @@ def test_a_party_that_is_busy_for_longer_than_the_peer_waits_is_not_given_up(
     ends = channel_pair(deadline_s=LONG_S)
 
     class Patient:
-        """A channel that counts the signs of life which it receives."""
-
         send, close = ends[1].send, ends[1].close
 
         def receive(self) -> pb.AlignFrame:
@@ -99,8 +95,6 @@ def test_parties_that_are_both_busy_before_their_hello_do_not_fill_the_line(
     slow = [Slow(min_aligned=1, max_set_size=1000) for _ in ends]
 
     class Noting(Passing):
-        """A channel that lets both go on once both have sent enough."""
-
         sent = 0
 
         def send(self, frame: pb.AlignFrame) -> None:

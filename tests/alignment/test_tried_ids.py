@@ -85,8 +85,6 @@ def test_a_passive_party_that_breaks_off_and_comes_again_learns_three_sets_and_n
 
 
 class GuessingPeer(InProcessPeer):
-    """Takes the tags of other ids in each alignment, and hangs up."""
-
     learned: set[str]
     rounds = 0
 
@@ -141,8 +139,6 @@ def test_an_active_party_that_breaks_off_and_comes_again_learns_three_sets_and_n
 
 
 class Breaking:
-    """A channel that breaks when so many tags have been taken."""
-
     def __init__(self, channel: AlignChannel, frames: int) -> None:
         self._channel = channel
         self._left = frames
@@ -157,8 +153,6 @@ class Breaking:
 
 
 class BadLine(InProcessPeer):
-    """Loses the first alignments, at various moments."""
-
     breaks: list[int]
 
     def open_alignment(self) -> AlignChannel:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import shlex
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -71,7 +72,6 @@ def test_the_help_names_every_sub_command(call: Call) -> None:
 
 
 def programs() -> Iterator[argparse.ArgumentParser]:
-    """Yield the parser of every program and of every sub-command."""
     owners: list[argparse.ArgumentParser] = [
         program._parser(),
         active_party.parser(),
@@ -177,6 +177,26 @@ def test_check_takes_ten_lines_unless_details_are_asked_for(
     assert "  learning_rate: " in details
     assert set(details.splitlines()) > set(lines[:-2])
     assert call(*words, "-q").out == ""
+
+
+def test_check_prints_every_problem_after_the_resolved_settings(folder: Path, call: Call) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        wrong = (f"listen={listen}", "device=cuda:98", "data.source.path=nowhere.csv")
+        sets = [word for one in wrong for word in ("--set", one)]
+        done = call("active", "check", folder / "active.yaml", "-v", *sets)
+    said = done.out + done.err
+    assert done.exit_code == 2
+    for text in (
+        "first_contact_s: 3600.0\n",
+        f"listen: cannot serve at {listen}: ",
+        "device: cuda:98 needs a GPU, and torch",
+        "nowhere.csv: there is no such file",
+    ):
+        assert text in said
+    said = call("passive", "check", folder / "passive.yaml", "-v").out
+    assert "longest_wait_s: 5.0\n" in said
+    assert "ok: connect: no active party answers at 127.0.0.1:1 now" in said
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,6 @@ def sent(noise: float, seed: int = 0) -> tuple[Any, Any, Any]:
 
 
 def auc_by_hand(scores: Any, labels: Any) -> float:
-    """Count the pairs that a score puts in order, ties half."""
     pairs = scores[labels == 1][:, None] - scores[labels == 0][None]
     area = float(((pairs > 0) + 0.5 * (pairs == 0)).mean())
     return max(area, 1 - area)

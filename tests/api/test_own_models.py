@@ -124,7 +124,6 @@ HALVES: dict[str, tuple[Any, Any]] = {
 
 @pytest.fixture(scope="module")
 def mixed(columns: Columns) -> Columns:
-    """Return the columns with gaps and lists among them."""
     active, passive = columns
     gaps = np.where(np.arange(300) % 3 == 0, np.nan, np.round(3 * passive["x1"]))
     tags = np.array(["", "a", "a|b", "b|c"])[np.arange(300) % 4]

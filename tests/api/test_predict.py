@@ -81,14 +81,6 @@ def test_ids_and_rows_may_be_new(seeds: Sequence[Run]) -> None:
     assert 0 < answer["probability"][0] < 1
 
 
-def test_several_classes_have_a_column_each() -> None:
-    (run,) = simulate("digits", settings=SHORT, threads=1)
-    found = columns_of(predict(run, ["image-0000", "image-0001"]))
-    names = [f"probability_{digit}" for digit in range(10)]
-    sums = [sum(found[name][row] for name in names) for row in range(2)]
-    assert sums == pytest.approx([1.0, 1.0], abs=1e-5)
-
-
 def test_halves_of_different_trainings_are_not_combined(
     seeds: Sequence[Run], tmp_path: Path
 ) -> None:

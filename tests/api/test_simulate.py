@@ -270,7 +270,6 @@ def columns() -> Columns:
 
 @pytest.fixture(scope="module")
 def expected(columns: Columns) -> Run:
-    """Return the run of the columns as they are, without attacks."""
     active, passive = columns
     return simulate(active=active, passive=passive, key="id", settings=SHORT, attacks=[])[0]
 
@@ -399,8 +398,7 @@ def test_dates_and_times_are_times(kind: pa.DataType, columns: Columns, tmp_path
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [pa.duration("s"), pa.time32("s"), pa.list_(pa.string()), pa.month_day_nano_interval()],
+    "kind", [pa.duration("s"), pa.time32("s"), pa.list_(pa.string()), pa.month_day_nano_interval()]
 )
 def test_cells_of_other_kinds_are_refused(
     kind: pa.DataType, columns: Columns, tmp_path: Path

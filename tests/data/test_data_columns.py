@@ -153,7 +153,6 @@ PARTS = ["seconds", "year", "month", "day", "day_of_week", "hour", "minute"]
 
 
 def parts_of(moment: datetime) -> list[float]:
-    """Return the numbers of a time in UTC."""
     seconds = moment.replace(tzinfo=UTC).timestamp()
     return [
         *(seconds, moment.year, moment.month, moment.day),

@@ -34,7 +34,6 @@ NAMED = {"id_column": "id", "label_column": "label"}
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every file here have many parts."""
     monkeypatch.setattr(sources, "PART_BYTES", 2048)
     monkeypatch.setattr(sources, "PART_ROWS", 64)
 
@@ -73,7 +72,6 @@ def settings(source: dict[str, Any], **values: Any) -> DataSettings:
 
 
 def source_of(kind: str, folder: Path) -> dict[str, Any]:
-    """Write the same rows as one kind of file."""
     columns = rows()
     if kind == "csv":
         write_csv(folder / "rows.csv", columns)
@@ -91,7 +89,6 @@ def source_of(kind: str, folder: Path) -> dict[str, Any]:
 
 
 def same(one: Features, other: Features) -> bool:
-    """Tell whether two have the same parts, bit for bit."""
     pairs = [(getattr(one, n), getattr(other, n)) for n in ("numeric", "categorical", "image")]
     return all(a is b is None or torch.equal(a, b) for a, b in pairs)
 

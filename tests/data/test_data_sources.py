@@ -52,7 +52,6 @@ def settings(source: dict[str, Any], **values: Any) -> DataSettings:
 
 
 def write_parts(folder: Path, table: Any, count: int = 7) -> None:
-    """Write a table in several files of different sizes, one without a row."""
     folder.mkdir(parents=True, exist_ok=True)
     ends = sorted({0, 3, len(table), *range(0, len(table), len(table) // count)})
     for number, (start, end) in enumerate(itertools.pairwise(ends)):
@@ -228,8 +227,6 @@ def test_a_column_that_is_not_used_may_differ(tmp_path: Path) -> None:
 
 
 class Bucket:
-    """A bucket of moto's server."""
-
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
         scheme, _, host = endpoint.partition("://")

@@ -22,7 +22,6 @@ SPLITS = ["train", "validation", "test"]
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make many parts of a small table."""
     monkeypatch.setattr(table, "_ROWS_AT_ONCE", 64)
     monkeypatch.setattr(kinds, "_SMALL_BYTES", 4096)
 
@@ -37,7 +36,6 @@ def people() -> dict[str, list[Any]]:
 
 
 def settings(path: Path, columns: dict[str, list[Any]], **given: Any) -> DataSettings:
-    """Write a table, and return the settings that read its ids."""
     table = pa.table(columns)
     if path.suffix == ".csv":
         csv.write_csv(table, path)
@@ -98,7 +96,6 @@ def test_a_row_that_is_longer_than_a_part_is_read(tmp_path: Path) -> None:
 def test_ids_alone_take_their_bytes_and_little_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ids that are read for a run take much more."""
     monkeypatch.undo()
     num_rows = 120_000
     data = settings(tmp_path / "people.csv", {"id": [f"person-{n:09d}" for n in range(num_rows)]})

@@ -131,8 +131,6 @@ def test_another_table_is_read_like_the_table_of_the_settings(tmp_path: Path) ->
 
 
 class Clock:
-    """A clock that only goes on while somebody sleeps."""
-
     def __init__(self) -> None:
         self.now_s = 1000.0
 

@@ -92,21 +92,6 @@ def test_the_hash_split_s_canonical_form_has_not_changed() -> None:
             validate(Contract, CONTRACT | {"split": wrong}, "contract")
 
 
-def test_several_passive_parties_come_to_one_split(tmp_path: Path) -> None:
-    write_several(tmp_path)
-    for path in tmp_path.glob("*.csv"):
-        add_column(path)
-    several = build_several(tmp_path, [BY_COLUMN])
-    finish([start(several, name) for name in several.passive])
-    assert not several.errors
-    assert several.seen.rows is not None
-    for party in several.passive.values():
-        assert party.seen.rows is not None
-        for name, positions in several.seen.rows.splits.items():
-            assert np.array_equal(party.seen.rows.splits[name], positions)
-    assert len(several.seen.rows.splits["test"])
-
-
 def test_one_of_several_parties_that_disagrees_ends_the_run_of_all(tmp_path: Path) -> None:
     write_several(tmp_path)
     for path in tmp_path.glob("*.csv"):

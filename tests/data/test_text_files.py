@@ -73,10 +73,7 @@ READ: dict[str, tuple[bytes | dict[str, bytes], dict[str, Any]]] = {
     "a German spreadsheet": (lines(IN_GERMANY, ";", "\r\n").encode("utf-8-sig"), GERMAN),
     "points between thousands": (lines(WITH_THOUSANDS, ";").encode(), GERMAN),
     "sep=;": (b"\xef\xbb\xbfsep=;\r\n" + lines(delimiter=";").encode(), {}),
-    "commas in names": (
-        lines(delimiter=";", names=SEVERAL_COMMAS).encode(),
-        {"delimiter": ";"},
-    ),
+    "commas in names": (lines(delimiter=";", names=SEVERAL_COMMAS).encode(), {"delimiter": ";"}),
     "an unnamed index": (numbered("").encode(), {}),
     "a named index": (numbered("Unnamed: 0").encode(), {}),
     "an index of some rows": (numbered("Unnamed: 0.1", 7).encode(), {}),

@@ -239,10 +239,7 @@ PRINTED = {
 @pytest.mark.filterwarnings("ignore:.*loader strategy is deprecated")
 @pytest.mark.parametrize("page", PROGRAMS, ids=name_of)
 def test_the_programs_of_a_page_run_as_they_stand(
-    page: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     if page.stem == "tuning":
         pytest.importorskip("optuna")

@@ -273,10 +273,7 @@ LABS: dict[str, Any] = {
         "bottom_model": {"kind": "mlp", "hidden": [4]},
         "optimizer": {"kind": "adam", "learning_rate": 0.01},
     },
-    "passives": {
-        "passive_a": {},
-        "passive_b": {"data": {"features": {"numeric": "worst_*"}}},
-    },
+    "passives": {"passive_a": {}, "passive_b": {"data": {"features": {"numeric": "worst_*"}}}},
 }
 
 

@@ -101,14 +101,17 @@ def test_a_prediction_survives_a_passive_party_that_is_killed_and_comes_back(fol
     assert not (folder / "survived.parquet.parts").exists()
 
 
-def test_a_passive_party_that_stays_away_ends_the_prediction_with_a_clear_error(
-    folder: Path,
-) -> None:
+def test_a_prediction_ends_if_the_passive_party_stays_away_and_by_a_signal(folder: Path) -> None:
     with predicting(folder, free_address(), "away.parquet", "reconnect.max_s=0.5") as active:
         assert active.wait() == 4, active.output
     assert "has not answered for 0.5 s (reconnect.max_s)" in active.output
     assert "the same command goes on with the parts in" in active.output
-    assert not (folder / "away.parquet").exists()
+    with predicting(folder, free_address(), "stopped.parquet") as active:
+        active.wait_until_says("trying for up to")
+        active.signal(signal.SIGTERM)
+        assert active.wait() == 143, active.output
+    for name in ("away", "stopped"):
+        assert not (folder / f"{name}.parquet").exists()
 
 
 # ---- online ----

@@ -1,4 +1,4 @@
-"""Examples of several passive parties and of several classes, by the local launcher."""
+"""Examples of several passive parties and of several classes, by the launcher and the demo."""
 
 from pathlib import Path
 
@@ -26,13 +26,13 @@ def test_the_example_with_two_laboratories_runs(tmp_path: Path) -> None:
 
 
 def test_the_example_without_a_file_learns_ten_digits(tmp_path: Path) -> None:
-    options = ("--set", "contract.epochs=4", "active.defense={name: none}", *SAME_SPLIT)
-    run = run_locally(tmp_path, "digits", *options)
+    options = ("--defense", "none", "--set", "contract.epochs=4", *SAME_SPLIT)
+    run = run_locally(tmp_path, "digits", *options, command="demo")
     assert run.exit_code == 0, run.output
-    summary = run.summary("digits", "active")
+    summary = run.summary("digits-none", "active")
     assert summary["aligned_rows"] == 1797
     assert summary["test_auc"] > 0.95
     assert len(summary["test_auc_by_class"]) == 10
-    leak = run.summary("digits", "passive")["leak_classes"]["cut"]["cosine"]
+    leak = run.summary("digits-none", "passive")["leak_classes"]["cut"]["cosine"]
     assert leak["worst_pair_auc"] >= 0.95
     assert len(leak["classes"]) == 10

@@ -30,8 +30,6 @@ FASTER = ("--set", "contract.epochs=2", "--set", "contract.batch_size=64")
 
 
 class Typed(NamedTuple):
-    """A command, and where it is typed."""
-
     owner: str
     text: str
 
@@ -44,8 +42,6 @@ def commands() -> Iterator[Typed]:
 
 
 class Machines:
-    """Two folders, and what was typed in them."""
-
     def __init__(self, folder: Path) -> None:
         self.folders = {owner: folder / owner for owner in OWNERS.values()}
         self.done: dict[Typed, Done] = {}
@@ -53,7 +49,6 @@ class Machines:
         self._waiting: list[tuple[Typed, subprocess.Popen[str]]] = []
 
     def type(self, typed: Typed) -> None:
-        """Run a command; both sides of a connection each in a process of its own."""
         folder, text = self.folders[typed.owner], typed.text
         for address in ("0.0.0.0:50051", "label-owner.example:50051"):
             text = text.replace(address, self._address)

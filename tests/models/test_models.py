@@ -91,8 +91,6 @@ def no_module(shapes: FeatureShapes) -> int:
 
 
 class ByName(nn.Module):
-    """Returns what it was called with, in the order of its parameters."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1))
@@ -382,12 +380,7 @@ def test_no_row_of_a_batch_has_an_influence_on_another(
         (custom("Plain", fault="lazy"), NUMBERS, (5,), "spare.weight is still lazy after a batch"),
         (custom("Plain", fault="meta"), NUMBERS, (5,), "has weights on meta: build it on the CPU"),
         (custom("Plain", fault="moves"), NUMBERS, (5,), "expected an output on cpu"),
-        (
-            custom("BuiltIn"),
-            NUMBERS,
-            (5,),
-            "BuiltIn.forward does not say its parameters",
-        ),
+        (custom("BuiltIn"), NUMBERS, (5,), "BuiltIn.forward does not say its parameters"),
         (custom("INSTANCE", width=5), NUMBERS, (5,), "unexpected keyword argument 'width'"),
     ],
 )
@@ -414,10 +407,7 @@ def test_bottom_model_that_does_not_fit_is_explained(
     ],
 )
 def test_top_model_that_does_not_fit_is_explained(
-    settings: ModelSettings,
-    shapes: FeatureShapes | None,
-    cut_shape: tuple[int, ...],
-    part: str,
+    settings: ModelSettings, shapes: FeatureShapes | None, cut_shape: tuple[int, ...], part: str
 ) -> None:
     with pytest.raises(SettingsError) as raised:
         build_top_model(settings, cut_shape, shapes, seed=0)

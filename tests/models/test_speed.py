@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from splitveil.common.errors import SplitveilError
 from splitveil.common.models.speed import speed_up
-from tests.support.equality import assert_same_weights
 from tests.support.peers import Lost, dying
 from tests.support.runs import build_parties, run_in_process, write_example
 
@@ -132,18 +131,3 @@ def test_a_compiled_run_shows_the_adversary_the_same_layers(example: Path) -> No
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
     for expected_cut, found_cut in zip(plain.received, compiled.received, strict=True):
         torch.testing.assert_close(found_cut, expected_cut, rtol=1e-3, atol=1e-6)
-
-
-@pytest.mark.parametrize("fast", [BFLOAT16, pytest.param("compile=true", marks=NEEDS_COMPILER)])
-def test_a_run_resumes_with_the_same_bits(example: Path, tmp_path: Path, fast: str) -> None:
-    shared = ["contract.epochs=3", "contract.checkpoints={every_steps: 2, keep: 100}", fast]
-    active, passive = [*shared, *SEEDED], [*shared, "insecure_nonce_seed=2"]
-    whole = build_parties(example, active, passive)
-    run_in_process(whole)
-    runs = tmp_path / "runs"
-    with pytest.raises(Lost):
-        run_in_process(build_parties(example, active, passive, runs=runs), dying(6, after=False))
-    again = build_parties(example, active, passive, runs=runs)
-    assert again.session.reopen()
-    run_in_process(again)
-    assert_same_weights(again.weights(), whole.weights())

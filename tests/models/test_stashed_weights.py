@@ -130,7 +130,6 @@ def trained(
 def by_copies(
     build: Callable[[], nn.Module], settings: OptimizerSettings, depth: int
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Compute the same with a copy of the whole model for each activation."""
     model, optimizer, schedule = started(build, settings)
     features, waiting, sent = data(), deque[tuple[nn.Module, Tensor]](), list[Tensor]()
 

@@ -6,48 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.record.model_files import save_model
-from tests.support.equality import assert_same_weights
-from tests.support.peers import Lost, dying
 from tests.support.runs import build_parties, run_in_process, write_example, write_table
 
 MODEL = "{kind: tabular, hidden: [8], num_bins: 6, number_dim: 3}"
 STEPS = "optimizer={kind: adamw, learning_rate: 0.01, weight_decay: 0.01, clip_norm: 0.5}"
 TOP, BOTTOM = f"top_model={MODEL}", f"bottom_model={MODEL}"
-DROPPING = BOTTOM.replace("}", ", dropout: 0.1}")
 BY_COLUMN = "contract.split={kind: column, column: fold}"
-
-
-@pytest.mark.parametrize(
-    "defense",
-    [
-        "{name: marvell, insecure_noise_seed: 3}",
-        "{name: projected_labels, strength: {leak_auc: 0.8}, insecure_noise_seed: 3}",
-    ],
-)
-def test_a_run_resumes_with_the_same_bits(tmp_path: Path, defense: str) -> None:
-    write_example(tmp_path)
-    shared = [STEPS, "contract.epochs=3", "contract.checkpoints={every_steps: 2, keep: 100}"]
-    shared += ["contract.pipeline_depth=2"] if "marvell" in defense else []
-    active = [*shared, TOP, f"defense={defense}", "insecure_nonce_seed=1"]
-    # In one process, random draws of both halves would be in another order.
-    passive = [*shared, DROPPING, "insecure_nonce_seed=2"]
-    torch.default_generator.manual_seed(1)  # as in a new process
-    whole = build_parties(tmp_path, active, passive)
-    run_in_process(whole)
-    assert "input.numbers.steps" in str(sorted(whole.weights()))
-    runs = tmp_path / "runs"
-    torch.default_generator.manual_seed(1)
-    with pytest.raises(Lost):
-        run_in_process(build_parties(tmp_path, active, passive, runs=runs), dying(14, after=False))
-    again = build_parties(tmp_path, active, passive, runs=runs)
-    assert again.session.reopen()
-    run_in_process(again)
-    assert_same_weights(again.weights(), whole.weights())
 
 
 ROWS = 200

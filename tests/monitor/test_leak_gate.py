@@ -1,7 +1,9 @@
 """The leak gate: the leak monitor's measurements may end a run."""
 
 import io
+import json
 import statistics
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,14 +11,21 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from splitveil.active_party.monitor.leak_guards import MIN_BATCHES, LeakAlarm, LeakGate
+from splitveil.active_party.monitor.leak_guards import (
+    MIN_BATCHES,
+    AlarmRecorder,
+    LeakAlarm,
+    LeakGate,
+)
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings, LeakGateSettings
 from splitveil.common.errors import LeakGateClosed, PeerLeft, SettingsError
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.privacy.audit import AuditedBatch
-from splitveil.common.record.lines import GateLine
+from splitveil.common.privacy.settings import DEFAULT_ATTACKS
+from splitveil.common.record.lines import AlarmLine, GateLine
+from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.run_record import read_metrics
 from splitveil.common.record.summary import GateFigures, Summary
 from splitveil.common.record.summary_tables import print_summary
@@ -24,7 +33,7 @@ from splitveil.common.run.messages import Answer
 from splitveil.common.wire.status import error_from, status_for
 from tests.support.equality import same, stored
 from tests.support.peers import InProcessPeer
-from tests.support.runs import Parties, build_parties, run_in_process
+from tests.support.runs import Parties, build_parties, run_in_process, write_example
 from tests.support.waiting import HANGS_AFTER_S
 
 STRONG = "defense={name: iso, noise_ratio: 32, insecure_noise_seed: 1}"
@@ -33,8 +42,6 @@ EPOCHS = "contract.epochs=8"
 
 
 class UnhurriedPeer(InProcessPeer):
-    """Asks for the next answer when the leak monitor has measured the last one."""
-
     def receive_gradient(self) -> Answer:
         recorder = self._session.lifecycle.observer
         assert isinstance(recorder, ActiveRecorder)
@@ -179,3 +186,57 @@ def test_gates_that_cannot_be_meant_are_refused(
 ) -> None:
     with pytest.raises(SettingsError, match=message):
         load_party_settings(ActiveSettings, example / "active.yaml", overrides)
+
+
+# ---- the leak alarm in a run ----
+
+
+@pytest.mark.parametrize(("noise", "attacks"), [("fresh", ["residual_energy"]), ("persistent", [])])
+def test_the_alarm_names_the_attack_to_which_fresh_marvell_falls_and_persistent_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, noise: str, attacks: list[str]
+) -> None:
+    write_example(tmp_path, rows=2000)
+    both = ["contract.epochs=5", "contract.batch_size=240", "contract.cut_shape=[16]"]
+    strength = "strength: {power_ratio: 256}, insecure_noise_seed: 3"
+    own = [
+        f"defense={{name: marvell, noise: {noise}, {strength}}}",
+        f"noise_key_path={tmp_path}/noise.key",
+    ]
+    parties = build_parties(tmp_path, [*both, *own], [*both, "adversary=null"])
+    assert parties.active_settings.leak_monitor is not None
+    assert parties.active_settings.leak_monitor.attacks == DEFAULT_ATTACKS
+    with ActiveRecorder(parties.active_settings, tmp_path) as recorder:
+        parties.session.lifecycle.observer = recorder
+        run_in_process(parties)
+    rang = read_metrics(tmp_path).of(AlarmLine)
+    assert recorder.summary({}).of_active.leak_alarms == len(rang)
+    assert {line.figure.attack for line in rang} == set(attacks)
+    assert {line.figure.layer for line in rang} <= {"cut"}
+    assert ("residual_energy at cut measures a leak AUC of" in caplog.text) is bool(attacks)
+    assert ("LEAK ALARM" in caplog.text) is bool(attacks)
+
+
+def ring(bell: AlarmRecorder, epochs: Iterable[int], *attacks: str) -> None:
+    for epoch in epochs:
+        bell.note_charge(epoch, 0.01)
+        for step in range(MIN_BATCHES):
+            leak = {"cut": dict.fromkeys(attacks, 0.9 + step % 2 / 100)}
+            bell.note_leak(AuditedBatch(epoch, step, leak, 0.5))
+        bell.judge_measured()
+
+
+def test_an_alarm_is_said_once_and_again_for_another_attack_and_recorded_each_epoch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with MetricsLog(tmp_path) as metrics:
+        bell = AlarmRecorder(metrics, ())
+        ring(bell, range(3), "norm")
+        assert caplog.text.count("LEAK ALARM") == caplog.text.count("norm at cut") == 1
+        resumed = AlarmRecorder(metrics, ())
+        resumed.load_state_dict(json.loads(json.dumps(bell.state_dict())))
+        ring(resumed, range(3, 5), "norm")
+        assert caplog.text.count("LEAK ALARM") == 1
+        ring(resumed, range(5, 8), "norm", "spectral")
+        assert caplog.text.count("LEAK ALARM") == 2
+        assert caplog.text.count("spectral at cut") == 1
+    assert len(read_metrics(tmp_path).of(AlarmLine)) == resumed.alarms == 8 + 3

@@ -34,8 +34,6 @@ from tests.support.waiting import wait_until
 
 
 class FullDisk:
-    """Metrics that cannot be written."""
-
     def write(self, *_: object, **__: object) -> None:
         raise StorageError("metrics.jsonl: cannot be written: No space left on device")
 
@@ -165,8 +163,6 @@ def test_an_attack_is_refused_where_there_are_no_activations_for_it(example: Pat
 
 
 class Attacked(NamedTuple):
-    """The findings of a passive party's attacks, and their cost."""
-
     summary: Summary
     gathered: dict[str, Any] | None
     """The state of the label-free audit."""
@@ -178,7 +174,6 @@ class Attacked(NamedTuple):
 def attacked(
     example: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *, labels: bool, audit: bool
 ) -> Attacked:
-    """Run both parties, of which only the passive one attacks."""
     allowed = "contract.audits_allowed=true"
     mine = [allowed, f"adversary.audit={json.dumps(audit)}"]
     parties = build_parties(example, [allowed, "leak_monitor=null"], mine)
@@ -224,8 +219,6 @@ def test_a_party_with_labels_and_audits_has_one_budget_and_computes_no_score_twi
 
 
 class FailingAudit:
-    """An audit that cannot look at a batch."""
-
     left_out = 0
 
     def wants(self, step: int) -> bool:

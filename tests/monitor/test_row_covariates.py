@@ -44,7 +44,6 @@ def step(rows: NDArray[np.int64], activation: Tensor, probabilities: Tensor) -> 
 
 
 def visit(kept: RowCovariates, epoch: int, probabilities: Tensor, value: float) -> None:
-    """Visit all rows once, in a fresh order and in two batches."""
     order = np.random.default_rng(epoch).permutation(ROWS)
     for rows in np.split(order, 2):
         seen = step(rows, torch.full((len(rows), 3), value), probabilities[torch.from_numpy(rows)])

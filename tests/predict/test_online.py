@@ -24,8 +24,6 @@ TOKEN = programs.MIN_TOKEN_CHARACTERS * "t"
 
 @dataclass
 class Clock:
-    """A clock that stands still."""
-
     now_s: float = 1000.0
 
     def __call__(self) -> float:

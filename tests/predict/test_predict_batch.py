@@ -120,7 +120,6 @@ def test_a_prediction_that_broke_off_goes_on_with_its_finished_parts(
 
 
 def write_two_parts(output: Path, **of_parts: Any) -> list[Path]:
-    """Leave finished parts whose predictions are all zero."""
     parts = opened(output, **of_parts)
     for part in parts.missing[:2]:
         parts.write(part, np.zeros(PART, np.float32), np.ones(PART, np.bool_))

@@ -252,9 +252,7 @@ def test_the_first_screen_answers_with_one_badge(
     assert decide(run, leak).outcome == outcome
 
 
-def test_labels_of_several_classes_and_numbers_have_sentences_of_their_own(
-    tmp_path: Path,
-) -> None:
+def test_labels_of_several_classes_and_numbers_have_sentences_of_their_own(tmp_path: Path) -> None:
     for data, said in (
         ({"classes": 3}, "even of those that are separated best, in at most 70 of 100 pairs"),
         ({"label_range": [0, 1]}, "a label at one end of the range from one at the other"),

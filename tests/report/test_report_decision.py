@@ -74,8 +74,7 @@ def write_run(
     (active / "settings.yaml").write_text(yaml.safe_dump(values | dict(settings or {})))
     auc = _write_predictions(active, first_id, noise_seed)
     figures = ActiveFigures(
-        model=model or ModelFigures(test_auc=auc),
-        ledger=None if bound is None else bounded(bound),
+        model=model or ModelFigures(test_auc=auc), ledger=None if bound is None else bounded(bound)
     )
     beyond = BeyondFigures(adjusted=dict(leak or {}))
     summary = Summary(

@@ -83,11 +83,7 @@ def test_what_is_sent_is_waited_for_once_and_what_is_queued_after_it_is_not(
     """The event is recorded behind the copy: `torch.cuda.synchronize` would wait for everything."""
     found = to_host(torch.empty(8, 3, device="cuda"))
     assert found.device == CPU
-    assert calls == [
-        "main: cuda to cpu",
-        "main: event on main",
-        "main: host waits",
-    ]
+    assert calls == ["main: cuda to cpu", "main: event on main", "main: host waits"]
 
 
 def test_what_is_received_is_copied_beside_the_computation_and_never_waited_for(

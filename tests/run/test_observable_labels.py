@@ -105,10 +105,7 @@ def write_picked(folder: Path, kind: str, part: str, *, other: bool) -> None:
 # ---- what is released, once for both runs ----
 
 Released = list[Any]
-RELEASING = (
-    (StageRelease, "draw"),
-    (noisy_label, "draw_noisy_labels"),
-)
+RELEASING = ((StageRelease, "draw"), (noisy_label, "draw_noisy_labels"))
 
 
 @contextmanager
@@ -341,11 +338,7 @@ FURTHER: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
         [RESPONSE, "leak_gate={max_leak_auc: 0.51, window_steps: 1, action: warn}"],
         [BY_COLUMN],
     ),
-    "class weights": (
-        "several classes",
-        [PROJECTED, "data.class_weights=[1, 2, 3]"],
-        [BY_COLUMN],
-    ),
+    "class weights": ("several classes", [PROJECTED, "data.class_weights=[1, 2, 3]"], [BY_COLUMN]),
     "a budget": ("numbers", [PROJECTED, "run_budget={leak_auc: 0.7}"], [BY_COLUMN]),
     "a budget that ends the run": (
         "two classes",

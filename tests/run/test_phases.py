@@ -8,8 +8,6 @@ from splitveil.common.run.phases import Phase, Phases
 
 
 class Clock:
-    """Goes on when a test says so."""
-
     def __init__(self) -> None:
         self.now = 100.0
 

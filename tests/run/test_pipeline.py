@@ -1,5 +1,6 @@
 """Activations sent ahead: the same bits at any speed, after any loss, and under every defense."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +14,18 @@ from splitveil.active_party.run.releases import Releases
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.alignment import AlignmentEngine
 from splitveil.common.errors import Interrupted, OutOfStep
+from splitveil.common.run import course
+from splitveil.common.run.contract import Contract
+from splitveil.common.run.course import evaluations_ahead
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason
 from splitveil.passive_party.bottom_trainer import BottomTrainer
-from tests.support import several
-from tests.support.equality import assert_same, assert_same_weights
+from tests.support.equality import assert_same
 from tests.support.peers import FaultyPeer, InProcessPeer, Lost, dying
 from tests.support.projected import SMALL, assert_bounded, build, projected
 from tests.support.projected import assert_same as assert_same_outcome
 from tests.support.projected import outcome as projected_outcome
 from tests.support.projected import resume as resume_projected
-from tests.support.runs import Parties, build_parties, run_in_process
+from tests.support.runs import CONTRACT, Parties, build_parties, run_in_process
 
 DEFENSES = [
     "{name: marvell, noise: persistent, insecure_noise_seed: 7}",
@@ -53,7 +56,6 @@ PeerT = TypeVar("PeerT", bound=InProcessPeer)
 
 
 def run_with(parties: Parties, kind: type[PeerT]) -> PeerT:
-    """Run with a peer that notes something, and return it."""
     peers: list[PeerT] = []
 
     def connect(session: ActiveSession, engine: AlignmentEngine) -> PeerT:
@@ -152,8 +154,6 @@ def test_killed_at_any_message_a_run_resumes_with_the_same_bits(
 
 
 class Stops(InProcessPeer):
-    """Ends the passive party by a signal at one gradient."""
-
     at = 8
     _calls = 0
 
@@ -182,8 +182,6 @@ def test_an_interrupted_run_goes_back_to_its_last_checkpoint_and_ends_with_the_s
 
 
 class Keeps(InProcessPeer):
-    """Keeps every question, and asks older ones again."""
-
     def __init__(self, session: ActiveSession, engine: AlignmentEngine) -> None:
         super().__init__(session, engine)
         self.asked: list[tuple[Activation, Answer]] = []
@@ -222,8 +220,6 @@ def test_the_last_answers_are_repeated_and_neither_older_nor_changed_questions_a
 
 
 class SendsAhead(InProcessPeer):
-    """Asks about batches that are not due yet, before the one that is."""
-
     def __init__(self, session: ActiveSession, engine: AlignmentEngine) -> None:
         super().__init__(session, engine)
         self.refused = 0
@@ -251,44 +247,6 @@ def test_a_question_out_of_turn_is_refused_and_changes_no_bit(example: Path) -> 
 
 
 # ---- several parties, custom optimizers ----
-
-
-def test_several_parties_end_with_the_same_bits_whoever_is_killed(tmp_path: Path) -> None:
-    folder = tmp_path / "example"
-    several.write_several(folder)
-    both = [*pipelined(4), "contract.epochs=1"]
-    active = ["defense={name: marvell, insecure_noise_seed: 7}"]
-    whole = several.build_several(folder, both, active)
-    several.run_in_process(whole)
-
-    def dies(found: several.Several, name: str) -> several.PartyPeer:
-        class Dies(several.PartyPeer):
-            calls = 0
-
-            def receive_gradient(self) -> Answer:
-                self.calls += 1
-                answer = super().receive_gradient()
-                if self.calls == 7:
-                    raise Lost
-                return answer
-
-            def leave(self, run_id: str, reason: LeaveReason) -> None:
-                """Die without a goodbye."""
-
-        return Dies(found, name)
-
-    runs = tmp_path / "runs"
-    parties = several.build_several(folder, both, active, runs=runs)
-    threads = {
-        name: several.start(parties, name, dies if name == "birch" else several.PartyPeer)
-        for name in parties.passive
-    }
-    several.finish([threads.pop("birch")])
-    assert isinstance(parties.errors.get("birch"), Lost)
-    parties.passive["birch"] = several.build_passive(folder, "birch", both, runs=runs)
-    several.finish([several.start(parties, "birch"), *threads.values()])
-    assert parties.errors == {}
-    assert_same_weights(parties.weights(), whole.weights())
 
 
 def test_the_malicious_optimizer_and_taps_see_one_gradient_after_the_other(
@@ -349,3 +307,156 @@ def test_a_stage_begins_when_nothing_is_under_way_and_its_bound_is_that_of_depth
         anew = build(example, both=both, runs=runs)
         resume_projected(anew)
         assert_same_outcome(projected_outcome(anew), expected)
+
+
+# ---- held-out rows, sent ahead of their replies ----
+
+
+BOTH = ["contract.evaluation_batch_size=3", "contract.checkpoints.every_steps=2"]
+MARVELL = "defense={name: marvell, insecure_noise_seed: 7}"
+
+
+def parties_of(example: Path, *more: str, runs: Path | None = None) -> Parties:
+    return build_parties(example, [*BOTH, MARVELL, *more], [*BOTH, *more], runs=runs)
+
+
+def undisturbed(example: Path, monkeypatch: pytest.MonkeyPatch) -> Parties:
+    """Return parties after a run in which each reply is awaited before the next question."""
+    with monkeypatch.context() as patched:
+        patched.setattr(course, "MAX_EVALUATIONS_AHEAD", 1)
+        strict = parties_of(example)
+        run_in_process(strict)
+    return strict
+
+
+class Eager(InProcessPeer):
+    def __init__(self, session: ActiveSession, engine: AlignmentEngine) -> None:
+        super().__init__(session, engine)
+        self.asked: list[Activation] = []
+        self.most = 0
+        self._replies: deque[Course] = deque()
+
+    def send_held_out(self, activation: Activation) -> None:
+        self.asked.append(activation)
+        self._replies.append(self.evaluate(activation))
+        self.most = max(self.most, len(self._replies))
+
+    def receive_course(self) -> Course:
+        return self._replies.popleft()
+
+
+def started(kind: type[Eager], peers: list[Eager]) -> type[Eager]:
+    class Found(kind):  # type: ignore[misc, valid-type]
+        def __init__(self, session: ActiveSession, engine: AlignmentEngine) -> None:
+            super().__init__(session, engine)
+            peers.append(self)
+
+    return Found
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "ahead"),
+    [(1, [4], 16), (4096, [64], 4), (4096, [128], 2), (1024, [128], 8), (1_048_576, [128], 2)],
+)
+def test_the_contract_says_how_many_may_be_under_way(
+    rows: int, shape: list[int], ahead: int
+) -> None:
+    values = {**CONTRACT, "evaluation_batch_size": rows, "cut_shape": shape}
+    assert evaluations_ahead(Contract.model_validate(values)) == ahead
+
+
+class DiesAhead(Eager):
+    """Ends the passive process when it has sent some held-out rows, all of which are answered."""
+
+    at = 0
+
+    def send_held_out(self, activation: Activation) -> None:
+        super().send_held_out(activation)
+        if len(self.asked) == self.at:
+            raise Lost
+
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
+        """Die without a goodbye."""
+
+
+class StopsAhead(Eager):
+    at = 0
+    _calls = 0
+
+    def receive_course(self) -> Course:
+        self._calls += 1
+        if self._calls == self.at:
+            raise Interrupted
+        return super().receive_course()
+
+
+@pytest.mark.parametrize(
+    ("at", "kind", "both_anew"),
+    [
+        *((at, DiesAhead, True) for at in (1, 16, 17, 40)),
+        (17, DiesAhead, False),
+        (17, StopsAhead, True),
+    ],
+)
+def test_a_run_that_ends_in_the_middle_of_an_evaluation_resumes_with_the_same_bits(
+    example: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    at: int,
+    kind: type[Eager],
+    both_anew: bool,
+) -> None:
+    strict = undisturbed(example, monkeypatch)
+    ended = parties_of(example, runs=tmp_path)
+    with pytest.raises((Lost, Interrupted)):
+        run_in_process(ended, type("Ends", (kind,), {"at": at}))
+    anew = parties_of(example, runs=tmp_path)
+    if both_anew:  # as after a goodbye, which ends the active party's process as well
+        assert anew.session.reopen()
+    else:
+        anew.session, anew.active = ended.session, ended.active
+    run_in_process(anew, Eager)
+    assert_same(anew, strict)
+
+
+class AsksAgain(Eager):
+    """Asks about held-out rows again, with the same bytes and with others, and ahead of time."""
+
+    at = 20
+    refused: Sequence[str] = ()
+
+    def send_held_out(self, activation: Activation) -> None:
+        early = replace(activation, batch=activation.batch._replace(step=activation.batch.step + 1))
+        refused = [self._refusal(early)]
+        super().send_held_out(activation)
+        if len(self.asked) == self.at:
+            kept, older = self.asked[-16:], self.asked[-17]
+            assert [self.session.evaluate(asked) for asked in kept] == [Course.CONTINUE] * 16
+            refused += [self._refusal(replace(asked, values=asked.values + 1)) for asked in kept]
+            self.refused = [*refused, self._refusal(older)]
+
+    def _refusal(self, activation: Activation) -> str:
+        with pytest.raises(OutOfStep) as caught:
+            self.session.evaluate(activation)
+        return str(caught.value)
+
+    def receive_gradient(self) -> Answer:
+        answer = super().receive_gradient()
+        if self.asked and self.asked[-1].batch.epoch < answer.batch.epoch:
+            self._refusal(self.asked[-1])  # no reply is kept once training goes on
+        return answer
+
+
+def test_the_last_replies_are_repeated_and_neither_older_nor_changed_rows_scored(
+    example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strict, peers = undisturbed(example, monkeypatch), list[Eager]()
+    parties = parties_of(example)
+    run_in_process(parties, started(AsksAgain, peers))
+    assert isinstance(peers[0], AsksAgain)
+    assert peers[0].most == 16
+    early, *changed, older = peers[0].refused
+    assert "expected epoch" in early
+    assert changed == ["a repeated step came with other bytes"] * 16
+    assert "expected" in older
+    assert_same(parties, strict)

@@ -8,10 +8,25 @@ import pytest
 import torch
 
 from splitveil.active_party.run.stages import Stage
-from splitveil.common.errors import ContractMismatch, Interrupted, OutOfStep, PeerLeft
-from splitveil.common.run.messages import Activation, LeaveReason
+from splitveil.common.errors import (
+    ContractMismatch,
+    Interrupted,
+    InvalidMessage,
+    OutOfStep,
+    PeerError,
+    PeerLeft,
+)
+from splitveil.common.run.messages import (
+    Activation,
+    Answer,
+    AuditQuestion,
+    LeaveReason,
+    Offer,
+    Opening,
+)
+from splitveil.passive_party.label_free_audit import GatheredScores
 from splitveil.passive_party.run import PassiveRun
-from tests.support.peers import StopsAtFirstStep
+from tests.support.peers import InProcessPeer, StopsAtFirstStep
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
 
 
@@ -47,18 +62,6 @@ def test_a_run_trains_both_halves_and_evaluates_each_epoch(finished: Parties) ->
     assert parties.active.evaluations[-1].auc > 0.7
     assert parties.passive.epochs == [0, 1]
     assert len(parties.active.losses) == len(parties.passive.received) > 4
-
-
-def test_both_parties_hold_the_same_examples_in_the_same_order(
-    example: Path, finished: Parties
-) -> None:
-    active, passive = finished.active.rows, finished.passive.rows
-    assert active is not None
-    assert passive is not None
-    assert len(active) == 360
-    ids = [finished.session.ids[row] for row in active.file_rows]
-    other = (example / "passive.csv").read_text().splitlines()[1:]
-    assert ids == [other[row].split(",")[0] for row in passive.file_rows]
 
 
 def test_what_arrives_is_what_was_sent_with_the_gradient_of_the_first_layer_beside_it(
@@ -162,9 +165,7 @@ def test_a_second_peer_cannot_join_a_run_that_has_begun(example: Path) -> None:
         parties.session.handshake("passive", contract, b"c" * 32)
 
 
-def test_a_peer_lost_before_the_first_answer_may_start_over_with_another_run(
-    example: Path,
-) -> None:
+def test_a_peer_lost_before_the_first_answer_may_start_over_with_another_run(example: Path) -> None:
     parties, message = at_first_step(example)
     session, contract = parties.session, parties.run.contract.canonical_json()
     before = session.run_id
@@ -211,3 +212,73 @@ def test_after_an_interruption_the_peer_learns_of_it(example: Path) -> None:
     parties.session.end(Interrupted())
     with pytest.raises(Interrupted):
         parties.session.exchange(message)
+
+
+# ---- the goodbyes of the passive party when its run ends early ----
+
+
+class ListeningPeer(InProcessPeer):
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
+        self.goodbyes = [*getattr(self, "goodbyes", []), reason]
+
+
+class UnreachedPeer(ListeningPeer):
+    def handshake(
+        self, party: str, contract_json: str, commitment: bytes, offer: Offer | None = None
+    ) -> Opening:
+        raise Interrupted
+
+
+class ConfusedPeer(ListeningPeer):
+    def receive_gradient(self) -> Answer:
+        reply = super().receive_gradient()
+        return Answer(reply.batch._replace(step=7), reply.values)
+
+
+class AuditsAtTheEnd:
+    def scores_to_audit(self, epoch: int) -> list[GatheredScores]:
+        return [GatheredScores("norm", "cut", torch.zeros(1))] * epoch
+
+    def on_audit(self, epoch: int, scored: GatheredScores, leak_auc: float) -> None:
+        """Take no note."""
+
+    def on_audit_failed(self, epoch: int, error: PeerError) -> None:
+        """Take no note."""
+
+
+class InterruptedAudit(InProcessPeer):
+    def audit(self, question: AuditQuestion) -> float:
+        raise Interrupted
+
+
+def test_a_run_that_is_stopped_in_its_last_audit_is_over_when_it_resumes(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    epochs = "contract.epochs=5"
+    active = [epochs, "early_stopping={patience_epochs: 1, min_gain: 0.5}"]
+    parties = build_parties(tmp_path, active, [epochs], runs=tmp_path / "runs")
+    parties.run.auditor = AuditsAtTheEnd()
+    with pytest.raises(Interrupted):
+        parties.run.run(InterruptedAudit(parties.session, parties.engine))
+    assert parties.session.stage is Stage.FINISHED
+    again = build_parties(tmp_path, active, [epochs], runs=tmp_path / "runs")
+    assert again.session.reopen()
+    run_in_process(again)
+    assert again.session.wait_for_farewell(0)
+
+
+def test_before_the_handshake_there_is_no_run_to_leave(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    parties = build_parties(tmp_path)
+    peer = UnreachedPeer(parties.session, parties.engine)
+    with pytest.raises(Interrupted):
+        parties.run.run(peer)
+    assert not hasattr(peer, "goodbyes")
+
+
+def test_a_peer_that_breaks_a_rule_is_not_left_waiting(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    parties = build_parties(tmp_path)
+    peer = ConfusedPeer(parties.session, parties.engine)
+    with pytest.raises(InvalidMessage, match="epoch 1 step 1"):
+        parties.run.run(peer)
+    assert peer.goodbyes == [LeaveReason.FAILED]

@@ -3,6 +3,7 @@
 import hashlib
 import statistics
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ from splitveil.common.run.messages import Answer, AuditQuestion, LeaveReason, Op
 from splitveil.common.run.sample_order import positions_digest
 from splitveil.common.wire.limits import ALIGN_FRAME_BYTES, check_fields
 from splitveil.passive_party.assembly import BottomBuilder
+from tests.run.test_pipeline import pipelined
+from tests.support import simulation
 from tests.support.defenses import build_defense
 from tests.support.equality import assert_same_weights
 from tests.support.peers import DiesAt, Lost
@@ -57,7 +60,6 @@ from tests.support.waiting import HANGS_AFTER_S, wait_until
 
 
 def ids_at(several: Several, name: str) -> list[str]:
-    """Return the common ids of a party in the common order."""
     seen = several.seen if name == "active" else several.passive[name].seen
     ids = (
         several.session.ids
@@ -147,8 +149,6 @@ def test_every_step_is_charged_once_for_all(three: Path) -> None:
 
 
 class Held(PartyPeer):
-    """Does not ask its third question before the test says so."""
-
     may_go: threading.Event
     _calls = 0
 
@@ -166,11 +166,7 @@ def held() -> type[Held]:
 def test_the_run_waits_for_those_who_have_not_asked(three: Path) -> None:
     several, stuck = build_several(three), held()
     assert set(several.session.lifecycle.stages.awaited()) == set(NAMES)
-    threads = [
-        start(several, "ash"),
-        start(several, "birch", stuck),
-        start(several, "cedar"),
-    ]
+    threads = [start(several, "ash"), start(several, "birch", stuck), start(several, "cedar")]
     wait_until(lambda: several.session.stage is Stage.TRAINING)
     wait_until(lambda: len(several.seen.losses) == 2)
     wait_until(lambda: set(several.session.lifecycle.stages.awaited()) == {"birch"})
@@ -219,18 +215,30 @@ def dying(at: int, *, after: bool) -> type[Dies]:
 
 
 def without_birch(
-    folder: Path, runs: Path, at: int, *, after: bool, others: type[PartyPeer] = PartyPeer
+    folder: Path,
+    runs: Path,
+    at: int,
+    *,
+    after: bool,
+    others: type[PartyPeer] = PartyPeer,
+    both: Sequence[str] = EVERY_2,
 ) -> tuple[Several, list[threading.Thread]]:
     """Return a run in which birch was killed, and the threads of the others, which wait for it."""
-    several = build_several(folder, EVERY_2, MARVELL, runs=runs)
+    several = build_several(folder, both, MARVELL, runs=runs)
     threads = [start(several, name, others) for name in ("ash", "cedar")]
     finish([start(several, "birch", dying(at, after=after))])
     assert isinstance(several.errors["birch"], Lost)
     return several, threads
 
 
-def bring_back(several: Several, folder: Path, runs: Path, threads: list[threading.Thread]) -> None:
-    several.passive["birch"] = build_passive(folder, "birch", EVERY_2, runs=runs)
+def bring_back(
+    several: Several,
+    folder: Path,
+    runs: Path,
+    threads: list[threading.Thread],
+    both: Sequence[str] = EVERY_2,
+) -> None:
+    several.passive["birch"] = build_passive(folder, "birch", both, runs=runs)
     finish([start(several, "birch"), *threads])
     assert several.errors == {}
 
@@ -245,6 +253,17 @@ def test_a_party_that_is_killed_comes_back_and_all_go_back_with_it(
     assert several.seen.losses == undisturbed.seen.losses
     assert several.seen.ledger == undisturbed.seen.ledger
     assert len(several.passive["ash"].seen.resumed) == 1
+
+
+def test_with_activations_sent_ahead_it_comes_back_to_the_same_bits(
+    three: Path, tmp_path: Path
+) -> None:
+    both = pipelined(4, "contract.epochs=1")
+    whole = build_several(three, both, MARVELL)
+    run_in_process(whole)
+    several, threads = without_birch(three, tmp_path, 7, after=True, both=both)
+    bring_back(several, three, tmp_path, threads, both)
+    assert_same_weights(several.weights(), whole.weights())
 
 
 def test_a_party_that_is_killed_before_its_last_answer_takes_all_back(
@@ -262,8 +281,6 @@ def test_a_party_that_is_killed_before_its_last_answer_takes_all_back(
 
 
 class Twice(PartyPeer):
-    """Loses the first answer to each handshake."""
-
     def handshake(self, *question: Any) -> Opening:
         first, again = super().handshake(*question), super().handshake(*question)
         assert again == first
@@ -417,6 +434,18 @@ def test_each_party_has_audits_of_its_own(tmp_path: Path) -> None:
         with pytest.raises(OutOfStep):
             session.audit(asked[other], name)
     assert len(several.seen.audits) == 2
+
+
+def test_of_several_parties_the_first_error_is_raised(tmp_path: Path) -> None:
+    write_several(tmp_path)
+    for name in NAMES:
+        (tmp_path / f"{name}.yaml").rename(tmp_path / f"passive_{name}.yaml")
+    too_many = ["contract.alignment.min_aligned=399"]
+    run = simulation.build(simulation.read_settings(tmp_path, too_many, too_many))
+    with pytest.raises(AlignmentError, match="too few ids"):
+        run.meet()
+    with pytest.raises(RuntimeError, match="before the alignment"):
+        run.weights()
 
 
 # ---- what the parties agree on ----

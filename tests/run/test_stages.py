@@ -71,7 +71,6 @@ def test_progress_within_a_stage_wakes_no_one_who_waits_for_its_end() -> None:
 
 
 def at(stage: Stage) -> RunStages:
-    """Return a machine at a stage, by the shortest way."""
     ways: dict[Stage, list[Stage]] = {Stage.WAITING: []}
     while stage not in ways:
         for known, way in list(ways.items()):

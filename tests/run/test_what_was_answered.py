@@ -194,8 +194,6 @@ def test_the_same_question_gets_no_other_answer_though_the_charge_is_the_same(
 
 
 class Steps(InProcessPeer):
-    """Takes some answers, and is then killed."""
-
     left = 0
 
     def receive_gradient(self):  # type: ignore[no-untyped-def]
@@ -267,12 +265,6 @@ def test_a_budget_that_was_lowered_holds_against_what_was_answered_before(
     with pytest.raises(BudgetExhausted, match="epoch 1 step 1"):
         run_in_process(again)
     assert again.active.sent == []
-
-
-def test_without_a_store_nothing_is_gone_back_to(example: Path) -> None:
-    parties = build_parties(example, [*EVERY_2, MARVELL], EVERY_2)
-    run_in_process(parties)
-    assert not parties.session.lifecycle.answering.budget.accounts.is_behind
 
 
 def test_the_answers_to_several_parties_are_charged_again_from_the_log(tmp_path: Path) -> None:

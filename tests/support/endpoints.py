@@ -65,11 +65,7 @@ def watched_run(folder: Path, into: Path, *active: str) -> Watched:
         labelled = PartyData.load(settings.active.data, folder, contract.split)
         top = TopBuilder(settings.active, labelled, CPU, statuses[0].phases)
         session = build_session(
-            settings.active,
-            labelled,
-            top,
-            recorder,
-            partial(draw_nonce, settings.active),
+            settings.active, labelled, top, recorder, partial(draw_nonce, settings.active)
         )
         engine = build_engine(contract.alignment)
         service = ActiveService(session, engine, 300, status=statuses[0])

@@ -31,7 +31,7 @@ SHORT = Settings(
         "contract.batch_size=32",
         "contract.checkpoints.every_steps=4",
         "reconnect={max_s: 300, first_wait_s: 0.1, longest_wait_s: 0.5}",
-    ),
+    )
 )
 """A run of some seconds, with a checkpoint every few steps."""
 
@@ -106,10 +106,7 @@ def restartable(
 
 
 def run_once(
-    folder: Path,
-    settings: Settings,
-    between: Between | None = None,
-    trusted: Path | None = None,
+    folder: Path, settings: Settings, between: Between | None = None, trusted: Path | None = None
 ) -> Outcome:
     """Write an example, let both parties run to their end, and return what they leave."""
     write_example(folder)

@@ -168,8 +168,7 @@ def build_parties(
 
 
 def run_in_process(
-    parties: Parties,
-    connect: Callable[[ActiveSession, AlignmentEngine], Peer] = InProcessPeer,
+    parties: Parties, connect: Callable[[ActiveSession, AlignmentEngine], Peer] = InProcessPeer
 ) -> None:
     parties.run.run(connect(parties.session, parties.engine))
 

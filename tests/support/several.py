@@ -76,11 +76,7 @@ class Several:
 
 
 def build_several(
-    folder: Path,
-    both: Sequence[str] = (),
-    active: Sequence[str] = (),
-    *,
-    runs: Path | None = None,
+    folder: Path, both: Sequence[str] = (), active: Sequence[str] = (), *, runs: Path | None = None
 ) -> Several:
     """Build all parties with overrides.
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 
@@ -38,10 +38,13 @@ class LocalRun(NamedTuple):
         return summary
 
 
-def run_locally(runs_dir: Path, example: str, *options: str) -> LocalRun:
+def run_locally(
+    runs_dir: Path, example: str, *options: str, command: Literal["local", "demo"] = "local"
+) -> LocalRun:
     """Run an example as a user would, two processes and all."""
-    command = [sys.executable, "-m", "splitveil", "local", "-v", f"deploy/examples/{example}"]
-    done = run_program(*command, "--runs", str(runs_dir), *options)
+    words = ["demo", example] if command == "demo" else ["local", f"deploy/examples/{example}"]
+    program = (sys.executable, "-m", "splitveil", *words, "-v", "--runs", str(runs_dir))
+    done = run_program(*program, *options)
     return LocalRun(done.returncode, done.stdout, runs_dir)
 
 

@@ -30,11 +30,8 @@ Row = dict[str, Any]
 
 @contextmanager
 def aligning_both(
-    folder: Path,
-    *both: str,
-    outputs: tuple[str, str] = ("active_out.csv", "passive_out.csv"),
+    folder: Path, *both: str, outputs: tuple[str, str] = ("active_out.csv", "passive_out.csv")
 ) -> Iterator[Pair]:
-    """Start ``align`` at both parties; one that still runs in the end is killed."""
     address = free_address()
     options = [("--json", "--output", str(folder / output)) for output in outputs]
     own, where = f"connect={address}", f"listen={address}"
@@ -54,7 +51,6 @@ def rows_of(path: Path) -> list[Row]:
 
 
 def json_in(output: str) -> dict[str, Any]:
-    """Return the JSON document among the lines of the log."""
     document, _ = json.JSONDecoder().raw_decode(output[output.index("{") :])
     found: dict[str, Any] = document
     return found
@@ -118,9 +114,7 @@ def test_composite_ids_and_duplicates_are_aligned_by_the_contract_s_rules(tmp_pa
     assert "99" not in {row["x"] for row in after}
 
 
-def test_too_few_common_ids_end_both_and_leave_earlier_outputs_as_they_were(
-    tmp_path: Path,
-) -> None:
+def test_too_few_common_ids_end_both_and_leave_earlier_outputs_as_they_were(tmp_path: Path) -> None:
     write_example(tmp_path, rows=120)
     text = (tmp_path / "passive.csv").read_text(encoding="utf-8")
     (tmp_path / "passive.csv").write_text(text.replace("person-", "other-"), encoding="utf-8")
@@ -134,7 +128,6 @@ def test_too_few_common_ids_end_both_and_leave_earlier_outputs_as_they_were(
 
 
 def stored_bytes(party: Party, peer: str, name: str) -> int:
-    """Return the size of one of the files of the bucket that a party exchanges."""
     exchanges = party.runs / "small" / "alignment" / f".{party.party}.exchanges"
     with suppress(FileNotFoundError):  # the bucket has ended meanwhile
         return max(

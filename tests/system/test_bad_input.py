@@ -3,21 +3,17 @@
 import signal
 import socket
 import time
+from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from tests.support.processes import Pair, Party, PartyName, side_by_side, started
 from tests.support.runs import write_example
+from tests.support.several import NAMES, write_several
 from tests.support.simulation import free_address
 
 ENDLESS = "contract.epochs=100000"
-
-
-class Ended(NamedTuple):
-    exit_code: int
-    output: str
 
 
 def example(folder: Path, rows: int = 400) -> Path:
@@ -100,34 +96,6 @@ def test_evaluation_labels_that_lack_ids_end_both(tmp_path: Path) -> None:
 
 
 # ---- settings ----
-
-
-def test_check_prints_the_resolved_settings_and_every_problem(tmp_path: Path) -> None:
-    def check(party: PartyName, *overrides: str) -> Ended:
-        folder, options = example(tmp_path / party), ["-v"]
-        process = Party(party, folder, *overrides, command="check", options=options)
-        return Ended(process.wait(), process.output)
-
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        wrong, right = side_by_side(
-            lambda: check(
-                "active",
-                f"listen=127.0.0.1:{port}",
-                "device=cuda:98",
-                "data.source.path=nowhere.csv",
-            ),
-            lambda: check("passive"),
-        )
-    assert wrong.exit_code == 2, wrong.output
-    assert "first_contact_s: 3600.0\n" in wrong.output
-    assert f"listen: cannot serve at 127.0.0.1:{port}: " in wrong.output
-    assert "device: cuda:98 needs a GPU, and torch" in wrong.output
-    assert "nowhere.csv: there is no such file" in wrong.output
-    assert right.exit_code == 0, right.output
-    assert "longest_wait_s: 5.0\n" in right.output
-    assert "ok: connect: no active party answers at 127.0.0.1:1 now" in right.output
-    assert "ok: data: 380 rows" in right.output
 
 
 def test_a_second_start_on_a_taken_port_leaves_the_first_run_s_results_alone(
@@ -220,3 +188,23 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         assert stopped.wait() == 130, stopped.output
         assert "stopped at once; nothing more is saved\n" in stopped.output, stopped.output
         assert not stopped.has_checkpoint
+
+
+# ---- several parties ----
+
+
+def test_a_party_that_stays_away_ends_the_run_by_name(tmp_path: Path) -> None:
+    write_several(tmp_path, 3)
+    address, parties = free_address(), dict[str, Party]()
+    with ExitStack() as stack:
+        for name in ("active", *NAMES):
+            where = f"{'listen' if name == 'active' else 'connect'}={address}"
+            party = Party(name, tmp_path, where, ENDLESS, fast_clock=True)
+            parties[name] = stack.enter_context(party)
+        parties["active"].wait_until_training()
+        parties["birch"].kill()
+        parties["active"].hurry()
+        codes = {name: parties[name].wait() for name in ("active", "ash", "cedar")}
+        assert set(codes.values()) == {4}, codes
+    message = "nothing came from passive party 'birch' for 300 s"
+    assert message in " ".join(parties["active"].output.split())

@@ -34,10 +34,7 @@ SETTINGS = Settings(
         "contract.checkpoints.every_steps=3",
         "reconnect={max_s: 90, first_wait_s: 0.02, longest_wait_s: 0.3, deadline_s: 2}",
     ),
-    active=(
-        "defense={name: marvell, insecure_noise_seed: 7}",
-        "first_contact_s=90",
-    ),
+    active=("defense={name: marvell, insecure_noise_seed: 7}", "first_contact_s=90"),
 )
 
 UNPROTECTED: tuple[ByteHarm, ...] = ("end", "reset", "swallow", "delay")
@@ -45,7 +42,6 @@ UNPROTECTED: tuple[ByteHarm, ...] = ("end", "reset", "swallow", "delay")
 
 
 def seeds(of_ci: int, of_all: int) -> range:
-    """Return the seeds of the runs that are drawn."""
     return range(SEED, SEED + (of_all if ALL else of_ci))
 
 

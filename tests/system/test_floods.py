@@ -24,9 +24,12 @@ from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import method_path
 from splitveil.common.wire.limits import STREAMS_PER_CONNECTION
 from splitveil.protos import split_learning_pb2 as pb
+from tests.support.certificates import make, use
 from tests.support.inference import free_port
 from tests.support.mutations import AtStep, Tape
+from tests.support.processes import Pair, Party
 from tests.support.runs import build_parties, run_in_process, write_example
+from tests.support.simulation import free_address
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -297,3 +300,26 @@ def test_memory_stays_bounded_under_floods_and_the_honest_peer_gets_its_answers(
     assert len(log) < 200_000
     pairs = zip(parties.passive.received, undisturbed.passive.received, strict=True)
     assert all(torch.equal(found, expected) for found, expected in pairs)
+
+
+def test_silent_strangers_take_no_descriptor_that_a_run_needs(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    use(make(tmp_path / "certificates"), tmp_path)
+    folder, address, limit = tmp_path, free_address(), 256
+    host, port = address.split(":")
+    with ExitStack() as stack:
+
+        def connect_strangers() -> None:
+            for _ in range(limit + 200):
+                stack.enter_context(socket.create_connection((host, int(port))))
+
+        epochs = "contract.epochs=40"
+        active = Party("active", folder, f"listen={address}", epochs, descriptors=limit)
+        stack.enter_context(active).wait_until_says("waiting for the passive party")
+        connect_strangers()
+        passive = stack.enter_context(Party("passive", folder, f"connect={address}", epochs))
+        pair = Pair(active, passive)
+        pair.wait_until_training()
+        connect_strangers()
+        assert active.exit_code is None, pair.outputs
+        assert pair.wait() == (0, 0), pair.outputs

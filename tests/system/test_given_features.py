@@ -72,7 +72,6 @@ def program(trained: Trained) -> Iterator[Program]:
 
 
 def cells_of(trained: Trained, ids: list[str]) -> list[dict[str, str]]:
-    """Return the texts of some rows of the active party's table."""
     with (trained.settings.active.base_dir / "active.csv").open(newline="") as file:
         rows = {row["id"]: row for row in csv.DictReader(file)}
     return [rows[text] for text in ids]

@@ -62,7 +62,6 @@ class Installed:
 
 @contextmanager
 def dead_proxy() -> Iterator[dict[str, str]]:
-    """Yield an environment whose HTTP proxy refuses every connection."""
     with socket.socket() as holder:  # bound, and nobody listens
         holder.bind(("127.0.0.1", 0))
         proxy = f"http://127.0.0.1:{holder.getsockname()[1]}"

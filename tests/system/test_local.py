@@ -29,6 +29,7 @@ from splitveil.common.record.figures import (
 )
 from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
 from splitveil.common.run.contract import Name
+from splitveil.deploy.authority import PartyFolder
 from splitveil.deploy.local import held_port
 from splitveil.deploy.overrides import Overrides, parse_defense
 from tests.support.programs import run_program
@@ -81,6 +82,15 @@ def test_results_lie_in_each_party_s_folder_and_are_their_owner_s_alone(compared
         for name in ("settings.yaml", "metrics.jsonl", "events.out.tfevents.*", "checkpoint*"):
             assert list(folder.glob(name)), name
     assert not [path for path in (*pages, *folders, *written) if path.stat().st_mode & 0o077]
+
+
+def test_the_local_launcher_makes_certificates_where_an_example_has_none(
+    compared: LocalRun,
+) -> None:
+    assert compared.exit_code == 0, compared.output
+    assert compared.output.count("security: mtls as CN=") == 2 * 2
+    authority = compared.runs_dir / ".trial-certificates"
+    assert PartyFolder(authority / "active").certificate.is_file()
 
 
 OWN_BOTTOM = """

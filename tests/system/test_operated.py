@@ -50,9 +50,7 @@ def steps_at(address: str) -> float:
     return float(found)
 
 
-def test_every_line_is_an_object_and_no_word_of_the_passive_party_is_of_labels(
-    ended: Pair,
-) -> None:
+def test_every_line_is_an_object_and_no_word_of_the_passive_party_is_of_labels(ended: Pair) -> None:
     """Its words, not its figures: those of the adversary are in files of its own."""
     for party in ended:
         lines = lines_of(party.output)

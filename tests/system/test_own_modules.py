@@ -72,11 +72,7 @@ def folder(tmp_path: Path) -> Path:
     ],
 )
 def test_a_run_ends_with_one_line(
-    folder: Path,
-    party: PartyName,
-    setting: str,
-    exit_codes: tuple[int, int],
-    says: str,
+    folder: Path, party: PartyName, setting: str, exit_codes: tuple[int, int], says: str
 ) -> None:
     own = {party: (setting,)}
     with started(folder, *BATCHES, DROP, **own) as pair:  # type: ignore[arg-type]

@@ -39,7 +39,6 @@ def test_quiet_parties_are_heard_only_if_one_fails(
 
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give a party as long to notice, and to stop, as the slowest machine takes."""
     monkeypatch.setattr(party_processes, "PEER_NOTICES_S", HANGS_AFTER_S)
     monkeypatch.setattr(party_processes, "STOP_S", HANGS_AFTER_S)
 

@@ -30,7 +30,6 @@ def trained(once: Callable[[str], Trained]) -> Trained:
 
 @pytest.fixture
 def heard(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Return what passive parties receive, as bytes."""
     received: list[bytes] = []
     for name in ("embed", "embed_table"):
         answer = getattr(InferenceService, name)

@@ -28,7 +28,6 @@ def test_settings_and_data_of_isic_pass_the_check(party: str) -> None:
 
 
 def shuffled_copy(path: Path, folder: Path) -> Path:
-    """Copy a compressed table with its rows in another order."""
     header, *rows = gzip.decompress(path.read_bytes()).decode().splitlines()
     random.Random(5).shuffle(rows)
     copy = folder / "shuffled.csv"

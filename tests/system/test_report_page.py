@@ -13,7 +13,7 @@ from tests.support.waiting import HANGS_AFTER_S
 from tests.system.conftest import LocalRun
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-WITHOUT, DEFENDED = "breast_cancer-none", "breast_cancer-marvell-power_ratio-4"
+DEFENDED = "breast_cancer-marvell-power_ratio-4"
 LEAK_CHARTS = 4  # one per attack, with a line for each of two layers
 COMPARED_CHARTS = 1 + 8 + 2  # trade-off, attacks at layers, training
 PASSIVE_BARS = 10  # of 20 columns
@@ -60,7 +60,6 @@ def browse(page: Path, profile: Path, *options: str) -> subprocess.CompletedProc
 
 
 def open_page(page: Path, profile: Path) -> tuple[str, list[str]]:
-    """Return what a browser makes of a page, and what it has to complain about."""
     done = browse(page, profile, "--dump-dom")
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 

@@ -96,8 +96,6 @@ def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def supervised(both: Pair) -> None:
-    """Start whatever ends with an error again, as a supervisor does."""
-
     def keep_up(party: Party) -> None:
         party.start()
         while party.wait() and party.starts < 4:
@@ -107,10 +105,7 @@ def supervised(both: Pair) -> None:
 
 
 ENDED_EARLY = Settings(
-    both=(
-        "contract.epochs=10",
-        "reconnect={max_s: 20, first_wait_s: 0.1, longest_wait_s: 0.5}",
-    ),
+    both=("contract.epochs=10", "reconnect={max_s: 20, first_wait_s: 0.1, longest_wait_s: 0.5}"),
     active=("defense={name: marvell, insecure_noise_seed: 7, strength: {power_ratio: 16}}",),
     passive=("adversary=null",),
 )

@@ -30,6 +30,7 @@ from splitveil.common.record.transcript import Transcript, Verified, verify
 from splitveil.deploy.authority import PartyFolder, make_certificates
 from splitveil.passive_party.predict.service import InferenceService
 from tests.support import inference
+from tests.support.endpoints import value_of
 from tests.support.inference import (
     ASKING_TAKES_S,
     Program,
@@ -40,6 +41,7 @@ from tests.support.inference import (
     train,
     write_wide_deep,
 )
+from tests.support.proxies import SilentLine
 from tests.support.waiting import wait_until
 from tests.system.test_predict import expected
 
@@ -461,3 +463,40 @@ def test_the_server_speaks_tls_1_3_alone_and_hangs_up_on_a_handshake_without_end
     monkeypatch.setattr("splitveil.active_party.http.server.PATIENCE_S", 0.1)
     with asked(small, override) as program:
         assert program.raw(b"\x16\x03\x01") == b""
+
+
+# ---- a line that is dead while nobody hangs up ----
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_a_line_that_goes_dead_costs_503_or_the_fallback_and_no_restart(
+    small: Trained, fallback: bool
+) -> None:
+    """How soon is measured by hand, on two hosts: docs/guide/predicting.md has the figures."""
+    port, ids = free_port(), small.test_ids[:3]
+    own = ("serving.timeout_s=1", f"serving.fallback={str(fallback).lower()}")
+    with (
+        inference.serving_passive(small.passive("passive"), port),
+        SilentLine(port) as line,
+        answering(small, *own, ports={"passive": line.port}) as program,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        wait_until(lambda: program.service.trouble is None)
+        assert program.ask(ids).body["model"] == 3 * ["joint"]
+        for _ in range(2):  # the second time over connections that the first one has left
+            line.silence()
+            first = list(pool.map(lambda _: program.ask(ids), range(8)))
+            # Some time after, requests are not even tried.
+            wait_until(lambda: program.service.trouble is not None)
+            later = program.ask(ids)
+            line.resume()
+            wait_until(lambda: program.service.trouble is None)
+            back = program.ask(ids)
+            for answer in (*first, later):
+                assert answer.status == (200 if fallback else 503)
+                if fallback:
+                    assert answer.body["model"] == 3 * ["fallback"]
+                    assert answer.body["why_fallback"]
+            np.testing.assert_array_equal(back.probabilities, expected(small)[:3])
+    assert value_of(program.status, "splitveil_predict_timeouts_total") >= 1
+    assert value_of(program.status, "splitveil_reconnects_total", peer="passive") == 2

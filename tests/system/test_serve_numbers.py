@@ -4,7 +4,6 @@ Equality is of bits, on the CPU, with the evaluation at the end of training.
 """
 
 from contextlib import ExitStack
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +27,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 def evaluated(trained: Trained) -> NDArray[np.float32]:
-    """Return what the last evaluation's outputs say, in the label's unit."""
     shares = np.clip(trained.test_logits.numpy() + np.float32(0.5), 0, 1).astype(np.float64)
     return (LOW + shares * (HIGH - LOW)).astype(np.float32)
 
@@ -72,16 +70,6 @@ def test_the_fallback_answers_in_the_label_s_unit(trained: Trained) -> None:
     assert trained.alone is not None
     assert trained.alone.number is not None
     assert np.sqrt(np.square(errors).mean()) == pytest.approx(trained.alone.number.rmse, rel=1e-4)
-
-
-def test_predictions_of_two_passive_parties_are_those_of_the_evaluation(tmp_path: Path) -> None:
-    write_numbers(tmp_path / "settings", rows=300, parties=2)
-    trained = train(tmp_path / "settings", tmp_path / "runs", "contract.epochs=3")
-    with predicting(trained) as predictor:
-        found = predictor.predict(trained.test_ids)
-    np.testing.assert_array_equal(found.probabilities, evaluated(trained))
-    assert found.probabilities.ndim == 1
-    assert trained.test.number is not None
 
 
 def test_the_output_has_a_column_of_values() -> None:

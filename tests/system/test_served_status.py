@@ -65,7 +65,6 @@ def seen(small: Trained) -> Seen:
 
 
 def outcomes(program: Program, what: str = "requests") -> dict[str, float]:
-    """Return outcome -> number of requests or ids, of those that happened."""
     return {
         dict(labels)["outcome"]: value
         for (name, labels), value in series_of(program.status).items()

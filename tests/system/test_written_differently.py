@@ -74,7 +74,6 @@ def write_parties(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run that has ended."""
     folder = tmp_path_factory.mktemp("differently")
     write_parties(folder)
     with started(folder) as pair:

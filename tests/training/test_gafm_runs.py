@@ -1,6 +1,5 @@
 """Whole runs with GAFM: that they train, their charges, and the gradients that leave."""
 
-import logging
 import math
 import os
 from pathlib import Path
@@ -22,10 +21,7 @@ BOTH = [
     "contract.split={kind: hash, train: 0.7, validation: 0, test: 0.3}",
     "optimizer.learning_rate=0.005",
 ]
-GENERATOR = [
-    "top_model={kind: mlp, hidden: [16], activation: leaky_relu}",
-    "data.features=null",
-]
+GENERATOR = ["top_model={kind: mlp, hidden: [16], activation: leaky_relu}", "data.features=null"]
 FLIPS = "{name: noisy_label, mechanism: {kind: randomized_response, epsilon: 2}}"
 
 
@@ -121,26 +117,6 @@ def test_what_leaves_depends_on_noisy_labels_alone_where_it_is_composed_with_the
     assert not torch.equal(bare.active.sent[0], first.active.sent[0])
 
 
-def test_only_a_seed_makes_it_repeatable_and_it_warns(
-    example: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    sent = []
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            parties = parties_with(example, "", "contract.epochs=1")
-            run_in_process(parties)
-            sent.append(parties.active.sent)
-    assert "INSECURE" in caplog.text
-    assert all(torch.equal(*pair) for pair in zip(*sent, strict=True))
-    quick = [*BOTH, *GENERATOR, "contract.epochs=1"]
-    first = []
-    for _ in range(2):
-        parties = build_parties(example, [*quick, "defense={name: gafm}"], [*BOTH, quick[-1]])
-        run_in_process(parties)
-        first.append(parties.active.sent[0])
-    assert not torch.equal(*first)
-
-
 def test_own_features_and_a_wider_cut_are_the_generators_input_too(example: Path) -> None:
     both = ["contract.epochs=1", "contract.cut_shape=[2, 3]"]
     parties = build_parties(example, [*both, "defense={name: gafm}"], both)
@@ -190,11 +166,7 @@ needs_data = pytest.mark.skipif(
     ],
 )
 def test_on_spambase_who_knows_its_activations_reads_the_labels_and_others_do_not(
-    tmp_path: Path,
-    experiment: str,
-    row: str,
-    epochs: int,
-    ranges: dict[str, tuple[float, float]],
+    tmp_path: Path, experiment: str, row: str, epochs: int, ranges: dict[str, tuple[float, float]]
 ) -> None:
     seeds = ["active.defense.insecure_noise_seed=1"] if "gafm_s" in experiment else []
     settings = [f"contract.epochs={epochs}", *seeds]

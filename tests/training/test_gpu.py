@@ -147,7 +147,10 @@ KILLED = [
     ("two classes", "{name: iso, noise: persistent}", ""),
     ("two classes", "{name: gafm}", ""),
     ("two classes", PROJECTED, ""),
+    ("two classes", "{name: max_norm}", "autocast=bfloat16"),
     ("four classes", POSTERIOR, ""),
+    ("four classes", "{name: marvell, statistics: running}", ""),
+    ("tabular", "{name: marvell}", "optimizer={kind: adamw, weight_decay: 0.01, clip_norm: 0.5}"),
     ("numbers", GAUSSIAN, ""),
     ("wide_deep", "{name: max_norm}", SPARSE),
 ]

@@ -39,14 +39,12 @@ PERSISTENT = "defense={name: marvell, noise: persistent, strength: {power_ratio:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[StepResult]:
-    """Collect the active party's steps of all runs."""
     found: list[StepResult] = []
     monkeypatch.setattr(ActiveRecording, "on_step", lambda _self, _batch, one: found.append(one))
     return found
 
 
 def weigh(folder: Path, weight_of: Any, *, header: str = "weight") -> None:
-    """Add a column to the label owner's table, a function of the label."""
     lines = (folder / "active.csv").read_text().splitlines()
     more = [f"{line},{weight_of(int(line.split(',')[1]))}" for line in lines[1:]]
     (folder / "active.csv").write_text("\n".join([f"{lines[0]},{header}", *more]) + "\n")
@@ -68,7 +66,6 @@ def met(folder: Path, *active: str) -> Simulation:
 def by_hand(
     logits: Tensor, shares: Tensor, of_rows: list[float] | None, of_classes: list[float] | None
 ) -> float:
-    """Return the weighted cross entropy, row by row in float64."""
     columns = torch.stack((-logits, logits), 1) / 2 if logits.ndim == 1 else logits
     logs = torch.log(torch.softmax(columns.double(), dim=1))
     total = 0.0
@@ -135,8 +132,6 @@ def test_class_weights_follow_the_target_and_not_the_label(num_classes: int) -> 
 
 
 class WithoutFeatures(nn.Module):
-    """A top model that takes no features."""
-
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
@@ -204,7 +199,6 @@ def test_a_rows_weight_is_part_of_what_a_label_moves(
 
 
 def loaded(folder: Path, weight: str, cache: dict[str, str], **values: str) -> PartyData:
-    """Read two rows, the second with a weight."""
     (folder / "x.csv").write_text(f"id,label,w\na,1,2\nb,0,{weight}\n")
     given = {"source": {"kind": "csv", "path": "x.csv", **cache}, "id_column": "id", **values}
     settings = validate(DataSettings, given | {"label_column": "label"}, "data")

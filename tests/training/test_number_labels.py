@@ -180,7 +180,6 @@ QUICK = {
 def simulated(
     runs: Path, rows: int, parties: int = 1, **chosen: Any
 ) -> tuple[Path, dict[str, Any]]:
-    """Return the folder of a run on numbers, and the active party's summary."""
     active, passive = number_tables(rows, parties=parties)
     (run,) = simulate(
         active=active,
@@ -194,9 +193,7 @@ def simulated(
     return run.path, json.loads((run.path / "active" / "summary.json").read_text())
 
 
-def test_a_model_learns_numbers_and_every_figure_stands_beside_the_constant(
-    tmp_path: Path,
-) -> None:
+def test_a_model_learns_numbers_and_every_figure_stands_beside_the_constant(tmp_path: Path) -> None:
     path, summary = simulated(tmp_path, 1000, settings=QUICK)
     assert summary["test_r2"] > 0.75
     assert summary["test_rmse"] < 0.5 * summary["test_constant_rmse"]

@@ -95,3 +95,36 @@ def test_the_auc_on_shares_is_that_of_labels_drawn_with_them() -> None:
 def test_without_any_pair_there_is_no_auc_on_shares() -> None:
     assert math.isnan(auc_of_shares(torch.randn(4), torch.ones(4)))
     assert math.isnan(auc_of_shares(torch.zeros(1), torch.tensor([0.5])))
+
+
+# ---- the adaptive calibration error ----
+
+
+def test_it_agrees_with_a_calculation_in_numpy() -> None:
+    random = np.random.default_rng(3)
+    predicted, labels = random.random(1001), random.integers(0, 2, 1001)
+    order = np.argsort(predicted, kind="stable")
+    bins = zip(np.array_split(predicted[order], 15), np.array_split(labels[order], 15), strict=True)
+    expected = np.mean([abs(y.mean() - p.mean()) for p, y in bins])
+    found = adaptive_calibration_error(torch.from_numpy(predicted), torch.from_numpy(labels))
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_calibrated_predictions_have_a_small_error_and_overconfident_ones_a_large_one() -> None:
+    random = torch.Generator().manual_seed(5)
+    logits = 2 * torch.randn(30_000, generator=random)
+    labels = (torch.rand(30_000, generator=random) < logits.sigmoid()).float()
+    assert adaptive_calibration_error(logits.sigmoid(), labels) < 0.01
+    assert adaptive_calibration_error((3 * logits).sigmoid(), labels) > 0.05
+
+
+def test_fewer_examples_than_bins_have_a_bin_each() -> None:
+    found = adaptive_calibration_error(torch.tensor([0.2, 0.9]), torch.tensor([0, 1]))
+    assert found == pytest.approx((0.2 + 0.1) / 2)
+
+
+def test_examples_without_a_label_each_are_refused() -> None:
+    with pytest.raises(ValueError, match="one label for each"):
+        adaptive_calibration_error(torch.rand(3), torch.ones(2))
+    with pytest.raises(ValueError, match="one label for each"):
+        adaptive_calibration_error(torch.empty(0), torch.empty(0))

@@ -24,24 +24,16 @@ from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.sample_order import positions_digest
 from splitveil.common.settings import validate
 from splitveil.common.text.upper_bounds import at_most
-from tests.support.equality import assert_same
-from tests.support.peers import Lost, dying
 from tests.support.plans import printed_plan
 from tests.support.runs import build_parties, run_in_process
 from tests.support.several import build_several, write_several
 from tests.support.several import run_in_process as run_in_process_several
 from tests.support.tables import CLASSES, write_classes
 
-EVERY_2 = "contract.checkpoints.every_steps=2"
 DEFENSES = {
-    "persistent max_norm": "{name: max_norm, noise: persistent, insecure_noise_seed: 7}",
     "marvell": "{name: marvell, insecure_noise_seed: 7}",
-    "running marvell": "{name: marvell, statistics: running, insecure_noise_seed: 7}",
     "noisy_label": "{name: noisy_label, mechanism: {kind: randomized_response, epsilon: 2}, "
     "insecure_noise_seed: 7}",
-    "gaussian posterior": "{name: noisy_label, insecure_noise_seed: 7, "
-    "mechanism: {kind: gaussian, noise_ratio: 1, posterior: model}}",
-    "alibi": "{name: noisy_label, mechanism: {kind: alibi, epsilon: 2}, insecure_noise_seed: 7}",
 }
 
 
@@ -56,7 +48,6 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def labels_of(folder: Path, column: str, classes: object, *cells: str) -> list[float]:
-    """Read labels of a file with these cells, or of the example's."""
     path = folder / "labels.csv"
     path.write_text("".join(f"{cell}\n" for cell in [column, *cells]))
     values = {"source": {"kind": "csv", "path": str(path)}, "label_column": column}
@@ -229,23 +220,6 @@ def test_a_run_learns_and_its_figures_are_of_the_classes(example: Path) -> None:
     assert trainer is not None
     assert rows is not None
     assert sorted(set(trainer.labels_of(rows.splits["train"]).tolist())) == [0, 1, 2, 3]
-
-
-def test_a_run_whose_parties_were_killed_ends_as_if_nothing_had_happened(
-    example: Path, tmp_path: Path
-) -> None:
-    """The defense with the most to remember; tests/run/test_going_on has the others."""
-    active = [f"defense={DEFENSES['running marvell']}", EVERY_2]
-    whole = build_parties(example, active, [EVERY_2])
-    run_in_process(whole)
-    first = build_parties(example, active, [EVERY_2], runs=tmp_path)
-    with pytest.raises(Lost):
-        run_in_process(first, dying(3, after=True))
-    second = build_parties(example, active, [EVERY_2], runs=tmp_path)
-    second.session.reopen()
-    run_in_process(second)
-    assert second.active.resumed != []
-    assert_same(second, whole)
 
 
 def test_a_budget_ends_a_run_by_the_charges_of_the_worst_pair(example: Path) -> None:

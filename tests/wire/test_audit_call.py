@@ -11,12 +11,11 @@ import torch
 from grpc import StatusCode
 
 from splitveil.active_party.run import audit_service
-from splitveil.active_party.run.audit_service import MAX_LAYERS
 from splitveil.active_party.run.preparation import OwnRows, OwnRules
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.errors import AuditRefused, OutOfStep, SettingsError, TooLarge
+from splitveil.common.errors import AuditRefused, OutOfStep, SettingsError
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.privacy.attacks import LABEL_FREE
 from splitveil.common.privacy.leakage import leak_auc
@@ -55,7 +54,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_tables_are_audited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As large ones are, in tests/system/test_audit_call.py."""
+    """As large ones are, in tests/run/test_audit_oracle.py."""
     assert audit_service.MIN_EXAMPLES == 1000
     monkeypatch.setattr(audit_service, "MIN_EXAMPLES", FEWEST)
 
@@ -173,13 +172,6 @@ def spoilt(parties: Parties) -> list[tuple[StatusCode, dict[str, Any]]]:
         (invalid, {"scores": with_nan}),
         (invalid, {"scores": with_infinity}),
     ]
-
-
-def test_made_up_layers_give_no_further_questions(open_session: Parties) -> None:
-    for number in range(MAX_LAYERS):
-        open_session.session.audit(question(open_session, layer=f"layer{number}"))
-    with pytest.raises(TooLarge):
-        open_session.session.audit(question(open_session, layer="one-more"))
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import Interrupted, PeerError, PeerUnreachable
 from splitveil.common.party.party_settings import ReconnectSettings
-from splitveil.common.run.messages import Activation
+from splitveil.common.run.messages import Activation, Answer
 from splitveil.common.wire.connection import PeerConnection, Retrying
 from splitveil.common.wire.endpoint import SERVICE
 from splitveil.passive_party.grpc_peer import GrpcPeer
+from tests.run.test_pipeline import pipelined
 from tests.support.equality import assert_same_weights
-from tests.support.loopback import peer_of
-from tests.support.runs import build_parties, run_in_process, run_over_grpc, serving
+from tests.support.loopback import peer_of, serving
+from tests.support.runs import build_parties, run_in_process, run_over_grpc
 from tests.support.waiting import HANGS_AFTER_S
 
 
@@ -104,3 +105,32 @@ def test_a_fault_of_this_party_is_not_described_to_the_peer(example: Path, port:
         run_over_grpc(parties, port)
     assert "secret" not in str(caught.value)
     assert parties.session.stage is Stage.ENDED
+
+
+# ---- activations sent ahead ----
+
+
+MARVELL = "defense={name: marvell, insecure_noise_seed: 7}"
+
+
+class Breaking(GrpcPeer):
+    count = 0
+
+    def receive_gradient(self) -> Answer:
+        self.count += 1
+        if self.count % 3 == 0 and self._train.stream is not None:
+            assert len(self._train.unanswered) <= 4
+            self._train.stream._call.cancel()
+        if self.count % 4 == 0 and self._evaluate.stream is not None:
+            self._evaluate.stream._call.cancel()
+        return super().receive_gradient()
+
+
+def test_broken_streams_change_no_bit(example: Path, port: int) -> None:
+    both = pipelined(4, "contract.wire={unchunked_bytes: 100, chunk_bytes: 524288}")
+    there, here = (build_parties(example, [*both, MARVELL], both) for _ in range(2))
+    run_in_process(here)
+    with serving(there, port), peer_of(there, port, kind=Breaking) as peer:
+        there.run.run(peer)
+    assert peer.count > 20
+    assert_same_weights(there.weights(), here.weights())

@@ -76,8 +76,6 @@ def serving(
 
 
 class Peer(GrpcPeer):
-    """Does something before its third question."""
-
     third: Callable[[], None]
     calls = 0
 
@@ -96,7 +94,6 @@ def start(
     *,
     credentials: CredentialFiles | None = None,
 ) -> threading.Thread:
-    """Let one passive party run beside the test."""
     party = several.passive[name]
 
     def run() -> None:
@@ -197,8 +194,6 @@ def test_a_certificate_lets_its_own_party_in_and_no_other(
 
 
 class Tapes:
-    """The messages of each passive party."""
-
     def __init__(self) -> None:
         self.of = {name: Tape() for name in NAMES}
 

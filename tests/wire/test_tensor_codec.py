@@ -39,7 +39,6 @@ def encoded(sent: torch.Tensor, **changes: object) -> list[bytes]:
 
 
 def frame(**changes: object) -> bytes:
-    """Return a correct frame with some fields changed."""
     fields = pb.TensorFrame.FromString(encoded(values())[0])
     for name, value in changes.items():
         if name == "shape":

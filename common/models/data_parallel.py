@@ -31,7 +31,7 @@ from splitveil.common.models.training_state import (
     set_random_state,
     trained_of,
 )
-from splitveil.common.models.whole_batch_norm import computed, with_whole_batches
+from splitveil.common.models.whole_batch_norm import WholeBatchNorm, computed, with_whole_batches
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.run.state_bytes import state_from_bytes, state_to_bytes
@@ -87,7 +87,7 @@ class DataParallelModel:
         beginning: Beginning,
         rows_at: Callable[[Tensor], Features] | None,
     ) -> None:
-        with_whole_batches(learner.model, ranks)
+        with_whole_batches(learner.model)
         self.ranks = ranks
         self._learner = learner
         self._rows_at = rows_at
@@ -139,7 +139,11 @@ class DataParallelModel:
         with self.ranks.lock:
             if not self.ranks.rank:
                 self.ranks.order(kind, number, content)
-            yield
+            WholeBatchNorm.ranks = self.ranks
+            try:
+                yield
+            finally:
+                WholeBatchNorm.ranks = None
 
     def forward(self, number: int, positions: Tensor, first: Tensor | None = None) -> Tensor:
         """Compute a batch in training mode, and return its outputs."""

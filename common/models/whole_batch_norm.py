@@ -17,12 +17,11 @@ from splitveil.common.models.ranks import Ranks
 _OF_TORCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def with_whole_batches(model: nn.Module, ranks: Ranks) -> None:
-    """Let a model's batch normalisations look at the batches of all ranks while it trains.
+def with_whole_batches(model: nn.Module) -> None:
+    """Let a model's batch normalisations look at whole batches, while all ranks compute them.
 
     Raises SettingsError for a class of the user's own.
     """
-    WholeBatchNorm.ranks = ranks
     if model._compiled_call_impl is not None:  # noqa: SLF001
         # Compiled models call it as it is.
         as_it_is = torch.compiler.disable(WholeBatchNorm.forward)  # type: ignore[no-untyped-call]
@@ -40,7 +39,8 @@ def with_whole_batches(model: nn.Module, ranks: Ranks) -> None:
 class WholeBatchNorm(_BatchNorm):
     """Batch normalisation, (rows, channels, ...), over the rows of all ranks while they train."""
 
-    ranks: ClassVar[Ranks]  # of this process: no part of a model's copy
+    ranks: ClassVar[Ranks | None] = None
+    """Set while all ranks compute the same, in all threads: a GPU's backward has its own."""
 
     def _check_input_dim(self, values: Tensor) -> None:
         if values.ndim < 2:
@@ -48,19 +48,20 @@ class WholeBatchNorm(_BatchNorm):
 
     def forward(self, values: Tensor) -> Tensor:
         """Return normalised values, of the same shape; also of no rows."""
-        if not self.training:
+        ranks = self.ranks
+        if ranks is None or not self.training:
             return super().forward(values)
         self._check_input_dim(values)
         over = [0, *range(2, values.ndim)]
         shape = [1, -1, *[1] * (values.ndim - 2)]
         exact = values.float()
         own = exact.new_full((1,), exact.numel() / max(1, exact.shape[1]))
-        total = self._sum(torch.cat([exact.sum(over), own]))
+        total = _sum(ranks, torch.cat([exact.sum(over), own]))
         sums, count = total[:-1], total[-1].detach()
         if count <= 1:
             raise ValueError("expected more than 1 value per channel when training")
         centred = exact - (mean := sums / count).view(shape)
-        variance = self._sum(centred.square().sum(over)) / count
+        variance = _sum(ranks, centred.square().sum(over)) / count
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             share = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
@@ -72,12 +73,13 @@ class WholeBatchNorm(_BatchNorm):
             found = found * self.weight.view(shape) + self.bias.view(shape)
         return found.to(values.dtype)
 
-    def _sum(self, values: Tensor) -> Tensor:
-        def added(own: Tensor) -> Tensor:
-            self.ranks.add_up([total := own.detach().clone()])
-            return total
 
-        return computed(lambda gradient: [added(gradient)], added(values), values)
+def _sum(ranks: Ranks, values: Tensor) -> Tensor:
+    def added(own: Tensor) -> Tensor:
+        ranks.add_up([total := own.detach().clone()])
+        return total
+
+    return computed(lambda gradient: [added(gradient)], added(values), values)
 
 
 class _Computed(Function):

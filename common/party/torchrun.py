@@ -1,4 +1,4 @@
-"""``torchrun``, but its exit code is that of rank 0, or of the first rank that failed.
+"""``torchrun``, but its exit code is the first of a rank that says more than 1.
 
 python -m splitveil.common.party.torchrun --nproc-per-node 4 -m splitveil.passive_party run ...
 """
@@ -14,8 +14,9 @@ def main() -> None:
     try:
         run(parse_args(None))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        code = error.failures[min(error.failures)].exitcode
-        sys.exit(max(code, 1))  # a negative one is that of a signal
+        # Ranks that lose another one end with 1, and those that the launcher ends below 0.
+        codes = [one.exitcode for one in error.failures.values()]
+        sys.exit(next((code for code in codes if code > 1), 1))
     except SignalException as error:
         sys.exit(128 + error.sigval)
 

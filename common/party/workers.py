@@ -40,10 +40,11 @@ class Rank(NamedTuple):
         """Return what ``torchrun`` says; the only process without it. Raises SettingsError."""
         if "RANK" not in variables or "MASTER_ADDR" not in variables:
             return cls()
-        try:
-            return cls(*(int(variables.get(*one)) for one in zip(_NAMES, cls(), strict=True)))
-        except ValueError as error:
-            raise SettingsError(f"{', '.join(_NAMES)}: expected whole numbers: {error}") from error
+        texts = [str(variables.get(*one)) for one in zip(_NAMES, cls(), strict=True)]
+        for name, text in zip(_NAMES, texts, strict=True):
+            if not text.isdecimal():
+                raise SettingsError(f"{name}: expected a whole number from 0, got {text!r}")
+        return cls(*map(int, texts))
 
 
 ONLY = Rank()  # a process that has no others beside it

@@ -8,6 +8,8 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -102,7 +104,7 @@ def naming_parties(source: Path) -> Iterator[None]:
         yield
     except SplitveilError as error:
         text = re.sub(f"(?:{folders})/", "", file.sub(r"\1", str(error)))
-        error.args = (re.sub(folders, str(Path.cwd()), text),)
+        error.args = (re.sub(folders, lambda _: str(Path.cwd()), text),)
         raise
 
 
@@ -120,6 +122,16 @@ def with_paths_from(folder: Path, value: Any, name: str = "") -> Any:
         whole = os.path.normpath(folder / value)
         return not_expanded(whole) if os.path.exists(whole) else value  # noqa: PTH110
     return value
+
+
+def from_here(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Let paths begin in the current folder, and not in that of files written for tables."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        parts = name.split(".")
+        nested = with_paths_from(Path.cwd(), reduce(lambda v, part: {part: v}, parts[::-1], value))
+        found[name] = reduce(getitem, parts, nested)
+    return found
 
 
 def _texts(folder: Path) -> dict[str, str]:

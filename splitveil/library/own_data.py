@@ -11,6 +11,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def write_settings(
         low, high = label_range
         read["label_range"] = {"low": float(low), "high": float(high)}
     elif positive_label is not None:
-        is_one = isinstance(positive_label, str | float | int)
+        is_one = isinstance(positive_label, str | Real | np.generic)
         texts: Any = [positive_label] if is_one else positive_label
         read["positive_label"] = [*map(str, texts)]
     else:

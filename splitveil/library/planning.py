@@ -18,7 +18,7 @@ from splitveil.common.run.contract import ACTIVE
 from splitveil.deploy.overrides import Overrides, override
 from splitveil.library.choices import DefenseChoice, model_settings, named_defense
 from splitveil.library.frames import Frame, as_html, frame
-from splitveil.library.loading import Scratch, naming_parties, source_of
+from splitveil.library.loading import Scratch, from_here, naming_parties, source_of
 
 _COLUMNS = 120
 
@@ -82,7 +82,7 @@ def plan(
         target_leak_auc: also find the power ratio of ``marvell`` at which the whole run stays below
             this AUC.
         settings: settings of the active party and of the contract to override:
-            ``{"contract.epochs": 3}``.
+            ``{"contract.epochs": 3}``. With ``active``, paths are relative to the current folder.
 
     Returns:
         The plan: a frame of its figures, remarks, and a printed form.
@@ -91,10 +91,11 @@ def plan(
         SplitveilError: settings or data cannot be used.
         ValueError: neither an example nor a table is given, or both.
     """
-    given = [override(name, model_settings(value)) for name, value in (settings or {}).items()]
+    given = from_here(settings or {}) if active is not None else dict(settings or {})
+    texts = [override(name, model_settings(value)) for name, value in given.items()]
     if defense is not None:
-        given.append(override("active.defense", dict(named_defense(defense).settings)))
-    overrides = Overrides(given)
+        texts.append(override("active.defense", dict(named_defense(defense).settings)))
+    overrides = Overrides(texts)
     if overrides.owners() - {ACTIVE, "contract"}:
         raise SettingsError("settings: a plan reads those of the active party and the contract")
     scratch = Scratch()  # deleted when the data have been read

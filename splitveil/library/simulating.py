@@ -1,16 +1,15 @@
 """Simulates runs: both parties in this process, with the bits of two processes."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.attacks import ATTACKS, SideInformation
 from splitveil.common.run.contract import ACTIVE
+from splitveil.common.settings import Section
 from splitveil.deploy.overrides import NamedDefense, Overrides, override
 from splitveil.library.choices import (
     AttackChoice,
@@ -20,7 +19,7 @@ from splitveil.library.choices import (
     named_defense,
     section,
 )
-from splitveil.library.loading import Scratch, load, naming_parties, source_of, with_paths_from
+from splitveil.library.loading import Scratch, from_here, load, naming_parties, source_of
 from splitveil.library.runs import Run, Runs
 from splitveil.library.sweeping import TAKEN, Job, Notify, run_here, run_side_by_side
 
@@ -133,7 +132,7 @@ def simulate(
     elif jobs > 1:
         given = {f"{party}.torch_threads": 1 for party in (ACTIVE, "passive")} | given
     if example is None:
-        given = _from_here(given)
+        given = from_here(given)
     numbers = list(range(seeds)) if isinstance(seeds, int) else [int(seed) for seed in seeds]
     if not numbers or min(numbers) < 0:
         raise ValueError("seeds: expected at least one, and none below 0")
@@ -157,18 +156,10 @@ def simulate(
     return Runs({key: run_of(job) for key, job in planned.items()}, folder)
 
 
-def _from_here(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Let paths begin in the current folder, and not in that of files written for tables."""
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        parts = name.split(".")
-        nested = with_paths_from(Path.cwd(), reduce(lambda v, part: {part: v}, parts[::-1], value))
-        found[name] = reduce(getitem, parts, nested)
-    return found
-
-
 def _several(given: Any) -> list[Any]:
-    return [*given] if isinstance(given, list | tuple) else [given]
+    is_iterable = isinstance(given, Iterable) and not isinstance(given, str | Mapping | Section)
+    is_one = callable(given) or hasattr(given, "on_epoch") or hasattr(given, "on_end")
+    return [*given] if is_iterable and not is_one else [given]
 
 
 def _notifier(callbacks: Sequence[Callback], run_of: Callable[[Job], Run]) -> Notify:

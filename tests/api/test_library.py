@@ -1,6 +1,7 @@
 """Audit, ledger, plan and schema as a program uses them."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import splitveil
 from splitveil import Ledger, attacks, audit, defenses, plan, settings_schema
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.errors import SettingsError
+from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.privacy.observational_audit import epsilon_lower_bound
 from splitveil.common.settings import validate
 from tests.support.programs import ROOT
@@ -269,7 +270,7 @@ def test_a_plan_has_a_frame_and_prints_itself() -> None:
     assert "defense marvell" in repr(plan(file))
 
 
-def test_a_plan_reads_a_table_in_memory() -> None:
+def test_a_plan_reads_a_table_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = {"label": ["stays", "leaves"] * 50, "x": np.arange(100.0)}
     found = plan(
         active=table,
@@ -282,6 +283,18 @@ def test_a_plan_reads_a_table_in_memory() -> None:
     assert found.to_json()["target"]["leak_auc"] == 0.65
     with pytest.raises(SettingsError, match="reads those of the active party"):
         plan("breast_cancer", settings={"passive.model_seed": 1})
+    here = tmp_path / r"a\1"  # no template
+    here.mkdir()
+    monkeypatch.chdir(here)
+    text = {"active.data.features.sequences.note": {"tokenizer": "own.json", "max_length": 2}}
+    table = {"label": [0, 1] * 50, "note": ["a", "b"] * 50}
+    with pytest.raises(SplitveilError, match=f"^own.json: .* in {re.escape(str(here))}$"):
+        plan(active=table, settings=text)
+    Path("own.json").write_text("{}")
+    with pytest.raises(
+        SplitveilError, match=f"{re.escape(str(here / 'own.json'))}: .* Model missing"
+    ):
+        plan(active=table, settings=text)
     with pytest.raises(ValueError, match="not both"):
         plan()
 

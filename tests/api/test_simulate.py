@@ -290,7 +290,7 @@ LABELS: dict[str, tuple[list[str], dict[str, Any], Any]] = {
     "words": (["no", "yes"], {}, "yes"),
     "a text of two": (["stays", "leaves"], {"positive_label": "leaves"}, "leaves"),
     "numbers": (["1", "2"], {"positive_label": ("2", "3")}, ["2", "3"]),
-    "a number": (["1", "2"], {"positive_label": 2}, "2"),
+    "a number": (["1", "2"], {"positive_label": np.int64(2)}, "2"),
 }
 
 
@@ -604,7 +604,7 @@ def test_callbacks_follow_the_runs_of_a_sweep_but_for_those_taken_as_they_are(
     whole = [("epoch", False), ("epoch", False), ("end", True)]
     assert first.events[names[1]] == whole
     again = Tracker()
-    runs = simulate(**given, seeds=3, callbacks=[again, ends])
+    runs = simulate(**given, seeds=3, callbacks=iter([again, ends]))
     assert again.events == {names[0]: whole, names[2]: whole}
     assert f"{names[1]}: taken from an earlier call" in caplog.text
     assert [run.has_ended for run in runs] == [True] * 3
@@ -804,6 +804,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no seeds": ({"example": "breast_cancer", "seeds": 0}, "expected at least one"),
     "a seed below 0": ({"example": "breast_cancer", "seeds": [-1]}, "none below 0"),
     "one attack": ({"example": "breast_cancer", "attacks": "nrom"}, "did you mean 'norm'?"),
+    "a set of attacks": ({"example": "breast_cancer", "attacks": {"nrom"}}, "mean 'norm'?"),
     "a setting of a table in memory": (
         {
             "active": {"label": [0, 1]},

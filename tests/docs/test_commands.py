@@ -170,8 +170,8 @@ def test_every_command_can_be_parsed(text: str) -> None:
     match program:
         case "splitveil":
             read_by_sub_command(arguments)
-        case "torchrun":
-            module, *words = shlex.split(text.partition("splitveil.")[2])
+        case "python" if ".torchrun " in text:
+            module, *words = shlex.split(text.rpartition("-m splitveil.")[2])
             read_by_sub_command([module.removesuffix("_party"), *words])
         case "docker":
             files = [one for one in arguments if one.endswith(".yml")] or ["docker-compose.yml"]

@@ -216,7 +216,8 @@ def test_several_ranks_learn_what_one_does(model: Build, how: Any, size: int) ->
         for batch, tap in zip(BATCHES, taps, strict=True):
             stepped(learner, parallel(batch).square().mean())
             close(parallel.taps["head"](), tap, how)
-        copy.deepcopy(learner.model)
+        # As in a refit, a copy trains while the other ranks wait for orders.
+        close(copy.deepcopy(learner.model)(given), copy.deepcopy(alone.model)(given), how)
         assert not any(buffer.requires_grad for buffer in learner.model.buffers())
         parallel.random_states()  # all ranks have the same weights
     for name, value in learner.model.state_dict().items():
@@ -332,7 +333,7 @@ class OwnNorm(nn.BatchNorm1d):
 
 def test_a_batch_norm_of_the_users_own_is_refused_by_name() -> None:
     with pytest.raises(SettingsError, match=r"^1: several processes cannot compute OwnNorm over"):
-        with_whole_batches(nn.Sequential(nn.Linear(3, 4), OwnNorm(4)), None)  # type: ignore[arg-type]
+        with_whole_batches(nn.Sequential(nn.Linear(3, 4), OwnNorm(4)))
 
 
 def stranger(file: Path) -> None:

@@ -41,8 +41,9 @@ def test_torchrun_says_which_process_this_is() -> None:
     for missing in ("RANK", "MASTER_ADDR"):  # a variable of another program makes no group
         variables = {name: text for name, text in TORCHRUN.items() if name != missing}
         assert Rank.of_environment(variables) == ONLY
-    with pytest.raises(SettingsError, match=r"WORLD_SIZE.*: expected whole numbers.*two"):
-        Rank.of_environment(TORCHRUN | {"WORLD_SIZE": "two"})
+    for name, text in (("WORLD_SIZE", "two"), ("WORLD_SIZE", "1_0"), ("RANK", "-1")):
+        with pytest.raises(SettingsError, match=rf"^{name}: expected a whole number .*'{text}'$"):
+            Rank.of_environment(TORCHRUN | {name: text})
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -59,9 +60,10 @@ def test_processes_of_an_earlier_torchrun_with_the_same_number_met_elsewhere(
 
 
 @pytest.mark.parametrize(
-    ("codes", "expected"), [({1: 1, 0: 5}, 5), ({0: 1, 1: -9}, 1), ({1: -9}, 1), (None, 143)]
+    ("codes", "expected"),
+    [({1: 1, 0: 5}, 5), ({1: 2, 0: -15}, 2), ({0: 1, 1: -9}, 1), ({1: -9}, 1), (None, 143)],
 )
-def test_torchrun_ends_as_rank_0_or_the_first_that_failed(
+def test_torchrun_ends_as_the_first_rank_that_names_a_cause(
     codes: dict[int, int] | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(_: object) -> None:

@@ -144,7 +144,7 @@ WRONG: list[tuple[Row, str, str]] = [
     ({"visits": [7, -1]}, "visits", "from 0 to 9 in row 1"),
     ({"visits": [True]}, "visits", "lists of whole numbers"),
     ({"visits": [7, None]}, "visits", "lists of whole numbers"),
-    ({"more": 1}, "word", "alone"),
+    ({"more": 1}, "word", "expected only"),
 ]
 
 
@@ -190,7 +190,7 @@ class Unread(dict[str, object]):
 
 def test_rows_of_columns_that_the_model_does_not_have_are_refused_unread(program: Program) -> None:
     rows = [Unread({f"{row} {column}": 1 for column in range(20)}) for row in range(20)]
-    with pytest.raises(Unusable, match="alone"):
+    with pytest.raises(Unusable, match="expected only"):
         program.service.given.of_rows(rows, len(rows))
 
 

@@ -129,7 +129,7 @@ class TrainerBuilder:
             self._device,
             answer_keys,
             self.phases,
-            tells_slopes=settings.defense.traits.needs_slopes or _knows_predictions(settings),
+            gives_slopes=settings.defense.traits.needs_slopes or _knows_predictions(settings),
         )
 
     def _model(self, rows: AlignedRows) -> nn.Module:

@@ -12,7 +12,7 @@ from splitveil.common.party import command_line
 from splitveil.common.party.credentials import CredentialFiles, credential_files
 from splitveil.common.party.endpoint import check_free
 from splitveil.common.party.interruption import Interruption
-from splitveil.common.party.party_status import RunStatus
+from splitveil.common.party.party_status import OPEN, RunStatus
 from splitveil.common.record.run_folder import end_of
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
@@ -25,7 +25,15 @@ from splitveil.passive_party.settings import PassiveSettings
 
 logger = logging.getLogger("splitveil.passive_party")
 
-OPEN = "the run is open with the active party"
+_BACK_WITHIN_S = 15.0
+"""Time in which the active party of a run that it has ended for good has to serve again."""
+
+ENDED = (
+    "the active party has ended this run for good, and nothing is trained; --fresh starts over "
+    "once the active party does"
+)
+
+Connect = Callable[[Transcript | None, RunStatus, Interruption], GrpcPeer]
 
 
 def noting_attempts(status: RunStatus) -> NoteAttempt:
@@ -43,17 +51,6 @@ def noting_attempts(status: RunStatus) -> NoteAttempt:
             status.set_ready(OPEN)
 
     return note
-
-
-_BACK_WITHIN_S = 15.0
-"""Time in which the active party of a run that it has ended for good has to serve again."""
-
-ENDED = (
-    "the active party has ended this run for good, and nothing is trained; --fresh starts over "
-    "once the active party does"
-)
-
-Connect = Callable[[Transcript | None, RunStatus, Interruption], GrpcPeer]
 
 
 def http_proxy(settings: PassiveSettings) -> HttpProxy | None:

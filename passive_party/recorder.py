@@ -12,7 +12,7 @@ from torch import Tensor
 
 from splitveil.common.errors import AuditRefused, PeerError, SettingsError
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.party_status import RunStatus
+from splitveil.common.party.party_status import OPEN, RunStatus
 from splitveil.common.privacy.audit_worker import AuditWorker
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.privacy.observation import Observation
@@ -26,7 +26,6 @@ from splitveil.common.record.run_folder import clear_mark, storage_errors
 from splitveil.common.record.summary import AuditedFigures, RunCounts, Summary
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.text.files import replacing_file
-from splitveil.passive_party.connecting import OPEN
 from splitveil.passive_party.label_free_audit import GatheredScores, LabelFreeAudit
 from splitveil.passive_party.settings import PassiveSettings
 

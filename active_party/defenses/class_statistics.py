@@ -128,7 +128,10 @@ class RunningClasses:
         return _estimate(self._moments, self._rows, device)
 
     def take_in(self, batch: BatchClasses) -> ClassEstimate | None:
-        """Remember a batch, and estimate both classes, a missing one from earlier batches."""
+        """Remember a batch, and estimate both classes, a missing one from earlier batches.
+
+        None if it was never seen.
+        """
         pairs = list(zip(self._moments, batch.moments, strict=True))
         self._moments = [_blend(old, new) for old, new in pairs]
         self._rows = [sum(rows) for rows in zip(self._rows, batch.rows, strict=True)]

@@ -63,7 +63,10 @@ def auc_of_epsilon(epsilon: float) -> float:
 
 
 def gaussian_of_epsilon(epsilon: float) -> float:
-    """Return the mu of the weakest Gaussian mechanism that no e-label-DP one out-reveals."""
+    """Return the mu of the weakest Gaussian mechanism that reveals no less than any e-label-DP one.
+
+    An infinite epsilon is that of a mechanism without one.
+    """
     # exp(-e) is 0 in double precision from 745 on.
     return gaussian_of_response(epsilon) if epsilon < 700 else math.inf
 
@@ -91,8 +94,8 @@ def response_auc(epsilon: float, num_classes: int = 2) -> float:
 def laplace_auc(epsilon: float, num_numbers: int = 1) -> float:
     """Return the best AUC against numbers that the label moves by 1, with Laplace noise.
 
-    Epsilon is that of all numbers together: 1 for a label of 0 or 1, 2 for a one-hot label's
-    entries.
+    Epsilon is that of all ``num_numbers`` together: 1 for a label of 0 or 1, and 2 for the entries
+    of a one-hot label that move.
     """
     # exp(-l/2) times the density of L is symmetric, and so is its convolution with itself: atoms of
     # weight 1/2 at +-size and a uniform part of weight size/2, all times exp(-size/2).
@@ -175,7 +178,10 @@ def delta_of(mu: float, epsilon: float) -> float:
 
 
 def epsilon_of(mu: float, delta: float) -> float:
-    """Return the least epsilon, rounded up by 1e-6, for which mu-GDP implies (epsilon, delta)."""
+    """Return the least epsilon for which mu-GDP implies (epsilon, delta)-privacy.
+
+    Rounded up by less than a millionth; infinite for a mu beyond all use.
+    """
     if not mu >= 0 or not 0 < delta < 1:
         raise ValueError(f"expected mu of at least 0 and 0 < delta < 1, got {mu} and {delta}")
     if mu > _LARGEST_MU:

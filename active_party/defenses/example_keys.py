@@ -84,7 +84,10 @@ def example_keys(key: NoiseKey, ids: Sequence[str], purpose: bytes) -> Tensor:
 
 
 def scalars(keys: Tensor) -> Tensor:
-    """Turn only secret bits into one standard normal number each, (batch,) float64."""
+    """Turn secret bits into one standard normal number each, (batch,) float64.
+
+    The number depends on nothing else: neither on the batch nor on the row in it.
+    """
     numbers = torch.empty(2 * len(keys), dtype=torch.float64)
     box_muller(keys[:, 0], keys[:, 1], out=numbers)
     return numbers[: len(keys)]

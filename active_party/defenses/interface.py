@@ -243,7 +243,10 @@ class Defense(ABC):
         return batch.labels
 
     def charge_covering(self, _move: LabelMove, /) -> LeakCharge:
-        """Return a charge for a peer that knows all but the example's own label."""
+        """Return a charge that also holds for a peer that knows all but the example's own label.
+
+        By default the charge for such a peer is unknown, and therefore infinite.
+        """
         return LeakCharge(math.inf)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -257,11 +260,17 @@ class Defense(ABC):
 
 
 class StagedDefense(Defense):
-    """A defense that releases something about all training rows, and sends nothing else."""
+    """A defense that releases something about all training rows.
+
+    Everything else that it sends is computed from these releases.
+    """
 
     @abstractmethod
     def pending_release(self, epoch: int, facts: RowFacts, /) -> PendingRelease | None:
-        """Return the release due before an epoch's next answer; None if none is."""
+        """Return the release due before an epoch's next answer; None if none is.
+
+        Epochs count from 0. Raises ValueError if the facts are not of a kind that can be summed.
+        """
 
     @property
     @abstractmethod

@@ -181,7 +181,10 @@ class MarvellDefense(NoisyDefense):
 
 
 def power_ratio_for(sum_kl: float, answers: int, cut_dim: int, pos_fraction: float) -> float:
-    """Return the power ratio at which some answers leave this, for two classes without spread."""
+    """Return the power ratio at which several fresh answers together leave this divergence.
+
+    It holds for two classes without any spread.
+    """
     return power_for_sum_kl(0.0, 0.0, 1.0, cut_dim, pos_fraction, sum_kl / answers)
 
 
@@ -191,9 +194,9 @@ class Marvell(RememberingDefense):
     A batch of one class uses the other class's statistics of earlier batches. If there are none
     yet, or the solution would leave the labels bare (no gap, and one of the spreads zero), the
     answer is noise of the batch's largest norm without any signal: a missing answer, or zeros,
-    would show what the batch contained. Zeros are answered by zeros. With ``from_earlier`` the
-    noise is fitted to the batches before this one, so that this batch's share of positives does not
-    show in its scale.
+    would show what the batch contained. Zeros are answered by zeros only with both classes, or
+    before any statistics. With ``from_earlier`` the noise is fitted to the batches before this one,
+    so that this batch's share of positives does not show in its scale.
     """
 
     def __init__(

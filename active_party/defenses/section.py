@@ -134,7 +134,7 @@ class DefenseSection(Section):
         gradients: Tensor | npt.NDArray[Any],
         labels: Tensor | Sequence[float] | npt.NDArray[Any],
         *,
-        probabilities: Tensor | None = None,
+        probabilities: Tensor | Sequence[float] | npt.NDArray[Any] | None = None,
         num_classes: int = 2,
     ) -> Defended:
         """Defend the gradient of one batch in a training loop of one's own, as a run does.
@@ -170,7 +170,8 @@ class DefenseSection(Section):
                 f"before, got {context.cut_shape} and {num_classes}; another cut needs another "
                 f"{type(self).__name__}"
             )
-        return defense.defend(RawBatch(gradients, labels, probabilities=probabilities))
+        known = None if probabilities is None else torch.as_tensor(probabilities)
+        return defense.defend(RawBatch(gradients, labels, probabilities=known))
 
     def _objection_to_calls(self, context: DefenseContext) -> str | None:
         if self.traits.is_staged:

@@ -104,7 +104,10 @@ def _in_words(sum_kl: float, leak_auc: float) -> str:
 
 
 def num_answers_within(max_sum_kl: float, charge: float) -> float:
-    """Return the number of answers of equal charge that the rest of a budget pays for, from 0."""
+    """Return the number of answers of equal charge that the rest of a budget pays for.
+
+    A negative rest pays for no answer; an infinite one, or no charge, for all of them.
+    """
     if charge == 0 or max_sum_kl == math.inf:
         return math.inf
     return max(max_sum_kl, 0.0) * (1 + ROUNDING) // charge
@@ -115,7 +118,8 @@ class Allowance:
     """The label owner's limit to what a run may reveal, and the part already used."""
 
     limit: Limit | None = None  # what no example may exceed over the whole run; None for no limit
-    earlier: AccountBook = field(default_factory=AccountBook.empty)  # runs' accounts, which count
+    earlier: AccountBook = field(default_factory=AccountBook.empty)
+    """Accounts of earlier runs, which count towards the limit."""
     peers: Adversary = Adversary.ANYBODY
     """The strongest adversary class that a charge may describe in this run. Where something else
     that depends on labels reaches the peer, the charge of an answer does not describe everybody."""

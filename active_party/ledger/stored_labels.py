@@ -58,7 +58,8 @@ class ReleasedTargets(NamedTuple):
     names: Names  # each once
     targets: Tensor  # (examples,) or (examples, classes) float32, in the order of the names
     id_rules: bytes = b""  # `rules_as_bytes` of the ids' canonical form
-    bounds: tuple[float, float] | None = None  # of numbers, as shares of which targets are
+    bounds: tuple[float, float] | None = None
+    """Of labels that are numbers: targets are shares of this range. None for classes."""
     releases: Mapping[str, Tensor] = MappingProxyType({})
     """From which other targets of the first examples can be computed (`Posterior.state_dict`, in
     which ``steps.*`` have a row for each of these); empty without."""

@@ -60,7 +60,7 @@ class MeasuredAttack(NamedTuple):
     worst_epoch: float  # mean of the epoch with the highest mean
     random_mean: float
     random_q95: float
-    beats_chance: bool  # whether its mean exceeds random scores' by more than that
+    beats_chance: bool  # whether its mean exceeds random scores' by more than chance explains
 
 
 def windows(steps: Numbers, values: Numbers) -> Windows:

@@ -87,7 +87,7 @@ class TopTrainer:
         answer_keys: AnswerKeys | None = None,
         phases: Phases | None = None,
         *,
-        tells_slopes: bool = False,
+        gives_slopes: bool = False,
     ) -> None:
         self.data_digest = rows.digest
         self.noise_key = rows.noise_key
@@ -104,7 +104,7 @@ class TopTrainer:
         self._device = device
         self._example_keys = rows.example_keys
         self._answer_keys = answer_keys
-        self._tells_slopes = tells_slopes
+        self._gives_slopes = gives_slopes
         self._unlearned: StepOutcome | None = None
         self._training = rows.training
         self.memory = None if rows.training is None else CutMemory(len(rows.labels), device)
@@ -157,7 +157,7 @@ class TopTrainer:
         weights = None if self._weights.of_rows is None else self._weights.of_rows[rows]
         with self.phases(Phase.FORWARD):
             outcome = self._objective.compute(cut, own, BatchLabels(rows, labels, targets, weights))
-            slopes = _slopes(outcome.logits, cut, weights) if self._tells_slopes else None
+            slopes = _slopes(outcome.logits, cut, weights) if self._gives_slopes else None
             if slopes is not None:
                 slopes *= self.kind.slope_of_residual
         defended, report = self._defend(outcome, labels, positions, slopes)

@@ -177,7 +177,10 @@ class ExchangeStore:
         path = self._bucket / name
         with storing(path), path.open("rb") as file:
             file.seek(first * _LENGTHS[name])
-            return file.read(count * _LENGTHS[name])
+            data = file.read(count * _LENGTHS[name])
+        if len(data) < count * _LENGTHS[name]:
+            raise StorageError(f"{path}: is damaged")
+        return data
 
     def cut(self, name: StoredName, count: int) -> None:
         path = self._bucket / name

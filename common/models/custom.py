@@ -109,7 +109,7 @@ def _hand_over_tensors(model: nn.Module, shapes: FeatureShapes, role: str, *, le
         parameters = []
     if all(one.kind in {one.VAR_POSITIONAL, one.VAR_KEYWORD} for one in parameters):
         raise SettingsError(
-            f"{role}: {type(model).__name__}.forward does not say its parameters: expected a "
+            f"{role}: {type(model).__name__}.forward does not say its parameters: name them, in a "
             f"module that is written in Python, neither compiled nor wrapped"
         )
     if any(one.name == "features" or _is_features(one.annotation) for one in parameters):

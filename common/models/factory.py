@@ -199,15 +199,18 @@ def _build_and_probe(
     with torch.random.fork_rng([device] if device.type == "cuda" else ()):
         torch.default_generator.manual_seed(seed)
         model = _within_memory(build, role)
-        if model.eval().training:
+        model.eval()
+        if model.training:
             raise SettingsError(f"{role}: {type(model).__name__}.eval() leaves it in training mode")
         compute(model, PROBE_ROWS, torch.device("cpu"))  # changes no batch statistics
         tried = _within_memory(build, role).to(device) if sizes else model
         for rows in sizes:
             hint = "" if rows == sizes[0] else f"; {DROP_LAST} leaves this last batch out"
             hint = hint if rows else "; with several processes, one may own no row of a batch"
-            compute(tried.train(), rows, device, hint)
-    return model.train()
+            tried.train()
+            compute(tried, rows, device, hint)
+    model.train()  # which may return nothing
+    return model
 
 
 def _in_words(rows: int) -> str:

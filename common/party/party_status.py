@@ -35,6 +35,8 @@ ANSWER_BUCKETS_S = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5,
 SIZE_BUCKETS = tuple(float(digit * 10**power) for power in range(5) for digit in (1, 2, 5))
 """The same for numbers of ids or requests."""
 
+OPEN = "the run is open with the active party"
+
 _PREFIX = "splitveil"
 
 

@@ -182,7 +182,10 @@ def adjusted_leak_auc(
 
 
 def advantage_over(prior: Floats, scores: Floats, positive: Mask) -> Advantage:
-    """Compare an attack with ``prior``, the scores of the attacker's own model. Raises OneClass."""
+    """Compare an attack with ``prior``, the scores of the attacker's own model, or a constant.
+
+    Raises OneClass.
+    """
     attack, own = placements(scores, positive), placements(prior, positive)
     signs = [1.0 if of.auc >= 0.5 else -1.0 for of in (attack, own)]
     variance = 0.0

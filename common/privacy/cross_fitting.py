@@ -59,7 +59,10 @@ class FeatureModels:
 
     @classmethod
     def of(cls, features: npt.NDArray[Any], strata: ClassIndices | None = None) -> Self:
-        """Return the models of finite features, (rows, features); folds share the strata alike."""
+        """Return the models of finite features, (rows, features).
+
+        Every fold gets its share of each stratum.
+        """
         folds = _dealt_by_class(np.zeros(len(features)) if strata is None else strata)
         return cls(*_functions_of(features), folds)
 

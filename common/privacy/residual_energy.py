@@ -27,7 +27,9 @@ from splitveil.common.privacy.top_direction import gram
 
 STRONGEST = 0.25  # share of a batch's directions that count as strong
 
-_MAX_DIRECTIONS = 64  # to which more columns of a batch of more rows are folded first
+_MAX_DIRECTIONS = 64
+"""A batch with more rows and more columns than this is folded to this number of columns first: more
+directions would cost several times as much, and reveal little more."""
 
 _NEGLIGIBLE = 1e-12  # of the strongest direction's energy, below which it is rounding error
 

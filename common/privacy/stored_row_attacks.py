@@ -99,7 +99,10 @@ def exploit(received: Received, shares: Sequence[float], seed: int = 0) -> Tenso
 
 
 def gramssat(received: Received, hints: Hints, shares: Sequence[float], seed: int = 0) -> Tensor:
-    """Do the same, knowing some labels, also of the examples that it knows."""
+    """Search labels and a surrogate, knowing shares and some labels.
+
+    Returns log-probabilities of all examples, also of those with known labels.
+    """
     likely, _ = _search(received, shares, hints, seed)
     return likely[:, _best_names(likely[torch.from_numpy(hints.rows)], hints.labels)]
 

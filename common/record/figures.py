@@ -151,7 +151,10 @@ class BeyondFigures(Form):
 
 
 def is_clearly_above(found: AdjustedFigures, auc: float) -> bool:
-    """Return whether a figure is above an AUC by three errors: of several, each may be inverted."""
+    """Return whether a figure is above an AUC by three standard errors.
+
+    Several attacks are compared with it, and each may be inverted.
+    """
     return found.value - _CLEARLY * (found.value - found.low) > auc
 
 

@@ -32,7 +32,9 @@ _logger = logging.getLogger(__name__)
 _SOUGHT_BYTES = 2**16  # at the end of a file, searched for a line's end at a time
 
 
-CHARTED_EVERY_S = 0.5  # least time between charted batches: a point costs as an attack
+CHARTED_EVERY_S = (
+    0.5  # least time between charted batches: a point costs as much CPU as some attacks
+)
 
 
 _EVENTS = "events.out.tfevents.*"

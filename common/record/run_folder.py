@@ -39,7 +39,10 @@ _RUNS_ALREADY = (
 def open_run_folder(
     runs_dir: Path, run_name: str, party: str, resumes: Callable[[Path], bool] = lambda _: False
 ) -> Path:
-    """Claim a party's folder for this process; move results aside unless it ``resumes`` them."""
+    """Claim a party's folder for this process; move results aside unless it ``resumes`` them.
+
+    Raises SettingsError.
+    """
     for name in (run_name, party):
         if name in {"", ".", ".."} or set(name) & {"/", "\\", "\0"}:
             raise SettingsError(f"expected a name that can name a folder, got {name!r}")

@@ -62,7 +62,10 @@ def has_summary(folder: Path) -> bool:
 
 
 def read_metrics(folder: Path) -> Metrics:
-    """Read a party's metrics, without lines cut off or unknown; empty without any."""
+    """Read a party's metrics, without lines cut off or unknown; empty without any.
+
+    Raises SettingsError.
+    """
     return Metrics(list(_timed_lines(folder / METRICS)))
 
 

@@ -96,7 +96,8 @@ class EarlierAnswers(Form):
 
 class GateFigures(NamedTuple):
     findings: Count = None
-    closed: Annotated[bool, BeforeValidator(lambda value: value is True)] = False  # the run
+    closed: Annotated[bool, BeforeValidator(lambda value: value is True)] = False
+    """Whether it ended the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +107,8 @@ class ActiveFigures(Form):
     ledger: Maybe[LedgerFigures] = None  # of all answers; None before the first one
     bounds: Annotated[tuple[OnErrorOmit[AdversaryBound], ...], BeforeValidator(as_list)] = ()
     """One for each adversary class, in their order; empty before the first answer."""
-    audits_answered: Annotated[Count, IF_ANY] = None  # None if none may be
+    audits_answered: Annotated[Count, IF_ANY] = None
+    """None if audits are not allowed and none was answered."""
     refused_messages: Object[Annotated[int, BeforeValidator(lambda n: as_count(n) or 0)]] = field(
         default_factory=dict
     )

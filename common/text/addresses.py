@@ -66,7 +66,8 @@ def is_numeric_loopback(host: str) -> bool:
 def on_loopback(address: str, setting: str, advice: str = MTLS_ADVICE) -> str:
     """Resolve an address to a numeric one, IPv4 if possible; SettingsError off this machine.
 
-    Who uses the result does not look the name up again. ``advice`` ends the message.
+    Connect to the result, not to the name: only this address was checked. ``advice`` ends the
+    message.
     """
     host, _, port = address.rpartition(":")
     try:

@@ -51,7 +51,7 @@ class Almost(NamedTuple):
     """What nearly all cells of a column are."""
 
     in_words: str  # how many cells are, and which rows are not
-    codes: tuple[str, ...]  # other texts without a digit, in several cells each: no mistypes
+    codes: tuple[str, ...]  # other texts without a digit, in several cells each, so not mistyped
     remedy: str
 
 

@@ -185,7 +185,7 @@ def _within(column: Column, low: float, high: float, *, is_chosen: bool) -> With
 
 
 def _rounded_up(number: float) -> float:
-    """Return the least 1, 2 or 5 times a power of ten that is not below; 0 up to 0.
+    """Return the least 1, 2 or 5 times a power of ten that is not below a number; 0 up to 0.
 
     No more than the order of magnitude of the largest label is then in the proposal.
     """

@@ -33,7 +33,7 @@ from splitveil.deploy.init.own_ids import OwnIds
 from splitveil.deploy.init.tables import RawTable
 
 LEAK_AUC = 0.6
-RANK = 160  # sums in each stage of `projected_labels`, for a cut layer of 64 numbers
+RANK = 160  # sums in the first stage of `projected_labels`, for a cut layer of 64 numbers
 
 TRAIN_SHARE = 0.8
 _BATCHES = ((16_000, 1024), (2_000, 256), (500, 128), (0, 32))

@@ -49,14 +49,14 @@ def simulate(
     key: str | None = "",
     label_range: tuple[float, float] | None = None,
     positive_label: str | float | Sequence[str | float] | None = None,
-    defense: DefenseChoice | Sequence[DefenseChoice] | None = None,
-    attacks: AttackChoice | Sequence[AttackChoice] | None = None,
+    defense: DefenseChoice | Iterable[DefenseChoice] | None = None,
+    attacks: AttackChoice | Iterable[AttackChoice] | None = None,
     seeds: int | Sequence[int] = 1,
     settings: Mapping[str, Any] | None = None,
     threads: int | None = None,
     jobs: int = 1,
     runs: str | Path | None = None,
-    callbacks: Callback | Sequence[Callback] = (),
+    callbacks: Callback | Iterable[Callback] = (),
 ) -> Runs:
     """Run both parties in this process, once for each defense and seed.
 
@@ -182,7 +182,7 @@ def _notifier(callbacks: Sequence[Callback], run_of: Callable[[Job], Run]) -> No
 
 
 def _base(
-    source: Path, settings: Mapping[str, Any], attacks: AttackChoice | Sequence[AttackChoice] | None
+    source: Path, settings: Mapping[str, Any], attacks: AttackChoice | Iterable[AttackChoice] | None
 ) -> Overrides:
     base = Overrides(override(name, model_settings(value)) for name, value in settings.items())
     parties = load(source, base)
@@ -209,7 +209,7 @@ def _needs_activations(attack: str | Mapping[str, Any]) -> bool:
     return "activations" in attack.get("needs", ())
 
 
-def _chosen(defense: DefenseChoice | Sequence[DefenseChoice] | None) -> list[NamedDefense]:
+def _chosen(defense: DefenseChoice | Iterable[DefenseChoice] | None) -> list[NamedDefense]:
     if defense is None:
         return []
     chosen = [named_defense(one) for one in _several(defense)]

@@ -10,7 +10,7 @@ import pytest
 from splitveil.common.alignment import ExchangeStore
 from splitveil.common.alignment.ecdh import EcdhExchange
 from splitveil.common.alignment.store import StoredName
-from splitveil.common.errors import InvalidMessage, OutOfStep, PeerUnreachable
+from splitveil.common.errors import InvalidMessage, OutOfStep, PeerUnreachable, StorageError
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.aligned import (
     ENGINE,
@@ -38,6 +38,10 @@ def test_what_the_peer_has_is_neither_computed_nor_sent_again(tmp_path: Path) ->
     assert isinstance(first.error, PeerUnreachable)
     assert isinstance(second.error, PeerUnreachable)
     assert all(pair.is_kept())
+    files = pair.files[0]
+    files._bucket = files._folder / "0"
+    with pytest.raises(StorageError, match=r"own\.points: is damaged"):
+        files.part("own.points", 0, len(OWN) + 1)
     masked, multiplied = pair.groups[0].masked, pair.groups[1].multiplied
     assert multiplied == 5 * CHUNK
     first, second = pair.attempt()

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -246,6 +247,9 @@ def test_one_huge_row_does_not_hide_what_the_others_differ_in() -> None:
 def test_the_rows_must_be_as_many_as_announced() -> None:
     with pytest.raises(ValueError, match="600 rows"):
         design(in_chunks(rows_of(599)), ROWS, 4)
+    read_again = Mock(side_effect=[in_chunks(rows_of(rows))(1) for rows in (ROWS, 599)])
+    with pytest.raises(ValueError, match="600 rows, got 599"):
+        design(read_again, ROWS, 4)
     with pytest.raises(ValueError, match="rank"):
         design(in_chunks(rows_of(ROWS)), ROWS, 0)
     with pytest.raises(ValueError, match="subjects"):

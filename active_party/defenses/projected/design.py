@@ -299,6 +299,8 @@ def design(
         norms = torch.linalg.vector_norm(weights, dim=1)
         bounded.add(start, weights.div_(norms.clamp_min(least)[:, None]))
         start = rows.stop
+    if start != num_rows:
+        raise ValueError(f"expected chunks of {num_rows} rows, got {start}")
     return Design(*bounded.finish())
 
 

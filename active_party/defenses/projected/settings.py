@@ -4,7 +4,7 @@ What a model needs from the labels are their sums against a few dozen functions 
 Flipping one label moves such a sum over N rows by 1 at most, so noise that covers that 1 costs the
 model little, and less with every row. In each stage, design A (N, r), sums and targets are
 
-    t = A^T y + sigma z,    |A_i| <= 1,    sigma = D sqrt(stages) / mu,    z standard normal
+    t = A^T y + sigma z,    |A_i| <= 1,    sigma = D / (mu sqrt(share)),    z standard normal
     y^ = posterior mean of y given all sums so far, around the model's prediction
 
 with D = 1 for two classes and sqrt 2 for several, where a label is one-hot and a flip moves two

@@ -108,6 +108,25 @@ def test_streams_without_an_answer_push_each_other_out_and_not_the_answered_one(
         assert idle[-1].active
 
 
+def test_a_stream_that_is_answered_takes_the_place_of_the_one_before() -> None:
+    places, lost, again = StreamSlots(), Call(), Call()
+    with places.enter(lost):
+        places.answered(lost)
+        with places.enter(again):
+            assert lost.active
+            places.answered(again)
+            places.answered(again)
+            assert (lost.active, again.active) == (False, True)
+
+
+def test_streams_that_ended_are_forgotten() -> None:
+    places, ended = StreamSlots(), Call()
+    with places.enter(ended):
+        places.answered(ended)
+    places.clear()
+    assert ended.active
+
+
 def test_every_value_of_an_enumeration_travels_both_ways() -> None:
     for split in get_args(SplitName):
         assert enums.split_from_wire(enums.SPLIT_TO_WIRE[split]) == split

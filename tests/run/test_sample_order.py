@@ -143,7 +143,8 @@ def test_both_parties_come_to_one_order_from_their_own() -> None:
     theirs = [ids[row] for row in np.random.default_rng(1).permutation(500)]
     common = np.arange(0, 500, 3)
     own, digests = in_common_order(ids, common[::-1], _SEED)
-    others, _ = in_common_order(theirs, [theirs.index(ids[row]) for row in common], _SEED)
+    their_rows = np.array([theirs.index(ids[row]) for row in common])
+    others, _ = in_common_order(theirs, their_rows, _SEED)
     in_order = [ids[row] for row in own]
     assert in_order == [theirs[row] for row in others]
     assert np.array_equal(digests, keyed_id_digests(in_order, _SEED))

@@ -38,6 +38,7 @@ from splitveil.common.party import command_line
 from splitveil.common.party.interruption import stop_signals_to
 from splitveil.common.record.run_folder import write_json_atomically, write_text_atomically
 from splitveil.common.text.log_lines import configure_logging
+from splitveil.deploy.overrides import Overrides
 from splitveil.experiments.cells import (
     EARLIER,
     PREPARED,
@@ -46,10 +47,11 @@ from splitveil.experiments.cells import (
     passive_parties,
     with_folders,
 )
-from splitveil.library.loading import read_settings
+from splitveil.library.loading import load
 from splitveil.library.recorded import run_recorded
 
 FINISHED = "finished.json"
+_PARTIES = ("active", "passive")
 ENDED_AS_ASKED = (0, EndedForGood.exit_code)
 """Exit codes of runs whose figures count; a budget or a gate may end a run."""
 
@@ -119,9 +121,9 @@ def run_cells(
 def run_in_process(settings: Path, run_folder: Path, threads: str) -> None:
     """Run both parties of a cell in this process; it has no checkpoints, and begins anew."""
     configure_logging("cell")
-    with_threads = [f"torch_threads={threads}", f"runs_dir={run_folder.parent}"]
+    own = (f"torch_threads={threads}", f"runs_dir={run_folder.parent}")
     try:
-        both = read_settings(settings, with_threads, with_threads)
+        both = load(settings, Overrides(f"{party}.{one}" for party in _PARTIES for one in own))
         passive, *others = both.passive.values()
         if others or passive.audits:
             raise SettingsError(

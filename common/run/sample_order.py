@@ -10,6 +10,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
 from typing import Literal, NamedTuple, Self, get_args
 
 import numpy as np
@@ -129,11 +130,13 @@ def in_common_order(
 
     That order does not depend on any file, and no party knows it before all nonces are known.
     """
-    file_rows = np.sort(file_rows)  # ids in their order in memory are read a quarter faster
-    digests = keyed_id_digests((ids[row] for row in file_rows), joint_seed)
-    halves = np.ascontiguousarray(digests).view(">u8")
-    order = np.lexsort((halves[:, 1], halves[:, 0])).astype(np.int64)
-    return file_rows[order], digests[order]
+    is_common = np.zeros(len(ids), dtype=np.bool_)
+    is_common[file_rows] = True
+    # Ids on disk are read in parts, which takes less than half the time of one after the other.
+    digests = keyed_id_digests(compress(ids, is_common.tobytes()), joint_seed)
+    halves = digests.view(">u8").astype(np.uint64)
+    order = stable_order(halves[:, 0], halves[:, 1])
+    return np.flatnonzero(is_common)[order], digests[order]
 
 
 class CommonOrder(NamedTuple):
@@ -170,13 +173,15 @@ def _permutation(seed: bytes, epoch: int, length: int) -> Positions:
     return stable_order(philox.random_raw(length)).astype(np.int64, copy=False)
 
 
-def stable_order(drawn: npt.NDArray[np.uint64]) -> npt.NDArray[np.intp]:
-    """Return the indices that sort numbers, equal ones in the order in which they are.
+def stable_order(
+    drawn: npt.NDArray[np.uint64], *ties: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.intp]:
+    """Return the indices that sort numbers, equal ones by ``ties`` and then in their own order.
 
     Sorting without regard to equal ones takes a quarter of the time.
     """
     order = np.argsort(drawn)
     ordered = drawn[order]
     if (ordered[1:] == ordered[:-1]).any():
-        return np.argsort(drawn, kind="stable")
+        return np.lexsort((*ties, drawn))
     return order

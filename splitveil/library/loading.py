@@ -6,7 +6,7 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
 from operator import getitem
@@ -139,26 +139,12 @@ def _texts(folder: Path) -> dict[str, str]:
 
 
 def load(source: Path, overrides: Overrides) -> PartiesSettings:
-    if unknown := overrides.without_file(party_kinds(source)):
+    kinds = party_kinds(source)
+    if unknown := overrides.without_file(kinds):
         raise SettingsError(f"settings: {source} has no file {', '.join(unknown)}.yaml")
-    return _load(source, overrides.of)
-
-
-def read_settings(
-    folder: Path, active: Sequence[str] = (), passive: Sequence[str] = ()
-) -> PartiesSettings:
-    """Load the settings of all parties of a folder, with overrides ``name=value`` of either side.
-
-    Those of the contract begin with ``contract.`` and belong in both.
-    """
-    return _load(folder, lambda kind: active if kind == ACTIVE else passive)
-
-
-def _load(folder: Path, overrides_of: Callable[[str], Sequence[str]]) -> PartiesSettings:
-    kinds = party_kinds(folder)
-    own = load_party_settings(ActiveSettings, folder / "active.yaml", overrides_of(ACTIVE))
+    own = load_party_settings(ActiveSettings, source / "active.yaml", overrides.of(ACTIVE))
     passive = [
-        load_party_settings(PassiveSettings, folder / f"{kind}.yaml", overrides_of(kind))
+        load_party_settings(PassiveSettings, source / f"{kind}.yaml", overrides.of(kind))
         for kind in kinds[1:]
     ]
     return PartiesSettings(own, {settings.party: settings for settings in passive})

@@ -44,12 +44,13 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.deploy.demo import EXAMPLES
-from splitveil.library.loading import read_settings, source_of
+from splitveil.library.loading import source_of
 from splitveil.library.own_data import write_settings
 from splitveil.library.runs import Kind
 from tests.support.equality import assert_same_weights
 from tests.support.programs import run_program
 from tests.support.runs import write_example
+from tests.support.simulation import read_settings
 
 ONE_CORE = {"active.torch_threads": 1, "passive.torch_threads": 1}
 SHORT = {**ONE_CORE, "contract.epochs": 1}

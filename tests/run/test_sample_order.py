@@ -141,8 +141,10 @@ def test_id_digests_are_keyed_blake2b() -> None:
 def test_both_parties_come_to_one_order_from_their_own() -> None:
     ids = [f"id-{number}" for number in range(500)]
     theirs = [ids[row] for row in np.random.default_rng(1).permutation(500)]
-    own, digests = in_common_order(ids, np.arange(500), _SEED)
-    others, _ = in_common_order(theirs, np.arange(500), _SEED)
+    common = np.arange(0, 500, 3)
+    own, digests = in_common_order(ids, common[::-1], _SEED)
+    their_rows = np.array([theirs.index(ids[row]) for row in common])
+    others, _ = in_common_order(theirs, their_rows, _SEED)
     in_order = [ids[row] for row in own]
     assert in_order == [theirs[row] for row in others]
     assert np.array_equal(digests, keyed_id_digests(in_order, _SEED))
@@ -189,6 +191,8 @@ def test_fractions_that_do_not_add_up_are_refused(fractions: tuple[float, float,
 
 @pytest.mark.parametrize("values", [2, 100, 2**62])
 def test_numbers_are_sorted_with_equal_ones_in_their_order(values: int) -> None:
-    drawn = np.random.default_rng(4).integers(0, values, 1000, dtype=np.uint64)
+    drawn, ties = np.random.default_rng(4).integers(0, values, (2, 1000), dtype=np.uint64)
     expected = sorted(range(len(drawn)), key=lambda at: (drawn[at], at))
     assert stable_order(drawn).tolist() == expected
+    expected = sorted(range(len(drawn)), key=lambda at: (drawn[at], ties[at], at))
+    assert stable_order(drawn, ties).tolist() == expected

@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,27 +33,37 @@ from splitveil.common.alignment import AlignmentEngine, build_engine
 from splitveil.common.errors import SplitveilError
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.party_settings import PartySettings
+from splitveil.common.party.party_settings import PartySettings, load_party_settings
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.wire.connection import PeerConnection
+from splitveil.deploy.overrides import party_kinds
 from splitveil.library.in_process import InProcessPeer, meet, start
-from splitveil.library.loading import PartiesSettings, read_settings
+from splitveil.library.loading import PartiesSettings
 from splitveil.library.recorded import assemble_active, assemble_passive
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.opening import Peer
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
 
-__all__ = [
-    "InProcessPeer",
-    "PartiesSettings",
-    "assemble_active",
-    "assemble_passive",
-    "read_settings",
-]
+__all__ = ["InProcessPeer", "PartiesSettings", "assemble_active", "assemble_passive"]
+
+
+def read_settings(
+    folder: Path, active: Sequence[str] = (), passive: Sequence[str] = ()
+) -> PartiesSettings:
+    """Load all parties' settings with overrides ``name=value`` of either side.
+
+    Those of the contract begin with ``contract.`` and belong in both.
+    """
+    own = load_party_settings(ActiveSettings, folder / "active.yaml", active)
+    others = (
+        load_party_settings(PassiveSettings, folder / f"{kind}.yaml", passive)
+        for kind in party_kinds(folder)[1:]
+    )
+    return PartiesSettings(own, {settings.party: settings for settings in others})
 
 
 @dataclass

@@ -605,7 +605,7 @@ def test_callbacks_follow_the_runs_of_a_sweep_but_for_those_taken_as_they_are(
     whole = [("epoch", False), ("epoch", False), ("end", True)]
     assert first.events[names[1]] == whole
     again = Tracker()
-    runs = simulate(**given, seeds=3, callbacks=iter([again, ends]))
+    runs = simulate(**given | {"callbacks": iter([again, ends])}, seeds=3)
     assert again.events == {names[0]: whole, names[2]: whole}
     assert f"{names[1]}: taken from an earlier call" in caplog.text
     assert [run.has_ended for run in runs] == [True] * 3

@@ -1,7 +1,7 @@
 """Parties that were stopped or killed and started again with the same commands: exact resume.
 
-Kills at random steps are in test_faults.py, and one in tests/journeys/test_killed.py; tests/run has every
-defense killed at one step, and one defense killed at every step.
+Kills at random steps are in test_faults.py, and one in tests/journeys/test_killed.py; tests/run has
+every defense killed at one step, and one defense killed at every step.
 """
 
 import signal

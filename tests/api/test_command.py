@@ -252,6 +252,12 @@ def test_a_plan_is_printed_as_json(folder: Path, call: Call) -> None:
     assert [one["bound_anybody"] for one in found["answers"]] == pytest.approx([0.6, 0.6])
     assert found["target"]["leak_auc"] == 0.65
     assert "0.600" in call(*words).out
+    own = ("--set", f"runs_dir={folder / 'planned'}")
+    wrong = call(*words, *own, "--target-leak-auc", "1.5")
+    assert (wrong.exit_code, wrong.out) == (2, "")
+    assert "--target-leak-auc: expected an AUC between 0.5 and 1, got 1.5" in wrong.err
+    call(*words, *own)
+    assert not (folder / "planned").exists()
 
 
 def test_a_report_says_where_it_is(folder: Path, call: Call) -> None:

@@ -367,3 +367,9 @@ def test_an_image_that_cannot_be_read_is_named_by_its_row(tmp_path: Path, broken
     with pytest.raises(DataError, match=r"labels\.csv: row 8: its image cannot be read") as raised:
         read_table(image_settings(), tmp_path)
     assert "lesion07" not in str(raised.value)  # an id names a person
+
+
+def test_a_column_of_file_names_that_is_not_there_is_named(tmp_path: Path) -> None:
+    write_images(tmp_path)
+    with pytest.raises(DataError, match="no column 'nmae'; did you mean 'name'"):
+        read_table(image_settings(file_column="nmae"), tmp_path)

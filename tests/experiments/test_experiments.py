@@ -781,10 +781,14 @@ NEEDS_FLIGHTS = pytest.mark.skipif(
 def test_what_comes_from_no_file_needs_no_folder_of_data(
     name: str, files: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparation, "SYNTHETIC_ROWS", 40)
+    monkeypatch.setattr(preparation, "SYNTHETIC_ROWS", 4000)
     monkeypatch.delenv("SPLITVEIL_DATA", raising=False)
     prepare(name, tmp_path)
     assert files <= {path.name for path in tmp_path.iterdir()}
+    if name == "synthetic":  # both parties' features tell of the label
+        with np.load(tmp_path / "synthetic.npz") as made:
+            for own in (made["passive"], made["active"]):
+                assert abs(np.corrcoef(own[:, 0], made["y"])[0, 1]) > 0.1
 
 
 def test_a_preparation_without_its_raw_file_says_so(

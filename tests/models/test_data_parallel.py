@@ -376,14 +376,16 @@ def test_a_rank_that_hangs_is_reported_after_the_time_out(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     process = server.Process(target=hanging, args=(tmp_path / "ranks",))
     process.start()
-    found = Ranks(0, 2, file=tmp_path / "ranks")
-    found.compare(FACTS)
-    for name in ("_WITHIN", "_ANSWERS_WITHIN"):
-        monkeypatch.setattr(ranks_module, name, timedelta(milliseconds=100))
-    _set_pg_timeout(timedelta(milliseconds=100))
-    with pytest.raises(RankLost, match="another process of this party is gone, or hangs"):
-        ask(found)
-    process.kill()
+    try:
+        found = Ranks(0, 2, file=tmp_path / "ranks")
+        found.compare(FACTS)
+        for name in ("_WITHIN", "_ANSWERS_WITHIN"):
+            monkeypatch.setattr(ranks_module, name, timedelta(milliseconds=100))
+        _set_pg_timeout(timedelta(milliseconds=100))
+        with pytest.raises(RankLost, match="another process of this party is gone, or hangs"):
+            ask(found)
+    finally:  # a stopped process outlives the tests
+        process.kill()
     found.close()
     process.join()
 

@@ -44,7 +44,7 @@ def received(labels: Tensor, centres: Tensor | float = 0.0) -> tuple[Received, n
 
 @pytest.mark.parametrize("num_classes", [2, 3])
 def test_stored_gradients_reveal_labels_that_activations_do_not(num_classes: int) -> None:
-    """And nothing of labels that the gradients do not carry, of two classes."""
+    """And nothing of labels that the gradients do not carry."""
     labels = true_labels(num_classes)
     rows, _ = received(labels)
 
@@ -59,11 +59,8 @@ def test_stored_gradients_reveal_labels_that_activations_do_not(num_classes: int
 
     leaks = measured(labels)
     assert leaks.pop("lea") < 0.65
-    if num_classes == 3:
-        assert min(leaks.values()) > 0.95, leaks
-        return
-    # The slope of one logit depends on the activation.
-    assert leaks.pop("gradient_clusters") > 0.65
+    if num_classes == 2:  # the slope of one logit depends on the activation
+        assert leaks.pop("gradient_clusters") > 0.65
     assert min(leaks.values()) > 0.95, leaks
     others = labels[torch.randperm(EXAMPLES, generator=torch.Generator().manual_seed(3))]
     leaks = measured(others)

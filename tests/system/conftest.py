@@ -59,9 +59,9 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
     @cache
     def of(name: str) -> Trained:
         folder = tmp_path_factory.mktemp(name)
-        if name == "three_parties":
+        if name.startswith("three_parties "):
             write_several(folder)
-            return train(folder, folder / "runs", "contract.aggregation=concat")
+            return train(folder, folder / "runs", f"contract.aggregation={name.split()[1]}")
         if name == "tabular":
             write_wide_deep(folder, kind="tabular")
             return train(folder, folder / "runs")

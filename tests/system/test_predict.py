@@ -38,7 +38,7 @@ NAMES = (
     pytest.param("vehicle", marks=needs_data),
     "wide_deep",
     "tabular",
-    "three_parties",
+    "three_parties mean",
 )
 
 

@@ -25,7 +25,7 @@ GIVEN = ("answers.whole_table=true",)
 
 @pytest.fixture(scope="module")
 def trained(once: Callable[[str], Trained]) -> Trained:
-    return once("three_parties")
+    return once("three_parties concat")
 
 
 @pytest.fixture

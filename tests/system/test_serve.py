@@ -300,7 +300,7 @@ def test_a_party_with_another_model_is_named_and_never_asked(
 def test_while_one_of_several_parties_is_away_requests_are_refused_at_once(
     once: Callable[[str], Trained],
 ) -> None:
-    trained = once("three_parties")
+    trained = once("three_parties concat")
     names = list(trained.settings.passive)
     ports = {name: free_port() for name in names}
     with ExitStack() as resources:

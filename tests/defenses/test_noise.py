@@ -37,7 +37,8 @@ def test_numbers_are_normal_and_nearly_normal_ones_are_told_apart(dtype: torch.d
     def fitting(numbers: Numbers) -> bool:
         count = len(numbers)
         mean, spread = numbers.mean() * count**0.5, (numbers.var() - 1) * (count / 2) ** 0.5
-        return stats.kstest(numbers, "norm").pvalue > 0.001 and max(abs(mean), abs(spread)) < 3.5
+        p_value = stats.kstest(numbers, "norm").pvalue
+        return bool(p_value > 0.001 and max(abs(mean), abs(spread)) < 3.5)
 
     numbers = drawn(dtype)
     others = np.random.default_rng(5).standard_t(20, size=len(numbers))

@@ -1,4 +1,4 @@
-"""Conversions of Gaussian differential privacy, against integration and simulation."""
+"""Conversions of Gaussian differential privacy, against integration."""
 
 import math
 from collections.abc import Callable

@@ -26,7 +26,6 @@ from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
-from splitveil.common.alignment import AlignmentEngine
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.alignment.ristretto import DIGEST_BYTES, POINT_BYTES
 from splitveil.common.errors import EndedForGood
@@ -185,7 +184,7 @@ def assemble_passive(
     settings: PassiveSettings,
     data: PartyData,
     observer: RunObserver,
-    engine: AlignmentEngine,
+    engine: EcdhEngine,
     *,
     store: RunStore | None = None,
     device: torch.device | None = None,
@@ -218,7 +217,7 @@ class _ClearGroup:
         return points
 
 
-def clear_engine(settings: AlignmentSettings) -> AlignmentEngine:
+def clear_engine(settings: AlignmentSettings) -> EcdhEngine:
     """Build an engine that compares ids in the clear. Never use it between two processes.
 
     Multiplying every id by two secret scalars takes longer than training on a small table. What

@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from splitveil.common.alignment import QueueChannel, StreamChannel, align, channel_pair, ristretto
+from splitveil.common.alignment import ristretto
+from splitveil.common.alignment.channel import QueueChannel, StreamChannel, channel_pair
 from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
-from splitveil.common.alignment.exchange import _transfer
+from splitveil.common.alignment.exchange import _transfer, align
 from splitveil.common.alignment.ristretto import Ristretto
 from splitveil.common.alignment.workers import WorkerPool
 from splitveil.common.data.canonical_form import CanonicalForm

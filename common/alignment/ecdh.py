@@ -260,7 +260,7 @@ class EcdhExchange:
                 self._peer_done = frame.done
             case _:
                 raise InvalidMessage("the alignment frame is empty")
-        return Frames()
+        return iter(())
 
     def begin_next_bucket(self) -> None:
         """Go on to the next bucket, or raise AlignmentError."""

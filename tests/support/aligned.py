@@ -124,7 +124,7 @@ def started(ids: Sequence[str]) -> EcdhExchange:
 
 def greeted(ids: Sequence[str], peer_set_size: int = 40) -> EcdhExchange:
     session = started(ids)
-    assert not session.receive(pb.AlignFrame(hello=peer_hello(peer_set_size)))
+    assert not list(session.receive(pb.AlignFrame(hello=peer_hello(peer_set_size))))
     return session
 
 

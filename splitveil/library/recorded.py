@@ -41,7 +41,7 @@ from splitveil.common.run.course import AlignedRows
 from splitveil.common.text.version import VERSION
 from splitveil.library.in_process import InProcessPeer, meet
 from splitveil.library.loading import PartiesSettings
-from splitveil.passive_party.assembly import BottomBuilder
+from splitveil.passive_party.assembly import BottomBuilder, evaluation_labels
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
@@ -104,7 +104,7 @@ class _Passive:
         self._settings = settings
         self._folder = _folder_with_settings(settings, run_folder / settings.folder_name())
         data = PartyData.of(settings)
-        observer = _Recorder(settings, self._folder, data.ids, _evaluation_labels(settings))
+        observer = _Recorder(settings, self._folder, data.ids, evaluation_labels(settings))
         observer.console = Console(file=io.StringIO())  # the active party's bar shows every step
         self.recorder = resources.enter_context(observer)
         engine = clear_engine(settings.contract.alignment)
@@ -147,14 +147,6 @@ def _folder_with_settings(settings: ActiveSettings | PassiveSettings, folder: Pa
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     command_line.save_resolved(settings, folder)
     return folder
-
-
-def _evaluation_labels(settings: PassiveSettings) -> PartyData | None:
-    if settings.adversary is None or settings.adversary.labels is None:
-        return None
-    return PartyData.load(
-        settings.adversary.labels, settings.base_dir, id_rules=settings.contract.ids
-    )
 
 
 def assemble_active(

@@ -33,7 +33,7 @@ from splitveil.active_party.training.evaluation import save_predictions
 from splitveil.active_party.training.own_models import Fitting, build_alone, train_alone
 from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.top_trainer import TopTrainer
-from splitveil.common.alignment import ExchangeStores
+from splitveil.common.alignment.store import ExchangeStores
 from splitveil.common.errors import BudgetExhausted, EndedForGood
 from splitveil.common.models.device import device_in_words, torch_device
 from splitveil.common.models.optimizers import build_optimizer

@@ -67,9 +67,6 @@ class DefenseReport:
     """A description of a defense's effect on one batch."""
 
     noise_power: float  # mean expected squared noise norm per example
-    sum_kl_before: float | None = None  # of the classes in the raw gradient, if estimated
-    sum_kl_after: float | None = None  # that the noise leaves, if estimated
-    leak_auc_bound: float | None = None  # of any attack on this answer, if estimates hold
     solution: NoiseSolution | None = None  # the noise of each class, where a solver chose it
     charge: LeakCharge = LeakCharge(math.inf)  # of each example of the batch
 
@@ -318,9 +315,7 @@ class RememberingDefense(Defense):
 
 def noise_alone(rows: Tensor, gradients: Tensor, largest: float, noise: NoiseSource) -> Defended:
     """Answer with only noise, of the largest norm, which reveals nothing; (batch, cut_dim)."""
-    report = DefenseReport(
-        noise_power=largest * largest, sum_kl_after=0.0, leak_auc_bound=0.5, charge=LeakCharge(0.0)
-    )
+    report = DefenseReport(noise_power=largest * largest, charge=LeakCharge(0.0))
     return Defended(release(isotropic_noise(rows, largest, noise), gradients), report)
 
 

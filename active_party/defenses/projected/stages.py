@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from splitveil.active_party.defenses.dp_bounds import leak_auc_of_mu
 from splitveil.active_party.defenses.interface import (
     BuildInputs,
     Defended,
@@ -90,11 +89,8 @@ class ProjectedLabels(StagedDefense):
                 if releases:  # from which targets follow around what this run's model predicts
                     self._posterior.load_state_dict(releases, len(self._rows))
                     self._known_targets = None
-        mu = plan.mu
         self._report = DefenseReport(
             noise_power=0.0,  # the noise is in the sums: nothing is added to the gradient
-            sum_kl_after=mu**2,
-            leak_auc_bound=leak_auc_of_mu(mu),
             charge=LeakCharge(0.0, adversary=Adversary.ANYBODY, is_gaussian=True),
         )
 

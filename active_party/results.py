@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from splitveil.active_party.defenses.interface import StagedDefense
+from splitveil.active_party.defenses.projected.stages import ProjectedLabels
 from splitveil.active_party.ledger.account_book import LEDGER, names_of
 from splitveil.active_party.ledger.stored_labels import TARGETS, ReleasedTargets
 from splitveil.active_party.run.session import ActiveSession
@@ -198,7 +198,7 @@ def _fitting(settings: ActiveSettings, optimizer: OptimizerSettings) -> Fitting:
 
 
 def _save_targets(
-    settings: ActiveSettings, folder: Path, session: ActiveSession, staged: StagedDefense
+    settings: ActiveSettings, folder: Path, session: ActiveSession, staged: ProjectedLabels
 ) -> None:
     if staged.released_targets is None:
         return

@@ -9,7 +9,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from splitveil.active_party.defenses.interface import PendingRelease
+from splitveil.active_party.defenses.projected.stages import StageRelease
 from splitveil.active_party.run.releases import Releases
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.alignment.ecdh import EcdhEngine
@@ -283,7 +283,7 @@ def test_a_stage_begins_when_nothing_is_under_way_and_its_bound_is_that_of_depth
     due: list[tuple[int, str, int]] = []
     begin = Releases.begin
 
-    def noting(self: Releases, pending: PendingRelease) -> None:
+    def noting(self: Releases, pending: StageRelease) -> None:
         training = whole.run._training
         assert training is not None
         assert training.progress.due is not None

@@ -21,7 +21,7 @@ from splitveil.active_party.defenses.example_keys import (
     scalars,
 )
 from splitveil.active_party.defenses.persistent import moves_of, noisy_rows
-from splitveil.active_party.defenses.strength import PowerRatio, Strength, SumKl
+from splitveil.active_party.defenses.strength import PowerRatio, SumKl
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.common.privacy.leakage import leak_auc
 from tests.support.defenses import build_defense, context_of
@@ -165,6 +165,7 @@ def test_the_charge_bounds_what_remembering_gives(
     answers = defended(settings, epochs)
     charge = build_defense(settings, KEY).defend(epochs[0].asks()).report.charge
     assert charge.noise_identity is not None
+    assert charge.adversary is Adversary.HONEST_BUT_CURIOUS
     estimate = NormalDist().cdf(math.sqrt(charge.sum_kl / 2))
     leaks = [leak_auc(added_up(answers), labels)]
     if num_epochs > 1:
@@ -231,18 +232,12 @@ def test_a_file_gives_every_strength_a_key_and_keeps_it(
 
     assert key_of(first) == key_of(first)
     assert key_of(first) != key_of(second)
+    by_power, by_sum = (
+        key_of(defenses.MarvellDefense(strength=one))
+        for one in (PowerRatio(power_ratio=4), SumKl(sum_kl=0.25))
+    )
+    assert by_power == by_sum  # the same strength in another unit
     assert (key_of(first) != key_of(first, 9)) is isinstance(first, defenses.IsoDefense)
-
-
-def test_the_same_strength_in_another_unit_is_the_same_noise(tmp_path: Path) -> None:
-    strengths: list[Strength] = [PowerRatio(power_ratio=4), SumKl(sum_kl=0.25)]
-    keys = {
-        defenses.MarvellDefense(noise="persistent", strength=strength).open_noise_key(
-            context_of(8), tmp_path / "noise.key"
-        )
-        for strength in strengths
-    }
-    assert len(keys) == 1
 
 
 @pytest.mark.parametrize("settings", PERSISTENT[1:3], ids=named)
@@ -408,6 +403,8 @@ def test_what_is_needed_is_asked_for(settings: DefenseSettings) -> None:
         (given._replace(example_keys=given.example_keys[1:]), "example keys"),
         (given._replace(probabilities=None), "probabilities"),
         (given._replace(probabilities=given.probabilities + 1), "between 0 and 1"),
+        (given._replace(slopes=None), "expected slopes"),
+        (given._replace(slopes=given.gradients[:1]), "expected slopes"),
     ):
         with pytest.raises(ValueError, match=said):
             defense.defend(wrong)
@@ -440,11 +437,3 @@ def test_an_answer_is_a_function_of_prediction_slope_and_noisy_label_alone(
     (ours, plain), (also_ours, also_plain) = answers(0.0), answers(1.0)
     assert torch.equal(ours, also_ours)
     assert not torch.equal(plain, also_plain)
-
-
-def test_the_charge_describes_a_honest_but_curious_peer_and_asks_for_slopes() -> None:
-    defense = build_defense(defenses.MarvellDefense(noise="persistent"), KEY)
-    assert defense.defend(batch()).report.charge.adversary is Adversary.HONEST_BUT_CURIOUS
-    for wrong in (None, batch().gradients[:1]):
-        with pytest.raises(ValueError, match="expected slopes"):
-            defense.defend(batch()._replace(slopes=wrong))

@@ -31,19 +31,9 @@ from tests.support.peers import InProcessPeer, Lost
 from tests.support.projected import DEFENSE, SMALL, SURVEY_BATCHES, build
 from tests.support.runs import run_in_process, write_example
 from tests.support.several import Several, build_several, write_several
-from tests.support.tables import CLASSES, write_classes
+from tests.support.tables import CLASSES, deal_other_labels, write_classes
 
 # ---- two label sets, one release ----
-
-
-def with_other_labels(folder: Path, classes: Sequence[str] = ("0", "1")) -> None:
-    lines = (folder / "active.csv").read_text().splitlines()
-    generator = np.random.default_rng(5)
-    changed = []
-    for line in lines[1:]:
-        person, _, *own = line.split(",")
-        changed.append(",".join([person, str(generator.choice(classes)), *own]))
-    (folder / "active.csv").write_text("\n".join([lines[0], *changed]) + "\n")
 
 
 Released = dict[int, tuple[bytes, Mapping[str, Tensor]]]
@@ -153,7 +143,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         write_example(folder)
         with_categories(folder)
         with_weights(folder)
-    with_other_labels(found.other)
+    deal_other_labels(found.other / "active.csv")
     return found
 
 
@@ -306,7 +296,7 @@ def test_with_several_classes_as_well(tmp_path: Path) -> None:
         folder = tmp_path / name
         write_classes(folder)
         if name == "other":
-            with_other_labels(folder, CLASSES)
+            deal_other_labels(folder / "active.csv", CLASSES)
         with around(released):
             seen.append(seen_in(folder, "early_stopping={patience_epochs: 1}"))
     assert seen[0] == seen[1]
@@ -323,7 +313,7 @@ def test_with_several_passive_parties_each_of_them_receives_the_same_bytes(
         folder = tmp_path / name
         write_several(folder, 2, rows=200)
         if name == "other":
-            with_other_labels(folder)
+            deal_other_labels(folder / "active.csv")
         with around(released):
             runs.append(seen_by_several(folder, f"contract.aggregation={aggregation}"))
     assert len(released) == 2

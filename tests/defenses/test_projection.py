@@ -367,19 +367,6 @@ def test_only_the_newest_stages_that_fit_are_remembered() -> None:
     assert tiny.num_stages == 1
 
 
-@pytest.mark.parametrize("kind", SPOILT)
-@pytest.mark.parametrize("label", [0.0, 1.0])
-def test_targets_are_probabilities_whatever_the_peer_sends(kind: str, label: float) -> None:
-    made = design_of(spoilt(kind))
-    posterior = Posterior()
-    for stage in range(3):
-        posterior.add(made, released(made, torch.full((ROWS,), label), 2.0, stage))
-    targets = posterior.targets(torch.full((ROWS,), 0.5))
-    assert targets.isfinite().all()
-    assert float(targets.min()) >= 0
-    assert float(targets.max()) <= 1
-
-
 def test_labels_that_are_not_0_or_1_are_refused() -> None:
     made = design_of(rows_of(ROWS))
     for labels in (torch.full((ROWS,), 2), torch.zeros(ROWS - 1), torch.full((ROWS,), math.nan)):

@@ -1,5 +1,6 @@
 """Tables and settings whose label is a number or one of several classes."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,15 @@ def swap_labels(table: Path) -> None:
     cells = [line.split(",") for line in lines]
     swapped = [",".join([own, str(1 - int(label)), *rest]) for own, label, *rest in cells]
     table.write_text("\n".join([header, *swapped, ""]))
+
+
+def deal_other_labels(table: Path, classes: Sequence[str] = ("0", "1")) -> None:
+    """Replace the labels of an example by others, equally many of each and unrelated to it."""
+    header, *lines = table.read_text().splitlines()
+    generator = np.random.default_rng(5)
+    cells = [line.split(",") for line in lines]
+    dealt = [",".join([own, str(generator.choice(classes)), *rest]) for own, _, *rest in cells]
+    table.write_text("\n".join([header, *dealt, ""]))
 
 
 CLASSES = ("bus", "opel", "saab", "van")

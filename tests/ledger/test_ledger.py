@@ -123,19 +123,6 @@ def test_a_bare_gradient_leaves_no_bound_but_one() -> None:
     assert of_class_means(bounds).mean == pytest.approx(0.75, abs=1e-3)
 
 
-def test_epsilons_add_up_over_identities_and_are_lost_with_any_other_answer() -> None:
-    ledger, batch = LeakLedger(2), np.array([0, 1])
-
-    def epsilon_after(charge: LeakCharge) -> float | None:
-        ledger.charge(batch, charge)
-        return ledger.bounds(batch).epsilon
-
-    assert epsilon_after(LeakCharge(1.0, "a", epsilon=1.0)) == 1.0
-    assert epsilon_after(LeakCharge(1.0, "a", epsilon=1.0)) == 1.0
-    assert epsilon_after(LeakCharge(1.0, "b", epsilon=0.5)) == 1.5
-    assert epsilon_after(LeakCharge(1.0)) is None
-
-
 def test_a_restored_ledger_resumes_where_the_saved_one_was() -> None:
     ledger, batch = LeakLedger(5), np.array([1, 3])
     ledger.charge(batch, LeakCharge(0.25))

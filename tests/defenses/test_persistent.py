@@ -193,27 +193,6 @@ def test_a_power_that_alternates_between_1_and_4_is_solved_for() -> None:
     assert leak_auc(solved(answers, scales), labels) > 0.999
 
 
-def test_another_strength_draws_other_noise_from_the_same_file(tmp_path: Path) -> None:
-    """The same attack on keys as a run takes them: the two charges add up, and no more."""
-    epochs = epochs_of_a_run(2)
-    answers, charge = [], 0.0
-    for epoch, ratio in zip(epochs, (1.0, 2.0), strict=True):
-        settings = defenses.MarvellDefense(
-            noise="persistent", strength=PowerRatio(power_ratio=ratio**2)
-        )
-        key = settings.open_noise_key(context_of(CUT_DIM), tmp_path / "noise.key")
-        assert key is not None
-        sent, report = build_defense(settings, key).defend(epoch.asks(keys_of(IDS, key)))
-        answers.append(epoch.sends(sent))
-        charge += report.charge.sum_kl
-    labels = epochs[0].labels
-    bound = NormalDist().cdf(math.sqrt(charge / 2))
-    best = 4 * answers[0].measured() + answers[1].measured()  # weighed by 1/k^2
-    scales = [torch.full((len(IDS),), ratio, dtype=torch.float64) for ratio in (1.0, 2.0)]
-    assert leak_auc(best, labels) == pytest.approx(bound, abs=0.025)
-    assert leak_auc(solved(answers, scales), labels) < bound
-
-
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -238,40 +217,6 @@ def test_a_file_gives_every_strength_a_key_and_keeps_it(
     )
     assert by_power == by_sum  # the same strength in another unit
     assert (key_of(first) != key_of(first, 9)) is isinstance(first, defenses.IsoDefense)
-
-
-@pytest.mark.parametrize("settings", PERSISTENT[1:3], ids=named)
-def test_persistent_norm_alignment_is_solved_for_and_charged_without_bound(
-    settings: DefenseSettings,
-) -> None:
-    """An answer is (p - y) (1 + s x) J with s from |p - y|: only the true y explains two by one x.
-
-    The target norm is taken as known; the adversary sees it in the answers' mean square.
-    """
-    epochs = epochs_of_a_run(2)
-    labels = epochs[0].labels
-    answers = defended(settings, epochs)
-
-    def noise_if(label: float, epoch: Epoch, answer: Answer) -> Tensor:
-        residuals = epoch.probabilities - label
-        spread = (_target(settings, epoch) ** 2 / residuals**2 - 1).clamp(min=1e-6).sqrt()
-        return ((epoch.probabilities - answer.measured()) / residuals - 1) / spread
-
-    def disagreement(label: float) -> Tensor:
-        first, second = (noise_if(label, e, a) for e, a in zip(epochs, answers, strict=True))
-        return (first - second).abs()
-
-    assert leak_auc(disagreement(0.0) - disagreement(1.0), labels) > 0.95
-    report = build_defense(settings, KEY).defend(epochs[0].asks()).report
-    assert report.charge.sum_kl == math.inf
-
-
-def _target(settings: DefenseSettings, epoch: Epoch) -> float:
-    """The aligned norm in units of |J|."""
-    residuals = (epoch.probabilities - epoch.labels).abs()
-    if settings.name == "max_norm":
-        return float(residuals.max())
-    return float(residuals[epoch.labels == 1].max())
 
 
 # ---- the numbers themselves

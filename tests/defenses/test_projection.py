@@ -336,21 +336,6 @@ def test_targets_of_several_classes_lie_on_the_simplex() -> None:
     assert float((targets.argmax(dim=1) == labels).float().mean()) > 0.6
 
 
-def test_a_resumed_posterior_continues_bit_for_bit() -> None:
-    labels = torch.randint(2, (ROWS,), generator=generator(3))
-    prior = torch.rand(ROWS, generator=generator(4))
-    made = [design_of(rows_of(ROWS, seed)) for seed in range(4)]
-    undisturbed, first = Posterior(), Posterior()
-    for stage, one in enumerate(made):
-        if stage == 2:
-            resumed = Posterior()
-            resumed.load_state_dict(first.state_dict())
-            first = resumed
-        for posterior in (undisturbed, first):
-            posterior.add(one, released(one, labels, 3.0, stage))
-    assert torch.equal(undisturbed.targets(prior), first.targets(prior))
-
-
 def test_only_the_newest_stages_that_fit_are_remembered() -> None:
     labels = torch.randint(2, (ROWS,), generator=generator(3))
     prior = torch.rand(ROWS, generator=generator(4))

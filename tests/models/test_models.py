@@ -218,9 +218,10 @@ def test_wide_deep_has_the_published_layers() -> None:
     assert shapes_of(top) == [*layer, *layer, *layer, (1, 128), (1,), (13,), (26 * 9, 1)]
 
 
-def test_wide_deep_adds_the_logits_of_its_two_parts() -> None:
+@pytest.mark.parametrize("num_classes", [2, 3])
+def test_wide_deep_adds_the_logits_of_its_two_parts(num_classes: int) -> None:
     bottom = build_bottom_model(wide_deep(), CRITEO, (128,), seed=0)
-    top = build_top_model(wide_deep(), (128,), CRITEO, seed=0)
+    top = build_top_model(wide_deep(), (128,), CRITEO, seed=0, num_classes=num_classes)
     features = batch(5, CRITEO)
     assert features.numeric is not None
     assert features.categorical is not None
@@ -231,12 +232,12 @@ def test_wide_deep_adds_the_logits_of_its_two_parts() -> None:
     with torch.no_grad():
         assert not numeric.any()
         assert not table.any()
-        numeric.copy_(torch.randn(13))
-        table.copy_(torch.randn(26 * 9, 1))
-    wide = (features.numeric * numeric).sum(1)
+        numeric.copy_(torch.randn(numeric.shape))
+        table.copy_(torch.randn(26 * 9, 1 if num_classes == 2 else num_classes))
+    wide = features.numeric @ numeric.reshape(13, -1)
     for column in range(26):
-        wide = wide + table[features.categorical[:, column] + 9 * column, 0]
-    torch.testing.assert_close(top(activation, features), deep + wide)
+        wide = wide + table[features.categorical[:, column] + 9 * column]
+    torch.testing.assert_close(top(activation, features), deep + wide.reshape(deep.shape))
     vectors = bottom.get_parameter("input.embedding.weight")
     slots = features.categorical + 9 * torch.arange(26)
     hidden = torch.cat([features.numeric, vectors[slots].reshape(5, -1)], dim=1)
@@ -247,8 +248,8 @@ def test_wide_deep_adds_the_logits_of_its_two_parts() -> None:
             hidden = (hidden @ weight.T + bias).clamp(min=0)
         if half is bottom:
             torch.testing.assert_close(activation, hidden)
-    by_hand = hidden @ top.get_parameter("deep.weight")[0] + top.get_parameter("deep.bias")
-    torch.testing.assert_close(deep, by_hand)
+    by_hand = hidden @ top.get_parameter("deep.weight").T + top.get_parameter("deep.bias")
+    torch.testing.assert_close(deep, by_hand.reshape(deep.shape))
 
 
 def test_conv_has_the_published_layers() -> None:

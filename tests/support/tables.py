@@ -1,6 +1,5 @@
 """Tables and settings whose label is a number or one of several classes."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +44,12 @@ def swap_labels(table: Path) -> None:
     table.write_text("\n".join([header, *swapped, ""]))
 
 
-def deal_other_labels(table: Path, classes: Sequence[str] = ("0", "1")) -> None:
+def deal_other_labels(table: Path) -> None:
     """Replace the labels of an example by others, equally many of each and unrelated to it."""
     header, *lines = table.read_text().splitlines()
     generator = np.random.default_rng(5)
     cells = [line.split(",") for line in lines]
-    dealt = [",".join([own, str(generator.choice(classes)), *rest]) for own, _, *rest in cells]
+    dealt = [",".join([own, str(generator.integers(2)), *rest]) for own, _, *rest in cells]
     table.write_text("\n".join([header, *dealt, ""]))
 
 

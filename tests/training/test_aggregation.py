@@ -35,11 +35,3 @@ def test_of_one_party_everything_stays_as_it_is(rule: Aggregation) -> None:
     assert aggregate(rule, [activation]) is activation
     sent = DefendedGradient(activation)
     assert parts_of(rule, sent, 1)[0] is sent
-
-
-@pytest.mark.parametrize("rule", ["mean", "sum"])
-def test_parties_whose_activations_are_added_all_get_the_same(rule: Aggregation) -> None:
-    """So that together they know what each one knows, whatever the defense."""
-    sent = DefendedGradient(torch.randn(4, 3, generator=torch.Generator().manual_seed(2)))
-    first, *others = parts_of(rule, sent, PARTIES)
-    assert all(torch.equal(first, other) for other in others)

@@ -166,17 +166,6 @@ def test_the_power_for_the_worst_pair_is_the_least_that_is_enough() -> None:
         power_for_worst_pair(torch.eye(3), torch.full((3,), 1 / 3), 0.0)
 
 
-def test_equal_weights_hide_a_rare_class_better_than_its_share_would() -> None:
-    means = torch.eye(4, dtype=torch.float64)
-    shares = torch.tensor([0.49, 0.3, 0.2, 0.01], dtype=torch.float64)
-    equal = torch.full((4,), 0.25, dtype=torch.float64)
-    by_share, by_class = (
-        float(pair_divergences(means, solve_shared_noise(means, weights, 8.0)).max())
-        for weights in (shares, equal)
-    )
-    assert by_class < 0.5 * by_share
-
-
 def test_iso_is_charged_for_the_longest_gap() -> None:
     gradients, labels = softmax_batch(300, cut_dim=8)
     defended, report = DEFENSES["iso"](1).defend(defenses.RawBatch(gradients, labels))

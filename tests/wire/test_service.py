@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc
 import pytest
-import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from splitveil.active_party.run.stages import Stage
@@ -28,17 +27,6 @@ from tests.support.equality import assert_same_weights
 from tests.support.loopback import peer_of, serving
 from tests.support.runs import Parties, build_parties, run_in_process, run_over_grpc
 from tests.support.waiting import HANGS_AFTER_S
-
-
-def test_a_run_over_grpc_is_bit_equal_to_one_in_process(example: Path, port: int) -> None:
-    there, here = build_parties(example), build_parties(example)
-    run_over_grpc(there, port)
-    run_in_process(here)
-    assert_same_weights(there.weights(), here.weights())
-    assert there.active.evaluations == here.active.evaluations
-    assert there.active.losses == here.active.losses
-    pairs = zip(there.passive.received, here.passive.received, strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_the_passive_party_waits_for_an_active_one_that_comes_later(

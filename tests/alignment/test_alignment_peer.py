@@ -14,11 +14,8 @@ from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
 from splitveil.common.alignment.exchange import _transfer, align
 from splitveil.common.alignment.ristretto import Ristretto
 from splitveil.common.alignment.workers import WorkerPool
-from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.data.ids import Allowed, canonical_ids
 from splitveil.common.errors import (
     AlignmentError,
-    DataError,
     InvalidMessage,
     OutOfStep,
     PeerUnreachable,
@@ -44,7 +41,6 @@ from tests.support.aligned import (
     points_frame,
     started,
     tags_frame,
-    usable_ids,
 )
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -399,18 +395,6 @@ def test_a_peer_s_fault_is_the_reason_though_the_files_of_the_exchange_are_gone(
 
 
 LONG = 64 * 1024
-
-
-def test_ids_that_are_all_equal_are_an_error_or_a_single_id() -> None:
-    raw = ["the same"] * 1000
-    with pytest.raises(DataError, match="999 duplicate ids"):
-        canonical_ids(raw, "here")
-    first = usable_ids(raw, CanonicalForm(), Allowed(duplicates=True))
-    assert first.ids == ["the same"]
-    assert first.report.left_out == 999
-    outcomes = align_both((first.ids, ["another", *first.ids]))
-    assert [len(outcome.alignment.rows) for outcome in outcomes] == [1, 1]
-    assert first.rows == outcomes[0].alignment.rows.tolist() == [0]
 
 
 def test_ids_of_one_byte_of_64_kib_and_in_any_unicode_align_exactly() -> None:

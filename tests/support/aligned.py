@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from splitveil.common.alignment.channel import AlignChannel, channel_pair
-from splitveil.common.alignment.ecdh import CHUNK_IDS, EcdhEngine, EcdhExchange
+from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
 from splitveil.common.alignment.exchange import Alignment, align
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.ids import Allowed, IdReader, IdReport
@@ -17,8 +17,6 @@ from tests.support.waiting import HANGS_AFTER_S
 NONCES = (b"a" * 32, b"p" * 32)
 LONG_S = HANGS_AFTER_S
 """A deadline that no test comes to: an error that came at once does not say ``silent``."""
-
-NUM_TWO_CHUNKS = CHUNK_IDS + 100
 
 
 class OwnIds(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 
 from splitveil.active_party.predict.table_client import TableClient
 from splitveil.common.alignment import ristretto
-from splitveil.common.errors import InvalidMessage, ProtocolError, TableRefused
+from splitveil.common.errors import InvalidMessage, ProtocolError
 from splitveil.common.run.contract import Contract
 from splitveil.common.wire import inference_codec
 from splitveil.common.wire.tensor_codec import TensorLimits
@@ -75,11 +75,6 @@ def test_masks_are_fresh_every_time(trained: Trained, heard: list[bytes]) -> Non
         for _ in range(2):
             predictor.take_tables(trained.test_ids[:5])
     assert len(set(heard)) == len(heard) == 2 * len(trained.settings.passive)
-
-
-def test_a_table_is_not_given_unless_the_settings_say_so(trained: Trained) -> None:
-    with predicting(trained, whole_table=True) as predictor, pytest.raises(TableRefused):
-        predictor.take_tables(trained.test_ids)
 
 
 def test_only_allowed_rows_are_in_the_table(trained: Trained, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The parts of a report about labels that are numbers: figures and attacks.
 
 The attacks on classes do not apply: an AUC asks how well positives and negatives are separated. A
-leak AUC on this page is only ever the ledger's: that of telling the two ends of the range apart.
+leak AUC on this page is only ever the ledger's: that of distinguishing the two ends of the range.
 """
 
 from collections.abc import Iterator, Mapping

@@ -313,4 +313,4 @@ def test_the_report_says_what_its_figures_are_of(
     record(example, other, "defense={name: marvell, insecure_noise_seed: 3}")
     compared = write_comparison([example / "runs", other], tmp_path / "all.html").read_text()
     assert "test accuracy" in compared
-    assert "of the two classes that are easiest to tell apart" in compared
+    assert "of the two classes that are easiest to distinguish" in compared

@@ -19,7 +19,7 @@ import yaml
 from benchmarks.environment import print_environment
 from splitveil import simulate
 from splitveil.common.privacy.attacks import CUT
-from splitveil.common.record.figures import BeyondFigures, EpsilonFigures
+from splitveil.common.privacy.figures import BeyondFigures, EpsilonFigures
 from splitveil.common.record.run_record import read_summary
 from splitveil.common.record.summary import Summary
 

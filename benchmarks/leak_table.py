@@ -39,7 +39,7 @@ from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.attacks import ON_STORED_ROWS
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import ATTACKS, CUT, FINAL_ATTACKS, RUN_ATTACKS
-from splitveil.common.privacy.run_level import RunLevelLeak
+from splitveil.common.privacy.figures import RunFigures
 from splitveil.common.run.course import Batch
 from splitveil.library.auditing import audit
 from tests.support.attacked_run import BATCH_ATTACKS, AttackedRun, attacked_run, deal_labels
@@ -125,7 +125,7 @@ def attack_stored_rows(task: Task) -> AttackedRun:
     leaks = {}
     for name in (*COMPARED, *ON_STORED_ROWS):
         begun = time.monotonic()
-        leaks[name] = audit(**stored, attacks=[name]).run[name]
+        leaks[name] = RunFigures(**audit(**stored, attacks=[name]).run[name])
         print(f"{task.defense}: {name} took {time.monotonic() - begun:.0f} s", flush=True)
     return trained._replace(run_level={"cut": leaks, "first": {}})
 
@@ -155,7 +155,7 @@ def batch_table(runs: Mapping[str, Sequence[AttackedRun]], layer: str) -> list[s
     ]
     lines = header(["defense", "test AUC", *(f"`{name}`" for name in attacks)])
     for defense, found in runs.items():
-        leaks = [figure(statistics.mean(r.leak[layer][n]["mean"] for r in found)) for n in attacks]
+        leaks = [figure(statistics.mean(r.leak[layer][n].mean for r in found)) for n in attacks]
         lines.append(row([defense, average(found, lambda r: r.test_aucs[-1]), *leaks]))
     floor = average(every, lambda r: statistics.mean(value for _, value in r.random))
     return [*lines, row(["random scores", "", *[floor] * len(attacks)])]
@@ -186,9 +186,9 @@ def run_table(runs: Mapping[str, Sequence[AttackedRun]]) -> list[str]:
     return [*lines, row(["own features and the hints, no gradient", "", *alone, "", ""])]
 
 
-def interval(found: Sequence[RunLevelLeak]) -> str:
+def interval(found: Sequence[RunFigures]) -> str:
     """Return the mean leak AUC with the mean ends of its interval."""
-    values = zip(*((leak["auc"], leak["low"], leak["high"]) for leak in found), strict=True)
+    values = zip(*(leak[:3] for leak in found), strict=True)
     area, low, high = (figure(statistics.mean(each)) for each in values)
     return f"{area} ({low}–{high})"
 

@@ -9,8 +9,8 @@ from splitveil.active_party.report.numbers import interval, strongest_beyond
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.party.report_parts import render
 from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.figures import NumberLeak
 from splitveil.common.record.assessment import Finding, LeakAssessment
-from splitveil.common.record.figures import NumberLeak
 from splitveil.common.text.upper_bounds import auc_at_most
 
 

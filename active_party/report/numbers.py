@@ -11,7 +11,7 @@ from splitveil.active_party.report.panels import Panel, figure_panel
 from splitveil.active_party.report.run_files import RunFiles, column, num_classes, test_lines
 from splitveil.active_party.report.svg import Line
 from splitveil.common.data.label_range import ONE_NUMBER
-from splitveil.common.record.figures import NumberBeyond, NumberLeak
+from splitveil.common.privacy.figures import NumberBeyond, NumberLeak
 
 _NEEDS = {
     "top_direction": "nothing",

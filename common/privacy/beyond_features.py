@@ -20,8 +20,6 @@ import numpy.typing as npt
 
 from splitveil.common.privacy.accumulation import RunScores, combine_with_hints
 from splitveil.common.privacy.adjusted_auc import (
-    AdjustedLeak,
-    Advantage,
     adjusted_leak_auc,
     advantage_over,
     informed,
@@ -30,6 +28,7 @@ from splitveil.common.privacy.adjusted_auc import (
 )
 from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, WITHOUT_GRADIENTS, RunAttackName
 from splitveil.common.privacy.cross_fitting import FeatureModels, TooFewRows
+from splitveil.common.privacy.figures import AdjustedFigures, AdvantageFigures
 from splitveil.common.privacy.leakage import ClassIndices, Floats, OneClass, PairAucs, pair_aucs
 from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses
 from splitveil.common.privacy.observational_audit import (
@@ -55,8 +54,8 @@ class Covariates(NamedTuple):
 class BeyondFeatures(NamedTuple):
     """What attacks reveal beyond features: attack -> figures."""
 
-    adjusted: dict[str, AdjustedLeak]
-    advantage: dict[str, Advantage]  # only of attacks that know a certain number of labels
+    adjusted: dict[str, AdjustedFigures]
+    advantage: dict[str, AdvantageFigures]  # only of attacks that know a certain number of labels
     epsilon: EpsilonBound | None  # none if too few rows were offered another label
     rows: int = 0  # rows on which the strongest attack was adjusted
     feature_auc: float | None = None  # of predictions from features on these rows; at least 1/2
@@ -104,7 +103,7 @@ def measure_beyond_features(
     return BeyondFeatures(adjusted, advantage, epsilon, len(strongest.rows), feature_auc)
 
 
-def adjusted_leak(models: FeatureModels, scored: ScoredRows) -> AdjustedLeak:
+def adjusted_leak(models: FeatureModels, scored: ScoredRows) -> AdjustedFigures:
     """Return the feature-adjusted leak AUC of an attack's scores. Raises ``OneClass``."""
     rows, scores, positive, predictions = scored
     values = normal_scores(scores)
@@ -166,7 +165,9 @@ def _worst_pair(
         return None
 
 
-def _advantage(name: RunAttackName, pair: _PairScores, covariates: Covariates) -> Advantage | None:
+def _advantage(
+    name: RunAttackName, pair: _PairScores, covariates: Covariates
+) -> AdvantageFigures | None:
     """Compare an attack with a model of the activations that knows as many labels.
 
     None for an attack that knows labels of the whole run in the end, because it knows something

@@ -15,22 +15,20 @@ from splitveil.common.privacy.audit import AuditedBatch, LeakAudit, LeakByAttack
 from splitveil.common.privacy.audit_worker import Auditing, AuditWorker
 from splitveil.common.privacy.beyond_features import BeyondFeatures, Covariates
 from splitveil.common.privacy.custom_attacks import load_custom_attacks
+from splitveil.common.privacy.figures import (
+    AttackFigure,
+    BeyondFigures,
+    EpsilonFigures,
+    LeakByClass,
+    LeakFigures,
+)
 from splitveil.common.privacy.gradient_rows import GradientRows
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.run_level import FeaturesOf
 from splitveil.common.privacy.settings import AuditSettings
-from splitveil.common.record.figures import (
-    AdjustedFigures,
-    AdvantageFigures,
-    AttackFigure,
-    BeyondFigures,
-    EpsilonFigures,
-    LeakFigures,
-)
 from splitveil.common.record.lines import EpochLeakLine, LeakLine
 from splitveil.common.record.metrics_log import ChartClock, MetricsLog
-from splitveil.common.record.values import from_form
 from splitveil.common.run.course import Batch
 
 logger = logging.getLogger(__name__)
@@ -145,15 +143,15 @@ class LeakRecorder:
             measured = executor.submit(self._beyond_features, covariates)
             run = self._audit.run.result(features)
             beyond = measured.result()
-        found: dict[str, Any] = {
-            "leak": self._audit.summary(),
-            "leak_worst_epoch": self._audit.worst_epochs(),
-            "leak_run_level": run.leak,
-            "leak_batches": self._audit.counts()._asdict(),
-        }
-        if self._audit.is_multi_class:
-            found |= {"leak_classes": self._audit.classes(), "leak_run_level_classes": run.by_class}
-        return dataclasses.replace(from_form(LeakFigures, found), beyond=beyond)
+        is_multi_class = self._audit.is_multi_class
+        return LeakFigures(
+            beyond=beyond,
+            batches=self._audit.summary(),
+            worst_epoch=self._audit.worst_epochs(),
+            run_level=run.leak,
+            by_class=LeakByClass(self._audit.classes(), run.by_class) if is_multi_class else None,
+            counts=self._audit.counts(),
+        )
 
     def wait_until_idle(self, timeout_s: float = IDLE_S) -> bool:
         """Wait until all batches handed over are measured and written; return whether they are."""
@@ -255,8 +253,8 @@ def attack_figures(leak: LeakByAttack) -> tuple[AttackFigure, ...]:
 def _beyond_figures(found: BeyondFeatures) -> BeyondFigures:
     epsilon = found.epsilon
     return BeyondFigures(
-        {attack: AdjustedFigures(*one) for attack, one in found.adjusted.items()},
-        {attack: AdvantageFigures(*one) for attack, one in found.advantage.items()},
+        found.adjusted,
+        found.advantage,
         None if epsilon is None else EpsilonFigures(*epsilon, p_value=epsilon.p_value_of(0.0)),
         found.rows,
         found.feature_auc,

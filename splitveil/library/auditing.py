@@ -19,7 +19,6 @@ from splitveil.common.privacy.gradient_rows import Gradients
 from splitveil.common.privacy.leakage import leak_auc_interval
 from splitveil.common.privacy.observation import LabelClasses
 from splitveil.common.privacy.observational_audit import EpsilonBound
-from splitveil.common.privacy.run_level import RunLevelLeak
 from splitveil.common.privacy.scoring import BatchScorer
 from splitveil.common.privacy.settings import BUILT_IN_NAMES
 from splitveil.common.privacy.stored_row_attacks import STORED_ROW_ATTACKS
@@ -61,7 +60,7 @@ class Audit:
 
     rows: int
     batches: tuple[AttackOnBatches, ...]
-    run: Mapping[str, RunLevelLeak] = field(default_factory=dict)
+    run: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Attacks over all batches together: leak AUC with its interval."""
     beyond: BeyondFeatures | None = None
     """What attacks reveal beyond covariates; None without covariates, or for too few rows."""
@@ -221,12 +220,15 @@ def audit(
             _summary(attack, aucs, random, needs[attack], only.get(attack))
             for attack, aucs in measured.items()
         ),
-        run=found.run.result().leak.get(CUT, {})
-        | {name: leak for name, leak in on_stored.items() if leak is not None},
+        run={
+            name: {key: one for key, one in leak._asdict().items() if key != "over_features"}
+            for name, leak in (*found.run.result().leak.get(CUT, {}).items(), *on_stored.items())
+            if leak is not None
+        },
         beyond=None
         if covariates is None and predictions is None
         else found.beyond_features(given.covariates(covariates, predictions)),
-        skipped_one_class=found.counts().skipped_one_class,
+        skipped_one_class=found.counts().skipped_one_class or 0,
     )
 
 

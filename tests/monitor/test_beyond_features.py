@@ -19,14 +19,14 @@ from splitveil.active_party.monitor.stated_bounds import (
 )
 from splitveil.active_party.report import write_report
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.record.assessment import assess_figures
-from splitveil.common.record.figures import (
+from splitveil.common.privacy.figures import (
     AdjustedFigures,
     AdvantageFigures,
     BeyondFigures,
     EpsilonFigures,
     LeakFigures,
 )
+from splitveil.common.record.assessment import assess_figures
 from splitveil.common.record.run_record import METRICS, write_summary
 from splitveil.common.record.summary import Summary
 from tests.support.defenses import write_own_defenses

@@ -10,8 +10,9 @@ from typing import Any, get_args
 import pytest
 
 from splitveil.common.errors import SettingsError
+from splitveil.common.privacy import figures
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.record import figures, lines
+from splitveil.common.record import lines
 from splitveil.common.record import summary as summaries
 from splitveil.common.record.run_record import (
     METRICS,
@@ -24,7 +25,7 @@ from splitveil.common.record.run_record import (
     write_summary,
 )
 from splitveil.common.record.transcript import TranscriptEnd
-from splitveil.common.record.values import from_form
+from splitveil.common.text.values import from_form
 from tests.support.records import append_lines
 
 SPREADS = {

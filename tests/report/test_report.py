@@ -25,7 +25,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.party.report_parts import breakable
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName, is_oracle, needs_of
-from splitveil.common.record.figures import (
+from splitveil.common.privacy.figures import (
     AdjustedFigures,
     AdvantageFigures,
     AttackFigure,

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BeforeValidator
 
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.record.values import (
+from splitveil.common.text.values import (
     IF_ANY,
     ByAttack,
     Count,
@@ -172,16 +172,16 @@ LEAK_TABLES = (
 
 
 class BatchFigures(NamedTuple):
-    q95: Number = None
-    mean: Number = None
-    last_epoch: Number = None  # mean over the batches of the last epoch observed
-    random_q95: Number = None  # the 95 % quantile of random scores on the same batches
+    q95: Known
+    mean: Known
+    last_epoch: Known  # mean over the batches of the last epoch observed
+    random_q95: Known  # the 95 % quantile of random scores on the same batches
 
 
 class RunFigures(NamedTuple):
     auc: Known
-    low: Number = None
-    high: Number = None
+    low: Known  # lower end of its 95 % interval; below 1/2 where the leak may be chance
+    high: Known
     examples: Count = None  # scored, and of a label that the attack did not know
     tpr_at_per_mille: Number = None  # where 0.1 % of negatives are accused
     tpr_at_percent: Number = None  # the same for 1 %

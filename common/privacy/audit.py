@@ -20,12 +20,8 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from splitveil.common.privacy.attacks import ATTACKS, CUT, RUN_ATTACKS, Attack
-from splitveil.common.privacy.beyond_features import (
-    BeyondFeatures,
-    Covariates,
-    measure_beyond_features,
-)
-from splitveil.common.privacy.figures import BatchCounts, BatchFigures, ClassFigures
+from splitveil.common.privacy.beyond_features import Covariates, measure_beyond_features
+from splitveil.common.privacy.figures import BatchCounts, BatchFigures, BeyondFigures, ClassFigures
 from splitveil.common.privacy.gathered_scores import LatestScores
 from splitveil.common.privacy.leakage import Score, batch_aucs
 from splitveil.common.privacy.observation import (
@@ -193,7 +189,7 @@ class LeakAudit:
                 for layer, attack, _ in self._measured()
             )
 
-    def beyond_features(self, covariates: Covariates) -> BeyondFeatures | None:
+    def beyond_features(self, covariates: Covariates) -> BeyondFigures | None:
         """Measure attacks on the cut beyond features; None if too few rows of a class are known."""
         know_classes = [name for name, attack in self._scored.items() if attack.needs_classes]
         return measure_beyond_features(

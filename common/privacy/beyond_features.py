@@ -28,11 +28,10 @@ from splitveil.common.privacy.adjusted_auc import (
 )
 from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, WITHOUT_GRADIENTS, RunAttackName
 from splitveil.common.privacy.cross_fitting import FeatureModels, TooFewRows
-from splitveil.common.privacy.figures import AdjustedFigures, AdvantageFigures
+from splitveil.common.privacy.figures import AdjustedFigures, AdvantageFigures, BeyondFigures
 from splitveil.common.privacy.leakage import ClassIndices, Floats, OneClass, PairAucs, pair_aucs
 from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses
 from splitveil.common.privacy.observational_audit import (
-    EpsilonBound,
     ScoredRows,
     choosing_half,
     normal_scores,
@@ -51,16 +50,6 @@ class Covariates(NamedTuple):
     labels: ClassIndices  # class indices, (rows,), only for the measurement
 
 
-class BeyondFeatures(NamedTuple):
-    """What attacks reveal beyond features: attack -> figures."""
-
-    adjusted: dict[str, AdjustedFigures]
-    advantage: dict[str, AdvantageFigures]  # only of attacks that know a certain number of labels
-    epsilon: EpsilonBound | None  # none if too few rows were offered another label
-    rows: int = 0  # rows on which the strongest attack was adjusted
-    feature_auc: float | None = None  # of predictions from features on these rows; at least 1/2
-
-
 class _PairScores(NamedTuple):
     attack: str
     target: int  # the class that counts as the positives
@@ -73,7 +62,7 @@ def measure_beyond_features(
     run_attacks: Mapping[RunAttackName, Sequence[RunScores]],
     classes: LabelClasses = TWO_CLASSES,
     know_classes: Collection[str] = (),
-) -> BeyondFeatures | None:
+) -> BeyondFigures | None:
     """Measure the attacks on some of a run's rows; None if these hold too few of a class.
 
     Attacks have one score, or one per target. Those that ``know_classes``, whose score of a row
@@ -97,10 +86,10 @@ def measure_beyond_features(
     epsilon = observe_epsilon(models, audited)
     leaks = [name for name in adjusted if name not in WITHOUT_GRADIENTS]
     if not leaks:
-        return BeyondFeatures(adjusted, advantage, epsilon)
+        return BeyondFigures(adjusted, advantage, epsilon, 0)
     strongest = pairs[max(leaks, key=lambda name: adjusted[name].value)].scored
     feature_auc = max(0.5, placements(strongest.predictions, strongest.positive).auc)
-    return BeyondFeatures(adjusted, advantage, epsilon, len(strongest.rows), feature_auc)
+    return BeyondFigures(adjusted, advantage, epsilon, len(strongest.rows), feature_auc)
 
 
 def adjusted_leak(models: FeatureModels, scored: ScoredRows) -> AdjustedFigures:

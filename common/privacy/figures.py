@@ -115,9 +115,9 @@ class AdvantageFigures(NamedTuple):
         return f"{self.value:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
 
 
-class EpsilonFigures(NamedTuple):
-    epsilon: Known
-    attack: str
+class EpsilonBound(NamedTuple):
+    epsilon: Known  # 0 if they exclude none
+    attack: str  # whose guesses were tested
     guesses: KnownCount
     correct: KnownCount
     pairs: KnownCount  # pairs of a true and another label among which the attack chose its guesses
@@ -140,7 +140,7 @@ class BeyondFigures(Form):
     advantage: Annotated[Table[AdvantageFigures], Key("leak_advantage")] = field(
         default_factory=dict
     )
-    epsilon: Annotated[Maybe[EpsilonFigures], Key(_DETAILS), IF_ANY] = None
+    epsilon: Annotated[Maybe[EpsilonBound], Key(_DETAILS), IF_ANY] = None
     """None if too few rows were offered another label; the file then has a bound of 0."""
     rows: Annotated[Count, Key("adjusted_rows"), IF_ANY] = None  # of the strongest attack
     feature_auc: Annotated[Number, IF_ANY] = None  # what features reveal without any attack

@@ -13,15 +13,9 @@ from torch import Tensor
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.privacy.audit import AuditedBatch, LeakAudit, LeakByAttack
 from splitveil.common.privacy.audit_worker import Auditing, AuditWorker
-from splitveil.common.privacy.beyond_features import BeyondFeatures, Covariates
+from splitveil.common.privacy.beyond_features import Covariates
 from splitveil.common.privacy.custom_attacks import load_custom_attacks
-from splitveil.common.privacy.figures import (
-    AttackFigure,
-    BeyondFigures,
-    EpsilonFigures,
-    LeakByClass,
-    LeakFigures,
-)
+from splitveil.common.privacy.figures import AttackFigure, LeakByClass, LeakFigures
 from splitveil.common.privacy.gradient_rows import GradientRows
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.observation import Observation
@@ -140,9 +134,11 @@ class LeakRecorder:
         """Return the part of the summary about the leak; call it after closing."""
         # Side by side, as a run's end waits for both.
         with ThreadPoolExecutor(1) as executor:
-            measured = executor.submit(self._beyond_features, covariates)
+            measured = None
+            if covariates is not None:
+                measured = executor.submit(self._audit.beyond_features, covariates)
             run = self._audit.run.result(features)
-            beyond = measured.result()
+            beyond = None if measured is None else measured.result()
         is_multi_class = self._audit.is_multi_class
         return LeakFigures(
             beyond=beyond,
@@ -180,10 +176,6 @@ class LeakRecorder:
             raise SettingsError(f"attacks cannot change within a run: {error}") from error
         self._next_epoch = state["next_epoch"]
         self._ended_epoch = state["ended_epoch"]
-
-    def _beyond_features(self, covariates: Covariates | None) -> BeyondFigures | None:
-        found = None if covariates is None else self._audit.beyond_features(covariates)
-        return None if found is None else _beyond_figures(found)
 
     def _with_clues(self, seen: Observation, sources: Mapping[str, Tensor]) -> Observation:
         return dataclasses.replace(seen, clues=self._audit.clues(seen, self._seed, sources))
@@ -247,15 +239,4 @@ def attack_figures(leak: LeakByAttack) -> tuple[AttackFigure, ...]:
         AttackFigure(layer, attack, value)
         for layer, attacks in leak.items()
         for attack, value in attacks.items()
-    )
-
-
-def _beyond_figures(found: BeyondFeatures) -> BeyondFigures:
-    epsilon = found.epsilon
-    return BeyondFigures(
-        found.adjusted,
-        found.advantage,
-        None if epsilon is None else EpsilonFigures(*epsilon, p_value=epsilon.p_value_of(0.0)),
-        found.rows,
-        found.feature_auc,
     )

@@ -11,12 +11,9 @@ from sklearn.metrics import roc_auc_score, roc_curve
 from splitveil import audit
 from splitveil.common.privacy import adjusted_auc
 from splitveil.common.privacy.accumulation import RunScores
-from splitveil.common.privacy.beyond_features import (
-    BeyondFeatures,
-    Covariates,
-    measure_beyond_features,
-)
+from splitveil.common.privacy.beyond_features import Covariates, measure_beyond_features
 from splitveil.common.privacy.cross_fitting import FeatureModels
+from splitveil.common.privacy.figures import BeyondFigures
 from splitveil.common.privacy.leakage import ClassIndices, Floats, OneClass, leak_auc
 from splitveil.common.record.assessment import WIDEST
 
@@ -31,7 +28,7 @@ def rows(
     return feature, generator.random(count) < predictions, predictions
 
 
-def beyond(features: Floats, labels: ClassIndices, scores: dict[str, Floats]) -> BeyondFeatures:
+def beyond(features: Floats, labels: ClassIndices, scores: dict[str, Floats]) -> BeyondFigures:
     positions, nothing = np.arange(len(labels)), np.zeros((len(labels), 0), np.float32)
     covariates = Covariates(positions, features.astype(np.float32), nothing, nothing, labels)
     by_attack = {name: [RunScores(positions, one)] for name, one in scores.items()}

@@ -127,7 +127,7 @@ LEAK = figures.LeakFigures(
     beyond=figures.BeyondFigures(
         {"norm": figures.AdjustedFigures(0.625, 0.5, 0.75)},
         {"accumulated_cosine": figures.AdvantageFigures(0.125, 0.0, 0.25, 0.625)},
-        figures.EpsilonFigures(
+        figures.EpsilonBound(
             *(1.5, "norm", 40, 38, 100, 0.95, 1e-05, 0.125),
             stated=1.0,
             stated_for="anybody",

@@ -9,10 +9,9 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from splitveil.common.alignment import align, channel_pair, ecdh
+from splitveil.common.alignment.channel import channel_pair
 from splitveil.common.alignment.common_tags import secret_permutation
-from splitveil.common.alignment.ecdh import CHUNK_IDS
-from splitveil.common.alignment.exchange import _send_all
+from splitveil.common.alignment.exchange import _send_all, align
 from splitveil.common.data.ids import canonical_ids
 from splitveil.common.errors import AlignmentError, DataError, InvalidMessage, PeerUnreachable
 from splitveil.protos import split_learning_pb2 as pb
@@ -20,7 +19,6 @@ from tests.support.aligned import (
     ENGINE,
     LONG_S,
     NONCES,
-    NUM_TWO_CHUNKS,
     Passing,
     align_both,
     commitment_frame,
@@ -54,16 +52,6 @@ def test_each_learns_the_nonce_and_the_set_size_of_the_other() -> None:
     first, second = align_both((names(range(7)), names(range(9))))
     assert (first.alignment.peer_nonce, first.alignment.peer_set_size) == (NONCES[1], 9)
     assert (second.alignment.peer_nonce, second.alignment.peer_set_size) == (NONCES[0], 7)
-
-
-def test_whole_chunks_and_worker_threads_give_the_same_result(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ecdh, "CHUNK_IDS", CHUNK_IDS)
-    own, peer = names(range(NUM_TWO_CHUNKS)), names(range(4000, 4000 + CHUNK_IDS))
-    first, second = align_both((own, peer), (engine(workers=2), ENGINE))
-    assert set(common_ids(own, first)) == set(own) & set(peer)
-    assert common_ids(own, first) == common_ids(peer, second)
 
 
 def test_progress_rises_to_the_number_of_all_ids() -> None:
@@ -185,12 +173,6 @@ def test_a_tiny_intersection_is_an_error_on_both_sides_with_the_counts() -> None
     assert counts in str(outcomes[0].error)
     assert "check --connect at both parties compares how they write" in str(outcomes[0].error)
     assert "30 own ids, 20 ids of the other party, 4 in common" in str(outcomes[1].error)
-
-
-def test_an_intersection_of_the_smallest_size_is_accepted() -> None:
-    strict = engine(min_aligned=4)
-    first, second = align_both((names(range(20)), names(range(16, 46))), (strict, strict))
-    assert len(first.alignment.rows) == len(second.alignment.rows) == 4
 
 
 def test_another_result_of_the_peer_stops_both() -> None:

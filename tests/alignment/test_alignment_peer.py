@@ -8,16 +8,14 @@ from typing import Any, cast
 
 import pytest
 
-from splitveil.common.alignment import QueueChannel, StreamChannel, align, channel_pair, ristretto
+from splitveil.common.alignment import ristretto
+from splitveil.common.alignment.channel import QueueChannel, StreamChannel, channel_pair
 from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
-from splitveil.common.alignment.exchange import _transfer
+from splitveil.common.alignment.exchange import _transfer, align
 from splitveil.common.alignment.ristretto import Ristretto
 from splitveil.common.alignment.workers import WorkerPool
-from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.data.ids import Allowed, canonical_ids
 from splitveil.common.errors import (
     AlignmentError,
-    DataError,
     InvalidMessage,
     OutOfStep,
     PeerUnreachable,
@@ -43,7 +41,6 @@ from tests.support.aligned import (
     points_frame,
     started,
     tags_frame,
-    usable_ids,
 )
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -76,7 +73,7 @@ def test_a_bad_frame_after_the_hello_is_rejected(
     with pytest.raises(error):
         session.receive(frame)
     assert session.done_ids == 0
-    assert not session.receive(points_frame(0, points(16)))
+    assert not list(session.receive(points_frame(0, points(16))))
     assert session.done_ids == 16
 
 
@@ -92,7 +89,7 @@ def test_bad_tags_are_rejected(frame: pb.AlignFrame, error: type[SplitveilError]
     session = committed(40, bytes(40 * 16), points(40))
     with pytest.raises(error):
         session.receive(frame)
-    assert len(session.receive(tags_frame(0, bytes(16)))) == 1
+    assert len(list(session.receive(tags_frame(0, bytes(16))))) == 1
 
 
 def test_no_tag_is_shown_or_taken_before_both_have_committed_to_theirs() -> None:
@@ -398,18 +395,6 @@ def test_a_peer_s_fault_is_the_reason_though_the_files_of_the_exchange_are_gone(
 
 
 LONG = 64 * 1024
-
-
-def test_ids_that_are_all_equal_are_an_error_or_a_single_id() -> None:
-    raw = ["the same"] * 1000
-    with pytest.raises(DataError, match="999 duplicate ids"):
-        canonical_ids(raw, "here")
-    first = usable_ids(raw, CanonicalForm(), Allowed(duplicates=True))
-    assert first.ids == ["the same"]
-    assert first.report.left_out == 999
-    outcomes = align_both((first.ids, ["another", *first.ids]))
-    assert [len(outcome.alignment.rows) for outcome in outcomes] == [1, 1]
-    assert first.rows == outcomes[0].alignment.rows.tolist() == [0]
 
 
 def test_ids_of_one_byte_of_64_kib_and_in_any_unicode_align_exactly() -> None:

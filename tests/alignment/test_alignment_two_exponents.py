@@ -10,10 +10,11 @@ from typing import Literal
 
 import pytest
 
-from splitveil.common.alignment import Splits, ristretto
+from splitveil.common.alignment import ristretto
 from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
+from splitveil.common.run.sample_order import Splits
 from splitveil.protos import split_learning_pb2 as pb
-from tests.support.aligned import ENGINE, align_both, common_ids, names, points_frame
+from tests.support.aligned import ENGINE, align_both, common_ids, names, points_frame, split
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -43,7 +44,7 @@ class TwoExponents(EcdhEngine):
             self.points_of_other += points
             if self.kind == "tags":  # of every second point, whatever its id
                 wrong = _tags(points, self.second)
-                pairs = zip(_split(tags, 16), _split(wrong, 16), strict=True)
+                pairs = zip(split(tags, 16), split(wrong, 16), strict=True)
                 tags = b"".join(pair[i % 2] for i, pair in enumerate(pairs))
             received(points, tags)
 
@@ -66,10 +67,10 @@ class TwoExponents(EcdhEngine):
         """Return the ids of its own that it knows the other party to have."""
         assert self.exchange is not None
         by_either = {
-            *_split(_tags(self.points_of_other, self.exchange._scalar), 16),
-            *_split(_tags(self.points_of_other, self.second), 16),
+            *split(_tags(self.points_of_other, self.exchange._scalar), 16),
+            *split(_tags(self.points_of_other, self.second), 16),
         }
-        own = _split(bytes(self.exchange._tags.own), 16)
+        own = split(bytes(self.exchange._tags.own), 16)
         rows = self.exchange._require_order().tolist()
         return {
             self.exchange._ids[row] for row, tag in zip(rows, own, strict=True) if tag in by_either
@@ -77,11 +78,7 @@ class TwoExponents(EcdhEngine):
 
 
 def _tags(points: bytes, scalar: bytes) -> bytes:
-    return b"".join(product[:16] for product in _split(GROUP.multiply(points, scalar), 32))
-
-
-def _split(data: bytes, size: int) -> list[bytes]:
-    return [data[at : at + size] for at in range(0, len(data), size)]
+    return b"".join(product[:16] for product in split(GROUP.multiply(points, scalar), 32))
 
 
 @pytest.mark.parametrize("kind", ["points", "tags"])

@@ -169,23 +169,6 @@ def test_requests_are_small_enough_for_the_rate() -> None:
     assert Throttle(0.01).most_ids(4096, 5) == 1
 
 
-@pytest.mark.parametrize("width", [3, 37, 5000])
-def test_a_row_has_the_same_bits_whatever_the_other_rows(width: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    model = nn.Sequential(nn.Linear(width, 33), nn.ReLU(), nn.Linear(33, 3))
-    rows = torch.randn(600, width, generator=generator)
-    order = torch.randperm(600, generator=generator)
-
-    def found(inputs: torch.Tensor) -> torch.Tensor:
-        return predict_in_blocks(model, inputs, link=torch.sigmoid)
-
-    together = found(rows)
-    assert torch.equal(found(rows[order]), together[order])
-    assert torch.equal(torch.cat([found(one) for one in torch.split(rows[:40], 1)]), together[:40])
-    assert torch.equal(found(rows[100:371]), together[100:371])
-    assert torch.allclose(together, torch.sigmoid(model(rows)), atol=1e-5)
-
-
 def test_blocks_take_features_and_nothing_as_a_model_does() -> None:
     class Two(nn.Module):
         def forward(self, activation: torch.Tensor, own: Features | None) -> torch.Tensor:

@@ -8,14 +8,13 @@ import pytest
 
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.table import read_table
-from splitveil.common.errors import AlignmentError, DataError, SettingsError, SplitveilError
+from splitveil.common.errors import AlignmentError, DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.settings import validate
 from splitveil.deploy.local import held_port
 from tests.support.runs import CONTRACT, build_parties, run_in_process, run_over_grpc, write_example
-from tests.support.several import build_several, finish, start, write_several
 
 BY_COLUMN = "contract.split={kind: column, column: fold}"
 WORDS = ("train", "train", "train", "validation", "test")
@@ -90,19 +89,6 @@ def test_the_hash_split_s_canonical_form_has_not_changed() -> None:
     for wrong in ({"kind": "columns"}, {"kind": "column"}, {"kind": "column", "train": 0.5}):
         with pytest.raises(SettingsError, match="split"):
             validate(Contract, CONTRACT | {"split": wrong}, "contract")
-
-
-def test_one_of_several_parties_that_disagrees_ends_the_run_of_all(tmp_path: Path) -> None:
-    write_several(tmp_path)
-    for path in tmp_path.glob("*.csv"):
-        add_column(path, differing if path.stem == "birch" else word_of)
-    several = build_several(tmp_path, [BY_COLUMN])
-    finish([start(several, name) for name in several.passive])
-    assert isinstance(several.errors["birch"], AlignmentError)
-    assert set(several.errors) == {"ash", "birch", "cedar"}
-    assert all(isinstance(error, SplitveilError) for error in several.errors.values())
-    assert several.session.lifecycle.phase.trainer is None
-    assert not several.seen.sent
 
 
 def test_a_run_resumes_with_the_same_split_and_not_with_another(tmp_path: Path) -> None:

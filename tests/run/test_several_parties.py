@@ -20,7 +20,8 @@ from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
 from splitveil.active_party.training.top_trainer import StepResult
-from splitveil.common.alignment import Share, channel_pair, receive_share, share_frames
+from splitveil.common.alignment.channel import channel_pair
+from splitveil.common.alignment.share import Share, receive_share, share_frames
 from splitveil.common.errors import (
     AlignmentError,
     NotOpen,

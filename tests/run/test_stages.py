@@ -9,7 +9,6 @@ import pytest
 from splitveil.active_party.run import stages
 from splitveil.active_party.run.parties import PassivePeers
 from splitveil.active_party.run.stages import TRANSITIONS, RunStages, Stage
-from splitveil.common.errors import OutOfStep
 from splitveil.common.run.contract import Contract
 from tests.support.waiting import HANGS_AFTER_S
 
@@ -39,14 +38,6 @@ def test_a_transition_beyond_the_table_is_refused(start: Stage) -> None:
             with pytest.raises(RuntimeError, match=start.name):
                 machine.move_to(wanted)
             assert machine.current is start
-
-
-def test_a_message_at_another_stage_is_refused_without_effect() -> None:
-    machine = at(Stage.TRAINING)
-    machine.require(Stage.HANDSHAKEN, Stage.TRAINING, message="a tensor")
-    with pytest.raises(OutOfStep, match="an alignment while training"):
-        machine.require(Stage.HANDSHAKEN, message="an alignment")
-    assert machine.current is Stage.TRAINING
 
 
 def test_progress_within_a_stage_wakes_no_one_who_waits_for_its_end() -> None:

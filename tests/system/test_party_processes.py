@@ -20,23 +20,6 @@ def python(program: str) -> list[str]:
     return [sys.executable, "-c", program]
 
 
-def test_two_that_end_well_give_zero_and_their_lines_are_named(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    commands = {"active": python("print('top')"), "passive": python("print('bottom')")}
-    assert run_parties(commands) == 0
-    assert sorted(capfd.readouterr().out.splitlines()) == ["active  | top", "passive | bottom"]
-
-
-@pytest.mark.parametrize(("program", "shown"), [("", 0), ("raise SystemExit(3)", 2)])
-def test_quiet_parties_are_heard_only_if_one_fails(
-    program: str, shown: int, capfd: pytest.CaptureFixture[str]
-) -> None:
-    commands = {"active": python(f"print('top'); {program}"), "passive": python("print('bottom')")}
-    run_parties(commands, quiet=True)
-    assert len(capfd.readouterr().out.splitlines()) == shown
-
-
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(party_processes, "PEER_NOTICES_S", HANGS_AFTER_S)
@@ -58,12 +41,6 @@ LATER = "import time; time.sleep(0.7); "
 )
 def test_the_exit_code_is_that_of_the_cause(active: str, passive: str, exit_code: int) -> None:
     assert run_parties({"active": python(active), "passive": python(passive)}) == exit_code
-
-
-def test_a_party_that_does_not_notice_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By itself it would continue for longer than a test may take."""
-    monkeypatch.setattr(party_processes, "PEER_NOTICES_S", 0.2)
-    assert run_parties({"active": python("raise SystemExit(2)"), "passive": python(WAIT)}) == 2
 
 
 def test_a_party_that_ignores_signals_is_killed(

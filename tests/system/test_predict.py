@@ -24,7 +24,6 @@ from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.record.model_files import save_tensors
-from splitveil.common.record.transcript import Transcript, Verified, compare, verify
 from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.predict.served_model import ServedModel
@@ -204,29 +203,6 @@ def test_a_run_with_released_labels_predicts_with_the_refitted_model(tmp_path: P
     np.testing.assert_array_equal(found["best"], found["refitted"])
     np.testing.assert_array_equal(found["trained"], expected(run))
     assert (found["trained"] != found["refitted"]).any()
-
-
-def test_transcripts_of_both_parties_agree(small: inference.Trained, tmp_path: Path) -> None:
-    port, folders = inference.free_port(), [tmp_path / name for name in ("active", "passive")]
-    for folder in folders:
-        folder.mkdir()
-    settings = small.active(inference.connecting_to({"passive": port}))
-    with (
-        Transcript(folders[0], "active") as own,
-        Transcript(folders[1], "passive") as others,
-        inference.serving_passive(small.passive("passive"), port, transcript=others),
-        open_predictor(settings, CPU, notes=own) as predictor,
-    ):
-        predictor.check_models()
-        for one in small.test_ids[:4]:
-            predictor.predict([one])
-    ours, theirs = (verify(folder / "transcript.jsonl") for folder in folders)
-    assert isinstance(ours, Verified)
-    assert isinstance(theirs, Verified)
-    compared = compare(ours, theirs)
-    assert compared.agreed == 2 * (1 + 4)
-    assert not compared.unsent
-    assert not compared.lost
 
 
 # ---- what is refused before anything is asked ----

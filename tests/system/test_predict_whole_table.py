@@ -12,7 +12,7 @@ import torch
 
 from splitveil.active_party.predict.table_client import TableClient
 from splitveil.common.alignment import ristretto
-from splitveil.common.errors import InvalidMessage, ProtocolError, TableRefused
+from splitveil.common.errors import InvalidMessage, ProtocolError
 from splitveil.common.run.contract import Contract
 from splitveil.common.wire import inference_codec
 from splitveil.common.wire.tensor_codec import TensorLimits
@@ -77,11 +77,6 @@ def test_masks_are_fresh_every_time(trained: Trained, heard: list[bytes]) -> Non
     assert len(set(heard)) == len(heard) == 2 * len(trained.settings.passive)
 
 
-def test_a_table_is_not_given_unless_the_settings_say_so(trained: Trained) -> None:
-    with predicting(trained, whole_table=True) as predictor, pytest.raises(TableRefused):
-        predictor.take_tables(trained.test_ids)
-
-
 def test_only_allowed_rows_are_in_the_table(trained: Trained, tmp_path: Path) -> None:
     (tmp_path / "allowed.txt").write_text("\n".join(trained.test_ids[:4]) + "\n")
     passive, ids = [*GIVEN, f"answers.allowed_ids={tmp_path}/allowed.txt"], trained.test_ids[:10]
@@ -96,7 +91,7 @@ def test_only_rows_whose_ids_were_asked_for_can_be_opened(
     """Every row is sent; without the point of its id, none of the keys fits."""
     sent: list[bytes] = []
     keys: list[bytes] = []
-    opened = TableClient._opened
+    opened = TableClient._rows_in
 
     def keeping(self: TableClient, stream: Any, key_of: Any) -> Any:
         receive = stream.receive
@@ -110,7 +105,7 @@ def test_only_rows_whose_ids_were_asked_for_can_be_opened(
         keys.extend(key for _, key in key_of.values())
         return opened(self, stream, key_of)
 
-    monkeypatch.setattr(TableClient, "_opened", keeping)
+    monkeypatch.setattr(TableClient, "_rows_in", keeping)
     asked = trained.test_ids[:3]
     with predicting(trained, passive=GIVEN, whole_table=True) as predictor:
         predictor.take_tables(asked)
@@ -180,8 +175,9 @@ def test_a_point_outside_the_group_is_refused(trained: Trained) -> None:
         client = predictor.clients[0]
         assert isinstance(client, TableClient)
         for wrong in (bytes(32), b"\xff" * 32):
-            stream = client._inner.open_table(lambda: None)
-            stream.send_all([client._inner.table_request(wrong, last=True)])
+            stream = client.open_table(lambda: None)
+            request = pb.TableRequest(model_digest=client._digest, points=wrong, last=True)
+            stream.send_all([request])
             with pytest.raises(ProtocolError, match="invalid"):
                 stream.receive()
             stream.drop()

@@ -233,19 +233,6 @@ def test_an_active_party_that_comes_late_is_waited_for(example: Path, port: int)
             assert "contract: the active party holds the same" in findings.result()
 
 
-def test_both_parties_learn_of_each_other(protected: Path, trusted: Path, port: int) -> None:
-    settings = of_passive(protected, port)
-    server = ProbeServer(settings.contract, f"127.0.0.1:{port}", files(trusted, "active"), TEXTS)
-    with ThreadPoolExecutor(1) as passive:
-        theirs = passive.submit(found, settings, wait_s=60)
-        server.wait(60, Interruption())
-    ours = outcomes(server.checks())
-    assert ours[0].startswith("certificate of party passive: CN=passive.splitveil (passive.spl")
-    assert ours[1].startswith("clock: ")
-    assert ours[3:] == ["contract: party passive holds the same", SAME_IDS]
-    assert "contract: the active party holds the same" in theirs.result()
-
-
 def test_every_passive_party_of_several_is_waited_for(example: Path, port: int) -> None:
     several, names = "contract.passive_parties=[means, extremes]", ("means", "extremes")
     settings = [of_passive(example, port, several, f"party={name}") for name in names]

@@ -1,37 +1,32 @@
 """The real wire over localhost: the same results as without it, and how a run ends."""
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
-import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import Interrupted, PeerError, PeerUnreachable
 from splitveil.common.party.party_settings import ReconnectSettings
+from splitveil.common.record.transcript import Crossing
+from splitveil.common.run.course import Batch, run_course
 from splitveil.common.run.messages import Activation, Answer
 from splitveil.common.wire.connection import PeerConnection, Retrying
-from splitveil.common.wire.endpoint import SERVICE
+from splitveil.common.wire.endpoint import SERVICE, method_path
+from splitveil.common.wire.tensor_codec import TensorLimits, encode_activation
 from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.protos import split_learning_pb2 as pb
 from tests.run.test_pipeline import pipelined
+from tests.run.test_session import at_first_step
 from tests.support.equality import assert_same_weights
 from tests.support.loopback import peer_of, serving
-from tests.support.runs import build_parties, run_in_process, run_over_grpc
+from tests.support.runs import Parties, build_parties, run_in_process, run_over_grpc
 from tests.support.waiting import HANGS_AFTER_S
-
-
-def test_a_run_over_grpc_is_bit_equal_to_one_in_process(example: Path, port: int) -> None:
-    there, here = build_parties(example), build_parties(example)
-    run_over_grpc(there, port)
-    run_in_process(here)
-    assert_same_weights(there.weights(), here.weights())
-    assert there.active.evaluations == here.active.evaluations
-    assert there.active.losses == here.active.losses
-    pairs = zip(there.passive.received, here.passive.received, strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_the_passive_party_waits_for_an_active_one_that_comes_later(
@@ -134,3 +129,54 @@ def test_broken_streams_change_no_bit(example: Path, port: int) -> None:
         there.run.run(peer)
     assert peer.count > 20
     assert_same_weights(there.weights(), here.weights())
+
+
+class Crossings(list[str]):
+    def note(self, crossing: Crossing) -> None:
+        self.append(crossing.kind)
+
+
+def test_what_is_sent_beyond_the_depth_is_read_and_answered_one_by_one_as_if_in_its_turn(
+    example: Path, port: int
+) -> None:
+    """An epoch's questions, and one of the next, are all under way before any is answered."""
+    (there, first), (here, _) = (at_first_step(example, *pipelined(2), MARVELL) for _ in range(2))
+    assert there.passive.rows is not None
+    course = run_course(there.run.contract, there.passive.rows)
+    training = [batch for batch in course if batch.split == "train"]
+    due = [batch for batch in training if batch.epoch == 0]
+    limits, crossed, all_sent = TensorLimits.of(there.run.contract), Crossings(), threading.Event()
+
+    def asked(parties: Parties, batch: Batch) -> Activation:
+        values = first.values[: len(batch.positions)] * (1 + 0.1 * batch.step)
+        return Activation(batch.identity(parties.session.run_id), values)
+
+    def send() -> Iterator[bytes]:
+        for batch in training[: len(due) + 1]:
+            yield from (frame.data for frame in encode_activation(asked(there, batch), limits))
+        all_sent.set()
+
+    exchange, received = there.session.exchange, list[bytes]()
+
+    def answer_late(*question: Any) -> Answer:
+        assert all_sent.wait(HANGS_AFTER_S)
+        return exchange(*question)
+
+    there.session.exchange = answer_late  # type: ignore[method-assign, assignment]
+    with (
+        serving(there, port, transcript=crossed),
+        grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        train: Any = channel.stream_stream(method_path("Train"))
+        with pytest.raises(grpc.RpcError) as refused:
+            received.extend(train(send(), timeout=HANGS_AFTER_S))
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert crossed == ["Train request", "Train reply"] * len(due) + ["Train request"]
+    for batch, reply in zip(due, received, strict=True):
+        answer = here.session.exchange(asked(here, batch))
+        here.session.finish_step()
+        assert pb.TensorFrame.FromString(reply).data == answer.values.numpy().tobytes()
+    assert there.session.leak_bounds() == here.session.leak_bounds()
+    (party,) = there.session.parties
+    assert len(party.answered) == 2
+    assert there.session.lifecycle.error is None

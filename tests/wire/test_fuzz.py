@@ -28,6 +28,7 @@ from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.equality import assert_same_weights
 from tests.support.inference import free_port
+from tests.support.loopback import serving
 from tests.support.mutations import (
     METHODS,
     UNARY,
@@ -39,7 +40,7 @@ from tests.support.mutations import (
     send_mutants,
 )
 from tests.support.peers import InProcessPeer
-from tests.support.runs import Parties, build_parties, run_in_process, serving
+from tests.support.runs import Parties, build_parties, run_in_process
 from tests.support.waiting import HANGS_AFTER_S
 
 

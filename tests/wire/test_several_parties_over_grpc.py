@@ -31,24 +31,18 @@ from splitveil.common.wire.limits import ALIGN_FRAME_BYTES, PARTY_KEY, check_fie
 from splitveil.deploy.authority import make_certificates
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
+from tests.run.test_several_parties import EVERY_2, MARVELL, undisturbed
 from tests.support.certificates import files
 from tests.support.equality import assert_same_weights
 from tests.support.loopback import serving
 from tests.support.mutations import AtStep, Mutator, Tape, WireSender, send_mutants
 from tests.support.runs import in_background
-from tests.support.several import NAMES, Several, build_several, finish, run_in_process
+from tests.support.several import NAMES, Several, build_several, finish
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 
-MARVELL = ["defense={name: marvell, statistics: running, insecure_noise_seed: 7}"]
-EVERY_2 = ["contract.checkpoints.every_steps=2"]
+__all__ = ["undisturbed"]
+
 HASTY = "reconnect={max_s: 300, first_wait_s: 0.1, longest_wait_s: 0.2, deadline_s: 1}"
-
-
-@pytest.fixture(scope="module")
-def undisturbed(three: Path) -> Several:
-    several = build_several(three, EVERY_2, MARVELL)
-    run_in_process(several)
-    return several
 
 
 def start(

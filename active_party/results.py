@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from splitveil.active_party.defenses.interface import StagedDefense
+from splitveil.active_party.defenses.projected.stages import ProjectedLabels
 from splitveil.active_party.ledger.account_book import LEDGER, names_of
 from splitveil.active_party.ledger.stored_labels import TARGETS, ReleasedTargets
 from splitveil.active_party.run.session import ActiveSession
@@ -33,7 +33,7 @@ from splitveil.active_party.training.evaluation import save_predictions
 from splitveil.active_party.training.own_models import Fitting, build_alone, train_alone
 from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.top_trainer import TopTrainer
-from splitveil.common.alignment import ExchangeStores
+from splitveil.common.alignment.store import ExchangeStores
 from splitveil.common.errors import BudgetExhausted, EndedForGood
 from splitveil.common.models.device import device_in_words, torch_device
 from splitveil.common.models.optimizers import build_optimizer
@@ -198,7 +198,7 @@ def _fitting(settings: ActiveSettings, optimizer: OptimizerSettings) -> Fitting:
 
 
 def _save_targets(
-    settings: ActiveSettings, folder: Path, session: ActiveSession, staged: StagedDefense
+    settings: ActiveSettings, folder: Path, session: ActiveSession, staged: ProjectedLabels
 ) -> None:
     if staged.released_targets is None:
         return

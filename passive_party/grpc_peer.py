@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from splitveil.common.alignment import AlignChannel, StreamChannel
+from splitveil.common.alignment.channel import AlignChannel, StreamChannel
 from splitveil.common.errors import (
     ContractMismatch,
     InvalidMessage,

@@ -8,26 +8,19 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from splitveil.common.alignment import (
-    Agree,
-    AlignChannel,
-    Alignment,
-    AlignmentEngine,
-    ExchangeStores,
-    Splits,
-    TriedIds,
-    align,
-    build_engine,
-    receive_share,
-    records_of,
-)
+from splitveil.common.alignment.channel import AlignChannel
+from splitveil.common.alignment.ecdh import EcdhEngine
+from splitveil.common.alignment.exchange import Agree, Alignment, align, build_engine, records_of
+from splitveil.common.alignment.share import receive_share
+from splitveil.common.alignment.store import ExchangeStores
+from splitveil.common.alignment.tried_ids import TriedIds
 from splitveil.common.errors import AlignmentError, ContractMismatch, InvalidMessage
 from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.run import messages
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.run.messages import Offer, Opening
-from splitveil.common.run.sample_order import NONCE_BYTES
+from splitveil.common.run.sample_order import NONCE_BYTES, Splits
 from splitveil.passive_party.settings import PassiveSettings
 
 
@@ -105,7 +98,7 @@ class Aligner:
     def __init__(
         self,
         participant: Participant,
-        engine: AlignmentEngine,
+        engine: EcdhEngine,
         draw_nonce: Callable[[], bytes],
         tried: TriedIds | None = None,
         kept: ExchangeStores | None = None,

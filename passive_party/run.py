@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from splitveil.common.alignment import Alignment
+from splitveil.common.alignment.exchange import Alignment
 from splitveil.common.errors import (
     AlignmentError,
     ContractMismatch,

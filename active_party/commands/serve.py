@@ -6,7 +6,6 @@ import time
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from splitveil.active_party.predict.embed_client import EmbedClient
 from splitveil.active_party.predict.predictor import Predictor, log_security, open_predictor
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.canonical_form import CanonicalForm
@@ -110,8 +109,7 @@ def open_service(
     fallback = None
     if own.fallback:
         fallback = Fallback.load(settings, predictor.own_rows, predictor.model.identity)
-    clients = [client for client in predictor.clients if isinstance(client, EmbedClient)]
-    watch = resources.enter_context(PeerWatch(clients, status))
+    watch = resources.enter_context(PeerWatch(predictor.clients, status))
     wait_s = own.batch_wait_ms / 1000
     batcher = resources.enter_context(
         Batcher(predictor, settings.contract, wait_s, own.timeout_s, status)

@@ -1,7 +1,6 @@
 """Means and spreads of the gradients of each class, in a batch and over earlier batches.
 
-Of two classes each has a spread of its own. Of several, the spread within the classes is one
-number, because the noise is the same for all of them.
+Of two classes each has a spread; of several, spread is not given credit and not measured.
 """
 
 import functools
@@ -185,7 +184,6 @@ class ClassMeans(NamedTuple):
 
     means: Tensor  # (classes, cut_dim) float64; zeros for a class without examples
     counts: Tensor  # examples of each class, (classes,) float64, on the CPU
-    deviation: float  # root-mean-square distance of an example to its class's mean, per coordinate
     norms: Tensor  # of the batch's rows, (batch,) float64
 
 
@@ -202,20 +200,16 @@ def longest_gap(means: Tensor) -> float:
 
 
 def measure_class_means(rows: Tensor, classes: Tensor, num_classes: int) -> ClassMeans:
-    """Estimate the classes of one batch, (batch, cut_dim), in two passes and float64."""
+    """Estimate the classes of one batch, (batch, cut_dim), in one pass and float64."""
     chunks = RowsInDouble(rows)
     counts = torch.bincount(classes, minlength=num_classes).double()
     means = torch.zeros(num_classes, rows.shape[1], dtype=torch.float64, device=rows.device)
+    norms = []
     for part, chunk in chunks:
         means.index_add_(0, classes[part], chunk)
-    means /= counts.clamp(min=1)[:, None]
-    norms, squares = [], torch.zeros((), dtype=torch.float64, device=rows.device)
-    for part, chunk in chunks:
         norms.append(torch.linalg.vector_norm(chunk, dim=1))
-        squares += chunk.sub_(means[classes[part]]).square_().sum()
-    size = chunks.unit
-    deviation = math.sqrt(float(squares) / rows.numel()) * size
-    return ClassMeans(means * size, counts.cpu(), deviation, torch.cat(norms) * size)
+    means /= counts.clamp(min=1)[:, None]
+    return ClassMeans(means * chunks.unit, counts.cpu(), torch.cat(norms) * chunks.unit)
 
 
 class RunningMeans:

@@ -67,7 +67,6 @@ from splitveil.active_party.defenses.section import (
     refusal_of_several_classes,
     warn_about_seed,
 )
-from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.common.data.features import Features
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.run.progress import State
@@ -234,8 +233,7 @@ class MixedGradientDefense(RememberingDefense):
         defended, report = self.behind.defend(batch)
         cut_dim = batch.gradients[0].numel()
         charge = self.behind.charge_covering(LabelMove(batch.label_move, cut_dim, report))
-        bound = leak_auc_bound(charge.sum_kl) if charge.leak_auc is None else charge.leak_auc
-        return Defended(defended, replace(report, charge=charge, leak_auc_bound=bound))
+        return Defended(defended, replace(report, charge=charge))
 
     def targets(self, batch: LabelledRows, /) -> Tensor:
         return self.behind.targets(batch)

@@ -5,7 +5,7 @@ It also has the facts about a run from which a defense is built.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -67,9 +67,6 @@ class DefenseReport:
     """A description of a defense's effect on one batch."""
 
     noise_power: float  # mean expected squared noise norm per example
-    sum_kl_before: float | None = None  # of the classes in the raw gradient, if estimated
-    sum_kl_after: float | None = None  # that the noise leaves, if estimated
-    leak_auc_bound: float | None = None  # of any attack on this answer, if estimates hold
     solution: NoiseSolution | None = None  # the noise of each class, where a solver chose it
     charge: LeakCharge = LeakCharge(math.inf)  # of each example of the batch
 
@@ -191,38 +188,6 @@ class RowChunk(NamedTuple):
     slopes: Tensor  # d logit / d activation, (rows, cut_dim), or (rows, classes, cut_dim)
 
 
-class RowFacts(Protocol):
-    """Facts about the training rows that no label has entered."""
-
-    def __call__(self, stride: int = 1, /) -> Iterator[RowChunk]:
-        """Yield those of every ``stride``-th row from the first on, in ascending order."""
-        ...
-
-    def logits(self) -> Iterator[Tensor]:
-        """Yield only the model's logits, which takes a fraction of the time."""
-        ...
-
-
-class PendingRelease(ABC):
-    """A release about all training rows that is due, and neither drawn nor used yet.
-
-    It is drawn once, logged and charged, and only then used. Everything else that the defense sends
-    is computed from releases, so that nothing else is charged.
-    """
-
-    stage: int  # that begins with it, from 0
-    design: bytes  # digest of everything, except labels and noise, on which the release depends
-    charge: LeakCharge  # of each training row
-
-    @abstractmethod
-    def draw(self, key: bytes) -> Mapping[str, Tensor]:
-        """Compute the release, with noise from a key of 32 secret bytes."""
-
-    @abstractmethod
-    def use(self, release: Mapping[str, Tensor]) -> None:
-        """Begin the stage with a release, drawn now or earlier; ValueError for other shapes."""
-
-
 class Defense(ABC):
     """Turns raw gradients into gradients that may be sent.
 
@@ -259,40 +224,6 @@ class Defense(ABC):
             raise ValueError(f"this defense keeps no state, got {sorted(state)}")
 
 
-class StagedDefense(Defense):
-    """A defense that releases something about all training rows.
-
-    Everything else that it sends is computed from these releases.
-    """
-
-    @abstractmethod
-    def pending_release(self, epoch: int, facts: RowFacts, /) -> PendingRelease | None:
-        """Return the release due before an epoch's next answer; None if none is.
-
-        Epochs count from 0. Raises ValueError if the facts are not of a kind that can be summed.
-        """
-
-    @property
-    @abstractmethod
-    def released_rows(self) -> Tensor:
-        """Positions of the training rows that releases are about, (rows,)."""
-
-    @property
-    @abstractmethod
-    def released_targets(self) -> Tensor | None:
-        """Targets of all aligned rows that were computed only from releases, if there are any."""
-
-    @property
-    def immutable(self) -> Mapping[str, str]:
-        """Names of large parts of the state, by their key in it: a name stands for one value."""
-        return {}
-
-    @property
-    @abstractmethod
-    def releases(self) -> Mapping[str, Tensor]:
-        """What ``Examples.known_releases`` is to be in a later run on the same training rows."""
-
-
 class Memory(Protocol):
     """Statistics of earlier batches, private to the active party."""
 
@@ -318,9 +249,7 @@ class RememberingDefense(Defense):
 
 def noise_alone(rows: Tensor, gradients: Tensor, largest: float, noise: NoiseSource) -> Defended:
     """Answer with only noise, of the largest norm, which reveals nothing; (batch, cut_dim)."""
-    report = DefenseReport(
-        noise_power=largest * largest, sum_kl_after=0.0, leak_auc_bound=0.5, charge=LeakCharge(0.0)
-    )
+    report = DefenseReport(noise_power=largest * largest, charge=LeakCharge(0.0))
     return Defended(release(isotropic_noise(rows, largest, noise), gradients), report)
 
 

@@ -69,7 +69,6 @@ from splitveil.active_party.defenses.strength import (
 )
 from splitveil.active_party.defenses.sum_kl import (
     NoiseSolution,
-    leak_auc_bound,
     power_for_sum_kl,
     solve_noise,
     sum_kl_along_gap,
@@ -221,14 +220,10 @@ class Marvell(RememberingDefense):
         solution = self._solve(estimate, cut_dim, self._power(estimate, cut_dim))
         if math.isinf(solution.sum_kl):
             return self._answer_without_signal(rows, batch)
-        before = self._solve(estimate, cut_dim, 0.0).sum_kl
         defended = self._draw(solution, estimate, rows, positive).add_(rows)
         pos_share = classes.rows[1] / sum(classes.rows)
         report = DefenseReport(
             noise_power=_mean_power(solution, pos_share, cut_dim) * estimate.unit * estimate.unit,
-            sum_kl_before=before,
-            sum_kl_after=solution.sum_kl,
-            leak_auc_bound=leak_auc_bound(solution.sum_kl),
             solution=_in_units_of_one(solution, estimate.unit),
             charge=_charge(solution, estimate, current),
         )

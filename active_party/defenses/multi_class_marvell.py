@@ -6,29 +6,27 @@ noise without signal.
 
 The noise is placed by square-root water-filling (below). All classes get the same weight: with the
 batch's shares, the pair of a rare class would be the worst one, and the shares would show in the
-noise. Their spread does not get credit: a direction under water would not get noise at all, and a
-peer may predict the spread from its activations.
+noise. Their spread does not get credit, because a peer may predict it from its activations.
 
 A power ratio s is noise power s c, with c the squared distance of the two classes furthest apart.
 It has to cover up to K - 1 directions: of K classes the worst pair is left between 1/s and
 (K - 1)(1 + sqrt(K - 1))/(2 s), and (K - 1)/s where all are equally far apart; for K = 2 all three
 are 1/s. The other strengths bound what is left of the worst pair, and meet it exactly.
 
-Square-root water-filling finds the shared noise covariance that separates C classes the least.
+Square-root water-filling finds the shared noise covariance S that separates C classes the least.
 
-The classes' gradients are modelled as N(m_k, w I) with priors q_k. All get the same noise, so that
-its covariance reveals nothing; the total covariance is S = w I + noise. With m the mean of the m_k,
+All classes get the same noise, so that its covariance reveals nothing. With m_k the classes' means,
+q_k their weights and m the mean of the m_k,
 
     B = sum_k q_k (m_k - m)(m_k - m)^T      rank at most C - 1, eigenvalues b_k > 0
 
 minimise tr(S^-1 B), the sum over pairs of classes of the pair's symmetrised divergence weighted by
-the product of their priors, subject to tr(S - w I) = P and S >= w I. The best S has B's
-eigenvectors, and S_k = max(w, h sqrt(b_k)) along them: the level h uses up the power, and a
-direction whose sqrt(b_k) is under water does not get noise. For two equally frequent classes this
-is Marvell's solution with u = v. For unequal ones, Marvell's two covariances leave a little less.
+the product of their weights, subject to tr S = P. The best S has B's eigenvectors, and
+S_k = h sqrt(b_k) along them, where h uses up the power. For two classes of the same weight this is
+Marvell's solution without spread, u = v = 0.
 
-What the noise leaves between one pair of classes is (m_i - m_j)^T S^-1 (m_i - m_j). Without spread,
-w = 0, it falls as the reciprocal of the power, for every pair.
+What the noise leaves between one pair of classes is (m_i - m_j)^T S^-1 (m_i - m_j), which falls as
+the reciprocal of the power, for every pair.
 """
 
 import math
@@ -55,7 +53,6 @@ from splitveil.active_party.defenses.interface import (
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.rows import as_classes, as_rows
 from splitveil.active_party.defenses.strength import PowerRatio, Strength, allowed_sum_kl
-from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 
 
 class MultiClassMarvell(RememberingDefense):
@@ -97,20 +94,12 @@ class MultiClassMarvell(RememberingDefense):
         unit = max(unit, float(estimate.means.abs().max()))
         means, weights = estimate.means / unit, self._weights.to(rows.device)
         power = self._power(means, weights)
-        solution = solve_shared_noise(means, weights, 0.0, power)
+        solution = solve_shared_noise(means, weights, power)
         noise = draw_shared_noise(solution, rows, self._noise).mul_(unit)
         left = pair_divergences(means, solution)
-        spread = (measured.deviation / unit) ** 2
-        bare = solution._replace(variances=torch.zeros_like(solution.variances))
-        after = float(pair_divergences(means, solution, spread).max())
         charged = left if current is estimate else _charged(left, means, current.means / unit)
-        report = DefenseReport(
-            noise_power=power * unit * unit,
-            sum_kl_before=float(pair_divergences(means, bare, spread).max()),
-            sum_kl_after=after,
-            leak_auc_bound=leak_auc_bound(after),
-            charge=LeakCharge(float(charged.max())),
-        )
+        charge = LeakCharge(float(charged.max()))
+        report = DefenseReport(noise_power=power * unit * unit, charge=charge)
         return Defended(release(noise.add_(rows), batch.gradients), report)
 
     def _power(self, means: Tensor, weights: Tensor) -> float:
@@ -142,45 +131,32 @@ class SharedNoise(NamedTuple):
 
     directions: Tensor  # (rank, cut_dim) float64, orthonormal, by falling variance
     variances: Tensor  # (rank,) float64, noise along each direction; none in all others
-    separation: float  # tr(S^-1 B), left by the noise; infinite if the classes stay bare
 
 
-def solve_shared_noise(
-    class_means: Tensor, priors: Tensor, residual_variance: float, noise_power: float
-) -> SharedNoise:
+def solve_shared_noise(class_means: Tensor, weights: Tensor, noise_power: float) -> SharedNoise:
     """Find the noise of a power (P) that separates the classes, (classes, cut_dim), the least.
 
-    Priors are (classes,), the residual variance is that within the classes per coordinate (w).
+    Weights are (classes,).
     """
-    priors = priors.double() / priors.double().sum()
+    weights = weights.double() / weights.double().sum()
     largest = float(class_means.abs().max())
-    unit = max(largest, math.sqrt(residual_variance), math.sqrt(noise_power)) or 1.0
+    unit = max(largest, math.sqrt(noise_power)) or 1.0
     scaled = class_means.double() / unit
-    offsets = scaled - priors @ scaled
-    _, roots, directions = torch.linalg.svd(priors.sqrt()[:, None] * offsets, full_matrices=False)
+    offsets = scaled - weights @ scaled
+    _, roots, directions = torch.linalg.svd(weights.sqrt()[:, None] * offsets, full_matrices=False)
     # Rounding alone gives a length to directions that B does not have.
     rank = int((roots > 1e-12 * roots[0]).sum()) if roots[0] > 1e-14 * largest / unit else 0
-    rank = min(rank, len(priors) - 1)
-    residual = residual_variance / unit / unit
-    totals = _water_levels(roots[:rank].tolist(), residual, noise_power / unit / unit)
-    return SharedNoise(
-        directions=directions[:rank],
-        variances=torch.tensor(
-            [(total - residual) * unit * unit for total in totals],
-            dtype=torch.float64,
-            device=class_means.device,
-        ),
-        separation=math.fsum(
-            root * root / total if total else math.inf
-            for root, total in zip(roots[:rank].tolist(), totals, strict=True)
-        ),
-    )
+    along = roots[: min(rank, len(weights) - 1)].tolist()
+    level = noise_power / unit / unit / math.fsum(along) if along else 0.0
+    variances = [level * root * unit * unit for root in along]
+    on_device = torch.tensor(variances, dtype=torch.float64, device=class_means.device)
+    return SharedNoise(directions[: len(along)], on_device)
 
 
-def power_for_worst_pair(class_means: Tensor, priors: Tensor, sum_kl: float) -> float:
+def power_for_worst_pair(class_means: Tensor, weights: Tensor, sum_kl: float) -> float:
     """Find the least noise power that leaves every pair at most this divergence, above 0.
 
-    Spread within the classes is not given credit, so that it falls as the reciprocal of the power.
+    The divergence falls as the reciprocal of the power.
     """
     if not sum_kl > 0:
         raise ValueError(f"sum_kl must be above 0, got {sum_kl}")
@@ -188,25 +164,21 @@ def power_for_worst_pair(class_means: Tensor, priors: Tensor, sum_kl: float) -> 
     power = largest * largest
     if power == 0:
         return 0.0
-    solution = solve_shared_noise(class_means, priors, 0.0, power)
+    solution = solve_shared_noise(class_means, weights, power)
     return power * float(pair_divergences(class_means, solution).max()) / sum_kl
 
 
-def pair_divergences(
-    class_means: Tensor, solution: SharedNoise, residual_variance: float = 0.0
-) -> Tensor:
+def pair_divergences(class_means: Tensor, solution: SharedNoise) -> Tensor:
     """Return each pair's symmetrised divergence, (classes, classes); infinite without noise."""
     means = class_means.double()
     coordinates = means @ solution.directions.T
     gaps = (coordinates[:, None] - coordinates[None]).square()
-    totals = solution.variances + residual_variance
-    divergences = torch.where(gaps > 0, gaps / totals, 0.0).sum(dim=2)
+    divergences = torch.where(gaps > 0, gaps / solution.variances, 0.0).sum(dim=2)
     # The part that the directions do not span; rounding alone leaves some of it.
     rest = means - coordinates @ solution.directions
     uncovered = (rest[:, None] - rest[None]).square().sum(dim=2)
     longest = (means[:, None] - means[None]).square().sum(dim=2).max()
-    uncovered = torch.where(uncovered > 1e-20 * longest, uncovered, 0.0)
-    return divergences + torch.where(uncovered > 0, uncovered / residual_variance, 0.0)
+    return divergences + torch.where(uncovered > 1e-20 * longest, math.inf, 0.0)
 
 
 def draw_shared_noise(solution: SharedNoise, like: Tensor, noise: NoiseSource) -> Tensor:
@@ -214,13 +186,3 @@ def draw_shared_noise(solution: SharedNoise, like: Tensor, noise: NoiseSource) -
     scalars = noise.standard_normal((like.shape[0], len(solution.variances)), like)
     axes = solution.variances.sqrt()[:, None] * solution.directions
     return scalars @ axes.to(like.dtype)
-
-
-def _water_levels(roots: list[float], residual: float, power: float) -> list[float]:
-    """Return S_k for falling ``roots`` = sqrt(b_k)."""
-    level = 0.0
-    for active in range(len(roots), 0, -1):
-        level = (power + active * residual) / math.fsum(roots[:active])
-        if level * roots[active - 1] >= residual:
-            break
-    return [max(residual, level * root) for root in roots]

@@ -210,13 +210,8 @@ class NoisyLabel(Defense):
         if mechanism.posterior == "model" and noisy_labels is not None:
             self._evidence = evidence(mechanism, noisy_labels, num_classes)
         identity = f"noisy_label {strength_name(mechanism)} {key_name(key)}"
-        charge = settings.charge(num_classes, identity)
-        self._report = DefenseReport(
-            noise_power=0.0,  # the noise is in the labels: nothing is added to the gradient
-            sum_kl_after=charge.sum_kl,
-            leak_auc_bound=label_leak(mechanism, num_classes).leak_auc,
-            charge=charge,
-        )
+        # The noise is in the labels: nothing is added to the gradient.
+        self._report = DefenseReport(0.0, charge=settings.charge(num_classes, identity))
 
     def targets(self, batch: LabelledRows, /) -> Tensor:
         """Return the noisy labels, (batch,), or the posterior, (batch,) or (batch, classes)."""

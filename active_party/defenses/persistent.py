@@ -39,7 +39,6 @@ from torch import Tensor
 from splitveil.active_party.defenses.example_keys import scalars
 from splitveil.active_party.defenses.interface import DefenseReport, LeakCharge, RawBatch
 from splitveil.active_party.defenses.rows import as_positive, as_rows, row_norms
-from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 
 _GRID = 2.0**20  # the noise on a label is a multiple of its inverse, as the label is
 
@@ -82,12 +81,8 @@ def own_scalars(example_keys: Tensor | None, rows: Tensor) -> Tensor:
 
 def repeated_report(moves: LabelMoves, noise_ratio: float, charge: LeakCharge) -> DefenseReport:
     """Report noise drawn once per example, in units of a label's move, charged as a whole."""
-    return DefenseReport(
-        noise_power=float((moves.norms * noise_ratio).square_().mean()),
-        sum_kl_after=charge.sum_kl,
-        leak_auc_bound=leak_auc_bound(charge.sum_kl),
-        charge=charge,
-    )
+    power = float((moves.norms * noise_ratio).square_().mean())
+    return DefenseReport(noise_power=power, charge=charge)
 
 
 def checked_probabilities(probabilities: Tensor | None, rows: Tensor) -> Tensor:

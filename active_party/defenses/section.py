@@ -88,7 +88,7 @@ class Traits(NamedTuple):
     top_learns_targets: bool = True  # from ``Defense.targets``, and not from true labels
     model_is_label_free: bool = False  # depends on labels through releases only
     is_staged: bool = False
-    """Whether it is a `StagedDefense`: the run begins with a survey of the training rows, and
+    """Whether it is `ProjectedLabels`: the run begins with a survey of the training rows, and
     nothing else that the peer sees may depend on true labels, not even the moment at which the run
     ends."""
     refits_top: bool = False  # whether it is fitted to true labels after the last answer

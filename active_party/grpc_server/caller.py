@@ -8,7 +8,8 @@ from typing import Protocol
 
 import grpc
 
-from splitveil.common.alignment import ExchangeStore, StreamChannel
+from splitveil.common.alignment.channel import StreamChannel
+from splitveil.common.alignment.store import ExchangeStore
 from splitveil.common.party.party_status import Presence
 
 

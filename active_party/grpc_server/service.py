@@ -13,19 +13,12 @@ import grpc
 
 from splitveil.active_party.grpc_server.caller import Caller
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.common.alignment import (
-    WAIT_S,
-    Agree,
-    AlignChannel,
-    Alignment,
-    AlignmentEngine,
-    ExchangeStores,
-    StreamChannel,
-    TriedIds,
-    align,
-    share_frames,
-    wait_frame,
-)
+from splitveil.common.alignment.channel import WAIT_S, AlignChannel, StreamChannel, wait_frame
+from splitveil.common.alignment.ecdh import EcdhEngine
+from splitveil.common.alignment.exchange import Agree, Alignment, align
+from splitveil.common.alignment.share import share_frames
+from splitveil.common.alignment.store import ExchangeStores
+from splitveil.common.alignment.tried_ids import TriedIds
 from splitveil.common.errors import (
     AlignmentError,
     ContractMismatch,
@@ -68,7 +61,7 @@ class ActiveService:
     def __init__(
         self,
         session: ActiveSession,
-        engine: AlignmentEngine,
+        engine: EcdhEngine,
         deadline_s: float,
         tried: TriedIds | None = None,
         status: RunStatus | None = None,

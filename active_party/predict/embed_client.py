@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ import grpc
 from splitveil.common.errors import OtherModel, PeerUnreachable, SplitveilError
 from splitveil.common.run.messages import Embedded, ModelIdentity
 from splitveil.common.text.closing import Closing
-from splitveil.common.wire.connection import MessageStream, PeerConnection
+from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import HANDSHAKE_TIMEOUT_S, INFERENCE_SERVICE, method_path
 from splitveil.common.wire.inference_codec import (
     Described,
@@ -98,22 +98,6 @@ class EmbedClient(Closing):
             failed: Future[Embedded] = Future()
             failed.set_exception(error)
             return failed
-
-    def open_table(self, interruption: Callable[[], int | None]) -> MessageStream:
-        with self._lock:
-            channel = self.connection.channel()
-        method: Any = channel.stream_stream(
-            method_path("EmbedTable", INFERENCE_SERVICE),
-            pb.TableRequest.SerializeToString,
-            reader(pb.TableReply, self.connection.contract.max_message_bytes),
-        )
-        return MessageStream(method, self._deadline_s, interruption, self.connection.error_of)
-
-    def table_request(self, points: bytes, *, last: bool) -> pb.TableRequest:
-        return pb.TableRequest(model_digest=self._digest, points=points, last=last)
-
-    def embed(self, ids: Sequence[str]) -> Embedded:
-        return self.submit(ids).result()
 
     def close(self) -> None:
         """End the stream and the connection; requests under way fail, and the next one connects."""

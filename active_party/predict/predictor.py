@@ -149,7 +149,7 @@ class Predictor(Closing):
     def __init__(
         self,
         model: JointModel,
-        clients: Sequence[EmbedClient | TableClient],
+        clients: Sequence[EmbedClient],
         own_rows: ServedRows | None = None,
     ) -> None:
         self.model = model
@@ -248,14 +248,14 @@ def open_predictor(
     credentials = credential_files(settings, ACTIVE)
     uses_proxy = settings.inference.proxy is not None
     with ExitStack() as opened:
-        clients: list[EmbedClient | TableClient] = []
+        kind = TableClient if whole_table else EmbedClient
+        clients: list[EmbedClient] = []
         for party in contract.passive_parties:
             address = addresses[party]
             proxy = proxy_of_environment(address) if uses_proxy else None
             connection = PeerConnection(address, contract, credentials, notes, proxy, party)
-            client = EmbedClient(connection, model.identity, settings.reconnect.deadline_s)
-            opened.enter_context(client)
-            clients.append(TableClient(client) if whole_table else client)
+            client = kind(connection, model.identity, settings.reconnect.deadline_s)
+            clients.append(opened.enter_context(client))
         opened.pop_all()
     return Predictor(model, clients, own_rows)
 

@@ -1,11 +1,11 @@
 """Takes a passive party's whole table, sealed, and opens the rows whose ids this party has.
 
-It stands in the place of an ``EmbedClient``: all ids have to be known in advance, and are then
-answered from memory.
+All ids have to be known in advance, and are then answered from memory.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +14,9 @@ from splitveil.active_party.predict.embed_client import EmbedClient
 from splitveil.common.alignment import ristretto
 from splitveil.common.data.stored_ids import ABSENT, IdIndex
 from splitveil.common.errors import InvalidMessage
-from splitveil.common.run.messages import Embedded
+from splitveil.common.run.messages import Embedded, ModelIdentity
 from splitveil.common.wire.connection import MessageStream, PeerConnection
+from splitveil.common.wire.endpoint import INFERENCE_SERVICE, method_path
 from splitveil.common.wire.inference_codec import (
     decode_points,
     decode_rows,
@@ -23,45 +24,30 @@ from splitveil.common.wire.inference_codec import (
     sealed_rows,
     secrets_of,
 )
-from splitveil.common.wire.limits import CHUNK_IDS, believed
+from splitveil.common.wire.limits import CHUNK_IDS, believed, reader
 from splitveil.common.wire.tensor_codec import TensorLimits
 from splitveil.protos import split_learning_pb2 as pb
 
 
-class TableClient:
+class TableClient(EmbedClient):
     """Answers ids from a table that was taken as a whole; no single id is ever asked for."""
 
-    def __init__(self, inner: EmbedClient) -> None:
-        self.party = inner.party
-        self._inner = inner
-        self._limits = TensorLimits.of(inner.connection.contract)
+    def __init__(self, connection: PeerConnection, model: ModelIdentity, deadline_s: float) -> None:
+        super().__init__(connection, model, deadline_s)
+        self._limits = TensorLimits.of(connection.contract)
         self._index: IdIndex | None = None
         self._place = np.empty(0, np.int64)
         self._values = torch.empty(0)
 
-    @property
-    def connection(self) -> PeerConnection:
-        return self._inner.connection
-
-    @property
-    def max_ids(self) -> int:
-        return self._inner.max_ids
-
-    def check_model(self) -> object:
-        return self._inner.check_model()
-
-    def close(self) -> None:
-        self._inner.close()
-
     def take(self, ids: Sequence[str], interruption: Callable[[], int | None]) -> None:
         distinct = list(dict.fromkeys(ids))
-        stream = self._inner.open_table(interruption)
+        stream = self.open_table(interruption)
         try:
             points = b"".join(self._unmasked(stream, distinct))
             key_of = {
                 secret.tag: (row, secret.key) for row, secret in enumerate(secrets_of(points))
             }
-            opened = dict(self._opened(stream, key_of))
+            opened = dict(self._rows_in(stream, key_of))
         finally:
             stream.drop()
         place = np.full(len(distinct), ABSENT, np.int64)
@@ -70,6 +56,16 @@ class TableClient:
         self._values = decode_rows(list(opened.values()), self._limits)
         self._place = place
         self._index = IdIndex(distinct)
+
+    def open_table(self, interruption: Callable[[], int | None]) -> MessageStream:
+        with self._lock:
+            channel = self.connection.channel()
+        method: Any = channel.stream_stream(
+            method_path("EmbedTable", INFERENCE_SERVICE),
+            pb.TableRequest.SerializeToString,
+            reader(pb.TableReply, self.connection.contract.max_message_bytes),
+        )
+        return MessageStream(method, self._deadline_s, interruption, self.connection.error_of)
 
     def submit(self, ids: Sequence[str]) -> "Future[Embedded]":
         if self._index is None:
@@ -91,14 +87,15 @@ class TableClient:
             part = ids[start : start + most]
             masked = group.mask(ristretto.digest_ids(part), scalar)
             is_last = start + most >= len(ids)
-            stream.send_all([self._inner.table_request(masked, last=is_last)])
+            request = pb.TableRequest(model_digest=self._digest, points=masked, last=is_last)
+            stream.send_all([request])
             reply: pb.TableReply = believed(stream.receive())
             try:
                 yield group.multiply(decode_points(reply.points, len(part)), undoing)
             except ristretto.NotInGroupError as error:
                 raise InvalidMessage(f"points: {error}") from error
 
-    def _opened(
+    def _rows_in(
         self, stream: MessageStream, key_of: dict[bytes, tuple[int, bytes]]
     ) -> Iterator[tuple[int, bytes]]:
         while True:

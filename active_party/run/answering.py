@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from splitveil.active_party.defenses.interface import PendingRelease
+from splitveil.active_party.defenses.projected.stages import StageRelease
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import LeakBudget
 from splitveil.active_party.run.parties import OpenQuestion, PassivePeer, PassivePeers, Reply
@@ -87,7 +87,7 @@ class Answering:
         self._releases = releases
         self.unlearned: AnsweredStep | None = None
         """The step that the top model has still to learn from."""
-        self._pending: PendingRelease | None = None
+        self._pending: StageRelease | None = None
         self.is_midway = False
         """Whether a change of the state has failed, so that it must not be saved."""
 

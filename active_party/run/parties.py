@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.run.audit_service import AuditService
-from splitveil.common.alignment import Share
+from splitveil.common.alignment.share import Share
 from splitveil.common.errors import AlignmentError, OutOfStep
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import evaluations_ahead

@@ -14,7 +14,6 @@ from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.active_party.run.releases import Releases
 from splitveil.active_party.training.evaluation import EarlyStop, Evaluator
 from splitveil.active_party.training.top_trainer import TopTrainer
-from splitveil.common.alignment import Splits
 from splitveil.common.errors import SettingsError
 from splitveil.common.record.release_file import ReleaseFile
 from splitveil.common.run.contract import Contract
@@ -26,7 +25,7 @@ from splitveil.common.run.progress import (
     State,
     refusing_other_versions,
 )
-from splitveil.common.run.sample_order import NONCE_BYTES, Positions
+from splitveil.common.run.sample_order import NONCE_BYTES, Positions, Splits
 
 TrainerFactory = Callable[[AlignedRows], TopTrainer]
 

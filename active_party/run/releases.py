@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.interface import PendingRelease
+from splitveil.active_party.defenses.projected.stages import StageRelease
 from splitveil.active_party.ledger.budget import LeakBudget
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.common.errors import OtherAnswer, StorageError
@@ -45,7 +45,7 @@ class Releases:
         while self._find(stage) is not None:
             stage += 1
 
-    def begin(self, pending: PendingRelease) -> None:
+    def begin(self, pending: StageRelease) -> None:
         """Begin a stage with its release, which is the stored one if there is one.
 
         A release beyond the leak budget is neither drawn nor used; nor is one that was used before
@@ -86,7 +86,7 @@ class Releases:
             )
         return release
 
-    def _draw(self, pending: PendingRelease) -> None:
+    def _draw(self, pending: StageRelease) -> None:
         stage = pending.stage
         release = self._file.at(stage)
         if release is None:
@@ -103,7 +103,7 @@ class Releases:
         return self._questions.release_tag(stage, _as_bytes(parts))
 
 
-def _check_design(release: Mapping[str, Tensor], pending: PendingRelease) -> None:
+def _check_design(release: Mapping[str, Tensor], pending: StageRelease) -> None:
     if _DESIGN not in release or not torch.equal(release[_DESIGN], _as_tensor(pending.design)):
         raise _other_arithmetic(pending.stage)
 

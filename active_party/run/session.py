@@ -32,7 +32,7 @@ from splitveil.active_party.run.parties import (
 )
 from splitveil.active_party.run.preparation import OwnRows, OwnRules, Preparation, TrainerFactory
 from splitveil.active_party.run.stages import Listening, Stage
-from splitveil.common.alignment import Share
+from splitveil.common.alignment.share import Share
 from splitveil.common.errors import (
     AlignmentError,
     NotOpen,

@@ -18,9 +18,10 @@ from splitveil.active_party.defenses import (
     DefenseReport,
     RawBatch,
 )
-from splitveil.active_party.defenses.interface import LabelledRows, PendingRelease, StagedDefense
+from splitveil.active_party.defenses.interface import LabelledRows
 from splitveil.active_party.defenses.objective import BatchLabels, Objective, StepOutcome
 from splitveil.active_party.defenses.projected.features import CutMemory, LabelFreeFacts
+from splitveil.active_party.defenses.projected.stages import ProjectedLabels, StageRelease
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.active_party.training.own_models import Fitting, KnownRows, refit_top
 from splitveil.active_party.training.predictions import LossWeights, PredictionFigures
@@ -95,7 +96,7 @@ class TopTrainer:
         self.num_classes = rows.num_classes
         self.kind = rows.kind
         self.defense = defense
-        self.staged = defense if isinstance(defense, StagedDefense) else None
+        self.staged = defense if isinstance(defense, ProjectedLabels) else None
         self.phases = phases or Phases()
         self._objective = objective
         self._features = None if rows.features is None else rows.features.to(device)
@@ -122,7 +123,7 @@ class TopTrainer:
         """Take note of the activations of some training rows before the first step."""
         self._note(torch.from_numpy(positions.copy()), activation)
 
-    def pending_release(self, epoch: int) -> PendingRelease | None:
+    def pending_release(self, epoch: int) -> StageRelease | None:
         """Return the release that the defense needs before an epoch's next answer, if any."""
         if self.staged is None or self._training is None or self.memory is None:
             return None

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from splitveil.common.alignment.common_tags import Positions, secret_permutation
+from splitveil.common.alignment.common_tags import secret_permutation
 from splitveil.common.errors import AlignmentError
-from splitveil.common.run.sample_order import keyed_digests
+from splitveil.common.run.sample_order import Positions, keyed_digests
 
 _PURPOSE = b"splitveil bucket"
 _IDS_AT_ONCE = 2**16

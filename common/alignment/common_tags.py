@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from splitveil.common.errors import InvalidMessage
+from splitveil.common.run.sample_order import Positions
 from splitveil.common.wire.limits import TAG_BYTES
 
 Tags = npt.NDArray[np.bytes_]
-Positions = npt.NDArray[np.int64]
 
 _SHUFFLE = b"splitveil alignment shuffle 2\x00"
 _KEYS_AT_ONCE = 2**13

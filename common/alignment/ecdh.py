@@ -45,7 +45,6 @@ from splitveil.common.alignment.agreement import (
 )
 from splitveil.common.alignment.buckets import buckets_of, padded_size, secret_order
 from splitveil.common.alignment.common_tags import common_tags
-from splitveil.common.alignment.interface import RowIndices, Splits
 from splitveil.common.alignment.store import (
     ExchangeState,
     ExchangeStore,
@@ -57,6 +56,7 @@ from splitveil.common.alignment.turns import Frames, TagTurns, check_chunk, chec
 from splitveil.common.alignment.workers import GroupOperations, WorkerPool
 from splitveil.common.data.ids import NORMALISATION
 from splitveil.common.errors import InvalidMessage, OutOfStep, SplitveilError, TooLarge
+from splitveil.common.run.sample_order import Positions, Splits
 from splitveil.common.wire import limits
 from splitveil.protos import split_learning_pb2 as pb
 
@@ -143,13 +143,13 @@ class EcdhExchange:
         self._store: ExchangeStore | None = None
         self._resume_point: ResumePoint | None = None
         self._ids_digest = self._exchange = b""
-        self._found: list[RowIndices] = []  # rows of the common ids of each bucket
+        self._found: list[Positions] = []  # rows of the common ids of each bucket
         self._digest = b""  # of their tags
         self._use_bucket(0, random_scalar(), os.urandom(32))
 
     def _use_bucket(self, bucket: int, scalar: bytes, shuffle_seed: bytes) -> None:
         self._bucket, self._scalar, self._shuffle_seed = bucket, scalar, shuffle_seed
-        self._order: RowIndices | None = None
+        self._order: Positions | None = None
         num_own = int(self._hello.set_size) // self._num_buckets
         self._tags = TagTurns(num_own, CHUNK_IDS, lambda: pb.AlignFrame(done=self._intersect()))
         self._own_done: pb.AlignDone | None = None
@@ -165,6 +165,7 @@ class EcdhExchange:
 
     @property
     def done_ids(self) -> int:
+        """The number of ids of both parties that have been processed, out of ``total_ids``."""
         tags = self._tags
         before = self._bucket * (tags.num_own + tags.num_peer)
         return before + tags.num_taken + tags.num_computed
@@ -175,10 +176,12 @@ class EcdhExchange:
 
     @property
     def answered_ids(self) -> int:
+        """The number of the peer's ids for which tags have been computed."""
         return self._bucket * self._tags.num_peer + self._tags.num_answered
 
     @property
     def number(self) -> str:
+        """The number of a stored exchange, the same if it is resumed; empty if it is not stored."""
         return self._exchange.hex() if self._store is not None else ""
 
     @property
@@ -190,6 +193,7 @@ class EcdhExchange:
         return self._own_done is not None and self._peer_done is not None
 
     def store_in(self, store: ExchangeStore) -> None:
+        """Store the exchange, and resume the one that is stored; call it first of all."""
         self._store = store
         self._ids_digest = digest_of_ids(self._ids)
         point = store.load(self._ids_digest, CHUNK_IDS, self._num_buckets, part_of(CHUNK_IDS))
@@ -256,14 +260,15 @@ class EcdhExchange:
                 self._peer_done = frame.done
             case _:
                 raise InvalidMessage("the alignment frame is empty")
-        return Frames()
+        return iter(())
 
     def begin_next_bucket(self) -> None:
+        """Go on to the next bucket, or raise AlignmentError."""
         self._check_agreed()
         self._begin(self._bucket + 1)
 
-    def result(self) -> RowIndices:
-        """Return the rows of the common ids, in the order that both parties share."""
+    def result(self) -> Positions:
+        """Return the rows of the common ids in the common order, or raise AlignmentError."""
         self._check_agreed(self._min_aligned)
         return np.concatenate(self._found)
 
@@ -353,7 +358,7 @@ class EcdhExchange:
             self._own_done.split_digest = digest.digest()
         return self._own_done
 
-    def _require_order(self) -> RowIndices:
+    def _require_order(self) -> Positions:
         self._require_hello()
         if self._order is None:
             raise OutOfStep("the alignment hello was refused")

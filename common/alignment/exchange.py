@@ -4,33 +4,44 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from queue import SimpleQueue
+from typing import NamedTuple
 
 from splitveil.common.alignment.channel import AlignChannel, Heartbeats
-from splitveil.common.alignment.ecdh import EcdhEngine
-from splitveil.common.alignment.interface import (
-    Agree,
-    Alignment,
-    AlignmentEngine,
-    AlignmentExchange,
-    Counting,
-    Splits,
-)
+from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
 from splitveil.common.alignment.store import ExchangeStore, ExchangeStores
 from splitveil.common.alignment.tried_ids import TriedIds, file_of_count
 from splitveil.common.errors import AlignmentError, ProtocolError
 from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.run.contract import AlignmentSettings
+from splitveil.common.run.sample_order import Positions, Splits
 from splitveil.protos.split_learning_pb2 import AlignFrame
 
 _IN_TURN = frozenset({"commitment", "tags", "done"})
 """Frames that end what a party sends unprompted, in an order that the peer checks."""
 
 
+class Alignment(NamedTuple):
+    """The outcome of one alignment."""
+
+    rows: Positions  # this party's rows of the common ids, in the order that both parties share
+    peer_nonce: bytes
+    peer_set_size: int
+
+    nonces: tuple[bytes, ...] = ()  # the nonces of all passive parties, if there is more than one
+
+
+Counting = Callable[[EcdhExchange], AbstractContextManager[None]]
+"""Counts the ids that the peer tries once its hello has arrived; see ``TriedIds.counted``."""
+
+Agree = Callable[[Alignment, AlignChannel], Alignment]
+"""The step that two parties take between finding their common ids and closing the channel."""
+
+
 def align(
-    engine: AlignmentEngine,
+    engine: EcdhEngine,
     ids: Sequence[str],
     channel: AlignChannel,
     *,
@@ -78,7 +89,7 @@ def align(
 
 
 @contextmanager
-def _forgetting_failed(exchange: AlignmentExchange) -> Iterator[None]:
+def _forgetting_failed(exchange: EcdhExchange) -> Iterator[None]:
     try:
         yield
     except AlignmentError:
@@ -87,7 +98,7 @@ def _forgetting_failed(exchange: AlignmentExchange) -> Iterator[None]:
 
 
 def _transfer(
-    exchange: AlignmentExchange, channel: AlignChannel, progress: Callable[[int, int], None]
+    exchange: EcdhExchange, channel: AlignChannel, progress: Callable[[int, int], None]
 ) -> None:
     """Receive in this thread and send in another.
 
@@ -154,7 +165,7 @@ def _ignore(_done_ids: int, _total_ids: int) -> None: ...
 _MOST_WORKERS = 8
 
 
-def build_engine(settings: AlignmentSettings) -> AlignmentEngine:
+def build_engine(settings: AlignmentSettings) -> EcdhEngine:
     """Build a contract's engine, which uses the cores that the process may use, at most eight."""
     return EcdhEngine(
         min_aligned=settings.min_aligned,

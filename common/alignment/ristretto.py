@@ -20,12 +20,7 @@ DIGEST_BYTES = 64
 _DOMAIN = b"splitveil ecdh-ristretto255 id 1\x00"
 
 # Release 1.0.18, the first with ristretto255, has the library version 23.
-_SYSTEM_LIBRARIES = (
-    "libsodium.so.26",
-    "libsodium.so.23",
-    "libsodium.26.dylib",
-    "libsodium.23.dylib",
-)
+_SYSTEM_LIBRARIES = ("libsodium.so.26", "libsodium.so.23")
 
 # RFC 9496, appendix A.1: the generator and twice the generator. Appendix A.3: a label and its group
 # element.

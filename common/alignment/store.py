@@ -29,9 +29,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 from pydantic import ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
-from splitveil.common.alignment.common_tags import Positions
 from splitveil.common.errors import AlignmentError, ProtocolError, StorageError
 from splitveil.common.record.run_folder import write_bytes_atomically
+from splitveil.common.run.sample_order import Positions
 from splitveil.common.wire.limits import POINT_BYTES, TAG_BYTES
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
 
-from splitveil.common.alignment.interface import CountedExchange
+from splitveil.common.alignment.ecdh import EcdhExchange
 from splitveil.common.errors import AlignmentError, StorageError
 from splitveil.common.party.party_settings import ALIGNMENT_ATTEMPTS
 from splitveil.common.record.run_folder import write_bytes_atomically
@@ -76,7 +76,7 @@ class TriedIds:
         return Tried(*self._count_of(peer)[:2])
 
     @contextmanager
-    def counted(self, peer: str, exchange: CountedExchange) -> Iterator[None]:
+    def counted(self, peer: str, exchange: EcdhExchange) -> Iterator[None]:
         """Charge an exchange after the peer's hello, and refund unanswered ids when it is over."""
         announced, number = exchange.peer_set_size, exchange.number
         self._charge(peer, announced, number)

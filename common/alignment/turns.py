@@ -6,10 +6,10 @@ and a party whose points are a copy of the other's is refused.
 """
 
 import hashlib
+import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 
 from splitveil.common.alignment.store import ExchangeStore, ResumePoint, StoredName
 from splitveil.common.errors import InvalidMessage, OutOfStep, TooLarge
@@ -24,20 +24,9 @@ TURNS = 64
 _DOMAIN = b"splitveil alignment tags 2\x00"
 
 
-class Frames:
-    """Frames that are made one by one when they are sent: together, their tags may be many.
-
-    A party with few ids is shown many tags for each of its own.
-    """
-
-    def __init__(self, makers: Sequence[Callable[[], pb.AlignFrame]] = ()) -> None:
-        self._makers = makers
-
-    def __len__(self) -> int:
-        return len(self._makers)
-
-    def __iter__(self) -> Iterator[pb.AlignFrame]:
-        return (make() for make in self._makers)
+Frames = Iterator[pb.AlignFrame]
+"""Frames that are made one by one when they are sent: together, their tags may be many, as a party
+with few ids is shown many tags for each of its own."""
 
 
 class TagTurns:
@@ -175,13 +164,13 @@ class TagTurns:
             are_sent = self._points_sent == self.num_own * POINT_BYTES
             are_computed = self.num_computed == self.num_peer
             if self._has_committed or not are_sent or not are_computed:
-                return Frames()
+                return iter(())
             if self._own_points.digest() == self._peer_points.digest():
                 raise InvalidMessage("the other party sends this party's own points back")
             self._has_committed = True
             digest = _commitment(self._own_points.digest(), self.of_peer)
             frame = pb.AlignFrame(commitment=pb.AlignCommitment(digest=digest))
-            return Frames([lambda: frame, *self._show()])
+            return itertools.chain([frame], self._show())
 
     def receive_commitment(self, message: pb.AlignCommitment) -> Frames:
         """Take the peer's commitment, and return the tags that may be shown now.
@@ -202,7 +191,7 @@ class TagTurns:
             elif message.digest != self._earlier_commitment:
                 raise InvalidMessage("the other party commits to other tags than before")
             self._peer_commitment = message.digest
-            return Frames(self._show())
+            return self._show()
 
     def receive(self, message: pb.Tags) -> Frames:
         """Take tags of this party's ids, and return those whose turn it is then.
@@ -220,7 +209,7 @@ class TagTurns:
             check_length("tags", message.tags, expected * TAG_BYTES)
             self._append("own.tags", message.tags)
             self.own += message.tags
-            return Frames(self._show())
+            return self._show()
 
     def _append(self, name: StoredName, data: bytes) -> None:
         if self._store is not None:
@@ -236,14 +225,13 @@ class TagTurns:
         if _commitment(self._peer_points.digest(), self.own) != self._peer_commitment:
             raise InvalidMessage("the other party's tags are not those that it committed to")
 
-    def _show(self) -> list[Callable[[], pb.AlignFrame]]:
+    def _show(self) -> Frames:
         """Show the tags whose turn it is, once both parties have committed to theirs.
 
         It is a party's turn while it has shown no larger share of its tags than the other.
         """
-        frames: list[Callable[[], pb.AlignFrame]] = []
         if not self._has_committed or self._peer_commitment is None:
-            return frames
+            return iter(())
         if not self._is_on_disk:
             if self._store is not None:
                 self._store.sync()
@@ -251,15 +239,13 @@ class TagTurns:
         if self.num_taken == self.num_own:
             self._check_commitment()
         part = self._part(self.num_peer)
-        for first in range(self.num_shown, self._due(self.num_shown), part):
-            self.num_shown = min(first + part, self.num_peer)
-            frames.append(partial(self._tags_frame, first, part))
+        first, self.num_shown = self.num_shown, self._due(self.num_shown)
+        frames = (self._tags_frame(at, part) for at in range(first, self.num_shown, part))
         # In the same call as the last tags: another thread would send it before them.
-        if self.num_taken == self.num_own and not self._is_finished:
-            self._is_finished = True
-            last = self._finish()
-            frames.append(lambda: last)
-        return frames
+        if self.num_taken < self.num_own or self._is_finished:
+            return frames
+        self._is_finished = True
+        return itertools.chain(frames, [self._finish()])
 
     def _tags_frame(self, first: int, part: int) -> pb.AlignFrame:
         tags = bytes(self.of_peer[first * TAG_BYTES : (first + part) * TAG_BYTES])

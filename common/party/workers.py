@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import stat
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -104,7 +103,7 @@ def _private_file(rank: Rank) -> Path | None:
     """Return the file by which processes on one machine meet, instead of at an open port."""
     if rank.local_size < rank.size:
         return None
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     folder = Path(tempfile.gettempdir(), f"splitveil-{os.getuid()}")
     folder.mkdir(0o700, exist_ok=True)
     found = folder.lstat()

@@ -27,6 +27,7 @@ SPLITS: tuple[SplitName, ...] = get_args(SplitName)
 
 
 Positions = npt.NDArray[np.int64]  # indices of examples in the common order, counted from 0
+Splits = npt.NDArray[np.int8]  # the split of each of a party's own ids, as an index into ``SPLITS``
 NONCE_BYTES = 32  # length of a party's share of the joint seed, the same as that of the seed
 POSITIONS_DIGEST_BYTES = 16
 """Length of a digest of positions, which detects mistakes and need not keep anything secret."""

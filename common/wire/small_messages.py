@@ -4,7 +4,7 @@ They are those of the handshake, of the replies to held-out activations, of audi
 """
 
 import re
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, get_args
 
 import torch
 
@@ -27,20 +27,13 @@ OursT = TypeVar("OursT")
 TheirsT = TypeVar("TheirsT")
 
 SPLIT_TO_WIRE: dict[PassName, pb.Split] = {
-    "survey": pb.SPLIT_SURVEY,
-    "train": pb.SPLIT_TRAIN,
-    "validation": pb.SPLIT_VALIDATION,
-    "test": pb.SPLIT_TEST,
+    name: pb.Split.Value(f"SPLIT_{name.upper()}") for name in get_args(PassName)
 }
 COURSE_TO_WIRE: dict[Course, pb.Course] = {
-    Course.CONTINUE: pb.COURSE_CONTINUE,
-    Course.STOP: pb.COURSE_STOP,
+    course: pb.Course.Value(f"COURSE_{course.name}") for course in Course
 }
 LEAVE_REASON_TO_WIRE: dict[LeaveReason, pb.LeaveReason] = {
-    LeaveReason.FINISHED: pb.LEAVE_REASON_FINISHED,
-    LeaveReason.INTERRUPTED: pb.LEAVE_REASON_INTERRUPTED,
-    LeaveReason.ALIGNMENT_FAILED: pb.LEAVE_REASON_ALIGNMENT_FAILED,
-    LeaveReason.FAILED: pb.LEAVE_REASON_FAILED,
+    reason: pb.LeaveReason.Value(f"LEAVE_REASON_{reason.name}") for reason in LeaveReason
 }
 
 

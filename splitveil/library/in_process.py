@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from splitveil.active_party.grpc_server.service import agreeing
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
-from splitveil.common.alignment import AlignChannel, AlignmentEngine, align, channel_pair
+from splitveil.common.alignment.channel import AlignChannel, channel_pair
+from splitveil.common.alignment.ecdh import EcdhEngine
+from splitveil.common.alignment.exchange import align
 from splitveil.common.errors import (
     AlignmentError,
     NotOpen,
@@ -38,7 +40,7 @@ class InProcessPeer:
     def __init__(
         self,
         session: ActiveSession,
-        engine: AlignmentEngine,
+        engine: EcdhEngine,
         party: str | None = None,
         patience_s: float = 600.0,
     ) -> None:

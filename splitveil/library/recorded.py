@@ -26,7 +26,6 @@ from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
-from splitveil.common.alignment import AlignmentEngine
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.alignment.ristretto import DIGEST_BYTES, POINT_BYTES
 from splitveil.common.errors import EndedForGood
@@ -42,7 +41,7 @@ from splitveil.common.run.course import AlignedRows
 from splitveil.common.text.version import VERSION
 from splitveil.library.in_process import InProcessPeer, meet
 from splitveil.library.loading import PartiesSettings
-from splitveil.passive_party.assembly import BottomBuilder
+from splitveil.passive_party.assembly import BottomBuilder, evaluation_labels
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
@@ -105,7 +104,7 @@ class _Passive:
         self._settings = settings
         self._folder = _folder_with_settings(settings, run_folder / settings.folder_name())
         data = PartyData.of(settings)
-        observer = _Recorder(settings, self._folder, data.ids, _evaluation_labels(settings))
+        observer = _Recorder(settings, self._folder, data.ids, evaluation_labels(settings))
         observer.console = Console(file=io.StringIO())  # the active party's bar shows every step
         self.recorder = resources.enter_context(observer)
         engine = clear_engine(settings.contract.alignment)
@@ -150,14 +149,6 @@ def _folder_with_settings(settings: ActiveSettings | PassiveSettings, folder: Pa
     return folder
 
 
-def _evaluation_labels(settings: PassiveSettings) -> PartyData | None:
-    if settings.adversary is None or settings.adversary.labels is None:
-        return None
-    return PartyData.load(
-        settings.adversary.labels, settings.base_dir, id_rules=settings.contract.ids
-    )
-
-
 def assemble_active(
     settings: ActiveSettings,
     observer: SessionObserver,
@@ -185,7 +176,7 @@ def assemble_passive(
     settings: PassiveSettings,
     data: PartyData,
     observer: RunObserver,
-    engine: AlignmentEngine,
+    engine: EcdhEngine,
     *,
     store: RunStore | None = None,
     device: torch.device | None = None,
@@ -218,7 +209,7 @@ class _ClearGroup:
         return points
 
 
-def clear_engine(settings: AlignmentSettings) -> AlignmentEngine:
+def clear_engine(settings: AlignmentSettings) -> EcdhEngine:
     """Build an engine that compares ids in the clear. Never use it between two processes.
 
     Multiplying every id by two secret scalars takes longer than training on a small table. What

@@ -12,7 +12,7 @@ import torch
 from splitveil.active_party.run.aligning import AlignmentSession
 from splitveil.active_party.run.preparation import OwnRows
 from splitveil.active_party.run.stages import Stage
-from splitveil.common.alignment import AlignChannel
+from splitveil.common.alignment.channel import AlignChannel
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.alignment.ristretto import load
 from splitveil.common.alignment.workers import GroupOperations

@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from splitveil.common.alignment import QueueChannel, StreamChannel, align, channel_pair, ristretto
+from splitveil.common.alignment import ristretto
+from splitveil.common.alignment.channel import QueueChannel, StreamChannel, channel_pair
 from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
-from splitveil.common.alignment.exchange import _transfer
+from splitveil.common.alignment.exchange import _transfer, align
 from splitveil.common.alignment.ristretto import Ristretto
 from splitveil.common.alignment.workers import WorkerPool
 from splitveil.common.errors import (
@@ -72,7 +73,7 @@ def test_a_bad_frame_after_the_hello_is_rejected(
     with pytest.raises(error):
         session.receive(frame)
     assert session.done_ids == 0
-    assert not session.receive(points_frame(0, points(16)))
+    assert not list(session.receive(points_frame(0, points(16))))
     assert session.done_ids == 16
 
 
@@ -88,7 +89,7 @@ def test_bad_tags_are_rejected(frame: pb.AlignFrame, error: type[SplitveilError]
     session = committed(40, bytes(40 * 16), points(40))
     with pytest.raises(error):
         session.receive(frame)
-    assert len(session.receive(tags_frame(0, bytes(16)))) == 1
+    assert len(list(session.receive(tags_frame(0, bytes(16))))) == 1
 
 
 def test_no_tag_is_shown_or_taken_before_both_have_committed_to_theirs() -> None:

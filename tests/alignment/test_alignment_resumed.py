@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from splitveil.common.alignment import ExchangeStore
 from splitveil.common.alignment.ecdh import EcdhExchange
-from splitveil.common.alignment.store import StoredName
+from splitveil.common.alignment.store import ExchangeStore, StoredName
 from splitveil.common.errors import InvalidMessage, OutOfStep, PeerUnreachable, StorageError
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.aligned import (

@@ -10,8 +10,9 @@ from typing import Literal
 
 import pytest
 
-from splitveil.common.alignment import Splits, ristretto
+from splitveil.common.alignment import ristretto
 from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
+from splitveil.common.run.sample_order import Splits
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.aligned import ENGINE, align_both, common_ids, names, points_frame, split
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from splitveil.common.alignment import TriedIds, ecdh
+from splitveil.common.alignment import ecdh
 from splitveil.common.alignment.buckets import buckets_of, places_of
 from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
+from splitveil.common.alignment.tried_ids import TriedIds
 from splitveil.common.errors import (
     AlignmentError,
     InvalidMessage,

@@ -5,10 +5,17 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from splitveil.common.alignment import AlignChannel, QueueChannel, Splits, align, channel_pair
-from splitveil.common.alignment.channel import Heartbeats, wait_frame
+from splitveil.common.alignment.channel import (
+    AlignChannel,
+    Heartbeats,
+    QueueChannel,
+    channel_pair,
+    wait_frame,
+)
 from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
+from splitveil.common.alignment.exchange import align
 from splitveil.common.errors import PeerUnreachable, TooLarge
+from splitveil.common.run.sample_order import Splits
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.aligned import (
     ENGINE,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from splitveil.active_party.run.stages import Stage
-from splitveil.common.alignment import Alignment
+from splitveil.common.alignment.exchange import Alignment
 from splitveil.common.errors import OutOfStep
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows, run_course

@@ -6,12 +6,14 @@ import stat
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from splitveil.common.alignment import AlignChannel, TriedIds, channel_pair, file_of_count
+from splitveil.common.alignment.channel import AlignChannel, channel_pair
 from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
+from splitveil.common.alignment.tried_ids import TriedIds, file_of_count
 from splitveil.common.errors import AlignmentError, PeerError, SplitveilError, StorageError
 from splitveil.common.record.run_folder import open_run_folder
 from splitveil.common.run.messages import Offer, Opening
@@ -165,15 +167,13 @@ def test_an_honest_repetition_is_no_guess_even_with_the_tightest_cap(
 # ---- the count ----
 
 
-class Exchange(NamedTuple):
-    peer_set_size: int
-    answered_ids: int
-    number: str = ""
-    is_complete: bool = False
+def exchange_of(peer_set_size: int, answered_ids: int) -> Any:
+    counts = {"peer_set_size": peer_set_size, "answered_ids": answered_ids}
+    return SimpleNamespace(**counts, number="", is_complete=False)
 
 
 def tries(count: TriedIds, announced: int, answered: int) -> None:
-    with count.counted("passive", Exchange(announced, answered)):
+    with count.counted("passive", exchange_of(announced, answered)):
         pass
 
 
@@ -201,7 +201,7 @@ def test_the_count_outlives_the_process_and_a_new_beginning(tmp_path: Path) -> N
 def test_an_exchange_is_counted_before_anything_is_answered(tmp_path: Path) -> None:
     """A process that is killed in its middle has counted it."""
     path = tmp_path / "count"
-    with TriedIds(CAP, path=path).counted("passive", Exchange(CAP, 0)):
+    with TriedIds(CAP, path=path).counted("passive", exchange_of(CAP, 0)):
         assert TriedIds(CAP, path=path).of("passive") == (CAP, 1)
     assert TriedIds(CAP, path=path).of("passive") == (0, 0)
 
@@ -213,7 +213,7 @@ def test_an_exchange_that_outlives_its_count_takes_nothing_from_the_next(
     """A stream may end later than the run whose end forgets it."""
     path = tmp_path / "count"
     count = TriedIds(CAP, path=path)
-    with count.counted("passive", Exchange(CAP, answered)):
+    with count.counted("passive", exchange_of(CAP, answered)):
         count.forget()
     assert count.of("passive") == (0, 0)
     assert TriedIds(CAP, path=path).of("passive") == (0, 0)
@@ -225,7 +225,7 @@ def test_small_exchanges_are_bounded_by_their_number() -> None:
         tries(count, 5, 1)
     with pytest.raises(AlignmentError, match="20 ids in 20 exchanges"):
         tries(count, 5, 1)
-    with count.counted("another", Exchange(5, 5)):
+    with count.counted("another", exchange_of(5, 5)):
         pass
 
 

@@ -195,13 +195,7 @@ def test_what_would_exceed_a_limit_is_not_charged() -> None:
             ledger.would_exceed(0.1, adversary="anybody", **limit)  # type: ignore[arg-type]
 
 
-def test_repeated_noise_is_charged_once() -> None:
-    ledger = Ledger(1)
-    for _ in range(3):
-        ledger.charge(defenses.LeakCharge(0.5, noise_identity="key 1"))
-    assert ledger.guarantee().sum_kl.max == 0.5
-    ledger.charge(defenses.LeakCharge(0.5, noise_identity="key 2"))
-    assert ledger.guarantee().sum_kl.max == 1.0
+def test_a_charge_of_a_gaussian_mechanism_has_the_exact_figure() -> None:
     gaussian = Ledger(1)
     gaussian.charge(0.5, adversary="anybody", is_gaussian=True)
     expected = 0.5 * (1 + math.erf(math.sqrt(0.5) / 2))  # Phi(mu / sqrt 2)

@@ -88,11 +88,6 @@ def test_a_run_is_refused_when_it_is_built_and_not_at_its_first_answer(
 # ---- what it is charged
 
 
-def test_a_charge_is_what_the_class_states_and_infinite_where_it_states_none(module: str) -> None:
-    assert defended(module, "Clipped").report.charge.sum_kl == 1.0
-    assert defended(module, "Uncharged").report.charge.sum_kl == math.inf
-
-
 def test_every_answer_is_checked(module: str) -> None:
     defended(module, "FailsLater", rows=8)
     with pytest.raises(ValueError, match="expected a gradient like the raw one"):

@@ -366,10 +366,17 @@ def test_one_class_borrows_the_other_from_earlier_batches() -> None:
     gradients, both_labels = binary_batch(batch=4000)
     rows, labels = one_class_rows(batch=4000)  # the same rows, the positives left out
     defense = build_defense(settings_of("marvell", seed=1))
-    _, both = defense.defend(RawBatch(gradients, both_labels))
+    defense.defend(RawBatch(gradients, both_labels))
     defended, report = defense.defend(RawBatch(rows, labels))
     assert report.solution is not None
-    assert report.sum_kl_before == pytest.approx(both.sum_kl_before)
+    neg_along, neg_across, pos_along, pos_across, _ = report.solution
+    positives = gradients[both_labels == 1]
+    # The power is 4 squared gaps, at the share of positives in both batches.
+    share, others = len(positives) / (len(gradients) + len(rows)), gradients.shape[1] - 1
+    power = share * (pos_along + others * pos_across)
+    power += (1 - share) * (neg_along + others * neg_across)
+    gap = positives.double().mean(dim=0) - rows.double().mean(dim=0)
+    assert power == pytest.approx(4 * float(gap.square().sum()), rel=1e-6)
     noise = defended - rows
     assert float(noise.square().sum(dim=1).mean()) == pytest.approx(report.noise_power, rel=0.1)
     assert report.noise_power > 0

@@ -17,19 +17,15 @@ from splitveil.active_party.defenses import (
     GafmDefense,
     IsoDefense,
     MarvellDefense,
-    MaxNormDefense,
     NoDefense,
-    NoisyLabelDefense,
     RawBatch,
 )
 from splitveil.active_party.defenses import gafm_losses as losses
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.gafm import Adversarial
 from splitveil.active_party.defenses.interface import DefenseReport, LeakCharge
-from splitveil.active_party.defenses.label_mechanisms import RandomizedResponse
 from splitveil.active_party.defenses.noise import SecureNoise
 from splitveil.active_party.defenses.objective import BatchLabels, TopModel
-from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.common.models.dense import MlpTop
 from splitveil.common.models.settings import MlpModel
 from splitveil.common.privacy.leakage import leak_auc
@@ -39,7 +35,6 @@ from tests.ledger.test_charges import divergence
 from tests.support.defenses import build_defense
 
 ENTROPY = hashlib.shake_256(b"test").digest(2496)
-RESPONSE = NoisyLabelDefense(mechanism=RandomizedResponse(kind="randomized_response", epsilon=1.0))
 
 
 def seeded(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -116,7 +111,7 @@ def test_the_adversarial_loss_is_the_difference_of_the_critics_means() -> None:
         assert float(case.critic(noisy[1:2, None])) < 0 < float(case.critic(noisy[:1, None]))
 
 
-def test_what_is_sent_is_the_sum_of_both_slopes_at_norm_one() -> None:
+def test_what_is_sent_is_the_sum_of_both_slopes_at_norm_one_or_one_of_them() -> None:
     case = Case()
     soft = losses.soften(case.labels, case.shifts)
 
@@ -129,25 +124,13 @@ def test_what_is_sent_is_the_sum_of_both_slopes_at_norm_one() -> None:
         return -float((soft * p.log() + (1 - soft) * (1 - p).log()).mean())
 
     first, second = slopes(adversarial, case.activation), slopes(cross_entropy, case.activation)
-    expected = 3.0 * first / first.norm() + second / second.norm()
-    found = case.mix(GafmDefense(gan_weight=3.0)).raw
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)
+    gan, labels = 3.0 * first / first.norm(), second / second.norm()
+    expected = {"gan_only": gan, "ce_only": labels, "both": gan + labels}
+    for terms, sent in expected.items():
+        found = case.mix(GafmDefense.model_validate({"gan_weight": 3.0, "terms": terms})).raw
+        torch.testing.assert_close(found, sent, rtol=1e-5, atol=1e-8)
     per_row = 3.0 * first / first.norm(dim=1)[:, None] + second / second.norm(dim=1)[:, None]
     assert float((found - per_row / per_row.norm()).abs().max()) > 0.01
-
-
-def test_each_ablation_sends_one_of_the_two_terms() -> None:
-    case = Case()
-    gan, labels, both = (
-        case.mix(GafmDefense(gan_weight=3.0, terms=terms)).raw
-        for terms in ("gan_only", "ce_only", "both")
-    )
-    torch.testing.assert_close(gan + labels, both)
-    assert float(gan.norm()) == pytest.approx(3)
-    assert float(labels.norm()) == pytest.approx(1)
-    # The cross entropy is of the cut's sum: every coordinate gets the same.
-    torch.testing.assert_close(labels, labels[:, :1].expand_as(labels))
-    assert float((gan - gan[:, :1]).abs().max()) > 1e-3
 
 
 def test_the_adversarial_term_alone_does_not_see_which_label_is_whose() -> None:
@@ -301,60 +284,10 @@ def test_noise_behind_it_is_charged_for_what_a_label_moves(terms: str) -> None:
     assert charge_of(marvell, mixed.raw, labels, 0.0).sum_kl == report.charge.sum_kl
 
 
-def test_where_the_means_cancel_their_gap_would_be_the_wrong_charge() -> None:
-    """A smooth function of the activation takes the gap away, and not the label."""
-    labels, activation, mixed = one_number_batch(0.2)
-    means = [activation[labels == label].mean() for label in (0, 1)]
-    gap = mixed.raw[labels == 1].mean() - mixed.raw[labels == 0].mean()
-    raw = mixed.raw - gap / (means[1] - means[0]) * activation
-    settings = GafmDefense(composed_with=IsoDefense(noise_ratio=0.05))
-    defense = build_defense(settings.composed_with, draw_keys=lambda: b"k" * 32)
-    defended, report = defense.defend(RawBatch(raw, labels))
-    read = leak_auc(knows_output(defended, activation), labels)
-    assert leak_auc_bound(report.charge.sum_kl) < 0.6
-    assert read > 0.9
-    assert leak_auc_bound(charge_of(settings, raw, labels, mixed.label_move).sum_kl) > read
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        GafmDefense(),
-        GafmDefense(response="persistent"),
-        GafmDefense(composed_with=MaxNormDefense()),
-        GafmDefense(composed_with=MarvellDefense(), terms="gan_only"),
-        GafmDefense(composed_with=IsoDefense(), terms="gan_only"),
-    ],
-    ids=str,
-)
-def test_what_has_no_proof_is_charged_without_bound(settings: GafmDefense) -> None:
-    labels, _, mixed = one_number_batch(0.2)
-    label_move = math.inf if settings.terms == "gan_only" else mixed.label_move
-    assert charge_of(settings, mixed.raw, labels, label_move).sum_kl == math.inf
-
-
-def test_on_a_wider_cut_marvells_noise_does_not_cover_the_labels_direction() -> None:
-    case = Case(batch=200)
-    settings = GafmDefense(composed_with=MarvellDefense())
-    raw = case.mix(settings).raw
-    report = behind(settings, raw, case.labels)
-    assert report.charge.sum_kl < 10
-    assert charge_of(settings, raw, case.labels, 0.01).sum_kl == math.inf
-
-
 def test_noise_without_signal_is_charged_nothing() -> None:
     _, _, mixed = one_number_batch(0.2)
     settings = GafmDefense(composed_with=MarvellDefense())
     assert charge_of(settings, mixed.raw, torch.zeros(1000), mixed.label_move).sum_kl == 0
-
-
-def test_behind_noisy_labels_their_own_guarantee_holds() -> None:
-    labels, _, mixed = one_number_batch(0.2)
-    settings = GafmDefense(composed_with=RESPONSE)
-    charge = charge_of(settings, mixed.raw, labels, mixed.label_move)
-    assert charge.epsilon == 1.0
-    assert charge.sum_kl == pytest.approx(2 * math.tanh(0.5))
-    assert charge.noise_identity is not None
 
 
 # ---- the objective
@@ -371,10 +304,6 @@ def objective(settings: GafmDefense) -> Adversarial:
     )
 
 
-def batch_of(sent: Tensor, true: Tensor | None = None) -> BatchLabels:
-    return BatchLabels(torch.arange(len(sent)), sent if true is None else true, sent)
-
-
 def test_critic_and_generator_learn_before_the_answer_and_pull_in_their_directions() -> None:
     """The critic's step raises the adversarial loss, the generator's lowers its own part."""
     found = objective(GafmDefense(critic_learning_rate=1e-3, weight_limit=1.0, label_noise=0.0))
@@ -384,28 +313,13 @@ def test_critic_and_generator_learn_before_the_answer_and_pull_in_their_directio
     critic, model = losses.build_critic(16, 1.0, ENTROPY), generator_of(3)
     critic.load_state_dict(before["critic"])
     model.load_state_dict(found._generator.state_dict())
-    found.compute(activation, None, batch_of(labels))
+    found.compute(activation, None, BatchLabels(torch.arange(64), labels, labels))
     with torch.no_grad():
         old = torch.sigmoid(model(activation, None))
         new = torch.sigmoid(found._generator(activation, None))
         assert losses.gan_loss(found._critic, labels, old) > losses.gan_loss(critic, labels, old)
         assert losses.generator_loss(found._critic, new) < losses.generator_loss(found._critic, old)
     assert activation.grad is None
-
-
-def test_true_labels_behind_noisy_ones_change_nothing_that_leaves() -> None:
-    noisy = (torch.arange(32) % 3 == 0).float()
-    answers = []
-    for true in (noisy, 1 - noisy, noisy.roll(3)):
-        found = objective(GafmDefense(composed_with=RESPONSE))
-        for step in range(3):
-            activation = seeded(32, 3, seed=step, dtype=torch.float32).requires_grad_()
-            outcome = found.compute(activation, None, batch_of(noisy, true))
-            found.learn(outcome)
-        answers.append(outcome)
-    assert torch.equal(answers[0].raw, answers[1].raw)
-    assert torch.equal(answers[0].raw, answers[2].raw)
-    assert float(answers[0].loss) != float(answers[1].loss)
 
 
 def test_a_gradient_that_does_not_say_what_a_label_moves_is_refused() -> None:

@@ -24,6 +24,18 @@ def test_the_auc_is_the_probability_that_a_positive_scores_higher(mu: float) -> 
     assert mu_of_leak_auc(leak_auc_of_mu(mu)) == pytest.approx(mu, rel=1e-12)
 
 
+@pytest.mark.parametrize(("mu", "epsilon"), [(0.358, 0.5), (1.0, 0.0), (1.0, 1.0), (3.0, 2.0)])
+def test_delta_is_the_divergence_of_two_normal_distributions(mu: float, epsilon: float) -> None:
+    """Against the integral of the positive part of p - exp(epsilon) q."""
+
+    def excess(x: float) -> float:
+        return float(stats.norm.pdf(x, mu) - math.exp(epsilon) * stats.norm.pdf(x))
+
+    start = epsilon / mu + mu / 2  # where the excess turns positive
+    area, _ = integrate.quad(excess, start, start + 40, epsabs=1e-13)
+    assert delta_of(mu, epsilon) == pytest.approx(area, rel=1e-8)
+
+
 @pytest.mark.parametrize("epsilon", [1e-3, 0.1, 1.0, 8.0, 700.0])
 @pytest.mark.parametrize("delta", [1e-200, 1e-12, 1e-5, 0.3])
 def test_mu_of_epsilon_and_delta_is_the_largest_that_keeps_them(
@@ -32,6 +44,11 @@ def test_mu_of_epsilon_and_delta_is_the_largest_that_keeps_them(
     mu = mu_of_epsilon_delta(epsilon, delta)
     assert delta_of(mu, epsilon) <= delta
     assert delta_of(mu * (1 + 1e-9), epsilon) > delta
+
+
+def test_the_usual_example_of_the_literature() -> None:
+    """Sigma 3.730631634 at epsilon 1, delta 1e-5: Balle and Wang's analytic mechanism."""
+    assert 1 / mu_of_epsilon_delta(1.0, 1e-5) == pytest.approx(3.730631634, rel=1e-8)
 
 
 def test_delta_neither_overflows_nor_loses_its_digits() -> None:

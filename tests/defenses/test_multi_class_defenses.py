@@ -93,9 +93,6 @@ def test_the_other_strengths_leave_the_worst_pair_what_they_allow(
         assert leak_auc_bound(found) == pytest.approx(0.6, abs=1e-9)
     else:
         assert found == pytest.approx(allowed, rel=1e-9)
-    assert report.sum_kl_after is not None
-    assert report.sum_kl_before is not None
-    assert report.sum_kl_after < found < report.sum_kl_before
 
 
 def worst_oracle_auc(defended: Tensor, means: Tensor, labels: Tensor) -> float:
@@ -141,16 +138,14 @@ def test_a_power_ratio_leaves_the_worst_pair_what_the_plan_says() -> None:
             means = torch.from_numpy(generator.normal(size=(num_classes, 5)) * scales)
             power = 4 * float(squared_distances(means).max())
             weights = torch.full((num_classes,), 1 / num_classes, dtype=torch.float64)
-            left = float(
-                pair_divergences(means, solve_shared_noise(means, weights, 0, power)).max()
-            )
+            left = float(pair_divergences(means, solve_shared_noise(means, weights, power)).max())
             assert 0.25 * (1 - 1e-9) <= left <= worst_pair_factor(num_classes) / 4
             lowest, highest = min(lowest, left), max(highest, left)
     assert lowest < 0.26
     assert highest > 3 * lowest  # so that the ratio alone is no charge
     simplex = torch.eye(5, dtype=torch.float64)
     weights = torch.full((5,), 0.2, dtype=torch.float64)
-    of_pairs = pair_divergences(simplex, solve_shared_noise(simplex, weights, 0, 4 * 2.0))
+    of_pairs = pair_divergences(simplex, solve_shared_noise(simplex, weights, 4 * 2.0))
     assert float(of_pairs.max()) == pytest.approx(4 / 4, rel=1e-12)  # (K - 1)/s
     charge = defenses.MarvellDefense().forecast(context_of(num_classes=5)).charge
     assert charge.low == 0.25
@@ -165,21 +160,10 @@ def test_the_power_for_the_worst_pair_is_the_least_that_is_enough() -> None:
         weights = torch.full((5,), 0.2, dtype=torch.float64)
         power = power_for_worst_pair(means, weights, 0.3)
         for factor, is_enough in ((1 + 1e-9, True), (1 - 1e-6, False)):
-            solution = solve_shared_noise(means, weights, 0.0, factor * power)
+            solution = solve_shared_noise(means, weights, factor * power)
             assert (float(pair_divergences(means, solution).max()) <= 0.3) is is_enough
     with pytest.raises(ValueError, match="above 0"):
         power_for_worst_pair(torch.eye(3), torch.full((3,), 1 / 3), 0.0)
-
-
-def test_equal_weights_hide_a_rare_class_better_than_its_share_would() -> None:
-    means = torch.eye(4, dtype=torch.float64)
-    shares = torch.tensor([0.49, 0.3, 0.2, 0.01], dtype=torch.float64)
-    equal = torch.full((4,), 0.25, dtype=torch.float64)
-    by_share, by_class = (
-        float(pair_divergences(means, solve_shared_noise(means, weights, 0.0, 8.0)).max())
-        for weights in (shares, equal)
-    )
-    assert by_class < 0.5 * by_share
 
 
 def test_iso_is_charged_for_the_longest_gap() -> None:

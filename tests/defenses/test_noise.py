@@ -13,7 +13,6 @@ from splitveil.active_party.defenses.noise import (
     EntropyNoise,
     SecureNoise,
     box_muller,
-    open_uniform,
     secure_normal,
 )
 from tests.support.defenses import build_defense
@@ -96,16 +95,6 @@ def test_the_largest_number_is_the_stated_one(
     assert numbers[:2].tolist() == pytest.approx([largest] * 2, abs=0.005)
     assert numbers[2:4].tolist() == pytest.approx([0, 0], abs=1e-3)
     assert torch.isfinite(numbers).all()
-
-
-@pytest.mark.parametrize("words", [torch.int32, torch.int64])
-def test_a_uniform_number_is_above_zero_and_at_most_one(words: torch.dtype) -> None:
-    limits = torch.iinfo(words)
-    numbers = open_uniform(
-        torch.tensor([0, limits.max // 2, limits.max], dtype=words), torch.float32
-    )
-    assert 0 < float(numbers[0]) < 1e-9
-    assert numbers[1:].tolist() == pytest.approx([0.5, 1.0])
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 65_535, 65_536, 65_537, 200_001])

@@ -117,8 +117,8 @@ def test_a_charge_repeats_and_names_strength_and_key(mechanism: LabelMechanism) 
     def charged(settings: NoisyLabelDefense, seed: int = 1) -> tuple[str | None, float | None]:
         defense = build_defense(settings, key_from_insecure_seed(seed))
         report = defense.defend(RawBatch(torch.ones(4, 2), LABELS[:4])).report
-        charge, leak = report.charge, label_leak(mechanism)
-        assert (charge.sum_kl, report.leak_auc_bound) == (leak.sum_kl, leak.leak_auc)
+        charge = report.charge
+        assert charge.sum_kl == label_leak(mechanism).sum_kl
         return charge.noise_identity, charge.epsilon
 
     noisy = NoisyLabelDefense(mechanism=mechanism)
@@ -218,9 +218,12 @@ def test_targets_are_the_posterior_of_bayes(mechanism: LabelMechanism, num_class
     defense = build(mechanism, labels, num_classes)
     shape = (60,) if num_classes == 2 else (60, num_classes)
     logits = 2 * torch.randn(shape, generator=torch.Generator().manual_seed(3))
-    rows = torch.arange(60)
-    targets = defense.targets(LabelledRows(rows, labels, torch.zeros(60, 4), lambda: logits))
-    noisy = draw_noisy_labels(mechanism, labels, KEY, SOME[:60], num_classes).double().numpy()
+    rows = torch.arange(60).flip(0)
+    others = (labels + 1) % num_classes  # they are not read, nor are activations
+    seen = LabelledRows(rows, others, torch.full((60, 4), 1e30), lambda: logits)
+    targets = defense.targets(seen)
+    drawn = draw_noisy_labels(mechanism, labels, KEY, SOME[:60], num_classes)
+    noisy = drawn[rows].double().numpy()
     for row in range(60):
         likely = [log_likelihood(mechanism, noisy[row], label) for label in range(num_classes)]
         prior = logits[row].double().tolist() if num_classes > 2 else [0.0, float(logits[row])]
@@ -235,20 +238,6 @@ def build(mechanism: LabelMechanism, labels: Tensor, num_classes: int = 2) -> De
     examples = Examples(SOME[: len(labels)], labels, torch.device("cpu"))
     context = DefenseContext((4,), num_classes)
     return settings.build(context, NoiseSecrets(noise_key=KEY), examples)
-
-
-@pytest.mark.parametrize("mechanism", POSTERIORS, ids=kind_of)
-def test_targets_follow_from_noisy_label_and_prediction_alone(mechanism: LabelMechanism) -> None:
-    defense = build(mechanism, labels_of(2, 100))
-    rows = torch.tensor([5, 99, 0, 44])
-    logits = torch.tensor([0.3, -2.0, 5.0, 0.0])
-    first = defense.targets(LabelledRows(rows, torch.zeros(4), torch.zeros(4, 4), lambda: logits))
-    huge = torch.full((4, 4), 1e30)
-    assert torch.equal(
-        first, defense.targets(LabelledRows(rows, torch.ones(4), huge, lambda: logits))
-    )
-    other = defense.targets(LabelledRows(rows, torch.zeros(4), torch.zeros(4, 4), lambda: -logits))
-    assert not torch.equal(first[:3], other[:3])
 
 
 def test_a_defense_that_needs_no_prediction_does_not_ask_for_one() -> None:

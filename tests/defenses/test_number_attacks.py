@@ -6,14 +6,8 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses.interface import RowChunk
-from splitveil.active_party.defenses.noise import InsecureSeededNoise
 from splitveil.active_party.defenses.projected.design import Design, design
-from splitveil.active_party.defenses.projected.posterior import Posterior, likeliest_variance
-from splitveil.active_party.defenses.projected.release import (
-    draw_release,
-    exact_sums,
-    on_label_grid,
-)
+from splitveil.active_party.defenses.projected.release import exact_sums, on_label_grid
 from splitveil.common.privacy import number_attacks
 from tests.support.projected import in_chunks
 
@@ -58,32 +52,6 @@ def test_sums_of_a_large_table_are_exact_in_any_order() -> None:
     shuffled = torch.randperm(20_000, generator=generator)
     other = rows._replace(steps=rows.steps[shuffled])
     assert torch.equal(exact_sums(rows, labels), exact_sums(other, labels[shuffled]))
-
-
-def test_targets_are_the_mean_of_a_joint_normal_distribution() -> None:
-    """The oracle conditions (y, t) directly, in the space of rows, for the q that was chosen."""
-    generator = torch.Generator().manual_seed(4)
-    num_rows, sigma = 200, 0.4
-    labels = on_label_grid(0.2 + 0.6 * torch.rand(num_rows, generator=generator))
-    prior = 0.5 + 0.05 * torch.randn(num_rows, generator=generator)
-    posterior, releases = Posterior(), []
-    for number in range(2):
-        rows = stage(number, num_rows, 8)
-        release = draw_release(rows, labels, sigma, InsecureSeededNoise(number))
-        posterior.add(rows, release)
-        releases.append((rows.rows.double().numpy(), release.sums.numpy()))
-    found = posterior.targets(prior).double().numpy()
-    weights = np.concatenate([one for one, _ in releases], axis=1)
-    sums = np.concatenate([one for _, one in releases])
-    mean = prior.double().numpy()
-    gram = torch.from_numpy(weights.T @ weights) / sigma**2
-    surprise = torch.from_numpy((sums - weights.T @ mean) / sigma)[:, None]
-    powers, vectors = torch.linalg.eigh(gram)
-    variance = likeliest_variance(powers[:, None], vectors.T @ surprise)
-    covariance = variance * weights
-    of_sums = variance * weights.T @ weights + sigma**2 * np.eye(len(sums))
-    expected = mean + covariance @ np.linalg.solve(of_sums, sums - weights.T @ mean)
-    np.testing.assert_allclose(found, np.clip(expected, 0, 1), atol=1e-5)
 
 
 def gradients_of(labels: Tensor, predictions: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,8 +24,7 @@ from splitveil.common.record.release_file import ReleaseFile
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.run import course
 from splitveil.common.run.course import AlignedRows, run_course
-from splitveil.common.run.messages import Activation, Answer, Course, Opening
-from splitveil.common.wire.small_messages import decode_opening, encode_opening
+from splitveil.common.run.messages import Activation, Answer, Course
 from tests.support.peers import FaultyPeer, InProcessPeer, Lost, dying
 from tests.support.projected import (
     SMALL,
@@ -111,15 +110,6 @@ def test_only_a_defense_that_needs_it_begins_a_run_with_a_survey(example: Path) 
     run_in_process(parties)
     assert not any(rows.has_survey for rows in rows_of(parties))
     assert parties.session.lifecycle.answering.batch_number == MESSAGES - SURVEY_BATCHES
-
-
-@pytest.mark.parametrize("survey", [False, True])
-def test_the_reply_to_the_handshake_says_over_the_wire_whether_there_is_one(
-    *, survey: bool
-) -> None:
-    opening = Opening("0" * 16, b"d" * 32, b"n" * 32, survey=survey)
-    encoded = encode_opening(opening)
-    assert decode_opening(type(encoded).FromString(encoded.SerializeToString()), None) == opening
 
 
 class Skips(InProcessPeer):

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from splitveil.active_party.results import save_results
-from splitveil.common.alignment import build_engine
+from splitveil.common.alignment.exchange import build_engine
 from splitveil.common.errors import BudgetExhausted, SettingsError
 from splitveil.common.record.model_files import REFITTED, WEIGHTS
 from tests.support.peers import InProcessPeer

@@ -12,17 +12,7 @@ from splitveil.common.run.messages import Activation, Course
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from tests.support import simulation
 from tests.support.peers import InProcessPeer
-from tests.support.projected import (
-    MU,
-    SMALL,
-    assert_bounded,
-    build,
-    defense,
-    note_draws,
-    projected,
-    refitted,
-    trainer_of,
-)
+from tests.support.projected import MU, SMALL, assert_bounded, build, note_draws, refitted
 from tests.support.runs import run_in_process, write_example
 
 # ---- peers that choose what they send ----
@@ -161,18 +151,3 @@ def test_tiny_tables_run_to_their_end(tmp_path: Path, rows: int) -> None:
     run_in_process(parties)
     assert_bounded(parties)
     assert all(bool(value.isfinite().all()) for value in refitted(parties).values())
-
-
-def test_a_large_strength_tells_the_labels_and_a_small_one_does_not(example: Path) -> None:
-    """So targets come from labels at all, and the noise is what keeps them apart."""
-    aucs = []
-    for mu in (50.0, 0.01):
-        parties = build(example, defense(strength=f"{{mu: {mu}}}", rank=24))
-        run_in_process(parties)
-        rows = parties.active.rows
-        assert rows is not None
-        positions = rows.splits["train"]
-        targets = projected(parties).state_dict()["targets"][torch.from_numpy(positions)]
-        labels = trainer_of(parties).labels_of(positions)
-        aucs.append(float(targets[labels == 1].mean() - targets[labels == 0].mean()))
-    assert aucs[0] > 0.3 > aucs[1] + 0.1

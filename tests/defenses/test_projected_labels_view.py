@@ -27,23 +27,13 @@ from splitveil.common.record.transcript import FILE
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason, Offer, Opening
 from tests.record.test_transcript import run_noted
 from tests.support import several
-from tests.support.peers import InProcessPeer, Lost
+from tests.support.peers import InProcessPeer
 from tests.support.projected import DEFENSE, SMALL, SURVEY_BATCHES, build
 from tests.support.runs import run_in_process, write_example
 from tests.support.several import Several, build_several, write_several
-from tests.support.tables import CLASSES, write_classes
+from tests.support.tables import deal_other_labels
 
 # ---- two label sets, one release ----
-
-
-def with_other_labels(folder: Path, classes: Sequence[str] = ("0", "1")) -> None:
-    lines = (folder / "active.csv").read_text().splitlines()
-    generator = np.random.default_rng(5)
-    changed = []
-    for line in lines[1:]:
-        person, _, *own = line.split(",")
-        changed.append(",".join([person, str(generator.choice(classes)), *own]))
-    (folder / "active.csv").write_text("\n".join([lines[0], *changed]) + "\n")
 
 
 Released = dict[int, tuple[bytes, Mapping[str, Tensor]]]
@@ -153,7 +143,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         write_example(folder)
         with_categories(folder)
         with_weights(folder)
-    with_other_labels(found.other)
+    deal_other_labels(found.other / "active.csv")
     return found
 
 
@@ -259,60 +249,6 @@ def test_so_does_a_peer_that_chooses_what_it_sends(folders: Folders) -> None:
     assert one == other
 
 
-def test_so_does_one_that_is_killed_and_comes_again(folders: Folders, tmp_path: Path) -> None:
-    released: Released = {}
-    runs = []
-    for folder, around in ((folders.one, noting), (folders.other, repeating)):
-        seen: list[bytes] = []
-
-        class Killed(Seeing):
-            """Is killed in the second epoch, and sees more before and after that."""
-
-            at: int | None = 7
-
-            def __init__(self, *arguments: Any) -> None:
-                super().__init__(*arguments)
-                self.seen = seen  # noqa: B023 - used up within the loop
-                self.answers = 0
-
-            def receive_gradient(self) -> Answer:
-                answer = super().receive_gradient()
-                self.answers += 1
-                if self.answers == self.at:
-                    raise Lost
-                return answer
-
-            def leave(self, run_id: str, reason: LeaveReason) -> None:
-                if reason == LeaveReason.FINISHED:
-                    super().leave(run_id, reason)
-
-        with around(released):
-            runs_folder = tmp_path / folder.name
-            with pytest.raises(Lost):
-                run_in_process(build(folder, runs=runs_folder), Killed)
-            again = build(folder, runs=runs_folder)
-            again.session.reopen()
-            run_in_process(again, type("ComesAgain", (Killed,), {"at": None}))
-        assert again.active.resumed == [1]
-        runs.append(seen)
-    assert runs[0] == runs[1]
-    assert len(released) == 2
-
-
-def test_with_several_classes_as_well(tmp_path: Path) -> None:
-    released: Released = {}
-    seen = []
-    for name, around in (("one", noting), ("other", repeating)):
-        folder = tmp_path / name
-        write_classes(folder)
-        if name == "other":
-            with_other_labels(folder, CLASSES)
-        with around(released):
-            seen.append(seen_in(folder, "early_stopping={patience_epochs: 1}"))
-    assert seen[0] == seen[1]
-    assert released[0][1]["sums"].shape == (8, len(CLASSES))
-
-
 @pytest.mark.parametrize("aggregation", ["mean", "concat"])
 def test_with_several_passive_parties_each_of_them_receives_the_same_bytes(
     tmp_path: Path, aggregation: str
@@ -323,7 +259,7 @@ def test_with_several_passive_parties_each_of_them_receives_the_same_bytes(
         folder = tmp_path / name
         write_several(folder, 2, rows=200)
         if name == "other":
-            with_other_labels(folder)
+            deal_other_labels(folder / "active.csv")
         with around(released):
             runs.append(seen_by_several(folder, f"contract.aggregation={aggregation}"))
     assert len(released) == 2

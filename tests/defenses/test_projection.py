@@ -336,21 +336,6 @@ def test_targets_of_several_classes_lie_on_the_simplex() -> None:
     assert float((targets.argmax(dim=1) == labels).float().mean()) > 0.6
 
 
-def test_a_resumed_posterior_continues_bit_for_bit() -> None:
-    labels = torch.randint(2, (ROWS,), generator=generator(3))
-    prior = torch.rand(ROWS, generator=generator(4))
-    made = [design_of(rows_of(ROWS, seed)) for seed in range(4)]
-    undisturbed, first = Posterior(), Posterior()
-    for stage, one in enumerate(made):
-        if stage == 2:
-            resumed = Posterior()
-            resumed.load_state_dict(first.state_dict())
-            first = resumed
-        for posterior in (undisturbed, first):
-            posterior.add(one, released(one, labels, 3.0, stage))
-    assert torch.equal(undisturbed.targets(prior), first.targets(prior))
-
-
 def test_only_the_newest_stages_that_fit_are_remembered() -> None:
     labels = torch.randint(2, (ROWS,), generator=generator(3))
     prior = torch.rand(ROWS, generator=generator(4))
@@ -365,19 +350,6 @@ def test_only_the_newest_stages_that_fit_are_remembered() -> None:
     tiny = Posterior(memory_bytes=1)
     tiny.add(made[0], released(made[0], labels, 3.0, 0))
     assert tiny.num_stages == 1
-
-
-@pytest.mark.parametrize("kind", SPOILT)
-@pytest.mark.parametrize("label", [0.0, 1.0])
-def test_targets_are_probabilities_whatever_the_peer_sends(kind: str, label: float) -> None:
-    made = design_of(spoilt(kind))
-    posterior = Posterior()
-    for stage in range(3):
-        posterior.add(made, released(made, torch.full((ROWS,), label), 2.0, stage))
-    targets = posterior.targets(torch.full((ROWS,), 0.5))
-    assert targets.isfinite().all()
-    assert float(targets.min()) >= 0
-    assert float(targets.max()) <= 1
 
 
 def test_labels_that_are_not_0_or_1_are_refused() -> None:

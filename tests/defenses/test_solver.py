@@ -1,6 +1,5 @@
 """The solver against a grid of all noise, and on every input that could break it."""
 
-import itertools
 import math
 import random
 from collections.abc import Iterator
@@ -9,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy.integrate import quad
-from scipy.stats import norm
 
 from splitveil.active_party.defenses.sum_kl import NoiseSolution, leak_auc_bound, solve_noise
 
@@ -155,24 +153,6 @@ def test_solution_scales_with_the_gradient_bit_for_bit() -> None:
         assert scaled == (*(k * value for value in solution[:4]), solution.sum_kl)
 
 
-def test_exchanging_the_classes_exchanges_the_noise() -> None:
-    generator = random.Random(7)
-    for _ in range(200):
-        u, v, c, d, _, power = moderate_instance(generator)
-        p = generator.randint(1, 15) / 16  # so that 1 - p is exact
-        neg_along, neg_across, pos_along, pos_across, sum_kl = solve_noise(u, v, c, d, p, power)
-        mirrored = solve_noise(v, u, c, d, 1 - p, power)
-        assert mirrored == (pos_along, pos_across, neg_along, neg_across, sum_kl)
-
-
-def test_more_power_never_leaves_more() -> None:
-    generator = random.Random(8)
-    for _ in range(40):
-        u, v, c, d, p, _ = moderate_instance(generator)
-        left = [solve_noise(u, v, c, d, p, c * 1.3**step).sum_kl for step in range(-30, 40)]
-        assert all(after < before for before, after in itertools.pairwise(left))
-
-
 @pytest.mark.parametrize(
     ("instance", "expected"),
     [
@@ -234,17 +214,6 @@ def test_impossible_arguments_are_refused(change: dict[str, Any]) -> None:
         solve_noise(**(arguments | change))
 
 
-def test_leak_bound_holds_for_gaussians_and_is_not_vacuous() -> None:
-    """Two N(+-m/2, 1): sumKL = m^2, and the best AUC is Phi(m/sqrt 2)."""
-    for gap in np.geomspace(1e-3, 8, 30):
-        bound = leak_auc_bound(float(gap**2))
-        best = norm.cdf(gap / math.sqrt(2))
-        assert best <= bound <= 1
-    assert leak_auc_bound(0.0) == 0.5
-    assert leak_auc_bound(4.0) < 0.99
-    assert leak_auc_bound(math.inf) == 1.0
-
-
 def test_leak_bound_is_attained_by_its_own_worst_case() -> None:
     """Two coins with bias (1 +- V)/2 have exactly the divergence that the bound starts from."""
     for variation in (1e-6, 0.01, 0.3, 0.9, 0.999):
@@ -252,3 +221,4 @@ def test_leak_bound_is_attained_by_its_own_worst_case() -> None:
         sum_kl = 2 * (high - low) * math.log(high / low)
         expected = quad(lambda x, v=variation: min(1.0, x + v), 0, 1, points=[1 - variation])[0]
         assert leak_auc_bound(sum_kl) == pytest.approx(expected, rel=1e-7)
+    assert (leak_auc_bound(0.0), leak_auc_bound(math.inf)) == (0.5, 1.0)

@@ -67,16 +67,6 @@ def test_an_answer_that_tells_a_weak_peer_nothing_still_bounds_nobody_else() -> 
     assert columns(after(GAUSSIAN, nothing)) == [bound] * 3
 
 
-@pytest.mark.parametrize("count", [1, 4, 25])
-def test_gaussian_mechanisms_add_up_to_one_whose_auc_is_exact(count: int) -> None:
-    ledger = after(*[LeakCharge(0.04, adversary=ANYBODY, is_gaussian=True)] * count)
-    bounds = ledger.bounds(np.array([0]))
-    mu = 0.2 * math.sqrt(count)
-    assert bounds.against(ANYBODY).mu == pytest.approx(mu, rel=1e-12)
-    assert bounds.against(ANYBODY).leak_auc.max == pytest.approx(exact(mu), rel=1e-12)
-    assert bounds.against(ANYBODY).leak_auc.max == bounds.estimate.max
-
-
 def test_one_charge_of_unknown_distribution_takes_the_exact_figure_away() -> None:
     bounds = after(GAUSSIAN, LeakCharge(0.2, adversary=ANYBODY)).bounds(np.array([0]))
     assert bounds.against(ANYBODY).mu is None

@@ -1,7 +1,6 @@
 """The charge of each fresh answer: the divergence along the gap that its noise leaves."""
 
 import math
-from statistics import NormalDist
 
 import pytest
 import torch
@@ -10,9 +9,7 @@ from torch.distributions import Normal, kl_divergence
 
 from splitveil.active_party import defenses
 from splitveil.active_party.defenses import DefenseSettings, RawBatch
-from splitveil.active_party.defenses.strength import PowerRatio
-from splitveil.active_party.defenses.sum_kl import leak_auc_bound, sum_kl_along_gap
-from splitveil.common.privacy.leakage import leak_auc
+from splitveil.active_party.defenses.sum_kl import sum_kl_along_gap
 from tests.support.defenses import build_defense
 
 NOISY = ["iso", "max_norm", "max_norm_positive", "marvell"]
@@ -104,13 +101,12 @@ def test_marvell_is_charged_as_if_the_classes_had_no_spread() -> None:
     gradients, labels, _ = binary_batch()
     _, report = build_defense(settings_of("marvell")).defend(RawBatch(gradients, labels))
     assert report.solution is not None
-    assert report.sum_kl_after is not None
     neg, pos = class_means(gradients, labels)
     expected = divergence(
         report.solution.neg_along**0.5, report.solution.pos_along**0.5, float((pos - neg).norm())
     )
     assert report.charge.sum_kl == pytest.approx(expected, rel=1e-9)
-    assert report.charge.sum_kl > 1.001 * report.sum_kl_after  # spread would earn some credit
+    assert report.charge.sum_kl > 1.001 * report.solution.sum_kl  # spread would earn some credit
 
 
 @pytest.mark.parametrize("name", ["max_norm", "max_norm_positive"])
@@ -139,31 +135,6 @@ def test_row_noise_is_charged_by_the_variance_that_is_measured_on_the_gap(
     charged = charge(settings_of(name), (gradients, labels, predicted))
     assert charged == pytest.approx(expected, rel=0.04)
     assert 1.1 * charged != pytest.approx(expected, rel=0.04)
-
-
-@pytest.mark.parametrize("power_ratio", [1.0, 4.0, 16.0])
-@pytest.mark.parametrize("name", ["iso", "marvell"])
-def test_leak_of_classes_without_spread_is_what_the_charge_says(
-    name: str, power_ratio: float
-) -> None:
-    """The best score is the one along the gap; for like variances its AUC is Phi(sqrt(K/2))."""
-    labels = torch.arange(40_000) % 2 == 0
-    gradients = torch.where(labels[:, None], 0.5 * GAP, -0.5 * GAP)
-    settings = (
-        defenses.IsoDefense(power_ratio=4 * 4 * power_ratio, insecure_noise_seed=77)
-        if name == "iso"
-        else defenses.MarvellDefense(
-            strength=PowerRatio(power_ratio=power_ratio), insecure_noise_seed=77
-        )
-    )
-    defended, report = build_defense(settings).defend(RawBatch(gradients, labels))
-    charged = report.charge.sum_kl
-    assert charged == pytest.approx(1 / power_ratio, rel=1e-6)
-    leak = leak_auc(defended @ GAP, labels)
-    expected, halved = (NormalDist().cdf(math.sqrt(charged / parts)) for parts in (2, 4))
-    assert leak == pytest.approx(expected, abs=0.01)
-    assert leak != pytest.approx(halved, abs=0.01)
-    assert leak <= leak_auc_bound(charged)
 
 
 # ---- what holds for all

@@ -114,28 +114,6 @@ def test_bounds_are_those_of_the_accounts_one_by_one() -> None:
     assert flat["anybody_q95"] == flat["honest_but_curious_mean"] == 1
 
 
-def test_a_bare_gradient_leaves_no_bound_but_one() -> None:
-    ledger = LeakLedger(2)
-    ledger.charge(np.array([0]), LeakCharge(math.inf))
-    bounds = ledger.bounds(np.array([0, 1]))
-    assert bounds.sum_kl.max == math.inf
-    assert bounds.estimate.max == of_class_means(bounds).max == 1
-    assert of_class_means(bounds).mean == pytest.approx(0.75, abs=1e-3)
-
-
-def test_epsilons_add_up_over_identities_and_are_lost_with_any_other_answer() -> None:
-    ledger, batch = LeakLedger(2), np.array([0, 1])
-
-    def epsilon_after(charge: LeakCharge) -> float | None:
-        ledger.charge(batch, charge)
-        return ledger.bounds(batch).epsilon
-
-    assert epsilon_after(LeakCharge(1.0, "a", epsilon=1.0)) == 1.0
-    assert epsilon_after(LeakCharge(1.0, "a", epsilon=1.0)) == 1.0
-    assert epsilon_after(LeakCharge(1.0, "b", epsilon=0.5)) == 1.5
-    assert epsilon_after(LeakCharge(1.0)) is None
-
-
 def test_a_restored_ledger_resumes_where_the_saved_one_was() -> None:
     ledger, batch = LeakLedger(5), np.array([1, 3])
     ledger.charge(batch, LeakCharge(0.25))

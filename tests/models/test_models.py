@@ -218,9 +218,10 @@ def test_wide_deep_has_the_published_layers() -> None:
     assert shapes_of(top) == [*layer, *layer, *layer, (1, 128), (1,), (13,), (26 * 9, 1)]
 
 
-def test_wide_deep_adds_the_logits_of_its_two_parts() -> None:
+@pytest.mark.parametrize("num_classes", [2, 3])
+def test_wide_deep_adds_the_logits_of_its_two_parts(num_classes: int) -> None:
     bottom = build_bottom_model(wide_deep(), CRITEO, (128,), seed=0)
-    top = build_top_model(wide_deep(), (128,), CRITEO, seed=0)
+    top = build_top_model(wide_deep(), (128,), CRITEO, seed=0, num_classes=num_classes)
     features = batch(5, CRITEO)
     assert features.numeric is not None
     assert features.categorical is not None
@@ -231,12 +232,12 @@ def test_wide_deep_adds_the_logits_of_its_two_parts() -> None:
     with torch.no_grad():
         assert not numeric.any()
         assert not table.any()
-        numeric.copy_(torch.randn(13))
-        table.copy_(torch.randn(26 * 9, 1))
-    wide = (features.numeric * numeric).sum(1)
+        numeric.copy_(torch.randn(numeric.shape))
+        table.copy_(torch.randn(26 * 9, 1 if num_classes == 2 else num_classes))
+    wide = features.numeric @ numeric.reshape(13, -1)
     for column in range(26):
-        wide = wide + table[features.categorical[:, column] + 9 * column, 0]
-    torch.testing.assert_close(top(activation, features), deep + wide)
+        wide = wide + table[features.categorical[:, column] + 9 * column]
+    torch.testing.assert_close(top(activation, features), deep + wide.reshape(deep.shape))
     vectors = bottom.get_parameter("input.embedding.weight")
     slots = features.categorical + 9 * torch.arange(26)
     hidden = torch.cat([features.numeric, vectors[slots].reshape(5, -1)], dim=1)
@@ -247,8 +248,8 @@ def test_wide_deep_adds_the_logits_of_its_two_parts() -> None:
             hidden = (hidden @ weight.T + bias).clamp(min=0)
         if half is bottom:
             torch.testing.assert_close(activation, hidden)
-    by_hand = hidden @ top.get_parameter("deep.weight")[0] + top.get_parameter("deep.bias")
-    torch.testing.assert_close(deep, by_hand)
+    by_hand = hidden @ top.get_parameter("deep.weight").T + top.get_parameter("deep.bias")
+    torch.testing.assert_close(deep, by_hand.reshape(deep.shape))
 
 
 def test_conv_has_the_published_layers() -> None:
@@ -558,33 +559,20 @@ def holding(weight: nn.Parameter) -> nn.Module:
 
 
 def test_optimizers_take_the_steps_that_their_settings_say() -> None:
-    sgd_weight = nn.Parameter(torch.tensor([2.0]))
-    sgd = build_optimizer(
-        optimizer(kind="sgd", learning_rate=0.1, momentum=0.5, weight_decay=0.25),
-        holding(sgd_weight),
-    )
-    for _ in range(2):
-        sgd_weight.grad = torch.ones(1)
-        sgd.step()
-    # First step 1 + 0.25 * 2 = 1.5; second 0.5 * 1.5 + 1 + 0.25 * 1.85.
-    torch.testing.assert_close(sgd_weight.data, torch.tensor([2 - 0.15 - 0.1 * 2.2125]))
-
-    adam_weight = nn.Parameter(torch.tensor([2.0]))
-    adam = build_optimizer(
-        optimizer(kind="adam", learning_rate=0.1, betas=[0.5, 0.9]), holding(adam_weight)
-    )
-    adam_weight.grad = torch.tensor([-7.0])
-    adam.step()
-    torch.testing.assert_close(adam_weight.data, torch.tensor([2.1]))
-    assert adam.param_groups[0]["betas"] == (0.5, 0.9)
-
-    shrunk = nn.Parameter(torch.tensor([2.0]))
-    adamw = build_optimizer(
-        optimizer(kind="adamw", learning_rate=0.1, weight_decay=0.5), holding(shrunk)
-    )
-    shrunk.grad = torch.tensor([-7.0])
-    adamw.step()
-    torch.testing.assert_close(shrunk.data, torch.tensor([2 * (1 - 0.1 * 0.5) + 0.1]))
+    cases: dict[str, tuple[Any, dict[str, Any]]] = {
+        "sgd": (torch.optim.SGD, {"momentum": 0.5, "weight_decay": 0.25}),
+        "adam": (torch.optim.Adam, {"betas": (0.5, 0.9)}),
+        "adamw": (torch.optim.AdamW, {"weight_decay": 0.5}),
+    }
+    for kind, (of_torch, values) in cases.items():
+        ours, theirs = (nn.Parameter(torch.tensor([2.0])) for _ in range(2))
+        settings = optimizer(kind=kind, learning_rate=0.1, **values)
+        rules = build_optimizer(settings, holding(ours)), of_torch([theirs], lr=0.1, **values)
+        for gradient in (1.0, -7.0):
+            for weight, rule in zip((ours, theirs), rules, strict=True):
+                weight.grad = torch.tensor([gradient])
+                rule.step()
+        torch.testing.assert_close(ours, theirs)
 
 
 def table_and_layer(rows: int = 50) -> nn.Sequential:

@@ -12,7 +12,7 @@ from splitveil.common.errors import SplitveilError
 from splitveil.common.models.speed import speed_up
 from tests.support.equality import assert_same_weights
 from tests.support.peers import Lost, dying
-from tests.support.runs import build_parties, run_in_process, write_example
+from tests.support.runs import build_parties, run_in_process
 
 NEEDS_COMPILER = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="there is no C++ compiler"
@@ -83,12 +83,6 @@ def test_a_compiled_model_trains_alike_and_evaluates_with_the_same_bits() -> Non
         found.sum().backward()
     assert list(fast.state_dict()) == list(plain.state_dict())
     assert torch.equal(fast.eval()(rows()), plain.eval()(rows()))
-
-
-@pytest.fixture
-def example(tmp_path: Path) -> Path:
-    write_example(tmp_path)
-    return tmp_path
 
 
 def test_autocast_of_either_party_is_another_course(example: Path) -> None:

@@ -28,50 +28,57 @@ LOG = "data.features={numeric: 'x*', signed_log1p: true}"
 UNSCALED = "data.features={numeric: 'x*', numeric_scaling: none}"
 
 
-@pytest.mark.parametrize(
-    ("columns", "features", "refusal"),
-    [
-        ({"x": [5] * ROWS}, "", None),
-        ({"x": [row % 2 for row in range(ROWS)]}, "", None),
-        ({"x": [row % 3 - 1e30 for row in range(ROWS)]}, "", None),
-        ({"x": [3e38 if new else row for row, new in enumerate(IS_NEW)]}, UNSCALED, None),
-        ({"x": [-3e38 if new else 0 for new in IS_NEW]}, "", None),
-        ({"x": [-3e38 if new else 0 for new in IS_NEW]}, LOG, None),
-        ({"x": [row % 2 * 5e-324 for row in range(ROWS)]}, UNSCALED, None),
-        ({"x": [row * 1e-42 for row in range(ROWS)]}, "", None),
-        ({"x": ["" if row % 3 else row for row in range(ROWS)]}, EMPTY, None),
-        ({"x": [row if new else "" for row, new in enumerate(IS_NEW)]}, EMPTY, None),
-        ({"x": ["" if row % 3 else row for row in range(ROWS)]}, "", "missing"),
-        ({"x": ["inf" if row % 3 else row for row in range(ROWS)]}, NO_INFINITY, None),
-        ({"x": ["inf" if row % 3 else row for row in range(ROWS)]}, "", "infinite"),
-        ({f"x{j}": [row * j % 7 for row in range(ROWS)] for j in range(2_000)}, "", None),
-        (
-            {
-                "x": range(ROWS),
-                "word": ["new" if new else f"w{row % 3}" for row, new in enumerate(IS_NEW)],
-            },
-            WORDS,
-            None,
-        ),
-    ],
-    ids=[
-        "one value",
-        "two values",
-        "more bins than values",
-        "extreme in new rows",
-        "constant in training rows only",
-        "constant in training rows only, of counts",
-        "the smallest numbers",
-        "numbers too small to square",
-        "gaps",
-        "nothing but gaps in training rows",
-        "gaps without a rule for them",
-        "infinite numbers as gaps",
-        "infinite numbers",
-        "2,000 columns",
-        "a category never seen",
-    ],
-)
+COLUMNS: dict[str, tuple[dict[str, Sequence[object]], str, str | None]] = {
+    "one value": ({"x": [5] * ROWS}, "", None),
+    "two values": ({"x": [row % 2 for row in range(ROWS)]}, "", None),
+    "more bins than values": ({"x": [row % 3 - 1e30 for row in range(ROWS)]}, "", None),
+    "extreme in new rows": (
+        {"x": [3e38 if new else row for row, new in enumerate(IS_NEW)]},
+        UNSCALED,
+        None,
+    ),
+    "constant in training rows only": ({"x": [-3e38 if new else 0 for new in IS_NEW]}, "", None),
+    "constant in training rows only, of counts": (
+        {"x": [-3e38 if new else 0 for new in IS_NEW]},
+        LOG,
+        None,
+    ),
+    "the smallest numbers": ({"x": [row % 2 * 5e-324 for row in range(ROWS)]}, UNSCALED, None),
+    "numbers too small to square": ({"x": [row * 1e-42 for row in range(ROWS)]}, "", None),
+    "gaps": ({"x": ["" if row % 3 else row for row in range(ROWS)]}, EMPTY, None),
+    "nothing but gaps in training rows": (
+        {"x": [row if new else "" for row, new in enumerate(IS_NEW)]},
+        EMPTY,
+        None,
+    ),
+    "gaps without a rule for them": (
+        {"x": ["" if row % 3 else row for row in range(ROWS)]},
+        "",
+        "missing",
+    ),
+    "infinite numbers as gaps": (
+        {"x": ["inf" if row % 3 else row for row in range(ROWS)]},
+        NO_INFINITY,
+        None,
+    ),
+    "infinite numbers": ({"x": ["inf" if row % 3 else row for row in range(ROWS)]}, "", "infinite"),
+    "2,000 columns": (
+        {f"x{j}": [row * j % 7 for row in range(ROWS)] for j in range(2_000)},
+        "",
+        None,
+    ),
+    "a category never seen": (
+        {
+            "x": range(ROWS),
+            "word": ["new" if new else f"w{row % 3}" for row, new in enumerate(IS_NEW)],
+        },
+        WORDS,
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize(("columns", "features", "refusal"), COLUMNS.values(), ids=COLUMNS)
 def test_a_column_is_trained_on_or_refused_in_one_sentence(
     tmp_path: Path, columns: dict[str, Sequence[object]], features: str, refusal: str | None
 ) -> None:

@@ -88,7 +88,7 @@ def test_damaged_messages_are_refused_and_the_next_client_is_answered(small: Tra
             refused += code is not None
         assert refused > MUTANTS
         assert sum(service.refused.values()) == refused
-        assert client.embed(ids).known.all()
+        assert client.submit(ids).result().known.all()
 
 
 def test_one_call_too_many_is_turned_away_and_others_go_on(
@@ -102,16 +102,16 @@ def test_one_call_too_many_is_turned_away_and_others_go_on(
         calling(small, port) as second,
         calling(small, port) as third,
     ):
-        assert first.embed(ids).known.all()
-        assert second.embed(ids).known.all()
+        assert first.submit(ids).result().known.all()
+        assert second.submit(ids).result().known.all()
         with pytest.raises(PeerUnreachable, match="as many calls as it accepts"):
-            third.embed(ids)
-        assert first.embed(ids).known.all()
+            third.submit(ids).result()
+        assert first.submit(ids).result().known.all()
         second.close()
 
         def is_answered() -> bool:
             try:
-                return bool(third.embed(ids).known.all())
+                return bool(third.submit(ids).result().known.all())
             except PeerUnreachable:
                 return False
 
@@ -133,7 +133,7 @@ def test_a_silent_server_is_given_up_after_the_deadline(
         client.check_model()
         monkeypatch.setattr(ServedModel, "embed", stuck)
         with pytest.raises(PeerUnreachable, match=r"not answered within 0\.2 s"):
-            client.embed(ids)
+            client.submit(ids).result()
         released.set()
 
 
@@ -172,7 +172,7 @@ def test_a_server_that_stops_answers_what_it_has_begun(
     credentials = credential_files(own, "passive")
     server = InferenceServer(service, own.contract, f"127.0.0.1:{port}", credentials)
     with calling(small, port) as busy, calling(small, port) as idle:
-        assert idle.embed(ids).known.all()
+        assert idle.submit(ids).result().known.all()
         monkeypatch.setattr(ServedModel, "embed", held)
         answer = busy.submit(ids)
         assert begun.wait(IN_TIME_S)

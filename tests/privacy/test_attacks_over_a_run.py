@@ -42,7 +42,6 @@ def _run_audit(
     num_epochs: int,
     attacks: tuple[AttackName, ...] = _GATHERING,
     *,
-    persistent: bool = False,
     reference: Reference = "clean",
 ) -> LeakAudit:
     """Audit logistic gradients (p - y) w whose direction w turns slowly, in a fresh order.
@@ -53,7 +52,6 @@ def _run_audit(
     labels = (torch.rand(_EXAMPLES, generator=generator) < 0.2).double()
     predictions = torch.sigmoid(-1.4 + 0.5 * torch.randn(_EXAMPLES, generator=generator).double())
     weight, drift = torch.randn(2, 16, generator=generator).double()
-    kept_noise = torch.randn(_EXAMPLES, generator=generator).double()
     audit = LeakAudit(attacks, num_examples=_EXAMPLES)
     for epoch in range(num_epochs):
         direction = weight + 0.1 * epoch * drift
@@ -61,7 +59,7 @@ def _run_audit(
         order = torch.randperm(_EXAMPLES, generator=generator)
         for step, rows in enumerate(torch.split(order, _BATCH)):
             fresh_noise = torch.randn(len(rows), generator=generator).double()
-            along = deviation * (kept_noise[rows] if persistent else fresh_noise)
+            along = deviation * fresh_noise
             clean = (predictions - labels)[rows, None] * direction
             row = pick_reference_row(labels[rows], _SEED, epoch, step)
             gradients = clean + along[:, None] * direction
@@ -118,13 +116,6 @@ def test_a_noisy_reference_is_turned_so_that_the_sums_do_not_cancel() -> None:
     )
     assert turned["low"] > not_turned["high"]
     assert abs(turned["auc"] - clean["auc"]) < 0.03
-
-
-def test_under_persistent_noise_more_epochs_add_next_to_nothing() -> None:
-    persistent = _run_audit(3.0, 16, persistent=True)
-    for attack in ("accumulated_cosine", "accumulated_spectral"):
-        series = [persistent.run.after_epoch(epoch)["cut"][attack] for epoch in (0, 15)]
-        assert series[1] < series[0] + 0.1, attack
 
 
 def test_a_continuous_sign_does_not_cancel_what_a_sign_per_batch_does() -> None:

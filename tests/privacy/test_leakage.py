@@ -19,18 +19,6 @@ def _scores_and_labels(
     return scores if decimals is None else scores.round(decimals), labels
 
 
-@pytest.mark.parametrize("decimals", [None, 1, 0], ids=["no ties", "ties", "mostly ties"])
-@pytest.mark.parametrize("pos_fraction", [0.001, 0.2, 0.5, 0.99])
-@pytest.mark.parametrize("num_examples", [2, 3, 100, 5000])
-def test_auc_equals_scikit_learns(
-    num_examples: int, pos_fraction: float, decimals: int | None
-) -> None:
-    scores, labels = _scores_and_labels(num_examples, num_examples, pos_fraction, decimals)
-    expected = roc_auc_score(labels, scores)
-    assert auc(scores, labels) == pytest.approx(expected, abs=1e-12)
-    assert auc(torch.from_numpy(scores), torch.from_numpy(labels)) == auc(scores, labels)
-
-
 @pytest.mark.parametrize("num_examples", [2, 3, 100, 5000])
 def test_many_aucs_at_once_equal_scikit_learns(num_examples: int) -> None:
     """Continuous, tied, constant and infinite scores side by side, each with rows of its own."""

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from splitveil.active_party.commands.program import main as active_main
@@ -29,6 +28,7 @@ from tests.support.equality import assert_same_weights
 from tests.support.inference import free_port
 from tests.support.loopback import peer_of, serving
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
+from tests.support.tables import deal_other_labels
 
 Lines = list[str]
 Noted = tuple[Parties, Path, Path]
@@ -250,17 +250,6 @@ def test_a_line_without_end_is_read_in_bounded_memory(tmp_path: Path) -> None:
 MARVELL = "defense={name: marvell, strength: {power_ratio: 4}, insecure_noise_seed: 1}"
 
 
-def with_other_labels(folder: Path) -> None:
-    """Give the same people other labels: another share of positives, unrelated to the features."""
-    lines = (folder / "active.csv").read_text().splitlines()
-    generator = np.random.default_rng(5)
-    changed = []
-    for line in lines[1:]:
-        person, _, *own = line.split(",")
-        changed.append(",".join([person, str(int(generator.random() < 0.6)), *own]))
-    (folder / "active.csv").write_text("\n".join([lines[0], *changed]) + "\n")
-
-
 def sent(folder: Path) -> list[dict[str, Any]]:
     """Run, and return the active party's messages as its transcript notes them."""
     run_noted(folder, folder / "run", MARVELL)
@@ -272,7 +261,7 @@ def test_only_the_gradients_depend_on_the_labels(tmp_path: Path) -> None:
     """Handshake and alignment come before any label is used, and hold random numbers."""
     for name in ("one", "other"):
         write_example(tmp_path / name)
-    with_other_labels(tmp_path / "other")
+    deal_other_labels(tmp_path / "other" / "active.csv")
     one, other = sent(tmp_path / "one"), sent(tmp_path / "other")
     assert len(one) > 10
     for field in ("kind", "epoch", "step", "bytes"):

@@ -9,10 +9,10 @@ from typing import TypeVar
 import pytest
 import torch
 
-from splitveil.active_party.defenses.interface import PendingRelease
+from splitveil.active_party.defenses.projected.stages import StageRelease
 from splitveil.active_party.run.releases import Releases
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.common.alignment import AlignmentEngine
+from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.errors import Interrupted, OutOfStep
 from splitveil.common.run import course
 from splitveil.common.run.contract import Contract
@@ -58,7 +58,7 @@ PeerT = TypeVar("PeerT", bound=InProcessPeer)
 def run_with(parties: Parties, kind: type[PeerT]) -> PeerT:
     peers: list[PeerT] = []
 
-    def connect(session: ActiveSession, engine: AlignmentEngine) -> PeerT:
+    def connect(session: ActiveSession, engine: EcdhEngine) -> PeerT:
         peers.append(kind(session, engine))
         return peers[-1]
 
@@ -157,7 +157,7 @@ def losing(number: int) -> Callable[..., InProcessPeer]:
 
 
 class Keeps(InProcessPeer):
-    def __init__(self, session: ActiveSession, engine: AlignmentEngine) -> None:
+    def __init__(self, session: ActiveSession, engine: EcdhEngine) -> None:
         super().__init__(session, engine)
         self.asked: list[tuple[Activation, Answer]] = []
         self.refused: list[str] = []
@@ -195,7 +195,7 @@ def test_the_last_answers_are_repeated_and_neither_older_nor_changed_questions_a
 
 
 class SendsAhead(InProcessPeer):
-    def __init__(self, session: ActiveSession, engine: AlignmentEngine) -> None:
+    def __init__(self, session: ActiveSession, engine: EcdhEngine) -> None:
         super().__init__(session, engine)
         self.refused = 0
 
@@ -258,7 +258,7 @@ def test_a_stage_begins_when_nothing_is_under_way_and_its_bound_is_that_of_depth
     due: list[tuple[int, str, int]] = []
     begin = Releases.begin
 
-    def noting(self: Releases, pending: PendingRelease) -> None:
+    def noting(self: Releases, pending: StageRelease) -> None:
         training = whole.run._training
         assert training is not None
         assert training.progress.due is not None
@@ -304,7 +304,7 @@ def undisturbed(example: Path, monkeypatch: pytest.MonkeyPatch) -> Parties:
 
 
 class Eager(InProcessPeer):
-    def __init__(self, session: ActiveSession, engine: AlignmentEngine) -> None:
+    def __init__(self, session: ActiveSession, engine: EcdhEngine) -> None:
         super().__init__(session, engine)
         self.asked: list[Activation] = []
         self.most = 0

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from splitveil.common.alignment import AlignChannel, Alignment, AlignmentEngine, align, channel_pair
+from splitveil.common.alignment.channel import AlignChannel, channel_pair
 from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
+from splitveil.common.alignment.exchange import Alignment, align
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.ids import Allowed, IdReader, IdReport
 from splitveil.common.errors import SplitveilError
@@ -71,7 +72,7 @@ class Outcome:
 
 def align_both(
     ids: tuple[Sequence[str], Sequence[str]],
-    engines: tuple[AlignmentEngine, AlignmentEngine] = (ENGINE, ENGINE),
+    engines: tuple[EcdhEngine, EcdhEngine] = (ENGINE, ENGINE),
     channels: tuple[AlignChannel, AlignChannel] | None = None,
 ) -> tuple[Outcome, Outcome]:
     ends = channels or channel_pair(deadline_s=LONG_S)
@@ -121,7 +122,7 @@ def started(ids: Sequence[str]) -> EcdhExchange:
 
 def greeted(ids: Sequence[str], peer_set_size: int = 40) -> EcdhExchange:
     session = started(ids)
-    assert not session.receive(pb.AlignFrame(hello=peer_hello(peer_set_size)))
+    assert not list(session.receive(pb.AlignFrame(hello=peer_hello(peer_set_size))))
     return session
 
 

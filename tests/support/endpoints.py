@@ -16,7 +16,7 @@ from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
-from splitveil.common.alignment import build_engine
+from splitveil.common.alignment.exchange import build_engine
 from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_status import PartyStatus, RunStatus

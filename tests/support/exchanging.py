@@ -4,8 +4,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from splitveil.common import alignment
+from splitveil.common.alignment.channel import AlignChannel, channel_pair
 from splitveil.common.alignment.ecdh import EcdhEngine
+from splitveil.common.alignment.exchange import Alignment, align
+from splitveil.common.alignment.store import ExchangeStores
+from splitveil.common.alignment.tried_ids import TriedIds
 from splitveil.common.errors import PeerUnreachable
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.aligned import ENGINE, LONG_S, Outcome, Passing, names
@@ -35,7 +38,7 @@ class Counting:
 class Broken(Passing):
     """A channel that breaks off instead of the frame after some others."""
 
-    def __init__(self, channel: alignment.AlignChannel, frames: int) -> None:
+    def __init__(self, channel: AlignChannel, frames: int) -> None:
         super().__init__(channel)
         self._left = frames
 
@@ -74,10 +77,10 @@ class Pair:
     ) -> None:
         self.ids = ids
         self.groups = Counting(), Counting()
-        self.kept = [alignment.ExchangeStores(folder / name) for name in ("active", "passive")]
+        self.kept = [ExchangeStores(folder / name) for name in ("active", "passive")]
         self.files = [kept.of("peer") for kept in self.kept]
         self.most = 200 if buckets == 1 else 700
-        self.tried = [alignment.TriedIds(self.most) for _ in ids]
+        self.tried = [TriedIds(self.most) for _ in ids]
         self.attempts = 0
         self.loses_last_frame_of: int | None = None
         self.engines = [
@@ -88,8 +91,8 @@ class Pair:
     def attempt(self, *, breaks_at: tuple[int | None, int | None] = (None, None)) -> list[Outcome]:
         """Align once, over a line that breaks off after so many frames of either party."""
         self.attempts += 1
-        ends = alignment.channel_pair(deadline_s=LONG_S)
-        channels: list[alignment.AlignChannel] = [
+        ends = channel_pair(deadline_s=LONG_S)
+        channels: list[AlignChannel] = [
             end if frames is None else Broken(end, frames)
             for end, frames in zip(ends, breaks_at, strict=True)
         ]
@@ -98,8 +101,8 @@ class Pair:
             channels[sender] = WithoutLastFrame(ends[sender])
         run_id = f"run {self.attempts}"
 
-        def work(index: int) -> alignment.Alignment:
-            return alignment.align(
+        def work(index: int) -> Alignment:
+            return align(
                 self.engines[index],
                 self.ids[index],
                 channels[index],

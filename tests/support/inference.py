@@ -27,7 +27,7 @@ from splitveil.active_party.results import save_alone, save_results
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation, Evaluator
 from splitveil.active_party.training.predictions import PredictionFigures
-from splitveil.common.alignment import build_engine
+from splitveil.common.alignment.exchange import build_engine
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettingsT, load_party_settings

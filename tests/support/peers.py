@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.common.alignment import AlignmentEngine
+from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.errors import Interrupted
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason
 from tests.support.simulation import InProcessPeer
@@ -15,7 +15,7 @@ class FaultyPeer(InProcessPeer):
     """Loses messages: the session sees some steps twice, as after a broken connection."""
 
     def __init__(
-        self, session: ActiveSession, engine: AlignmentEngine, loses: Callable[[int], bool]
+        self, session: ActiveSession, engine: EcdhEngine, loses: Callable[[int], bool]
     ) -> None:
         super().__init__(session, engine)
         self._loses = loses

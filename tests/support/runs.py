@@ -13,7 +13,7 @@ from torch import Tensor
 
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.alignment import AlignmentEngine
+from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.passive_party.opening import Peer
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
@@ -121,7 +121,7 @@ class Parties:
     passive: PassiveRecording
     active_settings: ActiveSettings
     passive_settings: PassiveSettings
-    engine: AlignmentEngine
+    engine: EcdhEngine
 
     def simulation(self) -> Simulation:
         active = ActiveParty(self.active_settings, self.session, self.engine, self.active)
@@ -159,7 +159,7 @@ def build_parties(
 
 
 def run_in_process(
-    parties: Parties, connect: Callable[[ActiveSession, AlignmentEngine], Peer] = InProcessPeer
+    parties: Parties, connect: Callable[[ActiveSession, EcdhEngine], Peer] = InProcessPeer
 ) -> None:
     parties.run.run(connect(parties.session, parties.engine))
 

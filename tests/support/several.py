@@ -10,7 +10,7 @@ from torch import Tensor
 
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.alignment import AlignmentEngine
+from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support import simulation
@@ -63,7 +63,7 @@ class Several:
     session: ActiveSession
     settings: ActiveSettings
     seen: ActiveRecording
-    engine: AlignmentEngine
+    engine: EcdhEngine
     passive: dict[str, PassiveParty]
     errors: dict[str, BaseException] = field(default_factory=dict)
 

@@ -29,7 +29,8 @@ from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.top_trainer import StepResult
-from splitveil.common.alignment import AlignmentEngine, build_engine
+from splitveil.common.alignment.ecdh import EcdhEngine
+from splitveil.common.alignment.exchange import build_engine
 from splitveil.common.errors import SplitveilError
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.party_data import PartyData
@@ -170,7 +171,7 @@ class PassiveRecording(Recording):
 class ActiveParty:
     settings: ActiveSettings
     session: ActiveSession
-    engine: AlignmentEngine
+    engine: EcdhEngine
     seen: ActiveRecording
 
 

@@ -44,6 +44,15 @@ def swap_labels(table: Path) -> None:
     table.write_text("\n".join([header, *swapped, ""]))
 
 
+def deal_other_labels(table: Path) -> None:
+    """Replace the labels of an example by others, equally many of each and unrelated to it."""
+    header, *lines = table.read_text().splitlines()
+    generator = np.random.default_rng(5)
+    cells = [line.split(",") for line in lines]
+    dealt = [",".join([own, str(generator.integers(2)), *rest]) for own, _, *rest in cells]
+    table.write_text("\n".join([header, *dealt, ""]))
+
+
 CLASSES = ("bus", "opel", "saab", "van")
 ATTACKS = ("norm", "cosine", "spectral", "accumulated_spectral", "accumulated_cosine")
 

@@ -91,7 +91,7 @@ def test_only_rows_whose_ids_were_asked_for_can_be_opened(
     """Every row is sent; without the point of its id, none of the keys fits."""
     sent: list[bytes] = []
     keys: list[bytes] = []
-    opened = TableClient._opened
+    opened = TableClient._rows_in
 
     def keeping(self: TableClient, stream: Any, key_of: Any) -> Any:
         receive = stream.receive
@@ -105,7 +105,7 @@ def test_only_rows_whose_ids_were_asked_for_can_be_opened(
         keys.extend(key for _, key in key_of.values())
         return opened(self, stream, key_of)
 
-    monkeypatch.setattr(TableClient, "_opened", keeping)
+    monkeypatch.setattr(TableClient, "_rows_in", keeping)
     asked = trained.test_ids[:3]
     with predicting(trained, passive=GIVEN, whole_table=True) as predictor:
         predictor.take_tables(asked)
@@ -175,8 +175,9 @@ def test_a_point_outside_the_group_is_refused(trained: Trained) -> None:
         client = predictor.clients[0]
         assert isinstance(client, TableClient)
         for wrong in (bytes(32), b"\xff" * 32):
-            stream = client._inner.open_table(lambda: None)
-            stream.send_all([client._inner.table_request(wrong, last=True)])
+            stream = client.open_table(lambda: None)
+            request = pb.TableRequest(model_digest=client._digest, points=wrong, last=True)
+            stream.send_all([request])
             with pytest.raises(ProtocolError, match="invalid"):
                 stream.receive()
             stream.drop()

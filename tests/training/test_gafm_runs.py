@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from splitveil.active_party.training.top_trainer import TopTrainer
-from splitveil.common.errors import SettingsError
 from splitveil.common.run.course import AlignedRows
 from splitveil.experiments.__main__ import main
 from splitveil.experiments.collection import read_rows
@@ -139,11 +138,6 @@ def test_the_plan_says_how_much_can_be_foretold(example: Path, options: str, sai
     plan = printed_plan(example, f"defense={{name: gafm{options}}}")
     assert said in plan
     assert ("3.047" in plan) == ("noisy_label" in options)  # 2 e tanh(e/2) at e = 2
-
-
-def test_settings_that_do_not_fit_are_refused_by_name(example: Path) -> None:
-    with pytest.raises(SettingsError, match=r"composed_with.*persistent noise"):
-        parties_with(example, ", composed_with: {name: iso, noise: persistent}")
 
 
 needs_data = pytest.mark.skipif(

@@ -13,8 +13,8 @@ import torch
 
 from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.stages import Stage
-from splitveil.common.alignment import align, build_engine
 from splitveil.common.alignment.ecdh import ENGINE, VERSION
+from splitveil.common.alignment.exchange import align, build_engine
 from splitveil.common.data.ids import NORMALISATION
 from splitveil.common.errors import AlignmentError, ContractMismatch, InvalidMessage, PeerError
 from splitveil.common.party.party_settings import ReconnectSettings

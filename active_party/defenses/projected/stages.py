@@ -9,20 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from splitveil.active_party.defenses.dp_bounds import leak_auc_of_mu
 from splitveil.active_party.defenses.interface import (
     BuildInputs,
     Defended,
     DefendedGradient,
+    Defense,
     DefenseReport,
     Examples,
     LabelledRows,
     LabelMove,
     LeakCharge,
-    PendingRelease,
     RawBatch,
-    RowFacts,
-    StagedDefense,
 )
 from splitveil.active_party.defenses.noise import SecureNoise
 from splitveil.active_party.defenses.objective import shares_of
@@ -32,6 +29,7 @@ from splitveil.active_party.defenses.projected.design import (
     stage_shares,
     stage_sigma,
 )
+from splitveil.active_party.defenses.projected.features import LabelFreeFacts
 from splitveil.active_party.defenses.projected.posterior import Posterior
 from splitveil.active_party.defenses.projected.release import Release, draw_release, on_label_grid
 from splitveil.active_party.defenses.rows import as_rows, check_labels
@@ -59,7 +57,7 @@ def stage_epochs(stages: int, epochs: int) -> tuple[int, ...]:
     )
 
 
-class ProjectedLabels(StagedDefense):
+class ProjectedLabels(Defense):
     """Releases gradients of targets unchanged; only the sums from which targets come are charged.
 
     A defense built without examples has no targets.
@@ -90,11 +88,8 @@ class ProjectedLabels(StagedDefense):
                 if releases:  # from which targets follow around what this run's model predicts
                     self._posterior.load_state_dict(releases, len(self._rows))
                     self._known_targets = None
-        mu = plan.mu
         self._report = DefenseReport(
             noise_power=0.0,  # the noise is in the sums: nothing is added to the gradient
-            sum_kl_after=mu**2,
-            leak_auc_bound=leak_auc_of_mu(mu),
             charge=LeakCharge(0.0, adversary=Adversary.ANYBODY, is_gaussian=True),
         )
 
@@ -112,7 +107,11 @@ class ProjectedLabels(StagedDefense):
         """Return no charge: every gradient is a function of the sums, which are charged."""
         return self._report.charge
 
-    def pending_release(self, epoch: int, facts: RowFacts, /) -> PendingRelease | None:
+    def pending_release(self, epoch: int, facts: LabelFreeFacts, /) -> "StageRelease | None":
+        """Return the release due before an epoch's next answer; None if none is.
+
+        Epochs count from 0. Raises ValueError if the facts are not of a kind that can be summed.
+        """
         stage = self._next_stage
         if stage == len(self._epochs) or epoch < self._epochs[stage]:
             self._follow(epoch, facts)
@@ -128,7 +127,7 @@ class ProjectedLabels(StagedDefense):
         )
         return StageRelease(self, stage, rows, predictions)
 
-    def _follow(self, epoch: int, facts: RowFacts) -> None:
+    def _follow(self, epoch: int, facts: LabelFreeFacts) -> None:
         """Make an epoch's targets anew from the same sums, around what the model predicts now.
 
         Measured, this is worth .001 to .006 of test AUC; it needs no label, and so reveals nothing.
@@ -137,7 +136,7 @@ class ProjectedLabels(StagedDefense):
             self._use_posterior(self._predictions(facts))
             self._followed = epoch
 
-    def _predictions(self, facts: RowFacts) -> Tensor:
+    def _predictions(self, facts: LabelFreeFacts) -> Tensor:
         link = shares_of if self._num_classes == ONE_NUMBER else _probabilities
         predictions = torch.cat([link(outputs.cpu()) for outputs in facts.logits()])
         if not bool(predictions.isfinite().all()):
@@ -193,13 +192,17 @@ class ProjectedLabels(StagedDefense):
 
     @property
     def releases(self) -> Mapping[str, Tensor]:
-        """What later runs on the same rows make targets from; empty if it does not cover them."""
+        """What ``Examples.known_releases`` is to be in a later run on the same training rows.
+
+        Empty if it does not cover them.
+        """
         if self._known_targets is not None or not self._posterior.num_stages:
             return {}
         return self._posterior.state_dict()
 
     @property
     def immutable(self) -> Mapping[str, str]:
+        """Names of large parts of the state, by their key in it: a name stands for one value."""
         count = self._posterior.num_stages
         first = self._next_stage - count
         return {f"posterior.steps.{n}": f"design{first + n}" for n in range(count)}
@@ -226,9 +229,11 @@ class ProjectedLabels(StagedDefense):
         )
 
 
-class StageRelease(PendingRelease):
-    """The release with which a stage of projected labels begins.
+class StageRelease:
+    """The release with which a stage of projected labels begins, due and not drawn yet.
 
+    It is drawn once, logged and charged, and only then used. ``charge`` is of each training row,
+    and ``design`` the digest of everything, except labels and noise, on which the release depends.
     The predictions are those of the model for the training rows, which no label has entered.
     """
 
@@ -243,11 +248,15 @@ class StageRelease(PendingRelease):
         self.design = _digest(rows, defense.sigma_of(stage))
 
     def draw(self, key: bytes) -> Mapping[str, Tensor]:
-        """Compute the noisy sums, (rank,) or (rank, classes) float64, and their noise's size."""
+        """Compute the noisy sums, (rank,) or (rank, classes) float64, and their noise's size.
+
+        The noise follows from the key, 32 secret bytes.
+        """
         sums, sigma = self._defense.draw(self.stage, self._rows, key)
         return {"sums": sums, "sigma": torch.tensor(sigma, dtype=torch.float64)}
 
     def use(self, release: Mapping[str, Tensor]) -> None:
+        """Begin the stage with a release, drawn now or earlier; ValueError for other shapes."""
         sums, sigma = release.get("sums"), release.get("sigma")
         if sums is None or sigma is None or len(sums) != self._rows.rank:
             raise ValueError(f"expected {self._rows.rank} sums and their sigma")

@@ -105,7 +105,7 @@ class Flood:
     """One hostile peer: its connections, and the last words of the honest one that it knows."""
 
     port: int
-    tape: Tape
+    tape: Tape = field(default_factory=Tape)
     open: ExitStack = field(default_factory=ExitStack)
     """Whatever stays open until the honest peer is through."""
 

@@ -157,7 +157,8 @@ class PassiveRecording(Recording):
 
     def on_opened(self, run_id: str) -> None: ...
 
-    def on_alignment_progress(self, done_ids: int, total_ids: int) -> None: ...
+    def on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
+        assert done_ids <= total_ids
 
     def on_step(
         self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]

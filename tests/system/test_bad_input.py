@@ -24,17 +24,6 @@ def example(folder: Path, rows: int = 400) -> Path:
 # ---- a party's own data ----
 
 REFUSED: dict[str, tuple[PartyName, dict[tuple[int, int], str], list[str], list[str]]] = {
-    "ids that are no ids": (
-        "passive",
-        {(2, 0): "{0}", (3, 0): "  ", (5, 0): " {4}\t", (6, 0): "Zo\u00eb", (7, 0): "Zoe\u0308"},
-        [
-            "passive.csv: column 'id': 1 missing or empty ids: data rows 4\n",
-            "passive.csv: column 'id': 1 duplicate ids: data rows 3 (as 1)\n",
-            "passive.csv: column 'id': 2 ids equal to another id once normalised: data rows",
-            " 6 (as 5, differs in white space), 8 (as 7, differs in Unicode form)\n",
-        ],
-        ["Zo"],
-    ),
     "labels that are no labels": (
         "active",
         {(1, 1): "41.25", (8, 1): "41.25"},
@@ -52,8 +41,8 @@ REFUSED: dict[str, tuple[PartyName, dict[tuple[int, int], str], list[str], list[
         ["a lot"],
     ),
 }
-"""Whose table it is, its spoilt cells by row and column (``{0}`` is the first row's id), what the
-owner reads, and what nobody reads."""
+"""Whose table it is, its spoilt cells by row and column, what the owner reads, and what nobody
+reads."""
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -64,9 +53,8 @@ def test_data_that_cannot_be_used_are_refused_before_anything_is_sent(
     name, spoilt, reads, never_reads = REFUSED[what]
     table = example(tmp_path) / f"{name}.csv"
     header, *rows = (line.split(",") for line in table.read_text().splitlines())
-    ids = [row[0] for row in rows]
     for (row, column), cell in spoilt.items():
-        rows[row][column] = cell.format(*ids)
+        rows[row][column] = cell
     table.write_text("\n".join(",".join(row) for row in [header, *rows]))
     with socket.create_server(("127.0.0.1", 0)) as peer:
         peer.setblocking(False)

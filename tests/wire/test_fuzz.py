@@ -160,9 +160,7 @@ def recorded(example: Path) -> tuple[Parties, Tape]:
 
 
 def activation(parties: Parties, frame: bytes) -> Activation:
-    message = TensorAssembler.of_activations(TensorLimits.of(parties.run.contract)).add(
-        Frame(frame)
-    )
+    message = TensorAssembler(TensorLimits.of(parties.run.contract), Activation).add(Frame(frame))
     assert message is not None
     return message
 

@@ -33,9 +33,9 @@ from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.number_attacks import (
     NUM_HINTS,
     SummedGradients,
-    informed_r2,
     informed_scores,
     measure_numbers_beyond_features,
+    r2_of,
     top_direction_r2,
 )
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
@@ -223,9 +223,9 @@ class NumberWatch:
         if len(labels) >= _LEAST_ROWS:
             found = {TOP_DIRECTION: top_direction_r2(gradients, labels)}
             if result.slopes is not None:
-                known = result.probabilities, result.slopes
-                found[INFORMED] = informed_r2(gradients, labels, *known)
-                self._informed[positions] = informed_scores(gradients, *known).float()
+                scores = informed_scores(gradients, result.probabilities, result.slopes)
+                found[INFORMED] = r2_of(scores, labels)
+                self._informed[positions] = scores.float()
             for attack, r2 in found.items():
                 by_epoch = self._r2.setdefault(attack, {})
                 by_epoch.setdefault(batch.epoch, []).append(r2)

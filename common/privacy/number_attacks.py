@@ -56,14 +56,15 @@ _Floats = npt.NDArray[np.float64]
 
 def top_direction_r2(gradients: Tensor, labels: Tensor) -> float:
     """Return the squared correlation of labels and projections; NaN if one of them is constant."""
-    scores = prepared(gradients.cpu()).top.projections.numpy()
-    return _squared_correlation(scores, labels.detach().double().cpu().numpy())
+    return r2_of(prepared(gradients.cpu()).top.projections, labels)
 
 
-def informed_r2(gradients: Tensor, labels: Tensor, predictions: Tensor, slopes: Tensor) -> float:
-    """Return the squared correlation of labels with `informed_scores`."""
-    scores = informed_scores(gradients, predictions, slopes)
-    return _squared_correlation(scores.numpy(), labels.detach().double().cpu().numpy())
+def r2_of(scores: Tensor, labels: Tensor) -> float:
+    """Return the squared correlation of scores and labels; NaN if one of them is constant."""
+    centred, known = scores.numpy(), labels.detach().double().cpu().numpy()
+    centred, known = centred - centred.mean(), known - known.mean()
+    sizes = np.square(centred).sum() * np.square(known).sum()
+    return float((centred @ known) ** 2 / sizes) if sizes > 0 else float("nan")
 
 
 def informed_scores(gradients: Tensor, predictions: Tensor, slopes: Tensor) -> Tensor:
@@ -118,12 +119,6 @@ def _ridge(rows: _Floats, labels: _Floats) -> _Floats:
     penalty = min(_PENALTIES, key=error)
     weights: _Floats = right.T @ (sizes / (np.square(sizes) + penalty * unit) * along)
     return weights
-
-
-def _squared_correlation(scores: _Floats, labels: _Floats) -> float:
-    scores, labels = scores - scores.mean(), labels - labels.mean()
-    sizes = np.square(scores).sum() * np.square(labels).sum()
-    return float((scores @ labels) ** 2 / sizes) if sizes > 0 else float("nan")
 
 
 class SummedGradients:

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import os
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -110,17 +111,18 @@ def test_a_question_has_one_answer_and_the_same_answer_one_charge(tmp_path: Path
 def test_a_full_disk_leaves_no_part_of_a_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, write = tmp_path / "answered.log", os.write
+    path = tmp_path / "answered.log"
     log = log_of_three(path)
     whole = path.read_bytes()
 
-    def fill_up(descriptor: int, data: bytes) -> int:
-        if len(data) < RECORD_BYTES:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(descriptor, data[:30])
+    class Filling(FileIO):
+        def write(self, data: bytes) -> int:  # type: ignore[override]
+            if len(data) < RECORD_BYTES:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data[:30])
 
     with monkeypatch.context() as patched:
-        patched.setattr("splitveil.common.record.answer_log.os.write", fill_up)
+        patched.setattr("splitveil.common.record.answer_log.FileIO", Filling)
         with pytest.raises(StorageError, match="cannot be written: No space left"):
             log.record(2, [b"i" * 16], FRESH)
     assert path.read_bytes() == whole

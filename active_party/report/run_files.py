@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.errors import SettingsError
-from splitveil.common.record.figures import LedgerFigures
+from splitveil.common.privacy.figures import LedgerFigures
 from splitveil.common.record.lines import EvaluationLine, LeakLine, TrainingLine
 from splitveil.common.record.run_record import (
     METRICS,

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from splitveil.common.privacy.accumulation import RunScores
 from splitveil.common.privacy.cross_fitting import FeatureModels
+from splitveil.common.privacy.figures import NumberBeyond
 from splitveil.common.privacy.gradient_rows import prepared
 
 MIN_ROWS = 50  # rows below which regressions on features say nothing
@@ -217,13 +218,9 @@ class NumberCovariates(NamedTuple):
     labels: _Floats  # shares of the range, (rows,), only for the measurement
 
 
-class AdjustedR2(NamedTuple):
-    value: float
-    low: float  # lower end of its 95 % interval; 0 where it may be chance
-    high: float
-
-
-def adjusted_r2(features: npt.NDArray[np.float32], labels: _Floats, scores: _Floats) -> AdjustedR2:
+def adjusted_r2(
+    features: npt.NDArray[np.float32], labels: _Floats, scores: _Floats
+) -> NumberBeyond:
     """Return the share of the variance which features leave of labels that a score explains.
 
     The interval is that of a correlation by its influence function, which asks for no distribution.
@@ -238,20 +235,20 @@ def adjusted_r2(features: npt.NDArray[np.float32], labels: _Floats, scores: _Flo
         for values in (labels - labels.mean(), scores - scores.mean())
     )
     if label is None:
-        return AdjustedR2(float("nan"), float("nan"), float("nan"))
+        return NumberBeyond(float("nan"), float("nan"), float("nan"))
     if score is None:
-        return AdjustedR2(0.0, 0.0, 0.0)
+        return NumberBeyond(0.0, 0.0, 0.0)
     correlation = float((label * score).mean())
     influence = label * score - correlation * (np.square(label) + np.square(score)) / 2
     margin = _NORMAL_QUANTILE * float(influence.std()) / len(labels) ** 0.5
     size = abs(correlation)
     low, high = max(size - margin, 0.0), min(size + margin, 1.0)
-    return AdjustedR2(min(size, 1.0) ** 2, low**2, high**2)
+    return NumberBeyond(min(size, 1.0) ** 2, low**2, high**2)
 
 
 def measure_numbers_beyond_features(
     covariates: NumberCovariates, attacks: Mapping[str, RunScores]
-) -> dict[str, AdjustedR2]:
+) -> dict[str, NumberBeyond]:
     """Measure attacks on some of a run's rows; those that scored too few of these are left out."""
     figures = {}
     for attack, seen in attacks.items():
@@ -262,7 +259,7 @@ def measure_numbers_beyond_features(
             continue
         labels, scores = covariates.labels[rows], seen.scores[scored]
         figure = adjusted_r2(covariates.features[rows], labels, scores)
-        if not np.isnan(figure.value):
+        if not np.isnan(figure.r2):
             figures[attack] = figure
     return figures
 

@@ -243,4 +243,4 @@ def _write(path: Path, data: bytes, mode: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
-    write_bytes_atomically(path, data, mode)
+    write_bytes_atomically(path, data, mode=mode)

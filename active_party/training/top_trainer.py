@@ -240,7 +240,8 @@ class TopTrainer:
         self.learn()
         rows = self._training.to(self._device)
         logits = self._known(self.memory).logits(self.model, self._training).cpu()
-        targets = self._targets(LabelledRows(rows, self._labels[rows], self.memory.at(rows)))
+        none = self.memory.at(rows[:0])  # no targets that outlast a batch come from activations
+        targets = self._targets(LabelledRows(rows, self._labels[rows], none))
         return self.kind.agreement(logits, targets.cpu())
 
     def _known(self, memory: CutMemory) -> KnownRows:

@@ -234,4 +234,4 @@ def pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
 def write(path: Path, data: bytes, mode: int) -> None:
     with storage_errors(path, "cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes_atomically(path, data, mode)
+        write_bytes_atomically(path, data, mode=mode)

@@ -106,7 +106,7 @@ class TopTrainer:
         self._example_keys = rows.example_keys
         self._answer_keys = answer_keys
         self._gives_slopes = gives_slopes
-        self._unlearned: StepOutcome | None = None
+        self._unlearned: tuple[StepOutcome, Tensor, Tensor] | None = None
         self._training = rows.training
         self.memory = None if rows.training is None else CutMemory(len(rows.labels), device)
 
@@ -147,7 +147,6 @@ class TopTrainer:
             self._answer_keys.begin(answer_key)
         rows = torch.from_numpy(positions.copy()).to(self._device)
         cut = to_device(activation, self._device, torch.float32).requires_grad_()
-        self._note(rows, cut)
         labels = self._labels.index_select(0, rows)
         values = cut.detach()
         targets = self._targets(
@@ -162,7 +161,7 @@ class TopTrainer:
             if slopes is not None:
                 slopes *= self.kind.slope_of_residual
         defended, report = self._defend(outcome, labels, positions, slopes)
-        self._unlearned = outcome
+        self._unlearned = outcome, rows, cut
         return StepResult(
             outcome.raw,
             defended,
@@ -204,11 +203,13 @@ class TopTrainer:
             raise own or SplitveilError(f"{failure}: {error}") from error
 
     def learn(self) -> None:
-        """Let the top model learn from the last step, if it has not done so yet."""
+        """Let the top model learn from the last step, and note its activations, if not yet done."""
         if self._unlearned is None:
             return
+        outcome, rows, cut = self._unlearned
         with self.phases(Phase.BACKWARD):
-            self._objective.learn(self._unlearned)
+            self._objective.learn(outcome)
+        self._note(rows, cut)
         self._unlearned = None  # only now: half-learned weights must not count as a state
 
     def refitted(self, fitting: Fitting) -> nn.Module | None:
@@ -240,7 +241,8 @@ class TopTrainer:
         self.learn()
         rows = self._training.to(self._device)
         logits = self._known(self.memory).logits(self.model, self._training).cpu()
-        targets = self._targets(LabelledRows(rows, self._labels[rows], self.memory.at(rows)))
+        none = self.memory.at(rows[:0])  # no targets that outlast a batch come from activations
+        targets = self._targets(LabelledRows(rows, self._labels[rows], none))
         return self.kind.agreement(logits, targets.cpu())
 
     def _known(self, memory: CutMemory) -> KnownRows:

@@ -149,7 +149,7 @@ class ExchangeStore:
             os.lseek(descriptor, 0, os.SEEK_END)
             _write(descriptor, rows.astype(_ROW).tobytes())
             os.fsync(descriptor)
-        write_bytes_atomically(self._folder / _STATE, _STATE_FORM.dump_json(state), 0o600)
+        write_bytes_atomically(self._folder / _STATE, _STATE_FORM.dump_json(state), mode=0o600)
         if state.bucket:
             shutil.rmtree(before, ignore_errors=True)
 

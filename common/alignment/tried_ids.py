@@ -138,7 +138,7 @@ class TriedIds:
     def _write(self, counts: dict[str, _Count]) -> None:
         """Store the counts, in the file first, so that a failed write changes neither."""
         if self._path is not None:
-            write_bytes_atomically(self._path, _COUNTS.dump_json(counts), 0o600)
+            write_bytes_atomically(self._path, _COUNTS.dump_json(counts), mode=0o600)
         self._counts = counts
 
     def _refusal(self, peer: str, before: Tried, announced: int) -> str:

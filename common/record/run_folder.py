@@ -82,10 +82,10 @@ def _appending(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, OWNER_ONLY)
 
 
-def write_bytes_atomically(path: Path, data: bytes, mode: int = OWNER_ONLY) -> None:
+def write_bytes_atomically(path: Path, *parts: bytes, mode: int = OWNER_ONLY) -> None:
     """Replace a file as a whole: afterwards it holds the old content or the new, never a part."""
     with storage_errors(path, "cannot be written"), replacing_file(path, mode) as file:
-        file.write(data)
+        file.writelines(parts)
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def storage_errors(path: Path, problem: str) -> Iterator[None]:
 
 
 def write_text_atomically(path: Path, text: str, mode: int = OWNER_ONLY) -> None:
-    write_bytes_atomically(path, text.encode(), mode)
+    write_bytes_atomically(path, text.encode(), mode=mode)
 
 
 def write_json_atomically(path: Path, value: object) -> None:

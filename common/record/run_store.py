@@ -13,7 +13,7 @@ cannot run code. Only its owner may access it (0600): it contains secrets.
 import hashlib
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from splitveil.common.record.run_folder import (
     write_bytes_atomically,
 )
 from splitveil.common.run.progress import IMMUTABLE, State
-from splitveil.common.run.state_bytes import state_from_bytes, state_to_bytes
+from splitveil.common.run.state_bytes import state_from_bytes, state_to_parts
 from splitveil.common.text.closing import Closing
 
 DIGEST_BYTES = 32
@@ -45,11 +45,11 @@ class OtherVersionError(UnreadableError):
     """The file was written by another version of this module."""
 
 
-def serialised(state: State) -> bytes:
-    return state_to_bytes({"version": _VERSION, "state": state})
+def serialised(state: State) -> Sequence[bytes]:
+    return state_to_parts({"version": _VERSION, "state": state})
 
 
-def _divided(state: State) -> tuple[bytes, Mapping[str, Tensor]]:
+def _divided(state: State) -> tuple[Sequence[bytes], Mapping[str, Tensor]]:
     """Return a state without its immutable parts, serialised, and these."""
     if IMMUTABLE not in state:
         return serialised(state), {}
@@ -57,18 +57,21 @@ def _divided(state: State) -> tuple[bytes, Mapping[str, Tensor]]:
     return serialised(state | {IMMUTABLE: dict.fromkeys(immutable)}), immutable
 
 
-def write_serialised(path: Path, content: bytes) -> None:
-    write_bytes_atomically(path, hashlib.sha256(content).digest() + content, mode=0o600)
+def write_serialised(path: Path, content: Sequence[bytes]) -> None:
+    digest = hashlib.sha256()
+    for part in content:
+        digest.update(part)
+    write_bytes_atomically(path, digest.digest(), *content, mode=0o600)
 
 
 def read_state(path: Path) -> State:
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            digest, content = file.read(DIGEST_BYTES), file.read()
     except FileNotFoundError:
         raise
     except OSError as error:
         raise UnreadableError(f"cannot be read ({error.strerror})") from error
-    digest, content = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
     if hashlib.sha256(content).digest() != digest:
         raise UnreadableError("is damaged")
     return _parsed(content)
@@ -200,12 +203,11 @@ class RunStore(Closing):
         if self._writer is None:
             self.save(batch_number, state)
             return
-        divided = _divided(state)
-        self._wait()
-        self._pending = self._writer.submit(self._keep_only, batch_number, *divided)
+        self._wait()  # before this state is copied, which may be as large as all activations
+        self._pending = self._writer.submit(self._keep_only, batch_number, *_divided(state))
 
     def _keep_only(
-        self, batch_number: int, content: bytes, immutable: Mapping[str, Tensor]
+        self, batch_number: int, content: Sequence[bytes], immutable: Mapping[str, Tensor]
     ) -> None:
         if self._answers is not None:
             self._answers.sync()  # a log with fewer answers than a state counts is refused

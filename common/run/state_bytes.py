@@ -22,7 +22,13 @@ _FLOAT = struct.Struct(">d")
 
 def state_to_bytes(state: State) -> bytes:
     """Return a state as bytes. Raises TypeError for values that are neither plain nor tensors."""
+    return b"".join(state_to_parts(state))
+
+
+def state_to_parts(state: State) -> tuple[bytes, bytes]:
+    """Return the two parts of a state's bytes, so that large tensors are copied only once."""
     tensors: dict[str, Tensor] = {}
+    storages: set[int] = set()
 
     def plain(value: object, path: str) -> object:
         match value:
@@ -32,8 +38,11 @@ def state_to_bytes(state: State) -> bytes:
                 return {"float": _FLOAT.pack(value).hex()}
             case Tensor():
                 name = f"{len(tensors)}{path}"
-                # A copy, since safetensors refuses two tensors with the same memory.
-                tensors[name] = value.detach().to("cpu", copy=True).contiguous()
+                # Copied where safetensors refuses two tensors with the same memory.
+                storage = value.untyped_storage().data_ptr()
+                copied = value.detach().to("cpu", copy=storage in storages)
+                tensors[name] = copied.contiguous()
+                storages.add(storage)
                 return {"tensor": name}
             case bytes():
                 return {"bytes": value.hex()}
@@ -49,7 +58,7 @@ def state_to_bytes(state: State) -> bytes:
         raise TypeError(f"a state cannot hold a {type(value).__name__}, as there is in {path[1:]}")
 
     text = json.dumps(plain(state, "")).encode()
-    return _LENGTH.pack(len(text)) + text + save(tensors)
+    return _LENGTH.pack(len(text)) + text, save(tensors)
 
 
 def state_from_bytes(content: bytes) -> State:

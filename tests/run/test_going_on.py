@@ -6,6 +6,7 @@ import pickle
 import re
 import shutil
 import threading
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -287,9 +288,9 @@ def test_a_state_saved_soon_is_the_one_at_the_call_and_is_there_for_every_reader
     may_write = threading.Event()
     write = write_bytes_atomically
 
-    def write_later(path: Path, data: bytes, mode: int) -> None:
+    def write_later(path: Path, *data: bytes, mode: int) -> None:
         assert may_write.wait(HANGS_AFTER_S) or not path.name.startswith("at-")
-        write(path, data, mode)
+        write(path, *data, mode=mode)
 
     with RunStore(tmp_path, keep=2, in_background=True) as store:
         store.save_run({})
@@ -306,10 +307,23 @@ def test_a_state_saved_soon_is_the_one_at_the_call_and_is_there_for_every_reader
     assert RunStore(tmp_path, keep=2).checkpoints() == [5, 6]
 
 
+def test_a_state_being_saved_is_in_memory_once(tmp_path: Path) -> None:
+    values = torch.zeros(2**20)
+    store = RunStore(tmp_path, keep=2)
+    store.save_run({})
+    tracemalloc.start()  # which counts bytes, but not tensors
+    try:
+        store.save(3, {"values": values})
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.5 * values.nbytes
+
+
 def test_a_disk_that_fills_up_in_the_background_is_told_at_the_next_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(path: Path, _data: bytes, mode: int) -> None:
+    def fail(path: Path, *_data: bytes, mode: int) -> None:
         raise StorageError(f"{path}: cannot be written: disk full ({mode:o})")
 
     store = RunStore(tmp_path, keep=2, in_background=True)

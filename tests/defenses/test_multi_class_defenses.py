@@ -138,7 +138,7 @@ def test_a_rare_class_weighs_as_much_as_the_others() -> None:
         for weights in (torch.ones(4), torch.bincount(labels))
     )
     assert report.charge.sum_kl == pytest.approx(by_class, rel=1e-6)
-    assert by_class < 0.5 * by_share
+    assert by_class < 0.7 * by_share
 
 
 def test_a_power_ratio_leaves_the_worst_pair_what_the_plan_says() -> None:

@@ -15,7 +15,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -70,10 +70,12 @@ def _appending(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, OWNER_ONLY)
 
 
-def write_bytes_atomically(path: Path, data: bytes, mode: int = OWNER_ONLY) -> None:
+def write_bytes_atomically(
+    path: Path, data: bytes | Sequence[bytes | memoryview], mode: int = OWNER_ONLY
+) -> None:
     """Replace a file as a whole: afterwards it holds the old content or the new, never a part."""
     with storage_errors(path, "cannot be written"), replacing_file(path, mode) as file:
-        file.write(data)
+        file.writelines([data] if isinstance(data, bytes) else data)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from splitveil.common.record.run_folder import (
     write_bytes_atomically,
 )
 from splitveil.common.run.progress import IMMUTABLE, State
-from splitveil.common.run.state_bytes import state_from_bytes, state_to_bytes
+from splitveil.common.run.state_bytes import Parts, state_from_bytes, state_parts
 from splitveil.common.text.closing import Closing
 
 DIGEST_BYTES = 32
@@ -45,11 +45,11 @@ class OtherVersionError(UnreadableError):
     """The file was written by another version of this module."""
 
 
-def serialised(state: State) -> bytes:
-    return state_to_bytes({"version": _VERSION, "state": state})
+def serialised(state: State) -> Parts:
+    return state_parts({"version": _VERSION, "state": state})
 
 
-def _divided(state: State) -> tuple[bytes, Mapping[str, Tensor]]:
+def _divided(state: State) -> tuple[Parts, Mapping[str, Tensor]]:
     """Return a state without its immutable parts, serialised, and these."""
     if IMMUTABLE not in state:
         return serialised(state), {}
@@ -57,8 +57,11 @@ def _divided(state: State) -> tuple[bytes, Mapping[str, Tensor]]:
     return serialised(state | {IMMUTABLE: dict.fromkeys(immutable)}), immutable
 
 
-def write_serialised(path: Path, content: bytes) -> None:
-    write_bytes_atomically(path, hashlib.sha256(content).digest() + content, mode=0o600)
+def write_serialised(path: Path, content: Parts) -> None:
+    hashed = hashlib.sha256()
+    for part in content:
+        hashed.update(part)
+    write_bytes_atomically(path, [hashed.digest(), *content], mode=0o600)
 
 
 def read_state(path: Path) -> State:
@@ -205,7 +208,7 @@ class RunStore(Closing):
         self._pending = self._writer.submit(self._keep_only, batch_number, *divided)
 
     def _keep_only(
-        self, batch_number: int, content: bytes, immutable: Mapping[str, Tensor]
+        self, batch_number: int, content: Parts, immutable: Mapping[str, Tensor]
     ) -> None:
         if self._answers is not None:
             self._answers.sync()  # a log with fewer answers than a state counts is refused

@@ -7,11 +7,12 @@ make the length of the whole depend on labels.
 
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
 
 from splitveil.common.run.progress import State
@@ -20,8 +21,17 @@ _LENGTH = struct.Struct(">Q")
 _FLOAT = struct.Struct(">d")
 
 
+Parts = list[bytes | memoryview]
+"""Bytes that follow each other."""
+
+
 def state_to_bytes(state: State) -> bytes:
     """Return a state as bytes. Raises TypeError for values that are neither plain nor tensors."""
+    return b"".join(state_parts(state))
+
+
+def state_parts(state: State) -> Parts:
+    """Return a state as `state_to_bytes` does, with one copy of each tensor and no other."""
     tensors: dict[str, Tensor] = {}
 
     def plain(value: object, path: str) -> object:
@@ -32,8 +42,7 @@ def state_to_bytes(state: State) -> bytes:
                 return {"float": _FLOAT.pack(value).hex()}
             case Tensor():
                 name = f"{len(tensors)}{path}"
-                # A copy, since safetensors refuses two tensors with the same memory.
-                tensors[name] = value.detach().to("cpu", copy=True).contiguous()
+                tensors[name] = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
                 return {"tensor": name}
             case bytes():
                 return {"bytes": value.hex()}
@@ -49,7 +58,23 @@ def state_to_bytes(state: State) -> bytes:
         raise TypeError(f"a state cannot hold a {type(value).__name__}, as there is in {path[1:]}")
 
     text = json.dumps(plain(state, "")).encode()
-    return _LENGTH.pack(len(text)) + text + save(tensors)
+    header = _header(tensors)
+    of_tensors = (tensor.flatten().view(torch.uint8).numpy().data for tensor in tensors.values())
+    return [_LENGTH.pack(len(text)), text, header, *of_tensors]
+
+
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return what safetensors puts before the tensors: its own writer would copy them thrice."""
+    entries, end = {}, 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        kind = str(tensor.dtype).removeprefix("torch.").upper()
+        for word, letter in (("UINT", "U"), ("INT", "I"), ("FLOAT", "F"), ("COMPLEX", "C")):
+            kind = kind.replace(word, letter)
+        entry = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        entries[name] = entry
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text
 
 
 def state_from_bytes(content: bytes) -> State:

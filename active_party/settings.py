@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, Tag, model_validator
 
 from splitveil.active_party.defenses import DefenseContext, DefenseSettings
-from splitveil.active_party.defenses.section import WeightUses, refusal_of_weights
+from splitveil.active_party.defenses.section import refusal_of_weights
 from splitveil.active_party.ledger.account_book import SETTING, AccountBook, open_books
 from splitveil.active_party.ledger.budget import Limit
 from splitveil.active_party.ledger.label_signals import LabelUses, label_signals, objection_to
@@ -393,14 +393,7 @@ class ActiveSettings(PartySettings):
         if self.allow_audits and not self.contract.audits_allowed:
             raise ValueError("allow_audits needs contract.audits_allowed")
         self._check_leak_gate()
-        refusal = refusal_of_weights(
-            self.defense,
-            WeightUses(
-                self.data.class_weights is not None,
-                self.data.weight_column is not None,
-                self.data.weights_are_label_free,
-            ),
-        )
+        refusal = refusal_of_weights(self.defense, self.data)
         if refusal is not None:
             raise ValueError(f"defense: {refusal}")
         self._check_label_kind()

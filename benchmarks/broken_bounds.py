@@ -27,22 +27,16 @@ EXAMPLES = Path(__file__).parent.parent / "deploy" / "examples"
 
 CHANCE = 0.05
 
-DEFENSES: Mapping[str, str] = {
-    "`marvell` fresh, ratio 4": "{name: marvell, strength: {power_ratio: 4}}",
-    "`marvell` fresh, ratio 1024": "{name: marvell, strength: {power_ratio: 1024}}",
-    "`marvell` persistent, ratio 4": (
-        "{name: marvell, noise: persistent, strength: {power_ratio: 4}}"
-    ),
-    "`marvell` persistent, ratio 1024": (
-        "{name: marvell, noise: persistent, strength: {power_ratio: 1024}}"
-    ),
-    "`iso` fresh, noise ratio 16": "{name: iso, noise_ratio: 16}",
-    "`iso` persistent, noise ratio 32": "{name: iso, noise: persistent, noise_ratio: 32}",
-    "`noisy_label` gaussian, ratio 2": (
-        "{name: noisy_label, mechanism: {kind: gaussian, noise_ratio: 2}}"
-    ),
-    "`projected_labels`, .6": "{name: projected_labels, strength: {leak_auc: 0.6}}",
-}
+DEFENSES = (
+    "marvell, power_ratio: 4",
+    "marvell, power_ratio: 1024",
+    "marvell, noise: persistent, power_ratio: 4",
+    "marvell, noise: persistent, power_ratio: 1024",
+    "iso, noise_ratio: 16",
+    "iso, noise: persistent, noise_ratio: 32",
+    "noisy_label, mechanism: {kind: gaussian, noise_ratio: 2}",
+    "projected_labels, leak_auc: 0.6",
+)
 PEERS: Mapping[str, str] = {"honest": "follows the protocol", "groups": "chooses activations"}
 READINGS: tuple[str, ...] = (
     *("residual_energy", "off_the_common_line", "across_the_gap", "informed"),
@@ -61,7 +55,7 @@ def main() -> None:
     print_environment()
     print("\n| defense | peer | reading | first batch | last batch | whole run | bound | for |")
     print("|---|---|---|---|---|---|---|---|")
-    for title, defense in DEFENSES.items():
+    for defense in DEFENSES:
         for peer, what in PEERS.items():
             found = outcome(arguments, defense, peer)
             for reading in READINGS:
@@ -69,14 +63,14 @@ def main() -> None:
                 figures = (read.first_batch, read.last_batch, read.whole_run)
                 cells = " | ".join(cell(value, found.bound) for value in figures)
                 bound = f"{auc_at_most(found.bound)} | {found.adversary}"
-                print(f"| {title} | {what} | `{reading}` | {cells} | {bound} |", flush=True)
+                print(f"| `{defense}` | {what} | `{reading}` | {cells} | {bound} |", flush=True)
 
 
 def outcome(arguments: argparse.Namespace, defense: str, peer: str) -> Attacked:
     example = EXAMPLES / arguments.example
     both = [f"contract.epochs={arguments.epochs}", f"model_seed={arguments.seed}"]
     with tempfile.TemporaryDirectory() as folder:
-        active = [*both, f"defense={defense}", f"runs_dir={folder}"]
+        active = [*both, f"defense={{name: {defense}}}", f"runs_dir={folder}"]
         active += [f"insecure_nonce_seed={arguments.seed}"]
         if arguments.deal_labels:
             active += deal_labels(example, Path(folder), arguments.seed)

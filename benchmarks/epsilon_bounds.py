@@ -19,7 +19,7 @@ import yaml
 from benchmarks.environment import print_environment
 from splitveil import simulate
 from splitveil.common.privacy.attacks import CUT
-from splitveil.common.record.figures import BeyondFigures, EpsilonFigures
+from splitveil.common.privacy.figures import BeyondFigures, EpsilonBound
 from splitveil.common.record.run_record import read_summary
 from splitveil.common.record.summary import Summary
 
@@ -84,7 +84,7 @@ def cells(summary: Summary) -> list[str]:
     return [model, f"{raw:.3f}", adjusted, *epsilon_cells(beyond.epsilon)]
 
 
-def epsilon_cells(found: EpsilonFigures | None) -> list[str]:
+def epsilon_cells(found: EpsilonBound | None) -> list[str]:
     if found is None:
         return ["–"] * 4
     excluded = f"**{found.epsilon:.3f}**" if found.passes_stated else f"{found.epsilon:.3f}"

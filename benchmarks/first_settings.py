@@ -354,9 +354,7 @@ def splits_of(
     """Return the split of each id that is used."""
     label_of = dict(zip(keys(own), labels, strict=True))
     splits = dict.fromkeys([*label_of, *keys(other)], "train")
-    common = sorted(
-        label_of.keys() & keys(other), key=lambda key: hashlib.blake2b(key.encode()).digest()
-    )
+    common = sorted(label_of.keys() & keys(other), key=digest)
     num_known = round(0.8 * len(common))
     tested = common[num_known:]
     training = common[:num_known]

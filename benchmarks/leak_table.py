@@ -39,43 +39,34 @@ from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.attacks import ON_STORED_ROWS
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import ATTACKS, CUT, FINAL_ATTACKS, RUN_ATTACKS
-from splitveil.common.privacy.run_level import RunLevelLeak
+from splitveil.common.privacy.figures import RunFigures
 from splitveil.common.run.course import Batch
+from splitveil.common.text.values import to_form
 from splitveil.library.auditing import audit
 from tests.support.attacked_run import BATCH_ATTACKS, AttackedRun, attacked_run, deal_labels
 
 EXAMPLES = Path(__file__).parent.parent / "deploy" / "examples"
 EPOCHS = {"breast_cancer": 15, "default_credit": 10}
 
-DEFENSES: Mapping[str, str] = {
-    "none": "{name: none}",
-    "iso, noise ratio 1": "{name: iso, noise_ratio: 1}",
-    "iso, noise ratio 4": "{name: iso, noise_ratio: 4}",
-    "iso persistent, noise ratio 8": "{name: iso, noise: persistent, noise_ratio: 8}",
-    "max_norm": "{name: max_norm}",
-    "max_norm persistent": "{name: max_norm, noise: persistent}",
-    "max_norm_positive": "{name: max_norm_positive}",
-    "marvell, power ratio 1": "{name: marvell, strength: {power_ratio: 1}}",
-    "marvell, power ratio 4": "{name: marvell, strength: {power_ratio: 4}}",
-    "marvell, leak_auc 0.6": "{name: marvell, strength: {leak_auc: 0.6}}",
-    "marvell persistent, power ratio 4": (
-        "{name: marvell, noise: persistent, strength: {power_ratio: 4}}"
-    ),
-    "noisy_label gaussian, noise ratio 2": (
-        "{name: noisy_label, mechanism: {kind: gaussian, noise_ratio: 2}}"
-    ),
-    "noisy_label gaussian 2, top_labels true": (
-        "{name: noisy_label, mechanism: {kind: gaussian, noise_ratio: 2}, top_labels: true}"
-    ),
-    "noisy_label laplace, epsilon 1": (
-        "{name: noisy_label, mechanism: {kind: laplace, epsilon: 1}}"
-    ),
-    "noisy_label randomized_response, epsilon 1": (
-        "{name: noisy_label, mechanism: {kind: randomized_response, epsilon: 1}}"
-    ),
-    "projected_labels": "{name: projected_labels}",
-    "gafm": "{name: gafm}",
-}
+DEFENSES = (
+    "none",
+    "iso, noise_ratio: 1",
+    "iso, noise_ratio: 4",
+    "iso, noise: persistent, noise_ratio: 8",
+    "max_norm",
+    "max_norm, noise: persistent",
+    "max_norm_positive",
+    "marvell, power_ratio: 1",
+    "marvell, power_ratio: 4",
+    "marvell, leak_auc: 0.6",
+    "marvell, noise: persistent, power_ratio: 4",
+    "noisy_label, mechanism: {kind: gaussian, noise_ratio: 2}",
+    "noisy_label, mechanism: {kind: gaussian, noise_ratio: 2}, top_labels: true",
+    "noisy_label, mechanism: {kind: laplace, epsilon: 1}",
+    "noisy_label, mechanism: {kind: randomized_response, epsilon: 1}",
+    "projected_labels",
+    "gafm",
+)
 COMPARED = ("accumulated_spectral", "accumulated_residual_energy", "completion_40")
 """Attacks that the monitor runs, on the same rows."""
 AUDITED = ("gradients", "labels", "batches", "examples", "activations")
@@ -100,7 +91,7 @@ def run(task: Task, **options: Any) -> AttackedRun:
         active = [
             *both,
             f"insecure_nonce_seed={task.seed}",
-            f"defense={DEFENSES[task.defense]}",
+            f"defense={{name: {task.defense}}}",
             f"runs_dir={folder}",  # with the noise key, which all runs of an example would share
         ]
         passive = [*both, f"insecure_nonce_seed={task.seed + 1000}"]
@@ -125,7 +116,7 @@ def attack_stored_rows(task: Task) -> AttackedRun:
     leaks = {}
     for name in (*COMPARED, *ON_STORED_ROWS):
         begun = time.monotonic()
-        leaks[name] = audit(**stored, attacks=[name]).run[name]
+        leaks[name] = RunFigures(**audit(**stored, attacks=[name]).run[name])
         print(f"{task.defense}: {name} took {time.monotonic() - begun:.0f} s", flush=True)
     return trained._replace(run_level={"cut": leaks, "first": {}})
 
@@ -155,7 +146,7 @@ def batch_table(runs: Mapping[str, Sequence[AttackedRun]], layer: str) -> list[s
     ]
     lines = header(["defense", "test AUC", *(f"`{name}`" for name in attacks)])
     for defense, found in runs.items():
-        leaks = [figure(statistics.mean(r.leak[layer][n]["mean"] for r in found)) for n in attacks]
+        leaks = [figure(statistics.mean(r.leak[layer][n].mean for r in found)) for n in attacks]
         lines.append(row([defense, average(found, lambda r: r.test_aucs[-1]), *leaks]))
     floor = average(every, lambda r: statistics.mean(value for _, value in r.random))
     return [*lines, row(["random scores", "", *[floor] * len(attacks)])]
@@ -186,9 +177,9 @@ def run_table(runs: Mapping[str, Sequence[AttackedRun]]) -> list[str]:
     return [*lines, row(["own features and the hints, no gradient", "", *alone, "", ""])]
 
 
-def interval(found: Sequence[RunLevelLeak]) -> str:
+def interval(found: Sequence[RunFigures]) -> str:
     """Return the mean leak AUC with the mean ends of its interval."""
-    values = zip(*((leak["auc"], leak["low"], leak["high"]) for leak in found), strict=True)
+    values = zip(*(leak[:3] for leak in found), strict=True)
     area, low, high = (figure(statistics.mean(each)) for each in values)
     return f"{area} ({low}–{high})"
 
@@ -212,7 +203,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, help=f"by default {EPOCHS}")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--only", nargs="*", default=list(DEFENSES), choices=list(DEFENSES))
+    parser.add_argument("--only", nargs="*", default=DEFENSES, choices=DEFENSES)
     parser.add_argument("--deal-labels", action="store_true")
     parser.add_argument("--stored-rows", action="store_true", help="attack the stored rows instead")
     parser.add_argument("--json", type=Path)
@@ -239,7 +230,7 @@ def main() -> None:
         print_tables(tasks[0], runs)
         print(f"\n{len(tasks)} runs in {time.monotonic() - begun:.0f} s")
         kept += [
-            task._asdict() | result._asdict() | {"bounds": ledger_figures(result.bounds).form()}
+            to_form(task._asdict() | result._asdict() | {"bounds": ledger_figures(result.bounds)})
             for task, result in found
         ]
         if arguments.json is not None:

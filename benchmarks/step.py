@@ -38,8 +38,8 @@ from tests.support.runs import (
     PassiveRecording,
     build_parties,
     run_in_process,
-    serving,
 )
+from tests.support.simulation import serving
 
 CPU = torch.device("cpu")
 WARM_UP_STEPS = 20
@@ -111,7 +111,7 @@ def serve(folder: Path, port: int, defense: str, device: torch.device) -> None:
     use_device(str(device))
     parties = build_parties(folder, [f"defense={{name: {defense}}}"], device=device)
     parties.active.on_step = lambda batch, result: None  # type: ignore[method-assign]
-    with serving(parties, port):
+    with serving(parties.simulation().active, f"127.0.0.1:{port}"):
         parties.session.wait_for_farewell(610)
 
 

@@ -12,19 +12,23 @@ from typing import NamedTuple
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from splitveil.common.errors import SettingsError, StorageError
-from splitveil.common.party.credentials import MAX_FILE_BYTES, SOON_DAYS, dns_names
-from splitveil.common.record.run_folder import write_bytes_atomically
-from splitveil.common.text.files import read_or_refuse
+from splitveil.common.errors import SettingsError
+from splitveil.common.party.credentials import (
+    MAX_FILE_BYTES,
+    SOON_DAYS,
+    PublicKey,
+    days_until,
+    dns_names,
+)
+from splitveil.common.record.run_folder import storage_errors, write_bytes_atomically
+from splitveil.common.text.files import OWNER_ONLY, read_or_refuse
 
 logger = logging.getLogger("splitveil.deploy.certs")
 
-PublicKey = ec.EllipticCurvePublicKey | rsa.RSAPublicKey
-"""The kinds of keys that gRPC's TLS can use."""
-
+FOR_ALL = 0o644  # mode of a file that everybody may read
 AUTHORITY_DAYS = 3650
 PARTY_DAYS = 90
 CLOCK_SKEW = timedelta(hours=1)
@@ -77,7 +81,8 @@ def keep_certificates(folder: Path, names: dict[str, str], days: int = PARTY_DAY
     for party, name in names.items():
         own = PartyFolder(folder / party)
         found = read_certificate(own.certificate) if own.certificate.exists() else None
-        if found is None or days_left(found) < SOON_DAYS or name not in dns_names(found):
+        ends_soon = found is None or days_until(found.not_valid_after_utc) < SOON_DAYS
+        if found is None or ends_soon or name not in dns_names(found):
             _issue(read_authority(folder), own, name, days)
 
 
@@ -102,9 +107,9 @@ def renew_certificate(folder: Path, party: str, days: int = PARTY_DAYS) -> None:
 def _issue(authority: Authority, own: PartyFolder, name: str, days: int) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = party_certificate(authority, key.public_key(), name, days)
-    write_private(own.private_key, pem_of_key(key))
-    write_public(own.certificate, pem_of(certificate))
-    write_public(own.authority, pem_of(authority.certificate))
+    write(own.private_key, pem_of_key(key), OWNER_ONLY)
+    write(own.certificate, pem_of(certificate), FOR_ALL)
+    write(own.authority, pem_of(authority.certificate), FOR_ALL)
     logger.info("%s: certificate for %s, %d days", own.folder, name, days)
 
 
@@ -127,8 +132,8 @@ def make_authority(folder: Path) -> Authority:
     if own.private_key.exists() or own.certificate.exists():
         raise SettingsError(f"{own.folder} holds an authority, which will not be overwritten")
     authority = new_authority()
-    write_private(own.private_key, pem_of_key(authority.private_key))
-    write_public(own.certificate, pem_of(authority.certificate))
+    write(own.private_key, pem_of_key(authority.private_key), OWNER_ONLY)
+    write(own.certificate, pem_of(authority.certificate), FOR_ALL)
     return authority
 
 
@@ -216,10 +221,6 @@ def read_private_key(path: Path, consequence: str = "") -> object:
     return None
 
 
-def days_left(certificate: x509.Certificate) -> int:
-    return (certificate.not_valid_after_utc - datetime.now(UTC)).days
-
-
 def pem_of(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
 
@@ -230,17 +231,7 @@ def pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
     )
 
 
-def write_private(path: Path, data: bytes) -> None:
-    _write(path, data, 0o600)
-
-
-def write_public(path: Path, data: bytes) -> None:
-    _write(path, data, 0o644)
-
-
-def _write(path: Path, data: bytes, mode: int) -> None:
-    try:
+def write(path: Path, data: bytes, mode: int) -> None:
+    with storage_errors(path, "cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
-    write_bytes_atomically(path, data, mode=mode)
+        write_bytes_atomically(path, data, mode=mode)

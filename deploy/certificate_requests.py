@@ -5,6 +5,7 @@ that the party holds the key. A request can be replaced on its way, so both side
 SHA-256 of the public key by another channel. The certificate shows the same figure.
 """
 
+import hashlib
 import re
 from pathlib import Path
 
@@ -14,11 +15,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.party.credentials import MAX_FILE_BYTES, dns_names, in_lower_case
-from splitveil.common.text.files import read_or_refuse
+from splitveil.common.party.credentials import MAX_FILE_BYTES, PublicKey, in_lower_case, is_for_grpc
+from splitveil.common.text.files import OWNER_ONLY, read_or_refuse
 from splitveil.deploy.authority import (
+    FOR_ALL,
     PartyFolder,
-    PublicKey,
     common_name,
     party_certificate,
     pem_of,
@@ -26,8 +27,7 @@ from splitveil.deploy.authority import (
     read_authority,
     read_certificate,
     read_private_key,
-    write_private,
-    write_public,
+    write,
 )
 
 REQUEST = "request.pem"
@@ -46,7 +46,7 @@ def make_request(folder: Path, party: str, name: str) -> tuple[str, bool]:
     own = PartyFolder(folder / party)
     is_new = not own.private_key.exists()
     if is_new:
-        write_private(own.private_key, pem_of_key(ec.generate_private_key(ec.SECP256R1())))
+        write(own.private_key, pem_of_key(ec.generate_private_key(ec.SECP256R1())), OWNER_ONLY)
     key = _read_private_key(own.private_key)
     request = (
         x509.CertificateSigningRequestBuilder()
@@ -54,7 +54,7 @@ def make_request(folder: Path, party: str, name: str) -> tuple[str, bool]:
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
         .sign(key, hashes.SHA256())
     )
-    write_public(own.folder / REQUEST, request.public_bytes(serialization.Encoding.PEM))
+    write(own.folder / REQUEST, request.public_bytes(serialization.Encoding.PEM), FOR_ALL)
     return fingerprint_of_key(key.public_key()), is_new
 
 
@@ -85,8 +85,8 @@ def sign_request(
         )
     _refuse_another_key(own, key)
     certificate = party_certificate(authority, key, name, days)
-    write_public(own.certificate, pem_of(certificate))
-    write_public(own.authority, pem_of(authority.certificate))
+    write(own.certificate, pem_of(certificate), FOR_ALL)
+    write(own.authority, pem_of(authority.certificate), FOR_ALL)
     return fingerprint, fingerprint_of(authority.certificate)
 
 
@@ -120,9 +120,7 @@ def fingerprint_of_key(key: PublicKey) -> str:
     der = key.public_bytes(
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     )
-    digest = hashes.Hash(hashes.SHA256())
-    digest.update(der)
-    return _grouped(digest.finalize().hex())
+    return _grouped(hashlib.sha256(der).hexdigest())
 
 
 def fingerprint_of(certificate: x509.Certificate) -> str:
@@ -152,12 +150,8 @@ def _usable_key(request: x509.CertificateSigningRequest, path: Path) -> PublicKe
         key = request.public_key()
     except (ValueError, UnsupportedAlgorithm):
         key = None
-    # gRPC's TLS library offers no other signatures.
-    if isinstance(key, ec.EllipticCurvePublicKey) and isinstance(
-        key.curve, ec.SECP256R1 | ec.SECP384R1
-    ):
-        return key
-    if isinstance(key, rsa.RSAPublicKey) and key.key_size >= LEAST_RSA_BITS:
+    is_weak = isinstance(key, rsa.RSAPublicKey) and key.key_size < LEAST_RSA_BITS
+    if is_for_grpc(key) and not is_weak:
         return key
     raise SettingsError(
         f"{path}: expected the request of an EC key (P-256, P-384), or of an RSA key of at least "
@@ -168,14 +162,13 @@ def _usable_key(request: x509.CertificateSigningRequest, path: Path) -> PublicKe
 def _refuse_another_key(own: PartyFolder, key: PublicKey) -> None:
     """Leave a folder alone that holds a private key of its own, and another one than this."""
     if own.private_key.exists():
-        held = _read_private_key(own.private_key).public_key()
-        if fingerprint_of_key(held) != fingerprint_of_key(key):
+        if _read_private_key(own.private_key).public_key() != key:
             raise SettingsError(
                 f"{own.private_key}: belongs to another key than the request; name another folder "
                 f"with --output"
             )
     elif own.certificate.exists():
-        dns_names(read_certificate(own.certificate))  # only a certificate is ever replaced
+        read_certificate(own.certificate)  # only a certificate is ever replaced
 
 
 def _read_private_key(path: Path) -> ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey:

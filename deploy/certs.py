@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.arguments import Commands, Parser
-from splitveil.common.party.credentials import SOON_DAYS, dns_names, subject_of
+from splitveil.common.party.credentials import SOON_DAYS, days_until, dns_names, subject_of
 from splitveil.common.party.json_output import add_json, print_json
 from splitveil.common.run.contract import ACTIVE, DnsName, Name
 from splitveil.common.text.log_lines import configure_logging
@@ -30,7 +30,6 @@ from splitveil.deploy.authority import (
     PARTY_DAYS,
     PartyFolder,
     authority_folder,
-    days_left,
     keep_certificates,
     make_authority,
     make_certificates,
@@ -158,7 +157,7 @@ def described(certificate: x509.Certificate) -> dict[str, Any]:
         "issuer": certificate.issuer.rfc4514_string(),
         "valid_from": certificate.not_valid_before_utc.isoformat(),
         "valid_to": certificate.not_valid_after_utc.isoformat(),
-        "days_left": days_left(certificate),
+        "days_left": days_until(certificate.not_valid_after_utc),
         "sha256": certificate.fingerprint(hashes.SHA256()).hex(),
         "public_key": _key_of(certificate),
     }
@@ -184,7 +183,7 @@ def _show(options: argparse.Namespace) -> None:
         "issuer": f"{certificate.issuer.rfc4514_string()!a}",
         "valid from": f"{certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC",
         "valid to": f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC",
-        "days left": str(days_left(certificate)),
+        "days left": str(days_until(certificate.not_valid_after_utc)),
         "SHA-256": fingerprint_of(certificate),
         "public key": _key_of(certificate),
     }

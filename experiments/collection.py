@@ -22,11 +22,11 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from splitveil.common.errors import StorageError
-from splitveil.common.record.figures import AttackFigure
+from splitveil.common.privacy.figures import AttackFigure
 from splitveil.common.record.lines import EpochLeakLine, EvaluationLine, LeakLine, LedgerLine
 from splitveil.common.record.run_record import Metrics, read_metrics, read_summary
 from splitveil.common.record.summary import Summary
-from splitveil.common.record.values import ByAttack, ValueT
+from splitveil.common.text.values import ByAttack, ValueT
 from splitveil.experiments.cells import RUN_NAME, Cell, passive_parties
 from splitveil.experiments.execution import FINISHED, read_marker
 

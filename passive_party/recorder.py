@@ -15,9 +15,9 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_status import OPEN, RunStatus
 from splitveil.common.privacy.audit_worker import AuditWorker
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
+from splitveil.common.privacy.figures import AttackFigure
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.run_level import FeaturesOf
-from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.leak_recorder import IDLE_S, AuditedRun, LeakRecorder
 from splitveil.common.record.lines import AuditLine
 from splitveil.common.record.metrics_log import RunRecorder

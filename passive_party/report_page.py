@@ -20,8 +20,8 @@ from splitveil.common.party.report_parts import (
 from splitveil.common.record.run_folder import write_json_atomically, write_text_atomically
 from splitveil.common.record.run_record import METRICS, find_summary, read_metrics, text_of
 from splitveil.common.record.summary import Summary
-from splitveil.common.record.values import as_mapping
 from splitveil.common.run.contract import ACTIVE
+from splitveil.common.text.values import as_mapping
 from splitveil.common.text.wording import bytes_in_words
 from splitveil.common.text.yaml_text import RESOLVED, load_yaml
 from splitveil.passive_party.feature_exposure import (

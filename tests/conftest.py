@@ -20,6 +20,7 @@ import torch
 
 import splitveil.common  # noqa: F401 (before any test imports gRPC)
 from splitveil.common.alignment import ecdh
+from tests.support.certificates import make
 from tests.support.inference import Trained, free_port, train, write_wide_deep
 from tests.support.pretended_cuda import CUDA, pretended_cuda
 from tests.support.runs import write_example
@@ -52,6 +53,12 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("example")
     write_example(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def trusted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder with both parties' certificates, of one authority."""
+    return make(tmp_path_factory.mktemp("trusted"))
 
 
 @pytest.fixture

@@ -8,11 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from splitveil.active_party.defenses.class_statistics import RunningClasses, RunningMeans
 from splitveil.active_party.defenses.example_keys import NoiseKey
 from splitveil.active_party.defenses.noise import DrawKeys, NoiseSource, isotropic_noise
 from splitveil.active_party.defenses.rows import all_finite
@@ -224,20 +225,10 @@ class Defense(ABC):
             raise ValueError(f"this defense keeps no state, got {sorted(state)}")
 
 
-class Memory(Protocol):
-    """Statistics of earlier batches, private to the active party."""
-
-    def state_dict(self) -> dict[str, Tensor]: ...
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the statistics; raises ValueError for a state of another kind of memory."""
-        ...
-
-
 class RememberingDefense(Defense):
     """A defense whose only state is a memory of earlier batches, or that of a defense behind it."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: RunningClasses | RunningMeans | Defense) -> None:
         self._memory = memory
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -49,6 +49,7 @@ from splitveil.active_party.defenses.noise import (
     fresh_key,
 )
 from splitveil.active_party.defenses.objective import Objective, TopModel
+from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.settings import Section, full_name, validate
@@ -429,29 +430,22 @@ def warn_about_seed() -> None:
     )
 
 
-class WeightUses(NamedTuple):
-    """The weights that a run's loss has, and whether those of rows were chosen without labels."""
-
-    of_classes: bool = False
-    of_rows: bool = False
-    are_label_free: bool = False
-
-
-def refusal_of_weights(defense: DefenseSection, uses: WeightUses) -> str | None:
-    """Explain why a defense cannot be used with such weights; None if it can."""
-    traits = defense.traits
-    if (uses.of_classes or uses.of_rows) and not traits.takes_weights:
+def refusal_of_weights(defense: DefenseSection, data: DataSettings) -> str | None:
+    """Explain why a defense cannot be used with the weights in a run's loss; None if it can."""
+    traits, of_rows = defense.traits, data.weight_column is not None
+    of_classes = data.class_weights is not None
+    if (of_classes or of_rows) and not traits.takes_weights:
         return (
             f"{defense.title} has a loss of its own, which knows no weights: leave out "
             f"data.class_weights and data.weight_column"
         )
-    if uses.of_classes and traits.needs_slopes:
+    if of_classes and traits.needs_slopes:
         return (
             f"persistent noise of {defense.title} is measured by what a label moves in a loss "
             f"without class weights: leave out data.class_weights, or set noise: fresh"
         )
     is_measured = traits.coverage.adversary is Adversary.CLASS_MEANS
-    if uses.of_rows and not (uses.are_label_free or is_measured):
+    if of_rows and not (data.weights_are_label_free or is_measured):
         return (
             f"the peer reads data.weight_column off the gradients, so that weights that depend on "
             f"labels would reveal them beside the bound of {defense.title}: set "

@@ -287,7 +287,7 @@ class ActiveService:
         return self._callers[str(named[0])]
 
     def _activations(self, caller: Caller, requests: Iterator[Frame]) -> Iterator[Activation]:
-        assembler = TensorAssembler.of_activations(self._limits)
+        assembler = TensorAssembler(self._limits, Activation)
         for frame in self._heard(caller, requests):
             activation = assembler.add(frame)
             if activation is not None:

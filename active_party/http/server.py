@@ -211,10 +211,6 @@ class HttpServer(Closing):
                 raise SettingsError(f"serving.http: cannot serve at {address}")
             time.sleep(0.005)
 
-    @property
-    def num_connections(self) -> int:
-        return len(self._server.open)
-
     def close(self) -> None:
         """Stop serving; requests under way are answered."""
         self._server.should_exit = True

@@ -140,10 +140,6 @@ class RunLedger:
         """Whether answers were given beyond the run's present position."""
         return self.total is not self.course
 
-    def enter(self, positions: Positions, charge: ChargedAnswer) -> None:
-        """Charge one answer, before it leaves; a run that is behind has given it before."""
-        self.course.enter(positions, charge)
-
     def catch_up(self) -> None:
         """Note that the run has reached the end of all answers ever given."""
         self.course = self.total
@@ -225,7 +221,8 @@ class LeakBudget:
             if objection is not None:
                 raise BudgetExhausted(f"run_budget: {what} {objection}")
         log()
-        self.accounts.enter(positions, entry)
+        # A run that is behind has given it before, so that only its course is charged.
+        self.accounts.course.enter(positions, entry)
 
     def bounds(self) -> LeakBounds:
         """Bound what all answers ever given may have revealed about the training examples."""

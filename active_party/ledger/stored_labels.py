@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file, save
+from safetensors.torch import load, save
 from torch import Tensor
 
 from splitveil.active_party.defenses.example_keys import NoiseKey, used_labels_file
@@ -39,11 +39,12 @@ from splitveil.active_party.ledger.account_book import (
     id_rules_of,
     indices_of,
     names_of,
+    tensors_of_run,
 )
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.record.run_folder import write_bytes_atomically
 from splitveil.common.run.sample_order import keyed_digests
-from splitveil.common.text.files import check_regular, only_one_process
+from splitveil.common.text.files import only_one_process
 
 TARGETS = "targets.safetensors"  # file in the active party's ``checkpoint`` folder, mode 0600
 SETTING = "defense.earlier"
@@ -122,16 +123,7 @@ def read_targets(
 def _read_targets(
     path: Path, num_classes: int, bounds: tuple[float, float] | None
 ) -> ReleasedTargets:
-    try:
-        check_regular(path)
-        tensors = load_file(path)
-    except FileNotFoundError as error:
-        raise SettingsError(
-            f"{SETTING}: {path.parent}: there is no {TARGETS}: expected the active party's "
-            f"checkpoint folder of a run with projected_labels that has ended"
-        ) from error
-    except (OSError, SafetensorError) as error:
-        raise SettingsError(f"{SETTING}: {path}: cannot be read") from error
+    tensors = tensors_of_run(path, SETTING, "with projected_labels that has ended")
     names, targets = tensors.get("examples"), tensors.get("targets")
     shape = () if num_classes <= 2 else (num_classes,)
     of_run = tensors.get("bounds")

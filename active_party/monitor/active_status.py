@@ -15,7 +15,7 @@ from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_status import RunStatus
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.record.figures import AttackFigure
+from splitveil.common.privacy.figures import AttackFigure
 from splitveil.common.record.lines import (
     AlarmLine,
     EpochLeakLine,

@@ -28,17 +28,16 @@ from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import FINAL_ATTACKS, SideInformation
 from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.audit_worker import CpuBudget
+from splitveil.common.privacy.figures import LeakFigures, NumberBeyond, NumberLeak
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.number_attacks import (
     NUM_HINTS,
-    AdjustedR2,
     SummedGradients,
-    informed_r2,
     informed_scores,
     measure_numbers_beyond_features,
+    r2_of,
     top_direction_r2,
 )
-from splitveil.common.record.figures import LeakFigures, NumberBeyond, NumberLeak
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.lines import NumberLeakLine
 from splitveil.common.record.metrics_log import MetricsLog
@@ -224,9 +223,9 @@ class NumberWatch:
         if len(labels) >= _LEAST_ROWS:
             found = {TOP_DIRECTION: top_direction_r2(gradients, labels)}
             if result.slopes is not None:
-                known = result.probabilities, result.slopes
-                found[INFORMED] = informed_r2(gradients, labels, *known)
-                self._informed[positions] = informed_scores(gradients, *known).float()
+                scores = informed_scores(gradients, result.probabilities, result.slopes)
+                found[INFORMED] = r2_of(scores, labels)
+                self._informed[positions] = scores.float()
             for attack, r2 in found.items():
                 by_epoch = self._r2.setdefault(attack, {})
                 by_epoch.setdefault(batch.epoch, []).append(r2)
@@ -256,10 +255,10 @@ class NumberWatch:
         found = {attack: one for attack, one in found.items() if not math.isnan(one.r2)}
         for attack, beyond in self._beyond_features().items():
             if attack in found:
-                found[attack] = found[attack]._replace(beyond=NumberBeyond(*beyond))
+                found[attack] = found[attack]._replace(beyond=beyond)
         return found
 
-    def _beyond_features(self) -> Mapping[str, AdjustedR2]:
+    def _beyond_features(self) -> Mapping[str, NumberBeyond]:
         covariates, seen = self._covariates.numbers(), self._sums.seen()
         if covariates is None or seen is None:
             return {}

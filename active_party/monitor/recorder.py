@@ -19,7 +19,7 @@ from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
-from splitveil.common.record.figures import AttackFigure, LeakFigures, NumberFigures
+from splitveil.common.privacy.figures import AttackFigure, LeakFigures, NumberFigures
 from splitveil.common.record.lines import AuditLine, EvaluationLine, LedgerLine, TrainingLine
 from splitveil.common.record.metrics_log import ChartClock, RunRecorder
 from splitveil.common.record.run_record import write_ledger_ahead
@@ -30,13 +30,13 @@ from splitveil.common.record.summary import (
     RunCounts,
     Summary,
 )
-from splitveil.common.record.values import from_form, to_form
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.phases import Phase
 from splitveil.common.run.progress import State
 from splitveil.common.text.log_lines import log_fields
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
+from splitveil.common.text.values import from_form, to_form
 from splitveil.common.text.wording import in_short
 
 logger = logging.getLogger(__name__)

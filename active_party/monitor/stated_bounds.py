@@ -8,10 +8,10 @@ from typing import NamedTuple
 from splitveil.active_party.defenses.dp_bounds import epsilon_of
 from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.figures import BeyondFigures, LedgerFigures, SpreadFigures
 from splitveil.common.privacy.observational_audit import p_value
 from splitveil.common.record import summary
 from splitveil.common.record.assessment import assess_figures
-from splitveil.common.record.figures import BeyondFigures, LedgerFigures, SpreadFigures
 from splitveil.common.text.upper_bounds import at_least, at_most
 
 logger = logging.getLogger(__name__)

@@ -44,14 +44,10 @@ class EmbedClient(Closing):
         self._model = model
         self._digest = model_digest(model)
         self._deadline_s = deadline_s
-        self._max_ids = most_ids(connection.contract)
+        self.max_ids = most_ids(connection.contract)
+        """The most ids that one request may name; smaller if the passive party says so."""
         self._stream: _Stream | None = None
         self._lock = threading.Lock()
-
-    @property
-    def max_ids(self) -> int:
-        """The most ids that one request may name; smaller if the passive party says so."""
-        return self._max_ids
 
     def check_model(self, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> Described:
         """Ask which model the passive party serves, and check that it belongs to this party's."""
@@ -73,7 +69,7 @@ class EmbedClient(Closing):
                 f"the halves of the model do not belong together: this party's is of "
                 f"{self._model}, passive party {self.party!r} serves one of {described.model}"
             )
-        self._max_ids = min(most_ids(self.connection.contract), described.max_ids)
+        self.max_ids = min(most_ids(self.connection.contract), described.max_ids)
         return described
 
     @property
@@ -82,10 +78,6 @@ class EmbedClient(Closing):
         stream = self._stream
         return stream is not None and stream.is_over
 
-    def open_stream(self) -> None:
-        """Open the stream before the first request, so that its loss is noticed without one."""
-        self._opened()
-
     def submit(self, ids: Sequence[str]) -> "Future[Embedded]":
         """Ask for the activations of some ids without waiting.
 
@@ -93,7 +85,7 @@ class EmbedClient(Closing):
         the answer late: the same ids may be asked again, on a new stream.
         """
         try:
-            return self._opened().submit(ids)
+            return self.open_stream().submit(ids)
         except SplitveilError as error:
             failed: Future[Embedded] = Future()
             failed.set_exception(error)
@@ -107,7 +99,8 @@ class EmbedClient(Closing):
                 stream.close()
             self.connection.close()
 
-    def _opened(self) -> "_Stream":
+    def open_stream(self) -> "_Stream":
+        """Open the stream if none is open, so that its loss is noticed without a request."""
         with self._lock:
             if self._stream is None or self._stream.is_over or self.connection.is_outdated:
                 if self._stream is not None:

@@ -83,7 +83,7 @@ def better_model(run: RunFiles, prices: Sequence[Price]) -> Step:
         f"report:\n  target_leak_auc: {weaker.leak_auc:g}",
         f"accepts a weaker bound, at which the training rows are worth {weaker.rows:,.0f} rows "
         f"with unprotected labels instead of {now.rows:,.0f}; the defense's strength has to follow",
-        f"The other company may tell {weaker.leak_auc * 100:g} of 100 pairs instead of "
+        f"The other company may distinguish {weaker.leak_auc * 100:g} of 100 pairs instead of "
         f"{now.leak_auc * 100:g}. More aligned rows help without that price.",
     )
 

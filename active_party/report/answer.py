@@ -9,8 +9,8 @@ from splitveil.active_party.report.numbers import interval, strongest_beyond
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.party.report_parts import render
 from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.figures import NumberLeak
 from splitveil.common.record.assessment import Finding, LeakAssessment
-from splitveil.common.record.figures import NumberLeak
 from splitveil.common.text.upper_bounds import auc_at_most
 
 
@@ -33,9 +33,7 @@ class _Row(NamedTuple):
     is_limit: bool = False  # whether a line goes down from its end to the scale
 
 
-QUESTION = (
-    "How well can the other company tell our labels, beyond what its own data already tell it?"
-)
+QUESTION = "How well are our labels revealed to the other company, beyond what its own data reveal?"
 _AUC = _Scale(0.5, 1.0, (0.5, 0.6, 0.7, 0.8, 0.9, 1.0), "guessing", "every label, as undefended")
 _SHARE = _Scale(0.0, 1.0, (0.0, 0.2, 0.4, 0.6, 0.8, 1.0), "nothing", "all that features leave")
 _WHOSE: Mapping[Adversary, tuple[str, str]] = {
@@ -53,23 +51,23 @@ _WHOSE: Mapping[Adversary, tuple[str, str]] = {
 
 def answer(assessment: LeakAssessment, num_classes: int, doubt: str) -> str:
     """Say for whom there is a bound, and what it means; ``doubt`` says what contradicts it."""
-    tells = _tells(num_classes)
+    distinguishes = _distinguishes(num_classes)
     if assessment.adversary is None or assessment.bound is None:
         return (
-            f"Nothing in this run limits how well the other company {tells}. Guessing is right in "
-            "50 of 100 pairs."
+            f"Nothing in this run limits how well the other company {distinguishes}. Guessing is "
+            "right in 50 of 100 pairs."
         )
     pairs = f"{float(auc_at_most(assessment.bound)) * 100:g} of 100 pairs"
     if assessment.above_bound:
         reached = assessment.above_bound[0].leak.value * 100
-        return f"The bound of {pairs} does not hold: an attack that was run tells {reached:.0f}."
+        return f"The bound of {pairs} does not hold: an attack that was run reaches {reached:.0f}."
     if doubt:
         said = doubt[0].lower() + doubt[1:]
         return f"The bound of {pairs} does not hold for all that was measured: {said}"
     who, others = _WHOSE[assessment.adversary]
     return (
-        f"{who} {tells} in at most {pairs}, beyond what its own data already tell it. Guessing: "
-        f"50.{others}"
+        f"{who} {distinguishes} in at most {pairs}, beyond what its own data reveal. Guessing: 50."
+        f"{others}"
     )
 
 
@@ -145,9 +143,9 @@ def _picture(scale: _Scale, rows: Sequence[_Row], description: str) -> Markup:
     return Markup(render("splitveil.active_party.report", "scale.svg.jinja", **values))  # noqa: S704
 
 
-def _tells(num_classes: int) -> str:
+def _distinguishes(num_classes: int) -> str:
     if num_classes == ONE_NUMBER:
-        return "tells a label at one end of the range from one at the other"
+        return "distinguishes a label at one end of the range from one at the other"
     if num_classes > 2:
-        return "tells rows of two classes apart, even of those that are separated best,"
-    return "tells a positive from a negative row"
+        return "distinguishes rows of two classes, even of those that are separated best,"
+    return "distinguishes a positive from a negative row"

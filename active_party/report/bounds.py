@@ -15,13 +15,13 @@ from splitveil.active_party.report.figures import ABSENT, TableRow, figure
 from splitveil.active_party.report.run_files import RunFiles
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import CUT, needs_of
+from splitveil.common.privacy.figures import BeyondFigures, LedgerFigures
 from splitveil.common.record.assessment import (
     Finding,
     LeakAssessment,
     assess_figures,
     bounds_by_peers,
 )
-from splitveil.common.record.figures import BeyondFigures, LedgerFigures
 from splitveil.common.record.lines import LedgerLine
 
 _SETTINGS: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
@@ -87,7 +87,7 @@ def raw_figures(run: RunFiles) -> dict[str, float]:
     """Return attack -> its leak AUC of all examples at the cut layer; of the run, or of batches."""
     leak = run.active.summary.of_leak
     batches = leak.batches.get(CUT, {})
-    raw = {name: one.mean for name, one in batches.items() if one.mean is not None}
+    raw = {name: one.mean for name, one in batches.items()}
     return raw | {name: one.auc for name, one in leak.run_level.get(CUT, {}).items()}
 
 

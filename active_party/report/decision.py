@@ -24,8 +24,8 @@ from splitveil.active_party.report.numbers import strongest_beyond
 from splitveil.active_party.report.run_files import RunFiles, num_classes
 from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
 from splitveil.common.data.label_range import ONE_NUMBER
+from splitveil.common.privacy.figures import is_clearly_above
 from splitveil.common.record.assessment import LeakAssessment
-from splitveil.common.record.figures import is_clearly_above
 from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 
 Outcome = Literal["pass", "fail", "open", "unknown"]

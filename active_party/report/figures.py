@@ -74,16 +74,10 @@ def windows(steps: Numbers, values: Numbers) -> Windows:
     return Windows(np.array(middles), low, median, high)
 
 
-def epoch_means(series: LeakSeries) -> tuple[Numbers, Numbers]:
-    """Return the epochs, and the mean leak AUC over the batches of each."""
-    epochs = np.unique(series.epochs)
-    return epochs, np.array([series.leak[series.epochs == epoch].mean() for epoch in epochs])
-
-
 def finding_of(series: LeakSeries) -> MeasuredAttack:
     """Summarise an attack over the run."""
     gains = series.leak - series.random
-    _, means = epoch_means(series)
+    means = [series.leak[series.epochs == epoch].mean() for epoch in np.unique(series.epochs)]
     enough = len(gains) > 1
     error = float(gains.std(ddof=1)) / math.sqrt(len(gains)) if enough else math.inf
     return MeasuredAttack(
@@ -94,7 +88,7 @@ def finding_of(series: LeakSeries) -> MeasuredAttack:
         float(series.leak.mean()),
         float(np.quantile(series.leak, 0.95)),
         float(means[-1]),
-        float(means.max()),
+        float(max(means)),
         float(series.random.mean()),
         float(np.quantile(series.random, 0.95)),
         beats_chance=float(gains.mean()) > STANDARD_ERRORS * error,

@@ -1,7 +1,7 @@
 """The parts of a report about labels that are numbers: figures and attacks.
 
 The attacks on classes do not apply: an AUC asks how well positives and negatives are separated. A
-leak AUC on this page is only ever the ledger's: that of telling the two ends of the range apart.
+leak AUC on this page is only ever the ledger's: that of distinguishing the two ends of the range.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from splitveil.active_party.report.panels import Panel, figure_panel
 from splitveil.active_party.report.run_files import RunFiles, column, num_classes, test_lines
 from splitveil.active_party.report.svg import Line
 from splitveil.common.data.label_range import ONE_NUMBER
-from splitveil.common.record.figures import NumberBeyond, NumberLeak
+from splitveil.common.privacy.figures import NumberBeyond, NumberLeak
 
 _NEEDS = {
     "top_direction": "nothing",

@@ -19,8 +19,8 @@ from splitveil.active_party.report.run_files import (
 from splitveil.active_party.report.svg import Axis, Band, Chart, Dot, Line, Mark, Rule, round_axis
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS, is_oracle
+from splitveil.common.privacy.figures import SpreadFigures
 from splitveil.common.record.assessment import LeakAssessment
-from splitveil.common.record.figures import SpreadFigures
 from splitveil.common.record.lines import LedgerLine
 from splitveil.common.text.upper_bounds import auc_at_most
 

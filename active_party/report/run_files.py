@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.errors import SettingsError
-from splitveil.common.record.figures import LedgerFigures
+from splitveil.common.privacy.figures import LedgerFigures
 from splitveil.common.record.lines import EvaluationLine, LeakLine, TrainingLine
 from splitveil.common.record.run_record import (
     METRICS,
@@ -106,20 +106,11 @@ def leak_series(run: RunFiles) -> list[LeakSeries]:
     """
     series = list(_series_of(run.active, steps_per_epoch_of(run)))
     seen = {one.layer for one in series}
-    series += [one for one in adversary_series(run) if one.layer not in seen]
+    for party in run.passives:
+        of_party = list(_series_of(party, steps_per_epoch_of(run)))
+        of_party.sort(key=lambda one: one.layer != party.layer("cut"))
+        series += [one for one in of_party if one.layer not in seen]
     return sorted(series, key=lambda one: one.layer != "cut")
-
-
-def adversary_series(run: RunFiles) -> list[LeakSeries]:
-    """Return the measurements of the passive parties' adversaries, each party's cut layer first."""
-    return [
-        one
-        for party in run.passives
-        for one in sorted(
-            _series_of(party, steps_per_epoch_of(run)),
-            key=lambda one: one.layer != party.layer("cut"),
-        )
-    ]
 
 
 def test_lines(run: RunFiles) -> list[EvaluationLine]:

@@ -26,7 +26,7 @@ from splitveil.active_party.training.evaluation import StoredPredictions, read_p
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import CUT, needs_of
-from splitveil.common.record.figures import AttackFigure, ClassFigures, LeakByClass, RunFigures
+from splitveil.common.privacy.figures import AttackFigure, ClassFigures, LeakByClass, RunFigures
 from splitveil.common.record.lines import AlarmLine, AuditLine, GateLine
 from splitveil.common.record.run_record import find_summary
 from splitveil.common.text.upper_bounds import auc_at_most

@@ -35,7 +35,7 @@ from splitveil.common.data.label_range import LabelRange
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.models.data_parallel import DataParallelModel, go_on
 from splitveil.common.models.training_state import trained_of
-from splitveil.common.record.figures import NumberFigures
+from splitveil.common.privacy.figures import NumberFigures
 from splitveil.common.run.progress import State
 
 

@@ -22,8 +22,8 @@ from torch.nn.functional import (
     softplus,
 )
 
+from splitveil.common.privacy.figures import NumberFigures
 from splitveil.common.privacy.leakage import areas
-from splitveil.common.record.figures import NumberFigures
 
 NUM_BINS = 15
 

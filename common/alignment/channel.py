@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Protocol, Self
 
 from splitveil.common.errors import PeerUnreachable, SplitveilError, TooLarge
@@ -203,14 +202,9 @@ class Heartbeats:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._has_ended.set()
-        if error is not None:
+        if any(raised):
             self._channel.close()  # the thread may wait for a peer that takes nothing
         self._thread.join()
 

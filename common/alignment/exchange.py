@@ -47,7 +47,7 @@ def align(
     *,
     nonce: bytes,
     run_id: str,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], object] = lambda *_: None,
     agree: Agree | None = None,
     splits: Splits | None = None,
     counting: Counting = lambda _: nullcontext(),
@@ -79,10 +79,10 @@ def align(
             for reply in exchange.receive(hello.result()):
                 line.send(reply)
             with _forgetting_failed(exchange), counting(exchange):
-                _transfer(exchange, line, progress or _ignore)
+                _transfer(exchange, line, progress)
                 while not exchange.is_complete:
                     exchange.begin_next_bucket()
-                    _transfer(exchange, line, progress or _ignore)
+                    _transfer(exchange, line, progress)
         with _forgetting_failed(exchange):
             own = Alignment(exchange.result(), exchange.peer_nonce, exchange.peer_set_size)
             return own if agree is None else agree(own, channel)
@@ -98,7 +98,7 @@ def _forgetting_failed(exchange: EcdhExchange) -> Iterator[None]:
 
 
 def _transfer(
-    exchange: EcdhExchange, channel: AlignChannel, progress: Callable[[int, int], None]
+    exchange: EcdhExchange, channel: AlignChannel, progress: Callable[[int, int], object]
 ) -> None:
     """Receive in this thread and send in another.
 
@@ -155,9 +155,6 @@ def _send_all(
 def _send_some(channel: AlignChannel, frames: Iterable[AlignFrame]) -> None:
     for frame in frames:
         channel.send(frame)
-
-
-def _ignore(_done_ids: int, _total_ids: int) -> None: ...
 
 
 # ---- the engine of a party, and what it stores about its exchanges for one run ----

@@ -39,12 +39,12 @@ from splitveil.common.data.ids import IdReport
 from splitveil.common.data.kinds import open_table_source
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
-    CacheableSource,
     CsvSource,
     FileSource,
     ParquetSource,
     Source,
     SqlSource,
+    expand_path,
 )
 from splitveil.common.data.sql_snapshot import snapshot_of
 from splitveil.common.data.stored_ids import RowNumbers, StoredIds
@@ -75,10 +75,8 @@ def open_converted(
     id_rules: Sequence[IdRule] = AS_WRITTEN,
 ) -> Table:
     """Open the converted columns that the settings name; convert the file first if necessary."""
-    source = settings.source
-    cache_dir = source.resolve_cache(base_dir) if isinstance(source, CacheableSource) else None
-    if cache_dir is None:
-        raise TypeError("the settings have no cache_dir")
+    source: Any = settings.source
+    cache_dir = expand_path("cache_dir", source.cache_dir, base_dir)
     stamps = stamps_of(source, base_dir)
     name = getattr(source, "path", "query").rstrip("/").rpartition("/")[2]
     key = _key(settings, stamps, split_column, id_rules)

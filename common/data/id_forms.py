@@ -98,27 +98,6 @@ class IdForms:
             self._first_number = None
 
 
-class ColumnForms:
-    """Counts the canonical ids of each column by their form."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-        is_single = len(names) == 1
-        self._forms = [IdForms(may_count_rows=is_single) for _ in names]
-
-    def add(self, columns: Sequence[Sequence[str]]) -> None:
-        for forms, column in zip(self._forms, columns, strict=False):
-            forms.add(column)
-
-    def doubts(self) -> list[str]:
-        several = len(self._names) > 1
-        return [
-            f"{name!r}: {doubt}" if several else doubt
-            for name, forms in zip(self._names, self._forms, strict=True)
-            for doubt in forms.doubts()
-        ]
-
-
 def form_of(ids: Sequence[str]) -> IdForm | None:
     """Return how canonical ids are written; None for too few to say it."""
     step = -(-len(ids) // LOOKED_AT)

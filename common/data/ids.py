@@ -26,7 +26,7 @@ from splitveil.common.data.columns import (
     read_ids,
     select_columns,
 )
-from splitveil.common.data.id_forms import SHORTENED, ColumnForms
+from splitveil.common.data.id_forms import SHORTENED, IdForms
 from splitveil.common.data.kinds import open_table_source
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.stored_ids import (
@@ -199,7 +199,8 @@ class IdReader:
     ) -> None:
         self._form, self._where, self._allowed, self._columns = form, where, allowed, columns
         self._arrays = arrays or GrowingArrays()
-        self._forms, self._effects = ColumnForms(columns), Effects()
+        self._forms = [IdForms(may_count_rows=len(columns) == 1) for _ in columns]
+        self._effects = Effects()
         self._num_bytes = self._num_rows = self._unlabelled = 0
         self._arrays.append(ID_OFFSETS, np.zeros(1, np.int64))
 
@@ -214,7 +215,9 @@ class IdReader:
             ids[row] = ""
         self._unlabelled += len(unusable.unlabelled)
         self._num_rows += len(ids)
-        self._forms.add(self._form.columns_of([text for text in ids if text]))
+        columns = self._form.columns_of([text for text in ids if text])
+        for forms, column in zip(self._forms, columns, strict=False):
+            forms.add(column)
         encoded = [text.encode() for text in ids]
         ends = self._num_bytes + np.cumsum([len(text) for text in encoded], dtype=np.int64)
         self._num_bytes = int(ends[-1]) if len(ends) else self._num_bytes
@@ -247,8 +250,13 @@ class IdReader:
             len(alike),
             self._unlabelled,
         )
+        doubts = [
+            f"{name!r}: {doubt}" if len(self._columns) > 1 else doubt
+            for name, forms in zip(self._columns, self._forms, strict=True)
+            for doubt in forms.doubts()
+        ]
         kept = np.flatnonzero(is_kept) if report.left_out else None
-        return UsableIds(ids, kept, report, self._forms.doubts())
+        return UsableIds(ids, kept, report, doubts)
 
 
 _HASHES, _RAW_HASHES = "part-id-hashes", "part-raw-id-hashes"

@@ -48,7 +48,7 @@ class ImageFolder:
                 f"{self.name}: there is no column {column!r}{suggest(column, self.column_names())}"
             )
         rows_at_once = max(1, sources.PART_BYTES // (3 * settings.height * settings.width))
-        first_row = 1
+        first_row, done = 1, 0.0
         for part in self._table.parts(list(dict.fromkeys([*names, column]))):
             files = part.columns[column].to_pylist()
             for start in range(0, len(files), rows_at_once):
@@ -57,9 +57,9 @@ class ImageFolder:
                     [self._load(name, first_row + i) for i, name in enumerate(some, start)]
                 )
                 columns = {name: part.columns[name].slice(start, len(some)) for name in names}
-                is_last = start + len(some) == len(files)
-                yield Part(columns, image, part.done_fraction if is_last else 0.0)
-            first_row += len(files)
+                share = (start + len(some)) / len(files)
+                yield Part(columns, image, done + share * (part.done_fraction - done))
+            first_row, done = first_row + len(files), part.done_fraction
 
     def _load(self, name: str, row: int) -> NDArray[np.uint8]:
         path = self._folder / f"{name}{self._settings.file_ending}"

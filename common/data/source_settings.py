@@ -53,11 +53,6 @@ class CacheableSource(Section):
     like ``path``. The file is converted when it is first used, and again after it or the requested
     columns have changed. By default the whole file is read into memory each time."""
 
-    def resolve_cache(self, base_dir: Path) -> Path | None:
-        if self.cache_dir is None:
-            return None
-        return expand_path("cache_dir", self.cache_dir, base_dir)
-
 
 class FileSource(CacheableSource):
     """A file that belongs to this party."""

@@ -96,13 +96,12 @@ class TableSource(RowSource, Protocol):
         ...
 
 
-def list_rows(rows: Sequence[int] | NDArray[np.int64], count: int | None = None) -> str:
+def list_rows(rows: Sequence[int] | NDArray[np.int64]) -> str:
     """List rows for messages: the first five numbers and the total count."""
-    count = len(rows) if count is None else count
     first = ", ".join(str(row) for row in rows[:5])
-    if count == 1:
+    if len(rows) == 1:
         return f"row {first}"
-    return f"rows {first}{', ...' if count > len(rows[:5]) else ''} ({count} in all)"
+    return f"rows {first}{', ...' if len(rows) > 5 else ''} ({len(rows)} in all)"
 
 
 @contextmanager

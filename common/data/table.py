@@ -97,7 +97,7 @@ class Table:
 
     id_report: IdReport = NOTHING_DONE
     id_doubts: Sequence[str] = ()
-    """What ``ColumnForms`` says about the ids."""
+    """What ``IdForms`` says about the ids."""
 
     numeric_rows: NDArray[np.float64] | None = None
     """On disk, all numbers of a row are together: (rows, numeric columns), as in ``numeric``."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from splitveil.common.data.features import Features, FeatureShapes, image_as_float
 from splitveil.common.errors import SettingsError
-from splitveil.common.models.dense import FeatureInput, dense_relu, joined, without_single
+from splitveil.common.models.dense import FeatureInput, hidden_layers, joined, without_single
 from splitveil.common.models.settings import ConvModel
 
 
@@ -34,7 +34,7 @@ class ConvBottom(nn.Module):
         image_channels, *size = shapes.image_shape
         activation_shape = _shape_after(settings.channels, size, "bottom_model")
         self.blocks = _blocks(image_channels, settings.channels)
-        self.layers = dense_relu(math.prod(activation_shape), settings.hidden)
+        self.layers = hidden_layers(math.prod(activation_shape), settings.hidden)
         if settings.hidden:
             activation_shape = (settings.hidden[-1],)
         if tuple(cut_shape) != activation_shape:
@@ -79,7 +79,7 @@ class ConvTop(nn.Module):
         self.blocks = _blocks(cut_shape[0], settings.channels)
         self.input = FeatureInput(shapes, EMBEDDING_DIM) if shapes else None
         own_dim = self.input.output_dim if self.input else 0
-        self.layers = dense_relu(math.prod(shape) + own_dim, settings.hidden)
+        self.layers = hidden_layers(math.prod(shape) + own_dim, settings.hidden)
         last_dim = settings.hidden[-1] if settings.hidden else math.prod(shape) + own_dim
         self.output = nn.Linear(last_dim, num_logits)
 

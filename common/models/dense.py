@@ -203,7 +203,7 @@ class WideDeepBottom(DenseBottom):
         super().__init__(settings, shapes, cut_shape)
         for table in self.input.tables():
             nn.init.uniform_(table.weight, -EMBEDDING_RANGE, EMBEDDING_RANGE)
-        self.layers = dense_relu(self.input.output_dim, settings.hidden)
+        self.layers = hidden_layers(self.input.output_dim, settings.hidden)
 
 
 class WideDeepTop(nn.Module):
@@ -222,7 +222,7 @@ class WideDeepTop(nn.Module):
                 "top_model: the wide part of wide_deep reads the active party's own features: set "
                 "data.features, or kind: mlp for the deep part alone"
             )
-        self.layers = dense_relu(math.prod(cut_shape), settings.hidden)
+        self.layers = hidden_layers(math.prod(cut_shape), settings.hidden)
         self.deep = nn.Linear(settings.hidden[-1], num_logits)
         self.wide = WidePart(shapes, num_logits)
 
@@ -268,11 +268,18 @@ def without_single(logits: Tensor) -> Tensor:
     return logits.squeeze(1)
 
 
-def dense_relu(input_dim: int, widths: Sequence[int]) -> nn.Sequential:
-    """Return dense layers, ``hidden_0`` and so on, each with ReLU."""
+def hidden_layers(
+    input_dim: int,
+    widths: Sequence[int],
+    activation: type[nn.Module] = nn.ReLU,
+    dropout: float = 0.0,
+) -> nn.Sequential:
+    """Return dense layers, ``hidden_0`` and so on, each with an activation function."""
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for number, width in enumerate(widths):
-        layers[f"hidden_{number}"] = nn.Sequential(nn.Linear(input_dim, width), nn.ReLU())
+        layers[f"hidden_{number}"] = nn.Sequential(nn.Linear(input_dim, width), activation())
+        if dropout:
+            layers[f"dropout_{number}"] = nn.Dropout(dropout)
         input_dim = width
     return nn.Sequential(layers)
 
@@ -290,16 +297,12 @@ def _input_of(settings: DenseModel | WideDeepModel, shapes: FeatureShapes) -> Fe
 def _dense_layers(
     settings: DenseModel, input_dim: int, output_dim: int, output_activation: nn.Module | None
 ) -> nn.Sequential:
-    layers: OrderedDict[str, nn.Module] = OrderedDict()
-    for number, width in enumerate(settings.hidden):
-        activation = nn.ReLU() if settings.activation == "relu" else nn.LeakyReLU()
-        layers[f"hidden_{number}"] = nn.Sequential(nn.Linear(input_dim, width), activation)
-        if settings.dropout:
-            layers[f"dropout_{number}"] = nn.Dropout(settings.dropout)
-        input_dim = width
-    output = nn.Linear(input_dim, output_dim)
-    layers["output"] = nn.Sequential(output, output_activation) if output_activation else output
-    return nn.Sequential(layers)
+    activation = nn.ReLU if settings.activation == "relu" else nn.LeakyReLU
+    layers = hidden_layers(input_dim, settings.hidden, activation, settings.dropout)
+    output = nn.Linear(([input_dim, *settings.hidden])[-1], output_dim)
+    last = nn.Sequential(output, output_activation) if output_activation else output
+    layers.add_module("output", last)
+    return layers
 
 
 def _check_no_image(shapes: FeatureShapes, role: str) -> None:

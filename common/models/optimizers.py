@@ -1,8 +1,8 @@
 """Builds optimizers from settings; large embedding tables get sparse gradients."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any, overload
+from typing import Any
 
 from torch import nn
 from torch.nn.utils import get_total_norm
@@ -122,13 +122,7 @@ class JoinedOptimizer(Optimizer):
         for part in self.parts:
             part.zero_grad(set_to_none)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Any = None) -> Any:
         loss = None if closure is None else closure()
         for part in self.parts:
             part.step()

@@ -64,16 +64,14 @@ def read_own_ids(settings: PartySettings) -> StampedIds:
 def _ids_alone(data: DataSettings) -> DataSettings:
     if not data.id_columns:
         return data  # rows are known by their numbers, and some column has to count them
-    unused = ["features"]
     if data.unlabelled_rows == "error":
-        unused += ["label_column", "positive_label", "classes", "label_range"]
-    elif data.features is not None:  # they say which labels are missing
+        return data.without_labels(features=None)
+    changed: dict[str, Any] = {"class_weights": None, "weight_column": None}
+    if data.features is not None:  # they say which labels are missing
         none: dict[str, Any] = dict.fromkeys(("numeric", "categorical", "timestamps", "lists"), ())
-        none |= {"sequences": {}, "image": None}
-        unused, features = [], data.features.model_copy(update=none)
-        data = data.model_copy(update={"features": features})
-    unweighted = {"class_weights": None, "weight_column": None, "weights_are_label_free": False}
-    return data.model_copy(update=dict.fromkeys(unused) | unweighted)
+        features = data.features.model_copy(update=none | {"sequences": {}, "image": None})
+        changed |= {"features": features}
+    return data.model_copy(update=changed | {"weights_are_label_free": False})
 
 
 class AlignedTable(NamedTuple):

@@ -29,10 +29,9 @@ class Parser(argparse.ArgumentParser):
         example: the words after the program's name.
     """
 
-    def __init__(self, *, example: str = "", epilog: str = "", **options: Any) -> None:
-        shown = [f"example:\n  %(prog)s {example}"] if example else []
+    def __init__(self, *, example: str = "", **options: Any) -> None:
         super().__init__(
-            epilog="\n\n".join([*shown, *filter(None, [epilog])]),
+            epilog=f"example:\n  %(prog)s {example}" if example else "",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             **options,
         )

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeGuard
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 2**20  # largest size of a PEM file, enough for hundreds of certificates
 SOON_DAYS = 30  # a certificate that expires within this many days causes a warning
+PublicKey = ec.EllipticCurvePublicKey | rsa.RSAPublicKey
 _Version = tuple[int, int, int]  # inode, time of the last change and size of a file
 
 
@@ -37,9 +38,6 @@ class Credentials:
     """The DNS names among the certificate's subject alternative names, in lower case."""
 
     ends: datetime
-
-    def days_left(self) -> int:
-        return (self.ends - datetime.now(UTC)).days
 
 
 class CredentialFiles:
@@ -82,13 +80,13 @@ class CredentialFiles:
         return loaded
 
     def _warn_if_it_ends_soon(self, loaded: Credentials) -> None:
-        if loaded.days_left() < SOON_DAYS:
+        if days_until(loaded.ends) < SOON_DAYS:
             logger.warning(
                 "security.certificate: %s expires on %s, in %d days: replace it; no restart is "
                 "needed",
                 self._paths[0],
                 f"{loaded.ends:%Y-%m-%d}",
-                loaded.days_left(),
+                days_until(loaded.ends),
             )
 
 
@@ -107,7 +105,11 @@ def credential_files(settings: PartySettings, party: str) -> CredentialFiles | N
 
 def describe(credentials: Credentials) -> str:
     names = ", ".join(credentials.identities)
-    return f"{credentials.subject} ({names}), {credentials.days_left()} days left"
+    return f"{credentials.subject} ({names}), {days_until(credentials.ends)} days left"
+
+
+def days_until(moment: datetime) -> int:
+    return (moment - datetime.now(UTC)).days
 
 
 def subject_of(certificate: x509.Certificate) -> str:
@@ -236,18 +238,17 @@ def _problems_of_key(
         # The library's own message may quote the content.
         yield f"security.private_key: {path}: expected a private key in PEM form, no password"
         return
-    if not _can_sign_for_grpc(key):
+    if not is_for_grpc(key.public_key()):
         yield f"security.private_key: {path}: expected an EC (P-256, P-384) or RSA key"
-    form = (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
-    if key.public_key().public_bytes(*form) != leaf.public_key().public_bytes(*form):
+    if key.public_key() != leaf.public_key():
         yield f"security.private_key: {path}: does not belong to the certificate in {certificate}"
 
 
-def _can_sign_for_grpc(key: object) -> bool:
+def is_for_grpc(key: object) -> TypeGuard[PublicKey]:
     # gRPC's TLS library offers no other signatures: Ed25519 and P-521 fail in the handshake.
-    if isinstance(key, ec.EllipticCurvePrivateKey):
+    if isinstance(key, ec.EllipticCurvePublicKey):
         return isinstance(key.curve, ec.SECP256R1 | ec.SECP384R1)
-    return isinstance(key, rsa.RSAPrivateKey)
+    return isinstance(key, rsa.RSAPublicKey)
 
 
 def _problems_of_authority(authorities: list[x509.Certificate], path: Path) -> Iterator[str]:

@@ -17,11 +17,9 @@ _SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
 @contextmanager
 def stop_signals_to(stop: Callable[[int], None]) -> Iterator[None]:
     """Call ``stop`` with the number of each SIGINT or SIGTERM; only in the main thread."""
-
-    def handle(number: int, _frame: FrameType | None) -> None:
-        stop(number)
-
-    before = {number: signal.signal(number, handle) for number in _STOP_SIGNALS}
+    before = {
+        number: signal.signal(number, lambda given, _: stop(given)) for number in _STOP_SIGNALS
+    }
     try:
         yield
     finally:

@@ -66,12 +66,8 @@ class PartyMetrics:
         made.set(math.nan)
         return made
 
-    def histogram(
-        self, name: str, meaning: str, buckets: Sequence[float], labels: Sequence[str] = ()
-    ) -> Histogram:
-        return Histogram(
-            name, meaning, labels, namespace=_PREFIX, registry=self.registry, buckets=buckets
-        )
+    def histogram(self, name: str, meaning: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(name, meaning, namespace=_PREFIX, registry=self.registry, buckets=buckets)
 
 
 class PhaseCollector(Collector):

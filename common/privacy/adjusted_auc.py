@@ -30,11 +30,12 @@ What an attack is worth to whoever runs it:
     precision        share of positives among the rows with the highest scores
 """
 
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from splitveil.common.privacy.figures import AdjustedFigures, AdvantageFigures
 from splitveil.common.privacy.leakage import Floats, OneClass
 
 MAX_STRATA = 100
@@ -53,25 +54,6 @@ _NORMAL_975 = 1.959963984540054
 
 Mask = npt.NDArray[np.bool_]
 Strata = npt.NDArray[np.int64]
-
-
-class AdjustedLeak(NamedTuple):
-    value: float  # ``max(auc, 1 - auc)``: an inverted score is a leak, too
-    low: float  # below 1/2 where the sign of the score may have come out by chance
-    high: float
-
-
-class Advantage(NamedTuple):
-    value: float
-    low: float
-    high: float
-    prior: float  # leak AUC of the attacker's own model
-
-
-class OperatingPoints(TypedDict):
-    tpr_at_per_mille: float  # true positive rate where at most 0.1 % of the negatives are accused
-    tpr_at_percent: float  # true positive rate where at most 1 % of the negatives are accused
-    precision_at_100: float | None  # of the 100 highest scores; None for no more rows
 
 
 class Placements(NamedTuple):
@@ -158,7 +140,7 @@ def informed(predictions: Floats, explained: Floats, positive: Mask) -> Floats:
 
 def adjusted_leak_auc(
     rest: Floats, positive: Mask, predictions: Floats, max_strata: int = MAX_STRATA
-) -> AdjustedLeak:
+) -> AdjustedFigures:
     """Return the leak AUC among rows with nearly the same prediction, with its 95 % interval.
 
     ``rest`` is a score less what features explain of it, (rows,); predictions, (rows,), are of the
@@ -178,10 +160,11 @@ def adjusted_leak_auc(
     auc = round(float(shares @ [stratum.auc for stratum in by_stratum]), 12)
     variance = float(shares**2 @ [stratum.variance for stratum in by_stratum])
     low, high = _interval(auc, variance, float(left_open.sum()))
-    return AdjustedLeak(auc, low, high) if auc >= 0.5 else AdjustedLeak(1 - auc, 1 - high, 1 - low)
+    # An inverted score is a leak, too.
+    return AdjustedFigures(*((auc, low, high) if auc >= 0.5 else (1 - auc, 1 - high, 1 - low)))
 
 
-def advantage_over(prior: Floats, scores: Floats, positive: Mask) -> Advantage:
+def advantage_over(prior: Floats, scores: Floats, positive: Mask) -> AdvantageFigures:
     """Compare an attack with ``prior``, the scores of the attacker's own model, or a constant.
 
     Raises OneClass.
@@ -194,14 +177,15 @@ def advantage_over(prior: Floats, scores: Floats, positive: Mask) -> Advantage:
         variance += float(difference.var(ddof=1)) / len(difference) if len(difference) > 1 else 1.0
     folded = [max(of.auc, 1 - of.auc) for of in (attack, own)]
     value, reach = folded[0] - folded[1], _NORMAL_975 * variance**0.5
-    return Advantage(value, value - reach, value + reach, folded[1])
+    return AdvantageFigures(value, value - reach, value + reach, folded[1])
 
 
-def operating_points(scores: Floats, positive: Mask) -> OperatingPoints:
+def operating_points(scores: Floats, positive: Mask) -> tuple[float, float, float | None]:
     """Return what an attack finds with few errors; a score with an AUC below 1/2 is inverted.
 
-    A tie with the first negative too many counts as not found. Ties at the end of the highest
-    scores count with their share of positives.
+    True positive rates where at most 0.1 % and 1 % of the negatives are accused, and the precision
+    of the 100 highest scores, None for no more rows. A tie with the first negative too many counts
+    as not found. Ties at the end of the highest scores count with their share of positives.
 
     Raises OneClass if there is no positive, or no negative.
     """
@@ -212,11 +196,7 @@ def operating_points(scores: Floats, positive: Mask) -> OperatingPoints:
         float((scores[positive] > negatives[int(rate * len(negatives))]).mean())
         for rate in (0.001, 0.01)
     )
-    return OperatingPoints(
-        tpr_at_per_mille=per_mille,
-        tpr_at_percent=percent,
-        precision_at_100=_precision(scores, positive),
-    )
+    return per_mille, percent, _precision(scores, positive)
 
 
 def _interval(auc: float, variance: float, left_open: float) -> tuple[float, float]:

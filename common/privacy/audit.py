@@ -15,16 +15,13 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
 from splitveil.common.privacy.attacks import ATTACKS, CUT, RUN_ATTACKS, Attack
-from splitveil.common.privacy.beyond_features import (
-    BeyondFeatures,
-    Covariates,
-    measure_beyond_features,
-)
+from splitveil.common.privacy.beyond_features import Covariates, measure_beyond_features
+from splitveil.common.privacy.figures import BatchCounts, BatchFigures, BeyondFigures, ClassFigures
 from splitveil.common.privacy.gathered_scores import LatestScores
 from splitveil.common.privacy.leakage import Score, batch_aucs
 from splitveil.common.privacy.observation import (
@@ -36,7 +33,7 @@ from splitveil.common.privacy.observation import (
 )
 from splitveil.common.privacy.run_level import RunAudit
 from splitveil.common.privacy.scoring import AttackScores, BatchScorer, LayerScores
-from splitveil.common.privacy.tally import AttackTally, ClassLeak, MultiClassTally, by_layer
+from splitveil.common.privacy.tally import AttackTally, MultiClassTally, by_layer
 
 LeakByAttack = dict[str, dict[str, float]]  # layer name -> attack name -> leak AUC
 
@@ -54,19 +51,6 @@ class AuditedBatch(NamedTuple):
             for layer, attacks in self.leak.items()
         }
         return self._replace(leak=leak, random=max(self.random, 1 - self.random))
-
-
-class AttackSummary(TypedDict):
-    q95: float  # the 95 % quantile over batches
-    mean: float
-    last_epoch: float  # mean over the batches of the last observed epoch
-    random_q95: float  # the 95 % quantile of random scores on the same batches: the floor
-
-
-class AuditCounts(NamedTuple):
-    observed: int
-    skipped_one_class: int
-    left_out: int
 
 
 class LeakAudit:
@@ -114,7 +98,7 @@ class LeakAudit:
         with self._lock:
             self._left_out += 1
 
-    def summary(self) -> dict[str, dict[str, AttackSummary]]:
+    def summary(self) -> dict[str, dict[str, BatchFigures]]:
         """Summarise the run so far; an attack that was never measured is absent."""
         with self._lock:
             return by_layer(
@@ -140,9 +124,9 @@ class LeakAudit:
     def latest(self) -> AuditedBatch | None:
         return self._latest
 
-    def counts(self) -> AuditCounts:
+    def counts(self) -> BatchCounts:
         with self._lock:
-            return AuditCounts(self._observed, self._skipped_one_class, self._left_out)
+            return BatchCounts(self._observed, self._skipped_one_class, self._left_out)
 
     @property
     def num_hints(self) -> int:
@@ -195,7 +179,7 @@ class LeakAudit:
                     self._tallies[layer, attack].add(measured.epoch, value, measured.random)
         return measured
 
-    def classes(self) -> dict[str, dict[str, ClassLeak]]:
+    def classes(self) -> dict[str, dict[str, ClassFigures]]:
         """Return layer -> attack -> its figures class by class; empty for two classes."""
         if not self.is_multi_class:
             return {}
@@ -205,7 +189,7 @@ class LeakAudit:
                 for layer, attack, _ in self._measured()
             )
 
-    def beyond_features(self, covariates: Covariates) -> BeyondFeatures | None:
+    def beyond_features(self, covariates: Covariates) -> BeyondFigures | None:
         """Measure attacks on the cut beyond features; None if too few rows of a class are known."""
         know_classes = [name for name, attack in self._scored.items() if attack.needs_classes]
         return measure_beyond_features(
@@ -303,13 +287,9 @@ class LeakAudit:
         ]
 
 
-def _summary(tally: AttackTally) -> AttackSummary:
-    return AttackSummary(
-        q95=tally.quantile(0.95),
-        mean=tally.mean,
-        last_epoch=tally.epoch_mean(tally.last_epoch) or tally.mean,
-        random_q95=tally.random_quantile(0.95),
-    )
+def _summary(tally: AttackTally) -> BatchFigures:
+    last = tally.epoch_mean(tally.last_epoch) or tally.mean
+    return BatchFigures(tally.quantile(0.95), tally.mean, last, tally.random_quantile(0.95))
 
 
 def _states(

@@ -20,8 +20,6 @@ import numpy.typing as npt
 
 from splitveil.common.privacy.accumulation import RunScores, combine_with_hints
 from splitveil.common.privacy.adjusted_auc import (
-    AdjustedLeak,
-    Advantage,
     adjusted_leak_auc,
     advantage_over,
     informed,
@@ -30,10 +28,10 @@ from splitveil.common.privacy.adjusted_auc import (
 )
 from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, WITHOUT_GRADIENTS, RunAttackName
 from splitveil.common.privacy.cross_fitting import FeatureModels, TooFewRows
+from splitveil.common.privacy.figures import AdjustedFigures, AdvantageFigures, BeyondFigures
 from splitveil.common.privacy.leakage import ClassIndices, Floats, OneClass, PairAucs, pair_aucs
 from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses
 from splitveil.common.privacy.observational_audit import (
-    EpsilonBound,
     ScoredRows,
     choosing_half,
     normal_scores,
@@ -52,16 +50,6 @@ class Covariates(NamedTuple):
     labels: ClassIndices  # class indices, (rows,), only for the measurement
 
 
-class BeyondFeatures(NamedTuple):
-    """What attacks reveal beyond features: attack -> figures."""
-
-    adjusted: dict[str, AdjustedLeak]
-    advantage: dict[str, Advantage]  # only of attacks that know a certain number of labels
-    epsilon: EpsilonBound | None  # none if too few rows were offered another label
-    rows: int = 0  # rows on which the strongest attack was adjusted
-    feature_auc: float | None = None  # of predictions from features on these rows; at least 1/2
-
-
 class _PairScores(NamedTuple):
     attack: str
     target: int  # the class that counts as the positives
@@ -74,7 +62,7 @@ def measure_beyond_features(
     run_attacks: Mapping[RunAttackName, Sequence[RunScores]],
     classes: LabelClasses = TWO_CLASSES,
     know_classes: Collection[str] = (),
-) -> BeyondFeatures | None:
+) -> BeyondFigures | None:
     """Measure the attacks on some of a run's rows; None if these hold too few of a class.
 
     Attacks have one score, or one per target. Those that ``know_classes``, whose score of a row
@@ -98,13 +86,13 @@ def measure_beyond_features(
     epsilon = observe_epsilon(models, audited)
     leaks = [name for name in adjusted if name not in WITHOUT_GRADIENTS]
     if not leaks:
-        return BeyondFeatures(adjusted, advantage, epsilon)
+        return BeyondFigures(adjusted, advantage, epsilon, 0)
     strongest = pairs[max(leaks, key=lambda name: adjusted[name].value)].scored
     feature_auc = max(0.5, placements(strongest.predictions, strongest.positive).auc)
-    return BeyondFeatures(adjusted, advantage, epsilon, len(strongest.rows), feature_auc)
+    return BeyondFigures(adjusted, advantage, epsilon, len(strongest.rows), feature_auc)
 
 
-def adjusted_leak(models: FeatureModels, scored: ScoredRows) -> AdjustedLeak:
+def adjusted_leak(models: FeatureModels, scored: ScoredRows) -> AdjustedFigures:
     """Return the feature-adjusted leak AUC of an attack's scores. Raises ``OneClass``."""
     rows, scores, positive, predictions = scored
     values = normal_scores(scores)
@@ -166,7 +154,9 @@ def _worst_pair(
         return None
 
 
-def _advantage(name: RunAttackName, pair: _PairScores, covariates: Covariates) -> Advantage | None:
+def _advantage(
+    name: RunAttackName, pair: _PairScores, covariates: Covariates
+) -> AdvantageFigures | None:
     """Compare an attack with a model of the activations that knows as many labels.
 
     None for an attack that knows labels of the whole run in the end, because it knows something

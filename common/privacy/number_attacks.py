@@ -37,6 +37,7 @@ from torch import Tensor
 
 from splitveil.common.privacy.accumulation import RunScores
 from splitveil.common.privacy.cross_fitting import FeatureModels
+from splitveil.common.privacy.figures import NumberBeyond
 from splitveil.common.privacy.gradient_rows import prepared
 
 MIN_ROWS = 50  # rows below which regressions on features say nothing
@@ -55,14 +56,15 @@ _Floats = npt.NDArray[np.float64]
 
 def top_direction_r2(gradients: Tensor, labels: Tensor) -> float:
     """Return the squared correlation of labels and projections; NaN if one of them is constant."""
-    scores = prepared(gradients.cpu()).top.projections.numpy()
-    return _squared_correlation(scores, labels.detach().double().cpu().numpy())
+    return r2_of(prepared(gradients.cpu()).top.projections, labels)
 
 
-def informed_r2(gradients: Tensor, labels: Tensor, predictions: Tensor, slopes: Tensor) -> float:
-    """Return the squared correlation of labels with `informed_scores`."""
-    scores = informed_scores(gradients, predictions, slopes)
-    return _squared_correlation(scores.numpy(), labels.detach().double().cpu().numpy())
+def r2_of(scores: Tensor, labels: Tensor) -> float:
+    """Return the squared correlation of scores and labels; NaN if one of them is constant."""
+    centred, known = scores.numpy(), labels.detach().double().cpu().numpy()
+    centred, known = centred - centred.mean(), known - known.mean()
+    sizes = np.square(centred).sum() * np.square(known).sum()
+    return float((centred @ known) ** 2 / sizes) if sizes > 0 else float("nan")
 
 
 def informed_scores(gradients: Tensor, predictions: Tensor, slopes: Tensor) -> Tensor:
@@ -117,12 +119,6 @@ def _ridge(rows: _Floats, labels: _Floats) -> _Floats:
     penalty = min(_PENALTIES, key=error)
     weights: _Floats = right.T @ (sizes / (np.square(sizes) + penalty * unit) * along)
     return weights
-
-
-def _squared_correlation(scores: _Floats, labels: _Floats) -> float:
-    scores, labels = scores - scores.mean(), labels - labels.mean()
-    sizes = np.square(scores).sum() * np.square(labels).sum()
-    return float((scores @ labels) ** 2 / sizes) if sizes > 0 else float("nan")
 
 
 class SummedGradients:
@@ -217,13 +213,9 @@ class NumberCovariates(NamedTuple):
     labels: _Floats  # shares of the range, (rows,), only for the measurement
 
 
-class AdjustedR2(NamedTuple):
-    value: float
-    low: float  # lower end of its 95 % interval; 0 where it may be chance
-    high: float
-
-
-def adjusted_r2(features: npt.NDArray[np.float32], labels: _Floats, scores: _Floats) -> AdjustedR2:
+def adjusted_r2(
+    features: npt.NDArray[np.float32], labels: _Floats, scores: _Floats
+) -> NumberBeyond:
     """Return the share of the variance which features leave of labels that a score explains.
 
     The interval is that of a correlation by its influence function, which asks for no distribution.
@@ -238,20 +230,20 @@ def adjusted_r2(features: npt.NDArray[np.float32], labels: _Floats, scores: _Flo
         for values in (labels - labels.mean(), scores - scores.mean())
     )
     if label is None:
-        return AdjustedR2(float("nan"), float("nan"), float("nan"))
+        return NumberBeyond(float("nan"), float("nan"), float("nan"))
     if score is None:
-        return AdjustedR2(0.0, 0.0, 0.0)
+        return NumberBeyond(0.0, 0.0, 0.0)
     correlation = float((label * score).mean())
     influence = label * score - correlation * (np.square(label) + np.square(score)) / 2
     margin = _NORMAL_QUANTILE * float(influence.std()) / len(labels) ** 0.5
     size = abs(correlation)
     low, high = max(size - margin, 0.0), min(size + margin, 1.0)
-    return AdjustedR2(min(size, 1.0) ** 2, low**2, high**2)
+    return NumberBeyond(min(size, 1.0) ** 2, low**2, high**2)
 
 
 def measure_numbers_beyond_features(
     covariates: NumberCovariates, attacks: Mapping[str, RunScores]
-) -> dict[str, AdjustedR2]:
+) -> dict[str, NumberBeyond]:
     """Measure attacks on some of a run's rows; those that scored too few of these are left out."""
     figures = {}
     for attack, seen in attacks.items():
@@ -262,7 +254,7 @@ def measure_numbers_beyond_features(
             continue
         labels, scores = covariates.labels[rows], seen.scores[scored]
         figure = adjusted_r2(covariates.features[rows], labels, scores)
-        if not np.isnan(figure.value):
+        if not np.isnan(figure.r2):
             figures[attack] = figure
     return figures
 

@@ -37,6 +37,7 @@ import numpy.typing as npt
 
 from splitveil.common.privacy.adjusted_auc import Mask
 from splitveil.common.privacy.cross_fitting import FeatureModels
+from splitveil.common.privacy.figures import EpsilonBound
 from splitveil.common.privacy.leakage import Floats
 
 CONFIDENCE = 0.95
@@ -101,20 +102,6 @@ def quick_lower_bound(guesses: int, correct: int, confidence: float = CONFIDENCE
     return max(0.0, float(np.log(accuracy) - np.log1p(-accuracy)))
 
 
-class EpsilonBound(NamedTuple):
-    epsilon: float  # 0 if they exclude none
-    attack: str  # the attack whose guesses were tested
-    guesses: int
-    correct: int
-    pairs: int  # pairs that were offered in the half that was tested
-    confidence: float = CONFIDENCE
-    delta: float = DELTA
-
-    def p_value_of(self, epsilon: float) -> float:
-        """Return the p-value of the claim that the run is as private as this."""
-        return p_value(self.guesses, self.correct, self.pairs, epsilon, self.delta)
-
-
 class ScoredRows(NamedTuple):
     rows: npt.NDArray[np.int64]  # indices into the rows of the audit, (scored,)
     scores: Floats  # (scored,); infinities are allowed
@@ -149,8 +136,9 @@ def observe_epsilon(
     best = max(choices, key=lambda choice: (choice.bound, choice.excess))
     scores, positive = best.guesses.tested
     guesses, correct = _guess(best.sign * scores, positive, best.share)
-    epsilon = epsilon_lower_bound(guesses, correct, len(scores))
-    return EpsilonBound(epsilon, best.guesses.attack, guesses, correct, len(scores))
+    of_guesses = guesses, correct, len(scores)
+    epsilon, by_chance = epsilon_lower_bound(*of_guesses), p_value(*of_guesses, 0.0)
+    return EpsilonBound(epsilon, best.guesses.attack, *of_guesses, CONFIDENCE, DELTA, by_chance)
 
 
 def choosing_half(num_rows: int) -> Mask:

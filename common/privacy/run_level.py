@@ -9,7 +9,7 @@ to the cut layer.
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NotRequired, TypeAlias, TypedDict
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from splitveil.common.privacy.accumulation import RunScores, combine_with_hints
-from splitveil.common.privacy.adjusted_auc import OperatingPoints, advantage_over, operating_points
+from splitveil.common.privacy.adjusted_auc import advantage_over, operating_points
 from splitveil.common.privacy.attacks import CUT, RUN_ATTACKS, RunAttackName
+from splitveil.common.privacy.figures import ClassFigures, RunFigures
 from splitveil.common.privacy.final_attacks import LastActivations, final_scores
 from splitveil.common.privacy.gathered_scores import GatheredLayer
 from splitveil.common.privacy.leakage import (
@@ -31,6 +32,7 @@ from splitveil.common.privacy.leakage import (
 from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses
 from splitveil.common.privacy.scoring import LayerScores
 from splitveil.common.privacy.tally import REMEMBERED_EPOCHS, by_layer
+from splitveil.common.text.values import as_number
 
 SEED = 0  # seed of hints and bootstrap: the same scores always give the same figures
 
@@ -40,26 +42,11 @@ FeaturesOf: TypeAlias = Callable[[npt.NDArray[np.int64]], Tensor | None]
 """Positions in the common order -> the values of their features, (rows, values), or None."""
 
 
-class RunLevelLeak(OperatingPoints):
-    auc: float  # the leak AUC; with more than two classes, of the pair that is separated best
-    low: float  # lower end of its 95 % bootstrap interval; below 1/2 where the leak may be chance
-    high: float
-    examples: int  # number of examples that were scored and whose label the attack did not know
-    over_features: NotRequired[dict[str, float]]
-    """By how much its AUC is larger than that of the same attack with the same labels on features,
-    value, low and high, and that AUC, prior."""
-
-
-class ClassRunLeak(TypedDict):
-    worst_pair: list[str]  # the two classes that are separated best
-    classes: dict[str, float]  # leak AUC of each class against the rest
-
-
 class RunLeaks(NamedTuple):
     """The leak of a whole run: layer -> attack -> figures."""
 
-    leak: dict[str, dict[str, RunLevelLeak]]
-    by_class: dict[str, dict[str, ClassRunLeak]]  # empty for two classes
+    leak: dict[str, dict[str, RunFigures]]
+    by_class: dict[str, dict[str, ClassFigures]]  # empty for two classes
 
 
 class RunAudit:
@@ -200,13 +187,11 @@ class RunAudit:
     def _aucs(self, scores: Sequence[RunScores]) -> PairAucs:
         return aucs_of(scores, self._labels.numpy(), self._classes)
 
-    def _by_class(self, aucs: PairAucs, worst_pair: tuple[int, int]) -> ClassRunLeak:
+    def _by_class(self, aucs: PairAucs, worst_pair: tuple[int, int]) -> ClassFigures:
         names = self._classes.names
         leaks = aucs.leak().one_vs_rest.tolist()
-        return ClassRunLeak(
-            worst_pair=[names[class_index] for class_index in worst_pair],
-            classes=dict(zip(names, leaks, strict=True)),
-        )
+        of_classes = dict(zip(names, map(as_number, leaks), strict=True))
+        return ClassFigures(tuple(names[index] for index in worst_pair), classes=of_classes)
 
     def _scores(self, *, hinted: bool) -> Iterator[tuple[str, RunAttackName, list[RunScores]]]:
         """Yield the scores of examples whose label an attack did not know: one, or by target."""
@@ -267,7 +252,7 @@ def run_level_leak(
     labels: npt.NDArray[np.integer],
     classes: LabelClasses,
     alone: Sequence[RunScores] | None = None,
-) -> RunLevelLeak | None:
+) -> RunFigures | None:
     """Return the leak of the pair separated best, if any; ``alone`` are the scores on features."""
     try:
         first, second = aucs.worst_pair()
@@ -279,14 +264,7 @@ def run_level_leak(
     of_pair = (of_scored == first) | (of_scored == second)
     chosen, positive = scored.scores[of_pair], of_scored[of_pair] == first
     measured = leak_auc_interval(chosen, positive, np.random.default_rng(SEED))
-    leak = RunLevelLeak(
-        auc=measured.auc,
-        low=measured.low,
-        high=measured.high,
-        examples=int(of_pair.sum()),
-        **operating_points(chosen, positive),  # type: ignore[typeddict-item] # not all keys are required
-    )
-    if alone is not None:
-        advantage = advantage_over(alone[number].scores[of_pair], chosen, positive)
-        leak["over_features"] = advantage._asdict()
-    return leak
+    of_features = None if alone is None else alone[number].scores[of_pair]
+    over = None if of_features is None else advantage_over(of_features, chosen, positive)
+    points = operating_points(chosen, positive)
+    return RunFigures(*measured, int(of_pair.sum()), *points, over)

@@ -6,13 +6,15 @@ at most half a cell, 0.000025; AUCs below 0.5 count as 0.5 there.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from splitveil.common.privacy.figures import ClassFigures
 from splitveil.common.privacy.leakage import PairAucs
+from splitveil.common.text.values import as_number
 
 T = TypeVar("T")
 
@@ -113,16 +115,6 @@ def _quantile(counts: npt.NDArray[np.int32], share: float) -> float:
     return below + (above - below) * (place - math.floor(place))
 
 
-class ClassLeak(TypedDict):
-    """One attack on one layer, class by class: means over the batches of a run."""
-
-    worst_pair: list[str]  # the two classes that are separated best on average
-    worst_pair_auc: float  # at most the mean of the batches' worst pairs, which differ
-    worst_pair_random: float  # leak AUC of random scores on the same pair
-    classes: dict[str, float]  # leak AUC of each class against the rest
-    random: dict[str, float]
-
-
 class MultiClassTally:
     """Means over the batches of one attack's leak AUCs on one layer, for each class and pair."""
 
@@ -139,17 +131,17 @@ class MultiClassTally:
             sums[present] += values[present]
             counts[present] += 1
 
-    def result(self, names: Sequence[str]) -> ClassLeak:
+    def result(self, names: Sequence[str]) -> ClassFigures:
         """Return the means under the names of the classes; OneClass if nothing was added."""
         with np.errstate(invalid="ignore"):
             pairs, classes, random_pairs, random = map(np.divide, self._sums, self._counts)
         worst = PairAucs(pairs, classes).worst_pair()
-        return ClassLeak(
-            worst_pair=[names[class_index] for class_index in worst],
-            worst_pair_auc=float(pairs[worst]),
-            worst_pair_random=float(random_pairs[worst]),
-            classes=dict(zip(names, classes.tolist(), strict=True)),
-            random=dict(zip(names, random.tolist(), strict=True)),
+        return ClassFigures(
+            tuple(names[index] for index in worst),
+            float(pairs[worst]),  # at most the mean of the batches' worst pairs, which differ
+            as_number(float(random_pairs[worst])),
+            dict(zip(names, map(as_number, classes.tolist()), strict=True)),
+            dict(zip(names, map(as_number, random.tolist()), strict=True)),
         )
 
     def state_dict(self) -> dict[str, Any]:

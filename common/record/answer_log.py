@@ -21,11 +21,12 @@ import os
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from splitveil.common.errors import StorageError
-from splitveil.common.record.run_folder import storage_errors
+from splitveil.common.record.run_folder import storage_errors, write_whole
 
 FIRST_RELEASE_NUMBER = 1 << 62  # from here on releases about all training rows, by stage
 FIRST_RESUMPTION_NUMBER = 3 << 61  # from here on the times that a run went back
@@ -88,9 +89,9 @@ class AnswerLog:
 
     @classmethod
     def create(cls, path: Path, questions: int = 1, run: bytes = b"") -> Self:
-        with _opened(path, os.O_CREAT | os.O_TRUNC) as descriptor:
-            _write_whole(descriptor, _header(questions))
-            os.fsync(descriptor)
+        with _opened(path, os.O_CREAT | os.O_TRUNC) as file:
+            write_whole(file, _header(questions))
+            os.fsync(file.fileno())
         return cls(path, questions, run)
 
     @staticmethod
@@ -130,8 +131,8 @@ class AnswerLog:
         if self._path is not None:
             # Synced only with the next checkpoint: a killed process loses nothing that it has
             # written, and a peer cannot cause a power failure.
-            with _opened(self._path, os.O_APPEND) as descriptor:
-                _write_whole(descriptor, packed + link)
+            with _opened(self._path, os.O_APPEND) as file:
+                write_whole(file, packed + link)
         self._link = link
         self._count += 1
         self._known[number] = record
@@ -139,8 +140,8 @@ class AnswerLog:
     def sync(self) -> None:
         """Make the log survive a power failure, as the checkpoint that counts its records does."""
         if self._path is not None:
-            with _opened(self._path) as descriptor:
-                os.fsync(descriptor)
+            with _opened(self._path) as file:
+                os.fsync(file.fileno())
 
     def since(self, count: int) -> Iterator[Record]:
         if count > len(self):
@@ -228,22 +229,9 @@ def _content(path: Path) -> bytes:
 
 
 @contextmanager
-def _opened(path: Path, flags: int = 0) -> Iterator[int]:
-    with storage_errors(path, "cannot be written"):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o600)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
-
-
-def _write_whole(descriptor: int, data: bytes) -> None:
-    """Write all or nothing: a partial record on a full disk would spoil the records after it."""
-    before = os.fstat(descriptor).st_size
-    try:
-        written = 0
-        while written < len(data):
-            written += os.write(descriptor, data[written:])
-    except OSError:
-        os.ftruncate(descriptor, before)
-        raise
+def _opened(path: Path, flags: int = 0) -> Iterator[FileIO]:
+    with (
+        storage_errors(path, "cannot be written"),
+        FileIO(os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o600), "w") as file,
+    ):
+        yield file

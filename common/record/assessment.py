@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS
-from splitveil.common.record.figures import (
+from splitveil.common.privacy.figures import (
     AdjustedFigures,
     BeyondFigures,
     LedgerFigures,

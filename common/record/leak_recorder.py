@@ -13,24 +13,16 @@ from torch import Tensor
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.privacy.audit import AuditedBatch, LeakAudit, LeakByAttack
 from splitveil.common.privacy.audit_worker import Auditing, AuditWorker
-from splitveil.common.privacy.beyond_features import BeyondFeatures, Covariates
+from splitveil.common.privacy.beyond_features import Covariates
 from splitveil.common.privacy.custom_attacks import load_custom_attacks
+from splitveil.common.privacy.figures import AttackFigure, LeakByClass, LeakFigures
 from splitveil.common.privacy.gradient_rows import GradientRows
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.run_level import FeaturesOf
 from splitveil.common.privacy.settings import AuditSettings
-from splitveil.common.record.figures import (
-    AdjustedFigures,
-    AdvantageFigures,
-    AttackFigure,
-    BeyondFigures,
-    EpsilonFigures,
-    LeakFigures,
-)
 from splitveil.common.record.lines import EpochLeakLine, LeakLine
 from splitveil.common.record.metrics_log import ChartClock, MetricsLog
-from splitveil.common.record.values import from_form
 from splitveil.common.run.course import Batch
 
 logger = logging.getLogger(__name__)
@@ -142,18 +134,20 @@ class LeakRecorder:
         """Return the part of the summary about the leak; call it after closing."""
         # Side by side, as a run's end waits for both.
         with ThreadPoolExecutor(1) as executor:
-            measured = executor.submit(self._beyond_features, covariates)
+            measured = None
+            if covariates is not None:
+                measured = executor.submit(self._audit.beyond_features, covariates)
             run = self._audit.run.result(features)
-            beyond = measured.result()
-        found: dict[str, Any] = {
-            "leak": self._audit.summary(),
-            "leak_worst_epoch": self._audit.worst_epochs(),
-            "leak_run_level": run.leak,
-            "leak_batches": self._audit.counts()._asdict(),
-        }
-        if self._audit.is_multi_class:
-            found |= {"leak_classes": self._audit.classes(), "leak_run_level_classes": run.by_class}
-        return dataclasses.replace(from_form(LeakFigures, found), beyond=beyond)
+            beyond = None if measured is None else measured.result()
+        is_multi_class = self._audit.is_multi_class
+        return LeakFigures(
+            beyond=beyond,
+            batches=self._audit.summary(),
+            worst_epoch=self._audit.worst_epochs(),
+            run_level=run.leak,
+            by_class=LeakByClass(self._audit.classes(), run.by_class) if is_multi_class else None,
+            counts=self._audit.counts(),
+        )
 
     def wait_until_idle(self, timeout_s: float = IDLE_S) -> bool:
         """Wait until all batches handed over are measured and written; return whether they are."""
@@ -182,10 +176,6 @@ class LeakRecorder:
             raise SettingsError(f"attacks cannot change within a run: {error}") from error
         self._next_epoch = state["next_epoch"]
         self._ended_epoch = state["ended_epoch"]
-
-    def _beyond_features(self, covariates: Covariates | None) -> BeyondFigures | None:
-        found = None if covariates is None else self._audit.beyond_features(covariates)
-        return None if found is None else _beyond_figures(found)
 
     def _with_clues(self, seen: Observation, sources: Mapping[str, Tensor]) -> Observation:
         return dataclasses.replace(seen, clues=self._audit.clues(seen, self._seed, sources))
@@ -249,15 +239,4 @@ def attack_figures(leak: LeakByAttack) -> tuple[AttackFigure, ...]:
         AttackFigure(layer, attack, value)
         for layer, attacks in leak.items()
         for attack, value in attacks.items()
-    )
-
-
-def _beyond_figures(found: BeyondFeatures) -> BeyondFigures:
-    epsilon = found.epsilon
-    return BeyondFigures(
-        {attack: AdjustedFigures(*one) for attack, one in found.adjusted.items()},
-        {attack: AdvantageFigures(*one) for attack, one in found.advantage.items()},
-        None if epsilon is None else EpsilonFigures(*epsilon, p_value=epsilon.p_value_of(0.0)),
-        found.rows,
-        found.feature_auc,
     )

@@ -11,9 +11,10 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import BeforeValidator
 
-from splitveil.common.record.figures import AttackFigure, LedgerFigures, NumberFigures
+from splitveil.common.privacy.figures import AttackFigure, LedgerFigures, NumberFigures
 from splitveil.common.record.run_folder import finite_or_null
-from splitveil.common.record.values import (
+from splitveil.common.run.sample_order import SplitName
+from splitveil.common.text.values import (
     IF_ANY,
     Count,
     Flat,
@@ -26,7 +27,6 @@ from splitveil.common.record.values import (
     as_number,
     from_form,
 )
-from splitveil.common.run.sample_order import SplitName
 
 
 def _write_figures(figures: tuple[AttackFigure, ...]) -> dict[str, float | None]:

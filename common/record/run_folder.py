@@ -16,7 +16,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, TextIO
@@ -64,6 +64,18 @@ def open_to_append(path: Path) -> TextIO:
 
 def open_unbuffered_to_append(path: Path) -> FileIO:
     return FileIO(_appending(path), "a")
+
+
+def write_whole(file: FileIO, data: bytes) -> None:
+    """Append all or nothing: a partial record on a full disk would spoil the records after it."""
+    begin, written = file.seek(0, os.SEEK_END), 0
+    try:
+        while written < len(data):
+            written += file.write(data[written:])
+    except OSError:
+        with suppress(OSError):
+            file.truncate(begin)
+        raise
 
 
 def _appending(path: Path) -> int:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from splitveil.common.errors import SettingsError
+from splitveil.common.privacy.figures import LedgerFigures
 from splitveil.common.record import lines
-from splitveil.common.record.figures import LedgerFigures
 from splitveil.common.record.lines import Line, LineT
 from splitveil.common.record.run_folder import write_json_atomically
 from splitveil.common.record.summary import Summary
-from splitveil.common.record.values import as_mapping, as_number, from_form
+from splitveil.common.text.values import as_mapping, as_number, from_form
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"

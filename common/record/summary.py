@@ -14,9 +14,9 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BeforeValidator, OnErrorOmit
 
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.record.figures import LEAK_TABLES, LeakFigures, LedgerFigures, NumberFigures
+from splitveil.common.privacy.figures import LEAK_TABLES, LeakFigures, LedgerFigures, NumberFigures
 from splitveil.common.record.transcript import TranscriptEnd
-from splitveil.common.record.values import (
+from splitveil.common.text.values import (
     IF_ANY,
     ByAttack,
     Count,

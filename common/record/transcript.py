@@ -16,16 +16,14 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
-from io import SEEK_END, FileIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from blake3 import blake3
 
 from splitveil.common.errors import StorageError
-from splitveil.common.record.run_folder import open_unbuffered_to_append
+from splitveil.common.record.run_folder import open_unbuffered_to_append, write_whole
 from splitveil.common.record.transcript_lines import (
     AnsweredRequest,
     Crossed,
@@ -191,7 +189,7 @@ class Transcript(Closing):
     def _write(self, entry: dict[str, Any], when: float) -> None:
         whole = {"number": self._number, "time": _in_words(when)} | entry | {"link": self._link}
         line = _to_json(whole).encode()
-        _write_whole(self._file, line + b"\n")
+        write_whole(self._file, line + b"\n")
         self._number += 1
         self._link = hashlib.sha256(line).hexdigest()
 
@@ -272,17 +270,6 @@ def compare(one: Verified, other: Verified) -> TranscriptComparison:
             else:
                 unsent[str(rest[0])] += count - matched
     return TranscriptComparison(agreed, +lost, +unsent)
-
-
-def _write_whole(file: FileIO, line: bytes) -> None:
-    begin, written = file.seek(0, SEEK_END), 0
-    try:
-        while written < len(line):
-            written += file.write(line[written:])
-    except OSError:
-        with suppress(OSError):
-            file.truncate(begin)
-        raise
 
 
 def _continue(path: Path) -> tuple[int, str]:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from urllib.parse import SplitResult, quote, unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from splitveil.common.errors import PeerUnreachable, SettingsError
 from splitveil.common.text.files import read_secret
@@ -84,8 +84,7 @@ def without_proxy() -> ChannelOptions:
 def named_proxy(url: str, credentials: Path | None = None) -> HttpProxy:
     known = "" if credentials is None else _read_credentials(credentials)
     try:
-        parsed = urlsplit(url)
-        return replace(_proxy_of(parsed, parsed.port), credentials=known)
+        return replace(_proxy_of(url), credentials=known)
     except ValueError as error:
         raise SettingsError(f"proxy: expected http://HOST:PORT, got {url}") from error
 
@@ -104,8 +103,7 @@ def proxy_of_environment(address: str) -> HttpProxy | None:
     if variable is None or not os.environ[variable] or _is_excepted(address.rpartition(":")[0]):
         return None
     try:
-        url = urlsplit(os.environ[variable])
-        return _proxy_of(url, url.port)
+        return _proxy_of(os.environ[variable])
     except ValueError:
         # The value is not repeated: it may hold a password.
         raise SettingsError(
@@ -133,10 +131,11 @@ def _read_consent(connection: socket.socket, deadline: float) -> None:
         raise PeerUnreachable(f"no connection to the peer (the proxy answers with status {code})")
 
 
-def _proxy_of(url: SplitResult, port: int | None) -> HttpProxy:
-    if url.scheme != "http" or not url.hostname or not port:
+def _proxy_of(text: str) -> HttpProxy:
+    url = urlsplit(text)
+    if url.scheme != "http" or not url.hostname or not url.port:
         raise ValueError
-    return HttpProxy(url.hostname, port, url.netloc.rpartition("@")[0])
+    return HttpProxy(url.hostname, url.port, url.netloc.rpartition("@")[0])
 
 
 def _is_excepted(host: str) -> bool:

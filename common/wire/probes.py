@@ -7,7 +7,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import grpc
@@ -20,7 +19,7 @@ from splitveil.common.errors import (
     PeerUntrusted,
     SettingsError,
 )
-from splitveil.common.party.credentials import dns_names, printable, subject_of
+from splitveil.common.party.credentials import days_until, dns_names, printable, subject_of
 from splitveil.common.run.contract import ACTIVE, Contract, check_same_contract
 from splitveil.common.run.messages import ID_CHARACTERS, ID_MARKS, IdForm
 from splitveil.common.text.version import VERSION
@@ -139,11 +138,10 @@ def certificate_in_words(pem: bytes, owner: str) -> str:
     except ValueError as error:
         raise PeerUntrusted("the peer's certificate cannot be read") from error
     ends = found.not_valid_after_utc
-    left = (ends - datetime.now(UTC)).days
     issuer = printable(found.issuer.rfc4514_string())
     return (
         f"certificate of {owner}: {subject_of(found)} ({names}), signed by {issuer}, valid to "
-        f"{ends:%Y-%m-%d}, {left} days left"
+        f"{ends:%Y-%m-%d}, {days_until(ends)} days left"
     )
 
 

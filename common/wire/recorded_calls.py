@@ -41,23 +41,21 @@ _PREFIXES = (f"/{SERVICE}/", f"/{INFERENCE_SERVICE}/")
 _GOODBYE = "Leave"
 
 _Note = Callable[[Direction, str, Any], Any]
-_NoteOf = Callable[[str | None, Direction, str, Any], Any]
 
 
 class NotingServer(HandlerInterceptor):
     def __init__(self, notes: Notes) -> None:
-        self._note_of = _noting(notes)
+        self._notes = notes
 
     def wrap(self, handler: Handler, details: grpc.HandlerCallDetails, /) -> Handler:
         method = _own_method(details.method)
         if method is None:
             return handler
-        note_of = self._note_of
         if handler.unary_unary is not None:
             answer = handler.unary_unary
 
             def unary(request: Any, context: grpc.ServicerContext) -> Any:
-                note = partial(note_of, _caller(context))
+                note = partial(_note, self._notes, _caller(context))
                 note("received", f"{method} request", request)
                 return note("sent", f"{method} reply", answer(request, context))
 
@@ -65,7 +63,7 @@ class NotingServer(HandlerInterceptor):
         stream_answers = handler.stream_stream
 
         def stream(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-            note = partial(note_of, _caller(context))
+            note = partial(_note, self._notes, _caller(context))
             heard = (note("received", f"{method} request", request) for request in requests)
             for reply in stream_answers(heard, context):
                 yield note("sent", f"{method} reply", reply)
@@ -78,7 +76,7 @@ class NotingClient(
     grpc.StreamStreamClientInterceptor,  # type: ignore[misc, unused-ignore]
 ):
     def __init__(self, notes: Notes, party: str | None = None) -> None:
-        self._note: _Note = partial(_noting(notes), party)
+        self._note: _Note = partial(_note, notes, party)
 
     def intercept_unary_unary(
         self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any
@@ -163,18 +161,15 @@ def _caller(context: grpc.ServicerContext) -> str | None:
     return str(named[0])[:NAME_CHARACTERS] if named else None
 
 
-def _noting(notes: Notes) -> _NoteOf:
-    def note(party: str | None, direction: Direction, kind: str, message: Any) -> Any:
-        epoch: int | None
-        step: int | None
-        if isinstance(message, Frame):
-            data, (epoch, step) = message.data, message.place()
-        elif isinstance(message, bytes):  # refused by its parser
-            data, epoch, step = message, None, None
-        else:
-            data = message.SerializeToString(deterministic=True)
-            epoch, step = getattr(message, "epoch", None), getattr(message, "step", None)
-        notes.note(Crossing(direction, kind, data, epoch, step, party))
-        return message
-
-    return note
+def _note(notes: Notes, party: str | None, direction: Direction, kind: str, message: Any) -> Any:
+    epoch: int | None
+    step: int | None
+    if isinstance(message, Frame):
+        data, (epoch, step) = message.data, message.place()
+    elif isinstance(message, bytes):  # refused by its parser
+        data, epoch, step = message, None, None
+    else:
+        data = message.SerializeToString(deterministic=True)
+        epoch, step = getattr(message, "epoch", None), getattr(message, "step", None)
+    notes.note(Crossing(direction, kind, data, epoch, step, party))
+    return message

@@ -4,7 +4,7 @@ They are those of the handshake, of the replies to held-out activations, of audi
 """
 
 import re
-from typing import NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 
@@ -26,13 +26,13 @@ _FLOAT_BYTES = 4
 OursT = TypeVar("OursT")
 TheirsT = TypeVar("TheirsT")
 
-SPLIT_TO_WIRE: dict[PassName, pb.Split] = {
+SPLIT_TO_WIRE: dict[PassName, Any] = {
     name: pb.Split.Value(f"SPLIT_{name.upper()}") for name in get_args(PassName)
 }
-COURSE_TO_WIRE: dict[Course, pb.Course] = {
+COURSE_TO_WIRE: dict[Course, Any] = {
     course: pb.Course.Value(f"COURSE_{course.name}") for course in Course
 }
-LEAVE_REASON_TO_WIRE: dict[LeaveReason, pb.LeaveReason] = {
+LEAVE_REASON_TO_WIRE: dict[LeaveReason, Any] = {
     reason: pb.LeaveReason.Value(f"LEAVE_REASON_{reason.name}") for reason in LeaveReason
 }
 

@@ -207,10 +207,6 @@ class TensorAssembler(Generic[MessageT]):
         self._received = 0
 
     @staticmethod
-    def of_activations(limits: TensorLimits) -> "TensorAssembler[Activation]":
-        return TensorAssembler(limits, Activation)
-
-    @staticmethod
     def of_answers(limits: TensorLimits) -> "TensorAssembler[Answer]":
         return TensorAssembler(limits, _received_answer)
 

@@ -14,8 +14,8 @@ from splitveil.active_party.defenses.dp_bounds import mu_of_leak_auc
 from splitveil.active_party.defenses.projected.label_utility import label_utility
 from splitveil.common.data.label_columns import others_in_words
 from splitveil.common.data.source_settings import not_expanded
-from splitveil.common.errors import SettingsError, StorageError
-from splitveil.common.record.run_folder import write_text_atomically
+from splitveil.common.errors import SettingsError
+from splitveil.common.record.run_folder import storage_errors, write_text_atomically
 from splitveil.common.run.contract import ACTIVE, NAME_CHARACTERS
 from splitveil.common.text.visible_text import visible
 from splitveil.common.text.wording import slug
@@ -221,10 +221,8 @@ def write_files(folder: Path, texts: Mapping[str, str], *, force: bool) -> list[
     if existing and not force:
         shown = ", ".join(map(str, existing))
         raise SettingsError(f"{shown}: exists and will not be overwritten without --force")
-    try:
+    with storage_errors(folder, "cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"{folder}: cannot be written: {error.strerror}") from error
     for name, text in texts.items():
         # The contract is shared; a party's own settings say what its table looks like.
         mode = _WIDE_OPEN if name == "contract.yaml" else 0o600

@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NamedTuple, NoReturn, Protocol, cast
+from typing import Any, NamedTuple, NoReturn
 
 from splitveil.common.errors import SplitveilError
 from splitveil.common.party.arguments import Commands, Parser, end_program
@@ -25,7 +25,7 @@ PROGRAM = "splitveil"
 class SubCommand(NamedTuple):
     name: str
     purpose: str
-    module: str
+    module: str  # has ``parser(program)``, and ``run(parsed)``, which returns the exit code
 
 
 _OWN = "splitveil.command.subcommands"
@@ -67,16 +67,6 @@ SUB_COMMANDS = (
 """In the order of the help."""
 
 
-class CommandModule(Protocol):
-    """A module of ``SUB_COMMANDS``."""
-
-    def parser(self, program: str) -> argparse.ArgumentParser:
-        """Return the arguments; ``program`` is for their help."""
-
-    def run(self, parsed: argparse.Namespace) -> int:
-        """Do what the arguments say, and return the exit code."""
-
-
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     words = list(sys.argv[1:] if arguments is None else arguments)
     end_program(_exit_code(words), is_program=arguments is None)
@@ -87,12 +77,13 @@ def _exit_code(words: Sequence[str]) -> int:
     if called is None:  # --help, --version, or a mistake
         _parser().parse_args(words or ["--help"])
         return 0
-    module, program = _module(called), f"{PROGRAM} {called.name}"
-    parser = module.parser(program)
+    module: Any = import_module(called.module)
+    program = f"{PROGRAM} {called.name}"
+    parser: argparse.ArgumentParser = module.parser(program)
     parser.description = parser.description or called.purpose
     parsed = parser.parse_args(words[1:])
     try:
-        return module.run(parsed)
+        return int(module.run(parsed))
     except SplitveilError as error:
         sys.stderr.write(f"{program}: {visible_lines(str(error))}\n")
         return error.exit_code
@@ -111,7 +102,3 @@ def _parser() -> argparse.ArgumentParser:
     for one in SUB_COMMANDS:
         commands.add_parser(one.name, help=one.purpose, description=one.purpose)
     return parser
-
-
-def _module(called: SubCommand) -> CommandModule:
-    return cast("CommandModule", import_module(called.module))

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from splitveil.common.privacy.attacks import CUT
 from splitveil.common.privacy.beyond_features import Covariates
+from splitveil.common.privacy.figures import RunFigures
 from splitveil.common.privacy.observation import LabelClasses, Observation
-from splitveil.common.privacy.run_level import RunLevelLeak, aucs_of, run_level_leak
+from splitveil.common.privacy.run_level import aucs_of, run_level_leak
 from splitveil.common.privacy.stored_row_attacks import Received, attack_stored_rows
 
 
@@ -54,7 +55,7 @@ class AuditedRows(NamedTuple):
     def num_examples(self) -> int:
         return int(self.positions.max()) + 1
 
-    def attack_as_stored(self, attack: str, classes: LabelClasses) -> RunLevelLeak | None:
+    def attack_as_stored(self, attack: str, classes: LabelClasses) -> RunFigures | None:
         """Run one of `STORED_ROW_ATTACKS`; None if no two classes have examples that it scores."""
         own = self.gradients if self.activations is None else self.activations
         labels = np.zeros(self.num_examples, dtype=np.int64)

@@ -14,12 +14,10 @@ from torch import Tensor
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.attacks import ATTACKS, CUT, RUN_ATTACKS, Attack, SideInformation
 from splitveil.common.privacy.audit import LeakAudit
-from splitveil.common.privacy.beyond_features import BeyondFeatures
+from splitveil.common.privacy.figures import BeyondFigures, EpsilonBound
 from splitveil.common.privacy.gradient_rows import Gradients
 from splitveil.common.privacy.leakage import leak_auc_interval
 from splitveil.common.privacy.observation import LabelClasses
-from splitveil.common.privacy.observational_audit import EpsilonBound
-from splitveil.common.privacy.run_level import RunLevelLeak
 from splitveil.common.privacy.scoring import BatchScorer
 from splitveil.common.privacy.settings import BUILT_IN_NAMES
 from splitveil.common.privacy.stored_row_attacks import STORED_ROW_ATTACKS
@@ -61,9 +59,9 @@ class Audit:
 
     rows: int
     batches: tuple[AttackOnBatches, ...]
-    run: Mapping[str, RunLevelLeak] = field(default_factory=dict)
+    run: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Attacks over all batches together: leak AUC with its interval."""
-    beyond: BeyondFeatures | None = None
+    beyond: BeyondFigures | None = None
     """What attacks reveal beyond covariates; None without covariates, or for too few rows."""
     skipped_one_class: int = 0
     """Batches of a single class, which have no AUC."""
@@ -128,7 +126,9 @@ class Audit:
             "adjusted_rows": None if beyond is None else beyond.rows,
             "feature_auc": None if beyond is None else beyond.feature_auc,
             **{part: self.table(part) for part in get_args(Part)},
-            "epsilon_lower_bound": None if epsilon is None else epsilon._asdict(),
+            "epsilon_lower_bound": None
+            if epsilon is None
+            else dict(zip(EpsilonBound._fields[:7], epsilon, strict=False)),
         }
 
     def __repr__(self) -> str:
@@ -221,12 +221,15 @@ def audit(
             _summary(attack, aucs, random, needs[attack], only.get(attack))
             for attack, aucs in measured.items()
         ),
-        run=found.run.result().leak.get(CUT, {})
-        | {name: leak for name, leak in on_stored.items() if leak is not None},
+        run={
+            name: {key: one for key, one in leak._asdict().items() if key != "over_features"}
+            for name, leak in (*found.run.result().leak.get(CUT, {}).items(), *on_stored.items())
+            if leak is not None
+        },
         beyond=None
         if covariates is None and predictions is None
         else found.beyond_features(given.covariates(covariates, predictions)),
-        skipped_one_class=found.counts().skipped_one_class,
+        skipped_one_class=found.counts().skipped_one_class or 0,
     )
 
 

@@ -16,8 +16,8 @@ from splitveil.active_party.report.run_files import RunFiles, read_run
 from splitveil.common.data.features import Features
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import CUT
+from splitveil.common.privacy.figures import LeakFigures, LedgerFigures
 from splitveil.common.record.assessment import LeakAssessment, assess_figures
-from splitveil.common.record.figures import LeakFigures, LedgerFigures
 from splitveil.common.record.lines import (
     EpochLeakLine,
     EvaluationLine,

@@ -14,18 +14,13 @@ import pytest
 from splitveil.common.alignment.channel import AlignChannel, channel_pair
 from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
 from splitveil.common.alignment.tried_ids import TriedIds, file_of_count
-from splitveil.common.errors import (
-    AlignmentError,
-    PeerError,
-    PeerUnreachable,
-    SplitveilError,
-    StorageError,
-)
+from splitveil.common.errors import AlignmentError, PeerError, SplitveilError, StorageError
 from splitveil.common.record.run_folder import open_run_folder
 from splitveil.common.run.messages import Offer, Opening
-from tests.support.loopback import peer_of
+from tests.support.exchanging import Broken
+from tests.support.loopback import peer_of, serving
 from tests.support.peers import InProcessPeer
-from tests.support.runs import build_parties, run_in_process, serving
+from tests.support.runs import build_parties, run_in_process
 
 CAP = 600
 ROUNDS = 12
@@ -140,20 +135,6 @@ def test_an_active_party_that_breaks_off_and_comes_again_learns_three_sets_and_n
 # ---- an honest peer with a bad connection ----
 
 
-class Breaking:
-    def __init__(self, channel: AlignChannel, frames: int) -> None:
-        self._channel = channel
-        self._left = frames
-        self.send = channel.send
-        self.close = channel.close
-
-    def receive(self) -> object:
-        if not self._left:
-            raise PeerUnreachable("the line is dead")
-        self._left -= 1
-        return self._channel.receive()
-
-
 class BadLine(InProcessPeer):
     breaks: list[int]
 
@@ -162,7 +143,7 @@ class BadLine(InProcessPeer):
             self._aligning.join()
         self._failure = None
         channel = super().open_alignment()
-        return Breaking(channel, self.breaks.pop(0)) if self.breaks else channel  # type: ignore[return-value]
+        return Broken(channel, self.breaks.pop(0)) if self.breaks else channel
 
 
 @pytest.mark.parametrize("breaks", [[3, 3], [1, 1, 2, 3], [0] * 15])

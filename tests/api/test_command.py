@@ -6,6 +6,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,7 +78,7 @@ def programs() -> Iterator[argparse.ArgumentParser]:
         active_party.parser(),
         passive_party.parser(),
         experiments._parser(),
-        *(program._module(one).parser(f"splitveil {one.name}") for one in SUB_COMMANDS),
+        *(import_module(one.module).parser(f"splitveil {one.name}") for one in SUB_COMMANDS),
     ]
     while owners:
         yield (one := owners.pop())

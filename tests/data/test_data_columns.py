@@ -4,7 +4,7 @@ The oracles are scikit-learn's imputer, Python's datetime and Python's sets.
 """
 
 import json
-from datetime import UTC, date, datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -190,17 +190,6 @@ def test_the_parts_of_a_time_are_those_of_python(tmp_path: Path, kind: str) -> N
     )
     expected = torch.tensor([parts_of(moment) for moment in TIMES], dtype=torch.float64)
     assert torch.equal(numbers, expected.float())
-
-
-def test_dates_and_forms_of_the_user_are_read(tmp_path: Path) -> None:
-    days = [date(2024, 2, 28) + timedelta(days=row) for row in range(9)]
-    columns = {"d": pa.array(days), "t": [f"{day:%d.%m.%Y}" for day in days]}
-    settings = {"timestamp_parts": ["day"], "numeric_scaling": "none"}
-    numbers = both(tmp_path, {"d": columns["d"]}, timestamps="d", **settings)
-    again = both(
-        tmp_path, {"t": columns["t"]}, timestamps="t", timestamp_format="%d.%m.%Y", **settings
-    )
-    assert numbers[:, 0].tolist() == again[:, 0].tolist() == [day.day for day in days]
 
 
 def test_gaps_in_timestamps_are_filled_like_numbers(tmp_path: Path) -> None:

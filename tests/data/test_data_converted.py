@@ -348,6 +348,16 @@ def test_a_folder_of_images_is_read_in_the_order_of_its_table(tmp_path: Path, ca
     assert table.numeric["age"].tolist() == list(range(30))
 
 
+def test_a_conversion_of_images_shows_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_images(tmp_path)
+    monkeypatch.setattr(sources, "PART_BYTES", 10 * 3 * 6 * 8)  # of ten images
+    shown: list[float] = []
+    open_converted(image_settings(cache_dir="cache"), tmp_path, shown.append)
+    assert shown == pytest.approx([0.3, 0.6, 0.9])
+
+
 def test_images_are_resized_and_made_grey(tmp_path: Path) -> None:
     pixels = write_images(tmp_path)
     table = read_table(image_settings(height=3, width=4, colours="grey"), tmp_path)

@@ -128,6 +128,19 @@ def test_no_pair_is_told_apart_better_than_its_charge_says() -> None:
     assert worst_oracle_auc(one_gap, means, labels) > 0.99
 
 
+def test_a_rare_class_weighs_as_much_as_the_others() -> None:
+    gradients, labels = softmax_batch(4_000, shares=(0.49, 0.3, 0.2, 0.01))
+    _, report = marvell(PowerRatio(power_ratio=4)).defend(defenses.RawBatch(gradients, labels))
+    means = measure_class_means(gradients, labels, 4).means
+    power = 4 * float(squared_distances(means).max())
+    by_class, by_share = (
+        float(pair_divergences(means, solve_shared_noise(means, weights, power)).max())
+        for weights in (torch.ones(4), torch.bincount(labels))
+    )
+    assert report.charge.sum_kl == pytest.approx(by_class, rel=1e-6)
+    assert by_class < 0.5 * by_share
+
+
 def test_a_power_ratio_leaves_the_worst_pair_what_the_plan_says() -> None:
     """Over random means of any shape; one long gap reaches the lower end."""
     generator = np.random.default_rng(3)

@@ -5,27 +5,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.interface import RowChunk
-from splitveil.active_party.defenses.projected.design import Design, design
 from splitveil.active_party.defenses.projected.release import exact_sums, on_label_grid
 from splitveil.common.privacy import number_attacks
-from tests.support.projected import in_chunks
-
-CUT_DIM = 12
-
-
-def stage(number: int, rows: int, rank: int = 32) -> Design:
-    generator = torch.Generator().manual_seed(number)
-    activations = torch.randn(rows, CUT_DIM, generator=generator).relu()
-    own, hidden = torch.randn(2, rows, 16, generator=generator)
-    logits = torch.randn(rows, generator=generator)
-    slopes = torch.rand(rows, CUT_DIM, generator=generator) - 0.3
-    chunk = RowChunk(activations, own, hidden, logits, slopes)
-    return design(in_chunks(chunk, rows), rows, rank)
+from tests.support.projected import random_design
 
 
 def test_any_two_values_move_the_sums_by_no_more_than_the_ends() -> None:
-    rows = stage(0, rows=300)
+    rows = random_design(0, 300, rank=32)
     labels = on_label_grid(torch.rand(300, generator=torch.Generator().manual_seed(2)))
     before = exact_sums(rows, labels)
     for row in range(0, 300, 7):
@@ -42,13 +28,13 @@ def test_what_could_not_be_summed_exactly_is_refused(wrong: float) -> None:
     labels = torch.zeros(300, dtype=torch.float64)
     labels[7] = wrong
     with pytest.raises(ValueError, match="expected labels of 0 and 1, or numbers"):
-        exact_sums(stage(0, rows=300), labels)
+        exact_sums(random_design(0, 300, rank=32), labels)
 
 
 def test_sums_of_a_large_table_are_exact_in_any_order() -> None:
     generator = torch.Generator().manual_seed(3)
     labels = on_label_grid(torch.rand(20_000, generator=generator))
-    rows = stage(1, rows=20_000)
+    rows = random_design(1, 20_000, rank=32)
     shuffled = torch.randperm(20_000, generator=generator)
     other = rows._replace(steps=rows.steps[shuffled])
     assert torch.equal(exact_sums(rows, labels), exact_sums(other, labels[shuffled]))
@@ -68,7 +54,10 @@ def test_attacks_read_the_labels_from_undefended_gradients() -> None:
     gradients, slopes = gradients_of(labels, predictions)
     assert number_attacks.top_direction_r2(gradients, labels) > 0.9
     assert number_attacks.ridge_r2(gradients, labels, seed=1) > 0.85
-    assert number_attacks.informed_r2(gradients, labels, predictions, slopes) > 0.999_999
+    assert (
+        number_attacks.r2_of(number_attacks.informed_scores(gradients, predictions, slopes), labels)
+        > 0.999_999
+    )
 
 
 def test_attacks_read_nothing_from_gradients_of_other_labels() -> None:
@@ -78,7 +67,10 @@ def test_attacks_read_nothing_from_gradients_of_other_labels() -> None:
     gradients, slopes = gradients_of(others, predictions)
     assert number_attacks.top_direction_r2(gradients, labels) < 0.03
     assert number_attacks.ridge_r2(gradients, labels, seed=1) < 0.03
-    assert number_attacks.informed_r2(gradients, labels, predictions, slopes) < 0.03
+    assert (
+        number_attacks.r2_of(number_attacks.informed_scores(gradients, predictions, slopes), labels)
+        < 0.03
+    )
 
 
 def test_sums_over_a_run_average_out_fresh_noise() -> None:

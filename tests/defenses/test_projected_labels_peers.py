@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from splitveil.common.errors import DataError, SplitveilError
 from splitveil.common.run.messages import Activation, Course
@@ -18,20 +18,15 @@ from tests.support.runs import run_in_process, write_example
 # ---- peers that choose what they send ----
 
 
-OWN_MODEL = '''
-import torch
-from torch import nn
-
 class Overflowing(nn.Module):
     """Predicts no numbers of the largest finite activations: infinity less infinity."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((4,), 0.1))
 
-    def forward(self, activation, features):
+    def forward(self, activation: Tensor, _features: object) -> Tensor:
         return (activation * torch.tensor([10.0, -10.0, 10.0, -10.0])) @ self.weight
-'''
 
 
 class Sends(InProcessPeer):
@@ -98,13 +93,10 @@ def test_whatever_a_peer_sends_the_bound_holds_or_nothing_is_told(
 
 
 def test_predictions_that_are_no_numbers_end_the_run_before_anything_is_told(
-    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    example: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "tops_that_overflow.py").write_text(OWN_MODEL)
-    monkeypatch.syspath_prepend(tmp_path)
     drawn = note_draws(monkeypatch)
-    own = "top_model={kind: custom, module: 'tops_that_overflow:Overflowing'}"
-    parties = build(example, own)
+    parties = build(example, f"top_model={{kind: custom, module: '{__name__}:Overflowing'}}")
     largest = {"change": lambda values, _: torch.full_like(values, 3e38)}
     with pytest.raises(SplitveilError, match=r"cannot begin a stage: .* not a number"):
         run_in_process(parties, type("Overflows", (Sends,), largest))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from tests.support import several, simulation
 from tests.support.programs import ROOT
@@ -83,41 +84,32 @@ def test_the_examples_of_several_classes_run_with_it(name: str) -> None:
 # ---- models ----
 
 
-OWN_MODELS = '''
-import torch
-from torch import nn
-
 class WithoutLinear(nn.Module):
     """Has no layer whose inputs could be listened to."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((4,), 0.1))
 
-    def forward(self, activation, features):
+    def forward(self, activation: Tensor, _features: object) -> Tensor:
         return activation @ self.weight
 
 
 class Deep(nn.Module):
     """Uses one linear layer for each value of a row, and a buffer that every step changes."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.each = nn.Linear(1, 3)
         self.norm = nn.BatchNorm1d(4)
 
-    def forward(self, activation, features):
+    def forward(self, activation: Tensor, _features: object) -> Tensor:
         return torch.tanh(self.each(self.norm(activation).unsqueeze(2))).sum(dim=(1, 2))
-'''
 
 
-@pytest.mark.parametrize("name", ["WithoutLinear", "Deep"])
-def test_models_of_the_user_s_own(
-    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    (tmp_path / "own_tops.py").write_text(OWN_MODELS)
-    monkeypatch.syspath_prepend(tmp_path)
-    parties = build(example, f"top_model={{kind: custom, module: 'own_tops:{name}'}}")
+@pytest.mark.parametrize("own", [WithoutLinear, Deep])
+def test_models_of_the_user_s_own(example: Path, own: type[nn.Module]) -> None:
+    parties = build(example, f"top_model={{kind: custom, module: '{__name__}:{own.__name__}'}}")
     run_in_process(parties)
     assert_bounded(parties)
     before = {name: value.clone() for name, value in parties.weights().items()}

@@ -10,7 +10,6 @@ import pickle
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +24,10 @@ from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.record.transcript import FILE
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason, Offer, Opening
+from tests.defenses.test_projected_labels_peers import Sends
 from tests.record.test_transcript import run_noted
 from tests.support import several
-from tests.support.peers import InProcessPeer
+from tests.support.peers import InProcessPeer, Lost
 from tests.support.projected import DEFENSE, SMALL, SURVEY_BATCHES, build
 from tests.support.runs import run_in_process, write_example
 from tests.support.several import Several, build_several, write_several
@@ -229,24 +229,58 @@ def test_with_the_same_sums_of_other_labels_the_peer_receives_the_same_bytes(
     assert one == other
 
 
-class Chooses(Seeing):
-    """Sends vectors of its own: two groups of rows, of which one is huge."""
-
-    def _chosen(self, activation: Activation) -> Activation:
-        values = torch.full_like(activation.values, 0.5)
-        values[::2] = torch.tensor([1e4, -2e4, 3e4, 1.0])
-        return replace(activation, values=values)
-
-    def send_activation(self, activation: Activation) -> None:
-        super().send_activation(self._chosen(activation))
-
-    def evaluate(self, activation: Activation) -> Course:
-        return super().evaluate(self._chosen(activation))
+def two_groups(values: Tensor, _: Activation) -> Tensor:
+    """Return vectors of which every second one is huge."""
+    sent = torch.full_like(values, 0.5)
+    sent[::2] = torch.tensor([1e4, -2e4, 3e4, 1.0])
+    return sent
 
 
 def test_so_does_a_peer_that_chooses_what_it_sends(folders: Folders) -> None:
-    one, other = seen_in_both(folders, peer=Chooses)
+    one, other = seen_in_both(
+        folders, peer=type("Chooses", (Sends, Seeing), {"change": two_groups})
+    )
     assert one == other
+
+
+def test_so_does_one_that_is_killed_and_comes_again(folders: Folders, tmp_path: Path) -> None:
+    released: Released = {}
+    runs = []
+    for folder, around in ((folders.one, noting), (folders.other, repeating)):
+        seen: list[bytes] = []
+
+        class Killed(Seeing):
+            """Is killed in the second epoch, and sees more before and after that."""
+
+            at: int | None = 7
+
+            def __init__(self, *arguments: Any) -> None:
+                super().__init__(*arguments)
+                self.seen = seen  # noqa: B023 - used up within the loop
+                self.answers = 0
+
+            def receive_gradient(self) -> Answer:
+                answer = super().receive_gradient()
+                self.answers += 1
+                if self.answers == self.at:
+                    raise Lost
+                return answer
+
+            def leave(self, run_id: str, reason: LeaveReason) -> None:
+                if reason == LeaveReason.FINISHED:
+                    super().leave(run_id, reason)
+
+        with around(released):
+            runs_folder = tmp_path / folder.name
+            with pytest.raises(Lost):
+                run_in_process(build(folder, runs=runs_folder), Killed)
+            again = build(folder, runs=runs_folder)
+            again.session.reopen()
+            run_in_process(again, type("ComesAgain", (Killed,), {"at": None}))
+        assert again.active.resumed == [1]
+        runs.append(seen)
+    assert runs[0] == runs[1]
+    assert len(released) == 2
 
 
 @pytest.mark.parametrize("aggregation", ["mean", "concat"])

@@ -25,8 +25,8 @@ from splitveil.common.errors import DataError, Interrupted, SettingsError
 from splitveil.common.models.dense import WideDeepTop
 from splitveil.common.privacy import leakage
 from splitveil.common.privacy.attacks import ATTACKS, BatchAttackName
+from splitveil.common.privacy.figures import AttackFigure, BatchFigures, LeakFigures, RunFigures
 from splitveil.common.privacy.scoring import cross_scores
-from splitveil.common.record.figures import AttackFigure, BatchFigures, LeakFigures, RunFigures
 from splitveil.common.record.lines import EpochLeakLine, EvaluationLine, LeakLine
 from splitveil.common.record.run_folder import claimed
 from splitveil.common.record.run_record import METRICS, write_summary
@@ -445,10 +445,10 @@ def leave_behind(
         layers = {"cut": 0.7} | ({} if first is None else {"first": first})
         leak = LeakFigures(
             batches={
-                layer: {"norm": BatchFigures(leak + 0.1, leak, None, None)}
+                layer: {"norm": BatchFigures(leak + 0.1, leak, leak, 0.5)}
                 for layer, leak in layers.items()
             },
-            run_level={"cut": {"accumulated_cosine": RunFigures(0.95, 0.9)}}
+            run_level={"cut": {"accumulated_cosine": RunFigures(0.95, 0.9, 1.0)}}
             if party == "active"
             else {},
         )
@@ -497,7 +497,7 @@ def test_figures_are_one_row_each_and_survive_the_file(tmp_path: Path) -> None:
     assert value("low", attack="accumulated_cosine") == 0.9
     assert value("first_epoch", party="active", attack="norm") == 0.6
     assert value("step_leak", party="active", step=5) == pytest.approx(0.7)
-    assert "last_epoch" not in {row.statistic for row in rows}  # null: nothing was measured
+    assert "examples" not in {row.statistic for row in rows}  # null: nothing was measured
 
 
 def test_a_long_course_is_averaged_over_stretches(tmp_path: Path) -> None:

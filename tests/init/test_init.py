@@ -4,7 +4,6 @@ import json
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -72,24 +71,6 @@ def passive(folder: Path, path: Path, wishes: Wishes | None = None) -> Written:
 
 def one(cells: Sequence[object], name: str = "x") -> Column:
     return describe(name, pa.chunked_array([pa.array(cells)]))
-
-
-def test_a_column_is_what_its_cells_are() -> None:
-    kinds: dict[str, list[list[Any]]] = {
-        "whole": [["1", "2", " 3 "]],
-        "number": [["1.5", "2", "-3e4"]],
-        "time": [["2026-01-31", "2026-02-01 10:30"], ["2026-01-31T10:30Z", "2026-02-01T10:30+01"]],
-        "other time": [["31.1.2026", "1.2.2026"], ["2026-1-31 9:30", "2026-02-01 10:30"]],
-        "text": [["a", "1"]],
-        "constant": [["a", "a"]],
-        "empty": [["", "NA"]],
-        "other": [[[1], [2]]],
-    }
-    for kind, columns in kinds.items():
-        assert [one(cells).kind for cells in columns] == [kind] * len(columns)
-    column = one(["1", "?", "", "NA", "7"])
-    assert (column.kind, column.missing, column.distinct) == ("whole", 3, 2)
-    assert set(column.gaps) == {"", "?", "NA"}
 
 
 def test_codes_are_no_quantities() -> None:
@@ -180,16 +161,10 @@ def test_every_column_is_found_out(tmp_path: Path) -> None:
     assert found.source == {"kind": "csv", "delimiter": ";"}
 
 
-def test_several_classes_are_listed(tmp_path: Path) -> None:
+def test_columns_that_may_be_the_label_are_listed(tmp_path: Path) -> None:
     path = clients(tmp_path, y=[i % 3 for i in range(ROWS)], z=["abc"[i % 3] for i in range(ROWS)])
     with pytest.raises(SettingsError, match="columns that may be it: churned, y"):
         active(tmp_path, path)
-    for name, classes in (("y", 3), ("z", ("a", "b", "c"))):
-        found = initialise(path, Wishes(label_column=name), Terms("active", tmp_path), force=True)
-        assert found.proposal.choices.label is not None
-        assert found.proposal.choices.label.classes == classes
-        settings = load_party_settings(ActiveSettings, tmp_path / "active.yaml")
-        assert settings.data.num_classes == 3
 
 
 def test_a_label_that_only_its_two_values_speak_for_is_called_a_guess(

@@ -56,6 +56,7 @@ READ: dict[str, tuple[list[str], Sequence[str], dict[str, float], str]] = {
                "WARNING: 2 other texts"),
     "empty": (mixed("0", "1", ""), LEAVE_OUT, {"0": 0, "1": 1}, "55 rows without a label"),
     "N/A": (mixed("no", "yes", "N/A"), LEAVE_OUT, {"no": 0, "yes": 1}, "55 rows without a label"),
+    "letters": (mixed("A", "T", "Y", "N"), (), {"A": 0, "N": 1, "T": 2, "Y": 3}, "4 classes"),
     "gaps in classes": (mixed("a", "b", "", "c"), LEAVE_OUT, {"a": 0, "b": 1, "c": 2}, "3 classes"),
 }  # fmt: skip
 
@@ -126,13 +127,6 @@ REFUSED: dict[str, tuple[list[str], Sequence[str], str]] = {
     "no ids": (mixed("no", "yes", ""), (*LEAVE_OUT, "--no-id-column"), "needs a column of ids"),
     "no features": (mixed("a", "b", "NA"), (*LEAVE_OUT, "--exclude", "fee", "plan"), "features if"),
 }  # fmt: skip
-
-
-def test_letters_are_classes_each(tmp_path: Path) -> None:
-    path = clients(tmp_path, churned=mixed("A", "T", "Y", "N"))
-    assert command("active", path, "--folder", tmp_path) == 0
-    settings = load_party_settings(ActiveSettings, tmp_path / "active.yaml")
-    assert settings.data.class_names == ("A", "N", "T", "Y")
 
 
 @pytest.mark.parametrize(("labels", "options", "words"), REFUSED.values(), ids=REFUSED)

@@ -2,14 +2,12 @@
 
 import math
 from functools import partial
-from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from scipy import stats
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
@@ -41,6 +39,8 @@ from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.bounds import NOTHING, OF_ANY_KIND, LeakBounds, known_of
 from splitveil.active_party.ledger.budget import Limit
 from splitveil.active_party.ledger.ledger import LeakLedger, logged
+from tests.ledger.test_account_book import after_run
+from tests.ledger.test_adversaries import after
 
 Numbers = npt.NDArray[np.float64]
 ROWS = 200_000
@@ -66,15 +66,8 @@ def charge_of(mechanism: LabelMechanism, draw: str = "draw", num_classes: int = 
     return NoisyLabelDefense(mechanism=mechanism).charge(num_classes, f"{mechanism!r} {draw}")
 
 
-def ledger_of(*charges: LeakCharge) -> LeakLedger:
-    ledger = LeakLedger(1)
-    for charge in charges:
-        ledger.charge(np.array([0]), charge)
-    return ledger
-
-
 def bounds_after(*charges: LeakCharge) -> LeakBounds:
-    return ledger_of(*charges).bounds(np.array([0]))
+    return after(*charges).bounds(np.array([0]))
 
 
 def guarantee_after(*charges: LeakCharge) -> float:
@@ -214,19 +207,10 @@ def guarantee_of(book: AccountBook, name: str) -> float:
     return book.opening_ledger([name], 1).bounds(np.array([0])).guarantee.max
 
 
-def after_run(book: AccountBook, names: tuple[str, ...], *charges: LeakCharge) -> AccountBook:
-    ledger = book.opening_ledger(names, len(names))
-    for charge in charges:
-        ledger.charge(np.arange(len(names)), charge)
-    return book.closing_book(names, ledger)
-
-
-def test_over_runs_only_examples_of_a_single_draw_keep_its_exact_figure(tmp_path: Path) -> None:
+def test_over_runs_only_examples_of_a_single_draw_keep_its_exact_figure() -> None:
     first, second = charge_of(RESPONSE), charge_of(RESPONSE, "another key")
     monday = after_run(AccountBook.empty(), NAMES[:2], first, first)
-    save_file(monday.state_dict(), tmp_path / "book")
-    read = AccountBook.from_state(load_file(tmp_path / "book"))
-    tuesday = after_run(read, NAMES[1:3], second)
+    tuesday = after_run(monday, NAMES[1:3], second)
     exact, both = pytest.approx(dp_bounds.auc_of_epsilon(1.0)), guarantee_after(first, second)
     assert [guarantee_of(tuesday, name) for name in NAMES] == [exact, both, exact, 0.5]
     wednesday = after_run(tuesday, NAMES[3:], second)
@@ -264,7 +248,7 @@ def test_a_budget_allows_the_strength_of_its_auc_and_no_larger_one(
 
 def test_a_budget_that_one_draw_uses_up_allows_no_second_one() -> None:
     chosen = at_leak_auc(RESPONSE, 0.6)
-    ledger, limit = ledger_of(charge_of(chosen)), Limit.of_leak_auc(0.6)
+    ledger, limit = after(charge_of(chosen)), Limit.of_leak_auc(0.6)
     at = np.array([0])
     assert limit.objection(ledger.after(at, logged(charge_of(chosen)))) is None
     again = ledger.after(at, logged(charge_of(chosen, "another key")))

@@ -19,14 +19,14 @@ from splitveil.active_party.monitor.stated_bounds import (
 )
 from splitveil.active_party.report import write_report
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.record.assessment import assess_figures
-from splitveil.common.record.figures import (
+from splitveil.common.privacy.figures import (
     AdjustedFigures,
     AdvantageFigures,
     BeyondFigures,
-    EpsilonFigures,
+    EpsilonBound,
     LeakFigures,
 )
+from splitveil.common.record.assessment import assess_figures
 from splitveil.common.record.run_record import METRICS, write_summary
 from splitveil.common.record.summary import Summary
 from tests.support.defenses import write_own_defenses
@@ -181,7 +181,7 @@ def bounds(leak_auc: float, mu: float | None = None, epsilon: float | None = Non
     return LeakBounds(Spread(1, 1, 1), spread, of_peers, epsilon)
 
 
-MEASURED = EpsilonFigures(1.5, "norm", 400, 350, 1000, 0.95, 1e-5, 0.0)
+MEASURED = EpsilonBound(1.5, "norm", 400, 350, 1000, 0.95, 1e-5, 0.0)
 EXPLAINED = BeyondFigures({"norm": AdjustedFigures(0.52, 0.49, 0.55)})
 BEYOND = BeyondFigures(
     {"norm": AdjustedFigures(0.70, 0.68, 0.72), "cosine": AdjustedFigures(0.52, 0.49, 0.55)},

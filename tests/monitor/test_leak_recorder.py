@@ -17,10 +17,10 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy import gradient_rows
 from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.audit_worker import CpuBudget
+from splitveil.common.privacy.figures import LeakFigures
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings
 from splitveil.common.privacy.top_direction import TopDirection, top_direction_of_rows
-from splitveil.common.record.figures import LeakFigures
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.lines import LeakLine
 from splitveil.common.record.metrics_log import MetricsLog

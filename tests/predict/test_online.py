@@ -177,8 +177,8 @@ def test_a_client_that_never_ends_its_request_or_takes_its_answer_is_hung_up_on(
     server = HttpServer(answers, f"127.0.0.1:{free_port()}")
     with server, socket.create_connection(("127.0.0.1", server.port), HANGS_AFTER_S) as client:
         client.sendall(begin)
-        wait_until(lambda: server.num_connections == 1)
-        wait_until(lambda: server.num_connections == 0)
+        wait_until(lambda: len(server._server.open) == 1)
+        wait_until(lambda: len(server._server.open) == 0)
 
 
 MALFORMED = {

@@ -11,12 +11,9 @@ from sklearn.metrics import roc_auc_score, roc_curve
 from splitveil import audit
 from splitveil.common.privacy import adjusted_auc
 from splitveil.common.privacy.accumulation import RunScores
-from splitveil.common.privacy.beyond_features import (
-    BeyondFeatures,
-    Covariates,
-    measure_beyond_features,
-)
+from splitveil.common.privacy.beyond_features import Covariates, measure_beyond_features
 from splitveil.common.privacy.cross_fitting import FeatureModels
+from splitveil.common.privacy.figures import BeyondFigures
 from splitveil.common.privacy.leakage import ClassIndices, Floats, OneClass, leak_auc
 from splitveil.common.record.assessment import WIDEST
 
@@ -31,7 +28,7 @@ def rows(
     return feature, generator.random(count) < predictions, predictions
 
 
-def beyond(features: Floats, labels: ClassIndices, scores: dict[str, Floats]) -> BeyondFeatures:
+def beyond(features: Floats, labels: ClassIndices, scores: dict[str, Floats]) -> BeyondFigures:
     positions, nothing = np.arange(len(labels)), np.zeros((len(labels), 0), np.float32)
     covariates = Covariates(positions, features.astype(np.float32), nothing, nothing, labels)
     by_attack = {name: [RunScores(positions, one)] for name, one in scores.items()}
@@ -228,16 +225,16 @@ def test_the_rates_are_those_of_the_roc_curve() -> None:
     scores = feature + positive
     accused, found_rates, _ = roc_curve(positive, scores, drop_intermediate=False)
     found = adjusted_auc.operating_points(scores, positive)
-    assert found["tpr_at_per_mille"] == pytest.approx(found_rates[accused <= 0.001].max())
-    assert found["tpr_at_percent"] == pytest.approx(found_rates[accused <= 0.01].max())
-    assert found["precision_at_100"] == positive[np.argsort(scores)[-100:]].mean()
+    assert found[0] == pytest.approx(found_rates[accused <= 0.001].max())
+    assert found[1] == pytest.approx(found_rates[accused <= 0.01].max())
+    assert found[2] == positive[np.argsort(scores)[-100:]].mean()
     assert adjusted_auc.operating_points(-scores, positive) == found
 
 
 def test_ties_are_not_counted_as_found() -> None:
     scores, positive = np.repeat([0.0, 1.0], 500), np.tile([True, False], 500)
-    assert [*adjusted_auc.operating_points(scores, positive).values()] == [0.0, 0.0, 0.5]
-    assert adjusted_auc.operating_points(scores[:100], positive[:100])["precision_at_100"] is None
+    assert adjusted_auc.operating_points(scores, positive) == (0.0, 0.0, 0.5)
+    assert adjusted_auc.operating_points(scores[:100], positive[:100])[2] is None
 
 
 def test_a_peer_that_sends_back_what_it_received_hides_no_leak_but_leaves_nothing_to_measure() -> (

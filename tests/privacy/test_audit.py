@@ -109,7 +109,7 @@ def test_cosine_is_measured_only_where_there_is_another_positive() -> None:
     assert "cosine" not in audit.summary()["cut"]
     audit.observe(_observation(0, 2))
     found = audit.summary()["cut"]["cosine"]
-    assert found["q95"] == pytest.approx(found["mean"], abs=CELL)
+    assert found.q95 == pytest.approx(found.mean, abs=CELL)
 
 
 @pytest.mark.parametrize("labels", [torch.zeros(64), torch.ones(64)], ids=["negative", "positive"])
@@ -131,12 +131,12 @@ def test_the_summary_is_that_of_the_batches() -> None:
     }
     values = [leak.leak["first"]["norm"] for leak in measured]
     assert summary["first"]["norm"] == pytest.approx(
-        {
-            "q95": np.quantile(values, 0.95),
-            "mean": np.mean(values),
-            "last_epoch": np.mean(values[-5:]),
-            "random_q95": np.quantile([leak.random for leak in measured], 0.95),
-        },
+        (
+            np.quantile(values, 0.95),
+            np.mean(values),
+            np.mean(values[-5:]),
+            np.quantile([leak.random for leak in measured], 0.95),
+        ),
         abs=CELL,
     )
     assert audit.epoch_means(1)["first"]["norm"] == pytest.approx(np.mean(values[5:10]))
@@ -159,7 +159,7 @@ def test_random_scores_are_a_floor_not_a_leak() -> None:
     expected = 0.5 + np.sqrt(2 / np.pi) * error
     assert abs(np.mean(floors) - expected) < 5 * 0.61 * error / np.sqrt(300)
     assert len(set(floors)) > 250
-    assert audit.summary()["cut"]["norm"]["q95"] > audit.summary()["cut"]["norm"]["random_q95"]
+    assert audit.summary()["cut"]["norm"].q95 > audit.summary()["cut"]["norm"].random_q95
 
 
 def test_both_parties_pick_the_same_positive_and_not_always_the_same_place() -> None:
@@ -217,7 +217,7 @@ def test_in_the_papers_convention_nothing_is_left_out_or_mirrored() -> None:
     # Random scores: AUCs of n and m examples are nearly normal with variance (n + m + 1) / 12nm.
     for step in range(1, 1000):
         audit.observe(dataclasses.replace(observation, step=step))
-    random = audit.summary()["cut"]["norm"]["random_q95"]
+    random = audit.summary()["cut"]["norm"].random_q95
     positives = int(labels.sum())
     spread = math.sqrt(65 / (12 * positives * (64 - positives)))
     assert random == pytest.approx(0.5 + 1.645 * spread, abs=0.25 * spread)  # mirrored: 1.96
@@ -261,7 +261,7 @@ def test_class_oracles_find_nothing_in_noise_with_few_examples() -> None:
         audit.observe(Observation(0, step, {"cut": noise}, labels))
     for attack, figures in audit.summary()["cut"].items():
         chance = np.sqrt(2) * np.sqrt(2 / np.pi) * np.sqrt(61 / (12 * 15 * 45))
-        assert figures["mean"] < 0.5 + chance + 0.02, attack
+        assert figures.mean < 0.5 + chance + 0.02, attack
 
 
 def test_a_worker_that_keeps_up_equals_the_inline_audit() -> None:

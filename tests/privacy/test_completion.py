@@ -149,9 +149,9 @@ def test_a_run_s_last_activations_are_attacked_at_the_cut() -> None:
     assert set(found) == {"cut"}
     figures = found["cut"]
     assert set(figures) == set(NAMES)
-    assert figures["completion_40"]["auc"] > 0.98
-    assert figures["final_nearest_hint"]["auc"] > 0.8
-    counts = {name: one["examples"] for name, one in figures.items()}
+    assert figures["completion_40"].auc > 0.98
+    assert figures["final_nearest_hint"].auc > 0.8
+    counts = {name: one.examples for name, one in figures.items()}
     assert counts == {
         "final_kmeans": len(labels),
         "final_nearest_hint": len(labels) - 2,
@@ -268,4 +268,4 @@ def test_a_deep_bottom_model_memorises_labels_that_no_defense_protects(
         ["completion_40"],
     )
     found = run.run_level["cut"]["completion_40"]
-    assert found["low"] > 0.7 if memorises else found["low"] < 0.6
+    assert found.low > 0.7 if memorises else found.low < 0.6

@@ -147,7 +147,7 @@ def test_attacks_of_ones_own_get_what_they_declare(class_names: tuple[str, ...])
                 assert found[mine] == pytest.approx(found[built_in], abs=1e-12), mine
     for layer, attacks in audit.classes().items():
         for mine, built_in in BUILT_IN.items():
-            assert attacks[mine]["classes"] == pytest.approx(attacks[built_in]["classes"]), layer
+            assert attacks[mine].classes == pytest.approx(attacks[built_in].classes), layer
 
 
 def test_activations_are_handed_over() -> None:

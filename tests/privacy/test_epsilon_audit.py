@@ -7,9 +7,9 @@ import pytest
 from scipy.stats import binom
 
 from splitveil.common.privacy.cross_fitting import FeatureModels
+from splitveil.common.privacy.figures import EpsilonBound
 from splitveil.common.privacy.leakage import Floats
 from splitveil.common.privacy.observational_audit import (
-    EpsilonBound,
     ScoredRows,
     choosing_half,
     epsilon_lower_bound,

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import math
 from collections.abc import Iterator, Sequence
 from itertools import permutations
 from pathlib import Path
@@ -96,10 +95,10 @@ def test_a_batch_gets_scikit_learn_s_worst_pairs_and_classes() -> None:
         for name, scores in (("norm", lengths), ("spectral", rows @ top)):
             pairs = {p: leak(labels, scores, *p) for p in permutations(range(3), 2)}
             assert measured.leak[layer][name] == pytest.approx(max(pairs.values()), abs=1e-12)
-            assert found[name]["worst_pair_auc"] == pytest.approx(max(pairs.values()), abs=1e-12)
+            assert found[name].worst_pair_auc == pytest.approx(max(pairs.values()), abs=1e-12)
             for place, of_class in enumerate(NAMES):
                 expected = leak(labels, scores, place, None)
-                assert found[name]["classes"][of_class] == pytest.approx(expected, abs=1e-12)
+                assert found[name].classes[of_class] == pytest.approx(expected, abs=1e-12)
         by_pair = {}
         for place, of_class in enumerate(NAMES):
             row = seen.clues[place].reference_row
@@ -110,10 +109,10 @@ def test_a_batch_gets_scikit_learn_s_worst_pairs_and_classes() -> None:
             for other in set(range(3)) - {place}:
                 by_pair[place, other] = leak(labels[chosen], cosines, place, other)
             expected = leak(labels[chosen], cosines, place, None)
-            assert found["cosine"]["classes"][of_class] == pytest.approx(expected, abs=1e-9)
+            assert found["cosine"].classes[of_class] == pytest.approx(expected, abs=1e-9)
         worst = max(by_pair, key=lambda pair: by_pair[pair])
         assert measured.leak[layer]["cosine"] == pytest.approx(by_pair[worst], abs=1e-9)
-        assert found["cosine"]["worst_pair"] == [NAMES[place] for place in worst]
+        assert found["cosine"].worst_pair == tuple(NAMES[place] for place in worst)
 
 
 def test_every_attack_is_measured_for_every_class_and_pair() -> None:
@@ -128,10 +127,13 @@ def test_every_attack_is_measured_for_every_class_and_pair() -> None:
         expected = set(ATTACKS) - at_cut
         assert set(audit.summary()[layer]) == set(audit.classes()[layer]) == expected
         for attack, found in audit.classes()[layer].items():
-            assert set(found["classes"]) == set(NAMES), attack
-            assert all(0.5 <= area <= 1 for area in found["classes"].values())
-            assert found["worst_pair_auc"] >= max(found["classes"].values()) - 1e-12
-            assert audit.summary()[layer][attack]["mean"] >= found["worst_pair_auc"] - 1e-12
+            assert set(found.classes) == set(NAMES), attack
+            areas = [area for area in found.classes.values() if area is not None]
+            assert len(areas) == len(NAMES)
+            assert all(0.5 <= area <= 1 for area in areas)
+            assert found.worst_pair_auc is not None
+            assert found.worst_pair_auc >= max(areas) - 1e-12
+            assert audit.summary()[layer][attack].mean >= found.worst_pair_auc - 1e-12
         of_run = set(get_args(RunAttackName)) - {
             "hint_combiner_200",
             "completion_400",
@@ -139,8 +141,8 @@ def test_every_attack_is_measured_for_every_class_and_pair() -> None:
         of_run -= {f"accumulated_{name}" for name in at_cut}
         of_run -= set() if layer == "cut" else set(FINAL_ATTACKS)
         assert set(worst[layer]) == set(by_class[layer]) == of_run
-    assert worst["cut"]["accumulated_cosine"]["auc"] > 0.95
-    assert audit.summary()["cut"]["lda"]["mean"] > audit.summary()["cut"]["norm"]["mean"]
+    assert worst["cut"]["accumulated_cosine"].auc > 0.95
+    assert audit.summary()["cut"]["lda"].mean > audit.summary()["cut"]["norm"].mean
 
 
 def test_each_class_is_taken_for_the_positives_as_for_two_classes() -> None:
@@ -158,10 +160,10 @@ def test_each_class_is_taken_for_the_positives_as_for_two_classes() -> None:
             binary.observe(dataclasses.replace(seen, labels=labels, clues=clues, predictions=None))
         for layer in ("cut", "first"):
             for attack in oracles:
-                ours = audit.classes()[layer][attack]["classes"][name]
-                assert ours == pytest.approx(binary.summary()[layer][attack]["mean"], abs=1e-12)
-            ours = of_run[layer]["accumulated_cosine"]["classes"][name]
-            expected = binary.run.result().leak[layer]["accumulated_cosine"]["auc"]
+                ours = audit.classes()[layer][attack].classes[name]
+                assert ours == pytest.approx(binary.summary()[layer][attack].mean, abs=1e-12)
+            ours = of_run[layer]["accumulated_cosine"].classes[name]
+            expected = binary.run.result().leak[layer]["accumulated_cosine"].auc
             assert ours == pytest.approx(expected, abs=1e-9)
 
 
@@ -179,7 +181,7 @@ def test_random_scores_are_measured_in_the_same_way() -> None:
     of_norm, of_random = np.mean(noise, axis=0)
     assert of_norm == pytest.approx(of_random, abs=0.03)
     assert of_random > 0.6
-    assert audit.classes()["cut"]["norm"]["worst_pair_random"] < of_random
+    assert audit.classes()["cut"]["norm"].worst_pair_random < of_random
 
 
 def test_a_batch_without_a_class_is_measured_for_the_others() -> None:
@@ -192,9 +194,9 @@ def test_a_batch_without_a_class_is_measured_for_the_others() -> None:
     seen = dataclasses.replace(seen, clues=audit.clues(seen, SEED, chosen_rows))
     measured = audit.observe(seen)
     assert measured is not None
-    classes = audit.classes()["cut"]["cosine"]["classes"]
-    assert math.isnan(classes["b"])
-    assert classes["a"] > 0.5
+    classes = audit.classes()["cut"]["cosine"].classes
+    assert classes["b"] is None
+    assert (classes["a"] or 0.0) > 0.5
     alone = Observation(0, 1, {"cut": torch.randn(5, 8)}, torch.full((5,), 2.0))
     alone = dataclasses.replace(alone, clues=audit.clues(alone, SEED, alone.gradients))
     assert audit.observe(alone) is None
@@ -313,4 +315,4 @@ def test_the_report_says_what_its_figures_are_of(
     record(example, other, "defense={name: marvell, insecure_noise_seed: 3}")
     compared = write_comparison([example / "runs", other], tmp_path / "all.html").read_text()
     assert "test accuracy" in compared
-    assert "of the two classes that are easiest to tell apart" in compared
+    assert "of the two classes that are easiest to distinguish" in compared

@@ -29,20 +29,15 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from splitveil.active_party.defenses.dp_bounds import leak_auc_of_mu, mu_of_leak_auc
-from splitveil.active_party.defenses.interface import BuildInputs, DefenseContext, RowChunk
+from splitveil.active_party.defenses.interface import BuildInputs, DefenseContext
 from splitveil.active_party.defenses.noise import InsecureSeededNoise
-from splitveil.active_party.defenses.projected.design import (
-    Design,
-    design,
-    stage_shares,
-    stage_sigma,
-)
+from splitveil.active_party.defenses.projected.design import stage_shares, stage_sigma
 from splitveil.active_party.defenses.projected.release import draw_release
 from splitveil.active_party.defenses.projected.stages import ProjectedLabels, StagePlan
 from splitveil.active_party.ledger.ledger import LeakLedger
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.privacy.leakage import auc
-from tests.support.projected import in_chunks
+from tests.support.projected import random_design
 
 ROWS, STAGES, RANK, CUT_DIM = 12_000, 16, 32, 12
 BOUND = 0.6
@@ -88,15 +83,6 @@ def _one_release(release: ReleasedSums, labels: Tensor) -> Tensor:
     return (design @ (sums - design.T @ truth) + truth * power[:, None]) / variance
 
 
-def stage(number: int, choose: Choice) -> Design:
-    generator = torch.Generator().manual_seed(number)
-    activations = choose(torch.randn(ROWS, CUT_DIM, generator=generator))
-    own, hidden = torch.randn(2, ROWS, 16, generator=generator)
-    logits = torch.randn(ROWS, generator=generator)
-    slopes = torch.rand(ROWS, CUT_DIM, generator=generator) - 0.3
-    return design(in_chunks(RowChunk(activations, own, hidden, logits, slopes), ROWS), ROWS, RANK)
-
-
 def released(
     labels: Tensor, choose: Choice, lowered: float = 1.0, num_classes: int = 2
 ) -> list[ReleasedSums]:
@@ -104,7 +90,7 @@ def released(
     noise, mu = InsecureSeededNoise(11), mu_of_leak_auc(BOUND)
     found = []
     for number, share in enumerate(stage_shares(STAGES)):
-        made = stage(number, choose)
+        made = random_design(number, ROWS, RANK, choose)
         sigma = lowered * stage_sigma(mu, share, num_classes)
         found.append(ReleasedSums(made.rows, *draw_release(made, labels, sigma, noise)))
     return found

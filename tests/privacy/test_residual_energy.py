@@ -107,11 +107,11 @@ def test_over_a_run_scores_add_up_although_neither_class_is_rare() -> None:
         audit.observe(observation)
     audit.run.close_epoch()
     for layer in ("cut", "first"):
-        one_batch = audit.summary()[layer]["residual_energy"]["mean"]
+        one_batch = audit.summary()[layer]["residual_energy"].mean
         found = audit.run.result().leak[layer]["accumulated_residual_energy"]
-        assert found["examples"] == EXAMPLES
-        assert found["low"] > one_batch + 0.05
-        assert found["auc"] > 0.97
+        assert found.examples == EXAMPLES
+        assert found.low > one_batch + 0.05
+        assert found.auc > 0.97
 
 
 def test_a_multi_class_run_has_one_sum_for_all() -> None:
@@ -121,8 +121,8 @@ def test_a_multi_class_run_has_one_sum_for_all() -> None:
     for observation in observations((0.4, 0.3, 0.3)):
         audit.observe(observation)
     figures = audit.run.result()
-    assert figures.leak["cut"]["accumulated_residual_energy"]["auc"] > 0.97
-    pair = figures.by_class["cut"]["accumulated_residual_energy"]["worst_pair"]
+    assert figures.leak["cut"]["accumulated_residual_energy"].auc > 0.97
+    pair = figures.by_class["cut"]["accumulated_residual_energy"].worst_pair
     assert "a" in pair  # the one class whose noise differs
 
 
@@ -137,5 +137,5 @@ def test_a_party_without_labels_gathers_the_same_sums() -> None:
         without.observe(observation)
     for gathered in without.gathered(np.arange(EXAMPLES)):
         assert gathered.attack == "accumulated_residual_energy"
-        expected = with_labels.run.result().leak[gathered.layer][gathered.attack]["auc"]
+        expected = with_labels.run.result().leak[gathered.layer][gathered.attack].auc
         assert leak_auc(gathered.scores, labels) == pytest.approx(expected, abs=1e-6)

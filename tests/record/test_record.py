@@ -10,8 +10,9 @@ from typing import Any, get_args
 import pytest
 
 from splitveil.common.errors import SettingsError
+from splitveil.common.privacy import figures
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.record import figures, lines
+from splitveil.common.record import lines
 from splitveil.common.record import summary as summaries
 from splitveil.common.record.run_record import (
     METRICS,
@@ -24,7 +25,7 @@ from splitveil.common.record.run_record import (
     write_summary,
 )
 from splitveil.common.record.transcript import TranscriptEnd
-from splitveil.common.record.values import from_form
+from splitveil.common.text.values import from_form
 from tests.support.records import append_lines
 
 SPREADS = {
@@ -126,7 +127,7 @@ LEAK = figures.LeakFigures(
     beyond=figures.BeyondFigures(
         {"norm": figures.AdjustedFigures(0.625, 0.5, 0.75)},
         {"accumulated_cosine": figures.AdvantageFigures(0.125, 0.0, 0.25, 0.625)},
-        figures.EpsilonFigures(
+        figures.EpsilonBound(
             *(1.5, "norm", 40, 38, 100, 0.95, 1e-05, 0.125),
             stated=1.0,
             stated_for="anybody",

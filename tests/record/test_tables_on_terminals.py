@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from splitveil.common.privacy.attacks import ATTACKS
-from splitveil.common.record.figures import BatchFigures, LeakFigures, RunFigures
+from splitveil.common.privacy.figures import BatchFigures, LeakFigures, RunFigures
 from splitveil.common.record.summary import AuditedFigures, RunCounts, Summary
 from splitveil.common.record.summary_tables import print_summary
 

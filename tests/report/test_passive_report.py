@@ -15,7 +15,7 @@ from splitveil.common.data.features import FeatureEncoder, Features, NumericScal
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.data_parallel import Learner
 from splitveil.common.party.report_parts import Volume, read_traffic
-from splitveil.common.record.figures import AttackFigure
+from splitveil.common.privacy.figures import AttackFigure
 from splitveil.common.record.lines import AlignmentLine, AuditLine, EpochLeakLine, LeakLine
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import AuditedFigures, RunCounts, Summary

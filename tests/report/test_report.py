@@ -25,7 +25,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.party.report_parts import breakable
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName, is_oracle, needs_of
-from splitveil.common.record.figures import (
+from splitveil.common.privacy.figures import (
     AdjustedFigures,
     AdvantageFigures,
     AttackFigure,
@@ -192,8 +192,8 @@ def adjusted(value: float, **others: AdjustedFigures) -> Summary:
             "pass",
             "Meets the target",
             (
-                "Whatever the other company does, it tells a positive from a negative row in at "
-                "most 70 of 100 pairs, beyond what its own data already tell it. Guessing: 50. The "
+                "Whatever the other company does, it distinguishes a positive from a negative row "
+                "in at most 70 of 100 pairs, beyond what its own data reveal. Guessing: 50. The "
                 "strongest attack that was run reaches 52 of 100 (50 to 54), which is no more than "
                 "chance explains."
             ),
@@ -222,7 +222,7 @@ def adjusted(value: float, **others: AdjustedFigures) -> Summary:
             adjusted(0.9),
             "fail",
             "Misses the target",
-            "The bound of 60 of 100 pairs does not hold: an attack that was run tells 90.",
+            "The bound of 60 of 100 pairs does not hold: an attack that was run reaches 90.",
         ),
         (NOISY_LABELS, 0.7, adjusted(0.52), "unknown", "No target set", "No target is set"),
         (NOISY_LABELS, 0.6, adjusted(0.8), "fail", "Bound in doubt", "does not hold"),

@@ -19,7 +19,7 @@ from splitveil.active_party.report.bounds import assessment_of
 from splitveil.active_party.report.decision import Decision, decide
 from splitveil.active_party.training.evaluation import read_predictions
 from splitveil.common.errors import SettingsError
-from splitveil.common.record.figures import (
+from splitveil.common.privacy.figures import (
     AdjustedFigures,
     BeyondFigures,
     LeakFigures,

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import os
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,9 @@ from splitveil.common.record.answer_log import (
 from splitveil.common.record.model_files import delete_saved
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.state_bytes import state_from_bytes, state_to_bytes
-from tests.support.peers import Lost, dying
-from tests.support.runs import Parties, build_parties, run_in_process
+from tests.run.test_what_was_answered import MARVELL, answered, parties_in
+from tests.support.runs import Parties, run_in_process
 
-EVERY_2 = ["contract.checkpoints={every_steps: 2, keep: 100}"]
-MARVELL = "defense={name: marvell, insecure_noise_seed: 1}"
 FRESH = ChargedAnswer(0.25, b"", float("inf"))
 REPEATED = ChargedAnswer(0.5, b"i" * 32, 1.0, caveats=5, leak_auc=0.7, dominating_mu=1.5)
 HEADER_BYTES, RECORD_BYTES = 19, 113
@@ -112,17 +111,18 @@ def test_a_question_has_one_answer_and_the_same_answer_one_charge(tmp_path: Path
 def test_a_full_disk_leaves_no_part_of_a_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, write = tmp_path / "answered.log", os.write
+    path = tmp_path / "answered.log"
     log = log_of_three(path)
     whole = path.read_bytes()
 
-    def fill_up(descriptor: int, data: bytes) -> int:
-        if len(data) < RECORD_BYTES:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(descriptor, data[:30])
+    class Filling(FileIO):
+        def write(self, data: bytes) -> int:  # type: ignore[override]
+            if len(data) < RECORD_BYTES:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data[:30])
 
     with monkeypatch.context() as patched:
-        patched.setattr("splitveil.common.record.answer_log.os.write", fill_up)
+        patched.setattr("splitveil.common.record.answer_log.FileIO", Filling)
         with pytest.raises(StorageError, match="cannot be written: No space left"):
             log.record(2, [b"i" * 16], FRESH)
     assert path.read_bytes() == whole
@@ -180,22 +180,19 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def answered(example: Path, runs: Path) -> Path:
-    """Return the log of a run that was killed."""
-    parties = build_parties(example, [*EVERY_2, MARVELL], EVERY_2, runs=runs)
-    with pytest.raises(Lost):
-        run_in_process(parties, dying(4, after=True))
+def log_of_killed(example: Path, runs: Path) -> Path:
+    answered(example, runs, MARVELL, messages=4)
     return runs / "active" / "checkpoint" / "answered.log"
 
 
 def started_again(example: Path, runs: Path) -> Parties:
-    return build_parties(example, [*EVERY_2, MARVELL], EVERY_2, runs=runs)
+    return parties_in(example, runs, MARVELL)
 
 
 def test_a_damaged_log_is_refused_in_one_line_that_says_how_to_recover(
     example: Path, tmp_path: Path
 ) -> None:
-    path = answered(example, tmp_path)
+    path = log_of_killed(example, tmp_path)
     whole = path.read_bytes()
     for name, damage in DAMAGE.items():
         path.write_bytes(damage(whole))
@@ -206,8 +203,8 @@ def test_a_damaged_log_is_refused_in_one_line_that_says_how_to_recover(
 
 
 def test_so_is_a_missing_one_and_that_of_another_run(example: Path, tmp_path: Path) -> None:
-    path = answered(example, tmp_path / "one")
-    other = answered(example, tmp_path / "two").read_bytes()
+    path = log_of_killed(example, tmp_path / "one")
+    other = log_of_killed(example, tmp_path / "two").read_bytes()
     path.unlink()
     with pytest.raises(
         StorageError, match="is missing: the answers already given are no longer known"
@@ -219,7 +216,7 @@ def test_so_is_a_missing_one_and_that_of_another_run(example: Path, tmp_path: Pa
 
 
 def test_a_record_that_a_crash_left_half_written_is_cut_off(example: Path, tmp_path: Path) -> None:
-    path = answered(example, tmp_path)
+    path = log_of_killed(example, tmp_path)
     path.write_bytes(path.read_bytes()[:-3])
     again = started_again(example, tmp_path)
     assert again.session.reopen()
@@ -230,7 +227,7 @@ def test_a_record_that_a_crash_left_half_written_is_cut_off(example: Path, tmp_p
 def test_answers_of_which_no_checkpoint_is_left_are_not_given_a_second_time(
     example: Path, tmp_path: Path
 ) -> None:
-    log = answered(example, tmp_path)
+    log = log_of_killed(example, tmp_path)
     for state in log.parent.glob("at-*.state"):
         state.write_bytes(b"")
     with pytest.raises(
@@ -251,7 +248,7 @@ def rewritten(path: Path, version: int) -> None:
 def test_a_damaged_run_state_says_what_is_lost_and_how_to_recover(
     example: Path, tmp_path: Path, party: str
 ) -> None:
-    answered(example, tmp_path)
+    log_of_killed(example, tmp_path)
     path = tmp_path / party / "checkpoint" / "run.state"
     whole = path.read_bytes()
     for damaged in (b"", whole[:100], bytes(len(whole)), whole[:40] + b"x" + whole[41:]):

@@ -1,6 +1,7 @@
 """Audits as an oracle: a peer that chooses its scores so that the answers name single labels."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,22 +21,25 @@ ALLOWED = ["contract.audits_allowed=true", "contract.batch_size=1024"]
 EVERY_STEP = "contract.checkpoints={every_steps: 1, keep: 100}"
 
 
+def answer_to(scores: torch.Tensor, labels: torch.Tensor) -> float:
+    rows, service = np.arange(len(scores)), AuditService(is_open=True)
+    service.open_epoch(0)
+    question = AuditQuestion("run", 0, "norm", "cut", positions_digest(rows), scores)
+    return service.answer(question, rows, labels.__getitem__, lambda *_: None)
+
+
 @pytest.mark.parametrize("rare", [1, 11, 999])
 def test_no_audit_is_answered_with_fewer_than_a_thousand_of_a_class(rare: int) -> None:
-    rows = np.arange(ROWS)
-    question = AuditQuestion("run", 0, "norm", "cut", positions_digest(rows), torch.rand(ROWS))
     rare_positives = (torch.arange(ROWS) < rare).float()
     for labels in (rare_positives, 1 - rare_positives):
-        service = AuditService(is_open=True)
-        service.open_epoch(0)
         with pytest.raises(AuditRefused):
-            service.answer(question, rows, labels.__getitem__, lambda *_: None)
+            answer_to(torch.rand(ROWS), labels)
 
 
 @pytest.mark.parametrize("label", [0, 1])
 def test_one_answer_reveals_the_last_label_to_a_peer_that_knows_the_others(label: int) -> None:
     """Audits are no protection of a single label, however many rows of each class there are."""
-    rows, last = np.arange(4000), 3999
+    last = 3999
     if_0 = (torch.arange(4000) < 1500).float()
     if_1 = if_0.clone()
     if_1[last] = 1
@@ -46,19 +50,13 @@ def test_one_answer_reveals_the_last_label_to_a_peer_that_knows_the_others(label
         scores[last] = 1
         return scores
 
-    def asked(scores: torch.Tensor, labels: torch.Tensor) -> float:
-        service = AuditService(is_open=True)
-        service.open_epoch(0)
-        question = AuditQuestion("run", 0, "norm", "cut", positions_digest(rows), scores)
-        return service.answer(question, rows, labels.__getitem__, lambda *_: None)
-
     # Chosen before anything is asked, by what the answer would be for either label.
     revealing = next(
         scores
         for scores in map(scores_with, range(2000))
         if round(leak_auc(scores, if_0), 2) != round(leak_auc(scores, if_1), 2)
     )
-    answer = asked(revealing, (if_0, if_1)[label])
+    answer = answer_to(revealing, (if_0, if_1)[label])
     assert (answer == round(leak_auc(revealing, if_1), 2)) is bool(label)
 
 
@@ -109,33 +107,19 @@ def test_answers_and_layers_outlive_a_killed_process(example: Path, tmp_path: Pa
     )
     with pytest.raises(TooLarge):
         again.session.audit(question(again, "one-more"))
+    asked = question(again, "layer0")
     with pytest.raises(OutOfStep, match="other bytes"):
-        again.session.audit(_flipped(question(again, "layer0")))
+        again.session.audit(replace(asked, scores=asked.scores.flip(0)))
     again.session.audit(question(again, "layer0", "spectral"))
     assert again.active.audits_answered == MAX_LAYERS + 1
 
 
-def _flipped(asked: AuditQuestion) -> AuditQuestion:
-    return AuditQuestion(
-        asked.run_id,
-        asked.epoch,
-        asked.attack,
-        asked.layer,
-        asked.positions_digest,
-        asked.scores.flip(0),
-    )
-
-
 def test_an_answer_is_one_of_51_figures() -> None:
     generator = torch.Generator().manual_seed(1)
-    rows, labels = np.arange(4000), torch.arange(4000) % 2
-    answers = set()
+    labels, answers = torch.arange(4000) % 2, set()
     for seed in range(60):
-        service = AuditService(is_open=True)
-        service.open_epoch(0)
         scores = torch.rand(4000, generator=generator) + labels * (seed / 40 - 0.5)
-        asked = AuditQuestion("run", 0, "norm", "cut", positions_digest(rows), scores.float())
-        answers.add(service.answer(asked, rows, lambda _: labels.float(), lambda *_: None))
+        answers.add(answer_to(scores.float(), labels.float()))
     assert len(answers) > 20
     assert answers <= {round(0.5 + n / 100, 2) for n in range(51)}
     assert math.log2(51) < 5.7

@@ -10,17 +10,11 @@ from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import SplitveilError, StorageError
 from splitveil.common.run.messages import Activation, Answer, Course, Offer
+from tests.run.test_what_was_answered import MARVELL, parties_in
 from tests.support.peers import Lost, Silent
-from tests.support.runs import Parties, build_parties, run_in_process
-
-EVERY_2 = ["contract.checkpoints={every_steps: 2, keep: 100}"]
-MARVELL = "defense={name: marvell, insecure_noise_seed: 1}"
+from tests.support.runs import run_in_process
 
 Fault = Callable[[ActiveSession, pytest.MonkeyPatch], None]
-
-
-def parties_in(example: Path, runs: Path) -> Parties:
-    return build_parties(example, [*EVERY_2, MARVELL], EVERY_2, runs=runs)
 
 
 def fails(*_: object, **__: object) -> None:
@@ -105,9 +99,9 @@ def test_what_fails_halfway_is_in_no_checkpoint(
     example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault, at: int
 ) -> None:
     """Of these messages one is between two checkpoints, and with the other one is due."""
-    whole = parties_in(example, tmp_path / "whole")
+    whole = parties_in(example, tmp_path / "whole", MARVELL)
     run_in_process(whole)
-    first, runs = parties_in(example, tmp_path / "broken"), tmp_path / "broken"
+    first, runs = parties_in(example, tmp_path / "broken", MARVELL), tmp_path / "broken"
     saved: dict[str, bytes] = {}
     with monkeypatch.context() as patched:
         chosen = {"at": at, "fault": staticmethod(fault), "patched": patched, "folder": runs}
@@ -116,7 +110,7 @@ def test_what_fails_halfway_is_in_no_checkpoint(
     assert first.session.stage is Stage.ENDED
     assert saved
     assert contents(runs) == saved
-    again = parties_in(example, runs)
+    again = parties_in(example, runs, MARVELL)
     assert again.session.reopen()
     run_in_process(again)
     found, expected = again.weights(), whole.weights()
@@ -127,7 +121,7 @@ def test_what_fails_halfway_is_in_no_checkpoint(
 def test_a_way_back_that_fails_leaves_the_checkpoints_as_they_are(
     example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parties = parties_in(example, tmp_path)
+    parties = parties_in(example, tmp_path, MARVELL)
     with pytest.raises(Lost):
         run_in_process(parties, type("Dies", (Breaking,), {"at": 6, "fault": staticmethod(die)}))
     session = parties.session
@@ -152,7 +146,7 @@ def die(*_: object) -> None:
 def test_a_fault_of_any_kind_ends_the_session(
     example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parties = parties_in(example, tmp_path)
+    parties = parties_in(example, tmp_path, MARVELL)
     with pytest.raises(Lost):
         run_in_process(parties, type("Dies", (Breaking,), {"at": 4, "fault": staticmethod(die)}))
 

@@ -110,49 +110,6 @@ def test_each_activation_follows_exactly_the_gradients_that_the_contract_says(
 # ---- losses ----
 
 
-@pytest.mark.parametrize("defense", DEFENSES)
-def test_lost_answers_and_killed_parties_change_no_bit(
-    example: Path, tmp_path: Path, defense: str
-) -> None:
-    active = [f"defense={defense}"]
-    whole = parties_at(example, 2, active)
-    run_in_process(whole)
-
-    def lossy(session: ActiveSession, engine: EcdhEngine) -> FaultyPeer:
-        return FaultyPeer(session, engine, lambda count: count % 3 == 0)
-
-    lost = parties_at(example, 2, active)
-    run_in_process(lost, lossy)
-    assert_same(lost, whole)
-
-    killed = parties_at(example, 2, active, runs=tmp_path)
-    with pytest.raises(Lost):
-        run_in_process(killed, dying(9, after=True))
-    both_anew = parties_at(example, 2, active, runs=tmp_path)
-    with pytest.raises(Lost):
-        resume(both_anew, dying(12, after=False))
-    one_anew = parties_at(example, 2, active, runs=tmp_path)
-    one_anew.session, one_anew.active = both_anew.session, both_anew.active
-    run_in_process(one_anew)
-    assert_same(one_anew, whole)
-
-
-def test_killed_at_any_message_a_run_resumes_with_the_same_bits(
-    example: Path, tmp_path: Path
-) -> None:
-    """Around a checkpoint, the last batch of an epoch and its held-out rows; then with losses."""
-    active = ["defense={name: marvell, insecure_noise_seed: 7}"]
-    whole = parties_at(example, 4, active)
-    run_in_process(whole)
-    for at in (1, 4, 5, 6, 14, 16, 20):
-        runs, after = tmp_path / str(at), at % 2 == 0
-        with pytest.raises(Lost):
-            run_in_process(parties_at(example, 4, active, runs=runs), dying(at, after=after))
-        anew = parties_at(example, 4, active, runs=runs)
-        resume(anew, lambda s, e, at=at: FaultyPeer(s, e, lambda count: (count + at) % 5 == 0))
-        assert_same(anew, whole)
-
-
 class Stops(InProcessPeer):
     at = 8
     _calls = 0
@@ -164,21 +121,39 @@ class Stops(InProcessPeer):
         return super().receive_gradient()
 
 
-def test_an_interrupted_run_goes_back_to_its_last_checkpoint_and_ends_with_the_same_bits(
-    example: Path, tmp_path: Path
+MARVELL = "{name: marvell, insecure_noise_seed: 7}"
+
+
+@pytest.mark.parametrize(
+    ("defense", "depth", "ends"),
+    [
+        *((defense, 2, (9, 12, 14)) for defense in DEFENSES),
+        # Around a checkpoint, the last batch of an epoch and its held-out rows.
+        (MARVELL, 4, (1, 4, 5, 6, 14, 16, 20, None)),
+    ],
+)
+def test_killed_or_stopped_parties_and_lost_answers_change_no_bit(
+    example: Path, tmp_path: Path, defense: str, depth: int, ends: Sequence[int | None]
 ) -> None:
-    active = ["defense={name: marvell, insecure_noise_seed: 7}"]
-    whole = parties_at(example, 4, active)
+    active = [f"defense={defense}"]
+    whole = parties_at(example, depth, active)
     run_in_process(whole)
-    stopped = parties_at(example, 4, active, runs=tmp_path)
-    with pytest.raises(Interrupted):
-        run_in_process(stopped, Stops)
-    assert stopped.run.trainer is not None
-    assert not stopped.run.trainer.is_between_steps
-    anew = parties_at(example, 4, active, runs=tmp_path)
-    resume(anew)
-    assert set(anew.passive.resumed) == {0}
-    assert_same(anew, whole)
+    for at in ends:
+        runs, number = tmp_path / str(at), at or 0
+        ended = parties_at(example, depth, active, runs=runs)
+        with pytest.raises((Lost, Interrupted)):
+            run_in_process(ended, Stops if at is None else dying(number, after=number % 2 == 0))
+        anew = parties_at(example, depth, active, runs=runs)
+        if number % 3 or at is None:
+            assert anew.session.reopen()
+        else:  # the passive party by itself
+            anew.session, anew.active = ended.session, ended.active
+        run_in_process(anew, losing(number))
+        assert_same(anew, whole)
+
+
+def losing(number: int) -> Callable[..., InProcessPeer]:
+    return lambda s, e: FaultyPeer(s, e, lambda count: (count + number) % 5 == 0)
 
 
 class Keeps(InProcessPeer):
@@ -313,11 +288,10 @@ def test_a_stage_begins_when_nothing_is_under_way_and_its_bound_is_that_of_depth
 
 
 BOTH = ["contract.evaluation_batch_size=3", "contract.checkpoints.every_steps=2"]
-MARVELL = "defense={name: marvell, insecure_noise_seed: 7}"
 
 
 def parties_of(example: Path, *more: str, runs: Path | None = None) -> Parties:
-    return build_parties(example, [*BOTH, MARVELL, *more], [*BOTH, *more], runs=runs)
+    return build_parties(example, [*BOTH, f"defense={MARVELL}", *more], [*BOTH, *more], runs=runs)
 
 
 def undisturbed(example: Path, monkeypatch: pytest.MonkeyPatch) -> Parties:
@@ -343,15 +317,6 @@ class Eager(InProcessPeer):
 
     def receive_course(self) -> Course:
         return self._replies.popleft()
-
-
-def started(kind: type[Eager], peers: list[Eager]) -> type[Eager]:
-    class Found(kind):  # type: ignore[misc, valid-type]
-        def __init__(self, session: ActiveSession, engine: EcdhEngine) -> None:
-            super().__init__(session, engine)
-            peers.append(self)
-
-    return Found
 
 
 @pytest.mark.parametrize(
@@ -447,12 +412,10 @@ class AsksAgain(Eager):
 def test_the_last_replies_are_repeated_and_neither_older_nor_changed_rows_scored(
     example: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    strict, peers = undisturbed(example, monkeypatch), list[Eager]()
-    parties = parties_of(example)
-    run_in_process(parties, started(AsksAgain, peers))
-    assert isinstance(peers[0], AsksAgain)
-    assert peers[0].most == 16
-    early, *changed, older = peers[0].refused
+    strict, parties = undisturbed(example, monkeypatch), parties_of(example)
+    peer = run_with(parties, AsksAgain)
+    assert peer.most == 16
+    early, *changed, older = peer.refused
     assert "expected epoch" in early
     assert changed == ["a repeated step came with other bytes"] * 16
     assert "expected" in older

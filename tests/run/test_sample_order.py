@@ -69,15 +69,6 @@ def test_an_epoch_has_each_position_once_and_epochs_differ() -> None:
     assert (np.concatenate(list(other.epoch(0))) != epochs[0]).mean() > 0.9
 
 
-def test_steps_can_be_asked_for_in_any_order() -> None:
-    positions = np.arange(50)
-    order, again = (SampleOrder(_SEED, positions, batch_size=8) for _ in range(2))
-    places = [(epoch, step) for epoch in range(3) for step in range(order.steps_per_epoch)]
-    forward = {place: order.batch(*place).tolist() for place in places}
-    backward = {place: again.batch(*place).tolist() for place in reversed(places)}
-    assert forward == backward
-
-
 @pytest.mark.parametrize(
     ("drop_last", "lengths"), [(False, [4, 4, 2]), (True, [4, 4])], ids=["kept", "dropped"]
 )

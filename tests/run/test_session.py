@@ -190,15 +190,6 @@ def test_a_run_does_not_depend_on_the_classes_of_the_rows_that_a_peer_brings(
     assert {one.split for one in parties.active.evaluations if math.isnan(one.auc)}
 
 
-def test_early_stopping_ends_both_sides_after_the_epoch(example: Path) -> None:
-    overrides = ["contract.epochs=50"]
-    active = [*overrides, "early_stopping={patience_epochs: 1, min_gain: 0.2}"]
-    parties = build_parties(example, active, overrides)
-    run_in_process(parties)
-    assert parties.session.stage is Stage.FINISHED
-    assert 1 < len(parties.passive.epochs) < 10
-
-
 def test_a_peer_that_leaves_early_ends_the_run_with_the_reason(example: Path) -> None:
     parties, _ = at_first_step(example)
     with pytest.raises(OutOfStep):

@@ -27,12 +27,12 @@ from splitveil.common.privacy.attacks import (
     BatchAttackName,
     RunAttackName,
 )
-from splitveil.common.privacy.audit import AttackSummary, LeakAudit, LeakByAttack
+from splitveil.common.privacy.audit import LeakAudit, LeakByAttack
+from splitveil.common.privacy.figures import BatchFigures, RunFigures
 from splitveil.common.privacy.final_attacks import complete_model, one_against_rest, pick_labelled
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.privacy.observation import Observation
-from splitveil.common.privacy.run_level import RunLevelLeak
 from splitveil.common.run.course import AlignedRows, Batch
 from tests.support import runs
 
@@ -45,11 +45,11 @@ class AttackedRun(NamedTuple):
     test_aucs: list[float]
     """After each epoch."""
 
-    leak: Mapping[str, Mapping[str, AttackSummary]]
+    leak: Mapping[str, Mapping[str, BatchFigures]]
     """Layer -> attack -> leak AUCs of single batches."""
 
     worst_epoch: LeakByAttack
-    run_level: Mapping[str, Mapping[str, RunLevelLeak]]
+    run_level: Mapping[str, Mapping[str, RunFigures]]
     features_alone: dict[RunAttackName, float]
     """AUC of a logistic regression on the passive party's own features, fitted to the labels that
     the combining attack of this name knows, or of model completion on features: what the attack

@@ -8,13 +8,11 @@ import socket
 import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
-import torch
 import yaml
 from numpy.typing import NDArray
 from torch import Tensor
@@ -25,7 +23,7 @@ from splitveil.active_party.http.status import OnlineStatus
 from splitveil.active_party.predict.predictor import ModelChoice, Predictor, open_predictor
 from splitveil.active_party.results import save_alone, save_results
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.training.evaluation import Evaluation, Evaluator
+from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.common.alignment.exchange import build_engine
 from splitveil.common.party.credentials import credential_files
@@ -34,7 +32,6 @@ from splitveil.common.party.party_settings import PartySettingsT, load_party_set
 from splitveil.common.record.model_files import identity_metadata, save_model
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
-from splitveil.common.run.course import Batch
 from splitveil.common.wire.recorded_calls import AllNotes
 from splitveil.deploy.authority import PartyFolder, make_certificates
 from splitveil.passive_party.predict.inference_status import InferenceStatus
@@ -55,14 +52,6 @@ from tests.support.simulation import (
 )
 
 IN_TIME_S = 300.0
-
-
-@dataclass
-class Evaluated:
-    """What the evaluations of a run's last epoch saw, in their order."""
-
-    logits: list[Tensor] = field(default_factory=list)
-    positions: list[Any] = field(default_factory=list)
 
 
 @dataclass
@@ -149,10 +138,7 @@ def _train(settings: simulation.PartiesSettings, certificates: Path) -> Trained:
         run, encoders[name] = assemble_passive(own, data, PassiveRecording(), engine, device=CPU)
         parties[name] = PassiveParty(own, run, PassiveRecording())
     active = ActiveParty(settings.active, session, build_engine(contract.alignment), seen)
-    evaluated = Evaluated()
-    with pytest.MonkeyPatch.context() as patch:
-        _record(evaluated, patch)
-        Simulation(active, parties).meet()
+    Simulation(active, parties).meet()
     folder = settings.active.run_folder(ACTIVE)
     folder.mkdir(parents=True)
     refitted = save_results(settings.active, folder, session, builder)
@@ -164,33 +150,19 @@ def _train(settings: simulation.PartiesSettings, certificates: Path) -> Trained:
         own_folder.mkdir(parents=True)
         identity = identity_metadata(party.run.model_identity, contract)
         save_model(own_folder, trainer.model, encoders[name].encoder, identity)
-    positions = np.concatenate(evaluated.positions)
-    file_rows = session.lifecycle.answering.rows.file_rows[positions]
+    rows = session.lifecycle.answering.rows
+    predictions = session.lifecycle.answering.test_predictions
+    assert predictions is not None
     return Trained(
         settings,
         certificates,
-        [session.ids[row] for row in file_rows],
-        torch.cat(evaluated.logits),
+        [session.ids[row] for row in rows.file_rows[rows.splits["test"]]],
+        predictions.logits,
         seen.evaluations[-1],
         refitted,
         alone,
         session.run_id,
     )
-
-
-def _record(evaluated: Evaluated, patch: pytest.MonkeyPatch) -> None:
-    add = Evaluator.add
-
-    def recording(self: Evaluator, batch: Batch, logits: Tensor, labels: Tensor) -> Any:
-        if batch.split == "test":
-            if batch.step == 0:
-                evaluated.logits.clear()
-                evaluated.positions.clear()
-            evaluated.logits.append(logits.clone())
-            evaluated.positions.append(batch.positions.copy())
-        return add(self, batch, logits, labels)
-
-    patch.setattr(Evaluator, "add", recording)
 
 
 def free_port() -> int:
@@ -201,12 +173,11 @@ def free_port() -> int:
 def serving_passive(
     settings: PassiveSettings,
     port: int,
-    table: Path | None = None,
     transcript: Transcript | None = None,
     throttle: Throttle | None = None,
 ) -> Iterator[InferenceService]:
     """Serve one passive party's half of the model on a port of loopback."""
-    model = ServedModel.load(settings, CPU, table)
+    model = ServedModel.load(settings, CPU)
     throttle = throttle or Throttle(settings.answers.ids_per_second)
     gives_table = settings.answers.whole_table
     status = InferenceStatus(settings.party, settings.contract)
@@ -226,22 +197,17 @@ def predicting(
     *,
     passive: Sequence[str] = (),
     choice: ModelChoice | None = None,
-    tables: Mapping[str, Path] | None = None,
     whole_table: bool = False,
 ) -> Iterator[Predictor]:
-    """Serve every passive party, and open a predictor that has checked them.
-
-    ``tables`` are other ones than those of the training, by party.
-    """
-    other = tables or {}
+    """Serve every passive party, and open a predictor that has checked them."""
     with ExitStack() as resources:
         ports = {name: free_port() for name in trained.settings.passive}
         for name, port in ports.items():
             own = trained.passive(name, *passive)
-            resources.enter_context(serving_passive(own, port, other.get(name)))
+            resources.enter_context(serving_passive(own, port))
         settings = trained.active(connecting_to(ports))
         predictor = resources.enter_context(
-            open_predictor(settings, CPU, choice, other.get(ACTIVE), whole_table=whole_table)
+            open_predictor(settings, CPU, choice, whole_table=whole_table)
         )
         predictor.check_models()
         yield predictor

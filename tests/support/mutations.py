@@ -9,17 +9,17 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import grpc
 
-from splitveil.active_party.grpc_server.server import method_handlers, start_server
+from splitveil.active_party.grpc_server.server import method_handlers
 from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.common.record.transcript import Crossing, Transcript
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.messages import Activation
-from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import method_path
 from splitveil.common.wire.limits import PARTY_KEY, SMALL_BYTES, Refused, reader
 from splitveil.common.wire.status import ErrorInterceptor
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
+from tests.support.loopback import peer_of, serving
 from tests.support.runs import Parties
 
 METHODS = ("Handshake", "Align", "Train", "Evaluate", "Audit", "Leave")
@@ -354,15 +354,10 @@ class AtStep(GrpcPeer):
 def run_disturbed(
     parties: Parties, port: int, tape: Tape, actions: Mapping[int, Callable[[ActiveService], None]]
 ) -> ActiveService:
-    contract, settings = parties.active_settings.contract, parties.passive_settings
-    service = ActiveService(parties.session, parties.engine, deadline_s=300)
-    server = start_server(service, contract, f"127.0.0.1:{port}", transcript=tape.as_transcript())
-    try:
-        with AtStep(
-            PeerConnection(f"127.0.0.1:{port}", settings.contract), settings.reconnect
-        ) as peer:
-            peer.actions = {step: partial(act, service) for step, act in actions.items()}
-            parties.run.run(peer)
-    finally:
-        server.stop(0).wait()
+    with (
+        serving(parties, port, transcript=tape.as_transcript()) as service,
+        peer_of(parties, port, kind=AtStep) as peer,
+    ):
+        peer.actions = {step: partial(act, service) for step, act in actions.items()}
+        parties.run.run(peer)
     return service

@@ -6,7 +6,6 @@ from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.errors import Interrupted
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason
-from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.support.simulation import InProcessPeer
 
 __all__ = ["InProcessPeer"]
@@ -85,13 +84,3 @@ class DiesAt(Silent):
 def dying(at: int, *, after: bool) -> Callable[..., InProcessPeer]:
     """Return a peer whose process ends at the given message."""
     return type("Dies", (DiesAt,), {"at": at, "after": after})
-
-
-class AtSteps(GrpcPeer):
-    actions: dict[int, Callable[[], None]]
-    count = 0
-
-    def receive_gradient(self) -> Answer:
-        self.count += 1
-        self.actions.get(self.count, lambda: None)()
-        return super().receive_gradient()

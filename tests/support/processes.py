@@ -195,19 +195,13 @@ def started(
     active: Sequence[str] = (),
     passive: Sequence[str] = (),
     options: Sequence[str] = (),
-    in_turn: bool = False,
     fast_clock: bool = False,
     as_unit: bool = False,
 ) -> Iterator[Pair]:
-    """Start both parties on a free port; a party that still runs in the end is killed.
-
-    With ``in_turn``, the passive party starts once the active one waits for it.
-    """
+    """Start both parties on a free port; a party that still runs in the end is killed."""
     address = free_address()
     start = partial(Party, options=options, fast_clock=fast_clock, as_unit=as_unit)
     with start("active", folder, f"listen={address}", *both, *active) as active_party:
-        if in_turn:
-            active_party.wait_until_says("waiting for the passive party")
         own = f"connect={address}", *both, *passive
         with start("passive", folder, *own) as passive_party:
             yield Pair(active_party, passive_party)

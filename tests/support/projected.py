@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses.interface import RowChunk
+from splitveil.active_party.defenses.projected.design import Design, design
 from splitveil.active_party.defenses.projected.features import Chunks
 from splitveil.active_party.defenses.projected.stages import ProjectedLabels, StageRelease
 from splitveil.active_party.ledger.bounds import LeakBounds
@@ -191,6 +192,19 @@ def note_draws(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(StageRelease, "draw", noting)
     return drawn
+
+
+def random_design(
+    seed: int, num_rows: int, rank: int, choose: Callable[[Tensor], Tensor] = Tensor.relu
+) -> Design:
+    """Return the design of random rows with 12 activations, which ``choose`` makes of normals."""
+    generator = torch.Generator().manual_seed(seed)
+    activations = choose(torch.randn(num_rows, 12, generator=generator))
+    own, hidden = torch.randn(2, num_rows, 16, generator=generator)
+    logits = torch.randn(num_rows, generator=generator)
+    slopes = torch.rand(num_rows, 12, generator=generator) - 0.3
+    chunk = RowChunk(activations, own, hidden, logits, slopes)
+    return design(in_chunks(chunk, num_rows), num_rows, rank)
 
 
 def in_chunks(rows: RowChunk, size: int = 128) -> Chunks:

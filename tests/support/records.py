@@ -8,7 +8,7 @@ from typing import Any
 from splitveil.common.record.lines import Line, to_fields, to_json
 from splitveil.common.record.run_record import METRICS
 from splitveil.common.record.summary import Summary
-from splitveil.common.record.values import from_form
+from splitveil.common.text.values import from_form
 
 
 def append_lines(folder: Path, *lines: Line, time_s: float = 0.1) -> None:

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 import yaml
 from torch import Tensor
 
-from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.alignment.ecdh import EcdhEngine
@@ -25,10 +23,11 @@ from tests.support.simulation import (
     ActiveRecording,
     InProcessPeer,
     PassiveParty,
+    PassiveRecording,
     Simulation,
 )
 
-__all__ = ["ActiveRecording"]  # besides its own names
+__all__ = ["ActiveRecording", "PassiveRecording"]  # besides its own names
 
 CPU = torch.device("cpu")
 
@@ -115,19 +114,11 @@ def write_yaml(folder: Path, **files: Mapping[str, object]) -> None:
 
 
 @dataclass
-class PassiveRecording(simulation.PassiveRecording):
-    """Also records the alignment's progress."""
-
-    def on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
-        assert done_ids <= total_ids
-
-
-@dataclass
 class Parties:
     session: ActiveSession
     run: PassiveRun
     active: ActiveRecording
-    passive: simulation.PassiveRecording
+    passive: PassiveRecording
     active_settings: ActiveSettings
     passive_settings: PassiveSettings
     engine: EcdhEngine
@@ -149,7 +140,7 @@ def build_parties(
     runs: Path | None = None,
     device: torch.device = CPU,
     active_seen: ActiveRecording | None = None,
-    passive_seen: simulation.PassiveRecording | None = None,
+    passive_seen: PassiveRecording | None = None,
 ) -> Parties:
     """Build both parties with overrides of their settings; ``contract.`` ones may differ, too.
 
@@ -171,10 +162,6 @@ def run_in_process(
     parties: Parties, connect: Callable[[ActiveSession, EcdhEngine], Peer] = InProcessPeer
 ) -> None:
     parties.run.run(connect(parties.session, parties.engine))
-
-
-def serving(parties: Parties, port: int) -> AbstractContextManager[ActiveService]:
-    return simulation.serving(parties.simulation().active, f"127.0.0.1:{port}")
 
 
 def run_over_grpc(parties: Parties, port: int) -> None:

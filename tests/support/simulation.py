@@ -118,9 +118,6 @@ class ActiveRecording(Recording):
     earlier: tuple[int, LeakBounds] | None = None
     """The number of examples about which earlier runs answered, and the bounds on these answers."""
 
-    ahead: tuple[LeakBounds, ...] = ()
-    """The bounds on all answers, at each resumption before some of them; never shortened."""
-
     def on_step(self, batch: Batch, result: StepResult) -> None:
         self.losses.append(float(result.loss.detach()))
         self.sent.append(result.defended.clone())
@@ -134,8 +131,7 @@ class ActiveRecording(Recording):
     def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
         self.ledger.append((epoch, bounds))
 
-    def on_answers_ahead(self, bounds: LeakBounds) -> None:
-        self.ahead += (bounds,)
+    def on_answers_ahead(self, bounds: LeakBounds) -> None: ...
 
     def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
         self.audits.append((question, leak_auc))
@@ -157,7 +153,8 @@ class PassiveRecording(Recording):
 
     def on_opened(self, run_id: str) -> None: ...
 
-    def on_alignment_progress(self, done_ids: int, total_ids: int) -> None: ...
+    def on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
+        assert done_ids <= total_ids
 
     def on_step(
         self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,12 +21,51 @@ from splitveil.common.run.sample_order import CommonOrder
 from splitveil.common.wire.limits import CHUNK_IDS, POINT_BYTES
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support.processes import Pair, Party
-from tests.support.runs import write_example
+from tests.support.runs import ACTIVE, CONTRACT, PASSIVE, write_example, write_yaml
 from tests.support.simulation import free_address
 from tests.support.waiting import wait_until
-from tests.system.test_written_differently import write_parties
 
 Row = dict[str, Any]
+
+
+PEOPLE = [(f"Näme{number % 97}", f"{1000 + number}") for number in range(400)]
+RULES = [
+    {"name": "surname", "fold_case": True},
+    {"name": "number", "whole_numbers": True, "leading_zeros": "drop"},
+]
+
+
+def write_table(path: Path, *rows: list[Any]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(rows)
+
+
+def write_parties(folder: Path) -> None:
+    """The label owner has people 0 to 319, as NÄME and 0123; the other 60 to 399, as Näme, 123.0"""
+    draw = random.Random(3)
+    owned = draw.sample(PEOPLE[:320], 320)
+    labels = [[s.upper(), f"0{n}", draw.randint(0, 1), draw.random()] for s, n in owned]
+    features = [[f"{n}.0", f" {s}", draw.random()] for s, n in draw.sample(PEOPLE[60:], 340)]
+    write_table(folder / "labels.csv", ["surname", "no", "y", "z"], *labels, ["", 5, 1, 1.0])
+    write_table(folder / "features.csv", ["nr", "name", "x"], *features)
+    labelled = {
+        "source": {"kind": "csv", "path": "labels.csv"},
+        "id_column": ["surname", "no"],
+        "unusable_ids": "leave_out",
+        "label_column": "y",
+        "features": {"numeric": "z"},
+    }
+    used = {
+        "source": {"kind": "csv", "path": "features.csv", "cache_dir": "cache"},
+        "id_column": ["name", "nr"],
+        "features": {"numeric": "x"},
+    }
+    write_yaml(
+        folder,
+        contract=CONTRACT | {"ids": RULES},
+        active=ACTIVE | {"data": labelled},
+        passive=PASSIVE | {"data": used, "adversary": None},
+    )
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from scipy.stats import norm as normal
 
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import ATTACKS, FINAL_ATTACKS, RUN_ATTACKS, AttackName
-from splitveil.common.privacy.run_level import RunLevelLeak
+from splitveil.common.privacy.figures import RunFigures
 from tests.support.attacked_run import BATCH_ATTACKS, AttackedRun, attacked_run, deal_labels
 from tests.system.conftest import needs_data
 
@@ -175,7 +175,7 @@ def leaks(found: AttackedRun, layers: Sequence[str] = ("cut", "first")) -> dict[
     """Return each attack's leak AUC at its best layer; over the run, the least that it may be."""
     of_batches: dict[str, float] = {
         attack: max(
-            found.leak[layer][attack]["mean"] for layer in layers if attack in found.leak[layer]
+            found.leak[layer][attack].mean for layer in layers if attack in found.leak[layer]
         )
         for attack in ON_GRADIENTS
     }
@@ -190,9 +190,9 @@ def leaks(found: AttackedRun, layers: Sequence[str] = ("cut", "first")) -> dict[
     return of_batches | of_run
 
 
-def surely(found: RunLevelLeak) -> float:
+def surely(found: RunFigures) -> float:
     """Return the leak AUC less three standard errors, which are half its 95 % interval each."""
-    return found["auc"] - 1.5 * (found["auc"] - found["low"])
+    return found.auc - 1.5 * (found.auc - found.low)
 
 
 def by_chance(claim: Claim, found: AttackedRun) -> float:
@@ -205,7 +205,7 @@ def by_chance(claim: Claim, found: AttackedRun) -> float:
     """
     turned = statistics.mean(value for _, value in found.random) - 0.5
     whole = found.run_level["cut"]["accumulated_cosine"]
-    error = (whole["auc"] - whole["low"]) / 2
+    error = (whole.auc - whole.low) / 2
     return math.sqrt(2) * turned + (3 * error if claim.attacks == REPEATED else 0.0)
 
 
@@ -252,7 +252,7 @@ def test_on_an_example_as_shipped_nothing_is_hidden_without_a_defense(
     bare = [*both, "defense={name: none}", "insecure_nonce_seed=1"]
     own = [*both, "insecure_nonce_seed=2"]
     found = attacked_run(EXAMPLES / example, bare, own, [*all_of, *one_of])
-    measured = {attack: figures["mean"] for attack, figures in found.leak["cut"].items()}
+    measured = {attack: figures.mean for attack, figures in found.leak["cut"].items()}
     assert {attack: measured[attack] for attack in all_of if measured[attack] < 0.95} == {}
     assert not one_of or max(measured[attack] for attack in one_of) >= 0.95
 
@@ -322,7 +322,7 @@ def test_what_combines_hints_with_gradients_finds_what_the_features_reveal_anywa
     attack, bound = "hint_combiner_200", of_one_number(2)
     true = run(GAUSSIAN_LABELS, dealt=False)
     assert leaks(true)[attack] > bound
-    assert true.features_alone["hint_combiner_200"] > true.run_level["first"][attack]["auc"]
+    assert true.features_alone["hint_combiner_200"] > true.run_level["first"][attack].auc
     assert leaks(run(GAUSSIAN_LABELS))[attack] < bound
 
 

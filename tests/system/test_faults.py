@@ -18,7 +18,6 @@ from typing import Literal, NamedTuple, get_args
 
 import pytest
 
-from tests.support import certificates
 from tests.support.processes import Pair, Party, side_by_side
 from tests.support.proxies import ByteHarm, Direction, Fault, FaultyLine, Plan
 from tests.support.restarts import Outcome, Settings, assert_same, outcome, restartable, run_once
@@ -43,11 +42,6 @@ UNPROTECTED: tuple[ByteHarm, ...] = ("end", "reset", "swallow", "delay")
 
 def seeds(of_ci: int, of_all: int) -> range:
     return range(SEED, SEED + (of_all if ALL else of_ci))
-
-
-@pytest.fixture(scope="module")
-def trusted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return certificates.make(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture(scope="module")

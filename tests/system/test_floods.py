@@ -48,7 +48,8 @@ OVERRIDES = [
 SERVE = """
 import sys
 from pathlib import Path
-from tests.support.runs import build_parties, serving
+from tests.support.loopback import serving
+from tests.support.runs import build_parties
 contract = [override for override in sys.argv[3:] if override.startswith("contract.")]
 parties = build_parties(Path(sys.argv[1]), sys.argv[3:], contract)
 parties.active.sent = type("Forgotten", (list,), {"append": lambda *_: None})()
@@ -104,7 +105,7 @@ class Flood:
     """One hostile peer: its connections, and the last words of the honest one that it knows."""
 
     port: int
-    tape: Tape
+    tape: Tape = field(default_factory=Tape)
     open: ExitStack = field(default_factory=ExitStack)
     """Whatever stays open until the honest peer is through."""
 

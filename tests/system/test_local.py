@@ -20,7 +20,7 @@ from rich.console import Console
 from splitveil import Run
 from splitveil.active_party.report.comparison_table import comparison_table
 from splitveil.common.errors import SettingsError
-from splitveil.common.record.figures import (
+from splitveil.common.privacy.figures import (
     AdjustedFigures,
     BeyondFigures,
     LeakFigures,

@@ -4,7 +4,6 @@ Equality is of bits, on the CPU: of the probabilities that the last evaluation's
 for together, one by one, and in another order.
 """
 
-import csv
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -96,31 +95,6 @@ def test_an_id_that_a_party_lacks_is_not_found_and_disturbs_no_other(
     assert np.isnan(mixed.probabilities[~mixed.found]).all()
     assert mixed.missing_at == {"active": 3, "passive": 3}
     assert not nobody.found.any()
-
-
-def test_new_rows_are_predicted_like_old_rows_with_the_same_values(
-    small: inference.Trained, tmp_path: Path
-) -> None:
-    """Without labels, with columns in another order, and others that the model never saw."""
-    old, tables = small.test_ids[:40], {}
-    for party in ("active", "passive"):
-        with (small.settings.active.base_dir / f"{party}.csv").open(newline="") as file:
-            rows = {row["id"]: row for row in csv.DictReader(file)}
-        tables[party] = tmp_path / f"{party}.csv"
-        with tables[party].open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["remark", "word", "n2", "n1", "id"])
-            for one in old:
-                values = (rows[one][name] for name in ("word", "n2", "n1"))
-                writer.writerow(["x", *values, f"new-{one}"])
-    with inference.predicting(small) as predictor:
-        as_trained = predictor.predict(old)
-    with inference.predicting(small, tables=tables) as predictor:
-        as_new = predictor.predict([f"new-{one}" for one in old])
-        forgotten = predictor.predict(old)
-    np.testing.assert_array_equal(as_new.probabilities, as_trained.probabilities)
-    assert as_new.found.all()
-    assert not forgotten.found.any()
 
 
 def test_only_allowed_ids_are_answered(small: inference.Trained, tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ def test_a_score_of_features_alone_explains_nothing_beyond_them() -> None:
     scores = explained + 0.2 * np.random.default_rng(2).standard_normal(ROWS)
     assert np.corrcoef(scores, labels)[0, 1] ** 2 > 0.8
     found = adjusted_r2(features, labels, scores)
-    assert found.value < NEAR_NOTHING
-    assert found.low <= found.value <= found.high
+    assert found.r2 < NEAR_NOTHING
+    assert found.low <= found.r2 <= found.high
 
 
 def test_a_score_that_knows_the_labels_explains_what_features_leave() -> None:
@@ -47,13 +47,13 @@ def test_a_score_that_knows_the_labels_explains_what_features_leave() -> None:
     features, explained, labels = drawn()
     noise = np.random.default_rng(2).standard_normal(ROWS) / 3
     found = adjusted_r2(features, labels, labels + noise)
-    assert found.value == pytest.approx(0.5, abs=0.06)
-    assert found.low < found.value < found.high
-    assert adjusted_r2(features, labels, labels).value == pytest.approx(1)
-    assert adjusted_r2(features, labels, -7 * labels).value == pytest.approx(1)
+    assert found.r2 == pytest.approx(0.5, abs=0.06)
+    assert found.low < found.r2 < found.high
+    assert adjusted_r2(features, labels, labels).r2 == pytest.approx(1)
+    assert adjusted_r2(features, labels, -7 * labels).r2 == pytest.approx(1)
     hidden = labels - explained
     assert np.corrcoef(explained - 2 * hidden, labels)[0, 1] ** 2 < 0.75
-    assert adjusted_r2(features, labels, explained - 2 * hidden).value > 0.9
+    assert adjusted_r2(features, labels, explained - 2 * hidden).r2 > 0.9
 
 
 def test_the_interval_covers_the_true_share_as_often_as_it_says() -> None:
@@ -71,8 +71,8 @@ def test_the_interval_covers_the_true_share_as_often_as_it_says() -> None:
 
 def test_what_is_constant_or_known_in_full_has_no_figure() -> None:
     features, _, labels = drawn()
-    assert adjusted_r2(features, labels, np.ones(ROWS)).value == 0
-    assert np.isnan(adjusted_r2(features, np.ones(ROWS), labels).value)
+    assert adjusted_r2(features, labels, np.ones(ROWS)).r2 == 0
+    assert np.isnan(adjusted_r2(features, np.ones(ROWS), labels).r2)
     with pytest.raises(ValueError, match=f"at least {MIN_ROWS} rows"):
         adjusted_r2(features[:9], labels[:9], labels[:9])
 
@@ -88,7 +88,7 @@ def test_scores_and_covariates_meet_at_their_positions() -> None:
         covariates, {"reads": RunScores(positions, scores), "few": few}
     )
     assert list(found) == ["reads"]
-    assert found["reads"].value == pytest.approx(1)
+    assert found["reads"].r2 == pytest.approx(1)
 
 
 # ---- what is kept of the rows

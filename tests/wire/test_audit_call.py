@@ -28,15 +28,9 @@ from splitveil.common.wire.small_messages import encode_question
 from splitveil.passive_party.label_free_audit import LabelFreeAudit
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb
+from tests.support.loopback import serving
 from tests.support.recorders import recorders
-from tests.support.runs import (
-    Parties,
-    build_parties,
-    run_in_process,
-    run_over_grpc,
-    serving,
-    write_example,
-)
+from tests.support.runs import Parties, build_parties, run_in_process, run_over_grpc, write_example
 
 ALLOWED = "contract.audits_allowed=true"
 NOISY = "defense={name: marvell, strength: {power_ratio: 4}, insecure_noise_seed: 1}"

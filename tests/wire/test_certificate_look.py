@@ -25,11 +25,6 @@ UNKNOWN, UNKNOWN_TOO = (x509.ObjectIdentifier(f"1.3.6.1.4.1.99999.{last}") for l
 UNKNOWN_DER, UNKNOWN_TOO_DER = (bytes.fromhex(f"2b06010401868d1f0{last}") for last in (1, 2))
 
 
-@pytest.fixture(scope="module")
-def trusted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("trusted"))
-
-
 @contextmanager
 def answering(folder: Path, party: str) -> Iterator[int]:
     """Complete the TLS handshake with every caller, as a party would, and then stay silent."""

@@ -1,9 +1,9 @@
 """Mutated messages to either party are refused, and the run of the honest parties continues."""
 
-import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,20 @@ import torch
 
 from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.stages import Stage
-from splitveil.common.alignment.ecdh import ENGINE, VERSION
 from splitveil.common.alignment.exchange import align, build_engine
-from splitveil.common.data.ids import NORMALISATION
 from splitveil.common.errors import AlignmentError, ContractMismatch, InvalidMessage, PeerError
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run.messages import Activation, AuditQuestion, Course, LeaveReason, Offer
 from splitveil.common.wire import limits
 from splitveil.common.wire.connection import PeerConnection
-from splitveil.common.wire.endpoint import method_path
 from splitveil.common.wire.limits import STREAMS_PER_CONNECTION
 from splitveil.common.wire.tensor_codec import Frame, TensorAssembler, TensorLimits
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
+from tests.support.aligned import peer_hello
 from tests.support.equality import assert_same_weights
 from tests.support.inference import free_port
+from tests.support.loopback import serving
 from tests.support.mutations import (
     METHODS,
     UNARY,
@@ -39,8 +38,9 @@ from tests.support.mutations import (
     send_mutants,
 )
 from tests.support.peers import InProcessPeer
-from tests.support.runs import Parties, build_parties, run_in_process, serving
+from tests.support.runs import Parties, build_parties, run_in_process
 from tests.support.waiting import HANGS_AFTER_S
+from tests.system.test_floods import Flood, silence
 
 
 def assert_undisturbed(parties: Parties, example: Path) -> None:
@@ -160,9 +160,7 @@ def recorded(example: Path) -> tuple[Parties, Tape]:
 
 
 def activation(parties: Parties, frame: bytes) -> Activation:
-    message = TensorAssembler.of_activations(TensorLimits.of(parties.run.contract)).add(
-        Frame(frame)
-    )
+    message = TensorAssembler(TensorLimits.of(parties.run.contract), Activation).add(Frame(frame))
     assert message is not None
     return message
 
@@ -249,62 +247,31 @@ def test_mutated_replies_are_errors_of_the_peer_or_believable(
 PATIENCE = ReconnectSettings(max_s=300, first_wait_s=0.1, longest_wait_s=0.5, deadline_s=300)
 
 
-class Hostile:
-    """Opens streams on connections of its own, and leaves them open."""
-
-    def __init__(self, port: int, stack: ExitStack) -> None:
-        self._port = port
-        self._stack = stack
-
-    def channel(self) -> grpc.Channel:
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        return self._stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{self._port}", options))
-
-    def stream(self, channel: grpc.Channel, method: str, *messages: bytes) -> Any:
-        """Send messages, and then neither say anything more nor end the stream."""
-        waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        for message in messages:
-            waiting.put(message)
-        self._stack.callback(waiting.put, None)
-        stub: Any = channel.stream_stream(method_path(method))
-        return stub(iter(waiting.get, None))
-
-    def fill(self, method: str) -> None:
-        """Open as many as one connection may have."""
-        channel = self.channel()
-        calls = [self.stream(channel, method) for _ in range(STREAMS_PER_CONNECTION)]
-        self._stack.callback(lambda: [call.cancel() for call in calls])
-
-    def handshake(self, parties: Parties) -> str:
-        request = pb.HandshakeRequest(
-            protocol_version=1,
-            party="passive",
-            contract=parties.run.contract.canonical_json(),
-            nonce_commitment=bytes(32),
-        )
-        call: Any = self.channel().unary_unary(method_path("Handshake"))
-        reply = pb.HandshakeReply.FromString(call(request.SerializeToString(), timeout=300))
-        return str(reply.run_id)
+def handshake(flood: Flood, parties: Parties) -> str:
+    request = pb.HandshakeRequest(
+        protocol_version=1,
+        party="passive",
+        contract=parties.run.contract.canonical_json(),
+        nonce_commitment=bytes(32),
+    )
+    call = flood.unary(flood.channel(), "Handshake")
+    reply = pb.HandshakeReply.FromString(call(request.SerializeToString(), timeout=300))
+    return str(reply.run_id)
 
 
 @contextmanager
-def met(parties: Parties, port: int) -> Iterator[tuple[ActiveService, Hostile]]:
-    with ExitStack() as stack, serving(parties, port) as service:
-        yield service, Hostile(port, stack)
-        stack.close()
+def met(parties: Parties, port: int) -> Iterator[tuple[ActiveService, Flood]]:
+    flood = Flood(port)
+    with serving(parties, port) as service, flood.open:
+        yield service, flood
 
 
-def hello(run_id: str, set_size: int) -> bytes:
-    parameters: dict[str, Any] = {
-        "engine": ENGINE,
-        "version": VERSION,
-        "normalisation": NORMALISATION,
-        "tag_bytes": limits.TAG_BYTES,
-        "chunk_ids": limits.CHUNK_IDS,
-        "nonce": bytes(32),
-    }
-    message = pb.AlignHello(**parameters, set_size=set_size, run_id=run_id)
-    return pb.AlignFrame(hello=message).SerializeToString()
+def align_with(flood: Flood, run_id: str, set_size: int) -> Any:
+    """Say hello, and then neither say anything more nor end the stream."""
+    message = peer_hello(set_size)
+    message.run_id, message.chunk_ids = run_id, limits.CHUNK_IDS
+    said = pb.AlignFrame(hello=message).SerializeToString()
+    return flood.stream(flood.channel(), "Align", chain([said], silence()))
 
 
 def run_honestly(parties: Parties, port: int) -> None:
@@ -316,8 +283,10 @@ def run_honestly(parties: Parties, port: int) -> None:
 def test_idle_streams_do_not_hold_others_up(example: Path, port: int, method: str) -> None:
     parties = build_parties(example)
     with met(parties, port) as (_, hostile):
-        hostile.handshake(parties)
-        hostile.fill(method)
+        handshake(hostile, parties)
+        channel = hostile.channel()
+        for _ in range(STREAMS_PER_CONNECTION):
+            hostile.stream(channel, method, silence())
         run_honestly(parties, port)
     assert_undisturbed(parties, example)
 
@@ -330,8 +299,8 @@ def test_an_alignment_that_never_gets_on_is_left_for_the_next_handshake(
     with met(parties, port) as (_, hostile):
         most = parties.run.contract.alignment.max_set_size
         for _ in range(3):
-            run_id = hostile.handshake(parties)
-            call = hostile.stream(hostile.channel(), "Align", hello(run_id, most))
+            run_id = handshake(hostile, parties)
+            call = align_with(hostile, run_id, most)
             assert pb.AlignFrame.FromString(next(call)).WhichOneof("body") == "hello"
         run_honestly(parties, port)
     assert_undisturbed(parties, example)
@@ -341,8 +310,8 @@ def test_a_silent_alignment_ends_after_its_deadline(example: Path, port: int) ->
     parties = build_parties(example)
     with met(parties, port) as (service, hostile):
         service._deadline_s = 0.3
-        run_id = hostile.handshake(parties)
-        call = hostile.stream(hostile.channel(), "Align", hello(run_id, 100))
+        run_id = handshake(hostile, parties)
+        call = align_with(hostile, run_id, 100)
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION

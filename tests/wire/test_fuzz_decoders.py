@@ -22,6 +22,7 @@ from splitveil.common.errors import (
     SplitveilError,
 )
 from splitveil.common.run.contract import Contract
+from splitveil.common.run.messages import Activation
 from splitveil.common.run.sample_order import positions_digest
 from splitveil.common.wire.limits import Refused, believed, check_fields, reader
 from splitveil.common.wire.small_messages import decode_question
@@ -226,7 +227,7 @@ def test_any_scores_are_measured_or_refused(scores: bytes) -> None:
 def test_any_fields_make_a_right_tensor_or_none(frame: pb.TensorFrame) -> None:
     limits = TensorLimits((3,), "float32", 4, 1024, 256)
     try:
-        message = TensorAssembler.of_activations(limits).add(Frame(frame.SerializeToString()))
+        message = TensorAssembler(limits, Activation).add(Frame(frame.SerializeToString()))
     except ProtocolError:
         return
     if message is not None:

@@ -36,18 +36,13 @@ from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.probing import connection_checks
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb
-from tests.support.certificates import files, make, use
+from tests.support.certificates import files, use
 from tests.support.loopback import serving
 from tests.support.proxies import ConnectProxy
 from tests.support.runs import CONTRACT, build_parties, write_example
 
 TEXTS = IdForm("-0a", length=11)
 SAME_IDS = "ids: 11 letters and digits with small letters, the marks - at both parties"
-
-
-@pytest.fixture(scope="module")
-def trusted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("trusted"))
 
 
 @pytest.fixture

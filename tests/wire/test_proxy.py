@@ -14,18 +14,13 @@ from splitveil.common.wire.endpoint import open_channel
 from splitveil.common.wire.http_proxy import HttpProxy, proxy_of_environment
 from splitveil.passive_party.connecting import http_proxy
 from splitveil.passive_party.settings import PassiveSettings
-from tests.support.certificates import files, make, use
+from tests.support.certificates import files, use
 from tests.support.loopback import peer_of, serving
 from tests.support.proxies import ConnectProxy
 from tests.support.runs import Parties, build_parties, write_example
 
 HASTY = ["reconnect={max_s: 1, first_wait_s: 0.3, longest_wait_s: 0.3}"]
 UNREPEATED = "hunter2"
-
-
-@pytest.fixture(scope="module")
-def trusted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("trusted"))
 
 
 def name_proxy(patch: pytest.MonkeyPatch, variable: str, port: int) -> None:

@@ -11,12 +11,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from splitveil.active_party.run.stages import Stage
-from splitveil.common.errors import Interrupted, PeerError, PeerUnreachable
+from splitveil.common.errors import PeerError, PeerUnreachable
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.record.transcript import Crossing
 from splitveil.common.run.course import Batch, run_course
 from splitveil.common.run.messages import Activation, Answer
-from splitveil.common.wire.connection import PeerConnection, Retrying
+from splitveil.common.wire.connection import Retrying
 from splitveil.common.wire.endpoint import SERVICE, method_path
 from splitveil.common.wire.tensor_codec import TensorLimits, encode_activation
 from splitveil.passive_party.grpc_peer import GrpcPeer
@@ -67,17 +67,6 @@ def test_a_peer_that_takes_messages_and_never_answers_is_given_up(example: Path,
             parties.run.run(peer)
         stuck.set()
     assert asked
-
-
-def test_waiting_can_be_interrupted(example: Path, port: int) -> None:
-    parties = build_parties(example)
-    connection = PeerConnection(f"127.0.0.1:{port}", parties.run.contract)
-    with (
-        GrpcPeer(connection, parties.passive_settings.reconnect, lambda: 15) as peer,
-        pytest.raises(Interrupted) as caught,
-    ):
-        parties.run.run(peer)
-    assert caught.value.exit_code == 143
 
 
 def test_the_standard_health_service_answers(example: Path, port: int) -> None:

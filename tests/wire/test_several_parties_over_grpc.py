@@ -3,18 +3,16 @@
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
 import grpc
+import numpy as np
 import pytest
 
-from splitveil.active_party.grpc_server.server import start_server
-from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.alignment.channel import channel_pair
 from splitveil.common.alignment.share import Share, receive_share, share_frames
@@ -27,70 +25,31 @@ from splitveil.common.errors import (
 )
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.record.transcript import Crossing, Transcript
-from splitveil.common.run.messages import Activation, Answer, LeaveReason
+from splitveil.common.run.messages import Activation, LeaveReason
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import method_path
-from splitveil.common.wire.limits import PARTY_KEY
+from splitveil.common.wire.limits import ALIGN_FRAME_BYTES, PARTY_KEY, check_fields
 from splitveil.deploy.authority import make_certificates
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
+from tests.run.test_several_parties import EVERY_2, MARVELL, undisturbed
 from tests.support.certificates import files
 from tests.support.equality import assert_same_weights
-from tests.support.mutations import Mutator, Tape, WireSender, send_mutants
+from tests.support.loopback import serving
+from tests.support.mutations import AtStep, Mutator, Tape, WireSender, send_mutants
 from tests.support.runs import in_background
-from tests.support.several import NAMES, Several, build_several, finish, run_in_process
-from tests.support.simulation import free_address
+from tests.support.several import NAMES, Several, build_several, finish
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 
-MARVELL = ["defense={name: marvell, statistics: running, insecure_noise_seed: 7}"]
-EVERY_2 = ["contract.checkpoints.every_steps=2"]
+__all__ = ["undisturbed"]
+
 HASTY = "reconnect={max_s: 300, first_wait_s: 0.1, longest_wait_s: 0.2, deadline_s: 1}"
-
-
-@pytest.fixture(scope="module")
-def undisturbed(three: Path) -> Several:
-    several = build_several(three, EVERY_2, MARVELL)
-    run_in_process(several)
-    return several
-
-
-@pytest.fixture
-def address() -> str:
-    return free_address()
-
-
-@contextmanager
-def serving(
-    several: Several,
-    address: str,
-    credentials: CredentialFiles | None = None,
-    transcript: Transcript | None = None,
-) -> Iterator[ActiveService]:
-    service = ActiveService(several.session, several.engine, deadline_s=300)
-    server = start_server(
-        service, several.settings.contract, address, credentials, transcript=transcript
-    )
-    try:
-        yield service
-    finally:
-        server.stop(0).wait()
-
-
-class Peer(GrpcPeer):
-    third: Callable[[], None]
-    calls = 0
-
-    def receive_gradient(self) -> Answer:
-        self.calls += 1
-        if self.calls == 3:
-            self.third()
-        return super().receive_gradient()
 
 
 def start(
     several: Several,
     name: str,
-    address: str,
+    port: int,
     third: Callable[[], None] = lambda: None,
     *,
     credentials: CredentialFiles | None = None,
@@ -99,9 +58,9 @@ def start(
 
     def run() -> None:
         try:
-            connection = PeerConnection(address, party.run.contract, credentials)
-            with Peer(connection, party.settings.reconnect, party=name) as peer:
-                peer.third = third
+            connection = PeerConnection(f"127.0.0.1:{port}", party.run.contract, credentials)
+            with AtStep(connection, party.settings.reconnect, party=name) as peer:
+                peer.actions = {3: third}
                 party.run.run(peer)
         except BaseException as error:
             several.errors[name] = error
@@ -110,7 +69,7 @@ def start(
 
 
 def test_parties_whose_deadlines_pass_while_they_wait_ask_again(
-    three: Path, undisturbed: Several, address: str
+    three: Path, undisturbed: Several, port: int
 ) -> None:
     """Their deadline is one second."""
     several, may_go = build_several(three, [*EVERY_2, HASTY], MARVELL), threading.Event()
@@ -121,9 +80,9 @@ def test_parties_whose_deadlines_pass_while_they_wait_ask_again(
         return exchange(message, party, is_listening)
 
     several.session.exchange = counted  # type: ignore[method-assign, assignment]
-    with serving(several, address) as service:
-        threads = [start(several, name, address) for name in ("ash", "cedar")]
-        threads.append(start(several, "birch", address, lambda: _wait(may_go)))
+    with serving(several, port) as service:
+        threads = [start(several, name, port) for name in ("ash", "cedar")]
+        threads.append(start(several, "birch", port, lambda: _wait(may_go)))
         wait_until(
             lambda: (
                 set(several.session.lifecycle.stages.awaited()) == {"birch"}
@@ -144,14 +103,12 @@ def _wait(event: threading.Event) -> None:
     assert event.wait(HANGS_AFTER_S)
 
 
-def test_a_handshake_for_another_party_than_the_call_s_is_refused(
-    three: Path, address: str
-) -> None:
+def test_a_handshake_for_another_party_than_the_call_s_is_refused(three: Path, port: int) -> None:
     several = build_several(three)
     ash = several.passive["ash"]
-    connection = PeerConnection(address, ash.run.contract)
+    connection = PeerConnection(f"127.0.0.1:{port}", ash.run.contract)
     with (
-        serving(several, address),
+        serving(several, port),
         GrpcPeer(connection, ash.settings.reconnect, party="birch") as peer,
         pytest.raises(ProtocolError),
     ):
@@ -161,12 +118,12 @@ def test_a_handshake_for_another_party_than_the_call_s_is_refused(
 
 @pytest.mark.parametrize("named", [(), ("elm",), ("ash", "birch")])
 def test_a_call_has_to_name_one_party_of_the_contract(
-    three: Path, address: str, named: Sequence[str]
+    three: Path, port: int, named: Sequence[str]
 ) -> None:
     several = build_several(three)
     request = pb.LeaveRequest(run_id=several.session.run_id, reason=pb.LEAVE_REASON_FAILED)
     metadata = [(PARTY_KEY, name) for name in named]
-    with serving(several, address), grpc.insecure_channel(address) as channel:
+    with serving(several, port), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         leave: Any = channel.unary_unary(method_path("Leave"))
         with pytest.raises(grpc.RpcError) as caught:
             leave(request.SerializeToString(), metadata=metadata, timeout=60)
@@ -175,13 +132,13 @@ def test_a_call_has_to_name_one_party_of_the_contract(
 
 
 def test_a_certificate_lets_its_own_party_in_and_no_other(
-    three: Path, tmp_path: Path, address: str
+    three: Path, tmp_path: Path, port: int
 ) -> None:
     make_certificates(tmp_path, {name: f"{name}.splitveil" for name in ("active", *NAMES)})
     several = build_several(three)
     ash = several.passive["ash"]
-    connection = PeerConnection(address, ash.run.contract, files(tmp_path, "ash"))
-    with serving(several, address, files(tmp_path, "active")):
+    connection = PeerConnection(f"127.0.0.1:{port}", ash.run.contract, files(tmp_path, "ash"))
+    with serving(several, port, files(tmp_path, "active")):
         with (
             GrpcPeer(connection, ash.settings.reconnect, party="birch") as peer,
             pytest.raises(PeerUntrusted, match="does not accept"),
@@ -189,7 +146,7 @@ def test_a_certificate_lets_its_own_party_in_and_no_other(
             peer.leave(several.session.run_id, LeaveReason.FAILED)
         assert several.session.lifecycle.error is None
         for_all = {name: files(tmp_path, name) for name in several.passive}
-        finish([start(several, name, address, credentials=own) for name, own in for_all.items()])
+        finish([start(several, name, port, credentials=own) for name, own in for_all.items()])
     assert several.errors == {}
     assert several.session.stage is Stage.FINISHED
 
@@ -209,14 +166,13 @@ class Tapes:
 
 
 def test_mutants_under_any_party_s_name_change_no_bit_of_the_run(
-    three: Path, undisturbed: Several, address: str, caplog: pytest.LogCaptureFixture
+    three: Path, undisturbed: Several, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of each party's own messages under its own name and under the next one's.
 
     They come while the third step waits for one of the three, and while training goes on.
     """
     several, tapes, statuses = build_several(three, EVERY_2, MARVELL), Tapes(), Counter[str]()
-    port = int(address.rpartition(":")[2])
 
     def send(whose: str, under: str, count: int) -> None:
         sender = WireSender(port, under)
@@ -238,9 +194,9 @@ def test_mutants_under_any_party_s_name_change_no_bit_of_the_run(
         all_ways(300)
         floods.append(executor.submit(all_ways, 101))
 
-    with serving(several, address, transcript=cast("Transcript", tapes)) as service:
-        threads = [start(several, name, address) for name in ("ash", "cedar")]
-        finish([start(several, "birch", address, third), *threads])
+    with serving(several, port, transcript=cast("Transcript", tapes)) as service:
+        threads = [start(several, name, port) for name in ("ash", "cedar")]
+        finish([start(several, "birch", port, third), *threads])
         floods[0].result(HANGS_AFTER_S)
     executor.shutdown()
     assert several.errors == {}
@@ -255,12 +211,12 @@ def test_mutants_under_any_party_s_name_change_no_bit_of_the_run(
 COMMITTED = [bytes([number]) * 32 for number in range(3)]
 
 
-def received(*frames: pb.AlignFrame) -> Share:
+def received(*frames: pb.AlignFrame, num_ids: int = 20) -> Share:
     there, back = channel_pair(deadline_s=60)
     for frame in frames:
         there.send(frame)
     commitments = [hashlib.sha256(nonce).digest() for nonce in COMMITTED]
-    return receive_share(back, 20, commitments, lambda: None)
+    return receive_share(back, num_ids, commitments, lambda: None)
 
 
 def share_frame(**changes: object) -> pb.AlignFrame:
@@ -274,6 +230,18 @@ def test_a_share_comes_as_it_was_sent_after_some_waiting() -> None:
     assert share.mask.tolist() == [i in (0, 15, 16, 17, 18, 19) for i in range(20)]
     (frame,) = share_frames(share)
     assert frame == share_frame()
+
+
+def test_a_mask_of_many_ids_comes_in_chunks() -> None:
+    share = Share(np.random.default_rng(1).random(1_500_000) < 0.5, tuple(COMMITTED))
+    frames = list(share_frames(share))
+    assert len(frames) == 2
+    for frame in frames:
+        check_fields(frame)
+        assert frame.ByteSize() <= ALIGN_FRAME_BYTES
+    found = received(*frames, num_ids=len(share.mask))
+    assert (found.mask == share.mask).all()
+    assert found.nonces == share.nonces
 
 
 @pytest.mark.parametrize(

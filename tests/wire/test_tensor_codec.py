@@ -50,7 +50,7 @@ def frame(**changes: object) -> bytes:
 
 
 def assemble(frames: list[bytes], **changes: object) -> Activation | None:
-    assembler = TensorAssembler.of_activations(limits(**changes))
+    assembler = TensorAssembler(limits(**changes), Activation)
     result = None
     for part in frames:
         result = assembler.add(Frame(part))
@@ -114,7 +114,7 @@ def test_a_peer_that_writes_the_payload_first_is_understood() -> None:
 def test_a_wrong_frame_is_refused_and_the_next_right_one_is_not(
     changes: dict[str, object], error: type[ProtocolError]
 ) -> None:
-    assembler = TensorAssembler.of_activations(limits())
+    assembler = TensorAssembler(limits(), Activation)
     with pytest.raises(error):
         assembler.add(Frame(frame(**changes)))
     after = assembler.add(Frame(frame()))
@@ -134,7 +134,7 @@ def test_chunks_must_come_in_order_and_belong_together() -> None:
 
 
 def test_a_stream_of_first_chunks_holds_one_tensor_at_most() -> None:
-    assembler = TensorAssembler.of_activations(limits())
+    assembler = TensorAssembler(limits(), Activation)
     for _ in range(100):
         assert assembler.add(Frame(encoded(values(64))[0])) is None
         with pytest.raises(InvalidMessage):
@@ -150,7 +150,7 @@ def test_a_stream_of_first_chunks_holds_one_tensor_at_most() -> None:
 @given(st.binary(max_size=300))
 def test_random_bytes_are_refused_not_believed(data: bytes) -> None:
     with pytest.raises(ProtocolError):
-        TensorAssembler.of_activations(limits()).add(Frame(data))
+        TensorAssembler(limits(), Activation).add(Frame(data))
 
 
 @pytest.mark.parametrize("rows", [5, 64])

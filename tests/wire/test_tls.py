@@ -27,7 +27,7 @@ from splitveil.deploy.authority import PartyFolder, keep_certificates
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.support.certificates import NAMES, Unchecked, add_expired, files, make
 from tests.support.loopback import peer_of, serving
-from tests.support.peers import AtSteps
+from tests.support.mutations import AtStep
 from tests.support.programs import run_program
 from tests.support.proxies import Relay
 from tests.support.runs import Parties, build_parties, in_background, run_in_process
@@ -306,7 +306,7 @@ def test_replaced_certificates_are_taken_up_without_a_restart_and_cut_no_connect
     with (
         relay,
         serving(parties, port, files(own, "active")),
-        peer_of(parties, relay.port, files(own, "passive"), kind=AtSteps) as peer,
+        peer_of(parties, relay.port, files(own, "passive"), kind=AtStep) as peer,
     ):
         peer.actions = {2: rotate, 5: cut}
         parties.run.run(peer)

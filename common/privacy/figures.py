@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BeforeValidator
 
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.record.values import (
+from splitveil.common.text.values import (
     IF_ANY,
     ByAttack,
     Count,
@@ -115,9 +115,9 @@ class AdvantageFigures(NamedTuple):
         return f"{self.value:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
 
 
-class EpsilonFigures(NamedTuple):
-    epsilon: Known
-    attack: str
+class EpsilonBound(NamedTuple):
+    epsilon: Known  # 0 if they exclude none
+    attack: str  # whose guesses were tested
     guesses: KnownCount
     correct: KnownCount
     pairs: KnownCount  # pairs of a true and another label among which the attack chose its guesses
@@ -140,7 +140,7 @@ class BeyondFigures(Form):
     advantage: Annotated[Table[AdvantageFigures], Key("leak_advantage")] = field(
         default_factory=dict
     )
-    epsilon: Annotated[Maybe[EpsilonFigures], Key(_DETAILS), IF_ANY] = None
+    epsilon: Annotated[Maybe[EpsilonBound], Key(_DETAILS), IF_ANY] = None
     """None if too few rows were offered another label; the file then has a bound of 0."""
     rows: Annotated[Count, Key("adjusted_rows"), IF_ANY] = None  # of the strongest attack
     feature_auc: Annotated[Number, IF_ANY] = None  # what features reveal without any attack
@@ -172,16 +172,16 @@ LEAK_TABLES = (
 
 
 class BatchFigures(NamedTuple):
-    q95: Number = None
-    mean: Number = None
-    last_epoch: Number = None  # mean over the batches of the last epoch observed
-    random_q95: Number = None  # the 95 % quantile of random scores on the same batches
+    q95: Known
+    mean: Known
+    last_epoch: Known  # mean over the batches of the last epoch observed
+    random_q95: Known  # the 95 % quantile of random scores on the same batches
 
 
 class RunFigures(NamedTuple):
     auc: Known
-    low: Number = None
-    high: Number = None
+    low: Known  # lower end of its 95 % interval; below 1/2 where the leak may be chance
+    high: Known
     examples: Count = None  # scored, and of a label that the attack did not know
     tpr_at_per_mille: Number = None  # where 0.1 % of negatives are accused
     tpr_at_percent: Number = None  # the same for 1 %

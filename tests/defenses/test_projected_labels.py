@@ -4,14 +4,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from splitveil.active_party.defenses.projected.features import CutMemory
 from splitveil.active_party.defenses.projected.stages import StageRelease, stage_epochs
 from splitveil.active_party.run.questions import AnsweredQuestions
-from splitveil.active_party.training.top_trainer import TopTrainer
+from splitveil.active_party.training.top_trainer import StepResult, TopTrainer
 from splitveil.common.errors import (
     Interrupted,
     OutOfStep,
@@ -230,6 +231,29 @@ def test_each_stage_is_drawn_once_at_the_first_step_of_its_epoch(
     run_in_process(parties)
     assert drawn == STAGES
     assert at == [4, 12]
+
+
+def test_no_answer_waits_for_its_activations_to_be_noted(
+    example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    gradient, note = TopTrainer.gradient, CutMemory.note
+
+    def answer(self: TopTrainer, *given: Any) -> StepResult:
+        events.append("asked")
+        result = gradient(self, *given)
+        events.append("answered")
+        return result
+
+    def noting(self: CutMemory, *given: torch.Tensor) -> None:
+        events.append("noted")
+        note(self, *given)
+
+    monkeypatch.setattr(TopTrainer, "gradient", answer)
+    monkeypatch.setattr(CutMemory, "note", noting)
+    run_in_process(build(example))
+    after = [events[at + 1 : at + 3] for at, event in enumerate(events) if event == "asked"]
+    assert after == [["answered", "noted"]] * 8
 
 
 @pytest.mark.parametrize(

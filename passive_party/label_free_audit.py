@@ -42,9 +42,9 @@ class LabelFreeAudit:
     def wants(self, step: int) -> bool:
         return step % self._every_steps == 0
 
-    def leave_out(self, batches: int = 1) -> None:
+    def leave_out(self) -> None:
         with self._lock:
-            self.left_out += batches
+            self.left_out += 1
 
     def observe(self, observation: Observation) -> None:
         if observation.positions is None or not self.wants(observation.step):

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.privacy.figures import AttackFigure
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.run_level import FeaturesOf
-from splitveil.common.record.leak_recorder import BEHIND, IDLE_S, AuditedRun, LeakRecorder
+from splitveil.common.record.leak_recorder import IDLE_S, AuditedRun, LeakRecorder
 from splitveil.common.record.lines import AuditLine
 from splitveil.common.record.metrics_log import RunRecorder
 from splitveil.common.record.progress import each_in_words
@@ -150,18 +149,17 @@ class PassiveRecorder(RunRecorder):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state between steps, and what the attacks have found so far."""
-        with self._at_rest():
-            measured = {
-                "leaks": None if self._leaks is None else self._leaks.state_dict(),
-                "metrics": self._metrics.state_dict(),
-                "label_free": None if self._label_free is None else self._label_free.state_dict(),
-            }
+        """Return a copy of the state between steps, once the attacks on all batches are done."""
+        if not self._wait_until_idle(IDLE_S):
+            logger.warning("the audit is behind: a checkpoint is written without the last batches")
+        leaks = None if self._leaks is None else self._leaks.state_dict()
         self._status.note_checkpoint()
         return {
             "steps": self._steps,
             "epochs": self._epochs,
-            **measured,
+            "leaks": leaks,
+            "metrics": self._metrics.state_dict(),
+            "label_free": None if self._label_free is None else self._label_free.state_dict(),
             "audit_refused": self._audit_refused,
             "audited": {layer: dict(found) for layer, found in self._audited.items()},
         }
@@ -223,19 +221,6 @@ class PassiveRecorder(RunRecorder):
                 self._label_free, chosen.queue_batches, max_cpu_share=chosen.max_cpu_share
             )
             self._of_run.callback(self._end_audits, self._worker)
-
-    @contextmanager
-    def _at_rest(self) -> Iterator[None]:
-        if self._leaks is not None:
-            with self._leaks.at_rest():
-                yield
-        elif self._worker is None:
-            yield
-        else:
-            with self._worker.at_rest(IDLE_S) as is_idle:
-                if not is_idle:
-                    logger.warning("%s", BEHIND)
-                yield
 
     def _wait_until_idle(self, timeout_s: float) -> bool:
         if self._leaks is not None:

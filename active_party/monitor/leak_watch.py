@@ -12,7 +12,7 @@ import copy
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -156,12 +156,8 @@ class LeakWatch:
         covariates = None if self._covariates is None else self._covariates.result()
         return self.monitor.summary(covariates)
 
-    def at_rest(self) -> AbstractContextManager[None]:
-        """Hold the monitor back while states are copied."""
-        return nullcontext() if self.monitor is None else self.monitor.at_rest()
-
     def state_dict(self) -> State:
-        """Return everything noted; call it within `at_rest`."""
+        """Return everything noted, once the monitor has measured all gradients sent so far."""
         leaks = None if self.monitor is None else self.monitor.state_dict()
         covariates = None if self._covariates is None else self._covariates.state_dict()
         numbers = None if self._numbers is None else self._numbers.state_dict()

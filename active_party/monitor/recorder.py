@@ -182,9 +182,8 @@ class ActiveRecorder(RunRecorder):
         logger.info("resuming %s", "at the end" if epoch is None else f"in epoch {epoch + 1}")
 
     def state_dict(self) -> State:
-        """Return everything noted, and what the leak monitor has measured so far."""
-        with self._watch.at_rest():
-            measured = self._watch.state_dict() | {"metrics": self._metrics.state_dict()}
+        """Return everything noted, once the leak monitor has measured all gradients sent so far."""
+        watch = self._watch.state_dict()
         self._status.note_checkpoint()
         return {
             "steps": self._steps,
@@ -192,7 +191,8 @@ class ActiveRecorder(RunRecorder):
             "train_loss": self._train_loss,
             "evaluations": to_form(self._evaluations),
             "bounds": to_form(self._bounds),
-            **measured,
+            **watch,
+            "metrics": self._metrics.state_dict(),
         }
 
     def load_state_dict(self, state: State) -> None:

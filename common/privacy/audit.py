@@ -94,9 +94,9 @@ class LeakAudit:
     def wants(self, step: int) -> bool:
         return step % self._every_steps == 0
 
-    def leave_out(self, batches: int = 1) -> None:
+    def leave_out(self) -> None:
         with self._lock:
-            self._left_out += batches
+            self._left_out += 1
 
     def summary(self) -> dict[str, dict[str, BatchFigures]]:
         """Summarise the run so far; an attack that was never measured is absent."""

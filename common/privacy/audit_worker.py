@@ -24,7 +24,7 @@ _BURST_S = 1.0  # CPU time that the worker may take beyond its share: short runs
 class Auditing(Protocol):
     def wants(self, step: int) -> bool: ...
     def observe(self, observation: Observation) -> AuditedBatch | None: ...
-    def leave_out(self, batches: int = 1) -> None: ...
+    def leave_out(self) -> None: ...
 
 
 class CpuBudget:
@@ -77,7 +77,6 @@ class AuditWorker(Closing):
         """
         self.audit = audit
         self._on_result = on_result
-        self._max_cpu_share = max_cpu_share
         self._budget = CpuBudget(max_cpu_share, time.process_time())
         self._queue: queue.Queue[_Submitted | threading.Event | None] = queue.Queue(queue_batches)
         self._closed = False
@@ -112,26 +111,6 @@ class AuditWorker(Closing):
         self.audit.leave_out()
         return False
 
-    @contextmanager
-    def at_rest(self, timeout_s: float) -> Iterator[bool]:
-        """Hold the audit back while its state is copied; yields whether no batch is under way.
-
-        A state counts the batches that wait as left out, since a run that resumes from it does not
-        measure them. An audit without a limit leaves nothing out, and measures them first.
-        """
-        is_limited = self._max_cpu_share is not None and not self._closed
-        waiting = list(self._waiting()) if is_limited else []
-        self.audit.leave_out(len(waiting))
-        try:
-            yield self.wait_until_idle(timeout_s)
-        finally:
-            self.audit.leave_out(-len(waiting))
-            for submitted in waiting:
-                try:
-                    self._queue.put_nowait(submitted)
-                except queue.Full:  # the audit hangs, and so what asked it to be idle waits as well
-                    self.audit.leave_out()
-
     def wait_until_idle(self, timeout_s: float) -> bool:
         """Wait until everything submitted so far is audited; return whether it is."""
         deadline = time.monotonic() + timeout_s
@@ -156,8 +135,7 @@ class AuditWorker(Closing):
             self._queue.put(None, timeout=timeout_s)
             self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self.audit.leave_out(len(list(self._waiting())))
-            self._queue.put_nowait(None)
+            self._leave_out_queued()
         if self._error is not None:
             raise self._error
 
@@ -188,12 +166,12 @@ class AuditWorker(Closing):
         if measured is not None and self._on_result is not None:
             self._on_result(measured)
 
-    def _waiting(self) -> Iterator["_Submitted"]:
-        """Take the batches that wait out of the queue."""
+    def _leave_out_queued(self) -> None:
         with suppress(queue.Empty):
             while True:
-                if isinstance(found := self._queue.get_nowait(), _Submitted):
-                    yield found
+                if isinstance(self._queue.get_nowait(), _Submitted):
+                    self.audit.leave_out()
+        self._queue.put_nowait(None)
 
 
 class _Submitted(NamedTuple):

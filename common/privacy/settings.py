@@ -122,8 +122,7 @@ class AuditSettings(Section):
     queue_batches: int = Field(default=8, ge=1, le=1024)
     """Number of batches that may wait for the audit; further batches are left out.
 
-    If the run resumes from a checkpoint, those that waited then are left out, unless
-    ``max_cpu_share`` is ``null``: then a checkpoint, and so the training, waits for them."""
+    A checkpoint, and so the training, waits for those."""
 
     max_cpu_share: float | None = Field(default=0.03, gt=0, le=1)
     """Largest share of the party's CPU time that the audit may take; ``null`` for no limit.

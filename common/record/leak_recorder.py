@@ -2,9 +2,8 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -28,8 +27,7 @@ from splitveil.common.run.course import Batch
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 120.0  # time that a checkpoint waits for the attacks
-BEHIND = "the attacks are behind: a checkpoint is written without the last batches"
+IDLE_S = 120.0  # time that a checkpoint waits for the attacks on the batches before it
 
 
 class AuditedRun(NamedTuple):
@@ -158,18 +156,12 @@ class LeakRecorder:
             raise self._unwritten
         return idle
 
-    @contextmanager
-    def at_rest(self) -> Iterator[None]:
-        """Hold the attacks back while states are copied, as `AuditWorker.at_rest` does."""
-        with self._worker.at_rest(IDLE_S) as is_idle:
-            if self._unwritten is not None:
-                raise self._unwritten
-            if not is_idle:
-                logger.warning("%s", BEHIND)
-            yield
-
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all measurements; call it within `at_rest`."""
+        """Return a copy of all measurements, once all batches handed over are measured."""
+        if not self.wait_until_idle():
+            logger.warning(
+                "the leak audit is behind: a checkpoint is written without the last batches"
+            )
         return {
             "audit": self._audit.state_dict(),
             "next_epoch": self._next_epoch,
@@ -237,9 +229,9 @@ class AuditsTogether:
             self._has_failed = True
         return measured
 
-    def leave_out(self, batches: int = 1) -> None:
-        self._first.leave_out(batches)
-        self._second.leave_out(batches)
+    def leave_out(self) -> None:
+        self._first.leave_out()
+        self._second.leave_out()
 
 
 def attack_figures(leak: LeakByAttack) -> tuple[AttackFigure, ...]:

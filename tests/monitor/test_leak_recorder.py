@@ -89,8 +89,7 @@ def record_batches(folder: Path, cut: int | None) -> tuple[list[dict[str, Any]],
         recorder = LeakRecorder(settings, metrics, AuditedRun(b"seed", 32))
         for number, batch in enumerate(epochs_of_batches()):
             if number == cut:
-                with recorder.at_rest():
-                    state = stored(recorder.state_dict())
+                state = stored(recorder.state_dict())
                 recorder._worker.close()  # a process that is killed writes nothing more
                 recorder = LeakRecorder(settings, metrics, AuditedRun(b"seed", 32))
                 recorder.load_state_dict(state)
@@ -125,15 +124,14 @@ def test_a_recorder_cut_at_any_batch_writes_each_line_once_and_the_same(tmp_path
 def test_a_checkpoint_holds_all_batches_handed_over_before_it_and_is_for_these_attacks_alone(
     tmp_path: Path,
 ) -> None:
-    settings = AuditSettings(attacks=("norm", "spectral"), queue_batches=64, max_cpu_share=None)
+    settings = AuditSettings(attacks=("norm", "spectral"), queue_batches=64)
     with (
         MetricsLog(tmp_path) as metrics,
         LeakRecorder(settings, metrics, AuditedRun(b"seed", 4)) as recorder,
     ):
         for batch in epochs_of_batches():
             recorder.submit(batch, {"cut": torch.randn(8, 3)}, torch.arange(8) % 2)
-        with recorder.at_rest():
-            state = recorder.state_dict()
+        state = recorder.state_dict()
         assert set(recorder.shown()) == {"raw_norm_leak_auc", "raw_spectral_leak_auc"}
         other = LeakRecorder(AuditSettings(attacks=("norm",)), metrics, AuditedRun(b"seed", 4))
         with other, pytest.raises(SettingsError, match="cannot change within a run"):
@@ -229,8 +227,8 @@ class FailingAudit:
     def observe(self, observation: Observation) -> AuditedBatch | None:
         raise ValueError("no such batch")
 
-    def leave_out(self, batches: int = 1) -> None:
-        self.left_out += batches
+    def leave_out(self) -> None:
+        self.left_out += 1
 
 
 def test_an_error_in_the_audit_beside_costs_the_leak_s_figures_nothing(

@@ -342,25 +342,6 @@ def test_an_observation_is_put_together_only_if_its_batch_is_taken() -> None:
     assert audit.counts() == (2, 0, 1)
 
 
-@pytest.mark.parametrize("max_cpu_share", [0.03, None])
-def test_a_state_is_copied_while_batches_wait_which_it_leaves_out_under_a_limit(
-    max_cpu_share: float | None,
-) -> None:
-    audit = _GatedAudit()
-    with AuditWorker(audit, queue_batches=8, max_cpu_share=max_cpu_share) as worker:
-        assert worker.submit(_observation(0, 0))
-        assert audit.entered.wait(HANGS_AFTER_S)
-        assert worker.submit(_observation(0, 1))
-        assert worker.submit(_observation(0, 2))
-        with worker.at_rest(0.01) as is_idle:
-            assert not is_idle
-            assert audit.state_dict()["left_out"] == (0 if max_cpu_share is None else 2)
-            audit.gate.set()
-            assert worker.wait_until_idle(HANGS_AFTER_S)
-            assert audit.counts().observed == (3 if max_cpu_share is None else 1)
-    assert audit.counts() == (3, 0, 0)
-
-
 def test_what_cannot_be_audited_before_the_deadline_is_left_out() -> None:
     audit = _GatedAudit()
     worker = AuditWorker(audit, queue_batches=2)

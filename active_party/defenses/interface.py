@@ -6,7 +6,7 @@ It also has the facts about a run from which a defense is built.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -68,6 +68,7 @@ class DefenseReport:
     """A description of a defense's effect on one batch."""
 
     noise_power: float  # mean expected squared noise norm per example
+    _: KW_ONLY
     solution: NoiseSolution | None = None  # the noise of each class, where a solver chose it
     charge: LeakCharge = LeakCharge(math.inf)  # of each example of the batch
 

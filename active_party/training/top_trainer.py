@@ -236,14 +236,12 @@ class TopTrainer:
 
     def score_on_targets(self) -> float | None:
         """Return how well predictions agree with the defense's targets, if activations are kept."""
-        if self.memory is None or self._training is None or not self.memory.is_filled:
+        targets = None if self.staged is None else self.staged.released_targets
+        if targets is None or self.memory is None or self._training is None:
             return None
         self.learn()
-        rows = self._training.to(self._device)
         logits = self._known(self.memory).logits(self.model, self._training).cpu()
-        none = self.memory.at(rows[:0])  # no targets that outlast a batch come from activations
-        targets = self._targets(LabelledRows(rows, self._labels[rows], none))
-        return self.kind.agreement(logits, targets.cpu())
+        return self.kind.agreement(logits, targets.cpu()[self._training.cpu()])
 
     def _known(self, memory: CutMemory) -> KnownRows:
         return KnownRows(self._labels, self._features, memory, self._weights, self.kind)

@@ -40,7 +40,8 @@ def state_to_parts(state: State) -> tuple[bytes, bytes]:
                 name = f"{len(tensors)}{path}"
                 # Copied where safetensors refuses two tensors with the same memory.
                 storage = value.untyped_storage().data_ptr()
-                copied = value.detach().to("cpu", copy=storage in storages)
+                values = value.detach().resolve_conj().resolve_neg()
+                copied = values.to("cpu", copy=storage in storages)
                 tensors[name] = copied.contiguous()
                 storages.add(storage)
                 return {"tensor": name}

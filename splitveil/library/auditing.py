@@ -30,6 +30,7 @@ from splitveil.library.frames import Frame, Row, as_html, frame
 Part = Literal["adjusted", "batches", "run"]
 
 _SEED = b"an audit of gradients from elsewhere"
+_OF_EPSILON = ("epsilon", "attack", "guesses", "correct", "pairs", "confidence", "delta")
 """Decides which examples the attacks know; a fixed one makes audits repeatable."""
 
 
@@ -128,7 +129,7 @@ class Audit:
             **{part: self.table(part) for part in get_args(Part)},
             "epsilon_lower_bound": None
             if epsilon is None
-            else dict(zip(EpsilonBound._fields[:7], epsilon, strict=False)),
+            else {name: getattr(epsilon, name) for name in _OF_EPSILON},
         }
 
     def __repr__(self) -> str:

@@ -93,6 +93,8 @@ def test_an_epsilon_is_excluded_where_gradients_reveal_labels() -> None:
     epsilon = found.epsilon
     expected = epsilon_lower_bound(epsilon.guesses, epsilon.correct, epsilon.pairs)
     assert epsilon.epsilon == expected > 1
+    written = ["epsilon", "attack", "guesses", "correct", "pairs", "confidence", "delta"]
+    assert list(found.to_json()["epsilon_lower_bound"]) == written
     without = audit(gradients, labels, **given)
     assert without.epsilon is None
     assert without.table("adjusted") == []

@@ -19,6 +19,7 @@ def test_a_state_comes_back_as_it_was() -> None:
     state: dict[str, Any] = {
         "optimizer": optimizer.state_dict(),  # with numbers as keys
         "model": dict(model.state_dict()),
+        "lazy": torch.tensor([1 + 2j]).conj().imag,
         "tied": [weights, weights, weights[:, 1], weights.T],
         "kinds": (torch.tensor(7), torch.zeros(0, 3), torch.tensor([True]), torch.get_rng_state()),
         "plain": [None, True, 2**80, -0.0, 1e-320, math.inf, "ä\n\ud800", b"\x00\xff", (), {}],

@@ -19,7 +19,6 @@ def test_a_state_comes_back_as_it_was() -> None:
     state: dict[str, Any] = {
         "optimizer": optimizer.state_dict(),  # with numbers as keys
         "model": dict(model.state_dict()),
-        "lazy": torch.tensor([1 + 2j]).conj().imag,
         "tied": [weights, weights, weights[:, 1], weights.T],
         "kinds": (torch.tensor(7), torch.zeros(0, 3), torch.tensor([True]), torch.get_rng_state()),
         "plain": [None, True, 2**80, -0.0, 1e-320, math.inf, "ä\n\ud800", b"\x00\xff", (), {}],
@@ -27,6 +26,8 @@ def test_a_state_comes_back_as_it_was() -> None:
     }
     found = state_from_bytes(state_to_bytes(state))
     assert same(found, state)
+    conjugated = {"lazy": torch.tensor([1 + 2j]).conj().imag}
+    assert state_from_bytes(state_to_bytes(conjugated))["lazy"].tolist() == [-2.0]
     ((again, *_), (nan,)) = state_from_bytes(state_to_bytes({"a": [[-0.0], [math.nan]]}))["a"]
     assert math.copysign(1, again) == -1
     assert math.isnan(nan)

@@ -12,7 +12,7 @@ parties share one, which gives the same figures at a fraction of the time (see
         finished.json        the same with machine, versions and time, written after the run
 
 A cell with a ``finished.json`` of the same digest is not run again. An interrupted cell resumes
-from its checkpoints, if it has any; a cell whose settings changed starts over.
+from its checkpoints; a cell ``in_process``, or whose settings changed, starts over.
 """
 
 import json
@@ -182,6 +182,8 @@ def _run(
             cell, 1, 0.0, f"it starts with the weights of {cell.after.name}, which is not finished"
         )
     folder = results / cell.folder
+    if resources.in_process:  # what an interrupted one left would be counted among its figures
+        shutil.rmtree(folder, ignore_errors=True)
     _make_ready(cell, results, prepared)
     begun = time.monotonic()
     process = launched.start(partial(_start, folder, resources))

@@ -406,11 +406,11 @@ def test_a_half_finished_cell_keeps_its_files_and_one_with_other_settings_does_n
     checkpoint.mkdir(parents=True)
     run_all([cell], tmp_path)
     assert checkpoint.exists()
-    run_all(cells_of(tiny(), Choice(overrides=("contract.epochs=3",)))[:1], tmp_path)
-    assert not checkpoint.exists()
-    checkpoint.mkdir(parents=True)
-    list(run_cells([cell], tmp_path / "out", tmp_path, Resources(in_process=True)))
-    assert not checkpoint.exists()
+    others = cells_of(tiny(), Choice(overrides=("contract.epochs=3",)))[:1]
+    for cells, how in (([cell], Resources(in_process=True)), (others, Resources())):
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        list(run_cells(cells, tmp_path / "out", tmp_path / "prepared", how))
+        assert not checkpoint.exists()
 
 
 def test_ctrl_c_reaches_the_launchers_and_starts_no_more(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from pyarrow.csv import read_csv
 
 from splitveil import Run, predict, simulate
 from splitveil.active_party.training.aggregation import aggregate
@@ -79,6 +80,21 @@ def test_ids_and_rows_may_be_new(seeds: Sequence[Run]) -> None:
     answer = columns_of(predict(seeds[0], [" new ", "other", "nobody"], tables=new))
     assert answer["found"] == [True, False, False]
     assert 0 < answer["probability"][0] < 1
+
+    # Nothing is fitted to new rows: with the values of trained ones they have their predictions.
+    old = columns_of(predict(seeds[0]))["id"][:20]
+    renamed = {
+        name: pa.Table.from_pylist(
+            [
+                dict(reversed(row.items())) | {"id": f"new-{row['id']}", "label": None}
+                for row in read_csv(seeds[0].path.parents[1] / f"{name}.csv").to_pylist()
+                if row["id"] in old
+            ]
+        ).drop(["label"])
+        for name in ("active", "passive")
+    }
+    there = columns_of(predict(seeds[0], [f"new-{one}" for one in old], tables=renamed))
+    assert there["probability"] == columns_of(predict(seeds[0], old))["probability"]
 
 
 def test_halves_of_different_trainings_are_not_combined(

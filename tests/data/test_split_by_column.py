@@ -1,6 +1,7 @@
 """A split by a column: all parties derive the same split, or the run ends before its first step."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,10 @@ from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.settings import validate
 from splitveil.deploy.local import held_port
+from tests.support.loopback import serving
 from tests.support.runs import CONTRACT, build_parties, run_in_process, run_over_grpc, write_example
+from tests.support.several import NAMES, build_several, finish, start, write_several
+from tests.wire.test_several_parties_over_grpc import start as start_over_grpc
 
 BY_COLUMN = "contract.split={kind: column, column: fold}"
 WORDS = ("train", "train", "train", "validation", "test")
@@ -89,6 +93,23 @@ def test_the_hash_split_s_canonical_form_has_not_changed() -> None:
     for wrong in ({"kind": "columns"}, {"kind": "column"}, {"kind": "column", "train": 0.5}):
         with pytest.raises(SettingsError, match="split"):
             validate(Contract, CONTRACT | {"split": wrong}, "contract")
+
+
+@pytest.mark.parametrize("over_grpc", [False, True])
+@pytest.mark.parametrize("disagreeing", [[], ["birch"]])
+def test_several_parties_train_by_it_and_one_that_disagrees_ends_the_run_of_all(
+    tmp_path: Path, port: int, disagreeing: list[str], *, over_grpc: bool
+) -> None:
+    write_several(tmp_path)
+    for path in tmp_path.glob("*.csv"):
+        add_column(path, differing if path.stem in disagreeing else word_of)
+    several = build_several(tmp_path, [BY_COLUMN])
+    with serving(several, port):
+        begin = partial(start_over_grpc, port=port) if over_grpc else start
+        finish([begin(several, name) for name in NAMES])
+    assert set(several.errors) == set(NAMES if disagreeing else ())
+    assert all(isinstance(several.errors[name], AlignmentError) for name in disagreeing)
+    assert bool(several.seen.evaluations) != bool(disagreeing)
 
 
 def test_a_run_resumes_with_the_same_split_and_not_with_another(tmp_path: Path) -> None:

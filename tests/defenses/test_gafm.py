@@ -282,6 +282,11 @@ def test_noise_behind_it_is_charged_for_what_a_label_moves(terms: str) -> None:
     assert charge.sum_kl == pytest.approx(divergence(*deviations, mixed.label_move))
     # Never less than what the defense itself asks for the gap of the classes.
     assert charge_of(marvell, mixed.raw, labels, 0.0).sum_kl == report.charge.sum_kl
+    # On a wider cut its noise does not cover the direction in which a label moves a row.
+    wider = Case(batch=200)
+    raw = wider.mix(marvell).raw
+    assert behind(marvell, raw, wider.labels).charge.sum_kl < 10
+    assert charge_of(marvell, raw, wider.labels, 0.01).sum_kl == math.inf
 
 
 def test_noise_without_signal_is_charged_nothing() -> None:

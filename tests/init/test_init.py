@@ -143,6 +143,8 @@ def test_every_column_is_found_out(tmp_path: Path) -> None:
             cancelled_on=["x" if i % 5 == 0 else "" for i in range(ROWS)],
             fold=["train" if i % 3 else "test" for i in range(ROWS)],
             all_the_same=["a"] * ROWS,
+            nothing=["", "NA"] * (ROWS // 2),
+            grade=["?AB"[i % 3] for i in range(ROWS)],
         ),
     ).proposal
     choices = found.choices
@@ -151,11 +153,13 @@ def test_every_column_is_found_out(tmp_path: Path) -> None:
     assert (choices.label.column, choices.label.positive_setting) == ("churned", "yes")
     assert choices.label.rarest_share == pytest.approx(0.2)
     assert [column.name for column in choices.numeric] == ["fee"]
-    assert [column.name for column in choices.categorical] == ["plan"]
+    gaps = {column.name: column.gaps for column in choices.categorical}
+    assert gaps == {"plan": ("NA",), "grade": ("?",)}
     left_out = dict(choices.left_out)
     assert [column.name for column in choices.timestamps] == ["since"]
     assert "timestamp_format" in left_out["until"]
-    assert set(left_out) == {"until", "note", "cancelled_on", "fold", "all_the_same"}
+    assert set(left_out) == {"until", "note", "cancelled_on", "fold", "all_the_same", "nothing"}
+    assert left_out["nothing"] == "no values"
     assert "gives the label away" in left_out["cancelled_on"]
     assert choices.split_column == "fold"
     assert found.source == {"kind": "csv", "delimiter": ";"}

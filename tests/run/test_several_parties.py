@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
@@ -18,6 +19,7 @@ from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
 from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.common.alignment.share import Share
 from splitveil.common.errors import (
     AlignmentError,
     NotOpen,
@@ -417,6 +419,19 @@ def test_ids_that_only_some_have_are_no_intersection(tmp_path: Path) -> None:
         run_in_process(several)
     assert "that all parties have, needed 345" in str(several.session.lifecycle.error)
     assert set(several.errors) == set(NAMES)
+
+
+def test_a_share_of_too_few_rows_is_refused(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    several = build_several(three)
+    share_of = several.session.share_of
+
+    def too_small(party: str, wait_s: float) -> Share | None:
+        share = share_of(party, wait_s)
+        return share and share._replace(mask=np.arange(len(share.mask)) < 19)
+
+    monkeypatch.setattr(several.session, "share_of", too_small)
+    with pytest.raises(AlignmentError, match="19 of them with all, needed 20"):
+        run_in_process(several)
 
 
 def test_a_handshake_waits_for_all_and_the_newest_of_a_party_counts(three: Path) -> None:

@@ -45,7 +45,7 @@ def swap_labels(table: Path) -> None:
 
 
 def deal_other_labels(table: Path) -> None:
-    """Replace the labels of an example by others, equally many of each and unrelated to it."""
+    """Replace each label of an example by one drawn with probability 1/2, unrelated to it."""
     header, *lines = table.read_text().splitlines()
     generator = np.random.default_rng(5)
     cells = [line.split(",") for line in lines]

@@ -169,4 +169,3 @@ def test_a_demo_that_fails_says_all_that_its_parties_said(tmp_path: Path) -> Non
     )
     assert done.returncode == 2
     assert re.search(r"active  \| .*ERROR.*run_budget", done.stdout)
-    assert re.search(r"passive \| .*INFO", done.stdout)

@@ -26,6 +26,16 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(party_processes, "STOP_S", HANGS_AFTER_S)
 
 
+@pytest.mark.usefixtures("patience")
+@pytest.mark.parametrize(("program", "shown"), [("", 0), ("raise SystemExit(3)", 2)])
+def test_quiet_parties_are_heard_only_if_one_fails(
+    program: str, shown: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    commands = {"active": python(f"print('top'); {program}"), "passive": python("print('bottom')")}
+    run_parties(commands, quiet=True)
+    assert len(capfd.readouterr().out.splitlines()) == shown
+
+
 LATER = "import time; time.sleep(0.7); "
 
 

@@ -240,6 +240,7 @@ def test_every_passive_party_of_several_is_waited_for(example: Path, port: int) 
     findings = outcomes(server.checks())
     for name in names:
         assert f"contract: party {name} holds the same" in findings
+    assert sum(one.startswith("clock: the other party's is 0.") for one in findings) == len(names)
 
 
 def test_a_server_of_probes_says_that_no_run_is_served(example: Path, port: int) -> None:

@@ -157,7 +157,10 @@ class LeakRecorder:
         return idle
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all measurements, once all batches handed over are measured."""
+        """Return a copy of all measurements, once all batches handed over are measured.
+
+        A peer could return to a state that lacks the last ones, and so keep a gate from closing.
+        """
         if not self.wait_until_idle():
             logger.warning(
                 "the leak audit is behind: a checkpoint is written without the last batches"

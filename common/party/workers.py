@@ -9,10 +9,8 @@ import argparse
 import logging
 import os
 import signal
-import stat
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -24,6 +22,8 @@ from splitveil.common.models.ranks import Ranks, raise_lost
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import PartySettings
 
+RANKS_FOLDER = "SPLITVEIL_RANKS"
+"""Names the folder that the launcher has made for the ranks of this machine alone."""
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
 
 
@@ -39,6 +39,11 @@ class Rank(NamedTuple):
         """Return what ``torchrun`` says; the only process without it. Raises SettingsError."""
         if "RANK" not in variables or "MASTER_ADDR" not in variables:
             return cls()
+        if RANKS_FOLDER not in variables:
+            raise SettingsError(
+                "RANK, MASTER_ADDR: start several processes by `python -m splitveil.common.party"
+                ".torchrun`: plain torchrun runs code of whoever reaches its port"
+            )
         texts = [str(variables.get(*one)) for one in zip(_NAMES, cls(), strict=True)]
         for name, text in zip(_NAMES, texts, strict=True):
             if not text.isdecimal():
@@ -103,18 +108,9 @@ def _private_file(rank: Rank) -> Path | None:
     """Return the file by which processes on one machine meet, instead of at an open port."""
     if rank.local_size < rank.size:
         return None
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    folder = Path(tempfile.gettempdir(), f"splitveil-{os.getuid()}")
-    folder.mkdir(0o700, exist_ok=True)
-    found = folder.lstat()
-    if (found.st_uid, found.st_mode) != (os.getuid(), stat.S_IFDIR | 0o700):
-        raise SettingsError(f"{folder}: expected a folder of this user alone, with mode 0700")
-    # Of these processes: of the same torchrun, for the same party, since the same restart. In a
-    # container torchrun always has the number 1.
-    process, began = os.getppid(), ""
-    with suppress(OSError):
-        began = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
-    return folder / f"{process}-{began}-{os.environ['MASTER_PORT']}-{rank.restarts}"
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
+    return Path(os.environ[RANKS_FOLDER], str(rank.restarts))
 
 
 def _end_at_once(error: Exception) -> NoReturn:

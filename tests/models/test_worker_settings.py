@@ -1,10 +1,8 @@
 """What a party of several processes is told by torchrun, and what it refuses."""
 
 import argparse
-import os
 import signal
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,7 @@ from splitveil.common.party import torchrun
 from splitveil.common.party.command_line import prepare
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.party.workers import ONLY, Rank, _private_file, act
+from splitveil.common.party.workers import ONLY, RANKS_FOLDER, Rank, _private_file, act
 from tests.support.runs import ACTIVE, write_example
 
 TORCHRUN = {
@@ -32,6 +30,7 @@ TORCHRUN = {
     "LOCAL_WORLD_SIZE": "4",
     "TORCHELASTIC_RESTART_COUNT": "2",
     "MASTER_ADDR": "10.0.0.1",
+    RANKS_FOLDER: "/private",
 }
 
 
@@ -44,19 +43,42 @@ def test_torchrun_says_which_process_this_is() -> None:
     for name, text in (("WORLD_SIZE", "two"), ("WORLD_SIZE", "1_0"), ("RANK", "-1")):
         with pytest.raises(SettingsError, match=rf"^{name}: expected a whole number .*'{text}'$"):
             Rank.of_environment(TORCHRUN | {name: text})
+    without = {name: text for name, text in TORCHRUN.items() if name != RANKS_FOLDER}
+    with pytest.raises(SettingsError, match=r"python -m splitveil\.common\.party\.torchrun"):
+        Rank.of_environment(without)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_processes_of_an_earlier_torchrun_with_the_same_number_met_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_processes_on_one_machine_meet_in_the_launcher_s_folder(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    began = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
-    found = _private_file(Rank(0, 2, 0, 2, 3))
-    assert found is not None
-    assert found.name == f"{os.getppid()}-{began}-29500-3"
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "any")
+    monkeypatch.setenv(RANKS_FOLDER, "/private")
+    assert _private_file(Rank(0, 2, 0, 2, 3)) == Path("/private/3")
+    assert _private_file(Rank(0, 4, 0, 2, 3)) is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--nnodes", "1:4"),
+        ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:29500"),
+        ("--nnodes", "2", "--rdzv-backend", "etcd-v2"),
+        ("--nnodes", "2", "--master-addr", "localhost"),
+        ("--nnodes", "2", "--master-addr", "192.0.2.1"),
+    ],
+)
+def test_the_launcher_refuses_what_others_could_write_to_or_reach_in_vain(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(_: object) -> None:
+        torchrun._listening(words[-1], 29500)
+
+    monkeypatch.setattr(torchrun, "run", run)
+    monkeypatch.setattr(sys, "argv", ["torchrun", *words, "party"])
+    with pytest.raises(SystemExit) as ended:
+        torchrun.main()
+    assert ended.value.code == 2
 
 
 @pytest.mark.parametrize(

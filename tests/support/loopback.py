@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from splitveil.active_party.grpc_server.server import start_server
@@ -39,3 +40,15 @@ def peer_of(
     settings = parties.passive_settings
     connection = PeerConnection(f"{host}:{port}", settings.contract, *others, **named)
     return kind(connection, settings.reconnect)
+
+
+def listening(number: int) -> list[str]:
+    """Return the addresses at which a process can be reached over TCP, in hexadecimal."""
+    links = Path(f"/proc/{number}/fd")
+    sockets = {str(link.readlink()) for link in links.iterdir()}
+    lines = [
+        line.split()
+        for family in ("tcp", "tcp6")
+        for line in Path(f"/proc/{number}/net/{family}").read_text().splitlines()[1:]
+    ]
+    return [line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets]

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -15,8 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from splitveil.common.party.workers import RANKS_FOLDER
 from tests.support import certificates
 from tests.support.forked import Forked
+from tests.support.loopback import listening
 from tests.support.processes import Party, PartyName
 from tests.support.programs import ROOT
 from tests.support.restarts import Settings, assert_same, outcome, run_once
@@ -53,6 +56,7 @@ class Ranks:
         self.logs = [folder / f"{party}.{rank}.log" for rank in range(size)]
         words = ["run", str(folder / f"{party}.yaml"), "--runs", str(folder / "runs")]
         shared = rendezvous() | {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        shared[RANKS_FOLDER] = tempfile.mkdtemp(dir=folder)
         self.processes = [
             Forked(
                 f"splitveil.{party}_party",
@@ -142,18 +146,6 @@ def test_a_rank_with_other_settings_is_named(tmp_path: Path) -> None:
     assert "model_seed: rank 1 differs from rank 0: give all ranks the same" in party.output
 
 
-def listening(number: int) -> list[str]:
-    """Return the addresses at which a process can be reached over TCP, in hexadecimal."""
-    links = Path(f"/proc/{number}/fd")
-    sockets = {str(link.readlink()) for link in links.iterdir()}
-    lines = [
-        line.split()
-        for family in ("tcp", "tcp6")
-        for line in Path(f"/proc/{number}/net/{family}").read_text().splitlines()[1:]
-    ]
-    return [line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets]
-
-
 def stranger(address: str) -> socket.socket:
     """Connect to such an address, and say something."""
     port = int(address.rpartition(":")[2], 16)
@@ -205,14 +197,11 @@ class Supervised:
         self, party: PartyName, folder: Path, overrides: Sequence[str], restarts: int = 2
     ) -> None:
         self._log = folder / f"{party}.torchrun.log"
-        where = rendezvous()
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "splitveil.common.party.torchrun"),
                     *("--nproc-per-node", "2", "--max-restarts", str(restarts)),
-                    *("--master-addr", where["MASTER_ADDR"]),
-                    *("--master-port", where["MASTER_PORT"]),
                     *("-m", f"splitveil.{party}_party", "run", str(folder / f"{party}.yaml")),
                     *("--runs", str(folder / "runs"), *sets_of(overrides)),
                 ],

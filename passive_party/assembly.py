@@ -23,7 +23,6 @@ from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.model_files import PretrainedWeights, identity_metadata, save_model
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import ModelIdentity
-from splitveil.passive_party.amplified_steps import amplify_steps
 from splitveil.passive_party.bottom_trainer import (
     BottomTrainer,
     LayerTap,
@@ -57,8 +56,6 @@ def learner_of(
     speed_up(model, settings.autocast, compiled=settings.compile)
     taps = tapped(settings, model)
     optimizer = build_optimizer(settings.optimizer, model)
-    if settings.adversary is not None and settings.adversary.amplify:
-        amplify_steps(optimizer)
     schedule = LambdaLR(optimizer, lambda step: contract.schedule.factor(step, total_steps))
     depth = contract.pipeline_depth
     keeping = partial(stashing_weights, model) if depth > 1 else nullcontext

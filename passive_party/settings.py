@@ -41,12 +41,6 @@ class AdversarySettings(AuditSettings):
     ``labels`` has them: for ``splitveil audit``. An epoch is held in memory; one in which the run
     was resumed has only the batches after that."""
 
-    amplify: bool = False
-    """Play a malicious party that makes the model rely on its half: each gradient of the bottom
-    model's parameters counts up to five times where it keeps its direction. The active party sees
-    nothing but activations that say more about the labels. It changes the trained model; attacks
-    on the last activations, such as ``completion_40``, measure what it gains."""
-
     @model_validator(mode="after")
     def _can_be_audited(self) -> "AdversarySettings":
         if self.audit and not set(self.attack_names) & set(LABEL_FREE):

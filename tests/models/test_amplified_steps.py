@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.settings import AdamOptimizer, OptimizerSettings, SgdOptimizer
-from splitveil.passive_party.amplified_steps import amplified, amplify_steps
+from tests.support.amplified_steps import amplified, amplify_steps
 
 
 def test_a_gradient_that_keeps_its_direction_counts_up_to_five_times() -> None:

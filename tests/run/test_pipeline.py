@@ -221,28 +221,6 @@ def test_a_question_out_of_turn_is_refused_and_changes_no_bit(example: Path) -> 
     assert_same(parties, whole)
 
 
-# ---- several parties, custom optimizers ----
-
-
-def test_the_malicious_optimizer_and_taps_see_one_gradient_after_the_other(
-    example: Path, tmp_path: Path
-) -> None:
-    both = pipelined(2)
-    passive = [*both, "adversary.amplify=true"]
-    whole = build_parties(example, both, passive)
-    run_in_process(whole)
-    plain = parties_at(example, 2)
-    run_in_process(plain)
-    name = "top.layers.hidden_0.0.weight"
-    assert not torch.equal(plain.weights()[name], whole.weights()[name])
-    killed = build_parties(example, both, passive, runs=tmp_path)
-    with pytest.raises(Lost):
-        run_in_process(killed, dying(8, after=True))
-    anew = build_parties(example, both, passive, runs=tmp_path)
-    resume(anew)
-    assert_same(anew, whole)
-
-
 # ---- stages of projected labels ----
 
 

@@ -54,7 +54,6 @@ def build_session(
     rules = OwnRules(
         early_stop=None if stopping is None else EarlyStop(stopping),
         allowance=allowance or allowance_of(settings),
-        allow_audits=settings.allow_audits,
         noise_seed=settings.defense.noise_seed,
         has_survey=settings.defense.traits.is_staged,
     )

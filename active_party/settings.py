@@ -293,16 +293,6 @@ class ActiveSettings(PartySettings):
     The monitor measures while training continues: answers that are given in the meantime have left.
     """
 
-    allow_audits: bool = False
-    """Whether the peer learns the leak AUC of scores that it sends, if the contract's
-    ``audits_allowed`` is set as well.
-
-    The peer learns a figure at most once per attack, layer and epoch, for at least 1,000 training
-    rows of each class, with two digits. The peer chooses the scores, and the ledger does not count
-    these answers: a run that allows them has no bound for anybody. Allow them only to a peer that
-    audits the run together with you.
-    """
-
     inference: InferenceSettings = InferenceSettings()
     """Predictions with the trained model."""
 
@@ -336,7 +326,6 @@ class ActiveSettings(PartySettings):
         """Return how labels may reach the peer besides the answers, apart from initial weights."""
         gate = self.leak_gate
         return LabelUses(
-            allows_audits=self.allow_audits,
             has_stopping_gate=gate is not None and gate.action == "stop",
             # A defense for anybody lets only what it has released decide.
             has_early_stopping=self.stops_by_validation,
@@ -390,8 +379,6 @@ class ActiveSettings(PartySettings):
             )
         if self.serving.fallback and self.data.features is None:
             raise ValueError("serving.fallback: needs data.features: it predicts from them only")
-        if self.allow_audits and not self.contract.audits_allowed:
-            raise ValueError("allow_audits needs contract.audits_allowed")
         self._check_leak_gate()
         refusal = refusal_of_weights(self.defense, self.data)
         if refusal is not None:
@@ -418,11 +405,6 @@ class ActiveSettings(PartySettings):
         if self.report.min_test_auc is not None:
             raise ValueError(
                 "report.min_test_auc: with data.label_range there is no AUC; set it to null"
-            )
-        if self.allow_audits:
-            raise ValueError(
-                "allow_audits: audits measure AUCs of attacks on classes; with data.label_range "
-                "set it to false"
             )
         # By their value: settings that were written out in full name the default ones.
         if monitor is not None and monitor.attacks != DEFAULT_ATTACKS:

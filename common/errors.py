@@ -121,10 +121,6 @@ class TooLarge(ProtocolError):
     """A message exceeds the limits that the contract sets."""
 
 
-class AuditRefused(ProtocolError):
-    """The label owner does not measure its peer's scores in this run."""
-
-
 class StorageError(SplitveilError):
     """A file could not be read or written."""
 

@@ -124,12 +124,9 @@ def run_in_process(settings: Path, run_folder: Path, threads: str) -> None:
     own = (f"torch_threads={threads}", f"runs_dir={run_folder.parent}")
     try:
         both = load(settings, Overrides(f"{party}.{one}" for party in _PARTIES for one in own))
-        passive, *others = both.passive.values()
-        if others or passive.audits:
-            raise SettingsError(
-                "in_process: expected one passive party, which does not ask for audits; leave it "
-                "out"
-            )
+        _, *others = both.passive.values()
+        if others:
+            raise SettingsError("in_process: expected one passive party; leave it out")
         command_line.prepare(both.active)
         run_recorded(both, run_folder)
     except SplitveilError as error:

@@ -275,7 +275,7 @@ class Experiment(Section):
 
     in_process: bool = False
     """Whether both parties of a run share one process: several times faster, with the same bits,
-    but for models with dropout. For two parties that do not ask for audits; without checkpoints."""
+    but for models with dropout. For two parties; without checkpoints."""
 
     datasets: dict[Label, Dataset] = Field(min_length=1)
     """The data sets to train on."""

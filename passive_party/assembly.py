@@ -64,7 +64,7 @@ def learner_of(
 
 def tapped(settings: PassiveSettings, model: nn.Module) -> dict[str, Take]:
     """Tap the layers before the cut that the adversary looks at; the cut itself needs none."""
-    if settings.adversary is None or not (settings.adversary.labels or settings.audits):
+    if settings.adversary is None or not settings.adversary.labels:
         return {}
     layers = [name for name in settings.adversary.layers if name != "cut"]
     return {name: LayerTap(named_layer(model, name)).take for name in layers}

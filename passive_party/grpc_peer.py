@@ -50,7 +50,6 @@ from splitveil.common.wire.small_messages import (
     decode_course,
     decode_opening,
     encode_greeting,
-    encode_question,
 )
 from splitveil.common.wire.status import error_from
 from splitveil.common.wire.tensor_codec import (
@@ -251,15 +250,6 @@ class GrpcPeer(Closing):
         if answer.batch != activation.batch:
             raise InvalidMessage("received a gradient for another step than the one due")
         return answer
-
-    def audit(self, question: messages.AuditQuestion) -> float:
-        """Ask for the leak AUC of scores, only once: an audit is not worth a wait."""
-        request = encode_question(question)
-        reply = self._unary("Audit", request, pb.AuditReply, self._reconnect.deadline_s)
-        percent: int = reply.leak_auc_percent
-        if not 50 <= percent <= 100:
-            raise InvalidMessage(f"audit: {percent} % is not a leak AUC")
-        return percent / 100
 
     def leave(self, run_id: str, reason: messages.LeaveReason) -> None:
         """Say goodbye once; after a finished run for a while, because the peer waits for it."""

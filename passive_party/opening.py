@@ -53,9 +53,6 @@ class Peer(Protocol):
     def receive_course(self) -> messages.Course:
         """Wait for the reply to the oldest held-out rows that have none: does the run continue?"""
 
-    def audit(self, question: messages.AuditQuestion) -> float:
-        """Ask for the leak AUC of the scores of the training rows, which has two digits."""
-
     def leave(self, run_id: str, reason: messages.LeaveReason) -> None:
         """Leave the run, and give the reason."""
 

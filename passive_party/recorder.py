@@ -1,7 +1,7 @@
 """Records a run at the passive party: progress, its adversary's findings, checkpoints, summary."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +10,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from splitveil.common.errors import AuditRefused, PeerError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_status import OPEN, RunStatus
-from splitveil.common.privacy.audit_worker import AuditWorker
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
-from splitveil.common.privacy.figures import AttackFigure
-from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.run_level import FeaturesOf
 from splitveil.common.record.leak_recorder import IDLE_S, AuditedRun, LeakRecorder
-from splitveil.common.record.lines import AuditLine
 from splitveil.common.record.metrics_log import RunRecorder
 from splitveil.common.record.progress import each_in_words
 from splitveil.common.record.run_folder import clear_mark, storage_errors
-from splitveil.common.record.summary import AuditedFigures, RunCounts, Summary
+from splitveil.common.record.summary import RunCounts, Summary
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.text.files import replacing_file
-from splitveil.passive_party.label_free_audit import GatheredScores, LabelFreeAudit
 from splitveil.passive_party.settings import PassiveSettings
 
 logger = logging.getLogger(__name__)
-
-CATCH_UP_S = 5.0  # longest time that an audit waits for the attacks on an epoch's last batches
 
 
 class PassiveRecorder(RunRecorder):
@@ -57,12 +49,7 @@ class PassiveRecorder(RunRecorder):
         self._evaluation_labels = evaluation_labels
         self._labels: Tensor | None = None
         self._epochs = 0
-        self._leaks: LeakRecorder | None = None  # with labels; runs the label-free audit as well
-        self._rows: AlignedRows | None = None
-        self._label_free: LabelFreeAudit | None = None
-        self._worker: AuditWorker | None = None  # runs the label-free audit without labels
-        self._audit_refused = False
-        self._audited: dict[str, dict[str, float]] = {}
+        self._leaks: LeakRecorder | None = None  # only with labels
         self._received: list[dict[str, npt.NDArray[Any]]] = []  # by batch, if stored
 
     def on_opened(self, run_id: str) -> None:
@@ -118,33 +105,11 @@ class PassiveRecorder(RunRecorder):
         self._status.enter_stage("training")
         logger.info("resuming %s", "at the end" if epoch is None else f"in epoch {epoch + 1}")
 
-    def scores_to_audit(self, epoch: int) -> Iterator[GatheredScores]:
-        """Yield the scores gathered so far, unless the active party refuses all audits."""
-        if self._label_free is None or self._rows is None or self._audit_refused:
-            return
-        if not self._wait_until_idle(CATCH_UP_S):
-            logger.warning("epoch %d: the audit continues without its last batches", epoch + 1)
-        yield from self._label_free.gathered(self._rows.splits["train"])
-
-    def on_audit(self, epoch: int, scored: GatheredScores, leak_auc: float) -> None:
-        self._audited.setdefault(scored.layer, {})[scored.attack] = leak_auc
-        figure = AttackFigure(scored.layer, scored.attack, leak_auc)
-        self._metrics.write(AuditLine(epoch, figure))
-
-    def on_audit_failed(self, epoch: int, error: PeerError) -> None:
-        """Log the error; if the active party refuses all audits, send no more scores."""
-        self._audit_refused = self._audit_refused or isinstance(error, AuditRefused)
-        logger.warning("epoch %d: no audit: %s", epoch + 1, error)
-
     def summary(self, features: FeaturesOf | None = None) -> Summary:
         """Return the figures; with features, also those of model completion on these."""
         speed = self._progress.steps_per_s if self._progress else None
-        audited = None
-        if self._label_free is not None:
-            audited = AuditedFigures(self._audited, self._label_free.left_out)
         return Summary(
             counts=RunCounts(self.aligned_rows, self._epochs, self._steps, speed),
-            audited=audited,
             leak=None if self._leaks is None else self._leaks.summary(features=features),
         )
 
@@ -159,9 +124,6 @@ class PassiveRecorder(RunRecorder):
             "epochs": self._epochs,
             "leaks": leaks,
             "metrics": self._metrics.state_dict(),
-            "label_free": None if self._label_free is None else self._label_free.state_dict(),
-            "audit_refused": self._audit_refused,
-            "audited": {layer: dict(found) for layer, found in self._audited.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -171,15 +133,8 @@ class PassiveRecorder(RunRecorder):
         self._steps, self._epochs = state["steps"], state["epochs"]
         if self._progress is not None:
             self._progress.resume_at(self._steps)
-        self._audit_refused = state["audit_refused"]
-        self._audited = {layer: dict(found) for layer, found in state["audited"].items()}
         if self._leaks is not None and state["leaks"] is not None:
             self._leaks.load_state_dict(state["leaks"])
-        if self._label_free is not None and state["label_free"] is not None:
-            try:
-                self._label_free.load_state_dict(state["label_free"])
-            except ValueError as error:
-                raise SettingsError(f"attacks cannot change within a run: {error}") from error
         self._metrics.load_state_dict(state["metrics"])
 
     def _rows_of(self, batch: Batch, sent: Tensor, received: Tensor) -> dict[str, npt.NDArray[Any]]:
@@ -203,57 +158,21 @@ class PassiveRecorder(RunRecorder):
         chosen = self._settings.adversary
         if chosen is None:
             return
-        if self._settings.audits:
-            self._rows = rows
-            self._label_free = LabelFreeAudit(chosen.attack_names, chosen.every_steps, len(rows))
         if self._labels is not None:
-            # One thread for both audits: they share one budget, and the scores that both need.
             self._leaks = self._of_run.enter_context(
-                LeakRecorder(
-                    chosen,
-                    self._metrics,
-                    AuditedRun(seed, len(rows), names),
-                    beside=self._label_free,
-                )
+                LeakRecorder(chosen, self._metrics, AuditedRun(seed, len(rows), names))
             )
-        elif self._label_free is not None:
-            self._worker = AuditWorker(
-                self._label_free, chosen.queue_batches, max_cpu_share=chosen.max_cpu_share
-            )
-            self._of_run.callback(self._end_audits, self._worker)
 
     def _wait_until_idle(self, timeout_s: float) -> bool:
-        if self._leaks is not None:
-            return self._leaks.wait_until_idle(timeout_s)
-        return self._worker is None or self._worker.wait_until_idle(timeout_s)
-
-    @staticmethod
-    def _end_audits(worker: AuditWorker) -> None:
-        try:
-            worker.close()
-        except Exception:
-            logger.exception("the attacks for the audit failed on some batches")
+        return self._leaks is None or self._leaks.wait_until_idle(timeout_s)
 
     def _attack(
         self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
     ) -> None:
-        if self._settings.adversary is None or (self._leaks is None and self._worker is None):
+        if self._settings.adversary is None or self._leaks is None or self._labels is None:
             return
         chosen = self._settings.adversary.layers
         gradients = {name: received if name == "cut" else layers[name] for name in chosen}
-        positions = torch.from_numpy(batch.positions.copy())
-        if self._leaks is not None and self._labels is not None:
-            labels = self._labels[positions]
-            # This side has no clean gradient, so its reference is a positive's received gradient.
-            self._leaks.submit(batch, gradients, labels, activations=sent)
-        elif self._worker is not None:
-            self._worker.submit(
-                Observation(
-                    batch.epoch,
-                    batch.step,
-                    gradients,
-                    labels=torch.empty(0),
-                    positions=positions,
-                    activations=sent,
-                )
-            )
+        labels = self._labels[torch.from_numpy(batch.positions.copy())]
+        # This side has no clean gradient, so its reference is a positive's received gradient.
+        self._leaks.submit(batch, gradients, labels, activations=sent)

@@ -52,7 +52,6 @@ _CONTENT: Mapping[str, str] = {
     "Align request": "ids, blinded by a secret of this party",
     "Train request": "activations of training rows",
     "Evaluate request": "activations of held-out and surveyed rows",
-    "Audit request": "scores of training rows, for audits",
     "Leave request": "how this party's part ended",
     "Describe request": "questions about the model that is served",
     "Embed reply": "activations of rows asked for by id",
@@ -216,8 +215,6 @@ def _agreed(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> Iterato
     if isinstance(settings.get("alignment_attempts"), int):
         yield "ids that the peer may try (alignment_attempts)", f"{settings['alignment_attempts']}"
     adversary = as_mapping(settings.get("adversary"))
-    yield "audits allowed by the contract", _yes_no(value=contract.get("audits_allowed"))
-    yield "this party asks for audits", _yes_no(value=adversary.get("audit"))
     labels = "yes (figures of them are not on this page)" if adversary.get("labels") else "no"
     yield "this party has evaluation labels", labels
     yield "transcript", _yes_no(value=settings.get("transcript", True))

@@ -39,7 +39,7 @@ from splitveil.common.run.sample_order import Positions, joint_seed
 from splitveil.common.text.imports import fault_of_own_code
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.opening import Aligner, Peer, check_nonce
-from splitveil.passive_party.training import Auditor, RunObserver, Training
+from splitveil.passive_party.training import RunObserver, Training
 
 _MAX_ALIGNMENTS = 20
 """Alignments that one process starts because the peer was lost during the previous one."""
@@ -57,14 +57,12 @@ class PassiveRun:
         build_trainer: TrainerFactory,
         observer: RunObserver,
         store: CheckpointStore | None = None,
-        auditor: Auditor | None = None,
         interruption: Callable[[], int | None] = lambda: None,
         phases: Phases | None = None,
     ) -> None:
         self.aligner = aligner
         self.contract = aligner.participant.contract
         self.observer = observer
-        self.auditor = auditor
         self.run_id = ""  # the run that the active party has opened; empty before that
         self._me = aligner.participant
         self._build_trainer = build_trainer
@@ -179,9 +177,7 @@ class PassiveRun:
         )
         trainer = self._build_trainer(rows)
         progress = Progress(self.contract, rows, self._store)
-        self._training = Training(
-            self.run_id, rows, trainer, progress, self.observer, self.auditor, self._phases
-        )
+        self._training = Training(self.run_id, rows, trainer, progress, self.observer, self._phases)
         with self._phases(Phase.RECORD):
             self.observer.on_aligned(rows, seed)
         return self._training, rows

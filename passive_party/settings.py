@@ -8,7 +8,7 @@ from pydantic import Field, StringConstraints, model_validator
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.models.settings import ModelSettings
 from splitveil.common.party.party_settings import Address, Insecure, PartySettings
-from splitveil.common.privacy.attacks import ATTACKS, CUT, LABEL_FREE
+from splitveil.common.privacy.attacks import ATTACKS, CUT
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AttackChoice, AuditSettings
 from splitveil.common.settings import Section
 
@@ -30,22 +30,11 @@ class AdversarySettings(AuditSettings):
     """File with evaluation labels that both sides know; without it, this party measures no leak
     AUC."""
 
-    audit: bool = False
-    """Whether the active party is asked after every epoch to measure the scores of the attacks
-    that need no labels. Needs ``audits_allowed`` in the contract; the active party may still
-    refuse."""
-
     store_received: bool = False
     """Whether to write the gradients that this party received in each epoch and the activations
     that it sent to ``received-0001.npz`` and so on in its run folder, mode 0600, with the labels if
     ``labels`` has them: for ``splitveil audit``. An epoch is held in memory; one in which the run
     was resumed has only the batches after that."""
-
-    @model_validator(mode="after")
-    def _can_be_audited(self) -> "AdversarySettings":
-        if self.audit and not set(self.attack_names) & set(LABEL_FREE):
-            raise ValueError(f"audit: expected at least one of {', '.join(LABEL_FREE)} in attacks")
-        return self
 
     @model_validator(mode="after")
     def _knows_no_predictions(self) -> "AdversarySettings":
@@ -150,16 +139,6 @@ class PassiveSettings(PartySettings):
     def folder_name(self) -> str:
         """Return the name of this party's folder among a run's results."""
         return self.party if len(self.contract.passive_parties) > 1 else "passive"
-
-    @property
-    def audits(self) -> bool:
-        return self.adversary is not None and self.adversary.audit
-
-    @model_validator(mode="after")
-    def _audits_only_where_allowed(self) -> "PassiveSettings":
-        if self.audits and not self.contract.audits_allowed:
-            raise ValueError("adversary.audit needs contract.audits_allowed")
-        return self
 
     @model_validator(mode="after")
     def _shows_plain_text_to_no_proxy(self) -> "PassiveSettings":

@@ -1,26 +1,18 @@
-"""Training on the passive party's side: steps, evaluations, audits and checkpoints."""
+"""Training on the passive party's side: steps, evaluations and checkpoints."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from splitveil.common.errors import (
-    AuditRefused,
-    InvalidMessage,
-    PeerError,
-    PeerRestarted,
-    ProtocolError,
-)
+from splitveil.common.errors import InvalidMessage
 from splitveil.common.run.course import AlignedRows, Batch, batch_in_words
 from splitveil.common.run.host_copies import to_host
-from splitveil.common.run.messages import Activation, Answer, AuditQuestion, Course
+from splitveil.common.run.messages import Activation, Answer, Course
 from splitveil.common.run.phases import Phase, Phases
 from splitveil.common.run.progress import Progress, State, refusing_other_versions
-from splitveil.common.run.sample_order import positions_digest
 from splitveil.passive_party.bottom_trainer import BottomTrainer
-from splitveil.passive_party.label_free_audit import GatheredScores
 from splitveil.passive_party.opening import Peer
 
 
@@ -52,19 +44,6 @@ class RunObserver(Protocol):
         """Restore a state, and forget everything seen since."""
 
 
-class Auditor(Protocol):
-    """Gathers scores, and receives the active party's measurements of them."""
-
-    def scores_to_audit(self, epoch: int) -> Iterable[GatheredScores]:
-        """Return the scores gathered up to the end of an epoch, over the training rows."""
-
-    def on_audit(self, epoch: int, scored: GatheredScores, leak_auc: float) -> None:
-        """The active party measured some of the scores."""
-
-    def on_audit_failed(self, epoch: int, error: PeerError) -> None:
-        """The active party did not measure them; the run continues."""
-
-
 class _Sent(NamedTuple):
     batch: Batch
     activation: Tensor
@@ -87,7 +66,6 @@ class Training:
         trainer: BottomTrainer,
         progress: Progress,
         observer: RunObserver,
-        auditor: Auditor | None,
         phases: Phases,
     ) -> None:
         self.trainer = trainer
@@ -95,7 +73,6 @@ class Training:
         self._run_id = run_id
         self._rows = rows
         self._observer = observer
-        self._auditor = auditor
         self._phases = phases
         self._unanswered: deque[_Sent] = deque()
         self._held_out_sent = 0  # without a reply
@@ -146,7 +123,6 @@ class Training:
                     if batch.closes_epoch:
                         with self._phases(Phase.RECORD):
                             self._observer.on_epoch(batch.epoch)
-                        self._audit(peer, batch.epoch, stop_if_interrupted)
                 if self.progress.checkpoint_due:
                     self._report_step()
                     self.save(soon=not self.progress.is_over)
@@ -222,26 +198,3 @@ class Training:
             raise InvalidMessage(
                 "the received gradient is not for " + batch_in_words(batch.epoch, batch.step)
             )
-
-    def _audit(self, peer: Peer, epoch: int, stop_if_interrupted: Callable[[], None]) -> None:
-        if (auditor := self._auditor) is None:
-            return
-        for scored in auditor.scores_to_audit(epoch):
-            stop_if_interrupted()
-            try:
-                with self._phases(Phase.AUDIT):
-                    leak_auc = peer.audit(self._question(epoch, scored))
-            except PeerRestarted:
-                raise
-            except PeerError as error:
-                auditor.on_audit_failed(epoch, error)
-                if isinstance(error, ProtocolError) and not isinstance(error, AuditRefused):
-                    continue  # the error concerns these scores only
-                return  # where the peer is gone, the next step notices
-            auditor.on_audit(epoch, scored, leak_auc)
-
-    def _question(self, epoch: int, scored: GatheredScores) -> AuditQuestion:
-        digest = positions_digest(self._rows.splits["train"])
-        return AuditQuestion(
-            self._run_id, epoch, scored.attack, scored.layer, digest, scored.scores
-        )

@@ -223,28 +223,6 @@ class EvaluateReply(_message.Message):
     split: Split
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., course: _Optional[_Union[Course, str]] = ..., split: _Optional[_Union[Split, str]] = ...) -> None: ...
 
-class AuditRequest(_message.Message):
-    __slots__ = ("run_id", "epoch", "attack", "layer", "positions_digest", "scores")
-    RUN_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    ATTACK_FIELD_NUMBER: _ClassVar[int]
-    LAYER_FIELD_NUMBER: _ClassVar[int]
-    POSITIONS_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    SCORES_FIELD_NUMBER: _ClassVar[int]
-    run_id: str
-    epoch: int
-    attack: str
-    layer: str
-    positions_digest: bytes
-    scores: bytes
-    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., attack: _Optional[str] = ..., layer: _Optional[str] = ..., positions_digest: _Optional[bytes] = ..., scores: _Optional[bytes] = ...) -> None: ...
-
-class AuditReply(_message.Message):
-    __slots__ = ("leak_auc_percent",)
-    LEAK_AUC_PERCENT_FIELD_NUMBER: _ClassVar[int]
-    leak_auc_percent: int
-    def __init__(self, leak_auc_percent: _Optional[int] = ...) -> None: ...
-
 class LeaveRequest(_message.Message):
     __slots__ = ("run_id", "reason")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]

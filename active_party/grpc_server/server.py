@@ -68,19 +68,16 @@ def start_server(
         threads=SERVER_THREADS + THREADS_PER_PARTY * (parties - 1),
         callers=parties,
     )
-    handlers = method_handlers(service, contract)
+    handlers = method_handlers(service)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
     (responder or ProbeResponder(contract)).add_to(server)
     server.start()
     return server
 
 
-def method_handlers(
-    service: ActiveService, contract: Contract
-) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
+def method_handlers(service: ActiveService) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
     return {
         "Handshake": _unary(service.handshake, reader(pb.HandshakeRequest, HANDSHAKE_BYTES)),
-        "Audit": _unary(service.audit, reader(pb.AuditRequest, contract.max_message_bytes)),
         "Leave": _unary(service.leave, reader(pb.LeaveRequest, SMALL_BYTES)),
         "Align": grpc.stream_stream_rpc_method_handler(
             service.align, reader(pb.AlignFrame, ALIGN_FRAME_BYTES), pb.AlignFrame.SerializeToString

@@ -39,7 +39,6 @@ from splitveil.common.text.log_lines import log_fields
 from splitveil.common.wire.limits import PARTY_KEY, REFUSALS_LOGGED, believed
 from splitveil.common.wire.small_messages import (
     decode_greeting,
-    decode_question,
     encode_course,
     encode_opening,
     leave_reason_from_wire,
@@ -233,12 +232,6 @@ class ActiveService:
                 caller.evaluate_slots.answered(context)
                 yield encode_course(activation.batch, course)
                 self._session.finish_step()
-
-    def audit(self, request: pb.AuditRequest, context: grpc.ServicerContext) -> pb.AuditReply:
-        caller = self._caller(context)
-        caller.hear()
-        leak_auc = self._session.audit(decode_question(request), caller.name)
-        return pb.AuditReply(leak_auc_percent=round(100 * leak_auc))
 
     def leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
         caller = self._caller(context)

@@ -17,7 +17,6 @@ from splitveil.common.privacy.adversary import Adversary
 class LabelUses(NamedTuple):
     """The ways on which labels reach the peer besides the answers."""
 
-    allows_audits: bool = False  # the peer learns the leak AUC of scores that it sends
     has_stopping_gate: bool = False  # attacks on training labels decide when it ends
     has_early_stopping: bool = False  # whether the validation labels decide when the run ends
     begins_with_labels: bool = False  # true labels have entered the first weights
@@ -36,11 +35,6 @@ class LabelSignal(NamedTuple):
 def label_signals(uses: LabelUses) -> tuple[LabelSignal, ...]:
     """Return what the peer may learn about labels besides the answers."""
     signals = {
-        LabelSignal(
-            "allow_audits",
-            "With allow_audits the peer learns how well scores of its choice agree with the "
-            "training labels, which no charge counts.",
-        ): uses.allows_audits,
         LabelSignal(
             "leak_gate",
             "With leak_gate.action stop, attacks that know the training labels decide when the run "

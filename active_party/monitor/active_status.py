@@ -66,7 +66,6 @@ class ActiveStatus(RunStatus):
             if with_gate
             else None
         )
-        self._audits = gauge("audits_answered", "Audits that the run has answered.")
 
     def _add_ledger_metrics(self) -> None:
         gauge = self.metrics.gauge
@@ -162,9 +161,6 @@ class ActiveStatus(RunStatus):
             self._mu.labels(peers.value).set(float("inf") if mu is None else mu)
         self._epsilon.set(float("inf") if bounds.epsilon is None else bounds.epsilon)
         self._note_budget(bounds)
-
-    def note_audits(self, count: int) -> None:
-        self._audits.set(count)
 
     def _note_budget(self, bounds: LeakBounds) -> None:
         limit = self._limit

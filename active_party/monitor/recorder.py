@@ -19,8 +19,8 @@ from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
-from splitveil.common.privacy.figures import AttackFigure, LeakFigures, NumberFigures
-from splitveil.common.record.lines import AuditLine, EvaluationLine, LedgerLine, TrainingLine
+from splitveil.common.privacy.figures import LeakFigures, NumberFigures
+from splitveil.common.record.lines import EvaluationLine, LedgerLine, TrainingLine
 from splitveil.common.record.metrics_log import ChartClock, RunRecorder
 from splitveil.common.record.run_record import write_ledger_ahead
 from splitveil.common.record.summary import (
@@ -31,7 +31,6 @@ from splitveil.common.record.summary import (
     Summary,
 )
 from splitveil.common.run.course import AlignedRows, Batch
-from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.phases import Phase
 from splitveil.common.run.progress import State
 from splitveil.common.text.log_lines import log_fields
@@ -71,7 +70,6 @@ class ActiveRecorder(RunRecorder):
         self._ahead: LeakBounds | None = None
         """The bounds on all answers when the run went back: restoring a checkpoint keeps them."""
         self._earlier: EarlierAnswers | None = None
-        self._audits = 0
         self._refit: PredictionFigures | None = None
         self._alone: PredictionFigures | None = None
 
@@ -167,16 +165,6 @@ class ActiveRecorder(RunRecorder):
             )
             self._metrics.write(line)
 
-    def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
-        multi_party = len(self._settings.contract.passive_parties) > 1
-        layer = f"{party}: {question.layer}" if multi_party else question.layer
-        figure = AttackFigure(layer, question.attack, leak_auc)
-        self._metrics.write(AuditLine(question.epoch, figure))
-
-    def on_audits_answered(self, count: int) -> None:
-        self._audits = count
-        self._status.note_audits(count)
-
     def on_resumed(self, epoch: int | None) -> None:
         self._status.note_resumed(epoch)
         logger.info("resuming %s", "at the end" if epoch is None else f"in epoch {epoch + 1}")
@@ -234,14 +222,11 @@ class ActiveRecorder(RunRecorder):
         speed = self._progress.steps_per_s if self._progress else None
         epochs = 0 if test is None else test.epoch + 1
         total = self._total
-        # The ledger does not count audits.
-        audits = self._audits if self._settings.allow_audits or self._audits else None
         active = ActiveFigures(
             model=self._model_figures(),
             defense=self._settings.defense.model_dump(mode="json"),
             ledger=None if total is None else ledger_figures(total),
             bounds=() if total is None else peer_bounds(total),
-            audits_answered=audits,
             refused_messages=refused,
             earlier_answers=self._earlier,
             leak_alarms=self._watch.alarms(),

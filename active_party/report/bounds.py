@@ -79,7 +79,7 @@ def why_not_anybody(run: RunFiles, peers: Adversary) -> str:
     return (
         f"The charges of the defense describe {adversary.in_words}. What earlier runs revealed of "
         "these rows does not, or something besides the answers depends on labels, such as "
-        "allow_audits, a leak gate that stops the run, or initial weights."
+        "a leak gate that stops the run, or initial weights."
     )
 
 

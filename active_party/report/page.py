@@ -32,7 +32,6 @@ from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import ATTACKS, needs_of
 from splitveil.common.privacy.figures import LedgerFigures
 from splitveil.common.record.assessment import LeakAssessment
-from splitveil.common.record.lines import AuditLine
 from splitveil.common.record.run_folder import write_text_atomically
 from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 
@@ -42,9 +41,6 @@ _REPORT_LATER = "once the cause is gone: splitveil active report"
 _PACKAGE = "splitveil.active_party.report"
 _NAME_LENGTH = 36
 _EXPECTED_TO_DIFFER = {"contract.run_name", "listen", "runs_dir"}
-
-
-_BITS_PER_AUDIT = math.log2(51)  # the reply to an audit is one of .50, .51, ..., 1.00
 
 
 class _Compared(NamedTuple):
@@ -122,15 +118,8 @@ def report_page(run: RunFiles) -> str:
         test_aucs=list(tables.test_rows(run)),
         not_run=sorted(set(map(str, ATTACKS)) - {found.attack for found in findings}),
         has_passives=bool(run.passives),
-        bits_per_audit=_BITS_PER_AUDIT,
         ledger=bounds.ledger_of(run),
         gate=run.active.setting("leak_gate"),
-        allows_audits=run.active.setting("allow_audits"),
-        # The summary also counts audits after the checkpoint resumed from, whose lines are gone.
-        audits=max(
-            len(run.active.metrics.of(AuditLine)),
-            run.active.summary.of_active.audits_answered or 0,
-        ),
         training=[*panels.training_panels(run), *numbers.number_panels(run)],
         number_rows=list(numbers.number_rows(run)),
         of_numbers=numbers.is_of_numbers(run),
@@ -143,7 +132,6 @@ def report_page(run: RunFiles) -> str:
         leak_rows=list(tables.leak_rows(findings)),
         alarm_rows=list(tables.alarm_rows(run)),
         gate_rows=list(tables.gate_rows(run)),
-        audit_rows=list(tables.audit_rows(run)),
         run_level_rows=list(tables.run_level_rows(run)),
         ledger_panel=panels.ledger_panel(run, leak),
         circumstances=list(circumstances(run.active.summary, run.active.metrics, traffic)),

@@ -27,7 +27,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import CUT, needs_of
 from splitveil.common.privacy.figures import AttackFigure, ClassFigures, LeakByClass, RunFigures
-from splitveil.common.record.lines import AlarmLine, AuditLine, GateLine
+from splitveil.common.record.lines import AlarmLine, GateLine
 from splitveil.common.record.run_record import find_summary
 from splitveil.common.text.upper_bounds import auc_at_most
 from splitveil.common.text.wording import setting_in_words
@@ -179,17 +179,6 @@ def alarm_rows(run: RunFiles) -> Iterator[TableRow]:
         figures = map(figure, (line.figure.leak_auc, line.margin))
         bound = ABSENT if line.bound is None else auc_at_most(line.bound)
         yield TableRow((str(line.epoch + 1), _named(line.figure), *figures, bound), is_strong=True)
-
-
-def audit_rows(run: RunFiles) -> Iterator[TableRow]:
-    """Yield the peer's audits of its scores, one row per attack and layer."""
-    replies: dict[str, list[float]] = {}
-    for line in run.active.metrics.of(AuditLine):
-        if line.figure.leak_auc is not None:
-            replies.setdefault(_named(line.figure), []).append(line.figure.leak_auc)
-    for attack, answers in replies.items():
-        figures = (figure(value, 2) for value in (answers[0], max(answers), answers[-1]))
-        yield TableRow((attack, count(len(answers)), *figures))
 
 
 def settings_tables(settings: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:

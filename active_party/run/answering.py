@@ -26,8 +26,7 @@ from splitveil.common.record.answer_log import FIRST_RELEASE_NUMBER, ChargedAnsw
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows, Batch, batch_in_words, run_course
 from splitveil.common.run.host_copies import to_host
-from splitveil.common.run.messages import Activation, Answer, AuditQuestion, Course
-from splitveil.common.run.phases import Phase
+from splitveil.common.run.messages import Activation, Answer, Course
 from splitveil.common.run.progress import IMMUTABLE, Progress, State
 from splitveil.common.run.sample_order import Positions
 
@@ -59,7 +58,6 @@ class Unaligned:
     trainer: None = None
     has_answered: bool = False
     batch_number: int = 0
-    audits_answered: int = 0
 
     def account_book(self) -> AccountBook:
         return self.earlier
@@ -186,9 +184,6 @@ class Answering:
             self._reply(replies)
             if stops:
                 self.progress.finish()
-        if batch.closes_epoch:
-            for party in self._parties:
-                party.audits.open_epoch(batch.epoch)
         return evaluation, replies
 
     def _reply(self, replies: Sequence[Reply]) -> None:
@@ -197,22 +192,6 @@ class Answering:
         self._catch_up()
         if not self.progress.store.keeps:
             self.questions.forget_before(self.batch_number)
-
-    def audit(self, asking: PassivePeer, question: AuditQuestion) -> float:
-        """Measure a party's scores of the training rows, to two digits."""
-        with self.phases(Phase.AUDIT):
-            return asking.audits.answer(
-                question,
-                self.rows.splits["train"],
-                self.trainer.labels_of,
-                self.questions.note,
-                self.trainer.num_classes,
-            )
-
-    @property
-    def audits_answered(self) -> int:
-        """Number of audits that have been answered, over all processes of the run."""
-        return len(self.questions.noted())
 
     def learn(self) -> None:
         """Let the top model learn from the step that was answered last."""
@@ -244,7 +223,6 @@ class Answering:
             "accounts": self.budget.accounts.state_dict(),
             "records": len(self.questions),
             "evaluation": self._evaluator.state_dict(),
-            "audits": [party.audits.state_dict() for party in self._parties],
             "is_last": self.progress.is_over,
             "left": [party.name for party in self._parties if party.has_left],
         }
@@ -261,8 +239,6 @@ class Answering:
         self.budget.accounts.go_back(state["accounts"]["course"])
         self._catch_up()
         self._evaluator.load_state_dict(state["evaluation"])
-        for party, audits in zip(self._parties, state["audits"], strict=True):
-            party.audits.load_state_dict(audits)
         if state["is_last"]:
             self.progress.finish()
 
@@ -274,8 +250,6 @@ class Answering:
         self.budget.accounts.reopen(state["accounts"], charged)
         self.progress.go_to(batch_number)
         self._catch_up()
-        for party in self._parties:
-            party.audits.remember(self.questions.noted())
 
     def _charged_since(self, count: int) -> Iterator[tuple[Positions, ChargedAnswer]]:
         course: Iterator[Batch] = iter(())

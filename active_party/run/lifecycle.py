@@ -10,13 +10,7 @@ from typing import NamedTuple, Protocol
 
 from splitveil.active_party.run.answering import Answering, TrainingSetup, Unaligned
 from splitveil.active_party.run.observer import SessionObserver
-from splitveil.active_party.run.parties import (
-    JointRows,
-    PartyStage,
-    PassivePeer,
-    PassivePeers,
-    Reply,
-)
+from splitveil.active_party.run.parties import JointRows, PartyStage, PassivePeers, Reply
 from splitveil.active_party.run.preparation import (
     Preparation,
     check_noise_key,
@@ -36,7 +30,6 @@ from splitveil.common.errors import (
 from splitveil.common.record.answer_log import AnswerLog
 from splitveil.common.record.release_file import ReleaseFile
 from splitveil.common.run.course import Batch
-from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.phases import Phase
 from splitveil.common.run.progress import (
     CheckpointStore,
@@ -87,13 +80,12 @@ class Lifecycle:
         run: OpenRun,
     ) -> None:
         contract, rules = preparation.contract, preparation.rules
-        allows = rules.allow_audits and contract.audits_allowed
         self.observer = observer
         self.has_survey = rules.has_survey
         """Whether a new run begins with a survey of the training rows' activations."""
         self.run = run
         self.error: SplitveilError | None = None
-        self.parties = PassivePeers(contract, allow_audits=allows)
+        self.parties = PassivePeers(contract)
         self.stages = RunStages(self.parties)
         self.phase: Unaligned | Answering = Unaligned(rules.allowance.earlier)
         self._preparation = preparation
@@ -215,7 +207,6 @@ class Lifecycle:
         with refusing_other_versions(), answering.changing():
             answering.load_state_dict(batch_number, state)
             self.observer.load_state_dict(state["observer"])
-        self.observer.on_audits_answered(answering.audits_answered)
         if answering.budget.accounts.is_behind:
             self.observer.on_answers_ahead(answering.budget.bounds())
         self.observer.on_resumed(answering.progress.epoch)
@@ -279,14 +270,6 @@ class Lifecycle:
         if self.stages.current is Stage.TRAINING:
             answering.prepare()
         answering.progress.ahead(1)  # its rows are known before a peer waits for an answer
-
-    def audit(self, asking: PassivePeer, question: AuditQuestion) -> float:
-        """Measure a party's scores of the training rows, to two digits."""
-        leak_auc = self.answering.audit(asking, question)
-        self.observer.on_audits_answered(self.phase.audits_answered)
-        if asking.audits.report_once(question):
-            self.observer.on_audit(question, leak_auc, asking.name)
-        return leak_auc
 
     def _report_ledger(self, epoch: int) -> None:
         self.observer.on_ledger(epoch, self.answering.budget.bounds_on_course())

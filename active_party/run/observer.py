@@ -7,7 +7,6 @@ from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.errors import SplitveilError
 from splitveil.common.run.course import AlignedRows, Batch
-from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.progress import State
 
 
@@ -41,12 +40,6 @@ class SessionObserver(Protocol):
     def on_epoch(self, epoch: int) -> None:
         """An epoch is over, including its evaluation."""
 
-    def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
-        """Scores of a passive party were measured, and the figure is about to be sent."""
-
-    def on_audits_answered(self, count: int) -> None:
-        """The run has answered so many audits, over all its processes and resumptions."""
-
     def objection(self) -> SplitveilError | None:
         """Return the reason why the run must end, if there is one; asked before every answer."""
 
@@ -65,7 +58,7 @@ class Unobserved:
 
     on_aligned = on_resumed = on_step = on_epoch = on_evaluation = _ignore
     on_earlier_answers = on_ledger = on_answers_ahead = _ignore
-    on_audit = on_audits_answered = load_state_dict = objection = _ignore
+    load_state_dict = objection = _ignore
 
     def state_dict(self) -> State:
         return {}

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from splitveil.active_party.run.audit_service import AuditService
 from splitveil.common.alignment.share import Share
 from splitveil.common.errors import AlignmentError, OutOfStep
 from splitveil.common.run.contract import Contract
@@ -84,7 +83,6 @@ class JointRows(NamedTuple):
 class PassivePeer:
     name: str
     index: int
-    audits: AuditService
     stage: PartyStage = PartyStage.UNKNOWN
     commitment: bytes = b""
     handshakes: int = 0
@@ -194,12 +192,11 @@ class PassivePeer:
 class PassivePeers:
     """All passive parties of a run, in the contract's order."""
 
-    def __init__(self, contract: Contract, *, allow_audits: bool) -> None:
+    def __init__(self, contract: Contract) -> None:
         self._parties = tuple(
             PassivePeer(
                 name,
                 index,
-                AuditService(is_open=allow_audits, asker=index),
                 pipeline_depth=contract.pipeline_depth,
                 evaluations_ahead=evaluations_ahead(contract),
             )

@@ -47,9 +47,6 @@ class OwnRules:
     allowance: Allowance = field(default_factory=Allowance)
     """The limit to what the run may reveal, and the accounts of earlier runs."""
 
-    allow_audits: bool = False
-    """Whether scores of the passive parties are measured, if the contract allows it as well."""
-
     noise_seed: int | None = None
     """For tests only: makes fresh noise predictable."""
 

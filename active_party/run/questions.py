@@ -10,7 +10,6 @@ import hmac
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, Self
 
 import torch
 from cryptography.hazmat.primitives.poly1305 import Poly1305
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from splitveil.common.errors import OtherAnswer, OutOfStep
 from splitveil.common.record.answer_log import (
-    FIRST_AUDIT_NUMBER,
     FIRST_RELEASE_NUMBER,
     FIRST_RESUMPTION_NUMBER,
     AnswerLog,
@@ -29,27 +27,6 @@ from splitveil.common.record.answer_log import (
 MAX_RESUMPTIONS = 100
 """Times that a run goes back over answers that it has given: a peer that measures how long this
 party takes for the same work could average over more of them."""
-
-
-class QuestionNumber(NamedTuple):
-    """Identifies one question of a run, whether about training rows, held-out rows or an audit."""
-
-    record: int  # number of its record in the log of answers, about one batch or one audit
-    asker: int  # index of its fingerprint in the record
-    key: int  # number from which the key of its fingerprint is derived; no other question has it
-
-    @classmethod
-    def of_batch(cls, batch_number: int, asker: int, num_askers: int) -> Self:
-        return cls(batch_number, asker, batch_number * num_askers + asker)
-
-    @classmethod
-    def of_audit(cls, epoch: int, attack: str, layer: str, asker: int) -> Self:
-        """Return the number of a party's audit: one that no batch has, of at least 2^63."""
-        text = f"{epoch} {attack} {layer}"
-        text += f" {asker}" if asker else ""
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        number = int.from_bytes(digest, "little") | FIRST_AUDIT_NUMBER
-        return cls(number, 0, number)
 
 
 class AnsweredQuestions:
@@ -64,8 +41,11 @@ class AnsweredQuestions:
 
     def fingerprint(self, batch_number: int, asker: int, values: Tensor) -> bytes:
         """Return 16 bytes for a question; OutOfStep if another one about the batch was answered."""
-        number = QuestionNumber.of_batch(batch_number, asker, self._log.questions)
-        return self._fingerprint(number, values)
+        key, known = batch_number * self._log.questions + asker, self._log.at(batch_number)
+        fingerprint = self._tag(key, values)
+        if known and not hmac.compare_digest(known.fingerprints[asker], fingerprint):
+            raise OutOfStep("a question that was answered before came again with other bytes")
+        return fingerprint
 
     def is_answered(self, batch_number: int) -> bool:
         """Return whether a batch that may come again has been answered before."""
@@ -107,27 +87,9 @@ class AnsweredQuestions:
             )
         self._log.record(FIRST_RESUMPTION_NUMBER + count, [])
 
-    def note(self, number: QuestionNumber, values: Tensor, about: bytes = b"") -> None:
-        """Ensure that no other audit is ever answered under a number."""
-        fingerprint = self._fingerprint(number, values)
-        if self._log.at(number.record) is None:
-            self._log.record(number.record, [fingerprint], ChargedAnswer(0.0, about, 0.0))
-
-    def noted(self) -> list[bytes]:
-        """Return the ``about`` bytes of all noted audits."""
-        return [record.charge.identity for record in self._log.audits()]
-
     def forget_before(self, batch_number: int) -> None:
         """Drop from memory the questions about earlier batches, which can never come again."""
         self._log.forget_before(batch_number)
-
-    def _fingerprint(self, number: QuestionNumber, values: Tensor) -> bytes:
-        fingerprint, known = self._tag(number.key, values), self._log.at(number.record)
-        if known is not None:
-            before = known.fingerprints[number.asker]
-            if not hmac.compare_digest(before, fingerprint):
-                raise OutOfStep("a question that was answered before came again with other bytes")
-        return fingerprint
 
     def _tag(self, number: int, values: Tensor, purpose: bytes = b"fingerprint") -> bytes:
         return _tag(self.secret, number, values, purpose)

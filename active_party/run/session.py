@@ -202,17 +202,6 @@ class ActiveSession:
                 raise OutOfStep("held-out rows where a training activation is due")
             return reply
 
-    def audit(self, question: messages.AuditQuestion, party: str | None = None) -> float:
-        """Measure the peer's scores of the training rows, to two digits."""
-        with self._stages:
-            self.finish_step()
-            self.lifecycle.refuse_if_ended()
-            self.lifecycle.refuse_if_not_open()
-            if question.run_id != self.run_id:
-                raise OutOfStep("an audit of another run than this one")
-            asking = self.parties.named(party)
-            return self.lifecycle.audit(asking, question)
-
     def _ask(
         self,
         asking: PassivePeer,

@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 MAY_CHANGE = frozenset(
     {
         "alignment_attempts",
-        "allow_audits",
         "answers",
         "connect",
         "deterministic",

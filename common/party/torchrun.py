@@ -17,7 +17,7 @@ import tempfile
 import time
 from typing import NoReturn
 
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
@@ -103,7 +103,7 @@ def main() -> None:
     rendezvous_handler_registry.register(_NAME, _Meeting)
     os.environ[RANKS_FOLDER] = folder = tempfile.mkdtemp(prefix="splitveil-")
     try:
-        run(given)
+        run(given)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         # Ranks that lose another one end with 1, and those that the launcher ends below 0.
         codes = [one.exitcode for one in error.failures.values()]

@@ -275,17 +275,6 @@ WITHOUT_GRADIENTS = frozenset(
 ) | frozenset(map(str, FINAL_ATTACKS))
 """Attacks that look only at a party's own activations: a baseline, and not a gradient leak."""
 
-LABEL_FREE: tuple[AttackName, ...] = (
-    *(
-        name
-        for name, attack in ATTACKS.items()
-        if attack.is_free and attack.reads_gradients  # the others show what features reveal
-    ),
-    "accumulated_spectral",
-    "accumulated_residual_energy",
-)
-"""The attacks on received gradients that a party without any label can run."""
-
 
 def needs_of(attack: str) -> str:
     """Describe what an attacker needs to know besides the gradients."""

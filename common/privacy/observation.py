@@ -87,12 +87,9 @@ class Observation:
     activations: Tensor | None = None  # at the cut, (batch, ...); None: their attacks are off
     references_are_clean: bool = True  # whether noise cannot flip their sign
     predictions: KnownPredictions | None = None  # at the cut; None: attacks with them are off
-    prepared: Mapping[str, GradientRows] = field(default_factory=dict)
-    """Layer name -> the same gradients, prepared once for all audits of this observation."""
 
     def rows(self, layer: str) -> GradientRows:
-        rows = self.prepared.get(layer)
-        return GradientRows(self.gradients[layer]) if rows is None else rows
+        return GradientRows(self.gradients[layer])
 
 
 def pick_clues(

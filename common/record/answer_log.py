@@ -7,8 +7,8 @@ an answer leaves, and nothing in it is ever changed. It is a sequence of records
     record    number, fingerprints, reply, sum_kl, epsilon, noise identity, caveats, leak AUC, mu,
               link
 
-The number is that of a batch in the run, at least 2^62 for a release about all training rows, at
-least 3 * 2^61 where the run went back to a checkpoint, or at least 2^63 for an audit.
+The number is that of a batch in the run, at least 2^62 for a release about all training rows, or at
+least 3 * 2^61 where the run went back to a checkpoint.
 The reply is a fingerprint of the answer, because answers with other noise may have the same charge.
 The link is a hash of the previous link and of the record itself; the first link is a hash of the
 run's name. So a reader detects a byte that was changed, inserted or removed, and the log of another
@@ -30,7 +30,6 @@ from splitveil.common.record.run_folder import storage_errors, write_whole
 
 FIRST_RELEASE_NUMBER = 1 << 62  # from here on releases about all training rows, by stage
 FIRST_RESUMPTION_NUMBER = 3 << 61  # from here on the times that a run went back
-FIRST_AUDIT_NUMBER = 1 << 63  # numbers from here on belong to audits, not to batches of the run
 HOW_TO_RECOVER = (
     "the answers already given are no longer known, nor what they revealed about the labels: "
     "restore a copy of the file, or start over with --fresh at both parties"
@@ -109,11 +108,8 @@ class AnswerLog:
         """Return the last record of a number that may be asked about again."""
         return self._known.get(number)
 
-    def audits(self) -> list[Record]:
-        return [record for number, record in self._known.items() if number >= FIRST_AUDIT_NUMBER]
-
     def num_resumptions(self) -> int:
-        return sum(FIRST_RESUMPTION_NUMBER <= number < FIRST_AUDIT_NUMBER for number in self._known)
+        return sum(number >= FIRST_RESUMPTION_NUMBER for number in self._known)
 
     def record(
         self,

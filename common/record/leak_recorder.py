@@ -12,11 +12,10 @@ from torch import Tensor
 
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.privacy.audit import AuditedBatch, LeakAudit, LeakByAttack
-from splitveil.common.privacy.audit_worker import Auditing, AuditWorker
+from splitveil.common.privacy.audit_worker import AuditWorker
 from splitveil.common.privacy.beyond_features import Covariates
 from splitveil.common.privacy.custom_attacks import load_custom_attacks
 from splitveil.common.privacy.figures import AttackFigure, LeakByClass, LeakFigures
-from splitveil.common.privacy.gradient_rows import GradientRows
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.run_level import FeaturesOf
@@ -43,8 +42,7 @@ class LeakRecorder:
     Both parties use one: on the gradients that they received or sent. Metrics get a ``leak`` line
     per batch and an ``epoch_leak`` line per epoch, once its batches are measured: the mean over
     them, and the leak AUC of the sums so far. With more than two classes, figures are about the
-    pair separated best. ``on_leak`` is called in the audit's thread after a batch's line;
-    ``beside`` is another audit that gets the same observations.
+    pair separated best. ``on_leak`` is called in the audit's thread after a batch's line.
     """
 
     def __init__(
@@ -53,7 +51,6 @@ class LeakRecorder:
         metrics: MetricsLog,
         run: AuditedRun,
         on_leak: Callable[[AuditedBatch], None] | None = None,
-        beside: Auditing | None = None,
     ) -> None:
         self._metrics = metrics
         self._seed = run.seed
@@ -72,7 +69,7 @@ class LeakRecorder:
             convention=settings.convention,
         )
         self._worker = AuditWorker(
-            self._audit if beside is None else AuditsTogether(self._audit, beside),
+            self._audit,
             settings.queue_batches,
             self._note,
             settings.max_cpu_share,
@@ -202,39 +199,6 @@ class LeakRecorder:
             raise
         if self._on_leak is not None:
             self._on_leak(measured)
-
-
-class AuditsTogether:
-    """Shows every observation to two audits of the same steps, and returns the first one's result.
-
-    What both derive from a layer is computed once. An error in the second audit costs it the batch
-    and is logged; one in the first costs both the batch and is raised.
-    """
-
-    def __init__(self, first: Auditing, second: Auditing) -> None:
-        self._first = first
-        self._second = second
-        self._has_failed = False
-
-    def wants(self, step: int) -> bool:
-        return self._first.wants(step)
-
-    def observe(self, observation: Observation) -> AuditedBatch | None:
-        rows = {layer: GradientRows(found) for layer, found in observation.gradients.items()}
-        observation = dataclasses.replace(observation, prepared=rows)
-        measured = self._first.observe(observation)
-        try:
-            self._second.observe(observation)
-        except Exception:
-            self._second.leave_out()
-            if not self._has_failed:
-                logger.exception("the attacks for the audit failed on a batch")
-            self._has_failed = True
-        return measured
-
-    def leave_out(self) -> None:
-        self._first.leave_out()
-        self._second.leave_out()
 
 
 def attack_figures(leak: LeakByAttack) -> tuple[AttackFigure, ...]:

@@ -125,12 +125,6 @@ class EvaluationLine(Form):
 
 
 @dataclass(frozen=True)
-class AuditLine(Form):
-    epoch: KnownCount
-    figure: Figure
-
-
-@dataclass(frozen=True)
 class GateLine(Form):
     """A finding of the leak gate, at the last batch of its window."""
 
@@ -159,7 +153,6 @@ Line: TypeAlias = (
     | NumberLeakLine
     | LedgerLine
     | EvaluationLine
-    | AuditLine
     | GateLine
     | AlarmLine
 )
@@ -174,7 +167,6 @@ _TYPES: Mapping[str, type[Line]] = {
     "ledger": LedgerLine,
     "validation": EvaluationLine,
     "test": EvaluationLine,
-    "audit": AuditLine,
     "leak_gate": GateLine,
     "leak_alarm": AlarmLine,
 }

@@ -18,12 +18,9 @@ from splitveil.common.privacy.figures import LEAK_TABLES, LeakFigures, LedgerFig
 from splitveil.common.record.transcript import TranscriptEnd
 from splitveil.common.text.values import (
     IF_ANY,
-    ByAttack,
     Count,
     Flat,
     Form,
-    Key,
-    Known,
     Maybe,
     Number,
     Object,
@@ -107,8 +104,6 @@ class ActiveFigures(Form):
     ledger: Maybe[LedgerFigures] = None  # of all answers; None before the first one
     bounds: Annotated[tuple[OnErrorOmit[AdversaryBound], ...], BeforeValidator(as_list)] = ()
     """One for each adversary class, in their order; empty before the first answer."""
-    audits_answered: Annotated[Count, IF_ANY] = None
-    """None if audits are not allowed and none was answered."""
     refused_messages: Object[Annotated[int, BeforeValidator(lambda n: as_count(n) or 0)]] = field(
         default_factory=dict
     )
@@ -118,17 +113,10 @@ class ActiveFigures(Form):
     gate: Annotated[GateFigures | None, Flat("leak_gate_")] = None  # None without a leak gate
 
 
-@dataclass(frozen=True)
-class AuditedFigures(Form):
-    leak_aucs: Annotated[ByAttack[Known], Key("audit")] = field(default_factory=dict)
-    left_out_batches: Annotated[Count, Key("audit_left_out_batches")] = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Summary(Form):
     counts: Annotated[RunCounts, Flat()] = field(default_factory=RunCounts)
     active: Annotated[ActiveFigures | None, Flat()] = None  # None in a passive party's summary
-    audited: Annotated[AuditedFigures | None, Flat()] = None  # None without requests
     leak: Annotated[LeakFigures | None, Flat()] = None  # None if attacks were not run
     transcript: Annotated[Maybe[TranscriptEnd], IF_ANY] = None
     version: Annotated[Text, IF_ANY] = None
@@ -148,4 +136,4 @@ def plain_figures(summary: Summary) -> dict[str, Any]:
     return {name: value for name, value in summary.form().items() if name not in _WITH_TABLES}
 
 
-_WITH_TABLES = {*LEAK_TABLES, "ledger", "bounds", "audit", "transcript", "provenance"}
+_WITH_TABLES = {*LEAK_TABLES, "ledger", "bounds", "transcript", "provenance"}

@@ -76,8 +76,6 @@ def _adversary_tables(summary: Summary) -> Iterator[PlainTable]:
             layers.setdefault(layer, {}).update({a: found.auc for a, found in of_run.items()})
         pair = "" if leak.by_class is None else ", worst pair of classes"
         yield _adversary_table(layers, f"raw leak AUC{pair}; given: labels for evaluation")
-    if summary.audited is not None:
-        yield _adversary_table(summary.audited.leak_aucs, "leak AUC, audited by the active party")
 
 
 def _adversary_table(layers: Mapping[str, Mapping[str, float | None]], measured: str) -> PlainTable:

@@ -207,9 +207,6 @@ class Contract(Section):
     checkpoints: CheckpointPlan = CheckpointPlan()
     """Interval and number of the checkpoints that the parties save."""
 
-    audits_allowed: bool = False
-    """Whether a passive party may ask the active party for the AUC of its scores."""
-
     @model_validator(mode="before")
     @classmethod
     def _fill_in_identities(cls, values: Any) -> Any:

@@ -85,18 +85,6 @@ class LeaveReason(Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True)
-class AuditQuestion:
-    """A passive party's request for the leak AUC of its scores of the training rows."""
-
-    run_id: str
-    epoch: int  # the epoch up to whose end the scores were gathered
-    attack: str
-    layer: str
-    positions_digest: bytes  # digest of the training rows' positions, ascending
-    scores: Tensor  # one score per training row in that order, (training rows,), float32
-
-
 ID_MARKS = string.punctuation.replace("~", "") + " "
 # The kinds of characters that are compared, each with its pattern in RE2's syntax.
 ID_CHARACTERS = {mark: re.escape(mark) for mark in ID_MARKS} | {

@@ -22,8 +22,6 @@ class Phase(StrEnum):
     """What an answer takes besides: aggregation, ledger, and the log of answers."""
     EVALUATION = "evaluation"
     """Activations and predictions of held-out rows."""
-    AUDIT = "audit"
-    """Audits of the passive party's scores."""
     RECORD = "record"
     """Metrics, progress, and handing batches to the attacks."""
     CHECKPOINT = "checkpoint"

@@ -1,27 +1,16 @@
 """Encodes the small messages of a run, and alone checks and decodes them.
 
-They are those of the handshake, of the replies to held-out activations, of audits and of leaving.
+They are those of the handshake, of the replies to held-out activations, and of leaving.
 """
 
 import re
 from typing import Any, NamedTuple, TypeVar, get_args
 
-import torch
-
 from splitveil.common.errors import ContractMismatch, InvalidMessage, OutOfStep, ProtocolError
-from splitveil.common.run.messages import (
-    AuditQuestion,
-    BatchId,
-    Course,
-    LeaveReason,
-    Offer,
-    Opening,
-)
+from splitveil.common.run.messages import BatchId, Course, LeaveReason, Offer, Opening
 from splitveil.common.run.sample_order import PassName
 from splitveil.common.wire.limits import DIGEST_BYTES, PROTOCOL_VERSION, RUN_ID_PATTERN
 from splitveil.protos import split_learning_pb2 as pb
-
-_FLOAT_BYTES = 4
 
 OursT = TypeVar("OursT")
 TheirsT = TypeVar("TheirsT")
@@ -133,30 +122,3 @@ def decode_course(reply: pb.EvaluateReply, asked: BatchId) -> Course:
     if (reply.epoch, reply.step, reply.split) != wanted:
         raise InvalidMessage("the evaluation reply is for another batch")
     return course_from_wire(reply.course)
-
-
-def encode_question(question: AuditQuestion) -> pb.AuditRequest:
-    return pb.AuditRequest(
-        run_id=question.run_id,
-        epoch=question.epoch,
-        attack=question.attack,
-        layer=question.layer,
-        positions_digest=question.positions_digest,
-        scores=question.scores.numpy().astype("<f4").tobytes(),
-    )
-
-
-def decode_question(request: pb.AuditRequest) -> AuditQuestion:
-    size = len(request.scores)
-    if not size or size % _FLOAT_BYTES:
-        raise InvalidMessage(f"audit: {size} bytes are not float32 scores")
-    # The copy is writable, which torch requires.
-    scores = torch.frombuffer(bytearray(request.scores), dtype=torch.float32)
-    return AuditQuestion(
-        request.run_id,
-        request.epoch,
-        request.attack,
-        request.layer,
-        request.positions_digest,
-        scores,
-    )

@@ -14,7 +14,6 @@ import grpc
 
 from splitveil.common.errors import (
     AlignmentError,
-    AuditRefused,
     Busy,
     ContractMismatch,
     EndedForGood,
@@ -78,7 +77,6 @@ _SENT: dict[type[Exception], PeerStatus] = {
         _NOT_NOW, "other-model: this party's half of the model is from another training"
     ),
     TableRefused: PeerStatus(_DENIED, "table-refused: this party does not give its whole table"),
-    AuditRefused: PeerStatus(_DENIED, "audit-refused: this party measures no scores in this run"),
     AlignmentError: PeerStatus(
         _NOT_NOW, "alignment-failed: the parties' ids give no intersection to train on"
     ),
@@ -107,7 +105,6 @@ _RECEIVED: dict[str, tuple[type[SplitveilError], str]] = {
         "the passive party does not give its whole table (its answers.whole_table)",
     ),
     "other-model": (OtherModel, "the peer's half of the model is from another training"),
-    "audit-refused": (AuditRefused, "the peer does not measure scores in this run"),
     "untrusted": (PeerUntrusted, "the peer does not accept this party's certificate"),
     "alignment-failed": (
         AlignmentError,

@@ -85,7 +85,6 @@ def _train(
             build_trainer,
             recorder,
             store,
-            recorder if settings.audits else None,
             interruption,
             status.phases,
         )

@@ -119,9 +119,6 @@ class InProcessPeer:
         session.finish_step()
         return course
 
-    def audit(self, question: messages.AuditQuestion) -> float:
-        return self.session.audit(question, self._party)
-
     def leave(self, run_id: str, reason: messages.LeaveReason) -> None:
         """Say goodbye, and wait until the other passive parties do."""
         while True:

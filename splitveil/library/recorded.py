@@ -111,8 +111,6 @@ class _Passive:
         self.run: PassiveRun
         self._builder: BottomBuilder
         self.run, self._builder = assemble_passive(settings, data, self.recorder, engine)
-        if settings.audits:
-            self.run.auditor = self.recorder
 
     def save_model(self) -> None:
         if self.run.trainer is not None:

@@ -4,32 +4,23 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from splitveil.common.errors import SettingsError, StorageError
-from splitveil.common.party.party_data import PartyData
-from splitveil.common.privacy import gradient_rows
-from splitveil.common.privacy.audit import AuditedBatch
-from splitveil.common.privacy.audit_worker import CpuBudget
 from splitveil.common.privacy.figures import LeakFigures
-from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings
-from splitveil.common.privacy.top_direction import TopDirection, top_direction_of_rows
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.lines import LeakLine
 from splitveil.common.record.metrics_log import MetricsLog
-from splitveil.common.record.summary import Summary
 from splitveil.common.run.course import Batch
-from splitveil.passive_party.recorder import PassiveRecorder
-from tests.support.equality import same, stored
+from tests.support.equality import stored
 from tests.support.recorders import record
-from tests.support.runs import build_parties, run_in_process
+from tests.support.runs import build_parties
 from tests.support.waiting import wait_until
 
 
@@ -160,91 +151,3 @@ def test_an_attack_is_refused_where_there_are_no_activations_for_it(example: Pat
     chosen = "adversary={attacks: [activation_spectral], layers: [first]}"
     with pytest.raises(SettingsError, match="activation_spectral: measured at the cut"):
         build_parties(example, (), [chosen])
-
-
-class Attacked(NamedTuple):
-    summary: Summary
-    gathered: dict[str, Any] | None
-    """The state of the label-free audit."""
-    budgets: int
-    top_directions: int
-    """How often a batch's top direction was computed."""
-
-
-def attacked(
-    example: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *, labels: bool, audit: bool
-) -> Attacked:
-    allowed = "contract.audits_allowed=true"
-    mine = [allowed, f"adversary.audit={json.dumps(audit)}"]
-    parties = build_parties(example, [allowed, "leak_monitor=null"], mine)
-    settings = parties.passive_settings
-    budgets: list[CpuBudget] = []
-    directions: list[Tensor] = []
-
-    class CountedBudget(CpuBudget):
-        def __init__(self, max_share: float | None, now_s: float) -> None:
-            super().__init__(max_share, now_s)
-            budgets.append(self)
-
-    def counted_direction(rows: Tensor) -> TopDirection:
-        directions.append(rows)
-        return top_direction_of_rows(rows)
-
-    monkeypatch.setattr("splitveil.common.privacy.audit_worker.CpuBudget", CountedBudget)
-    monkeypatch.setattr(gradient_rows, "top_direction_of_rows", counted_direction)
-    folder.mkdir()
-    known = PartyData.load(parties.active_settings.data, example) if labels else None
-    ids = PartyData.load(settings.data, example).ids
-    with PassiveRecorder(settings, folder, ids, known) as adversary:
-        parties.run.observer = adversary
-        run_in_process(parties)
-    gathered = None if adversary._label_free is None else adversary._label_free.state_dict()
-    return Attacked(adversary.summary(), gathered, len(budgets), len(directions))
-
-
-def test_a_party_with_labels_and_audits_has_one_budget_and_computes_no_score_twice(
-    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And finds, bit for bit, what either of the two audits finds alone."""
-    of_labels, of_audit, of_both = (
-        attacked(example, tmp_path / name, monkeypatch, labels=labels, audit=audit)
-        for name, labels, audit in (("a", True, False), ("b", False, True), ("c", True, True))
-    )
-    assert of_labels.budgets == of_audit.budgets == of_both.budgets == 1
-    assert of_labels.top_directions == of_audit.top_directions == of_both.top_directions > 0
-    assert of_both.summary.leak == of_labels.summary.leak
-    assert of_both.gathered is not None
-    assert same(of_both.gathered, of_audit.gathered)
-    assert of_both.summary.audited == of_audit.summary.audited
-
-
-class FailingAudit:
-    left_out = 0
-
-    def wants(self, step: int) -> bool:
-        return True
-
-    def observe(self, observation: Observation) -> AuditedBatch | None:
-        raise ValueError("no such batch")
-
-    def leave_out(self) -> None:
-        self.left_out += 1
-
-
-def test_an_error_in_the_audit_beside_costs_the_leak_s_figures_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    failing, settings = FailingAudit(), AuditSettings(attacks=("norm",), queue_batches=64)
-    figures = []
-    for beside in (None, failing):
-        with MetricsLog(tmp_path) as metrics:
-            recorder = LeakRecorder(settings, metrics, AuditedRun(b"seed", 32), beside=beside)
-            with recorder:
-                for batch in epochs_of_batches():
-                    generator = torch.Generator().manual_seed(batch.step)
-                    gradients = {"cut": torch.randn(8, 3, generator=generator)}
-                    recorder.submit(batch, gradients, torch.arange(8) % 2)
-            figures.append(recorder.summary())
-    assert figures[0] == figures[1]
-    assert figures[0].counts.observed == failing.left_out == EPOCHS * STEPS
-    assert caplog.text.count("the attacks for the audit failed on a batch") == 1

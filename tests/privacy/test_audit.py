@@ -16,7 +16,6 @@ from sklearn.metrics import roc_auc_score
 
 from splitveil.common.privacy.attacks import (
     FINAL_ATTACKS,
-    LABEL_FREE,
     AttackName,
     BatchAttackName,
     RunAttackName,
@@ -31,7 +30,6 @@ from splitveil.common.privacy.observation import (
     pick_hint_rows,
     pick_reference_row,
 )
-from splitveil.passive_party.label_free_audit import LabelFreeAudit
 from tests.support.equality import same, stored
 from tests.support.waiting import HANGS_AFTER_S
 
@@ -436,30 +434,3 @@ def test_a_run_cut_at_any_batch_resumes_bit_for_bit() -> None:
         audit, figures = _whole_run(cut)
         assert figures == expected, cut
         assert same(audit.state_dict(), uninterrupted.state_dict()), cut
-
-
-def test_label_free_scores_of_a_run_cut_at_any_batch_resume_bit_for_bit() -> None:
-    def gathered(cut: int | None) -> LabelFreeAudit:
-        audit = LabelFreeAudit(LABEL_FREE, 1, 5 * 64)
-        for number, observation in enumerate(_run(num_epochs=3)):
-            if number == cut:
-                audit.leave_out()
-                state = stored(audit.state_dict())
-                audit = LabelFreeAudit(LABEL_FREE, 1, 5 * 64)
-                audit.load_state_dict(state)
-            audit.observe(observation)
-        return audit
-
-    expected = gathered(None)
-    for cut in (0, 5, 13):
-        audit = gathered(cut)
-        assert audit.left_out == 1
-        state = audit.state_dict() | {"left_out": 0}
-        assert same(state, expected.state_dict()), cut
-        for found, wanted in zip(
-            audit.gathered(np.arange(9)), expected.gathered(np.arange(9)), strict=True
-        ):
-            assert found[:2] == wanted[:2]
-            assert torch.equal(found.scores, wanted.scores)
-    with pytest.raises(ValueError, match="expected scores of norm"):
-        LabelFreeAudit(["norm"], 1, 9).load_state_dict(expected.state_dict())

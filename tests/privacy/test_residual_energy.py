@@ -9,7 +9,6 @@ from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.leakage import auc, leak_auc
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.residual_energy import rare_cluster_up, residual_energy
-from splitveil.passive_party.label_free_audit import LabelFreeAudit
 
 FLOOR = 0.05
 """Deviation of clean gradients in each weak direction, where a gap between classes has 1."""
@@ -124,18 +123,3 @@ def test_a_multi_class_run_has_one_sum_for_all() -> None:
     assert figures.leak["cut"]["accumulated_residual_energy"].auc > 0.97
     pair = figures.by_class["cut"]["accumulated_residual_energy"].worst_pair
     assert "a" in pair  # the one class whose noise differs
-
-
-def test_a_party_without_labels_gathers_the_same_sums() -> None:
-    with_labels = LeakAudit(["accumulated_residual_energy"], num_examples=EXAMPLES)
-    without = LabelFreeAudit(["accumulated_residual_energy"], 1, EXAMPLES)
-    labels = np.empty(EXAMPLES)
-    for observation in observations():
-        assert observation.positions is not None
-        labels[observation.positions.numpy()] = observation.labels.numpy()
-        with_labels.observe(observation)
-        without.observe(observation)
-    for gathered in without.gathered(np.arange(EXAMPLES)):
-        assert gathered.attack == "accumulated_residual_energy"
-        expected = with_labels.run.result().leak[gathered.layer][gathered.attack].auc
-        assert leak_auc(gathered.scores, labels) == pytest.approx(expected, abs=1e-6)

@@ -91,7 +91,6 @@ LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
         form("test", loss=0.5, train_loss=0.25, rmse=2.0, mae=1.5, r2=0.75)
         | {"constant_rmse": 4.0, "constant_mae": 3.0},
     ),
-    "audit": (lines.AuditLine(1, NORM), form("audit") | {"cut/norm": 0.75}),
     "gate": (
         lines.GateLine(1, 2, NORM, 0.5, 0.625),
         form("leak_gate", 2) | {"cut/norm": 0.75, "random": 0.5, "limit": 0.625},
@@ -191,7 +190,6 @@ SUMMARIES: Mapping[str, tuple[summaries.Summary, dict[str, Any]]] = {
                     summaries.AdversaryBound(Adversary.HONEST_BUT_CURIOUS, 0.8125, None),
                     summaries.AdversaryBound(Adversary.CLASS_MEANS, 0.75, 0.5),
                 ),
-                audits_answered=3,
                 refused_messages={"too-large": 1},
                 earlier_answers=summaries.EarlierAnswers(9, BOUNDS),
                 leak_alarms=1,
@@ -210,7 +208,7 @@ SUMMARIES: Mapping[str, tuple[summaries.Summary, dict[str, Any]]] = {
                 {"adversary": "knows class means only", "leak_auc": 0.75, "mu": 0.5},
             ]
         }
-        | {"audits_answered": 3, "refused_messages": {"too-large": 1}}
+        | {"refused_messages": {"too-large": 1}}
         | {"earlier_answers": {"examples": 9, **LEDGER_FORM}}
         | {"leak_alarms": 1, "leak_gate_findings": 2, "leak_gate_closed": True}
         | LEAK_FORM
@@ -248,10 +246,9 @@ SUMMARIES: Mapping[str, tuple[summaries.Summary, dict[str, Any]]] = {
     "passive": (
         summaries.Summary(
             counts=summaries.RunCounts(569, 2, 30, 12.5),
-            audited=summaries.AuditedFigures({"cut": {"norm": 0.75}}, 4),
             leak=LEAK,
         ),
-        COUNTS | {"audit": {"cut": {"norm": 0.75}}, "audit_left_out_batches": 4} | LEAK_FORM,
+        COUNTS | LEAK_FORM,
     ),
 }
 

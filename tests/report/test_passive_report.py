@@ -16,9 +16,9 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.models.data_parallel import Learner
 from splitveil.common.party.report_parts import Volume, read_traffic
 from splitveil.common.privacy.figures import AttackFigure
-from splitveil.common.record.lines import AlignmentLine, AuditLine, EpochLeakLine, LeakLine
+from splitveil.common.record.lines import AlignmentLine, EpochLeakLine, LeakLine
 from splitveil.common.record.run_record import write_summary
-from splitveil.common.record.summary import AuditedFigures, RunCounts, Summary
+from splitveil.common.record.summary import RunCounts, Summary
 from splitveil.common.record.transcript import Crossing, Transcript
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.commands.program import main
@@ -163,16 +163,13 @@ def write_run(folder: Path, *, leak: float = 0.9, security: str = "mtls") -> Pat
         AlignmentLine(1234),
         LeakLine(0, 0, (figure,), leak / 2),
         EpochLeakLine(0, (figure,)),
-        AuditLine(0, figure),
     )
-    audited = AuditedFigures({"cut": {"norm": leak}}, 0)
-    write_summary(own, Summary(counts=RunCounts(1234, 1, 10), audited=audited, version="1.2.3"))
+    write_summary(own, Summary(counts=RunCounts(1234, 1, 10), version="1.2.3"))
     contract = {
         "run_name": "joint",
         "cut_shape": [8],
         "cut_dtype": "float32",
         "identities": {"active": "labels.example.org"},
-        "audits_allowed": True,
         "alignment": {"min_aligned": 100, "max_set_size": 5000},
     }
     settings = {
@@ -180,14 +177,13 @@ def write_run(folder: Path, *, leak: float = 0.9, security: str = "mtls") -> Pat
         "party": "passive",
         "bottom_model": {"kind": "mlp"},
         "security": {"mode": security},
-        "adversary": {"audit": True, "labels": {"label_column": "bad"}},
+        "adversary": {"labels": {"label_column": "bad"}},
         "alignment_attempts": 3,
     }
     (own / "settings.yaml").write_text(yaml.safe_dump(settings))
     with Transcript(own, "passive") as transcript:
         transcript.note(Crossing("sent", "Train request", b"a" * 3000, 0, 0))
         transcript.note(Crossing("sent", "Train request", b"a" * 3000, 0, 1))
-        transcript.note(Crossing("sent", "Audit request", b"", 0, 1))
         transcript.note(Crossing("received", "Train reply", b"b" * 500, 0, 0))
     found = exposed()
     assert found is not None
@@ -207,7 +203,6 @@ def test_the_page_says_what_left_to_whom_and_what_it_tells(tmp_path: Path) -> No
     assert "2 of 4 columns are guessed better than without" in first
     assert "knows which 1,234 of its ids we have too, and that we have 4,000." in first
     assert "5.86 KiB went to labels.example.org" in first
-    assert "<li>Scores of training rows, for audits.</li>" in first
     assert "out of data.features in passive.yaml" in first
     at = [first.index(f'scope="row">{name}<') for name in ("sent", "shown", "kept")]
     assert at == sorted(at)
@@ -222,7 +217,7 @@ def test_the_page_says_what_left_to_whom_and_what_it_tells(tmp_path: Path) -> No
 
 
 def test_nothing_on_the_page_depends_on_labels(tmp_path: Path) -> None:
-    """Other leak figures and audit replies, which follow from labels, change no byte."""
+    """Other leak figures, which follow from labels, change no byte."""
     pages = []
     for leak in (0.9, 0.6):
         run = write_run(tmp_path / f"{leak}" / "run", leak=leak)

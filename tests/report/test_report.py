@@ -37,7 +37,6 @@ from splitveil.common.privacy.figures import (
 )
 from splitveil.common.record.lines import (
     AlarmLine,
-    AuditLine,
     EvaluationLine,
     GateLine,
     LeakLine,
@@ -489,7 +488,6 @@ def test_each_leak_chart_shows_what_features_reveal(tmp_path: Path) -> None:
 def test_what_was_noticed_and_told_stands_in_tables(tmp_path: Path) -> None:
     settings = {
         "leak_gate": {"max_leak_auc": 0.65, "window_steps": 50, "action": "stop"},
-        "allow_audits": True,
     }
     earlier = LedgerFigures(
         SpreadFigures(max=0.1), knows_class_means_only=SpreadFigures(max=0.6172)
@@ -497,7 +495,6 @@ def test_what_was_noticed_and_told_stands_in_tables(tmp_path: Path) -> None:
     summary = of_active(
         leak_alarms=1,
         gate=GateFigures(findings=1, closed=True),
-        audits_answered=3,
         earlier_answers=EarlierAnswers(1234, earlier),
     )
     levels = {"cut": {"accumulated_spectral": RunFigures(0.75, 0.72, 0.78, 12345)}}
@@ -507,24 +504,20 @@ def test_what_was_noticed_and_told_stands_in_tables(tmp_path: Path) -> None:
         run_dir / "active",
         GateLine(1, 7, AttackFigure("cut", "norm", 0.7654), random=0.5712, limit=0.65),
         AlarmLine(2, AttackFigure("cut", "cosine", 0.9123), margin=0.0123, bound=0.6123),
-        *(AuditLine(e, AttackFigure("cut", "norm", 0.6 + e / 10)) for e in range(3)),
     )
     page = page_of(run_dir)
     watched = page[page.index('id="watch"') : page.index('id="training"')]
     for text in (
-        *("went off 1 time.", "1 finding, and ended the run", "Audit calls answered: 3."),
+        *("went off 1 time.", "1 finding, and ended the run"),
         *("epoch 2, step 8", "norm at cut", "0.765", "0.571"),
         *("cosine at cut", "0.912", "0.012", "0.613"),
-        *(">3</td>", ">0.60</td>", ">0.80</td>"),
     ):
         assert text in watched, text
     words = words_of(page)
-    assert "up to 18 bits about all labels together" in words
     assert "they answered about 1,234 of the training rows, at most AUC 0.618" in words
     assert '<td class="number">0.720 to 0.780</td><td class="number">12,345</td>' in page
     without = page_of(write_run(tmp_path / "without"))
     assert "Leak gate" not in without
-    assert "Audit calls: not allowed" in without
     assert "Earlier runs" not in without
     assert "Findings of the leak gate" not in without
 

@@ -13,7 +13,7 @@ import torch
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.common.errors import OtherAnswer, OutOfStep, StorageError
 from splitveil.common.record.answer_log import (
-    FIRST_AUDIT_NUMBER,
+    FIRST_RESUMPTION_NUMBER,
     NO_CHARGE,
     AnswerLog,
     ChargedAnswer,
@@ -33,7 +33,7 @@ def log_of_three(path: Path) -> AnswerLog:
     log = AnswerLog.create(path)
     log.record(0, [b"f" * 16], FRESH)
     log.record(1, [b"g" * 16], REPEATED)
-    log.record(FIRST_AUDIT_NUMBER + 7, [b"h" * 16])
+    log.record(FIRST_RESUMPTION_NUMBER + 7, [b"h" * 16])
     return log
 
 
@@ -51,8 +51,8 @@ def test_it_outlives_its_process_and_half_a_record(tmp_path: Path) -> None:
         assert again.at(5) is None
     again.record(2, [b"i" * 16], FRESH)
     found = AnswerLog(path)
-    assert [record.number for record in found.since(1)] == [1, FIRST_AUDIT_NUMBER + 7, 2]
-    assert len(found.audits()) == 1
+    assert [record.number for record in found.since(1)] == [1, FIRST_RESUMPTION_NUMBER + 7, 2]
+    assert found.num_resumptions() == 1
 
 
 def test_what_can_no_more_be_asked_again_stays_in_the_file(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_what_can_no_more_be_asked_again_stays_in_the_file(tmp_path: Path) -> No
     for one in (log, later):
         assert one.at(0) is None
         assert one.at(1) is not None
-        assert one.at(FIRST_AUDIT_NUMBER + 7) is not None
+        assert one.at(FIRST_RESUMPTION_NUMBER + 7) is not None
         assert len(list(one.since(0))) == len(one) == 3
 
 

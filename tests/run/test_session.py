@@ -13,18 +13,9 @@ from splitveil.common.errors import (
     Interrupted,
     InvalidMessage,
     OutOfStep,
-    PeerError,
     PeerLeft,
 )
-from splitveil.common.run.messages import (
-    Activation,
-    Answer,
-    AuditQuestion,
-    LeaveReason,
-    Offer,
-    Opening,
-)
-from splitveil.passive_party.label_free_audit import GatheredScores
+from splitveil.common.run.messages import Activation, Answer, LeaveReason, Offer, Opening
 from splitveil.passive_party.run import PassiveRun
 from tests.support.peers import InProcessPeer, StopsAtFirstStep
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
@@ -224,37 +215,6 @@ class ConfusedPeer(ListeningPeer):
     def receive_gradient(self) -> Answer:
         reply = super().receive_gradient()
         return Answer(reply.batch._replace(step=7), reply.values)
-
-
-class AuditsAtTheEnd:
-    def scores_to_audit(self, epoch: int) -> list[GatheredScores]:
-        return [GatheredScores("norm", "cut", torch.zeros(1))] * epoch
-
-    def on_audit(self, epoch: int, scored: GatheredScores, leak_auc: float) -> None:
-        """Take no note."""
-
-    def on_audit_failed(self, epoch: int, error: PeerError) -> None:
-        """Take no note."""
-
-
-class InterruptedAudit(InProcessPeer):
-    def audit(self, question: AuditQuestion) -> float:
-        raise Interrupted
-
-
-def test_a_run_that_is_stopped_in_its_last_audit_is_over_when_it_resumes(tmp_path: Path) -> None:
-    write_example(tmp_path)
-    epochs = "contract.epochs=5"
-    active = [epochs, "early_stopping={patience_epochs: 1, min_gain: 0.5}"]
-    parties = build_parties(tmp_path, active, [epochs], runs=tmp_path / "runs")
-    parties.run.auditor = AuditsAtTheEnd()
-    with pytest.raises(Interrupted):
-        parties.run.run(InterruptedAudit(parties.session, parties.engine))
-    assert parties.session.stage is Stage.FINISHED
-    again = build_parties(tmp_path, active, [epochs], runs=tmp_path / "runs")
-    assert again.session.reopen()
-    run_in_process(again)
-    assert again.session.wait_for_farewell(0)
 
 
 def test_before_the_handshake_there_is_no_run_to_leave(tmp_path: Path) -> None:

@@ -34,8 +34,7 @@ from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import Batch
-from splitveil.common.run.messages import Answer, AuditQuestion, LeaveReason, Opening
-from splitveil.common.run.sample_order import positions_digest
+from splitveil.common.run.messages import Answer, LeaveReason, Opening
 from splitveil.passive_party.assembly import BottomBuilder
 from tests.run.test_pipeline import pipelined
 from tests.support import simulation
@@ -365,37 +364,6 @@ def test_parties_that_collude_in_a_run_gain_nothing_from_the_joint_draw(tmp_path
     assert separately > jointly + 0.05
     charges = several.seen.ledger[-1][1].sum_kl.max / several.settings.contract.epochs
     assert jointly < leak_auc_bound(charges)
-
-
-# ---- audits ----
-
-
-def test_each_party_has_audits_of_its_own(tmp_path: Path) -> None:
-    write_several(tmp_path, 2, rows=7500)
-    both = ["contract.audits_allowed=true", "contract.epochs=1", "contract.batch_size=512"]
-    several = build_several(tmp_path, both, ["allow_audits=true"], runs=tmp_path / "runs")
-    run_in_process(several)
-    session, rows = several.session, several.seen.rows
-    assert rows is not None
-    train = rows.splits["train"]
-    generator = torch.Generator().manual_seed(1)
-    asked = {
-        name: AuditQuestion(
-            session.run_id,
-            0,
-            "norm",
-            "cut",
-            positions_digest(train),
-            torch.rand(len(train), generator=generator),
-        )
-        for name in ("ash", "birch")
-    }
-    answers = {name: session.audit(question, name) for name, question in asked.items()}
-    assert {name: session.audit(question, name) for name, question in asked.items()} == answers
-    for name, other in (("ash", "birch"), ("birch", "ash")):
-        with pytest.raises(OutOfStep):
-            session.audit(asked[other], name)
-    assert len(several.seen.audits) == 2
 
 
 def test_of_several_parties_the_first_error_is_raised(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def at(stage: Stage) -> RunStages:
         for known, way in list(ways.items()):
             for following in TRANSITIONS[known]:
                 ways.setdefault(following, [*way, following])
-    machine = RunStages(PassivePeers(CONTRACT, allow_audits=False))
+    machine = RunStages(PassivePeers(CONTRACT))
     for each in ways[stage]:
         machine.move_to(each)
     return machine

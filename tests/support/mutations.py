@@ -22,8 +22,8 @@ from splitveil.protos import split_learning_pb2 as pb
 from tests.support.loopback import peer_of, serving
 from tests.support.runs import Parties
 
-METHODS = ("Handshake", "Align", "Train", "Evaluate", "Audit", "Leave")
-UNARY = frozenset({"Handshake", "Audit", "Leave"})
+METHODS = ("Handshake", "Align", "Train", "Evaluate", "Leave")
+UNARY = frozenset({"Handshake", "Leave"})
 _VARINT, _LENGTH_DELIMITED = 0, 2
 _EXTREMES = (0, 1, 127, 128, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
 
@@ -47,11 +47,6 @@ class Tape:
         with self._lock:
             sent = {m: list(self.messages.get(f"{m} request", ())) for m in METHODS}
         run_id = pb.TensorFrame.FromString(sent["Train"][0]).run_id
-        digest = pb.TensorFrame.FromString(sent["Train"][0]).rows_digest
-        audit = pb.AuditRequest(
-            run_id=run_id, attack="norm", layer="cut", positions_digest=digest, scores=bytes(400)
-        )
-        sent["Audit"].append(audit.SerializeToString())
         # A right goodbye ends a run, and rightly so.
         leave = pb.LeaveRequest(run_id=run_id[:-1] + "?", reason=pb.LEAVE_REASON_FINISHED)
         sent["Leave"] = [leave.SerializeToString()]
@@ -267,7 +262,7 @@ class DirectSender:
         details = cast("grpc.HandlerCallDetails", None)
         self._handlers: dict[str, Any] = {
             method: interceptor.intercept_service(_always(handler), details)
-            for method, handler in method_handlers(service, contract).items()
+            for method, handler in method_handlers(service).items()
         }
 
     def send(self, method: str, messages: Sequence[bytes]) -> grpc.StatusCode:

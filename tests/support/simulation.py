@@ -38,7 +38,6 @@ from splitveil.common.party.party_settings import PartySettings, load_party_sett
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.course import AlignedRows, Batch
-from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.deploy.overrides import party_kinds
 from splitveil.library.in_process import InProcessPeer, meet, start
@@ -109,11 +108,7 @@ class ActiveRecording(Recording):
     ledger: list[tuple[int, LeakBounds]] = field(default_factory=list)
     """The epoch, and the bounds on all answers up to its end."""
 
-    audits: list[tuple[AuditQuestion, float]] = field(default_factory=list)
     """Scores that a passive party had measured, and the leak AUC that it received."""
-
-    audits_answered: int = 0
-    """The number of audits that were answered; never reduced."""
 
     earlier: tuple[int, LeakBounds] | None = None
     """The number of examples about which earlier runs answered, and the bounds on these answers."""
@@ -132,12 +127,6 @@ class ActiveRecording(Recording):
         self.ledger.append((epoch, bounds))
 
     def on_answers_ahead(self, bounds: LeakBounds) -> None: ...
-
-    def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
-        self.audits.append((question, leak_auc))
-
-    def on_audits_answered(self, count: int) -> None:
-        self.audits_answered = count
 
     def objection(self) -> SplitveilError | None:
         return None

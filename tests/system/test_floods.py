@@ -233,7 +233,7 @@ def compressed_zeros(flood: Flood) -> None:
     codes |= {grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT}
     call = flood.stream(channel, "Train", iter([zeros]))
     assert refused(list, call) in codes
-    assert refused(flood.unary(channel, "Audit"), zeros, 300) in codes
+    assert refused(flood.unary(channel, "Handshake"), zeros, 300) in codes
 
 
 def small_things_by_the_megabyte(flood: Flood) -> None:

@@ -14,8 +14,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 import yaml
+from torch._C._distributed_c10d import TCPStore
 
 from tests.support.deployed import KUBERNETES, SYSTEMD, directives, services_of
 from tests.support.loopback import listening
@@ -89,13 +89,13 @@ class Payload:
 def attack(address: str, proof: Path) -> None:
     """Write code into everything that a store on this machine holds."""
     code = base64.b64encode(pickle.dumps(Payload(f"touch {proof}"))).decode()
-    store = dist.TCPStore(
+    store = TCPStore(
         *("127.0.0.1", int(address.rpartition(":")[2], 16)),
         is_master=False,
         wait_for_workers=False,
         timeout=timedelta(seconds=20),
     )
-    for key in store.list_keys():  # type: ignore[attr-defined]
+    for key in store.list_keys():
         store.set(key, code)
 
 

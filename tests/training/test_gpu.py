@@ -21,7 +21,7 @@ from tests.support.peers import Lost, dying
 from tests.support.runs import CPU, Parties, build_parties, run_in_process, write_example
 from tests.support.tables import write_classes, write_numbers
 
-EXTRAS = "with weights, audits, bfloat16 and a model of own features"
+EXTRAS = "with weights, bfloat16 and a model of own features"
 TABLES: Mapping[str, Callable[[Path], None]] = {
     "two classes": lambda folder: write_example(folder, rows=300),
     "four classes": write_classes,
@@ -96,9 +96,6 @@ def test_training_and_predicting(tables: Path, tmp_path: Path, table: str, defen
             "active.data.class_weights": [1, 3],
             "active.serving.fallback": True,
             "active.autocast": "bfloat16",
-            "contract.audits_allowed": True,
-            "active.allow_audits": True,
-            "passive.adversary.audit": True,
         }
     chosen = yaml.safe_load(defense)
     (run,) = simulate(tables / table, defense=chosen, settings=settings, runs=tmp_path)

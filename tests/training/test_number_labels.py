@@ -120,7 +120,6 @@ def test_a_defense_for_classes_is_refused_and_names_those_for_numbers(
     ("override", "said"),
     [
         ("leak_gate={max_leak_auc: 0.7}", "leak_gate: it judges AUCs"),
-        ("allow_audits=true", "allow_audits"),
         ("report={min_test_auc: 0.7}", "report.min_test_auc"),
         (
             "leak_monitor={attacks: [norm, cosine]}",
@@ -130,9 +129,8 @@ def test_a_defense_for_classes_is_refused_and_names_those_for_numbers(
 )
 def test_what_measures_classes_is_refused(tmp_path: Path, override: str, said: str) -> None:
     write_numbers(tmp_path)
-    allowed = "contract.audits_allowed=true"
     with pytest.raises(SettingsError, match=said):
-        build_parties(tmp_path, [override, allowed], [allowed])
+        build_parties(tmp_path, [override])
 
 
 def test_the_attacks_of_numbers_run_where_none_are_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""More than two classes, from file to ledger: labels, refusals, training, resume, plan, audits."""
+"""More than two classes, from file to ledger: labels, refusals, training, resume, plan."""
 
 import math
 from pathlib import Path
@@ -7,21 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import roc_auc_score
 from torch import nn
 
-from splitveil.active_party.run.audit_service import AuditService
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.features import FeatureShapes
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.table import read_table
-from splitveil.common.errors import AuditRefused, DataError, SettingsError
+from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.models.factory import build_top_model
 from splitveil.common.models.settings import ConvModel, MlpModel, ModelSettings, WideDeepModel
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.run.messages import AuditQuestion
-from splitveil.common.run.sample_order import positions_digest
 from splitveil.common.settings import validate
 from splitveil.common.text.upper_bounds import at_most
 from tests.support.plans import printed_plan
@@ -202,7 +198,7 @@ def test_a_run_learns_and_its_figures_are_of_the_classes(example: Path) -> None:
     assert sorted(set(trainer.labels_of(rows.splits["train"]).tolist())) == [0, 1, 2, 3]
 
 
-# ---- plan and audits ----
+# ---- plan ----
 
 
 def test_the_plan_names_the_classes_and_the_range_of_charges(example: Path) -> None:
@@ -224,38 +220,6 @@ def test_the_plan_names_the_classes_and_the_range_of_charges(example: Path) -> N
     noisy = printed_plan(example, f"defense={FLIPS}")
     kept = math.exp(2) / (3 + math.exp(2))
     assert at_most(4 * (kept - (1 - kept) / 3)) in noisy
-
-
-def question(scores: np.ndarray) -> AuditQuestion:
-    positions = np.arange(len(scores))
-    return AuditQuestion(
-        run_id="run",
-        epoch=0,
-        attack="spectral",
-        layer="cut",
-        positions_digest=positions_digest(positions),
-        scores=torch.from_numpy(scores).float(),
-    )
-
-
-def test_an_audit_is_answered_for_the_worst_pair_with_enough_examples() -> None:
-    generator = np.random.default_rng(1)
-    places = np.repeat([0, 1, 2], [1300, 1000, 999])
-    scores = generator.normal(size=3299) + np.array([0.0, 1.0, 50.0])[places]
-    service = AuditService(is_open=True)
-    service.open_epoch(0)
-    labels = torch.from_numpy(places).float()
-    answer = service.answer(
-        question(scores), np.arange(3299), lambda rows: labels[rows], lambda *_: None, 3
-    )
-    expected = roc_auc_score(places[:2300], scores[:2300].astype(np.float32))
-    assert answer == round(float(expected), 2) < 0.9
-    few = np.repeat([0, 1, 2], [100, 1000, 100])
-    labels = torch.from_numpy(few).float()
-    with pytest.raises(AuditRefused, match="1000 of each of two"):
-        service.answer(
-            question(scores[:1200]), np.arange(1200), lambda rows: labels[rows], lambda *_: None, 3
-        )
 
 
 # ---- several passive parties ----

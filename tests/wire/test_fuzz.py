@@ -9,14 +9,13 @@ from typing import Any
 
 import grpc
 import pytest
-import torch
 
 from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.alignment.exchange import align, build_engine
 from splitveil.common.errors import AlignmentError, ContractMismatch, InvalidMessage, PeerError
 from splitveil.common.party.party_settings import ReconnectSettings
-from splitveil.common.run.messages import Activation, AuditQuestion, Course, LeaveReason, Offer
+from splitveil.common.run.messages import Activation, Course, LeaveReason, Offer
 from splitveil.common.wire import limits
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.limits import STREAMS_PER_CONNECTION
@@ -189,10 +188,6 @@ def asks(parties: Parties, tape: Tape) -> dict[str, Callable[[GrpcPeer], object]
         peer.send_held_out(held_out)
         assert peer.receive_course() in (Course.CONTINUE, Course.STOP)
 
-    def audit(peer: GrpcPeer) -> None:
-        question = AuditQuestion(train.batch.run_id, 0, "norm", "cut", bytes(16), torch.ones(5))
-        assert 0.5 <= peer.audit(question) <= 1
-
     def ids(peer: GrpcPeer) -> None:
         names = [f"person-{n}" for n in range(30)]
         align(engine, names, peer.open_alignment(), nonce=bytes(32), run_id=train.batch.run_id)
@@ -201,12 +196,12 @@ def asks(parties: Parties, tape: Tape) -> dict[str, Callable[[GrpcPeer], object]
     def leave(peer: GrpcPeer) -> None:
         peer.leave(train.batch.run_id, LeaveReason.FINISHED)
 
-    return {"Handshake": handshake, "Train": train_step, "Evaluate": evaluate, "Audit": audit,
+    return {"Handshake": handshake, "Train": train_step, "Evaluate": evaluate,
             "Align": ids, "Leave": leave}  # fmt: skip
 
 
 def replies_of(tape: Tape) -> dict[str, list[bytes]]:
-    made = {"Audit": [pb.AuditReply(leak_auc_percent=73).SerializeToString()], "Leave": [b""]}
+    made = {"Leave": [b""]}
     return {
         method: tape.messages.get(f"{method} reply", made.get(method, [])) for method in METHODS
     }

@@ -219,17 +219,6 @@ def pair_aucs(
     return PairAucs(pairs, one_vs_rest)
 
 
-def worst_pair_leak_auc(
-    scores: Floats, labels: ClassIndices, num_classes: int, min_examples: int = 1
-) -> float:
-    """Return the leak AUC of the pair, of enough examples each, separated best. Raises OneClass."""
-    aucs = pair_aucs(scores, labels, num_classes)
-    sizes = np.bincount(labels, minlength=num_classes)
-    enough = np.minimum.outer(sizes, sizes) >= min_examples
-    counted = PairAucs(np.where(enough, aucs.pairs, np.nan), aucs.one_vs_rest)
-    return float(counted.leak().pairs[counted.worst_pair()])
-
-
 def _by_sorted_keys(
     values: Tensor, positives: Tensor, chosen: Tensor | None
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from splitveil.common.privacy.leakage import OneClass, pair_aucs, worst_pair_leak_auc
+from splitveil.common.privacy.leakage import OneClass, pair_aucs
 
 
 def problem(seed: int, *, ties: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -44,7 +44,6 @@ def test_the_worst_pair_is_found_whichever_way_its_scores_point() -> None:
     scores = np.array([0.0, 1.0, 5.0, 6.0, -3.0, 2.0, -4.0, 3.0])
     places = np.array([0, 0, 1, 1, 2, 2, 3, 3])
     assert pair_aucs(scores, places, 4).worst_pair() == (0, 1)
-    assert worst_pair_leak_auc(scores, places, 4) == 1.0
     assert pair_aucs(-scores, places, 4).worst() == 1.0
 
 
@@ -57,15 +56,6 @@ def test_a_class_without_examples_has_no_auc_and_disturbs_no_other() -> None:
     assert more.worst_pair() == found.worst_pair()
     with pytest.raises(OneClass):
         pair_aucs(scores, np.zeros(300, dtype=np.int64), 4).worst_pair()
-
-
-def test_classes_of_few_examples_can_be_passed_over() -> None:
-    scores = np.concatenate([np.arange(100.0), np.arange(100.0) + 0.5, [1000.0]])
-    places = np.repeat([0, 1, 2], [100, 100, 1])
-    assert worst_pair_leak_auc(scores, places, 3) == 1.0
-    assert worst_pair_leak_auc(scores, places, 3, min_examples=100) < 0.51
-    with pytest.raises(OneClass):
-        worst_pair_leak_auc(scores, places, 3, min_examples=101)
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,11 @@ class NpzSource(FileSource):
 
 
 class ImagesSource(FileSource):
-    """A folder of images, ``path``, and a text file with a header line and one row per image."""
+    """A folder of images, ``path``, and a text file with a header line and one row per image.
+
+    An image is BMP, GIF, JPEG, PNG, TIFF or WebP by its content, whatever its name, with at most
+    67,108,864 pixels; of several frames, the first is read.
+    """
 
     kind: Literal["images"]
 
@@ -266,7 +270,7 @@ class ImagesSource(FileSource):
     .tsv."""
 
     file_column: ColumnName
-    """Column with each image's file name, relative to the folder."""
+    """Column with each image's file name, relative to the folder and in it."""
 
     file_ending: str = ""
     """Ending that is appended to each name in that column, for instance ``.jpg``."""

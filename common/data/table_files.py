@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from splitveil.common.data.canonical_form import CanonicalForm
+from splitveil.common.data.canonical_form import CanonicalForm, is_unicode
 from splitveil.common.data.columns import (
     WrittenColumn,
     check_columns_exist,
@@ -53,6 +53,8 @@ def source_of(path: Path, like: Source | None = None) -> Source:
         raise DataError(f"{path}: expected a file ending in {', '.join(_KINDS)}")
     # Settings replace variables in paths; a dollar sign of the command line is meant.
     text = str(path.resolve()).replace("$", "$$")
+    if not is_unicode(text):
+        raise DataError(f"{path}: expected a path in UTF-8")
     source = _KINDS[ending](text)
     if isinstance(like, FileSource) and type(like) is type(source):
         source = like.model_copy(update={"path": text})

@@ -21,7 +21,9 @@ from pyarrow import csv, fs, parquet
 
 from splitveil.common.data import sources
 from splitveil.common.data.ids import read_subjects
+from splitveil.common.data.kinds import open_source
 from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.source_settings import ParquetSource
 from splitveil.common.data.sources import unreadable_is_data_error
 from splitveil.common.data.table import read_table
 from splitveil.common.errors import DataError, SettingsError
@@ -121,6 +123,20 @@ def test_folders_of_partitions_are_columns_of_text(tmp_path: Path, cache: dict[s
     texts = column.categories.take(pa.array(column.codes)).to_pylist()
     assert texts == ["007", "007", "7", "7", "a b", "a b"]
     assert table.numeric["day"].tolist() == [1, 1, 2, 2, 0, 0]
+
+
+def test_a_file_that_says_it_has_no_rows_is_read_to_its_end(tmp_path: Path) -> None:
+    path, count = tmp_path / "rows.parquet", 70_001
+    parquet.write_table(pa.table({"id": pa.array(range(count))}), path, row_group_size=40_000)
+    said = b"\xe2\xc5\x08"  # this count, as Thrift writes it
+    head, found, tail = path.read_bytes().rpartition(said)
+    path.write_bytes(head + b"\x80\x80\x00" + tail)
+    assert found
+    assert parquet.read_metadata(path).num_rows == 0
+    source = ParquetSource(kind="parquet", path=str(path))
+    parts = list(open_source(source, tmp_path).parts(["id"]))
+    assert sum(len(part.columns["id"]) for part in parts) == count
+    assert parts[-1].done_fraction == 1
 
 
 def test_a_part_without_any_value_has_the_type_of_the_others(tmp_path: Path) -> None:

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 import yaml
+from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 
 from splitveil.active_party.commands.program import main as active_main
@@ -193,6 +195,28 @@ def npz(**arrays: bytes) -> Callable[[Path], None]:
     return write
 
 
+NO_UTF_8 = pa.array([b"\xff"] * 50).view(pa.string())
+
+
+def parquet_with(x: object) -> Callable[[Path], None]:
+    """Return what writes a table of 50 ids and this column."""
+    return lambda path: parquet.write_table(
+        pa.table({"id": list(map(str, range(50))), "x": x}), path
+    )
+
+
+def parquet_below(folder: bytes) -> Callable[[Path], None]:
+    """Return what writes a table into such a folder of its own."""
+
+    def write(path: Path) -> None:
+        below = path / os.fsdecode(folder)
+        below.mkdir(parents=True)
+        parquet_with([1.0] * 50)(path / "rows.parquet")
+        (path / "rows.parquet").rename(below / "rows.parquet")
+
+    return write
+
+
 def npy_header(shape: tuple[int, ...], descr: str = "<f8") -> bytes:
     return npy_of(str({"descr": descr, "fortran_order": False, "shape": shape}).encode())
 
@@ -214,6 +238,10 @@ BAD_TABLES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a name of 200,000 characters": ("csv", lambda p: p.write_text("a" * 200_000 + "\n1\n")),
     "NULs": ("csv", lambda p: p.write_bytes(bytes(100_000))),
     "NULs for Parquet": ("parquet", lambda p: p.write_bytes(bytes(100_000))),
+    "cells that are not UTF-8": ("parquet", parquet_with(NO_UTF_8)),
+    "levels that are not UTF-8": ("parquet", parquet_with(NO_UTF_8.dictionary_encode())),
+    "a folder %ff": ("parquet", parquet_below(b"a=%ff")),
+    "a folder of a byte": ("parquet", parquet_below(b"a=\xff")),
     "a footer of 8 MiB": ("parquet", lambda p: p.write_bytes(b"PAR1\xff\xff\x7fPAR1")),
 }
 

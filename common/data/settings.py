@@ -105,7 +105,8 @@ class SequenceSettings(Section):
     tokenizer: str | None = Field(default=None, min_length=1)
     """For texts: a file of the library ``tokenizers`` (the extra ``text``), usually
     ``tokenizer.json``. Relative to this settings file; ``~`` and ``${NAME}`` are replaced. A copy
-    is kept with the model."""
+    is kept with the model. A file whose rules can make a text more than 4,000 times as long is
+    refused, and a run ends where it needs longer than a minute for some thousand characters."""
 
     @model_validator(mode="after")
     def _is_of_one_kind(self) -> "SequenceSettings":

@@ -225,7 +225,8 @@ class SqlSource(CacheableSource):
 
     query: ColumnName
     """One SELECT statement. It decides which rows are read, and in which order. Paths in a query of
-    DuckDB are relative to the settings file's folder."""
+    DuckDB are relative to the settings file's folder, and need ``uri: ":memory:"``: neither a query
+    of a database's file nor the views and macros in it may read another file."""
 
     snapshot: str = ""
     """Any text, such as a date. Change it to run the query again."""

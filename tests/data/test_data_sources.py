@@ -380,6 +380,31 @@ def test_duckdb_joins_a_folder_of_parquet_and_a_text_file(tmp_path: Path, one_fi
     assert digest(source, tmp_path) == one_file
     with pytest.raises(DataError, match=r"No files found that match the pattern \"words.csv\""):
         digest(source | {"snapshot": "again"}, tmp_path)
+    with pytest.raises(DataError, match="Install it first"):  # and nothing is downloaded
+        digest(source | {"query": "select * from sqlite_scan('x', 'y')"}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "select * from view_of_file",
+        "select * from macro_of_file()",
+        "select *, (select content from read_text('secret.csv')) from people",
+        "select p.* from people p join 'secret.csv' on true",
+    ],
+)
+def test_a_database_of_duckdb_reads_no_other_file(tmp_path: Path, text: str) -> None:
+    """It may come from somebody else, as may its views, and any file would be a column."""
+    (tmp_path / "secret.csv").write_text("secret-word\n")
+    write_database(tmp_path / "people.duckdb", rows())
+    database = duckdb.connect(tmp_path / "people.duckdb")
+    reads = f"select *, content from people, read_text('{tmp_path / 'secret.csv'}')"  # noqa: S608
+    database.execute(f"create view view_of_file as {reads}")
+    database.execute(f"create macro macro_of_file() as table {reads}")
+    database.close()
+    with pytest.raises(DataError, match=r"a database in a file reads no other one") as refused:
+        PartyData.load(settings(query("duckdb", query=text)), tmp_path)
+    assert "secret" not in str(refused.value)
 
 
 def test_a_driver_may_be_a_library_named_by_its_path(tmp_path: Path, one_file: str) -> None:
@@ -439,7 +464,7 @@ BAD_QUERIES = [
     ("duckdb", "select 1; copy people to 'copied.csv'", "expected one statement"),
     ("duckdb", "select * replace ([n1] as n1) from people", "expected numbers, not list<"),
     ("duckdb", "select interval 1 day", "type that Parquet lacks: change it with CAST"),
-    ("duckdb", "select * from sqlite_scan('x', 'y')", "Install it first"),
+    ("duckdb", "select * from sqlite_scan('x', 'y')", "external extensions is disabled"),
     # What a header-less text file or a JSON object names by its values.
     ("duckdb", "select {'secret-word': n1}.n from people", 'key "n" in struct$'),
     ("duckdb", "select {'secret-word': n1} + 1 from people", "name and argument types '\\+$"),

@@ -22,6 +22,8 @@ _NO_LITERAL = (ValueError, TypeError, LookupError, SyntaxError, tokenize.TokenEr
 
 _ENDING = ".npy"
 
+_MAX_COLUMNS = 2**17
+
 
 class NpzFile:
     """A NumPy archive, whose rows are the first dimension of its arrays.
@@ -41,6 +43,8 @@ class NpzFile:
             if len(shape) == 1:
                 names.append(name)
             elif len(shape) == 2:
+                if shape[1] > _MAX_COLUMNS - len(names):
+                    raise DataError(f"{self.name}: expected at most {_MAX_COLUMNS:,} columns")
                 names += [f"{name}.{j}" for j in range(shape[1])]
         return names
 

@@ -226,6 +226,7 @@ BAD_TABLES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "an array of 7 TiB": ("npz", npz(x=npy_header((2**40,)))),
     "10^18 rows of nothing": ("npz", npz(x=npy_header((10**18,), "|V0"))),
     "10^18 rows of no text": ("npz", npz(x=npy_header((10**18,), "<U0"))),
+    "10^12 columns of no row": ("npz", npz(x=npy([1.0] * 50), y=npy_header((0, 10**12)))),
     "a negative shape": ("npz", npz(x=npy_header((-50,)))),
     "a header that is no Python": ("npz", npz(x=npy_of(b"{" * 9000))),
     "a header of signs": ("npz", npz(x=npy_of(b"-" * 9000 + b"1"))),

@@ -251,12 +251,6 @@ class SqlSource(CacheableSource):
 _READS = re.compile(r"(?is)(?>\s|\(|--[^\n]*\n|/\*.*?\*/)*(SELECT|WITH|VALUES|TABLE)\b")
 
 
-class NpzSource(FileSource):
-    """A NumPy archive: a one-dimensional array is one column, a two-dimensional one is several."""
-
-    kind: Literal["npz"]
-
-
 class ImagesSource(FileSource):
     """A folder of images, ``path``, and a text file with a header line and one row per image.
 
@@ -312,6 +306,6 @@ class SklearnSource(Section):
 
 
 Source = Annotated[
-    CsvSource | ParquetSource | SqlSource | NpzSource | ImagesSource | SklearnSource,
+    CsvSource | ParquetSource | SqlSource | ImagesSource | SklearnSource,
     Field(discriminator="kind"),
 ]

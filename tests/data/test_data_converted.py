@@ -80,13 +80,9 @@ def source_of(kind: str, folder: Path) -> dict[str, Any]:
     if kind == "csv.gz":
         write_csv(folder / "rows.csv.gz", columns)
         return {"kind": "csv", "path": "rows.csv.gz"}
-    if kind == "parquet":
-        typed = pa.table({**columns, "n2": [float(value) for value in columns["n2"]]})
-        parquet.write_table(typed, folder / "rows.parquet", row_group_size=150)
-        return {"kind": "parquet", "path": "rows.parquet"}
-    arrays: dict[str, Any] = {name: np.array(texts) for name, texts in columns.items()}
-    np.savez_compressed(folder / "rows.npz", **arrays)
-    return {"kind": "npz", "path": "rows.npz"}
+    typed = pa.table({**columns, "n2": [float(value) for value in columns["n2"]]})
+    parquet.write_table(typed, folder / "rows.parquet", row_group_size=150)
+    return {"kind": "parquet", "path": "rows.parquet"}
 
 
 def same(one: Features, other: Features) -> bool:
@@ -100,7 +96,7 @@ def convert(found: DataSettings, folder: Path) -> Table:
 
 @pytest.mark.parametrize(
     ("kind", "scaling"),
-    [("csv", "standard"), ("csv.gz", "min_max"), ("parquet", "none"), ("npz", "standard")],
+    [("csv", "standard"), ("csv.gz", "min_max"), ("parquet", "none")],
 )
 def test_features_are_those_of_the_table_in_memory_bit_for_bit(
     tmp_path: Path, kind: str, scaling: str
@@ -238,7 +234,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
 
 
 def test_progress_rises_to_one(tmp_path: Path) -> None:
-    for kind in ("csv", "csv.gz", "parquet", "npz"):
+    for kind in ("csv", "csv.gz", "parquet"):
         source = {**source_of(kind, tmp_path), "cache_dir": "cache"}
         seen: list[float] = []
         open_converted(settings(source), tmp_path, seen.append)

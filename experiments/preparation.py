@@ -76,7 +76,7 @@ def _write_images(folder: Path, images: Iterator[Image.Image], y: NDArray[np.uin
 
 def write_columns(path: Path, **arrays: NDArray[Any]) -> None:
     """Write a table: an array of two dimensions becomes columns ``name.0``, ``name.1``, ..."""
-    columns = {}
+    columns = dict[str, NDArray[Any]]()
     for name, array in arrays.items():
         names = [name] if array.ndim == 1 else [f"{name}.{j}" for j in range(array.shape[1])]
         columns |= dict(zip(names, np.atleast_2d(array.T), strict=True))

@@ -212,9 +212,9 @@ class TokenReader:
     def _tokens(self, texts: list[str]) -> list[tuple[list[int], bool]]:
         most = self._column.max_length
         if self._tokenizer is None:
-            cells = [list(map(int, text.split(SEPARATOR))) for text in texts]
-            return [(cell[:most], len(cell) > most) for cell in cells]
-        cells = []
+            whole = (list(map(int, text.split(SEPARATOR))) for text in texts)
+            return [(cell[:most], len(cell) > most) for cell in whole]
+        cells = list[tuple[list[int], bool]]()
         for some in _together(texts):
             try:
                 found = _in_time(sum(map(len, some)), self._tokenizer.encode_batch, some)

@@ -270,7 +270,7 @@ BAD_TOKENIZERS = [
 ]
 
 
-def ruled(*rules: object, pre_tokenizer: object = None, special: int = 0) -> str:
+def ruled(*rules: object, pre_tokenizer: Any = None, special: int = 0) -> str:
     """Return a tokenizer with these normalizers."""
     tokenizer = Tokenizer(WordLevel({"[UNK]": 0, "a": 1}, "[UNK]"))
     tokenizer.normalizer = normalizers.Sequence(list(rules))

@@ -26,6 +26,7 @@ from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import ParquetSource
 from splitveil.common.data.sources import unreadable_is_data_error
 from splitveil.common.data.table import read_table
+from splitveil.common.data.table_files import source_of
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.settings import validate
@@ -123,6 +124,11 @@ def test_folders_of_partitions_are_columns_of_text(tmp_path: Path, cache: dict[s
     texts = column.categories.take(pa.array(column.codes)).to_pylist()
     assert texts == ["007", "007", "7", "7", "a b", "a b"]
     assert table.numeric["day"].tolist() == [1, 1, 2, 2, 0, 0]
+
+
+def test_a_path_of_a_command_line_that_is_not_utf_8_is_refused() -> None:
+    with pytest.raises(DataError, match="expected a path in UTF-8"):
+        source_of(Path("\udcff.parquet"))
 
 
 def test_a_file_that_says_it_has_no_rows_is_read_to_its_end(tmp_path: Path) -> None:

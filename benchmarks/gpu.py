@@ -36,6 +36,7 @@ from splitveil.active_party import defenses
 from splitveil.active_party.defenses import DefenseContext, DefenseSettings, RawBatch
 from splitveil.common.models.device import device_in_words, use_device
 from splitveil.common.run.course import Batch
+from splitveil.experiments.preparation import write_columns
 from tests.support.runs import (
     ACTIVE,
     CONTRACT,
@@ -194,7 +195,7 @@ def written(batch: int, steps: int, epochs: int) -> Iterator[Path]:
         "split": {"kind": "hash", "train": 0.9, "test": 0.1},
     }
     data = {
-        "source": {"kind": "npz", "path": "rows.npz"},
+        "source": {"kind": "parquet", "path": "rows.parquet"},
         "id_column": "id",
         "features": {"numeric": "I*", "categorical": "C*"},
     }
@@ -203,7 +204,7 @@ def written(batch: int, steps: int, epochs: int) -> Iterator[Path]:
     bottom = model | {"embedding_dim": 4}
     passive = PASSIVE | {"data": data, "bottom_model": bottom, "adversary": None}
     with tempfile.TemporaryDirectory() as name:
-        np.savez(Path(name) / "rows.npz", **arrays)
+        write_columns(Path(name) / "rows.parquet", **arrays)
         write_parties(Path(name), contract, active, passive)
         yield Path(name)
 

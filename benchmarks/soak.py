@@ -39,7 +39,7 @@ class Slope(NamedTuple):
 def write_settings(folder: Path) -> dict[str, list[str]]:
     """Write data and settings; return each party's overrides for a run without an end."""
     write_example(folder, 128, BATCH, CUT, 64)
-    source = {"kind": "npz", "path": str(folder / "active.npz")}
+    source = {"kind": "parquet", "path": str(folder / "active.parquet")}
     labels = {"source": source, "id_column": "id", "label_column": "label"}
     adversary = {"attacks": ATTACKS, "layers": ["cut", "first"], "labels": labels}
     both = ["contract.run_name=soak", "contract.epochs=100000"]

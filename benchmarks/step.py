@@ -29,6 +29,7 @@ from splitveil.common.party.credentials import credential_files
 from splitveil.common.run.course import Batch
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.deploy.authority import make_certificates
+from splitveil.experiments.preparation import write_columns
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.support.certificates import NAMES, use
 from tests.support.runs import (
@@ -74,8 +75,8 @@ def write_example(folder: Path, steps: int, batch: int, cut: int, width: int) ->
     x = generator.normal(size=(rows, 64)).astype(np.float32)
     ids = np.array([f"{i:09d}" for i in range(rows)])
     label = (x[:, 0] + generator.normal(size=rows) > 1).astype(np.int64)
-    np.savez(folder / "active.npz", id=ids, label=label)
-    np.savez(folder / "passive.npz", id=ids, x=x)
+    write_columns(folder / "active.parquet", id=ids, label=label)
+    write_columns(folder / "passive.parquet", id=ids, x=x)
     contract = CONTRACT | {
         "cut_shape": [cut],
         "batch_size": batch,
@@ -83,14 +84,14 @@ def write_example(folder: Path, steps: int, batch: int, cut: int, width: int) ->
         "epochs": 1,
         "split": {"train": 0.9, "test": 0.1},
     }
-    source = {"kind": "npz", "path": "active.npz"}
+    source = {"kind": "parquet", "path": "active.parquet"}
     active = ACTIVE | {
         "data": {"source": source, "id_column": "id", "label_column": "label"},
         "top_model": {"kind": "mlp", "hidden": [width]},
     }
     passive = PASSIVE | {
         "data": {
-            "source": {"kind": "npz", "path": "passive.npz"},
+            "source": {"kind": "parquet", "path": "passive.parquet"},
             "id_column": "id",
             "features": {"numeric": "x*"},
         },

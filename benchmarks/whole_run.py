@@ -49,6 +49,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from benchmarks.environment import free_port, in_a_process, print_environment, status_mib
 from benchmarks.slow_line import Line, between
 from splitveil.deploy.authority import PartyFolder, make_certificates
+from splitveil.experiments.preparation import write_columns
 
 BARE: dict[str, Any] = {"leak_monitor": None, "defense": {"name": "none"}}
 CUT, BATCH = 128, 1024
@@ -126,8 +127,8 @@ def monolithic(work: Work) -> Cost:
 def write_settings(folder: Path, work: Work) -> None:
     x, labels = table(work)
     ids = np.array([f"{row:09d}" for row in range(work.rows)])
-    np.savez(folder / "active.npz", id=ids, label=labels.numpy().astype(np.int64))
-    np.savez(folder / "passive.npz", id=ids, x=x.numpy())
+    write_columns(folder / "active.parquet", id=ids, label=labels.numpy().astype(np.int64))
+    write_columns(folder / "passive.parquet", id=ids, x=x.numpy())
     contract = {
         "run_name": "whole",
         "cut_shape": [128],
@@ -146,7 +147,7 @@ def write_settings(folder: Path, work: Work) -> None:
     for party, values in own.items():
         values |= {"contract": "contract.yaml", "device": "cpu", "torch_threads": 1}
         values["optimizer"] = {"kind": "adam", "learning_rate": 0.001}
-        source = {"kind": "npz", "path": f"{party}.npz"}
+        source = {"kind": "parquet", "path": f"{party}.parquet"}
         values["data"] = {"source": source, "id_column": "id", **columns[party]}
     for name, values in {"contract": contract, **own}.items():
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))

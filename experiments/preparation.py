@@ -7,10 +7,13 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 from PIL import Image
+from pyarrow import parquet
 
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.deploy.flights import write_tables
@@ -41,27 +44,43 @@ def prepare(name: str, folder: Path) -> None:
 def _imdb(path: Path, folder: Path) -> None:
     with np.load(path, allow_pickle=False) as archive:
         words = np.unpackbits(archive["x_bits"], axis=1, count=IMDB_WORDS)
-        np.savez(folder / "imdb.npz", x=words, y=archive["y"])
+        write_columns(folder / "imdb.parquet", x=words, y=archive["y"])
 
 
 def _melanoma(path: Path, folder: Path) -> None:
     with np.load(path, allow_pickle=False) as archive:
-        images = np.stack([np.asarray(image) for image in _images(archive)])
-        np.savez(folder / "melanoma.npz", x=images, y=archive["y"])
+        _write_images(folder / "melanoma", _images(archive), archive["y"])
 
 
 def _melanoma_grey64(path: Path, folder: Path) -> None:
     size = (GREY_SIDE, GREY_SIDE)
     with np.load(path, allow_pickle=False) as archive:
         grey = (image.convert("L").resize(size) for image in _images(archive))
-        images = np.stack([np.asarray(image)[:, :, None] for image in grey])
-        np.savez(folder / "melanoma_grey64.npz", x=images, y=archive["y"])
+        _write_images(folder / "melanoma_grey64", grey, archive["y"])
 
 
 def _images(archive: Mapping[str, NDArray[np.uint8]]) -> Iterator[Image.Image]:
     packed, offsets = archive["jpeg"].tobytes(), archive["offset"]
     for begin, end in itertools.pairwise(offsets):
         yield Image.open(io.BytesIO(packed[begin:end]))
+
+
+def _write_images(folder: Path, images: Iterator[Image.Image], y: NDArray[np.uint8]) -> None:
+    """Write a folder of images, which lose nothing, and a table of their names beside it."""
+    folder.mkdir(exist_ok=True)
+    for row, image in enumerate(images):
+        image.save(folder / f"{row}.png")
+    rows = [f"{row},{label}" for row, label in enumerate(y)]
+    folder.with_suffix(".csv").write_text("\n".join(["image,y", *rows, ""]), encoding="utf-8")
+
+
+def write_columns(path: Path, **arrays: NDArray[Any]) -> None:
+    """Write a table: an array of two dimensions becomes columns ``name.0``, ``name.1``, ..."""
+    columns = dict[str, NDArray[Any]]()
+    for name, array in arrays.items():
+        names = [name] if array.ndim == 1 else [f"{name}.{j}" for j in range(array.shape[1])]
+        columns |= dict(zip(names, np.atleast_2d(array.T), strict=True))
+    parquet.write_table(pa.table(columns), path)
 
 
 def _talkingdata_days(path: Path, folder: Path) -> None:
@@ -91,7 +110,8 @@ def _synthetic(_path: Path, folder: Path) -> None:
     logits += 0.6 * passive[:, 2] * passive[:, 3] + 0.4 * passive[:, 4] * active[:, 1]
     logits += 0.4 * np.abs(passive[:, 5]) + 0.1 * passive[:, 6:].sum(axis=1)
     y = generator.random(SYNTHETIC_ROWS) < 1 / (1 + np.exp(-logits))
-    np.savez(folder / "synthetic.npz", passive=passive, active=active, y=y.astype(np.uint8))
+    path = folder / "synthetic.parquet"
+    write_columns(path, passive=passive, active=active, y=y.astype(np.uint8))
 
 
 _PREPARATIONS: Mapping[str, tuple[str | None, Callable[[Path, Path], None]]] = {

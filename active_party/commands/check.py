@@ -20,7 +20,7 @@ from splitveil.active_party.planned import plan_of
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.alignment.buckets import padded_size
 from splitveil.common.data.ids import numbered_subjects
-from splitveil.common.data.kinds import open_table_source
+from splitveil.common.data.kinds import open_source
 from splitveil.common.data.label_columns import count_others
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.device import device_in_words
@@ -123,7 +123,7 @@ def _data_and_model(settings: ActiveSettings, data: PartyData) -> str:
     persons = (
         "" if subjects is None else f" of {len(np.unique(numbered_subjects(subjects)))} persons"
     )
-    others = count_others(settings.data, open_table_source(settings.data, settings.base_dir))
+    others = count_others(settings.data, open_source(settings.data.source, settings.base_dir))
     fits = f"the top model fits them{but}{others}"
     return f"data: {data.summary(contract)}{persons}; {fits}; {data.table.id_report.in_words()}"
 

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from splitveil.common.data.columns import CategoricalColumn
 from splitveil.common.data.conversion import KEPT_ROWS, MANIFEST, Progress, categories_path, convert
 from splitveil.common.data.ids import IdReport
-from splitveil.common.data.kinds import open_table_source
+from splitveil.common.data.kinds import open_source
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
     CsvSource,
@@ -166,7 +166,7 @@ def _convert(
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(0o700)  # the original file may be readable by its owner only
-        source = open_table_source(settings, base_dir)
+        source = open_source(settings.source, base_dir)
         convert(settings, source, temporary, progress, split_column, id_rules)
         sync(temporary)
         temporary.rename(folder)

@@ -27,7 +27,7 @@ from splitveil.common.data.columns import (
     select_columns,
 )
 from splitveil.common.data.id_forms import SHORTENED, IdForms
-from splitveil.common.data.kinds import open_table_source
+from splitveil.common.data.kinds import open_source
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.stored_ids import (
     ID_OFFSETS,
@@ -358,7 +358,7 @@ def read_subjects(
     Entries are compared like ids: by the rules of the column if it is part of the id, and otherwise
     as written.
     """
-    source = open_table_source(settings, base_dir)
+    source = open_source(settings.source, base_dir)
     selection = select_columns(settings, source)
     if any(column in way for way in selection.chosen):
         raise SettingsError(f"{SUBJECTS}: {column!r} is a feature, too: leave it out there")

@@ -1,7 +1,8 @@
 """Reads images from files that a table names."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,11 @@ try:
     from PIL import Image
 except ImportError:  # a party with tables need not install it
     Image = None  # type: ignore[assignment]
+
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
+"""What is read, by content and not by name; Pillow would have Ghostscript run a PostScript file."""
+
+_MAX_PIXELS = 2**26
 
 
 class ImageFolder:
@@ -64,14 +70,25 @@ class ImageFolder:
     def _load(self, name: str, row: int) -> NDArray[np.uint8]:
         path = self._folder / f"{name}{self._settings.file_ending}"
         size = (self._settings.width, self._settings.height)
+        reason = f"damaged, or none of {', '.join(_FORMATS)}"
         try:
+            if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+                reason = "its name leads out of the folder"
+                raise ValueError(reason)
             check_regular(path)
-            with Image.open(path) as image:
+            with (
+                warnings.catch_warnings(action="ignore"),  # which may repeat the file's own texts
+                Image.open(path, formats=_FORMATS) as image,
+            ):
+                if image.width * image.height > _MAX_PIXELS:
+                    reason = f"it has more than {_MAX_PIXELS:,} pixels"
+                    raise ValueError(reason)
                 pixels = image.convert("RGB" if self._settings.colours == "rgb" else "L")
                 if pixels.size != size:
                     pixels = pixels.resize(size, Image.Resampling.BILINEAR)
-        except (OSError, ValueError, Image.DecompressionBombError) as error:
-            reason = "there is no such file" if isinstance(error, FileNotFoundError) else "damaged"
+        except Exception as error:  # Pillow raises a dozen classes for damaged files
+            if isinstance(error, FileNotFoundError):
+                reason = "there is no such file"
             raise DataError(
                 f"{self.name}: row {row}: its image cannot be read ({reason}) in {self._folder}"
             ) from error

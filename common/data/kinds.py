@@ -10,12 +10,9 @@ import pyarrow as pa
 
 from splitveil.common.data.csv_file import CsvFile
 from splitveil.common.data.image_folder import ImageFolder
-from splitveil.common.data.npz_file import NpzFile
-from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
     CsvSource,
     ImagesSource,
-    NpzSource,
     ParquetSource,
     SklearnSource,
     Source,
@@ -31,7 +28,7 @@ _ResultT = TypeVar("_ResultT")
 _SMALL_BYTES = 1024 * 1024
 
 
-def open_source(settings: Source, base_dir: Path, image_array: str | None = None) -> TableSource:
+def open_source(settings: Source, base_dir: Path) -> TableSource:
     match settings:
         case CsvSource():
             return text_file(settings, base_dir)
@@ -39,18 +36,10 @@ def open_source(settings: Source, base_dir: Path, image_array: str | None = None
             return _parquet(table_path_of(settings, base_dir))
         case SqlSource():
             return _parquet(local_table_path(snapshot_of(settings, base_dir)))
-        case NpzSource():
-            return NpzFile(settings.resolve(base_dir), image_array)
         case ImagesSource():
             return ImageFolder(settings, base_dir)
         case SklearnSource(dataset=dataset, shuffle_seed=seed):
             return _Shipped(dataset, seed)
-
-
-def open_table_source(settings: DataSettings, base_dir: Path) -> TableSource:
-    features = settings.features
-    image_array = features.image.array if features and features.image else None
-    return open_source(settings.source, base_dir, image_array)
 
 
 def in_small_blocks(source: TableSource, read: Callable[[TableSource], _ResultT]) -> _ResultT:
@@ -66,7 +55,7 @@ def in_small_blocks(source: TableSource, read: Callable[[TableSource], _ResultT]
 
 def columns_in_parts(source: TableSource, names: Sequence[str]) -> Iterator[Mapping[str, Any]]:
     """Yield the named columns of a table, in parts where images need not be read for it."""
-    if isinstance(source, ImageFolder | NpzFile):
+    if isinstance(source, ImageFolder):
         yield source.read(names)
     else:
         for part in source.parts(names):

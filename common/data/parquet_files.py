@@ -1,15 +1,15 @@
 """Reads one Parquet file, or many that are one table, in the order of their paths."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import pyarrow as pa
-import pyarrow.dataset as ds
 from pyarrow import parquet
+from pydantic_core import from_json
 
 from splitveil.common.data import sources
 from splitveil.common.data.sources import ArrowColumn, Part, unreadable_is_data_error
@@ -20,6 +20,7 @@ _FILES_AT_ONCE = 16
 """Files that are read at the same time, for stores that answer slowly."""
 _NAMED = 3
 """Number of files that a message names."""
+_NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 
 
 class _OneFile(NamedTuple):
@@ -47,7 +48,7 @@ class ParquetFiles:
         """The columns that held the rows' labels in pandas, as it notes in the first file."""
         noted = (self._files[0].schema.metadata or {}).get(b"pandas", b"{}")
         try:
-            return [one for one in json.loads(noted)["index_columns"] if isinstance(one, str)]
+            return [one for one in from_json(noted)["index_columns"] if isinstance(one, str)]
         except (ValueError, LookupError, TypeError):
             return []
 
@@ -67,7 +68,8 @@ class ParquetFiles:
                 held = pa.concat_tables([held, batch]) if len(held) else batch
                 while len(held) >= sources.PART_ROWS:
                     done_rows += sources.PART_ROWS
-                    yield _part(held.slice(0, sources.PART_ROWS), done_rows / num_rows)
+                    done = min(1.0, done_rows / max(1, num_rows))  # a file may say less than it has
+                    yield _part(held.slice(0, sources.PART_ROWS), done)
                     held = held.slice(sources.PART_ROWS)
         if len(held):
             yield _part(held, 1.0)
@@ -81,11 +83,11 @@ class ParquetFiles:
         return files
 
     def _open(self, found: FoundFile) -> _OneFile:
-        from_folders = _columns_of(found.folders)
         with (
             unreadable_is_data_error(found.location),
             parquet.ParquetFile(found.path, filesystem=self._table_path.filesystem) as file,
         ):
+            from_folders = _columns_of(found.folders)
             return _OneFile(found, file.schema_arrow, file.metadata, from_folders)
 
     def _check_folders(self, files: Sequence[_OneFile]) -> None:
@@ -145,7 +147,9 @@ class ParquetFiles:
                     else _plain(batch.column(field.name)).cast(field.type)
                     for field in schema
                 ]
-                yield pa.Table.from_arrays(columns, schema=schema)
+                table = pa.Table.from_arrays(columns, schema=schema)
+                table.validate(full=True)  # texts that are not UTF-8 would be errors anywhere
+                yield table
 
 
 def _plain_type(kind: Any) -> Any:
@@ -166,11 +170,13 @@ def _part(table: Any, done_fraction: float) -> Part:
 
 def _columns_of(folders: Sequence[str]) -> dict[str, str | None]:
     """Read the folders named ``NAME=VALUE``, as Hive writes them."""
-    names = [folder.partition("=")[0] for folder in folders if "=" in folder]
-    schema = pa.schema([(name, pa.string()) for name in names])
-    hive = ds.partitioning(schema, flavor="hive")
-    found = ds.get_partition_keys(hive.parse("/".join([*folders, ""])))
-    return {name: found.get(name) for name in names}
+    pairs = [folder.split("=", 1) for folder in folders if "=" in folder]
+    return {
+        unquote(name, errors="strict"): None
+        if value == _NO_VALUE
+        else unquote(value, errors="strict")
+        for name, value in pairs
+    }
 
 
 def _listed(names: Mapping[str, object]) -> str:

@@ -80,15 +80,7 @@ Columns = Annotated[
 
 
 class ImageSettings(Section):
-    """One image per row, from a source of kind ``images`` or from an array of an npz file."""
-
-    array: ColumnName | None = None
-    """Name of an npz file's array of bytes or floating-point numbers, with shape (rows, height,
-    width, channels) unless ``layout`` says otherwise. A source of kind ``images`` needs no name:
-    write ``image: {}``."""
-
-    layout: Literal["channels_last", "channels_first"] = "channels_last"
-    """Whether the channels are the array's last dimension or the dimension after the rows."""
+    """One image per row, from a source of kind ``images``: write ``image: {}``."""
 
 
 class SequenceSettings(Section):
@@ -105,7 +97,8 @@ class SequenceSettings(Section):
     tokenizer: str | None = Field(default=None, min_length=1)
     """For texts: a file of the library ``tokenizers`` (the extra ``text``), usually
     ``tokenizer.json``. Relative to this settings file; ``~`` and ``${NAME}`` are replaced. A copy
-    is kept with the model."""
+    is kept with the model. A file whose rules can make a text more than 4,000 times as long is
+    refused, and a run ends where it needs longer than a minute for some thousand characters."""
 
     @model_validator(mode="after")
     def _is_of_one_kind(self) -> "SequenceSettings":
@@ -338,15 +331,10 @@ class DataSettings(Section):
         self._check_label_range()
         self._check_ids()
         self._check_weights()
-        if self.features and self.features.image:
-            if self.source.kind not in {"npz", "images"}:
-                raise ValueError(
-                    f"features.image needs a source of kind npz or images, not {self.source.kind}"
-                )
-            if (self.features.image.array is None) == (self.source.kind == "npz"):
-                raise ValueError(
-                    "features.image.array: required for a source of kind npz, and only there"
-                )
+        if self.features and self.features.image and self.source.kind != "images":
+            raise ValueError(
+                f"features.image needs a source of kind images, not {self.source.kind}"
+            )
         return self
 
     def _check_label_range(self) -> None:

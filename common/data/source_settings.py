@@ -225,7 +225,8 @@ class SqlSource(CacheableSource):
 
     query: ColumnName
     """One SELECT statement. It decides which rows are read, and in which order. Paths in a query of
-    DuckDB are relative to the settings file's folder."""
+    DuckDB are relative to the settings file's folder, and need ``uri: ":memory:"``: neither a query
+    of a database's file nor the views and macros in it may read another file."""
 
     snapshot: str = ""
     """Any text, such as a date. Change it to run the query again."""
@@ -250,14 +251,12 @@ class SqlSource(CacheableSource):
 _READS = re.compile(r"(?is)(?>\s|\(|--[^\n]*\n|/\*.*?\*/)*(SELECT|WITH|VALUES|TABLE)\b")
 
 
-class NpzSource(FileSource):
-    """A NumPy archive: a one-dimensional array is one column, a two-dimensional one is several."""
-
-    kind: Literal["npz"]
-
-
 class ImagesSource(FileSource):
-    """A folder of images, ``path``, and a text file with a header line and one row per image."""
+    """A folder of images, ``path``, and a text file with a header line and one row per image.
+
+    An image is BMP, GIF, JPEG, PNG, TIFF or WebP by its content, whatever its name, with at most
+    67,108,864 pixels; of several frames, the first is read.
+    """
 
     kind: Literal["images"]
 
@@ -266,7 +265,7 @@ class ImagesSource(FileSource):
     .tsv."""
 
     file_column: ColumnName
-    """Column with each image's file name, relative to the folder."""
+    """Column with each image's file name, relative to the folder and in it."""
 
     file_ending: str = ""
     """Ending that is appended to each name in that column, for instance ``.jpg``."""
@@ -307,6 +306,6 @@ class SklearnSource(Section):
 
 
 Source = Annotated[
-    CsvSource | ParquetSource | SqlSource | NpzSource | ImagesSource | SklearnSource,
+    CsvSource | ParquetSource | SqlSource | ImagesSource | SklearnSource,
     Field(discriminator="kind"),
 ]

@@ -118,8 +118,9 @@ def unreadable_is_data_error(path: Path | str) -> Iterator[None]:
         of_store = _store_reason(path, error)
         reason = of_store or why_unreadable(Path(path), FileNotFoundError())
         raise DataError(f"{path}: {reason}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: the text is not UTF-8: save it as such") from error
+    except UnicodeError as error:
+        what = "the text, or the name of a file or folder,"
+        raise DataError(f"{path}: {what} is not UTF-8: change it") from error
     except MemoryError as error:  # also raised by pyarrow
         raise DataError(
             f"{path}: does not fit into memory; with data.source.cache_dir it is converted in parts"

@@ -179,6 +179,9 @@ def _connect_duckdb(dbapi: Any, query: str, address: str, base_dir: Path) -> Any
         "access_mode": "AUTOMATIC" if address == IN_MEMORY else "READ_ONLY",
         "file_search_path": str(base_dir.absolute()),
         "autoinstall_known_extensions": "false",  # no code comes from elsewhere unasked
+        # A view or macro of a file from somebody else could read any file.
+        "enable_external_access": "true" if address == IN_MEMORY else "false",
+        "lock_configuration": "true",
     }
     library = import_module("adbc_driver_duckdb").driver_path()
     return dbapi.connect(library, entrypoint="duckdb_adbc_init", db_kwargs=options)
@@ -188,6 +191,10 @@ def _reason(settings: SqlSource, error: Any) -> str:
     """Describe an error without a word that may be a value of a row."""
     driver, state = settings.driver, error.sqlstate
     first = " ".join(_REPEATED.split(str(error), maxsplit=1)[0].split())
+    if "Permission Error" in first:
+        return (
+            'a database in a file reads no other one, nor does a query of it: uri ":memory:" does'
+        )
     if "Binder Error" in first:  # which quotes columns that a file's first row may have named
         query = settings.query.lower()
         first = re.sub(

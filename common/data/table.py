@@ -33,17 +33,16 @@ from splitveil.common.data.ids import (
     part_ids,
 )
 from splitveil.common.data.image_folder import ImageFolder
-from splitveil.common.data.kinds import columns_in_parts, in_small_blocks, open_table_source
+from splitveil.common.data.kinds import columns_in_parts, in_small_blocks, open_source
 from splitveil.common.data.label_columns import (
     check_classes,
     read_classes,
     read_labels,
     read_number_labels,
 )
-from splitveil.common.data.npz_file import NpzFile
-from splitveil.common.data.settings import DataSettings, Gaps, ImageSettings
+from splitveil.common.data.settings import DataSettings, Gaps
 from splitveil.common.data.source_settings import CsvSource
-from splitveil.common.data.sources import RowSource, TableSource, joined, list_rows
+from splitveil.common.data.sources import RowSource, TableSource, joined
 from splitveil.common.data.stored_ids import GrowingArrays, RowNumbers, StoredIds
 from splitveil.common.data.timestamps import read_timestamps
 from splitveil.common.errors import DataError
@@ -170,7 +169,7 @@ def read_table(
 
     DataError names the file, columns and rows (counted from 1, without the header line).
     """
-    return table_of(open_table_source(settings, base_dir), settings, split_column, id_rules)
+    return table_of(open_source(settings.source, base_dir), settings, split_column, id_rules)
 
 
 def table_of(
@@ -251,7 +250,7 @@ class TableReader:
         if features is None or features.image is None:
             image = None
         elif image is not None:
-            image = _checked_image(image, features.image, self._source, first_row)
+            image = image.transpose(0, 3, 1, 2)
         table = Table(
             source=self._source,
             ids=(),
@@ -360,27 +359,6 @@ class _WrittenRows(NamedTuple):
         return written
 
 
-def _checked_image(
-    image: NDArray[Any], settings: ImageSettings, source: str, first_row: int
-) -> NDArray[Any]:
-    """Return the images of some rows as (rows, channels, height, width), uint8 or float32."""
-    where = source if settings.array is None else f"{source}: array {settings.array!r}"
-    if image.ndim != 4:
-        raise DataError(f"{where}: expected four dimensions, got shape {image.shape}")
-    if settings.layout == "channels_last":
-        image = image.transpose(0, 3, 1, 2)
-    if image.dtype == np.uint8:
-        return image
-    if image.dtype.kind != "f":
-        raise DataError(f"{where}: expected uint8 or floating-point numbers, not {image.dtype}")
-    image = image.astype(np.float32)
-    is_wrong = ~np.isfinite(image).all(axis=(1, 2, 3))
-    if is_wrong.any():
-        rows = list_rows(np.flatnonzero(is_wrong) + first_row)
-        raise DataError(f"{where}: NaN or infinite in {rows}")
-    return image
-
-
 def num_rows_of(columns: Mapping[str, Any], image: NDArray[Any] | None, source: str) -> int:
     lengths = {len(column) for column in columns.values()}
     if image is not None:
@@ -391,8 +369,8 @@ def num_rows_of(columns: Mapping[str, Any], image: NDArray[Any] | None, source: 
 
 
 def _in_parts(source: RowSource, names: Sequence[str]) -> tuple[Mapping[str, Any], NDArray[Any]]:
-    if not isinstance(source, ImageFolder | NpzFile):
-        raise TypeError("images are allowed only in npz files and image folders")
+    if not isinstance(source, ImageFolder):
+        raise TypeError("images are allowed only in image folders")
     parts = list(source.parts(names))
     images = [part.image for part in parts if part.image is not None]
     return joined(parts, names), np.concatenate(images)

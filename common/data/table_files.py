@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from splitveil.common.data.canonical_form import CanonicalForm
+from splitveil.common.data.canonical_form import CanonicalForm, is_unicode
 from splitveil.common.data.columns import (
     WrittenColumn,
     check_columns_exist,
@@ -22,13 +22,7 @@ from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.data.ids import check_rules, part_ids
 from splitveil.common.data.kinds import open_source, text_file, with_advice
 from splitveil.common.data.settings import DataSettings
-from splitveil.common.data.source_settings import (
-    CsvSource,
-    FileSource,
-    NpzSource,
-    ParquetSource,
-    Source,
-)
+from splitveil.common.data.source_settings import CsvSource, FileSource, ParquetSource, Source
 from splitveil.common.data.sources import list_rows, unreadable_is_data_error
 from splitveil.common.errors import DataError
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
@@ -39,7 +33,6 @@ _KINDS: dict[str, Callable[[str], Source]] = {
     ".csv": lambda path: CsvSource(kind="csv", path=path),
     ".tsv": lambda path: CsvSource(kind="csv", path=path),
     ".parquet": lambda path: ParquetSource(kind="parquet", path=path),
-    ".npz": lambda path: NpzSource(kind="npz", path=path),
 }
 
 
@@ -53,6 +46,8 @@ def source_of(path: Path, like: Source | None = None) -> Source:
         raise DataError(f"{path}: expected a file ending in {', '.join(_KINDS)}")
     # Settings replace variables in paths; a dollar sign of the command line is meant.
     text = str(path.resolve()).replace("$", "$$")
+    if not is_unicode(text):
+        raise DataError(f"{path}: expected a path in UTF-8")
     source = _KINDS[ending](text)
     if isinstance(like, FileSource) and type(like) is type(source):
         source = like.model_copy(update={"path": text})

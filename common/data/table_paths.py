@@ -133,9 +133,10 @@ def find_files(table_path: TablePath) -> list[FoundFile]:
                 # Raises the reason.
                 table_path.filesystem.get_file_info(fs.FileSelector(table_path.path))
             raise FileNotFoundError
-    some = sorted(
-        (_found(table_path, info, root) for info in files), key=lambda file: file.path.split("/")
-    )
+        some = sorted(
+            (_found(table_path, info, root) for info in files),
+            key=lambda file: file.path.split("/"),
+        )
     shown = [
         file
         for file in some

@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from splitveil.common.data.converted import stamps_of
-from splitveil.common.data.kinds import columns_in_parts, in_small_blocks, open_table_source
+from splitveil.common.data.kinds import columns_in_parts, in_small_blocks, open_source
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import TableSource
 from splitveil.common.errors import DataError, SettingsError
@@ -91,7 +91,7 @@ def write_aligned(
     """Write the common rows in their order, or only their ids and positions in it."""
     data = own.data
     rows = order.file_rows if data.kept is None else data.kept[order.file_rows]
-    source, ordered = open_table_source(settings.data, settings.base_dir), np.sort(rows)
+    source, ordered = open_source(settings.data.source, settings.base_dir), np.sort(rows)
     names = settings.data.id_columns if positions else source.column_names()
     table = in_small_blocks(source, lambda some: _rows_of(some, ordered, names))
     if positions:

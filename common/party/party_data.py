@@ -17,7 +17,7 @@ from splitveil.common.data.columns import almost_numbers
 from splitveil.common.data.converted import open_converted
 from splitveil.common.data.features import FeatureEncoder, Features, MappedFeatures, RowEncoder
 from splitveil.common.data.id_forms import form_of
-from splitveil.common.data.kinds import open_table_source, with_advice
+from splitveil.common.data.kinds import open_source, with_advice
 from splitveil.common.data.sequences import TokenColumn, token_columns
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
@@ -195,7 +195,7 @@ def read_ids_alone(
     if not settings.id_columns or is_converted:
         return PartyData.load(settings, base_dir, split, id_rules)
     split_column = split.column if isinstance(split, ColumnSplit) else None
-    source = open_table_source(settings, base_dir)
+    source = open_source(settings.source, base_dir)
     with with_advice(settings.source, base_dir):
         table = table_of_ids(settings, source, split_column, id_rules)
     _say(table, settings)

@@ -1,10 +1,13 @@
 """The command ``splitveil``: its sub-commands, their help, and JSON."""
 
 import argparse
+import io
 import json
+import os
 import shlex
 import socket
 import sys
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -351,6 +354,69 @@ def test_arrays_that_cannot_be_audited_are_refused(
     assert done.exit_code in {2, 3}
     assert (done.out, done.err.count("splitveil audit: "), done.err.count("\n")) == ("", 1, 1)
     assert message in done.err
+
+
+def npy_of(text: bytes) -> bytes:
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
+def npy_header(shape: tuple[int, ...], descr: str = "<f8") -> bytes:
+    return npy_of(str({"descr": descr, "fortran_order": False, "shape": shape}).encode())
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (pytest.fail, ("the pickle was loaded",))
+
+
+def pickled() -> bytes:
+    data = io.BytesIO()
+    np.save(data, np.array([Bomb(), Bomb()], dtype=object))
+    return data.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(npy_header((2**40,)), id="7 TiB"),
+        pytest.param(npy_header((2**20,)), id="8 MiB"),
+        pytest.param(npy_header((10**18,), "|V0"), id="10^18 rows of nothing"),
+        pytest.param(npy_header((10**18,), "<U0"), id="10^18 rows of no text"),
+        pytest.param(npy_header((0, 10**12)), id="10^12 columns of no row"),
+        pytest.param(npy_header((10**12, 0)), id="10^12 rows of no column"),
+        pytest.param(npy_header((-50,)), id="a negative shape"),
+        pytest.param(npy_of(b"{" * 9000), id="no Python"),
+        pytest.param(npy_of(b"-" * 9000 + b"1"), id="signs"),
+        pytest.param(npy_of(b"exit()"), id="a call"),
+        pytest.param(npy_of(b" " * 60_000), id="too long"),
+        pytest.param(pickled(), id="pickled"),
+        pytest.param(b"", id="empty"),
+    ],
+)
+@pytest.mark.parametrize("name", ["gradients", "labels"])
+def test_arrays_that_claim_too_much_are_refused_in_one_line(
+    content: bytes, name: str, tmp_path: Path, call: Call
+) -> None:
+    with zipfile.ZipFile(tmp_path / "sent.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        for one in ("gradients", "labels"):
+            archive.writestr(f"{one}.npy", content if one == name else npy_header((0,)))
+    done = call("audit", tmp_path / "sent.npz")
+    assert (done.exit_code, done.out, done.err.count("\n")) == (3, "", 1)
+    assert "expected an npz archive of arrays of numbers" in done.err
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"no archive", npy_header((0,)), b"PK\x03\x04" + bytes(99)]
+)
+def test_a_file_of_gradients_that_is_no_archive_is_refused(
+    content: bytes, tmp_path: Path, call: Call
+) -> None:
+    (tmp_path / "sent.npz").write_bytes(content)
+    done = call("audit", tmp_path / "sent.npz")
+    assert (done.exit_code, done.err.count("\n")) == (3, 1)
+    (tmp_path / "sent.npz").unlink()
+    os.mkfifo(tmp_path / "sent.npz")
+    assert "not a regular file" in call("audit", tmp_path / "sent.npz").err
 
 
 def test_a_schema_is_printed(call: Call) -> None:

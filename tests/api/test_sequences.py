@@ -1,5 +1,6 @@
 """Texts and sequences reach a model by name, which may begin with an encoder from a file."""
 
+import base64
 import csv
 import json
 import shutil
@@ -13,11 +14,13 @@ import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers.models import BPE, WordLevel
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 
 from splitveil import DataError, Run, SettingsError, models, predict, simulate
+from splitveil.common.data import sequences
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.models.factory import build_bottom_model
 from tests.api.test_own_models import call_of
@@ -246,6 +249,7 @@ def test_a_mean_of_tokens_is_what_the_models_of_settings_take(
 
 SEQUENCE = {"max_length": 4, "num_tokens": 8}
 NO_UNK = '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "u"}}'
+NO_MERGE = '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a a"]}}'
 BAD_CELLS: list[tuple[dict[str, Any], Any, str]] = [
     ({}, [[1], [8]], r"expected whole numbers from 0 to 7 in row 2"),
     ({}, ["1", "2|x", "-1"], r"expected whole numbers from 0 to 7 in rows 2, 3"),
@@ -260,9 +264,91 @@ BAD_TOKENIZERS = [
     (None, r"t\.json: there is no such file"),
     ("", r"expected a file of the library tokenizers.*EOF"),
     ("{}", r"expected a file of the library tokenizers.*Model missing"),
-    (NO_UNK.replace('"a": 0', ""), r"with a vocabulary: ValueError: max"),
+    (NO_UNK.replace('"a": 0', ""), r"expected a vocabulary"),
     (NO_UNK, r"column 'c': its tokenizer cannot split a text"),
+    (NO_MERGE, r"t\.json: expected a file of the library tokenizers.*PanicException: range end"),
 ]
+
+
+def ruled(*rules: object, pre_tokenizer: Any = None, special: int = 0) -> str:
+    """Return a tokenizer with these normalizers."""
+    tokenizer = Tokenizer(WordLevel({"[UNK]": 0, "a": 1}, "[UNK]"))
+    tokenizer.normalizer = normalizers.Sequence(list(rules))
+    tokenizer.pre_tokenizer = pre_tokenizer
+    many = TemplateProcessing(f"{special * '[UNK] '}$A", None, [("[UNK]", 0)])
+    tokenizer.post_processor = many
+    return str(tokenizer.to_str())
+
+
+def mapped_to(text: str) -> str:
+    """Return a tokenizer with a map that no character is in, which has room for this text."""
+    tree = bytes(4 * 256)
+    coded = base64.b64encode(len(tree).to_bytes(4, "little") + tree + text.encode() + b"\0")
+    one = {"type": "Precompiled", "precompiled_charsmap": coded.decode()}
+    return json.dumps(json.loads(ruled()) | {"normalizer": one})
+
+
+GROWING = [
+    ruled(*6 * [normalizers.Replace("a", 20 * "a")]),
+    ruled(*20 * [normalizers.Replace(Regex(""), "a")]),
+    ruled(*20 * [normalizers.Prepend("a")]),
+    ruled(*9 * [normalizers.NFKD(), normalizers.Replace("\u0644", "\ufdfa")]),
+    ruled(*20 * [normalizers.ByteLevel()]),
+    ruled(pre_tokenizer=pre_tokenizers.Sequence(20 * [pre_tokenizers.ByteLevel()])),
+    ruled(special=5000),
+    mapped_to(5000 * "a"),
+]
+
+
+@pytest.mark.parametrize("content", GROWING)
+def test_a_tokenizer_that_can_make_texts_grow_without_end_is_refused(
+    tmp_path: Path, content: str
+) -> None:
+    """Before it reads a text."""
+    (tmp_path / "t.json").write_text(content)
+    chosen = {"c": {"max_length": 4, "tokenizer": "t.json"}}
+    with pytest.raises(SettingsError, match=r"t\.json: its rules .* 4,000 times as long"):
+        load(tmp_path, {"c": ["b"]}, sequences=chosen).fit(np.array([0]))
+
+
+USUAL = [
+    *[normalizers.Replace("``", '"'), normalizers.NFKD(), normalizers.StripAccents()],
+    *[normalizers.Lowercase(), normalizers.Replace(Regex(" {2,}"), " ")],
+]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        ruled(*USUAL, pre_tokenizer=pre_tokenizers.Metaspace()),
+        ruled(normalizers.BertNormalizer(), pre_tokenizer=pre_tokenizers.BertPreTokenizer()),
+        ruled(normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")),
+        ruled(normalizers.NFC(), pre_tokenizer=pre_tokenizers.ByteLevel()),
+        mapped_to(33 * "a"),
+    ],
+)
+def test_usual_tokenizers_are_read(tmp_path: Path, content: str) -> None:
+    (tmp_path / "t.json").write_text(content)
+    chosen = {"c": {"max_length": 4, "tokenizer": "t.json"}}
+    data = load(tmp_path, {"c": ["a"]}, sequences=chosen)
+    assert data.fit(np.array([0])) is not None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "cell"), [("(a+)+$", 26 * "a" + "b"), (4 * "[ab]*" + "c", 110 * "a" + "xc")]
+)
+def test_a_tokenizer_that_panics_or_hangs_is_an_error_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, cell: str
+) -> None:
+    """What a library in Rust raises when it panics is no Exception."""
+    if len(cell) > 100:
+        monkeypatch.setattr(sequences, "_LIMIT_S", 0.2)
+        monkeypatch.setattr(sequences, "_CHARACTERS_PER_S", 1e9)
+    rule = pre_tokenizers.Split(Regex(pattern), "isolated")
+    (tmp_path / "t.json").write_text(ruled(pre_tokenizer=rule))
+    chosen = {"c": {"max_length": 4, "tokenizer": "t.json"}}
+    with pytest.raises((SettingsError, DataError), match="takes longer than"):
+        load(tmp_path, {"c": [cell]}, sequences=chosen).fit(np.array([0]))
 
 
 def test_what_is_no_sequence_or_tokenizer_is_said(

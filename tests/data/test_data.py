@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 from uuid import UUID
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -24,7 +23,6 @@ from splitveil.common.data.csv_file import CsvFile
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.table import Table, read_table
 from splitveil.common.errors import DataError, SettingsError
-from splitveil.common.party.party_data import PartyData
 from splitveil.common.settings import validate
 
 ROWS = 'id,y,x0,x1,city\n007,1,1.5,-2,Rome\n"a,b",0,2.5,3e1,\nZoë,1, 4 ,0,Oslo\n'
@@ -157,30 +155,6 @@ def test_columns_of_parquet_may_have_any_type(tmp_path: Path) -> None:
     assert table.lists["device"].categories.to_pylist() == [str(uuid)]
 
 
-@pytest.mark.parametrize("cache", [{}, {"cache_dir": "cache"}])
-def test_npz_arrays_are_columns_and_images(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: dict[str, str]
-) -> None:
-    monkeypatch.setattr(sources, "PART_BYTES", 256)
-    pixels = np.random.default_rng(3).integers(0, 256, (40, 4, 5, 3), dtype=np.uint8)
-    numbers = np.asfortranarray(np.arange(80).reshape(40, 2))  # as pandas hands them over
-    key = np.array([f"p{row}".encode() for row in range(40)])
-    y, count = np.arange(40) % 2, np.array(40)
-    np.savez(tmp_path / "rows.npz", key=key, y=y, x=numbers, pixels=pixels, number_of_rows=count)
-    settings = data_settings(
-        source={"kind": "npz", "path": "rows.npz", **cache},
-        id_column="key",
-        label_column="y",
-        features={"numeric": "*", "image": {"array": "pixels"}},
-    )
-    table = PartyData.load(settings, tmp_path).table
-    assert list(table.ids) == [f"p{row}" for row in range(40)]
-    assert list(table.numeric) == ["x.0", "x.1"]
-    assert [column.tolist() for column in table.numeric.values()] == numbers.T.tolist()
-    assert table.image is not None
-    assert np.array_equal(table.image, pixels.transpose(0, 3, 1, 2))
-
-
 def test_scikit_learn_rows_differ_in_order_only() -> None:
     def read(seed: int) -> dict[str, tuple[float, ...]]:
         source = {"kind": "sklearn", "dataset": "breast_cancer", "shuffle_seed": seed}
@@ -297,14 +271,11 @@ def test_a_bad_row_after_quoted_line_breaks_is_named_by_its_number(
     [
         ("rows.csv", None, "csv", "no such file"),
         ("rows.parquet", None, "parquet", "no such file"),
-        ("rows.npz", None, "npz", "no such file"),
         ("rows.csv.gz", b"not gzip at all", "csv", "cannot be read"),
         ("rows.csv.gz", gzip.compress(ROWS.encode() * 999)[:-9], "csv", "cannot be read"),
         ("rows.csv", b"id,y\n\xff\xfe,1\n", "csv", "UTF-8"),
         ("rows.csv", b"id,\xff\n1,1\n", "csv", "UTF-8"),
         ("rows.parquet", b"PAR1 no", "parquet", "cannot be read"),
-        ("rows.npz", b"no archive", "npz", "not a file of this kind"),
-        ("rows.npz", b"", "npz", "cannot be read"),
     ],
 )
 def test_unreadable_file_is_named(
@@ -319,39 +290,6 @@ def test_unreadable_file_is_named(
     assert part in str(raised.value)
 
 
-def read_npz(folder: Path, features: dict[str, Any], **arrays: Any) -> Table:
-    np.savez(folder / "rows.npz", **arrays)
-    source = {"kind": "npz", "path": "rows.npz"}
-    return read_table(data_settings(source=source, features=features), folder)
-
-
-def test_pickled_objects_are_never_loaded(tmp_path: Path) -> None:
-    class Bomb:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return (pytest.fail, ("the pickle was loaded",))
-
-    objects = np.array([Bomb(), Bomb()], dtype=object)
-    with pytest.raises(DataError, match="never pickled"):
-        read_npz(tmp_path, {"numeric": "x"}, x=objects)
-
-
-@pytest.mark.parametrize(
-    ("arrays", "part"),
-    [
-        ({"Images": np.zeros((2, 2, 2, 3))}, "no array 'image'; did you mean 'Images'?"),
-        ({"image": np.zeros((2, 2, 3))}, "four dimensions"),
-        ({"image": np.zeros((2, 2, 2, 3), dtype=np.int64)}, "not int64"),
-        ({"image": np.full((2, 2, 2, 3), [0, 0, np.nan])}, "rows 1, 2 (2 in all)"),
-        ({"image": np.zeros((3, 2, 2, 3))}, "have different numbers of rows"),
-    ],
-)
-def test_bad_image_is_explained(tmp_path: Path, arrays: dict[str, Any], part: str) -> None:
-    features = {"numeric": "x", "image": {"array": "image"}}
-    with pytest.raises(DataError) as raised:
-        read_npz(tmp_path, features, x=np.zeros(2), **arrays)
-    assert part in str(raised.value)
-
-
 IMAGES = {"kind": "images", "table": "t.csv", "file_column": "f", "height": "4", "width": "4"}
 
 
@@ -363,9 +301,8 @@ IMAGES = {"kind": "images", "table": "t.csv", "file_column": "f", "height": "4",
         ({"features": {}}, "name at least one of"),
         ({"features": {"numerik": "x0"}}, "did you mean 'numeric'"),
         ({"features": {"numeric": "x0", "missing_indicator": True}}, "missing_indicator"),
-        ({"features": {"image": {"array": "x"}}}, "source of kind npz or images, not csv"),
-        ({"source": {"kind": "npz"}, "features": {"image": {}}}, "features.image.array"),
-        ({"source": IMAGES, "features": {"image": {"array": "x"}}}, "features.image.array"),
+        ({"features": {"image": {}}}, "source of kind images, not csv"),
+        ({"source": {"kind": "npz", "path": "x.npz"}}, "npz"),
         ({"label_column": None}, "name a label_column, features, or both"),
         ({"source": {"kind": "excel", "path": "x"}}, "excel"),
     ],

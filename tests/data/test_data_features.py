@@ -27,6 +27,7 @@ from splitveil.common.data.settings import DataSettings, FeatureSettings
 from splitveil.common.data.table import Table, read_table
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.settings import validate
+from splitveil.experiments.preparation import write_columns
 
 
 def settings(**values: Any) -> FeatureSettings:
@@ -182,10 +183,10 @@ def test_numbers_stored_as_float32_take_half_the_memory_and_give_the_same_bits(
     x[::7, 1] = np.nan
     found = []
     for name, kind in (("narrow", np.float32), ("wide", np.float64)):
-        np.savez(tmp_path / f"{name}.npz", id=np.arange(200), x=x.astype(kind))
+        write_columns(tmp_path / f"{name}.parquet", id=np.arange(200), x=x.astype(kind))
         features = {"numeric": "x*", "missing_numeric": missing, "signed_log1p": log}
         values = {
-            "source": {"kind": "npz", "path": f"{name}.npz"},
+            "source": {"kind": "parquet", "path": f"{name}.parquet"},
             "id_column": "id",
             "features": features,
         }

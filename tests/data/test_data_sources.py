@@ -21,9 +21,12 @@ from pyarrow import csv, fs, parquet
 
 from splitveil.common.data import sources
 from splitveil.common.data.ids import read_subjects
+from splitveil.common.data.kinds import open_source
 from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.source_settings import ParquetSource
 from splitveil.common.data.sources import unreadable_is_data_error
 from splitveil.common.data.table import read_table
+from splitveil.common.data.table_files import source_of
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.settings import validate
@@ -121,6 +124,25 @@ def test_folders_of_partitions_are_columns_of_text(tmp_path: Path, cache: dict[s
     texts = column.categories.take(pa.array(column.codes)).to_pylist()
     assert texts == ["007", "007", "7", "7", "a b", "a b"]
     assert table.numeric["day"].tolist() == [1, 1, 2, 2, 0, 0]
+
+
+def test_a_path_of_a_command_line_that_is_not_utf_8_is_refused() -> None:
+    with pytest.raises(DataError, match="expected a path in UTF-8"):
+        source_of(Path("\udcff.parquet"))
+
+
+def test_a_file_that_says_it_has_no_rows_is_read_to_its_end(tmp_path: Path) -> None:
+    path, count = tmp_path / "rows.parquet", 70_001
+    parquet.write_table(pa.table({"id": pa.array(range(count))}), path, row_group_size=40_000)
+    said = b"\xe2\xc5\x08"  # this count, as Thrift writes it
+    head, found, tail = path.read_bytes().rpartition(said)
+    path.write_bytes(head + b"\x80\x80\x00" + tail)
+    assert found
+    assert parquet.read_metadata(path).num_rows == 0
+    source = ParquetSource(kind="parquet", path=str(path))
+    parts = list(open_source(source, tmp_path).parts(["id"]))
+    assert sum(len(part.columns["id"]) for part in parts) == count
+    assert parts[-1].done_fraction == 1
 
 
 def test_a_part_without_any_value_has_the_type_of_the_others(tmp_path: Path) -> None:
@@ -364,6 +386,31 @@ def test_duckdb_joins_a_folder_of_parquet_and_a_text_file(tmp_path: Path, one_fi
     assert digest(source, tmp_path) == one_file
     with pytest.raises(DataError, match=r"No files found that match the pattern \"words.csv\""):
         digest(source | {"snapshot": "again"}, tmp_path)
+    with pytest.raises(DataError, match="Install it first"):  # and nothing is downloaded
+        digest(source | {"query": "select * from sqlite_scan('x', 'y')"}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "select * from view_of_file",
+        "select * from macro_of_file()",
+        "select *, (select content from read_text('secret.csv')) from people",
+        "select p.* from people p join 'secret.csv' on true",
+    ],
+)
+def test_a_database_of_duckdb_reads_no_other_file(tmp_path: Path, text: str) -> None:
+    """It may come from somebody else, as may its views, and any file would be a column."""
+    (tmp_path / "secret.csv").write_text("secret-word\n")
+    write_database(tmp_path / "people.duckdb", rows())
+    database = duckdb.connect(tmp_path / "people.duckdb")
+    reads = f"select *, content from people, read_text('{tmp_path / 'secret.csv'}')"  # noqa: S608
+    database.execute(f"create view view_of_file as {reads}")
+    database.execute(f"create macro macro_of_file() as table {reads}")
+    database.close()
+    with pytest.raises(DataError, match=r"a database in a file reads no other one") as refused:
+        PartyData.load(settings(query("duckdb", query=text)), tmp_path)
+    assert "secret" not in str(refused.value)
 
 
 def test_a_driver_may_be_a_library_named_by_its_path(tmp_path: Path, one_file: str) -> None:
@@ -423,7 +470,7 @@ BAD_QUERIES = [
     ("duckdb", "select 1; copy people to 'copied.csv'", "expected one statement"),
     ("duckdb", "select * replace ([n1] as n1) from people", "expected numbers, not list<"),
     ("duckdb", "select interval 1 day", "type that Parquet lacks: change it with CAST"),
-    ("duckdb", "select * from sqlite_scan('x', 'y')", "Install it first"),
+    ("duckdb", "select * from sqlite_scan('x', 'y')", "external extensions is disabled"),
     # What a header-less text file or a JSON object names by its values.
     ("duckdb", "select {'secret-word': n1}.n from people", 'key "n" in struct$'),
     ("duckdb", "select {'secret-word': n1} + 1 from people", "name and argument types '\\+$"),

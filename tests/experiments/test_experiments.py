@@ -18,6 +18,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from pyarrow import parquet
 from torch import Tensor, nn
 
 from splitveil.common.data.features import Features, FeatureShapes
@@ -714,15 +715,16 @@ def test_packed_words_become_columns(tmp_path: Path, monkeypatch: pytest.MonkeyP
     np.savez(tmp_path / "imdb" / "imdb_top500.npz", x_bits=packed, y=np.arange(6) % 2)
     monkeypatch.setenv("SPLITVEIL_DATA", str(tmp_path))
     prepare("imdb", tmp_path / "prepared")
-    with np.load(tmp_path / "prepared" / "imdb.npz") as made:
-        assert np.array_equal(made["x"], words)
-        assert made["y"].tolist() == [0, 1, 0, 1, 0, 1]
+    made = parquet.read_table(tmp_path / "prepared" / "imdb.parquet")
+    assert made.column_names == [*(f"x.{j}" for j in range(500)), "y"]
+    assert np.array_equal(made.drop_columns("y").to_pandas(), words)
+    assert made["y"].to_pylist() == [0, 1, 0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [("melanoma", (2, 84, 84, 3)), ("melanoma_grey64", (2, 64, 64, 1))]
+    ("name", "shape"), [("melanoma", (84, 84, 3)), ("melanoma_grey64", (64, 64))]
 )
-def test_packed_images_become_pixels(
+def test_packed_images_become_files_with_the_same_pixels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, shape: tuple[int, ...]
 ) -> None:
     files = []
@@ -737,11 +739,15 @@ def test_packed_images_become_pixels(
     np.savez(path, jpeg=packed, offset=offsets, y=np.array([1, 0]))
     monkeypatch.setenv("SPLITVEIL_DATA", str(tmp_path))
     prepare(name, tmp_path / "prepared")
-    with np.load(tmp_path / "prepared" / f"{name}.npz") as made:
-        assert made["x"].shape == shape
-        assert made["x"].dtype == np.uint8
-        assert made["x"][0].max() > 60
-        assert made["x"][1].max() < 10
+    rows = (tmp_path / "prepared" / f"{name}.csv").read_text().splitlines()
+    assert rows == ["image,y", "0,1", "1,0"]
+    images = [Image.open(tmp_path / "prepared" / name / f"{row}.png") for row in range(2)]
+    assert [np.asarray(image).shape for image in images] == [shape, shape]
+    if name == "melanoma":
+        whole = [np.asarray(Image.open(io.BytesIO(file))) for file in files]
+        assert all(map(np.array_equal, map(np.asarray, images), whole))
+    assert np.asarray(images[0]).max() > 60
+    assert np.asarray(images[1]).max() < 10
 
 
 def test_each_day_trains_and_the_next_one_tests(
@@ -777,7 +783,7 @@ NEEDS_FLIGHTS = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("name", "files"),
     [
-        ("synthetic", {"synthetic.npz"}),
+        ("synthetic", {"synthetic.parquet"}),
         pytest.param("flights", {flights.AIRLINE, flights.AIRPORTS}, marks=NEEDS_FLIGHTS),
     ],
 )
@@ -789,9 +795,9 @@ def test_what_comes_from_no_file_needs_no_folder_of_data(
     prepare(name, tmp_path)
     assert files <= {path.name for path in tmp_path.iterdir()}
     if name == "synthetic":  # both parties' features tell of the label
-        with np.load(tmp_path / "synthetic.npz") as made:
-            for own in (made["passive"], made["active"]):
-                assert abs(np.corrcoef(own[:, 0], made["y"])[0, 1]) > 0.1
+        made = parquet.read_table(tmp_path / "synthetic.parquet")
+        for own in (made["passive.0"], made["active.0"]):
+            assert abs(np.corrcoef(own, made["y"])[0, 1]) > 0.1
 
 
 def test_a_preparation_without_its_raw_file_says_so(

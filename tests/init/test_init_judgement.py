@@ -410,6 +410,14 @@ def test_an_index_of_pandas_is_no_feature(tmp_path: Path, index: Any, left_out: 
     assert list(numeric) == (["calls", "row"] if left_out == ["row"] else ["calls"])
 
 
+@pytest.mark.parametrize("noted", [100_000 * "[", "\udcff", f'{{"index_columns": {5000 * "9"}}}'])
+def test_damaged_notes_of_pandas_are_as_good_as_none(tmp_path: Path, noted: str) -> None:
+    columns = {"id": IDS, "calls": list(map(int, NUMBERS))}
+    metadata = {b"pandas": noted.encode("utf-8", "surrogateescape")}
+    parquet.write_table(pa.table(columns).replace_schema_metadata(metadata), tmp_path / "t.parquet")
+    assert [column.name for column in propose(tmp_path / "t.parquet").choices.features] == ["calls"]
+
+
 @pytest.mark.parametrize(
     ("wishes", "message"),
     [({"numeric": ("side",)}, "found text in rows 1, 2"), ({"categorical": ("x",)}, "not double")],

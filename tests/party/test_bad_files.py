@@ -4,20 +4,20 @@ Each is given to a party's own command. What is refused ends it with the exit co
 or of data (3), with lines of the log and never with a traceback; nothing is waited for.
 """
 
-import io
 import json
 import os
 import socket
 import tracemalloc
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 import yaml
+from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 
 from splitveil.active_party.commands.program import main as active_main
@@ -169,51 +169,37 @@ def test_what_ends_a_run_is_refused_by_both_parties(
         refused(ended, code, named)
 
 
-def npy_of(text: bytes) -> bytes:
-    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+NO_UTF_8 = pa.array([b"\xff"] * 50).view(pa.string())
 
 
-def npy(array: object) -> bytes:
-    data = io.BytesIO()
-    np.save(data, np.asarray(array))
-    return data.getvalue()
+def parquet_with(x: object) -> Callable[[Path], None]:
+    """Return what writes a table of 50 ids and this column."""
+    return lambda path: parquet.write_table(
+        pa.table({"id": list(map(str, range(50))), "x": x}), path
+    )
 
 
-IDS = npy([f"person-{row}" for row in range(50)])
-
-
-def npz(**arrays: bytes) -> Callable[[Path], None]:
-    """Return what writes an archive of 50 ids and these arrays."""
+def parquet_below(folder: bytes) -> Callable[[Path], None]:
+    """Return what writes a table into such a folder of its own."""
 
     def write(path: Path) -> None:
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, data in ({"id": IDS} | arrays).items():
-                archive.writestr(f"{name}.npy", data)
+        below = path / os.fsdecode(folder)
+        below.mkdir(parents=True)
+        parquet_with([1.0] * 50)(path / "rows.parquet")
+        (path / "rows.parquet").rename(below / "rows.parquet")
 
     return write
 
 
-def npy_header(shape: tuple[int, ...], descr: str = "<f8") -> bytes:
-    return npy_of(str({"descr": descr, "fortran_order": False, "shape": shape}).encode())
-
-
-BEYOND_UNICODE = npy_header((50,), "<U1") + 50 * b"\xff\xff\xff\x7f"
 BAD_TABLES: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "an array of 7 TiB": ("npz", npz(x=npy_header((2**40,)))),
-    "10^18 rows of nothing": ("npz", npz(x=npy_header((10**18,), "|V0"))),
-    "10^18 rows of no text": ("npz", npz(x=npy_header((10**18,), "<U0"))),
-    "a negative shape": ("npz", npz(x=npy_header((-50,)))),
-    "a header that is no Python": ("npz", npz(x=npy_of(b"{" * 9000))),
-    "a header of signs": ("npz", npz(x=npy_of(b"-" * 9000 + b"1"))),
-    "a header with a name": ("npz", npz(x=npy_of(b"exit()"))),
-    "a header that is too long": ("npz", npz(x=npy_of(b" " * 60_000))),
-    "an archive without arrays": ("npz", lambda p: zipfile.ZipFile(p, "w").writestr("x", "y")),
-    "letters beyond Unicode": ("npz", npz(id=BEYOND_UNICODE, x=npy([1.0] * 50))),
-    "structures": ("npz", npz(x=npy(np.zeros(50, "f8,f8")))),
     "a header of 10 MB": ("csv", lambda p: p.write_text(5_000_000 * "a,")),
     "a name of 200,000 characters": ("csv", lambda p: p.write_text("a" * 200_000 + "\n1\n")),
     "NULs": ("csv", lambda p: p.write_bytes(bytes(100_000))),
     "NULs for Parquet": ("parquet", lambda p: p.write_bytes(bytes(100_000))),
+    "cells that are not UTF-8": ("parquet", parquet_with(NO_UTF_8)),
+    "levels that are not UTF-8": ("parquet", parquet_with(NO_UTF_8.dictionary_encode())),
+    "a folder %ff": ("parquet", parquet_below(b"a=%ff")),
+    "a folder of a byte": ("parquet", parquet_below(b"a=\xff")),
     "a footer of 8 MiB": ("parquet", lambda p: p.write_bytes(b"PAR1\xff\xff\x7fPAR1")),
 }
 
@@ -251,7 +237,6 @@ NO_FILES: dict[str, Callable[[Path], None]] = {
 OPENED = {
     "csv": (3, "data.source={{kind: csv, path: {path}}}"),
     "parquet": (3, "data.source={{kind: parquet, path: {path}}}"),
-    "npz": (3, "data.source={{kind: npz, path: {path}}}"),
     "csv with a cache": (3, "data.source={{kind: csv, path: {path}, cache_dir: cache}}"),
     "evaluation labels": (3, "adversary.labels.source.path={path}"),
     "contract": (2, "contract.run_name=x"),

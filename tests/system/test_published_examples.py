@@ -5,7 +5,9 @@ import os
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.support.commands import called
 from tests.support.programs import ROOT
@@ -16,8 +18,22 @@ pytestmark = needs_data
 
 
 @pytest.mark.parametrize("party", ["active", "passive"])
-def test_settings_and_data_of_isic_pass_the_check(party: str) -> None:
+def test_settings_and_data_of_isic_pass_the_check(
+    party: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of criteo and avazu train."""
+    (tmp_path / "isic" / "images").mkdir(parents=True)
+    path = Path(os.environ["SPLITVEIL_DATA"]) / "melanoma" / "melanoma84_u8_1000.npz"
+    with np.load(path, allow_pickle=False) as given:
+        rows = [
+            f"{one.decode()},{label}"
+            for one, label in zip(given["isic_id"], given["y"], strict=True)
+        ]
+        for row, pixels in zip(rows, given["x"], strict=True):
+            name = row.partition(",")[0]
+            Image.fromarray(pixels).save(tmp_path / "isic" / "images" / f"{name}.jpg")
+    (tmp_path / "isic" / "labels.csv").write_text("\n".join(["isic_id,y", *rows, ""]))
+    monkeypatch.setenv("SPLITVEIL_DATA", str(tmp_path))
     where = f"--set listen={free_address()}" if party == "active" else ""
     settings = f"deploy/examples/isic/{party}.yaml --set 'security={{mode: insecure}}' {where}"
     done = called(ROOT, f"splitveil {party} check {settings}")

@@ -166,7 +166,12 @@ class FeatureSettings(Section):
     """The image of each row."""
 
     exclude: Columns = ()
-    """Columns that patterns must not match, such as a column that gives the label away."""
+    """Columns that patterns must not match, such as a column that gives the label away. All of them
+    must be in the table."""
+
+    patterns: bool = True
+    """Whether an entry with ``*``, ``?`` or ``[...]`` is a pattern with shell wildcards unless a
+    column has just this name. With ``false``, every entry is the name of a column."""
 
     missing_numeric: Literal["error", "zero", "mean", "median"] = "error"
     """Treatment of an empty cell in a numeric column or a timestamp: an error, the number 0, or the
@@ -194,8 +199,7 @@ class FeatureSettings(Section):
 
     @model_validator(mode="after")
     def _selects_something(self) -> "FeatureSettings":
-        columns = (*self.numeric, *self.categorical, *self.timestamps, *self.lists)
-        if not (columns or self.sequences or self.image):
+        if not (self.by_name or self.sequences or self.image):
             raise ValueError(
                 "name at least one of numeric, categorical, timestamps, lists, sequences and image"
             )
@@ -204,6 +208,11 @@ class FeatureSettings(Section):
         if len(set(self.timestamp_parts)) < len(self.timestamp_parts):
             raise ValueError("timestamp_parts: name each part only once")
         return self
+
+    @property
+    def by_name(self) -> tuple[str, ...]:
+        """The names and patterns of columns, but for those of sequences."""
+        return (*self.numeric, *self.categorical, *self.timestamps, *self.lists)
 
     @property
     def gaps(self) -> Gaps:

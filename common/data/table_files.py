@@ -87,6 +87,7 @@ def settings_for(
             "timestamps": encoder.timestamps,
             "lists": tuple(column.name for column in encoder.lists),
             "exclude": (),
+            "patterns": False,
         }
         features = features.model_copy(update=chosen)
     return settings.without_labels(source=source, features=features)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from splitveil.common.data.columns import almost_numbers
+from splitveil.common.data.columns import WILDCARDS, almost_numbers
 from splitveil.common.data.converted import open_converted
 from splitveil.common.data.features import FeatureEncoder, Features, MappedFeatures, RowEncoder
 from splitveil.common.data.id_forms import form_of
@@ -44,6 +44,8 @@ _logger = logging.getLogger(__name__)
 LARGE_FILE_BYTES = 2**30
 _IDS_AT_ONCE = 2**16
 _ROWS_AT_ONCE = 2**12
+_NAMED = 50
+"""Columns that a check names where patterns have selected them."""
 
 
 @dataclass(frozen=True)
@@ -147,15 +149,15 @@ class PartyData:
     def summary(self, contract: Contract) -> str:
         """Describe the rows and columns; SettingsError if the training rows fill no batch."""
         table, size, rows = self.table, contract.batch_size, self.training_rows(contract.split)
-        columns = len(table.numeric) + len(table.coded)
+        columns, features = [*table.numeric, *table.coded], self.settings.features
         text = f"{len(self.ids)} rows in {table.source}"
         if table.splits is not None:
             counts = np.bincount(table.splits, minlength=len(SPLITS))
             parts = (f"{count} {word}" for word, count in zip(SPLITS, counts, strict=True))
             text += f" ({', '.join(parts)})"
-        text += f", {columns} feature columns" + (
-            " and an image" if table.image is not None else ""
-        )
+        text += f", {len(columns)} feature columns" + " and an image" * (table.image is not None)
+        if features is not None and features.patterns and WILDCARDS & {*"".join(features.by_name)}:
+            text += f" ({', '.join(columns[:_NAMED])}{', ...' * (len(columns) > _NAMED)})"
         if size <= rows:
             steps = rows // size if contract.drop_last else -(-rows // size)
             return f"{text}, about {steps} steps of {size} rows per epoch"

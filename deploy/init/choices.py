@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 
-from splitveil.common.data.columns import NEARLY_ALL, is_unnamed_index
+from splitveil.common.data.columns import NEARLY_ALL, WILDCARDS, is_unnamed_index
 from splitveil.common.data.label_columns import places_of
 from splitveil.common.data.settings import MAX_CLASSES
 from splitveil.common.errors import DataError, SettingsError
@@ -64,6 +64,10 @@ class Choices(NamedTuple):
     @property
     def features(self) -> tuple[Column, ...]:
         return (*self.numeric, *self.categorical, *self.timestamps)
+
+    @property
+    def has_wildcards(self) -> bool:
+        return any(WILDCARDS & set(column.name) for column in self.features)
 
     @property
     def has_numeric_gaps(self) -> bool:

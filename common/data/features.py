@@ -14,6 +14,7 @@ The encoder is fitted on a party's own training rows only and saved with its mod
 - Images are not changed.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -134,7 +135,15 @@ class NumericScaler(Section):
     shift: float
     scale: float = Field(gt=0)
     fill: float | None = None
-    """The number in place of a gap, before the scaling; None if the column has no gaps."""
+    """The number in place of a gap, before the scaling; None if gaps are read as 0."""
+
+    had_gaps: bool = False
+    """Whether a training row had a gap that was filled."""
+
+    low: float | None = None
+    """The least number of the training rows, before the scaling."""
+
+    high: float | None = None
 
 
 class Vocabulary(Section):
@@ -201,18 +210,26 @@ class FeatureEncoder(Section):
         for start in range(0, len(ordered), FIT_ROWS):
             found.add(table, ordered[start : start + FIT_ROWS])
         fills, bins = found.fills(table, ordered), found.bins(table, ordered, num_bins)
+        with_gaps = found.with_gaps()
         say_cut(sequences, table, ordered)
         return cls(
             signed_log1p=settings.signed_log1p,
             numeric=tuple(
-                NumericScaler(name=name, shift=shift, scale=scale, fill=fills.get(name))
+                NumericScaler(
+                    name=name,
+                    shift=shift,
+                    scale=scale,
+                    fill=fills.get(name),
+                    had_gaps=name in with_gaps,
+                    **found.bounds(name),
+                )
                 for name, (shift, scale) in found.scales().items()
             ),
             categorical=tuple(
                 Vocabulary(name=name, categories=kept) for name, kept in found.vocabularies(table)
             ),
             image=None if table.image is None else _image_info(table.image),
-            indicators=found.indicators(),
+            indicators=with_gaps if settings.missing_indicator else (),
             timestamps=table.timestamps,
             lists=tuple(
                 Vocabulary(name=name, categories=kept) for name, kept in found.members(table)
@@ -284,7 +301,10 @@ class FeatureEncoder(Section):
                 f"{', '.join(absent)}"
             )
         fills = any(scaler.fill is not None for scaler in self.numeric)
-        if self.numeric and table.gaps == ("zero" if fills else "nan"):
+        had_gaps = any(scaler.had_gaps for scaler in self.numeric)
+        if self.numeric and (
+            (table.gaps == "zero" and had_gaps) or (table.gaps == "nan" and not fills)
+        ):
             raise DataError(
                 f"{table.source}: the model was trained with another treatment of missing numbers: "
                 f"set data.features.missing_numeric and missing_indicator as they were then"
@@ -392,19 +412,64 @@ def _image_info(image: NDArray[Any]) -> ImageInfo:
     )
 
 
-# ---- rows whose categories are not in the vocabulary of a trained model ----
+# ---- rows that hold what no training row of a trained model had ----
 
 MANY = 20  # rows that do not all have a new category by chance
 _ALIKE = "; some differ from known ones as 1 from 1.0, or in case, and may be written otherwise"
 _REMEDY = "; write them as in the training, or leave these cells empty to predict without them"
+_FEW = 0.01  # share of rows that new numbers hardly exceed by chance
+_NAMED = 10
+_NUMBERS_AT_ONCE = 2**22
+
+
+def unseen_numbers(
+    encoder: FeatureEncoder, table: Table, settings: FeatureSettings | None
+) -> Iterator[tuple[int, str]]:
+    """Yield a sentence on new gaps, and one on numbers beyond the least and largest in training.
+
+    With it comes how serious it is, as a level of logging; an error is to be refused.
+    """
+    scalers = [one for one in encoder.numeric if one.low is not None]
+    lows = np.array([[one.low] for one in scalers], np.float64)
+    highs = np.array([[one.high] for one in scalers], np.float64)
+    may_lack = np.array([[one.had_gaps] for one in scalers], np.bool_)
+    cells, rows = np.zeros((2, len(scalers)), np.int64), [0, 0]
+    at_once = max(1, _NUMBERS_AT_ONCE // max(1, len(scalers)))
+    for start in range(0, len(table) if scalers else 0, at_once):
+        numbers_of = table.numbers_at(np.arange(start, min(start + at_once, len(table))))
+        found = np.stack([numbers_of(one.name) for one in scalers])
+        values = compress(found, signed_log1p=encoder.signed_log1p)
+        outside = (values < lows) | (values > highs)
+        for kind, is_it in enumerate((np.isnan(values) & ~may_lack, outside)):
+            cells[kind] += is_it.sum(axis=1)
+            rows[kind] += int(is_it.any(axis=0).sum())
+    refuses = settings is not None and settings.new_gaps == "error"
+    whats = (
+        "a gap in columns of numbers that had none in training"
+        + ("; data.features.new_gaps: error refuses them" if refuses else ", filled"),
+        "numbers outside of what any training row had",
+    )
+    levels = (logging.ERROR if refuses else logging.WARNING, logging.WARNING)
+    for counts, num_rows, what, level in zip(cells, rows, whats, levels, strict=True):
+        if not num_rows:
+            continue
+        order = np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)]
+        named = [f"{scalers[j].name!r} ({counts[j]:,})" for j in order[:_NAMED]]
+        is_usual = what == whats[1] and counts.max() < _FEW * len(table)
+        sentence = (
+            f"{table.source}: {num_rows:,} of {len(table):,} rows have {what}: "
+            f"{', '.join(named)}{', ...' * (len(order) > _NAMED)}"
+        )
+        yield logging.INFO if is_usual else level, sentence
 
 
 def unknown_categories(
     encoder: FeatureEncoder, table: Table, settings: FeatureSettings | None
-) -> Iterator[tuple[str, bool]]:
+) -> Iterator[tuple[int, str]]:
     """Yield a sentence on each column with rows whose category, or whole list, is unknown.
 
-    With it comes whether that is so in all of many rows with a value, and not for being rare.
+    With it comes a level of logging: an error if that is so in all of many rows with a value, and
+    not for being rare, otherwise a warning.
     """
     vocabularies, columns = (*encoder.categorical, *encoder.lists), table.coded
     judged = {v.name: _judged(v, table) for v in vocabularies}
@@ -427,7 +492,7 @@ def unknown_categories(
             f"as unknown{_ALIKE if is_alike else ''}{_REMEDY if is_whole else ''}"
         )
         if rows:
-            yield sentence, is_whole
+            yield logging.ERROR if is_whole else logging.WARNING, sentence
 
 
 def _judged(vocabulary: Vocabulary, table: Table) -> tuple[NDArray[np.bool_], bool]:

@@ -175,8 +175,15 @@ class FeatureSettings(Section):
 
     missing_numeric: Literal["error", "zero", "mean", "median"] = "error"
     """Treatment of an empty cell in a numeric column or a timestamp: an error, the number 0, or the
-    mean or median of the column's numbers in the training rows. Mean and median are taken after
+    mean or median of the column's numbers in the training rows; see ``new_gaps`` for predictions
+    with a model that was trained without any. Mean and median are taken after
     ``signed_log1p``, and with them the scaling is that of the numbers that are there."""
+
+    new_gaps: Literal["filled", "error"] = "filled"
+    """What a prediction does with an empty cell in a column of numbers that had none in the
+    training rows: it is filled with the column's median if ``missing_numeric`` says so, otherwise
+    with the mean, and the log counts such rows; or the row is an error. With ``missing_numeric:
+    zero`` and no indicator, it is 0 as in the training."""
 
     missing_indicator: bool = False
     """Whether every column of numbers that has gaps in the training rows makes one more number: 1

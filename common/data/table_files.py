@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -81,7 +81,7 @@ def settings_for(
             for part in features.timestamp_parts
         }
         numbers = (column.name for column in encoder.numeric)
-        chosen = {
+        chosen: dict[str, Any] = {
             "numeric": tuple(name for name in numbers if name not in parts),
             "categorical": tuple(column.name for column in encoder.categorical),
             "timestamps": encoder.timestamps,
@@ -89,6 +89,8 @@ def settings_for(
             "exclude": (),
             "patterns": False,
         }
+        if features.missing_numeric == "error" != features.new_gaps:
+            chosen["missing_numeric"] = "mean"
         features = features.model_copy(update=chosen)
     return settings.without_labels(source=source, features=features)
 

@@ -195,6 +195,8 @@ def select_columns(
     chosen = ChosenColumns.none()
     if features:
         chosen = select_features(features, names, reserved, source.name)
+        absent = [name for name in features.missing_texts_of if name not in names]
+        check_columns_exist(absent, names, source.name)
     needed = list(dict.fromkeys([*reserved, *(name for way in chosen for name in way)]))
     check_columns_exist(needed, names, source.name)
     parts = features.timestamp_parts if features else ()

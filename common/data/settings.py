@@ -193,6 +193,10 @@ class FeatureSettings(Section):
     """Cells that mean "no value" in features and labels, for instance ``["", "?"]``; in columns of
     floating-point numbers only infinite ones and those too large for float32."""
 
+    missing_texts_of: dict[ColumnName, tuple[str, ...]] = Field(default_factory=dict)
+    """The same for single columns, in place of ``missing_texts``: with ``{country: [""]}``, ``NA``
+    is a country. It may name the label column."""
+
     signed_log1p: bool = False
     """Whether numbers x become sign(x) log(1 + |x|) before scaling, which suits counts."""
 
@@ -316,10 +320,11 @@ class DataSettings(Section):
         unlabelled = dict.fromkeys(_ABOUT_LABELS) | {"weights_are_label_free": False}
         return self.model_copy(update=unlabelled | changed)
 
-    @property
-    def missing_texts(self) -> tuple[str, ...]:
-        """The cells that mean "no value" in features and labels."""
-        return self.features.missing_texts if self.features else ("",)
+    def missing_texts(self, column: str) -> tuple[str, ...]:
+        """Return the cells of a column that mean "no value"."""
+        if self.features is None:
+            return ("",)
+        return self.features.missing_texts_of.get(column, self.features.missing_texts)
 
     @property
     def positive_labels(self) -> tuple[str, ...]:

@@ -88,6 +88,11 @@ def settings_for(
             "lists": tuple(column.name for column in encoder.lists),
             "exclude": (),
             "patterns": False,
+            "missing_texts_of": {
+                name: texts
+                for name, texts in features.missing_texts_of.items()
+                if name in encoder.columns | {*encoder.timestamps}
+            },
         }
         if features.missing_numeric == "error" != features.new_gaps:
             chosen["missing_numeric"] = "mean"

@@ -177,12 +177,14 @@ class Column(NamedTuple):
 MOST_VALUES = 200  # values of a column that are listed: more than any label has classes
 
 
-def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column:
+def describe(
+    name: str, cells: Any, missing_texts: Sequence[str] = (), known: Sequence[str] = GAPS
+) -> Column:
     text = as_text(cells)
     if text is None:
         return Column(name, "other", len(cells), cells.null_count, (), 0, (), (), "")
     present = set(pc.unique(text).to_pylist())
-    gaps = tuple(gap for gap in dict.fromkeys((*GAPS, *missing_texts)) if gap in present)
+    gaps = tuple(gap for gap in dict.fromkeys((*known, *missing_texts)) if gap in present)
     found = read_categories(WrittenColumn(text, name, gaps))
     kind, nearly, formats = _kind_of(name, cells.type, found)
     values, counts = found.categories, np.bincount(found.codes + 1)[1:]

@@ -254,7 +254,7 @@ class IdReader:
             len(same),
             len(alike),
             self._unlabelled,
-            0 if labels is None else sum(labels[row] != labels[first] for row, first in twins),
+            0 if labels is None else sum(bool(labels[x] != labels[y]) for x, y in twins),
         )
         doubts = [
             f"{name!r}: {doubt}" if len(self._columns) > 1 else doubt

@@ -5,18 +5,23 @@ import csv
 import io
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow as pa
 from pyarrow import csv as arrow_csv
 
 from splitveil.common.data import sources
 from splitveil.common.data.canonical_form import is_unicode
-from splitveil.common.data.columns import NUMBER, NUMBERS_BY_DECIMAL, check_columns_exist
+from splitveil.common.data.columns import (
+    NEARLY_ALL,
+    NUMBER,
+    NUMBERS_BY_DECIMAL,
+    check_columns_exist,
+)
 from splitveil.common.data.sources import (
     ArrowColumn,
     Part,
@@ -52,22 +57,43 @@ _SEPARATOR = re.compile(rb'(?:\xef\xbb\xbf)?"?sep=([ -~\t])"?\r?\n')
 _SEPARATOR_BYTES = 12
 
 
+class TextForm(NamedTuple):
+    """How a text's characters stand for cells, beside the delimiter; see ``CsvSource``."""
+
+    encoding: str = "utf-8"
+    quote: str = '"'
+    escape: str | None = None
+
+    def rows(self, lines: Iterable[str], delimiter: str) -> Iterator[list[str]]:
+        return csv.reader(
+            lines,
+            delimiter=delimiter,
+            quotechar=self.quote or None,
+            quoting=csv.QUOTE_MINIMAL if self.quote else csv.QUOTE_NONE,
+            escapechar=self.escape,
+        )
+
+
 class CsvFile:
     """A text file with one row per line, or several that are the parts of one table."""
 
     def __init__(
-        self, path: Path, separator: str, names: Sequence[str] | None, encoding: str = "utf-8"
+        self,
+        path: Path,
+        separator: str,
+        names: Sequence[str] | None,
+        form: TextForm = TextForm(),  # noqa: B008 - immutable
     ) -> None:
         self.name = str(path)
         self._path = path
         self._separator = separator
         self._names = names
-        self._encoding = encoding
+        self._form = form
         self._block_bytes: int | None = None
 
     def in_blocks_of(self, block_bytes: int) -> "CsvFile":
         """Return the same file, whose parts are no larger than this, in bytes of its text."""
-        file = CsvFile(self._path, self._separator, self._names, self._encoding)
+        file = CsvFile(self._path, self._separator, self._names, self._form)
         file._block_bytes = block_bytes
         return file
 
@@ -91,7 +117,19 @@ class CsvFile:
             lines, end, separator = text.lines(), "", text.separator
             while more := lines.read(_LOOKED_AT):
                 end = (end + more)[-_LOOKED_AT:]
-        return advice_on(self.beginning(), end, separator, has_header=self._names is None)
+        has_header = self._names is None
+        beginning = self.beginning()
+        said = advice_on(beginning, end, separator, self._form, has_header=has_header)
+        return said or next(iter(self.doubts()), "")
+
+    def doubts(self) -> list[str]:
+        """Say which marks around or within cells seem to be none of the cells' own."""
+        if self._form != TextForm(self._form.encoding):  # chosen
+            return []
+        with self._text(self._files[0]) as text:
+            separator = text.separator
+        found = form_of(self.beginning(), separator)
+        return list(filter(None, [QUOTED * (found.quote != '"'), ESCAPED * bool(found.escape)]))
 
     @cached_property
     def _files(self) -> list[Path]:
@@ -102,16 +140,16 @@ class CsvFile:
     def _text(self, path: Path) -> Iterator["_Text"]:
         with unreadable_is_data_error(path), path.open("rb") as file:
             try:
-                yield _Text(file, path, self._separator, self._encoding)
+                yield _Text(file, path, self._separator, self._form)
             except UnicodeError as error:
                 raise DataError(
-                    f"{path}: the text is not {self._encoding}, as data.source.encoding says"
+                    f"{path}: the text is not {self._form.encoding}, as data.source.encoding says"
                 ) from error
 
     def _first_row(self, path: Path) -> list[str]:
         with self._text(path) as text:
             lines = self._first_lines(text.lines())
-            row = next(filter(None, csv.reader(lines, delimiter=text.separator)), [])
+            row = next(filter(None, self._form.rows(lines, text.separator)), [])
         if not is_unicode("".join(row)):
             raise self._undecodable(path)
         return row
@@ -130,7 +168,7 @@ class CsvFile:
     def _undecodable(self, path: Path) -> DataError:
         where, guess = "", "cp1252"
         with suppress(csv.Error), self._text(path) as text:
-            rows = filter(None, csv.reader(text.lines(), delimiter=text.separator))
+            rows = filter(None, self._form.rows(text.lines(), text.separator))
             row, column, cell = next(
                 (row, column, cell)
                 for row, cells in enumerate(rows, start=self._names is not None)
@@ -221,6 +259,8 @@ class CsvFile:
             ),
             "parse_options": arrow_csv.ParseOptions(
                 delimiter=separator,
+                quote_char=self._form.quote or False,
+                escape_char=self._form.escape or False,
                 newlines_in_values=True,
                 invalid_row_handler=skip if one_thread else None,
             ),
@@ -240,7 +280,7 @@ class _Text:
 
     closed = False
 
-    def __init__(self, file: BinaryIO, path: Path, separator: str, encoding: str) -> None:
+    def __init__(self, file: BinaryIO, path: Path, separator: str, form: TextForm) -> None:
         self.separator = separator
         """The character between two cells."""
         self._raw = file
@@ -252,7 +292,7 @@ class _Text:
             if mark.startswith(magic):
                 raise DataError(f"{path}: this is no text but {what}")
         encoding = next(
-            (name for name, marks in _MARKS.items() if mark.startswith(marks)), encoding
+            (name for name, marks in _MARKS.items() if mark.startswith(marks)), form.encoding
         )
         self._file: Any = file
         if codec is not None:
@@ -264,6 +304,11 @@ class _Text:
         if named := _SEPARATOR.match(self._left):
             self.separator = named[1].decode()
             self._left = self._left[named.end() :]
+        self._half, self._backslash = b"", None
+        if form.escape:
+            plain = re.escape(f"{form.quote}{self.separator}").encode()
+            self._backslash = re.compile(rb"\\([\\\r\n" + plain + rb"])?")
+            self._left = self._escaped(self._left)
 
     def lines(self) -> io.TextIOWrapper:
         """Return the text's lines; bytes that are not UTF-8 become surrogates."""
@@ -279,12 +324,30 @@ class _Text:
 
         At the edge of two blocks, pyarrow drops the line feed of a quoted CR LF.
         """
-        block: bytes = self._left + self._file.read(max(0, size - len(self._left)))
+        block: bytes = self._left
+        while len(block) < size:
+            more: bytes = self._file.read(size - len(block))
+            block += self._escaped(more) if more else 2 * self._half
+            if not more:
+                self._half = b""
+            if not more or len(block) > 1:
+                break
         end = min(size, len(block))
         if end > 1 and block[end - 1 : end] == b"\r":
             end -= 1
         self._left = block[end:]
         return block[:end]
+
+    def _escaped(self, text: bytes) -> bytes:
+        """Double each backslash that belongs to a cell, as pyarrow would drop it."""
+        if self._backslash is None:
+            return text
+        text = self._half + text
+        is_half = (len(text) - len(text.rstrip(b"\\"))) % 2 == 1
+        self._half = b"\\" * is_half
+        return self._backslash.sub(
+            lambda found: found[0] if found[1] else 2 * found[0], text[: len(text) - is_half]
+        )
 
     def close(self) -> None:
         """Leave the file to whoever opened it."""
@@ -297,21 +360,44 @@ NO_HEADER = (
     "data.source.column_names"
 )
 
+QUOTED = 'cells stand between apostrophes: set data.source.quote to them ("\'")'
+ESCAPED = r"a backslash stands before marks within cells: set data.source.escape to it ('\')"
 _ANY_NUMBER = re.compile("|".join([NUMBER, *NUMBERS_BY_DECIMAL.values()]))
 
 
-def delimiter_of(beginning: str) -> str | None:
+_PLAIN = TextForm()
+
+
+def form_of(beginning: str, delimiter: str) -> TextForm:
+    """Return which quotation marks and which escape a text seems to have."""
+    cell = rf"('(?:[^'\n]|'')*'|[^{re.escape(delimiter)}\n]*)(?:{re.escape(delimiter)}|$)"
+    rows = [re.findall(cell, line) for line in beginning.splitlines()[1:]]
+    columns = [[one for one in column if one] for column in zip(*rows, strict=False)]
+    wrapped = [sum(len(x) > 1 and x[0] + x[-1] == "''" for x in column) for column in columns]
+    if any(n > NEARLY_ALL * len(column) for n, column in zip(wrapped, columns, strict=True)):
+        return TextForm(quote="'")
+    # Within a cell, a quotation mark that is none of a backslash is doubled.
+    inside = rf'(?<!\\)(\\\\)*\\"[^"\r\n{re.escape(delimiter)}]'
+    escaped = TextForm(escape="\\")
+    widths = [{*map(len, _rows(beginning, delimiter, form))} for form in (_PLAIN, escaped)]
+    is_escaped = "\\" in beginning and len(widths[0]) > 1 == len(widths[1])
+    return escaped if is_escaped or re.search(inside, beginning) else _PLAIN
+
+
+def delimiter_of(beginning: str, form: TextForm = _PLAIN) -> str | None:
     """Return the character by which most lines have as many cells; None for a single column."""
     found = {}
     for delimiter in ",;\t|":
-        widths = [len(row) for row in _rows(beginning, delimiter)]
+        widths = [len(row) for row in _rows(beginning, delimiter, form)]
         for width, count in Counter(widths).most_common(1):
             if width > 1:
                 found[delimiter] = (count / len(widths), width)
     return max(found, key=lambda delimiter: found[delimiter], default=None)
 
 
-def advice_on(beginning: str, end: str, delimiter: str, *, has_header: bool) -> str:
+def advice_on(
+    beginning: str, end: str, delimiter: str, form: TextForm = _PLAIN, *, has_header: bool
+) -> str:
     """Return what is wrong with the form of a text, with the remedy; empty if nothing seems to be.
 
     The text is given by its first lines, all of them complete, and its last ones.
@@ -319,10 +405,10 @@ def advice_on(beginning: str, end: str, delimiter: str, *, has_header: bool) -> 
     if beginning.count("\0") > len(beginning) // 4:
         order = "le" if beginning[1:2] == "\0" else "be"
         return f"the text looks like UTF-16: set data.source.encoding to utf-16-{order}"
-    found = delimiter_of(beginning)
+    found = delimiter_of(beginning, form)
     if found not in {None, delimiter}:
         return f"the cells look separated by {found!r}: set data.source.delimiter"
-    rows = _rows(beginning, delimiter)
+    rows = _rows(beginning, delimiter, form)
     # One column without a name may be an index, or what a delimiter at the end makes.
     least = max(Counter(map(len, rows)).most_common(1), default=(1, 0))[0] - 1
     names = (i for i, row in enumerate(rows) if any(row[1:]) and sum(map(bool, row)) >= least)
@@ -330,7 +416,7 @@ def advice_on(beginning: str, end: str, delimiter: str, *, has_header: bool) -> 
     if has_header and titles:
         lines = "the line" if titles == 1 else f"the {titles} lines"
         return f"the column names seem to come later: delete {lines} above them"
-    if has_header and looks_like_data(beginning, delimiter):
+    if has_header and looks_like_data(beginning, delimiter, form):
         return NO_HEADER
     last = [line for line in end.splitlines() if delimiter in line][::-1]
     full = (i for i, line in enumerate(last) if set(line) - {delimiter, '"', " "})
@@ -340,9 +426,9 @@ def advice_on(beginning: str, end: str, delimiter: str, *, has_header: bool) -> 
     return ""
 
 
-def looks_like_data(beginning: str, delimiter: str) -> bool:
+def looks_like_data(beginning: str, delimiter: str, form: TextForm = _PLAIN) -> bool:
     """Say whether the first line has numbers above numbers, and texts as they stand below it."""
-    header, *others = [row for row in _rows(beginning, delimiter) if row] or [[]]
+    header, *others = [row for row in _rows(beginning, delimiter, form) if row] or [[]]
     below = [set(cells) - {""} for cells in zip(*others, strict=False)]
     columns = [(name, cells) for name, cells in zip(header, below, strict=False) if name and cells]
     numbers = [column for column in columns if all(map(_ANY_NUMBER.match, column[1]))]
@@ -363,5 +449,5 @@ def _form(text: str) -> str:
     return form if "9" in form else text
 
 
-def _rows(text: str, delimiter: str) -> list[list[str]]:
-    return list(csv.reader(text.splitlines(keepends=True), delimiter=delimiter))
+def _rows(text: str, delimiter: str, form: TextForm = _PLAIN) -> list[list[str]]:
+    return list(form.rows(text.splitlines(keepends=True), delimiter))

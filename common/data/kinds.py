@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from splitveil.common.data.csv_file import CsvFile
+from splitveil.common.data.csv_file import CsvFile, TextForm
 from splitveil.common.data.image_folder import ImageFolder
 from splitveil.common.data.npz_file import NpzFile
 from splitveil.common.data.settings import DataSettings
@@ -75,7 +75,8 @@ def columns_in_parts(source: TableSource, names: Sequence[str]) -> Iterator[Mapp
 
 def text_file(settings: CsvSource, base_dir: Path) -> CsvFile:
     path = settings.resolve(base_dir)
-    return CsvFile(path, settings.separator(), settings.column_names, settings.encoding)
+    form = TextForm(settings.encoding, settings.quote, settings.escape)
+    return CsvFile(path, settings.separator(), settings.column_names, form)
 
 
 @contextmanager

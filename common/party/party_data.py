@@ -17,11 +17,12 @@ from splitveil.common.data.columns import WILDCARDS, almost_numbers
 from splitveil.common.data.converted import open_converted
 from splitveil.common.data.features import FeatureEncoder, Features, MappedFeatures, RowEncoder
 from splitveil.common.data.id_forms import form_of
-from splitveil.common.data.kinds import open_table_source, with_advice
+from splitveil.common.data.kinds import open_table_source, text_file, with_advice
 from splitveil.common.data.sequences import TokenColumn, token_columns
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
     CacheableSource,
+    CsvSource,
     FileSource,
     ParquetSource,
     expand_path,
@@ -89,6 +90,9 @@ class PartyData:
                 if isinstance(source, CacheableSource):
                     _suggest_a_cache(source, base_dir)
                 table = read_table(settings, base_dir, split_column, id_rules)
+            if isinstance(source, CsvSource):
+                for doubt in text_file(source, base_dir).doubts():
+                    _logger.warning("%s: %s", table.source, doubt)
             _say_almost_numbers(table)
             _say(table, settings)
             return cls(settings, table, sequences)

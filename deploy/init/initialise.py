@@ -36,15 +36,23 @@ class Written(NamedTuple):
     id_doubts: Sequence[str]  # forms of ids that the other party may not write
     codes: Sequence[str]  # read as "no value", as columns of numbers hold them repeatedly
 
-    def gaps_in_words(self) -> list[str]:
-        """Say which texts that may be values mean "no value"."""
+    def remarks(self) -> list[tuple[str, str]]:
+        """Say which marks are none of the cells' own, and which texts mean "no value"."""
+        marks = {"quote": "around cells", "escape": "before marks within cells"}
+        source = self.proposal.source
+        said = [
+            ("text", f"{source[name]} stands {what}: see data.source.{name}")
+            for name, what in marks.items()
+            if name in source
+        ]
         codes, used = ", ".join(map(repr, self.codes)), self.proposal.choices.used
         texts = [column for column in self.columns if column.kind == "text" and column.name in used]
         gaps = {column.name: ", ".join(map(repr, filter(None, column.gaps))) for column in texts}
         found = ", ".join(f"{name} ({shown})" for name, shown in gaps.items() if shown)
         what = "no value; with --no-gaps NAME, every text of a column is a value"
-        lines = [f"{codes}: no value, as columns of numbers show; see missing_texts"] * bool(codes)
-        return [*lines, *[f"{found}: {what}"] * bool(found)]
+        of_numbers = f"{codes}: no value, as columns of numbers show; see missing_texts"
+        said += [("gaps", of_numbers)] * bool(codes) + [("gaps", f"{found}: {what}")] * bool(found)
+        return said
 
     def as_json(self) -> dict[str, Any]:
         p, label = self.proposal, self.proposal.choices.label
@@ -209,8 +217,8 @@ def _print(written: Written, role: str) -> None:
     say("categories", ", ".join(column.name for column in p.choices.categorical) or "none")
     if p.choices.timestamps:
         say("times", ", ".join(column.name for column in p.choices.timestamps))
-    for line in written.gaps_in_words():
-        say("gaps", line)
+    for remark in written.remarks():
+        say(*remark)
     for column in p.choices.left_out:
         say("left out", f"{column.name}: {column.why}")
     if p.forecast:

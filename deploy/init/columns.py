@@ -217,7 +217,7 @@ def describe(
 def codes_for_gaps(columns: Sequence[Column], cells: Mapping[str, Any]) -> tuple[str, ...]:
     """Return texts that mean "no value" in columns of numbers or times, and nothing in others."""
     codes = {code for column in columns if column.almost for code in column.almost.codes}
-    for column in columns:
+    for column in columns if codes else ():
         text = None if column.almost else as_text(cells[column.name])
         if text is not None:
             codes = {code for code in codes if not pc.any(pc.equal(text, code)).as_py()}

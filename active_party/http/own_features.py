@@ -20,18 +20,13 @@ from splitveil.active_party.predict.predictor import Predictions
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind, kind_of
 from splitveil.active_party.training.own_models import build_alone, predictions_alone
-from splitveil.common.data.features import (
-    UNKNOWN_SLOT,
-    FeatureEncoder,
-    Features,
-    unknown_categories,
-    unseen_numbers,
-)
+from splitveil.common.data.features import UNKNOWN_SLOT, FeatureEncoder, Features
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import ColumnsInMemory, list_rows
 from splitveil.common.data.stored_ids import ABSENT
 from splitveil.common.data.table import Table, table_of
 from splitveil.common.data.table_files import settings_for
+from splitveil.common.data.unseen import unknown_categories, unseen_numbers
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.served_rows import ServedRows
 from splitveil.common.record.model_files import ALONE, TrainedModel

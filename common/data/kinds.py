@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from splitveil.common.data.csv_file import CsvFile, TextForm
+from splitveil.common.data.csv_file import CsvFile
 from splitveil.common.data.image_folder import ImageFolder
 from splitveil.common.data.npz_file import NpzFile
 from splitveil.common.data.settings import DataSettings
@@ -24,6 +24,7 @@ from splitveil.common.data.source_settings import (
 from splitveil.common.data.sources import ColumnsInMemory, Part, TableSource
 from splitveil.common.data.sql_snapshot import snapshot_of
 from splitveil.common.data.table_paths import TablePath, local_table_path, table_path_of
+from splitveil.common.data.text_forms import TextForm
 from splitveil.common.errors import DataError, SettingsError
 
 _ResultT = TypeVar("_ResultT")

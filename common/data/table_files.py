@@ -17,7 +17,7 @@ from splitveil.common.data.columns import (
     part_name,
     read_ids,
 )
-from splitveil.common.data.csv_file import CODECS, delimiter_of
+from splitveil.common.data.csv_file import CODECS
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.data.ids import check_rules, part_ids
 from splitveil.common.data.kinds import open_source, text_file, with_advice
@@ -30,6 +30,7 @@ from splitveil.common.data.source_settings import (
     Source,
 )
 from splitveil.common.data.sources import list_rows, unreadable_is_data_error
+from splitveil.common.data.text_forms import delimiter_of
 from splitveil.common.errors import DataError
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
 

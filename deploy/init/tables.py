@@ -10,18 +10,12 @@ import pyarrow.compute as pc
 from pydantic import TypeAdapter
 
 from splitveil.common.data.columns import NUMBER, NUMBERS_BY_DECIMAL, with_points
-from splitveil.common.data.csv_file import (
-    CODECS,
-    NO_HEADER,
-    PARQUET,
-    delimiter_of,
-    form_of,
-    looks_like_data,
-)
+from splitveil.common.data.csv_file import CODECS, PARQUET
 from splitveil.common.data.kinds import open_source, text_file, with_advice
 from splitveil.common.data.source_settings import CsvSource, Source, not_expanded
 from splitveil.common.data.sources import unreadable_is_data_error
 from splitveil.common.data.table_paths import find_files, local_table_path
+from splitveil.common.data.text_forms import NO_HEADER, delimiter_of, form_of, looks_like_data
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.settings import validate
 from splitveil.deploy.init.columns import GAPS, NO_NAME, as_text, without_gaps

@@ -20,9 +20,10 @@ from sklearn.impute import SimpleImputer
 from splitveil.active_party.http.own_features import GivenFeatures
 from splitveil.active_party.http.programs import Unusable
 from splitveil.common.data import fitting, sources
-from splitveil.common.data.features import FeatureEncoder, RowEncoder, unseen_numbers
+from splitveil.common.data.features import FeatureEncoder, RowEncoder
 from splitveil.common.data.settings import DataSettings, FeatureSettings
 from splitveil.common.data.table_files import settings_for, source_of
+from splitveil.common.data.unseen import unseen_numbers
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.settings import validate

@@ -14,18 +14,13 @@ import pytest
 import torch
 
 from splitveil.common.data import features as features_module
-from splitveil.common.data import fitting
+from splitveil.common.data import fitting, unseen
 from splitveil.common.data.category_lists import SEPARATOR
 from splitveil.common.data.columns import CategoricalColumn
-from splitveil.common.data.features import (
-    FeatureEncoder,
-    Features,
-    FeatureShapes,
-    image_as_float,
-    unknown_categories,
-)
+from splitveil.common.data.features import FeatureEncoder, Features, FeatureShapes, image_as_float
 from splitveil.common.data.settings import DataSettings, FeatureSettings
 from splitveil.common.data.table import Table, read_table
+from splitveil.common.data.unseen import unknown_categories
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.settings import validate
 
@@ -224,7 +219,7 @@ UNKNOWN: list[tuple[Any, ...]] = [
 def test_rows_with_unknown_categories_are_counted_by_column(
     kind: str, before: Any, now: Any, values: Any, rows: int, wording: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(features_module, "FIT_ROWS", 7)
+    monkeypatch.setattr(unseen, "FIT_ROWS", 7)
     tables = []
     for texts in (before, now):
         sets = [text and text.replace("|", SEPARATOR) for text in texts]

@@ -43,11 +43,9 @@ def test_texts_that_look_like_gaps_are_values_where_an_option_says_so(
     assert np.isnan(table.numeric["fee"]).sum() == 7
     assert table.labels is not None
     assert table.labels.sum() == 30
-    wrong = settings.model_copy(
-        update={
-            "features": settings.features.model_copy(update={"missing_texts_of": {"cuntry": ()}})
-        }
-    )
+    assert settings.features is not None
+    mistyped = settings.features.model_copy(update={"missing_texts_of": {"cuntry": ()}})
+    wrong = settings.model_copy(update={"features": mistyped})
     with pytest.raises(DataError, match="no column 'cuntry'; did you mean 'country'"):
         read_table(wrong, tmp_path)
 

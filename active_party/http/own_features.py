@@ -20,17 +20,13 @@ from splitveil.active_party.predict.predictor import Predictions
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind, kind_of
 from splitveil.active_party.training.own_models import build_alone, predictions_alone
-from splitveil.common.data.features import (
-    UNKNOWN_SLOT,
-    FeatureEncoder,
-    Features,
-    unknown_categories,
-)
+from splitveil.common.data.features import UNKNOWN_SLOT, FeatureEncoder, Features
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import ColumnsInMemory, list_rows
 from splitveil.common.data.stored_ids import ABSENT
 from splitveil.common.data.table import Table, table_of
 from splitveil.common.data.table_files import settings_for
+from splitveil.common.data.unseen import unknown_categories, unseen_numbers
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.served_rows import ServedRows
 from splitveil.common.record.model_files import ALONE, TrainedModel
@@ -106,15 +102,19 @@ class GivenFeatures:
             features = self._encoder.transform(table, np.arange(len(table)))
         except DataError as error:
             raise Unusable(str(error)) from error
-        slots = features.categorical
-        if self._encoder.lists or (slots is not None and UNKNOWN_SLOT in slots):
-            self._log_unknown(self._encoder, table)
+        self._judge(self._encoder, table, features.categorical)
         return features
 
-    def _log_unknown(self, encoder: FeatureEncoder, table: Table) -> None:
-        self._num_suspect += 1
-        if self._num_suspect.bit_count() == 1:  # at each doubling: programs ask all day
-            for sentence, _ in unknown_categories(encoder, table, self._settings.features):
+    def _judge(self, encoder: FeatureEncoder, table: Table, slots: torch.Tensor | None) -> None:
+        """Refuse new gaps, if the settings say so, and log what no training row had."""
+        found = list(unseen_numbers(encoder, table, self._settings.features))
+        if refused := [sentence for level, sentence in found if level == logging.ERROR]:
+            raise Unusable("\n".join(refused))
+        if encoder.lists or (slots is not None and UNKNOWN_SLOT in slots):
+            found += unknown_categories(encoder, table, self._settings.features)
+        self._num_suspect += bool(found)
+        if found and self._num_suspect.bit_count() == 1:  # at each doubling: programs ask all day
+            for _, sentence in found:
                 logger.warning("%s", sentence)
 
     def _cells(self, name: str, values: Sequence[Any]) -> Any:

@@ -4,9 +4,11 @@ Row numbers in messages count from 1, without the header line.
 """
 
 import fnmatch
+import logging
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,12 +22,15 @@ from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.run.sample_order import SPLITS
 from splitveil.common.text.wording import suggest
 
+_logger = logging.getLogger(__name__)
+
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 _MANTISSA_BITS = {16: 11, 32: 24, 64: 53}
 """Power of 2 above which neighbouring whole numbers become the same, by the type's width."""
 MAX_WEIGHT = 1_000_000
 NEARLY_ALL = 0.9
 """Share of the cells, or of the distinct texts, from which the others are probably mistakes."""
+WILDCARDS = frozenset("*?[")
 _UNNAMED_INDEX = r"__index_level_\d+__|Unnamed: \d+(\.\d+)*"
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:inf|infinity|nan)$"
 _MARKS = " '\u2019\u00a0\u202f"
@@ -102,35 +107,62 @@ class ChosenColumns(NamedTuple):
         return cls(*([] for _ in cls._fields))
 
 
+class _Requested(NamedTuple):
+    names: Mapping[str, None]
+    patterns: Sequence[str]
+
+    @classmethod
+    def of(cls, entries: Sequence[str], names: Set[str], *, may_match: bool) -> "_Requested":
+        """Divide entries: one that is the name of a column is no pattern, whatever is in it."""
+        literal = [x for x in entries if not may_match or x in names or not WILDCARDS & set(x)]
+        odd = [x for x in literal if may_match and WILDCARDS & set(x)]
+        if meant := [repr(one) for one in odd if fnmatch.filter(names - {one}, one)]:
+            what = ", ".join(meant)
+            _logger.warning("data.features: read as names of columns, not as patterns: %s", what)
+        named = dict.fromkeys(literal)
+        return cls(named, [one for one in entries if one not in named])
+
+    def closeness(self, name: str) -> int:
+        """Rate how directly a column is requested: 3 by name, 2 by pattern, 1 by ``*``, else 0."""
+        if name in self.names:
+            return 3
+        matching = [one for one in self.patterns if fnmatch.fnmatchcase(name, one)]
+        return max((1 if pattern == "*" else 2 for pattern in matching), default=0)
+
+
 def select_features(
     settings: FeatureSettings, names: Sequence[str], reserved: Sequence[str], source: str
 ) -> ChosenColumns:
+    existing = frozenset(names)
+    named = partial(_Requested.of, names=existing, may_match=settings.patterns)
     # Nobody can ask for a column without a name, such as the row numbers that pandas writes.
     candidates = [name for name in names if name and name not in reserved]
     ways = (settings.numeric, settings.categorical, settings.timestamps, settings.lists)
+    requested, excluded = [*map(named, ways)], named(settings.exclude)
     chosen = ChosenColumns.none()
     both = []
     for name in candidates:
         if name in settings.sequences:
             chosen.sequences.append(name)
             continue
-        closeness = [_closeness(name, requested, settings.exclude) for requested in ways]
+        closeness = [way.closeness(name) for way in requested]
+        if max(closeness) < 3 and (is_unnamed_index(name) or excluded.closeness(name)):
+            continue
         if closeness.count(max(closeness)) == 1:
             chosen[closeness.index(max(closeness))].append(name)
         elif any(closeness):
             both.append(name)
-    requested = [name for way in (*ways, settings.sequences) for name in way]
-    if wrong := [name for name in requested if name in reserved] + both:
+    by_name = [*settings.sequences, *(name for way in requested for name in way.names)]
+    if wrong := [name for name in by_name if name in reserved] + both:
         raise SettingsError(
             f"data.features: {', '.join(map(repr, wrong))}: a column is one of "
             f"id, label, split, numeric, categorical, timestamps, lists and sequences"
         )
-    unmatched = [
-        name
-        for name in requested
-        if name not in candidates and not fnmatch.filter(candidates, name)
-    ]
-    check_columns_exist(unmatched, names, source)
+    patterns = [one for way in requested for one in way.patterns]
+    unmatched = [one for one in patterns if not fnmatch.filter(candidates, one)]
+    unmatched += [one for one in excluded.patterns if not fnmatch.filter(existing, one)]
+    absent = [name for name in excluded.names if name not in existing]
+    check_columns_exist([*by_name, *absent, *unmatched], names, source)
     return chosen
 
 
@@ -163,11 +195,13 @@ def select_columns(
     chosen = ChosenColumns.none()
     if features:
         chosen = select_features(features, names, reserved, source.name)
+        absent = [name for name in features.missing_texts_of if name not in names]
+        check_columns_exist(absent, names, source.name)
     needed = list(dict.fromkeys([*reserved, *(name for way in chosen for name in way)]))
     check_columns_exist(needed, names, source.name)
     parts = features.timestamp_parts if features else ()
     numeric = [*chosen.numeric, *(part_name(n, p) for n in chosen.timestamps for p in parts)]
-    if twice := [name for name in chosen.numeric if numeric.count(name) > 1]:
+    if twice := [name for name, count in Counter(numeric).items() if count > 1]:
         raise SettingsError(
             f"data.features: {', '.join(map(repr, twice))}: parts of a timestamp have this name"
         )
@@ -306,16 +340,6 @@ def read_categories(column: WrittenColumn) -> CategoricalColumn:
     text = clean_text(column)
     encoded = pc.dictionary_encode(text).unify_dictionaries().combine_chunks()
     return CategoricalColumn(pc.fill_null(encoded.indices, -1).to_numpy(), encoded.dictionary)
-
-
-def _closeness(name: str, requested: Sequence[str], exclude: Sequence[str]) -> int:
-    """Rate how directly a column is requested: 3 by name, 2 by pattern, 1 by ``*``, else 0."""
-    if name in requested:
-        return 3
-    if is_unnamed_index(name) or any(fnmatch.fnmatchcase(name, one) for one in exclude):
-        return 0
-    matching = [pattern for pattern in requested if fnmatch.fnmatchcase(name, pattern)]
-    return max((1 if pattern == "*" else 2 for pattern in matching), default=0)
 
 
 def _as_text(column: WrittenColumn) -> ArrowColumn:

@@ -4,7 +4,6 @@ import codecs
 import csv
 import io
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -16,7 +15,7 @@ from pyarrow import csv as arrow_csv
 
 from splitveil.common.data import sources
 from splitveil.common.data.canonical_form import is_unicode
-from splitveil.common.data.columns import NUMBER, NUMBERS_BY_DECIMAL, check_columns_exist
+from splitveil.common.data.columns import check_columns_exist
 from splitveil.common.data.sources import (
     ArrowColumn,
     Part,
@@ -25,6 +24,7 @@ from splitveil.common.data.sources import (
     unreadable_is_data_error,
 )
 from splitveil.common.data.table_paths import find_files, local_table_path
+from splitveil.common.data.text_forms import ESCAPED, QUOTED, TextForm, advice_on, form_of
 from splitveil.common.errors import DataError
 
 CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4", ".br": "brotli"}
@@ -56,18 +56,22 @@ class CsvFile:
     """A text file with one row per line, or several that are the parts of one table."""
 
     def __init__(
-        self, path: Path, separator: str, names: Sequence[str] | None, encoding: str = "utf-8"
+        self,
+        path: Path,
+        separator: str,
+        names: Sequence[str] | None,
+        form: TextForm = TextForm(),  # noqa: B008 - immutable
     ) -> None:
         self.name = str(path)
         self._path = path
         self._separator = separator
         self._names = names
-        self._encoding = encoding
+        self._form = form
         self._block_bytes: int | None = None
 
     def in_blocks_of(self, block_bytes: int) -> "CsvFile":
         """Return the same file, whose parts are no larger than this, in bytes of its text."""
-        file = CsvFile(self._path, self._separator, self._names, self._encoding)
+        file = CsvFile(self._path, self._separator, self._names, self._form)
         file._block_bytes = block_bytes
         return file
 
@@ -91,7 +95,19 @@ class CsvFile:
             lines, end, separator = text.lines(), "", text.separator
             while more := lines.read(_LOOKED_AT):
                 end = (end + more)[-_LOOKED_AT:]
-        return advice_on(self.beginning(), end, separator, has_header=self._names is None)
+        has_header = self._names is None
+        beginning = self.beginning()
+        said = advice_on(beginning, end, separator, self._form, has_header=has_header)
+        return said or next(iter(self.doubts()), "")
+
+    def doubts(self) -> list[str]:
+        """Say which marks around or within cells seem to be none of the cells' own."""
+        if self._form != TextForm(self._form.encoding):  # chosen
+            return []
+        with self._text(self._files[0]) as text:
+            separator = text.separator
+        found = form_of(self.beginning(), separator)
+        return list(filter(None, [QUOTED * (found.quote != '"'), ESCAPED * bool(found.escape)]))
 
     @cached_property
     def _files(self) -> list[Path]:
@@ -102,16 +118,16 @@ class CsvFile:
     def _text(self, path: Path) -> Iterator["_Text"]:
         with unreadable_is_data_error(path), path.open("rb") as file:
             try:
-                yield _Text(file, path, self._separator, self._encoding)
+                yield _Text(file, path, self._separator, self._form)
             except UnicodeError as error:
                 raise DataError(
-                    f"{path}: the text is not {self._encoding}, as data.source.encoding says"
+                    f"{path}: the text is not {self._form.encoding}, as data.source.encoding says"
                 ) from error
 
     def _first_row(self, path: Path) -> list[str]:
         with self._text(path) as text:
             lines = self._first_lines(text.lines())
-            row = next(filter(None, csv.reader(lines, delimiter=text.separator)), [])
+            row = next(filter(None, self._form.rows(lines, text.separator)), [])
         if not is_unicode("".join(row)):
             raise self._undecodable(path)
         return row
@@ -130,7 +146,7 @@ class CsvFile:
     def _undecodable(self, path: Path) -> DataError:
         where, guess = "", "cp1252"
         with suppress(csv.Error), self._text(path) as text:
-            rows = filter(None, csv.reader(text.lines(), delimiter=text.separator))
+            rows = filter(None, self._form.rows(text.lines(), text.separator))
             row, column, cell = next(
                 (row, column, cell)
                 for row, cells in enumerate(rows, start=self._names is not None)
@@ -221,6 +237,8 @@ class CsvFile:
             ),
             "parse_options": arrow_csv.ParseOptions(
                 delimiter=separator,
+                quote_char=self._form.quote or False,
+                escape_char=self._form.escape or False,
                 newlines_in_values=True,
                 invalid_row_handler=skip if one_thread else None,
             ),
@@ -240,7 +258,7 @@ class _Text:
 
     closed = False
 
-    def __init__(self, file: BinaryIO, path: Path, separator: str, encoding: str) -> None:
+    def __init__(self, file: BinaryIO, path: Path, separator: str, form: TextForm) -> None:
         self.separator = separator
         """The character between two cells."""
         self._raw = file
@@ -252,7 +270,7 @@ class _Text:
             if mark.startswith(magic):
                 raise DataError(f"{path}: this is no text but {what}")
         encoding = next(
-            (name for name, marks in _MARKS.items() if mark.startswith(marks)), encoding
+            (name for name, marks in _MARKS.items() if mark.startswith(marks)), form.encoding
         )
         self._file: Any = file
         if codec is not None:
@@ -264,6 +282,11 @@ class _Text:
         if named := _SEPARATOR.match(self._left):
             self.separator = named[1].decode()
             self._left = self._left[named.end() :]
+        self._half, self._backslash = b"", None
+        if form.escape:
+            plain = re.escape(f"{form.quote}{self.separator}").encode()
+            self._backslash = re.compile(rb"\\([\\\r\n" + plain + rb"])?")
+            self._left = self._escaped(self._left)
 
     def lines(self) -> io.TextIOWrapper:
         """Return the text's lines; bytes that are not UTF-8 become surrogates."""
@@ -279,89 +302,30 @@ class _Text:
 
         At the edge of two blocks, pyarrow drops the line feed of a quoted CR LF.
         """
-        block: bytes = self._left + self._file.read(max(0, size - len(self._left)))
+        block: bytes = self._left
+        while len(block) < size:
+            more: bytes = self._file.read(size - len(block))
+            block += self._escaped(more) if more else 2 * self._half
+            if not more:
+                self._half = b""
+            if not more or len(block) > 1:
+                break
         end = min(size, len(block))
         if end > 1 and block[end - 1 : end] == b"\r":
             end -= 1
         self._left = block[end:]
         return block[:end]
 
+    def _escaped(self, text: bytes) -> bytes:
+        """Double each backslash that belongs to a cell, as pyarrow would drop it."""
+        if self._backslash is None:
+            return text
+        text = self._half + text
+        is_half = (len(text) - len(text.rstrip(b"\\"))) % 2 == 1
+        self._half = b"\\" * is_half
+        return self._backslash.sub(
+            lambda found: found[0] if found[1] else 2 * found[0], text[: len(text) - is_half]
+        )
+
     def close(self) -> None:
         """Leave the file to whoever opened it."""
-
-
-# ---- what the form of a text reveals: what separates its cells, and what is no row of it ----
-
-NO_HEADER = (
-    "the first line looks like data: write a line of column names above it, or name the columns in "
-    "data.source.column_names"
-)
-
-_ANY_NUMBER = re.compile("|".join([NUMBER, *NUMBERS_BY_DECIMAL.values()]))
-
-
-def delimiter_of(beginning: str) -> str | None:
-    """Return the character by which most lines have as many cells; None for a single column."""
-    found = {}
-    for delimiter in ",;\t|":
-        widths = [len(row) for row in _rows(beginning, delimiter)]
-        for width, count in Counter(widths).most_common(1):
-            if width > 1:
-                found[delimiter] = (count / len(widths), width)
-    return max(found, key=lambda delimiter: found[delimiter], default=None)
-
-
-def advice_on(beginning: str, end: str, delimiter: str, *, has_header: bool) -> str:
-    """Return what is wrong with the form of a text, with the remedy; empty if nothing seems to be.
-
-    The text is given by its first lines, all of them complete, and its last ones.
-    """
-    if beginning.count("\0") > len(beginning) // 4:
-        order = "le" if beginning[1:2] == "\0" else "be"
-        return f"the text looks like UTF-16: set data.source.encoding to utf-16-{order}"
-    found = delimiter_of(beginning)
-    if found not in {None, delimiter}:
-        return f"the cells look separated by {found!r}: set data.source.delimiter"
-    rows = _rows(beginning, delimiter)
-    # One column without a name may be an index, or what a delimiter at the end makes.
-    least = max(Counter(map(len, rows)).most_common(1), default=(1, 0))[0] - 1
-    names = (i for i, row in enumerate(rows) if any(row[1:]) and sum(map(bool, row)) >= least)
-    titles = next(names, 0)
-    if has_header and titles:
-        lines = "the line" if titles == 1 else f"the {titles} lines"
-        return f"the column names seem to come later: delete {lines} above them"
-    if has_header and looks_like_data(beginning, delimiter):
-        return NO_HEADER
-    last = [line for line in end.splitlines() if delimiter in line][::-1]
-    full = (i for i, line in enumerate(last) if set(line) - {delimiter, '"', " "})
-    if ghosts := next(full, len(last)):
-        rows_hold = f"{ghosts} rows hold" if ghosts > 1 else "row holds"
-        return f"the last {rows_hold} nothing but delimiters: delete what follows the last row"
-    return ""
-
-
-def looks_like_data(beginning: str, delimiter: str) -> bool:
-    """Say whether the first line has numbers above numbers, and texts as they stand below it."""
-    header, *others = [row for row in _rows(beginning, delimiter) if row] or [[]]
-    below = [set(cells) - {""} for cells in zip(*others, strict=False)]
-    columns = [(name, cells) for name, cells in zip(header, below, strict=False) if name and cells]
-    numbers = [column for column in columns if all(map(_ANY_NUMBER.match, column[1]))]
-    texts = [column for column in columns if column not in numbers]
-    return (
-        bool(numbers)
-        and all(_ANY_NUMBER.match(name) for name, _ in numbers)
-        and header != [str(number) for number in range(len(header))]  # names that pandas gives
-        and any(
-            name in cells or _form(name) in map(_form, cells) for name, cells in texts or numbers
-        )
-    )
-
-
-def _form(text: str) -> str:
-    """Return which characters are digits and which are letters; without digits the text itself."""
-    form = re.sub(r"[^\W\d_]", "a", re.sub(r"\d", "9", text))
-    return form if "9" in form else text
-
-
-def _rows(text: str, delimiter: str) -> list[list[str]]:
-    return list(csv.reader(text.splitlines(keepends=True), delimiter=delimiter))

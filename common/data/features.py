@@ -14,8 +14,7 @@ The encoder is fitted on a party's own training rows only and saved with its mod
 - Images are not changed.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +26,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from splitveil.common.data.category_lists import SEPARATOR, SetMembers
+from splitveil.common.data.category_lists import SetMembers
 from splitveil.common.data.fitting import FIT_ROWS, Fitted, compress
 from splitveil.common.data.sequences import TokenColumn, TokenReader, say_cut
 from splitveil.common.data.settings import FeatureSettings
@@ -134,7 +133,15 @@ class NumericScaler(Section):
     shift: float
     scale: float = Field(gt=0)
     fill: float | None = None
-    """The number in place of a gap, before the scaling; None if the column has no gaps."""
+    """The number in place of a gap, before the scaling; None if gaps are read as 0."""
+
+    had_gaps: bool = False
+    """Whether a training row had a gap that was filled."""
+
+    low: float | None = None
+    """The least number of the training rows, before the scaling."""
+
+    high: float | None = None
 
 
 class Vocabulary(Section):
@@ -201,18 +208,26 @@ class FeatureEncoder(Section):
         for start in range(0, len(ordered), FIT_ROWS):
             found.add(table, ordered[start : start + FIT_ROWS])
         fills, bins = found.fills(table, ordered), found.bins(table, ordered, num_bins)
+        with_gaps = found.with_gaps()
         say_cut(sequences, table, ordered)
         return cls(
             signed_log1p=settings.signed_log1p,
             numeric=tuple(
-                NumericScaler(name=name, shift=shift, scale=scale, fill=fills.get(name))
+                NumericScaler(
+                    name=name,
+                    shift=shift,
+                    scale=scale,
+                    fill=fills.get(name),
+                    had_gaps=name in with_gaps,
+                    **found.bounds(name),
+                )
                 for name, (shift, scale) in found.scales().items()
             ),
             categorical=tuple(
                 Vocabulary(name=name, categories=kept) for name, kept in found.vocabularies(table)
             ),
             image=None if table.image is None else _image_info(table.image),
-            indicators=found.indicators(),
+            indicators=with_gaps if settings.missing_indicator else (),
             timestamps=table.timestamps,
             lists=tuple(
                 Vocabulary(name=name, categories=kept) for name, kept in found.members(table)
@@ -284,7 +299,10 @@ class FeatureEncoder(Section):
                 f"{', '.join(absent)}"
             )
         fills = any(scaler.fill is not None for scaler in self.numeric)
-        if self.numeric and table.gaps == ("zero" if fills else "nan"):
+        had_gaps = any(scaler.had_gaps for scaler in self.numeric)
+        if self.numeric and (
+            (table.gaps == "zero" and had_gaps) or (table.gaps == "nan" and not fills)
+        ):
             raise DataError(
                 f"{table.source}: the model was trained with another treatment of missing numbers: "
                 f"set data.features.missing_numeric and missing_indicator as they were then"
@@ -390,63 +408,3 @@ def _image_info(image: NDArray[Any]) -> ImageInfo:
     return ImageInfo(
         shape=(channels, height, width), dtype="uint8" if image.dtype == np.uint8 else "float32"
     )
-
-
-# ---- rows whose categories are not in the vocabulary of a trained model ----
-
-MANY = 20  # rows that do not all have a new category by chance
-_ALIKE = "; some differ from known ones as 1 from 1.0, or in case, and may be written otherwise"
-_REMEDY = "; write them as in the training, or leave these cells empty to predict without them"
-
-
-def unknown_categories(
-    encoder: FeatureEncoder, table: Table, settings: FeatureSettings | None
-) -> Iterator[tuple[str, bool]]:
-    """Yield a sentence on each column with rows whose category, or whole list, is unknown.
-
-    With it comes whether that is so in all of many rows with a value, and not for being rare.
-    """
-    vocabularies, columns = (*encoder.categorical, *encoder.lists), table.coded
-    judged = {v.name: _judged(v, table) for v in vocabularies}
-    counts = dict.fromkeys(judged, 0)
-    # In parts, so that a table on disk is read once, front to back.
-    for start in range(0, len(table), FIT_ROWS):
-        for name, (is_unknown, _) in judged.items():
-            if is_unknown.any():
-                counts[name] += int(is_unknown[columns[name].codes[start : start + FIT_ROWS]].sum())
-    for vocabulary in vocabularies:
-        (is_unknown, is_alike), rows = judged[vocabulary.name], counts[vocabulary.name]
-        is_exact = settings is not None and settings.min_count == 1
-        if settings is not None and vocabulary.name in table.lists:
-            is_exact &= len(vocabulary.categories) < settings.max_list_categories
-        is_all = bool(vocabulary.categories) and bool(is_unknown[:-1].all())
-        is_whole = is_all and rows >= MANY and (is_exact or is_alike)
-        sentence = (
-            f"{table.source}: column {vocabulary.name!r}: {rows:,} of {len(table):,} rows have "
-            f"categories that no training row had{'' if is_exact else ', or too few'}, and count "
-            f"as unknown{_ALIKE if is_alike else ''}{_REMEDY if is_whole else ''}"
-        )
-        if rows:
-            yield sentence, is_whole
-
-
-def _judged(vocabulary: Vocabulary, table: Table) -> tuple[NDArray[np.bool_], bool]:
-    """Return whether texts are unknown, by code, and whether some are known in another form."""
-    texts = words = table.coded[vocabulary.name].categories
-    text_of = np.arange(len(texts))
-    if vocabulary.name in table.lists:
-        split = pc.split_pattern(texts, SEPARATOR)
-        words, text_of = pc.list_flatten(split), pc.list_parent_indices(split).to_numpy()
-    known = pa.array(vocabulary.categories, pa.string())
-    is_known = pc.is_in(words, value_set=known).to_numpy(zero_copy_only=False)
-    is_unknown = np.append(np.ones(len(texts), np.bool_), False)  # code -1 is no value
-    is_unknown[text_of[is_known]] = False
-    some = words.filter(pa.array(~is_known))[:10_000].to_pylist()
-    forms = set(map(_less_its_form, vocabulary.categories)) if some else set()
-    return is_unknown, any(_less_its_form(text) in forms for text in some)
-
-
-def _less_its_form(text: str) -> float | str:
-    with suppress(ValueError):
-        return float(text)
-    return text.casefold()

@@ -50,14 +50,14 @@ class Fitted:
         return {name: _scale(found, self._settings) for name, found in self._ranges.items()}
 
     def fills(self, table: Table, rows: NDArray[np.int64]) -> dict[str, float]:
-        """Return the number in place of a gap of each column; empty if gaps are not kept.
+        """Return the number in place of a gap of each column; empty if gaps are read as 0.
 
         Training rows are ascending.
         """
-        if not self._keeps_gaps:
+        if table.gaps == "zero":
             return {}
         match self._settings.missing_numeric:
-            case "mean":
+            case "mean" | "error":  # an error in training only
                 return {name: found.mean for name, found in self._ranges.items()}
             case "median":
                 columns = self._columns(table, rows)
@@ -82,10 +82,13 @@ class Fitted:
             found.append(_edges((values - shift) / scale, num_bins))
         return tuple(found)
 
-    def indicators(self) -> tuple[str, ...]:
-        """Return the columns that had gaps, if an indicator marks them."""
-        if not self._settings.missing_indicator:
-            return ()
+    def bounds(self, name: str) -> dict[str, float]:
+        """Return the least and the largest number of a column; empty if there are only gaps."""
+        low, high = self._ranges[name].low, self._ranges[name].high
+        return {"low": low, "high": high} if low <= high else {}
+
+    def with_gaps(self) -> tuple[str, ...]:
+        """Return the columns that had gaps which were kept."""
         return tuple(name for name, count in self._num_gaps.items() if count)
 
     def vocabularies(self, table: Table) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -130,6 +130,8 @@ class IdReport:
     """Rows left out because an earlier row has the same id in canonical form."""
 
     unlabelled: int = 0
+    contradicting: int = 0
+    """Of the rows left out for their id, those with another label than the row that stays."""
 
     @property
     def left_out(self) -> int:
@@ -149,10 +151,13 @@ class IdReport:
             (self.unlabelled, "without a label"),
         )
         losses = ", ".join(f"{count:,} {reason}" for count, reason in reasons if count)
+        if self.contradicting:
+            losses += f"; {self.contradicting:,} of these {CONTRADICTING}"
         return f"; {self.left_out:,} of {self.num_rows:,} rows left out: {losses}" if losses else ""
 
 
 NOTHING_DONE = IdReport()
+CONTRADICTING = "have another label than the earlier row, whose label counts"
 
 
 class UsableIds(NamedTuple):
@@ -226,8 +231,8 @@ class IdReader:
         for name, texts in ((_HASHES, ids), (_RAW_HASHES, raw)):
             self._arrays.append(name, np.fromiter(map(hash, texts), np.int64, len(texts)))
 
-    def finish(self) -> UsableIds:
-        """Return the ids of the rows that are not left out."""
+    def finish(self, labels: NDArray[np.float32] | None = None) -> UsableIds:
+        """Return the ids of the rows that are not left out; labels are those of all rows."""
         text, offsets = self._arrays.array(IDS, np.uint8), self._arrays.array(ID_OFFSETS, np.int64)
         ids = StoredIds(text, offsets)
         raw_hashes = self._arrays.array(_RAW_HASHES, np.int64)
@@ -249,6 +254,7 @@ class IdReader:
             len(same),
             len(alike),
             self._unlabelled,
+            0 if labels is None else sum(bool(labels[x] != labels[y]) for x, y in twins),
         )
         doubts = [
             f"{name!r}: {doubt}" if len(self._columns) > 1 else doubt

@@ -21,6 +21,7 @@ from splitveil.common.data.source_settings import (
 from splitveil.common.data.sources import ColumnsInMemory, Part, TableSource
 from splitveil.common.data.sql_snapshot import snapshot_of
 from splitveil.common.data.table_paths import TablePath, local_table_path, table_path_of
+from splitveil.common.data.text_forms import TextForm
 from splitveil.common.errors import DataError, SettingsError
 
 _ResultT = TypeVar("_ResultT")
@@ -64,7 +65,8 @@ def columns_in_parts(source: TableSource, names: Sequence[str]) -> Iterator[Mapp
 
 def text_file(settings: CsvSource, base_dir: Path) -> CsvFile:
     path = settings.resolve(base_dir)
-    return CsvFile(path, settings.separator(), settings.column_names, settings.encoding)
+    form = TextForm(settings.encoding, settings.quote, settings.escape)
+    return CsvFile(path, settings.separator(), settings.column_names, form)
 
 
 @contextmanager

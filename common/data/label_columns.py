@@ -60,7 +60,7 @@ def count_others(settings: DataSettings, source: RowSource) -> str:
 
 def _written_labels(settings: DataSettings, source: RowSource) -> ArrowColumn:
     name = str(settings.label_column)
-    return label_texts(WrittenColumn(source.read([name])[name], name, settings.missing_texts))
+    return label_texts(WrittenColumn(source.read([name])[name], name, settings.missing_texts(name)))
 
 
 def read_labels(column: WrittenColumn, positive: Sequence[str]) -> NDArray[np.float32]:

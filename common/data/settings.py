@@ -159,12 +159,24 @@ class FeatureSettings(Section):
     """The image of each row."""
 
     exclude: Columns = ()
-    """Columns that patterns must not match, such as a column that gives the label away."""
+    """Columns that patterns must not match, such as a column that gives the label away. All of them
+    must be in the table."""
+
+    patterns: bool = True
+    """Whether an entry with ``*``, ``?`` or ``[...]`` is a pattern with shell wildcards unless a
+    column has just this name. With ``false``, every entry is the name of a column."""
 
     missing_numeric: Literal["error", "zero", "mean", "median"] = "error"
     """Treatment of an empty cell in a numeric column or a timestamp: an error, the number 0, or the
-    mean or median of the column's numbers in the training rows. Mean and median are taken after
+    mean or median of the column's numbers in the training rows; see ``new_gaps`` for predictions
+    with a model that was trained without any. Mean and median are taken after
     ``signed_log1p``, and with them the scaling is that of the numbers that are there."""
+
+    new_gaps: Literal["filled", "error"] = "filled"
+    """What a prediction does with an empty cell in a column of numbers that had none in the
+    training rows: it is filled with the column's median if ``missing_numeric`` says so, otherwise
+    with the mean, and the log counts such rows; or the row is an error. With ``missing_numeric:
+    zero`` and no indicator, it is 0 as in the training."""
 
     missing_indicator: bool = False
     """Whether every column of numbers that has gaps in the training rows makes one more number: 1
@@ -173,6 +185,10 @@ class FeatureSettings(Section):
     missing_texts: tuple[str, ...] = ("",)
     """Cells that mean "no value" in features and labels, for instance ``["", "?"]``; in columns of
     floating-point numbers only infinite ones and those too large for float32."""
+
+    missing_texts_of: dict[ColumnName, tuple[str, ...]] = Field(default_factory=dict)
+    """The same for single columns, in place of ``missing_texts``: with ``{country: [""]}``, ``NA``
+    is a country. It may name the label column."""
 
     signed_log1p: bool = False
     """Whether numbers x become sign(x) log(1 + |x|) before scaling, which suits counts."""
@@ -187,8 +203,7 @@ class FeatureSettings(Section):
 
     @model_validator(mode="after")
     def _selects_something(self) -> "FeatureSettings":
-        columns = (*self.numeric, *self.categorical, *self.timestamps, *self.lists)
-        if not (columns or self.sequences or self.image):
+        if not (self.by_name or self.sequences or self.image):
             raise ValueError(
                 "name at least one of numeric, categorical, timestamps, lists, sequences and image"
             )
@@ -197,6 +212,11 @@ class FeatureSettings(Section):
         if len(set(self.timestamp_parts)) < len(self.timestamp_parts):
             raise ValueError("timestamp_parts: name each part only once")
         return self
+
+    @property
+    def by_name(self) -> tuple[str, ...]:
+        """The names and patterns of columns, but for those of sequences."""
+        return (*self.numeric, *self.categorical, *self.timestamps, *self.lists)
 
     @property
     def gaps(self) -> Gaps:
@@ -293,10 +313,11 @@ class DataSettings(Section):
         unlabelled = dict.fromkeys(_ABOUT_LABELS) | {"weights_are_label_free": False}
         return self.model_copy(update=unlabelled | changed)
 
-    @property
-    def missing_texts(self) -> tuple[str, ...]:
-        """The cells that mean "no value" in features and labels."""
-        return self.features.missing_texts if self.features else ("",)
+    def missing_texts(self, column: str) -> tuple[str, ...]:
+        """Return the cells of a column that mean "no value"."""
+        if self.features is None:
+            return ("",)
+        return self.features.missing_texts_of.get(column, self.features.missing_texts)
 
     @property
     def positive_labels(self) -> tuple[str, ...]:

@@ -90,6 +90,15 @@ class CsvSource(FileSource):
     delimiter: Annotated[str, StringConstraints(pattern=r"^[^\r\n\"]$")] | None = None
     """Character between two cells; by default a tab for files ending in .tsv, otherwise a comma."""
 
+    quote: Literal['"', "'", ""] = '"'
+    """What may stand around a cell, and doubled within one; empty if quotation marks belong to the
+    cells."""
+
+    escape: Literal["\\"] | None = None
+    """The backslash, if one before a quotation mark, a delimiter, a line break or a backslash makes
+    that a part of the cell, as Spark and MySQL write it. Before other characters it belongs to the
+    cell, as in ``\\N``, and by default everywhere."""
+
     column_names: tuple[ColumnName, ...] | None = Field(default=None, min_length=1)
     """The column names, for a file without a header line; by default the first line has them."""
 

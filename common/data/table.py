@@ -282,7 +282,7 @@ class TableReader:
             check_classes(self._settings, labels, self._rows)
         if self._settings.id_column is None:
             return UsableIds(RowNumbers(self.num_rows), None, IdReport(self.num_rows), ())
-        return self._ids.finish()
+        return self._ids.finish(labels)
 
 
 class _WrittenRows(NamedTuple):
@@ -339,21 +339,22 @@ class _WrittenRows(NamedTuple):
         features = self.settings.features
         if features is None:
             return {}
-        gaps, chosen = features.missing_texts, selection.chosen
-        found = {n: read_categories(self._texts_of(n, gaps)) for n in chosen.categorical}
+        chosen, separator = selection.chosen, features.list_separator
+        found = {n: read_categories(self._texts_of(n)) for n in chosen.categorical}
         for name in chosen.lists:
-            found[name] = read_lists(self._texts_of(name, gaps), features.list_separator)
+            found[name] = read_lists(self._texts_of(name), separator)
         for name in chosen.sequences:
             size = features.sequences[name].num_tokens
-            found[name] = read_tokens(self._texts_of(name, gaps), features.list_separator, size)
+            found[name] = read_tokens(self._texts_of(name), separator, size)
         return found
 
-    def _texts_of(self, name: str, gaps: Sequence[str]) -> WrittenColumn:
+    def _texts_of(self, name: str, gaps: Sequence[str] | None = None) -> WrittenColumn:
         where = f"{self.source}: column {name!r}"
+        gaps = self.settings.missing_texts(name) if gaps is None else gaps
         return WrittenColumn(self.columns[name], where, gaps, self.first_row)
 
     def _numbers_of(self, name: str) -> WrittenColumn:
-        written = self._texts_of(name, self.settings.missing_texts)
+        written = self._texts_of(name)
         if isinstance(self.settings.source, CsvSource):
             return written._replace(decimal=self.settings.source.decimal)
         return written

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -17,13 +17,14 @@ from splitveil.common.data.columns import (
     part_name,
     read_ids,
 )
-from splitveil.common.data.csv_file import CODECS, delimiter_of
+from splitveil.common.data.csv_file import CODECS
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.data.ids import check_rules, part_ids
 from splitveil.common.data.kinds import open_source, text_file, with_advice
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import CsvSource, FileSource, ParquetSource, Source
 from splitveil.common.data.sources import list_rows, unreadable_is_data_error
+from splitveil.common.data.text_forms import delimiter_of
 from splitveil.common.errors import DataError
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
 
@@ -76,13 +77,21 @@ def settings_for(
             for part in features.timestamp_parts
         }
         numbers = (column.name for column in encoder.numeric)
-        chosen = {
+        chosen: dict[str, Any] = {
             "numeric": tuple(name for name in numbers if name not in parts),
             "categorical": tuple(column.name for column in encoder.categorical),
             "timestamps": encoder.timestamps,
             "lists": tuple(column.name for column in encoder.lists),
             "exclude": (),
+            "patterns": False,
+            "missing_texts_of": {
+                name: texts
+                for name, texts in features.missing_texts_of.items()
+                if name in encoder.columns | {*encoder.timestamps}
+            },
         }
+        if features.missing_numeric == "error" != features.new_gaps:
+            chosen["missing_numeric"] = "mean"
         features = features.model_copy(update=chosen)
     return settings.without_labels(source=source, features=features)
 

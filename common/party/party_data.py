@@ -13,15 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from splitveil.common.data.columns import almost_numbers
+from splitveil.common.data.columns import WILDCARDS, almost_numbers
 from splitveil.common.data.converted import open_converted
 from splitveil.common.data.features import FeatureEncoder, Features, MappedFeatures, RowEncoder
 from splitveil.common.data.id_forms import form_of
-from splitveil.common.data.kinds import open_source, with_advice
+from splitveil.common.data.kinds import open_source, text_file, with_advice
 from splitveil.common.data.sequences import TokenColumn, token_columns
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
     CacheableSource,
+    CsvSource,
     FileSource,
     ParquetSource,
     expand_path,
@@ -44,6 +45,8 @@ _logger = logging.getLogger(__name__)
 LARGE_FILE_BYTES = 2**30
 _IDS_AT_ONCE = 2**16
 _ROWS_AT_ONCE = 2**12
+_NAMED = 50
+"""Columns that a check names where patterns have selected them."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,9 @@ class PartyData:
                 if isinstance(source, CacheableSource):
                     _suggest_a_cache(source, base_dir)
                 table = read_table(settings, base_dir, split_column, id_rules)
+            if isinstance(source, CsvSource):
+                for doubt in text_file(source, base_dir).doubts():
+                    _logger.warning("%s: %s", table.source, doubt)
             _say_almost_numbers(table)
             _say(table, settings)
             return cls(settings, table, sequences)
@@ -147,15 +153,15 @@ class PartyData:
     def summary(self, contract: Contract) -> str:
         """Describe the rows and columns; SettingsError if the training rows fill no batch."""
         table, size, rows = self.table, contract.batch_size, self.training_rows(contract.split)
-        columns = len(table.numeric) + len(table.coded)
+        columns, features = [*table.numeric, *table.coded], self.settings.features
         text = f"{len(self.ids)} rows in {table.source}"
         if table.splits is not None:
             counts = np.bincount(table.splits, minlength=len(SPLITS))
             parts = (f"{count} {word}" for word, count in zip(SPLITS, counts, strict=True))
             text += f" ({', '.join(parts)})"
-        text += f", {columns} feature columns" + (
-            " and an image" if table.image is not None else ""
-        )
+        text += f", {len(columns)} feature columns" + " and an image" * (table.image is not None)
+        if features is not None and features.patterns and WILDCARDS & {*"".join(features.by_name)}:
+            text += f" ({', '.join(columns[:_NAMED])}{', ...' * (len(columns) > _NAMED)})"
         if size <= rows:
             steps = rows // size if contract.drop_last else -(-rows // size)
             return f"{text}, about {steps} steps of {size} rows per epoch"

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -9,15 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.data.features import (
-    FeatureEncoder,
-    Features,
-    MappedFeatures,
-    RowEncoder,
-    unknown_categories,
-)
+from splitveil.common.data.features import FeatureEncoder, Features, MappedFeatures, RowEncoder
 from splitveil.common.data.stored_ids import ABSENT, IdIndex
 from splitveil.common.data.table_files import settings_for, source_of
+from splitveil.common.data.unseen import unknown_categories, unseen_numbers
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettings
@@ -47,18 +43,21 @@ class ServedRows:
         if encoder is None:
             raise SettingsError("data.features: the model was trained without features here")
         own = settings.data.source
-        if table is None and settings.data.unlabelled_rows == "error":
-            data = PartyData.of(settings)
-        else:
+        data, has_copy = None, getattr(own, "cache_dir", None) is not None
+        if table is None and has_copy and settings.data.unlabelled_rows == "error":
+            with suppress(DataError):  # of labels or columns that predictions do not need
+                data = PartyData.of(settings)  # the training's copy on disk
+        if data is None:
             source = own if table is None else source_of(table, own)
             chosen = settings_for(settings.data, source, encoder)
             data = PartyData.load(chosen, settings.base_dir, id_rules=settings.contract.ids)
         served = cls(data, encoder, CanonicalForm(settings.contract.ids))
-        unknown = list(unknown_categories(encoder, data.table, settings.data.features))
-        if refused := [sentence for sentence, is_whole in unknown if is_whole]:
+        ways = (unknown_categories, unseen_numbers)
+        found = [one for way in ways for one in way(encoder, data.table, settings.data.features)]
+        if refused := [sentence for level, sentence in found if level == logging.ERROR]:
             raise DataError("\n".join(refused))
-        for sentence, _ in unknown:
-            _logger.warning("%s", sentence)
+        for level, sentence in found:
+            _logger.log(level, "%s", sentence)
         return served
 
     def __len__(self) -> int:

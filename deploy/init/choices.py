@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 
-from splitveil.common.data.columns import NEARLY_ALL, is_unnamed_index
+from splitveil.common.data.columns import NEARLY_ALL, WILDCARDS, is_unnamed_index
 from splitveil.common.data.label_columns import places_of
 from splitveil.common.data.settings import MAX_CLASSES
 from splitveil.common.errors import DataError, SettingsError
@@ -22,7 +22,7 @@ from splitveil.common.privacy.leakage import auc
 from splitveil.common.run.sample_order import SPLITS
 from splitveil.common.text.wording import suggest
 from splitveil.deploy.init.columns import NO_NAME, Column, as_text, without_gaps, words_of
-from splitveil.deploy.init.labels import Label, classes_of, is_of_numbers, label_of, yes_or_no
+from splitveil.deploy.init.labels import Label, classes_of, is_of_numbers, is_of_two, label_of
 from splitveil.deploy.init.own_ids import OwnIds, identifiers_in, judge, likely_ids
 
 LABEL_WORDS = words_of(
@@ -52,6 +52,7 @@ class Choices(NamedTuple):
     timestamps: tuple[Column, ...]
     left_out: tuple[LeftOut, ...]
     split_column: str | None  # a column that says train, validation or test
+    no_gaps: tuple[str, ...] = ()  # columns of which only empty cells mean "no value"
     time_format: str | None = None  # how texts of times are written; None for ISO 8601
 
     @property
@@ -64,6 +65,16 @@ class Choices(NamedTuple):
     @property
     def features(self) -> tuple[Column, ...]:
         return (*self.numeric, *self.categorical, *self.timestamps)
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """The columns of features and labels."""
+        label = () if self.label is None else (self.label.column,)
+        return (*label, *(column.name for column in self.features))
+
+    @property
+    def has_wildcards(self) -> bool:
+        return any(WILDCARDS & set(column.name) for column in self.features)
 
     @property
     def has_numeric_gaps(self) -> bool:
@@ -81,6 +92,7 @@ class Wishes(NamedTuple):
     categorical: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     missing_texts: tuple[str, ...] = ()  # texts that mean "no value", beside those that are known
+    no_gaps: tuple[str, ...] = ()  # columns of which only empty cells mean "no value"
 
 
 def id_candidates(columns: Sequence[Column], cells: Mapping[str, Any]) -> dict[str, OwnIds]:
@@ -97,7 +109,7 @@ def label_candidates(columns: Sequence[Column], *, with_gaps: bool = False) -> l
     """Return the columns that may hold labels, those that are named like one first."""
     columns = [c for c in columns if with_gaps or not c.missing]
     few = [c for c in columns if c.kind in {"whole", "text", "number"}]
-    few = [c for c in few if len(classes_of(c, yes_or_no)) == 2]
+    few = [c for c in few if is_of_two(c)]
     named = [c for c in columns if words_of(c.name) & LABEL_WORDS]
     named = [c for c in named if 2 <= len(classes_of(c)) <= MAX_CLASSES]
     numbers = [c for c in columns if words_of(c.name) & NUMBER_LABEL_WORDS and is_of_numbers(c)]
@@ -188,8 +200,9 @@ def choose_features(
     index_columns: Sequence[str] = (),
 ) -> Choices:
     """Decide which of the remaining columns the model reads; only the label owner's meet labels."""
-    for name in (*wishes.numeric, *wishes.categorical, *wishes.exclude):
-        _named(columns, name, "--numeric, --categorical and --exclude")
+    named = (*wishes.numeric, *wishes.categorical, *wishes.exclude)
+    for name in (*named, *(n for n in wishes.no_gaps if label is None or n != label.column)):
+        _named(columns, name, "--numeric, --categorical, --no-gaps and --exclude")
     is_positive = None
     if label is not None:
         labels = without_gaps(as_text(cells[label.column]), label.gaps)
@@ -226,6 +239,7 @@ def choose_features(
         tuple(timestamps),
         tuple(left_out),
         split,
+        wishes.no_gaps,
         time_format if any(column.time_formats for column in timestamps) else None,
     )
 
@@ -310,7 +324,7 @@ def _gives_label_away(cells: Any, column: Column, is_positive: NDArray[np.bool_]
 
 
 def _separation(score: NDArray[np.float64], is_positive: NDArray[np.bool_]) -> float:
-    if is_positive.all() or not is_positive.any():
+    if is_positive.all() or not is_positive.any() or score.min() == score.max():
         return 0.5
     found = auc(torch.from_numpy(score), torch.from_numpy(is_positive))
     return max(found, 1 - found)

@@ -177,12 +177,14 @@ class Column(NamedTuple):
 MOST_VALUES = 200  # values of a column that are listed: more than any label has classes
 
 
-def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column:
+def describe(
+    name: str, cells: Any, missing_texts: Sequence[str] = (), known: Sequence[str] = GAPS
+) -> Column:
     text = as_text(cells)
     if text is None:
         return Column(name, "other", len(cells), cells.null_count, (), 0, (), (), "")
     present = set(pc.unique(text).to_pylist())
-    gaps = tuple(gap for gap in dict.fromkeys((*GAPS, *missing_texts)) if gap in present)
+    gaps = tuple(gap for gap in dict.fromkeys((*known, *missing_texts)) if gap in present)
     found = read_categories(WrittenColumn(text, name, gaps))
     kind, nearly, formats = _kind_of(name, cells.type, found)
     values, counts = found.categories, np.bincount(found.codes + 1)[1:]
@@ -215,7 +217,7 @@ def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column
 def codes_for_gaps(columns: Sequence[Column], cells: Mapping[str, Any]) -> tuple[str, ...]:
     """Return texts that mean "no value" in columns of numbers or times, and nothing in others."""
     codes = {code for column in columns if column.almost for code in column.almost.codes}
-    for column in columns:
+    for column in columns if codes else ():
         text = None if column.almost else as_text(cells[column.name])
         if text is not None:
             codes = {code for code in codes if not pc.any(pc.equal(text, code)).as_py()}

@@ -51,6 +51,7 @@ def parser(program: str) -> argparse.ArgumentParser:
         ("categorical", "columns whose values are categories"),
         ("exclude", "columns to leave out"),
         ("missing-text", "further texts that mean that a cell has no value"),
+        ("no-gaps", "columns in which every text is a value, such as NA, none, ? and -"),
     ):
         metavar = "TEXT" if kind == "missing-text" else "NAME"
         init.add_argument(

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.data.ids import CONTRADICTING
 from splitveil.common.data.kinds import with_advice
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import ColumnsInMemory
@@ -34,6 +35,24 @@ class Written(NamedTuple):
     files: Sequence[Path]
     id_doubts: Sequence[str]  # forms of ids that the other party may not write
     codes: Sequence[str]  # read as "no value", as columns of numbers hold them repeatedly
+
+    def remarks(self) -> list[tuple[str, str]]:
+        """Say which marks are none of the cells' own, and which texts mean "no value"."""
+        marks = {"quote": "around cells", "escape": "before marks within cells"}
+        source = self.proposal.source
+        said = [
+            ("text", f"{source[name]} stands {what}: see data.source.{name}")
+            for name, what in marks.items()
+            if name in source
+        ]
+        codes, used = ", ".join(map(repr, self.codes)), self.proposal.choices.used
+        texts = [column for column in self.columns if column.kind == "text" and column.name in used]
+        gaps = {column.name: ", ".join(map(repr, filter(None, column.gaps))) for column in texts}
+        found = ", ".join(f"{name} ({shown})" for name, shown in gaps.items() if shown)
+        what = "no value; with --no-gaps NAME, every text of a column is a value"
+        of_numbers = f"{codes}: no value, as columns of numbers show; see missing_texts"
+        said += [("gaps", of_numbers)] * bool(codes) + [("gaps", f"{found}: {what}")] * bool(found)
+        return said
 
     def as_json(self) -> dict[str, Any]:
         p, label = self.proposal, self.proposal.choices.label
@@ -92,11 +111,17 @@ def initialise(
     read = _read_as_a_run_does(table, proposal, texts[f"{terms.role}.yaml"])
     files = write_files(terms.folder, texts, force=force)
     _check_loadable(terms)
-    return Written(proposal, columns, files, read.id_doubts, codes)
+    doubts = [*read.id_doubts]
+    if rows := read.id_report.contradicting:
+        doubts.append(f"{rows:,} of the rows with the id of an earlier row {CONTRADICTING}")
+    return Written(proposal, columns, files, doubts, codes)
 
 
 def _described(table: RawTable, wishes: Wishes) -> list[Column]:
-    return [describe(*column, wishes.missing_texts) for column in table.columns.items()]
+    return [
+        describe(name, cells, *([(), ("",)] if name in wishes.no_gaps else [wishes.missing_texts]))
+        for name, cells in table.columns.items()
+    ]
 
 
 def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> Table:
@@ -155,6 +180,7 @@ def _wishes(options: argparse.Namespace) -> Wishes:
         categorical=tuple(options.categorical),
         exclude=tuple(options.exclude),
         missing_texts=tuple(options.missing_text),
+        no_gaps=tuple(options.no_gaps),
     )
 
 
@@ -191,9 +217,8 @@ def _print(written: Written, role: str) -> None:
     say("categories", ", ".join(column.name for column in p.choices.categorical) or "none")
     if p.choices.timestamps:
         say("times", ", ".join(column.name for column in p.choices.timestamps))
-    if written.codes:
-        shown = ", ".join(map(repr, written.codes))
-        say("gaps", f"{shown}: no value, as columns of numbers show; see missing_texts")
+    for remark in written.remarks():
+        say(*remark)
     for column in p.choices.left_out:
         say("left out", f"{column.name}: {column.why}")
     if p.forecast:

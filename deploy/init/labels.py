@@ -90,10 +90,22 @@ def _folded(text: str) -> Hashable:
     return class_key(text.casefold())
 
 
+_MEANT = {class_key(one): words for words in (NEGATIVE_WORDS, POSITIVE_WORDS) for one in words}
+
+
 def yes_or_no(text: str) -> Hashable:
     key = class_key(text.casefold())
-    meant = [words for words in (POSITIVE_WORDS, NEGATIVE_WORDS) if key in map(class_key, words)]
-    return meant[0] if meant else key
+    return _MEANT.get(key, key)
+
+
+def is_of_two(column: Column) -> bool:
+    """Say whether a column's texts have two meanings."""
+    found = set[Hashable]()
+    for text in column.values:
+        found.add(yes_or_no(text))
+        if len(found) > 2:  # most columns of a wide table have hundreds
+            return False
+    return len(found) == 2
 
 
 def spellings(column: Column, positive: tuple[str, ...] = ()) -> tuple[str, ...]:

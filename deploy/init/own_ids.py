@@ -83,21 +83,32 @@ def _is_long_number(column: Column) -> bool:
 
 def judge(column: Column, cells: Any) -> OwnIds:
     """Return what a run makes of a column; DataError if it cannot read it as ids."""
+    if column.kind == "whole" and {*column.gaps} <= {""}:  # spares a look at each row
+        return OwnIds(column.num_rows, column.missing, column.present - column.distinct)
     raw = read_ids(WrittenColumn(cells, "ids"), may_be_floats=True)
     form = CanonicalForm()
     rows = unusable_rows(raw, form.of(raw), form)
-    is_floating = column.kind == "number" and (
-        pa.types.is_floating(cells.type) or all(re.fullmatch(_POINTED, x) for x in column.values)
-    )
-    doubt = ""
-    if is_floating:
-        then = "the contract says ids: {whole_numbers: true} if --id-column names it"
-        doubt = f"whole numbers with a decimal point: {then}"
-    elif any(re.match(SHORTENED, value) for value in column.values):
-        doubt = "some are written like 1.2E+15, as spreadsheets shorten long numbers"
+    doubt = _doubt(column, cells)
+    is_floating = doubt is _POINTS
     folds = not is_floating and _may_fold(raw)
     rule = TextId(fold_case=folds, whole_numbers=is_floating)
     return OwnIds(len(raw), len(rows.without_id), len(rows.repeated), doubt, rule)
+
+
+_POINTS = (
+    "whole numbers with a decimal point: the contract says ids: {whole_numbers: true} if "
+    "--id-column names it"
+)
+
+
+def _doubt(column: Column, cells: Any) -> str:
+    if column.kind == "number" and (
+        pa.types.is_floating(cells.type) or all(re.fullmatch(_POINTED, x) for x in column.values)
+    ):
+        return _POINTS
+    if any(map(re.compile(SHORTENED).match, column.values)):
+        return "some are written like 1.2E+15, as spreadsheets shorten long numbers"
+    return ""
 
 
 def _may_fold(raw: Sequence[str]) -> bool:
@@ -121,11 +132,12 @@ def likely_ids(columns: Sequence[Column], cells: Mapping[str, Any]) -> dict[str,
         may_be = column.kind in {"whole", "text", "number"} and not is_index
         if not may_be or column.distinct <= column.num_rows // 2:
             continue
+        if column.kind == "number" and not _doubt(column, own):
+            continue
         try:
             judged = judge(column, own)
         except DataError:
             continue
-        is_id = column.kind != "number" or judged.doubt
-        if is_id and judged.num_ids > column.num_rows // 2:
+        if judged.num_ids > column.num_rows // 2:
             found[column.name] = judged
     return found

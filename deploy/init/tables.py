@@ -10,11 +10,12 @@ import pyarrow.compute as pc
 from pydantic import TypeAdapter
 
 from splitveil.common.data.columns import NUMBER, NUMBERS_BY_DECIMAL, with_points
-from splitveil.common.data.csv_file import CODECS, NO_HEADER, PARQUET, delimiter_of, looks_like_data
+from splitveil.common.data.csv_file import CODECS, PARQUET
 from splitveil.common.data.kinds import open_source, text_file, with_advice
 from splitveil.common.data.source_settings import CsvSource, Source, not_expanded
 from splitveil.common.data.sources import unreadable_is_data_error
 from splitveil.common.data.table_paths import find_files, local_table_path
+from splitveil.common.data.text_forms import NO_HEADER, delimiter_of, form_of, looks_like_data
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.settings import validate
 from splitveil.deploy.init.columns import GAPS, NO_NAME, as_text, without_gaps
@@ -58,9 +59,13 @@ def read_raw(
         source |= {"decimal": decimal} if decimal else {}
         text = validate(CsvSource, {**source, "path": where}, "--encoding")
         beginning = text_file(text, Path()).beginning()
-        found = delimiter or delimiter_of(beginning) or text.separator()
+        guess = delimiter or delimiter_of(beginning) or text.separator()
+        form = form_of(beginning, guess)
+        found = delimiter or delimiter_of(beginning, form) or text.separator()
         source |= {} if found == text.separator() else {"delimiter": found}
-        if not has_header and looks_like_data(beginning, found):
+        source |= {"quote": form.quote} if form.quote != '"' else {}
+        source |= {"escape": form.escape} if form.escape else {}
+        if not has_header and looks_like_data(beginning, found, form):
             raise DataError(f"{path}: {NO_HEADER}; if it does name them, name one: --id-column")
     settings: Source = TypeAdapter(Source).validate_python({**source, "path": where})
     with with_advice(settings, Path()):

@@ -23,6 +23,7 @@ from pyarrow import parquet
 
 from splitveil.common.data.category_lists import is_list
 from splitveil.common.data.columns import (
+    WILDCARDS,
     WrittenColumn,
     almost_numbers,
     is_numeric,
@@ -265,6 +266,8 @@ def _data(
                 list_rows(rows + 1),
             )
     chosen: dict[str, Any] = {kind: names for kind, names in features.items() if names}
+    if any(WILDCARDS & set(name) for names in chosen.values() for name in names):
+        chosen["patterns"] = False
     if sequences := chosen.get("sequences"):
         chosen["sequences"] = {one: _sequence(table.column(one)) for one in sequences}
     if any(map(_has_gaps, table.select(features["numeric"] + features["timestamps"]).columns)):

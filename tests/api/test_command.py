@@ -157,7 +157,8 @@ def test_check_prints_settings_and_outcomes_as_json(folder: Path, call: Call) ->
             "active",
             [
                 "data: 380 rows in",
-                ", 2 feature columns, about 4 steps of 64 rows per epoch; the top model fits",
+                ", 2 feature columns (own1, own2), about 4 steps of 64 rows per epoch; ",
+                "; the top model fits",
                 "labels: 2 classes, 30.53% positive",
                 "device: cpu",
                 "defense: none",

@@ -160,3 +160,23 @@ def test_categories_that_training_never_saw_are_counted_and_a_column_of_them_ref
         assert all(columns_of(predict(with_plans, IDS[:40], tables={party: own}))["found"])
     said_to_log = "".join(one.getMessage() for one in caplog.records if one.levelno == WARNING)
     assert re.search("^$" if is_refused else said, said_to_log)
+
+
+@pytest.mark.parametrize("party", ["active", "passive"])
+def test_numbers_and_gaps_that_training_never_saw_are_counted(
+    seeds: Sequence[Run], party: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A table in another unit, with a first gap, at either party."""
+    ids, column = columns_of(predict(seeds[0]))["id"], {"active": "own1", "passive": "x1"}[party]
+    own = read_csv(seeds[0].path.parents[1] / f"{party}.csv")
+    own = own.filter(pa.array([one in ids for one in own["id"].to_pylist()]))
+    cents = [None, *(100 * one for one in own[column].to_pylist()[1:])]
+    place = own.column_names.index(column)
+    caplog.clear()
+    predict(seeds[0], ids, tables={party: own.set_column(place, column, pa.array(cents))})
+    gap, outside = [one.getMessage() for one in caplog.records if one.levelno == WARNING]
+    assert gap.endswith(
+        f" 1 of {len(own)} rows have a gap in columns of numbers that had none in training, "
+        f"filled: {column!r} (1)"
+    )
+    assert re.search(rf"\d+ of {len(own)} rows have numbers outside .*: {column!r} \(", outside)

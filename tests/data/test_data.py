@@ -22,6 +22,7 @@ from splitveil.common.data import converted as converted_module
 from splitveil.common.data.csv_file import CsvFile
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.table import Table, read_table
+from splitveil.common.data.text_forms import TextForm
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.settings import validate
 
@@ -82,7 +83,7 @@ def converted(file: CsvFile, names: list[str], folder: Path) -> Rows:
 
 @settings(max_examples=400)
 @given(
-    text=st.text('",;\tnr|aé\\ ', min_size=50, max_size=200),  # n, r: line breaks; |: ends a cell
+    text=st.text("\",;\tnr|aé\\' ", min_size=50, max_size=200),  # n, r: line breaks; |: ends a cell
     width=st.integers(1, 3),
     line_end=st.sampled_from(["\n", "\r\n"]),
     quoting=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]),
@@ -91,6 +92,7 @@ def converted(file: CsvFile, names: list[str], folder: Path) -> Rows:
     more=st.integers(5, 100),
     ending=st.sampled_from(["csv", "csv.gz"]),
     num_parts=st.sampled_from([1, 1, 3]),
+    marks=st.sampled_from([{}, {}, {"quotechar": "'"}, {"escapechar": "\\", "doublequote": False}]),
     read=st.sampled_from([in_memory, in_memory, converted]),
 )
 def test_rows_are_those_of_python_s_csv_wherever_a_block_ends(
@@ -103,6 +105,7 @@ def test_rows_are_those_of_python_s_csv_wherever_a_block_ends(
     more: int,
     ending: str,
     num_parts: int,
+    marks: dict[str, Any],
     read: Callable[[CsvFile, list[str], Path], Rows],
 ) -> None:
     cells = text.replace("n", "\n").replace("r", "\r\r\n").split("|")
@@ -114,15 +117,18 @@ def test_rows_are_those_of_python_s_csv_wherever_a_block_ends(
             some = rows[part * len(rows) // num_parts : (part + 1) * len(rows) // num_parts]
             written = io.StringIO()
             writer = csv.writer(
-                written, lineterminator=line_end, quoting=quoting, delimiter=delimiter
+                written, lineterminator=line_end, quoting=quoting, delimiter=delimiter, **marks
             )
             longest = max(longest, *(writer.writerow(row) for row in [names, *some]))
             data = written.getvalue().encode(encoding)
             path = folder / f"part-{part}.{ending}"
             path.write_bytes(gzip.compress(data) if ending == "csv.gz" else data)
-            found = csv.reader(io.StringIO(written.getvalue(), newline=""), delimiter=delimiter)
+            found = csv.reader(
+                io.StringIO(written.getvalue(), newline=""), delimiter=delimiter, **marks
+            )
             expected += map(tuple, list(found)[1:])
-        file = CsvFile(folder / "part-*", delimiter, None, encoding)
+        form = TextForm(encoding, marks.get("quotechar", '"'), marks.get("escapechar"))
+        file = CsvFile(folder / "part-*", delimiter, None, form)
         file = file.in_blocks_of(longest + text.count("é") + more)
         if read is converted:
             expected = [tuple(cell.strip() for cell in row) for row in expected]

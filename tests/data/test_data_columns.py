@@ -4,6 +4,7 @@ The oracles are scikit-learn's imputer, Python's datetime and Python's sets.
 """
 
 import json
+import logging
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ from numpy.typing import NDArray
 from pyarrow import parquet
 from sklearn.impute import SimpleImputer
 
+from splitveil.active_party.http.own_features import GivenFeatures
+from splitveil.active_party.http.programs import Unusable
 from splitveil.common.data import fitting, sources
 from splitveil.common.data.features import FeatureEncoder, RowEncoder
-from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.settings import DataSettings, FeatureSettings
 from splitveil.common.data.table_files import settings_for, source_of
+from splitveil.common.data.unseen import unseen_numbers
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.settings import validate
@@ -132,7 +136,7 @@ def test_what_is_not_asked_for_leaves_no_trace_in_a_stored_encoder(tmp_path: Pat
     data = load(tmp_path, gappy(), numeric="x*", missing_numeric="zero")
     state = data.fit(TRAINING).state()  # type: ignore[union-attr]
     assert set(state) == {"signed_log1p", "numeric", "categorical", "image"}
-    assert set(state["numeric"][0]) == {"name", "shift", "scale"}
+    assert set(state["numeric"][0]) == {"name", "shift", "scale", "low", "high"}
 
 
 @pytest.mark.parametrize(("before", "after"), [("zero", "mean"), ("median", "zero")])
@@ -144,6 +148,94 @@ def test_a_model_keeps_the_treatment_of_gaps_that_it_was_trained_with(
     other = load(tmp_path, gappy(), numeric="x*", missing_numeric=after, **cache)
     with pytest.raises(DataError, match="another treatment of missing numbers"):
         encoder.check_same_columns(other.table)
+
+
+# ---- numbers and gaps that no training row had ----
+
+
+def said_of(encoder: FeatureEncoder, data: PartyData) -> list[tuple[int, str]]:
+    found = unseen_numbers(encoder, data.table, data.settings.features)
+    return [(level, text.partition(": ")[2]) for level, text in found]
+
+
+@pytest.mark.parametrize("cache", [{}, {"cache_dir": "cache"}])
+@pytest.mark.parametrize("log", [False, True])
+def test_numbers_beyond_the_training_rows_are_counted(
+    tmp_path: Path, cache: dict[str, str], *, log: bool
+) -> None:
+    made = np.random.default_rng(2)
+    columns = {"fee": made.exponential(50, COUNT), "age": made.integers(18, 90, COUNT)}
+    options = {"numeric": ["fee", "age"], "signed_log1p": log, **cache}
+    encoder, _ = encode(load(tmp_path, columns, **options), np.arange(COUNT))
+    assert said_of(encoder, load(tmp_path, columns, **options)) == []
+    low, high = columns["fee"].min(), columns["fee"].max()
+    cents = {"fee": columns["fee"] * 100, "age": np.append(columns["age"][1:], 91)}
+    above = int(((cents["fee"] > high) | (cents["fee"] < low)).sum())
+    rows = int(((cents["fee"] > high) | (cents["age"] > columns["age"].max())).sum())
+    (found,) = said_of(encoder, load(tmp_path, cents, **options))
+    assert above > 200
+    outside = f"{rows} of 300 rows have numbers outside of what any training row had"
+    assert found == (logging.WARNING, f"{outside}: 'fee' ({above}), 'age' (1)")
+    # One in a hundred is what chance brings.
+    rest = {"fee": np.append(columns["fee"][1:], high * 1.1), "age": columns["age"]}
+    (found,) = said_of(encoder, load(tmp_path, rest, **options))
+    assert found[0] == logging.INFO
+
+
+def test_the_other_decimal_form_is_an_error_or_out_of_range(tmp_path: Path) -> None:
+    """A table with points, and then one with commas, of the same amounts."""
+    source = {"kind": "csv", "path": "rows.csv", "decimal": "."}
+    values = {"source": source, "id_column": "id", "features": {"numeric": "x"}}
+    amounts = [1000 + 7 * row for row in range(99)]
+
+    def read(form: str) -> PartyData:
+        texts = [form.format(*divmod(amount, 1000)) for amount in amounts]
+        lines = [f'p{row},"{text}"' for row, text in enumerate(texts)]
+        (tmp_path / "rows.csv").write_text("\n".join(["id,x", *lines, ""]))
+        return PartyData.load(validate(DataSettings, values, "data"), tmp_path)
+
+    encoder, _ = encode(read("{}.{:03}"), np.arange(99))
+    ((level, found),) = said_of(encoder, read("{},{:03}"))
+    assert level == logging.WARNING
+    assert found.startswith("99 of 99 rows have numbers outside")
+    with pytest.raises(DataError, match="expected numbers, found text"):
+        read("{},{:02}")
+
+
+@pytest.mark.parametrize("options", [{}, {"missing_numeric": "mean", "missing_indicator": True}])
+def test_a_first_gap_is_filled_and_said_or_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    """In a table and in what a program sends, with one result."""
+    made = np.random.default_rng(2)
+    fees, ages = made.exponential(50, COUNT), [*made.normal(40, 9, COUNT - 1), None]
+    known = {"fee": fees, "age": ages if options else made.normal(40, 9, COUNT)}
+    options = {"numeric": ["fee", "age"], **options}
+    data = load(tmp_path, known, **options)
+    encoder, _ = encode(data, np.arange(COUNT))
+    new = {
+        "fee": [*fees[:2].tolist(), None],
+        "age": [30.0, None if "missing_numeric" in options else 30, 1],
+    }
+    gap = "1 of 3 rows have a gap in columns of numbers that had none in training"
+
+    def later(**more: Any) -> tuple[PartyData, DataSettings]:
+        given = load(tmp_path, new, **{"missing_numeric": "mean"} | options | more)
+        settings = validate(DataSettings, data.settings.model_dump(), "data")
+        features = validate(FeatureSettings, options | more, "data.features")
+        return given, settings.model_copy(update={"features": features})
+
+    table, settings = later()
+    (filled, *_) = said_of(encoder, table)
+    assert filled == (logging.WARNING, f"{gap}, filled: 'fee' (1)")
+    numbers = encoder.transform(table.table, np.arange(3)).numeric
+    assert numbers is not None
+    assert abs(numbers[2, 0]) < 1e-6  # the mean
+    rows = [{"fee": fee, "age": age} for fee, age in zip(*new.values(), strict=True)]
+    sent = GivenFeatures(settings, encoder).of_rows(rows, 3).numeric
+    assert sent is not None
+    assert torch.equal(sent, numbers)
+    assert said_of(encoder, later(new_gaps="error")[0])[0][0] == logging.ERROR
+    with pytest.raises(Unusable, match=r"had none in training|no number .* in row 3"):
+        GivenFeatures(later(new_gaps="error")[1], encoder).of_rows(rows, 3)
 
 
 # ---- timestamps ----

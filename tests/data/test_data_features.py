@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from functools import partial
+from logging import ERROR
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,13 @@ import pytest
 import torch
 
 from splitveil.common.data import features as features_module
-from splitveil.common.data import fitting
+from splitveil.common.data import fitting, unseen
 from splitveil.common.data.category_lists import SEPARATOR
 from splitveil.common.data.columns import CategoricalColumn
-from splitveil.common.data.features import (
-    FeatureEncoder,
-    Features,
-    FeatureShapes,
-    image_as_float,
-    unknown_categories,
-)
+from splitveil.common.data.features import FeatureEncoder, Features, FeatureShapes, image_as_float
 from splitveil.common.data.settings import DataSettings, FeatureSettings
 from splitveil.common.data.table import Table, read_table
+from splitveil.common.data.unseen import unknown_categories
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.settings import validate
 from splitveil.experiments.preparation import write_columns
@@ -224,7 +220,7 @@ UNKNOWN: list[tuple[Any, ...]] = [
 def test_rows_with_unknown_categories_are_counted_by_column(
     kind: str, before: Any, now: Any, values: Any, rows: int, wording: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(features_module, "FIT_ROWS", 7)
+    monkeypatch.setattr(unseen, "FIT_ROWS", 7)
     tables = []
     for texts in (before, now):
         sets = [text and text.replace("|", SEPARATOR) for text in texts]
@@ -234,7 +230,7 @@ def test_rows_with_unknown_categories_are_counted_by_column(
     encoder = fit(tables[0], list(range(len(before))), **values)
     found = list(unknown_categories(encoder, tables[1], settings(**values)))
     assert len(found) == bool(rows)
-    for sentence, is_whole in found:
+    for level, sentence in found:
         start = f"^rows.csv: column 'c': {rows} of {len(now)} rows have categories .*"
         assert re.search(start + wording, sentence), sentence
-        assert is_whole is wording.endswith("write")
+        assert (level == ERROR) is wording.endswith("write")

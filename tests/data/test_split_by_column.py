@@ -165,7 +165,8 @@ def test_the_column_is_read_and_is_no_feature(tmp_path: Path, cached: bool) -> N
     by_column = CONTRACT | {"batch_size": 2, "split": {"kind": "column", "column": "fold"}}
     contract = Contract.model_validate(by_column)
     expected = f"4 rows in {data.table.source} (2 train, 1 validation, 1 test)"
-    assert data.summary(contract).startswith(f"{expected}, 1 feature columns, about 1 steps of 2")
+    found = f"{expected}, 1 feature columns (city), about 1 steps of 2"
+    assert data.summary(contract).startswith(found)
     # Without it in the contract it is a column like any other, in another entry of the cache.
     without = read(tmp_path, TABLE, None, cached=cached)
     assert without.table.splits is None

@@ -100,7 +100,8 @@ def test_what_other_programs_write_is_read(tmp_path: Path, case: str) -> None:
     chosen = written.features
     assert chosen is not None
     assert (chosen.numeric, len(chosen.categorical)) == (("age", "fee"), 1)
-    features = {"numeric": "*", "categorical": "*town*", "exclude": "x"}
+    features = {"numeric": "*", "categorical": "*town*"}
+    features |= {"exclude": "x"} if case == "two columns of one name" else {}
     by_hand = data_settings(source, features)
     cached = data_settings({**source, "cache_dir": "cache"}, features)
     thousand = "1" if case == "points between thousands" else ""

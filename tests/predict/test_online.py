@@ -1,5 +1,6 @@
 """Online predictions without a model: connections, bodies, rates, tokens, entries, and settings."""
 
+import json
 import logging
 import socket
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from splitveil.active_party.http import programs
+from splitveil.active_party.http import api, programs
 from splitveil.active_party.http.api import request_of
 from splitveil.active_party.http.server import LOG_LINES, HttpServer, SparseLog
 from splitveil.active_party.settings import ActiveSettings
@@ -116,6 +117,34 @@ def test_the_faults_of_a_body_are_not_collected(body: bytes) -> None:
         request_of(body, 1000)
     assert getattr(caught.value.__context__, "error_count", int)() < 10
     assert len(str(caught.value)) < 100
+
+
+@pytest.mark.parametrize(
+    ("body", "most"),
+    [
+        (b'{"ids": [%s]}', b"[],"),
+        (b'{"ids": [%s]}', b"[[[[1]]]],"),
+        (b'{"ids": [["a", %s]]}', b" [ ],"),
+        (b'{"ids": ["a"], "features": [{"a": [%s]}]}', b"{},"),
+        (b'{"ids": ["a"], "features": [{%s}]}', b'"\\"": 1,'),
+    ],
+)
+def test_a_body_with_more_parts_than_its_ids_need_is_not_parsed(
+    monkeypatch: pytest.MonkeyPatch, body: bytes, most: bytes
+) -> None:
+    """Megabytes of empty lists would hold up all other requests for seconds."""
+    monkeypatch.setattr(api, "from_json", None)
+    with pytest.raises(programs.TooManyIds, match="than 10 ids need"):
+        request_of(body % (200 * most)[:-1], 10, columns=3, lists=1)
+
+
+@pytest.mark.parametrize("text", ["[{:", r"\"[", r"\\[", r"[\\", r"\\\"{", r"\n\\:[", r"\u005c["])
+def test_the_marks_within_a_text_are_no_parts_of_a_body(text: str) -> None:
+    row = '{"a": "%s"}' % (100 * text)
+    body = '{"ids": ["%s", 2], "features": [%s, %s]}' % (100 * text, row, row)
+    asked = request_of(body.encode(), 2, columns=1)
+    assert asked.ids[0] == json.loads(f'"{100 * text}"')
+    assert asked.features == 2 * [json.loads(row)]
 
 
 # ---- connections ----

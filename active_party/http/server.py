@@ -32,6 +32,22 @@ logger = logging.getLogger(__name__)
 PATIENCE_S = 60.0  # that a client may take for its next request, or to take an answer
 
 
+_MAX_HEAD_BYTES = 2**16
+
+
+class _OneLength(h11.Connection):
+    """Refuses a request that a proxy in front of this server may end elsewhere (RFC 9112, 6.1)."""
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            names = {name for name, _ in event.headers}
+            is_old = event.http_version < b"1.1"
+            if b"transfer-encoding" in names and (is_old or b"content-length" in names):
+                raise h11.RemoteProtocolError("expected one length of the body")
+        return event
+
+
 class Connection(H11Protocol):
     """A client's connection, which ends if nothing comes of it, with its certificate's name."""
 
@@ -41,6 +57,7 @@ class Connection(H11Protocol):
         self, config: uvicorn.Config, state: Any, by_use: "dict[Connection, None]"
     ) -> None:
         super().__init__(config, state, {})
+        self.conn = _OneLength(h11.SERVER, _MAX_HEAD_BYTES)
         self._by_use = by_use
         self._deadline: asyncio.TimerHandle | None = None
         self._note_use()

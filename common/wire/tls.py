@@ -10,12 +10,7 @@ from cryptography import x509
 
 from splitveil import common
 from splitveil.common.errors import SettingsError
-from splitveil.common.party.credentials import (
-    CredentialFiles,
-    Credentials,
-    dns_names,
-    printable,
-)
+from splitveil.common.party.credentials import CredentialFiles, Credentials, dns_names, printable
 from splitveil.common.run.contract import Contract
 from splitveil.common.wire.limits import PARTY_KEY
 from splitveil.common.wire.status import UNTRUSTED, Handler, HandlerInterceptor

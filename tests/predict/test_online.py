@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -140,10 +141,11 @@ def test_a_body_with_more_parts_than_its_ids_need_is_not_parsed(
 
 @pytest.mark.parametrize("text", ["[{:", r"\"[", r"\\[", r"[\\", r"\\\"{", r"\n\\:[", r"\u005c["])
 def test_the_marks_within_a_text_are_no_parts_of_a_body(text: str) -> None:
-    row = '{"a": "%s"}' % (100 * text)
-    body = '{"ids": ["%s", 2], "features": [%s, %s]}' % (100 * text, row, row)
+    written = f'"{100 * text}"'
+    row = f'{{"a": {written}}}'
+    body = f'{{"ids": [{written}, 2], "features": [{row}, {row}]}}'
     asked = request_of(body.encode(), 2, columns=1)
-    assert asked.ids[0] == json.loads(f'"{100 * text}"')
+    assert asked.ids[0] == json.loads(written)
     assert asked.features == 2 * [json.loads(row)]
 
 
@@ -208,6 +210,22 @@ def test_a_client_that_never_ends_its_request_or_takes_its_answer_is_hung_up_on(
         client.sendall(begin)
         wait_until(lambda: len(server._server.open) == 1)
         wait_until(lambda: len(server._server.open) == 0)
+
+
+CHUNKS = b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+LENGTHS = {
+    "both": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n" + CHUNKS,
+    "without a body": b"GET / HTTP/1.1\r\nHost: a\r\ncontent-length: 0\r\n" + CHUNKS,
+    "too old for chunks": b"POST / HTTP/1.0\r\nHost: a\r\nConnection: keep-alive\r\n" + CHUNKS,
+}
+
+
+@pytest.mark.parametrize("begin", LENGTHS.values(), ids=LENGTHS)
+def test_a_request_whose_end_a_proxy_may_see_elsewhere_is_refused_with_all_that_follows(
+    connect: Callable[[bytes], socket.socket], begin: bytes
+) -> None:
+    with connect(begin + WHOLE).makefile("rb") as answer:
+        assert re.findall(rb"HTTP/1.1 (\d+)", answer.read()) == [b"400"]
 
 
 MALFORMED = {

@@ -23,6 +23,7 @@ from typing import Any, TextIO
 
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.text.files import OWNER_ONLY, replacing_file
+from splitveil.common.text.visible_text import visible_lines
 
 _logger = logging.getLogger(__name__)
 
@@ -105,8 +106,14 @@ def write_json_atomically(path: Path, value: object) -> None:
 
 
 def json_text(value: object) -> str:
-    """Return a JSON document with a line break at its end; NaN and infinities become null."""
-    text = json.dumps(finite_or_null(value), indent=2, ensure_ascii=False, allow_nan=False)
+    """Return a JSON document with a line break at its end; NaN and infinities become null.
+
+    It is in ASCII where a terminal could take a character of it for more than text.
+    """
+    held = finite_or_null(value)
+    text = json.dumps(held, indent=2, ensure_ascii=False, allow_nan=False)
+    if visible_lines(text) != text:
+        text = json.dumps(held, indent=2, allow_nan=False)
     return text + "\n"
 
 

@@ -15,6 +15,8 @@ import pytest
 from splitveil.active_party.http import api, programs
 from splitveil.active_party.http.api import request_of
 from splitveil.active_party.http.server import LOG_LINES, HttpServer, SparseLog
+from splitveil.active_party.http.service import AnswerService, Rules
+from splitveil.active_party.http.status import Call
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_settings import load_party_settings
@@ -137,6 +139,15 @@ def test_a_body_with_more_parts_than_its_ids_need_is_not_parsed(
     monkeypatch.setattr(api, "from_json", None)
     with pytest.raises(programs.TooManyIds, match="than 10 ids need"):
         request_of(body % (200 * most)[:-1], 10, columns=3, lists=1)
+
+
+def test_an_id_that_is_too_long_is_refused_before_it_is_normalised() -> None:
+    nothing: Any = None  # whatever would be asked for more fails
+    rules = Rules(10, 1.0, None, programs.RateLimit(None), nothing)
+    service = AnswerService(nothing, nothing, nothing, nothing, rules, nothing)
+    for ids in (["x", 300 * "\u0300\u0316"], [1025 * "x"]):
+        with pytest.raises(programs.Unusable, match="more than 1024 bytes"):
+            service.accept(Call("program"), ids, None)
 
 
 @pytest.mark.parametrize("text", ["[{:", r"\"[", r"\\[", r"[\\", r"\\\"{", r"\n\\:[", r"\u005c["])

@@ -6,17 +6,16 @@ threads that it may have: a request beyond those ends the oldest one.
 
 import json
 import logging
+import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler
-from ipaddress import ip_address
 from socketserver import ThreadingTCPServer
-from typing import Any, Self, cast
-from urllib.parse import urlsplit
+from typing import Any, Self
 
 from prometheus_client import generate_latest
 
@@ -137,6 +136,7 @@ class _Looks:
 
 class _Handler(BaseHTTPRequestHandler):
     timeout = PATIENCE_S
+    server: "_StatusServer"
 
     def __init__(self, status: PartyStatus, looks: _Looks, *connection: Any) -> None:
         self._status = status
@@ -145,8 +145,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0].rstrip("/")
-        code, kind, body = self._refusal() or _answer(self._status, path)
-        if path == "/metrics" and code == 200 and self.command == "GET":
+        code, kind, body = _answer(self._status, path)
+        if path == "/metrics" and self.command == "GET":
             self._looks.note()
         self.send_response(code)
         self.send_header("Content-Type", kind)
@@ -158,13 +158,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET  # noqa: N815 - the library's name
 
-    def _refusal(self) -> tuple[int, str, bytes] | None:
+    def parse_request(self) -> bool:
+        """Refuse also a request with two lengths, and one that was meant for another host."""
+        if not super().parse_request():
+            return False
         if "Content-Length" in self.headers and "Transfer-Encoding" in self.headers:
-            return _as_json(400, {"error": "expected one length of the body"})
-        names = cast("_StatusServer", self.server).names
-        if names and not all(_is_among(names, host) for host in self.headers.get_all("Host", ())):
-            return _as_json(421, {"error": "expected a Host of localhost or an IP address"})
-        return None
+            self.send_error(400)
+            return False
+        if not all(map(self.server.hosts.fullmatch, self.headers.get_all("Host", ()))):
+            self.send_error(421)
+            return False
+        return True
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
         ...
@@ -188,8 +192,9 @@ class _StatusServer(ThreadingTCPServer):
             raise SettingsError(f"status: cannot serve at {address}: {error}") from error
         # Else a page of a name that leads to this machine could ask through a browser here. Beyond
         # loopback, those who operate the party ask by whatever names their network has.
-        on_loopback = is_numeric_loopback(str(self.server_address[0]))
-        self.names = ("localhost", host.lower()) if on_loopback else ()
+        known = rf"(localhost|{re.escape(host)}|[0-9.]+|\[[0-9a-f:.]+])(:[0-9]*)?"
+        is_local = is_numeric_loopback(str(self.server_address[0]))
+        self.hosts = re.compile(known if is_local else ".*", re.IGNORECASE)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._slots.acquire(blocking=False):
@@ -225,16 +230,4 @@ def _answer(status: PartyStatus, path: str) -> tuple[int, str, bytes]:
         facts = {"status": "ready" if ready else "not ready", "reason": reason, **facts}
     else:
         code, facts = 404, {"error": "expected /healthz, /readyz or /metrics"}
-    return _as_json(code, facts)
-
-
-def _as_json(code: int, facts: Mapping[str, str]) -> tuple[int, str, bytes]:
     return code, "application/json", json.dumps(facts).encode() + b"\n"
-
-
-def _is_among(names: Sequence[str], host: str) -> bool:
-    """Return whether a header Host has one of some names, or a number, which no page can take."""
-    with suppress(ValueError):
-        name = urlsplit(f"//{host}").hostname or ""
-        return name in names or bool(ip_address(name))
-    return False

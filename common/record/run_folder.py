@@ -106,14 +106,11 @@ def write_json_atomically(path: Path, value: object) -> None:
 
 
 def json_text(value: object) -> str:
-    """Return a JSON document with a line break at its end; NaN and infinities become null.
-
-    It is in ASCII where a terminal could take a character of it for more than text.
-    """
+    """Return a JSON document with a line break at its end; NaN and infinities become null."""
     held = finite_or_null(value)
     text = json.dumps(held, indent=2, ensure_ascii=False, allow_nan=False)
-    if visible_lines(text) != text:
-        text = json.dumps(held, indent=2, allow_nan=False)
+    if visible_lines(text) != text:  # a terminal could take a character of it for more than text
+        text = json.dumps(held, indent=2)
     return text + "\n"
 
 

@@ -209,8 +209,7 @@ def test_on_loopback_a_page_whose_name_leads_to_this_machine_gets_no_answer(
     for name in ("localhost", "LocalHost:80", "127.0.0.1:80", "[::1]:80", "192.0.2.1:9464"):
         assert asked(served, "/metrics", Host=name)[0] == 200
     for name in ("rebound.example", "rebound.example:80", "localhost.rebound.example", "[x]", ""):
-        code, text = asked(served, "/metrics", Host=name)
-        assert (code, list(json.loads(text))) == (421, ["error"])
+        assert asked(served, "/metrics", Host=name)[0] == 421
     # Whoever publishes it asks by the names of the network, such as those of containers.
     with StatusEndpoint(status, "0.0.0.0:0") as published:
         address = f"127.0.0.1:{published.address.split(':')[1]}"

@@ -37,10 +37,8 @@ def breakable(text: object) -> Markup:
 
     Names of attacks and settings have no other place for it, and are wider than a column.
     """
-    parts = re.split(r"(_|(?<=[a-z])\.(?=[a-z]))", str(text))
-    return Markup("").join(
-        escape(part) + Markup("<wbr>") if part in {"_", "."} else escape(part) for part in parts
-    )
+    escaped = str(escape(str(text)))
+    return Markup(re.sub(r"_|(?<=[a-z])\.(?=[a-z])", r"\g<0><wbr>", escaped))  # noqa: S704
 
 
 _DIRECTIONS: tuple[Direction, ...] = ("sent", "received")

@@ -174,19 +174,10 @@ def _show(options: argparse.Namespace) -> None:
         expected = "expected a certificate or a certificate signing request in PEM form"
         raise SettingsError(f"{options.file}: {expected}, found {found}")
     certificate = read_certificate(options.file)
-    if options.json:
-        print_json(described(certificate))
-        return
-    lines = {
-        "subject": subject_of(certificate),
-        "identities": ", ".join(dns_names(certificate)) or "none",
-        "issuer": f"{certificate.issuer.rfc4514_string()!a}",
-        "valid from": f"{certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC",
-        "valid to": f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC",
-        "days left": str(days_until(certificate.not_valid_after_utc)),
-        "SHA-256": fingerprint_of(certificate),
-        "public key": _key_of(certificate),
-    }
+    lines = described(certificate)
+    if not options.json:
+        lines["identities"] = ", ".join(lines["identities"]) or "none"
+        lines["sha256"] = fingerprint_of(certificate)
     _print_lines(options, lines)
 
 
@@ -197,12 +188,12 @@ def _key_of(found: x509.Certificate | x509.CertificateSigningRequest) -> str:
     return "of another kind than EC or RSA"
 
 
-def _print_lines(options: argparse.Namespace, found: dict[str, str], advice: str = "") -> None:
+def _print_lines(options: argparse.Namespace, found: dict[str, Any], advice: str = "") -> None:
     if options.json:
         print_json({name.replace(" ", "_"): value for name, value in found.items()})
         return
     for name, value in (found | ({"next": advice} if advice else {})).items():
-        sys.stdout.write(visible(f"{name:<11} {value}") + "\n")
+        sys.stdout.write(visible(f"{name.replace('_', ' '):<11} {value}") + "\n")
 
 
 def _days(text: str) -> int:

@@ -22,7 +22,7 @@ from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.text.upper_bounds import at_most
-from splitveil.common.text.visible_text import PlainTable
+from splitveil.common.text.visible_text import PlainTable, visible
 
 
 def plan(parsed: argparse.Namespace) -> None:
@@ -39,7 +39,7 @@ def show(plan: Plan, console: Console | None = None, *, details: bool = True) ->
     console = console or Console(file=sys.stdout, highlight=False)
 
     def say(text: str) -> None:
-        console.print(text, markup=False, soft_wrap=True)
+        console.print(visible(text), markup=False, soft_wrap=True)
 
     say(f"What would a run with {plan.defense} reveal about the labels, and to whom?")
     console.print(_answer_table(plan))

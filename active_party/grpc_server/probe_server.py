@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, cast
 
 import grpc
@@ -83,8 +84,8 @@ class ProbeServer:
         for name, found in self._introduced.items():
             owner = f"party {name}"
             if found.certificate:
-                yield _certificate_check(found.certificate, owner)
-            yield _clock_check(found.ahead_s)
+                yield partial(certificate_in_words, found.certificate, owner)
+            yield partial(clock_in_words, found.ahead_s, _ONE_WAY_S)
             yield from checks_of(self._contract, self._own, found.peer, owner)
 
     def _note(self, peer: Introduction, context: grpc.ServicerContext) -> None:
@@ -110,11 +111,3 @@ def probe_checks(settings: ActiveSettings, wait_s: float) -> Iterator[Check]:
 
 def _log_refusal(error: Exception) -> None:
     logger.warning("refused a probe: %s", error)
-
-
-def _certificate_check(certificate: bytes, owner: str) -> Check:
-    return lambda: certificate_in_words(certificate, owner)
-
-
-def _clock_check(ahead_s: float) -> Check:
-    return lambda: clock_in_words(ahead_s, _ONE_WAY_S)

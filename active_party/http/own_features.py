@@ -77,6 +77,7 @@ class GivenFeatures:
                 self._expected |= dict.fromkeys(names, expected)
             self.columns = tuple(name for columns in kinds for name in columns)
         """The names of all columns that a request has to give."""
+        self.num_lists = sum(_LIST.types[0] in one.types for one in self._expected.values())
 
     def of_rows(self, rows: Sequence[Mapping[str, Any]], num_ids: int) -> Features:
         """Encode rows, each with a value or None by column, of at least one id."""

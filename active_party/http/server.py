@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import h11
 import uvicorn
@@ -25,11 +25,27 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.party.credentials import printable
 from splitveil.common.text.addresses import on_loopback, split_address
 from splitveil.common.text.closing import Closing
-from splitveil.common.text.files import read_bytes, read_secret
+from splitveil.common.text.files import read_or_refuse, read_secret
 
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0  # that a client may take for its next request, or to take an answer
+
+
+_MAX_HEAD_BYTES = 2**16
+
+
+class _OneLength(h11.Connection):
+    """Refuses a request that a proxy in front of this server may end elsewhere (RFC 9112, 6.1)."""
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            names = {name for name, _ in event.headers}
+            is_old = event.http_version < b"1.1"
+            if b"transfer-encoding" in names and (is_old or b"content-length" in names):
+                raise h11.RemoteProtocolError("expected one length of the body")
+        return event
 
 
 class Connection(H11Protocol):
@@ -41,6 +57,7 @@ class Connection(H11Protocol):
         self, config: uvicorn.Config, state: Any, by_use: "dict[Connection, None]"
     ) -> None:
         super().__init__(config, state, {})
+        self.conn = _OneLength(h11.SERVER, _MAX_HEAD_BYTES)
         self._by_use = by_use
         self._deadline: asyncio.TimerHandle | None = None
         self._note_use()
@@ -55,10 +72,9 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         shown = transport.get_extra_info("peercert")
         if shown:
-            names = [value for part in shown["subject"] for key, value in part]
-            keys = [key for part in shown["subject"] for key, value in part]
-            named = dict(zip(keys, names, strict=True)).get("commonName", "unnamed")
-            self.app_state = {**self.app_state, "program": printable(named)}
+            subject = dict(pair for part in shown["subject"] for pair in part)
+            named = printable(subject.get("commonName", "unnamed"))
+            self.app_state = {**self.app_state, "program": named}
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -111,12 +127,6 @@ class Connection(H11Protocol):
 _MAX_FILE_BYTES = 2**20
 
 
-class _Files(NamedTuple):
-    certificate: bytes
-    private_key: str
-    clients: bytes | None
-
-
 class ServerTls:
     """TLS 1.3 with files that may be replaced while they are in use."""
 
@@ -124,7 +134,7 @@ class ServerTls:
         self._settings = settings
         self._base_dir = base_dir
         self._files = self._read()
-        self.context = self._context_of(self._files)
+        self.context = self._context_of(self._files[-1])
         """With the files as they were at the last ``refresh``: another one if they have
         changed, since a context that trusts an authority cannot be made to forget it, nor sessions
         that it may resume."""
@@ -134,26 +144,21 @@ class ServerTls:
         try:
             now = self._read()
             if now != self._files:
-                self.context = self._context_of(now)
+                self.context = self._context_of(now[-1])
                 self._files = now
                 logger.info("new certificate in use for the programs that ask")
         except SettingsError as error:
             logger.warning("%s; the previous certificate stays in use", error)
 
-    def _read(self) -> _Files:
-        own = self._settings
-        clients = None if own.clients is None else self._content("clients", own.clients)
-        private_key = read_secret(self._base_dir / own.private_key, "serving.tls.private_key")
-        return _Files(self._content("certificate", own.certificate), private_key, clients)
+    def _read(self) -> tuple[str, bytes, bytes | None]:
+        own, folder = self._settings, self._base_dir
+        private_key = read_secret(folder / own.private_key, "serving.tls.private_key")
+        certificate = read_or_refuse(folder / own.certificate, _MAX_FILE_BYTES)
+        if own.clients is None:
+            return private_key, certificate, None
+        return private_key, certificate, read_or_refuse(folder / own.clients, _MAX_FILE_BYTES)
 
-    def _content(self, name: str, path: Path) -> bytes:
-        try:
-            return read_bytes(self._base_dir / path, _MAX_FILE_BYTES)
-        except OSError as error:
-            where = self._base_dir / path
-            raise SettingsError(f"serving.tls.{name}: {where}: {error.strerror}") from error
-
-    def _context_of(self, files: _Files) -> ssl.SSLContext:
+    def _context_of(self, clients: bytes | None) -> ssl.SSLContext:
         own = self._settings
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -162,8 +167,8 @@ class ServerTls:
             context.load_cert_chain(
                 self._base_dir / own.certificate, self._base_dir / own.private_key, lambda: ""
             )
-            if files.clients is not None:
-                context.load_verify_locations(cadata=files.clients.decode("ascii"))
+            if clients is not None:
+                context.load_verify_locations(cadata=clients.decode("ascii"))
                 context.verify_mode = ssl.CERT_REQUIRED
         except (ssl.SSLError, OSError, ValueError) as error:
             raise SettingsError(

@@ -208,18 +208,13 @@ class AnswerService:
         return answer
 
     def _checked(self, raw_ids: Sequence[str]) -> list[str]:
+        _check_sizes(raw_ids)  # first: marks in a row take the square of their number to normalise
         ids = self.rules.form.of(raw_ids)
         for text, raw in zip(ids, raw_ids, strict=True):
-            if not text and raw.strip():
-                raise Unusable("ids: one is no id by the rules of contract.ids")
             if not text:
-                raise Unusable("ids: one is empty")
-            try:
-                size = len(text.encode())
-            except UnicodeEncodeError as error:
-                raise Unusable("ids: one is not valid Unicode") from error
-            if size > ID_BYTES:
-                raise Unusable(f"ids: one has more than {ID_BYTES} bytes")
+                what = "no id by the rules of contract.ids" if raw.strip() else "empty"
+                raise Unusable(f"ids: one is {what}")
+        _check_sizes(ids)
         return ids
 
     def _joint(self, call: Call, pending: PendingReply) -> tuple[Predictions | None, str | None]:
@@ -255,3 +250,12 @@ class AnswerService:
             predicted[asked[left[found]]] = own.probabilities[found]
             models[asked[left[found]]] = "fallback"
         return ServedPredictions(predicted, models.tolist(), why)
+
+
+def _check_sizes(ids: Sequence[str]) -> None:
+    try:
+        largest = max(len(text.encode()) for text in ids)
+    except UnicodeEncodeError as error:
+        raise Unusable("ids: one is not valid Unicode") from error
+    if largest > ID_BYTES:
+        raise Unusable(f"ids: one has more than {ID_BYTES} bytes")

@@ -14,12 +14,13 @@ from functools import partial
 from typing import Any, NamedTuple
 from unicodedata import normalize
 
-from splitveil.common.errors import SettingsError
+from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.run.id_rules import AS_WRITTEN, EmailId, IdRule, PhoneId, TextId
 from splitveil.common.text.imports import extra_missing
 
 _LENGTH = re.compile(r"(0|[1-9][0-9]{0,6}):")
 _WHOLE = re.compile(r"([+-]?[0-9]+)\.0*")
+_MOST_CHARACTERS = 1024  # ordering marks in a row takes time by the square of their number
 _DIGITS = re.compile(r"[0-9]+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -141,7 +142,11 @@ def _steps_of_text(rule: TextId) -> Iterator[_NamedRule]:
 
 def _normalised(text: str, form: Any) -> str:
     # ASCII text is already normalised; testing for it is ten times faster than normalising.
-    return text if text.isascii() else normalize(form, text)
+    if text.isascii():
+        return text
+    if len(text) > _MOST_CHARACTERS:
+        raise DataError(f"ids: one beyond ASCII has more than {_MOST_CHARACTERS:,} characters")
+    return normalize(form, text)
 
 
 def _folded(text: str, form: Any) -> str:
@@ -164,7 +169,7 @@ def _without_zeros(text: str) -> str:
 
 
 def _if_any(read: Callable[[str], str | None], text: str) -> str:
-    text = normalize("NFC", text).strip()
+    text = _normalised(text, "NFC").strip()
     return (read(text) or "") if text and is_unicode(text) else ""
 
 

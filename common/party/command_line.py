@@ -27,7 +27,7 @@ from splitveil.common.record.transcript import Broken, Verified, compare, verify
 from splitveil.common.run.contract import in_short
 from splitveil.common.text.files import why_unreadable
 from splitveil.common.text.log_lines import add_to_log_lines, use_log_format
-from splitveil.common.text.visible_text import visible
+from splitveil.common.text.visible_text import visible, visible_lines
 from splitveil.common.text.yaml_text import RESOLVED, read_yaml_file
 
 logger = logging.getLogger(__name__)
@@ -230,7 +230,7 @@ def report_check(
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     console.quiet = parsed.json or parsed.quiet > 0
     if parsed.verbose:
-        console.print(resolved_yaml(settings), markup=False)
+        console.print(visible_lines(resolved_yaml(settings)), markup=False)
     failures: list[SplitveilError] = []
     outcomes: list[dict[str, object]] = []
     for part in (*parts, details):

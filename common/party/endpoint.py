@@ -6,6 +6,7 @@ threads that it may have: a request beyond those ends the oldest one.
 
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -135,6 +136,7 @@ class _Looks:
 
 class _Handler(BaseHTTPRequestHandler):
     timeout = PATIENCE_S
+    server: "_StatusServer"
 
     def __init__(self, status: PartyStatus, looks: _Looks, *connection: Any) -> None:
         self._status = status
@@ -156,6 +158,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET  # noqa: N815 - the library's name
 
+    def parse_request(self) -> bool:
+        """Refuse also a request with two lengths, and one that was meant for another host."""
+        if not super().parse_request():
+            return False
+        if "Content-Length" in self.headers and "Transfer-Encoding" in self.headers:
+            self.send_error(400)
+            return False
+        if not all(map(self.server.hosts.fullmatch, self.headers.get_all("Host", ()))):
+            self.send_error(421)
+            return False
+        return True
+
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
         ...
 
@@ -176,6 +190,11 @@ class _StatusServer(ThreadingTCPServer):
             super().__init__((host, port), handler)
         except (OSError, UnicodeError) as error:
             raise SettingsError(f"status: cannot serve at {address}: {error}") from error
+        # Else a page of a name that leads to this machine could ask through a browser here. Beyond
+        # loopback, those who operate the party ask by whatever names their network has.
+        known = rf"(localhost|{re.escape(host)}|[0-9.]+|\[[0-9a-f:.]+])(:[0-9]*)?"
+        is_local = is_numeric_loopback(str(self.server_address[0]))
+        self.hosts = re.compile(known if is_local else ".*", re.IGNORECASE)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._slots.acquire(blocking=False):

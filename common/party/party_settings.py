@@ -144,6 +144,7 @@ class PartySettings(Section):
     """Address of an HTTP endpoint for those who operate this party, such as ``127.0.0.1:9464``:
     ``/healthz``, ``/readyz`` and ``/metrics`` for Prometheus. By default there is none. It has
     neither password nor encryption, so that an address other than one on loopback needs a firewall.
+    On loopback, a request's header ``Host`` has to be ``localhost``, an IP address, or this host.
     """
 
     log_format: LogFormat = "text"

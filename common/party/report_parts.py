@@ -15,6 +15,7 @@ from splitveil.common.record.lines import AlignmentLine, EvaluationLine, Trainin
 from splitveil.common.record.run_record import Metrics
 from splitveil.common.record.summary import Summary
 from splitveil.common.record.transcript import FILE, Direction
+from splitveil.common.text.visible_text import visible_lines
 from splitveil.common.text.wording import bytes_in_words, seconds_in_words
 
 
@@ -28,7 +29,7 @@ def render(package: str, template: str, **values: object) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["breakable"] = breakable
-    return environment.get_template(template).render(values)
+    return visible_lines(environment.get_template(template).render(values))
 
 
 def breakable(text: object) -> Markup:
@@ -36,10 +37,8 @@ def breakable(text: object) -> Markup:
 
     Names of attacks and settings have no other place for it, and are wider than a column.
     """
-    parts = re.split(r"(_|(?<=[a-z])\.(?=[a-z]))", str(text))
-    return Markup("").join(
-        escape(part) + Markup("<wbr>") if part in {"_", "."} else escape(part) for part in parts
-    )
+    escaped = str(escape(str(text)))
+    return Markup(re.sub(r"_|(?<=[a-z])\.(?=[a-z])", r"\g<0><wbr>", escaped))  # noqa: S704
 
 
 _DIRECTIONS: tuple[Direction, ...] = ("sent", "received")

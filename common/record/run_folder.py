@@ -23,6 +23,7 @@ from typing import Any, TextIO
 
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.text.files import OWNER_ONLY, replacing_file
+from splitveil.common.text.visible_text import visible_lines
 
 _logger = logging.getLogger(__name__)
 
@@ -106,7 +107,10 @@ def write_json_atomically(path: Path, value: object) -> None:
 
 def json_text(value: object) -> str:
     """Return a JSON document with a line break at its end; NaN and infinities become null."""
-    text = json.dumps(finite_or_null(value), indent=2, ensure_ascii=False, allow_nan=False)
+    held = finite_or_null(value)
+    text = json.dumps(held, indent=2, ensure_ascii=False, allow_nan=False)
+    if visible_lines(text) != text:  # a terminal could take a character of it for more than text
+        text = json.dumps(held, indent=2)
     return text + "\n"
 
 

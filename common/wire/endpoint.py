@@ -59,7 +59,10 @@ _MEANINGS = {
 def judged_certificate(connection: socket.socket, authority: bytes, identity: str) -> bytes:
     """Return the server's certificate, PEM, once it has been verified, or raise PeerError."""
     shown = _shown_certificate(connection, _context(authority), identity)
-    names = _dns_names(shown)
+    try:
+        names = dns_names(x509.load_der_x509_certificate(shown))
+    except ValueError as error:
+        raise PeerUntrusted("the names in the peer's certificate cannot be read") from error
     if identity not in names:
         found = ", ".join(printable(name) for name in names) or "none"
         raise PeerUntrusted(
@@ -131,13 +134,6 @@ def _meaning_of(error: ssl.SSLError) -> PeerError:
     if "PROTOCOL" in reason or "HANDSHAKE_FAILURE" in reason:
         return PeerUntrusted("the peer does not speak TLS 1.3")
     return PeerUnreachable(f"no connection to the peer (TLS fails: {reason})")
-
-
-def _dns_names(certificate: bytes) -> tuple[str, ...]:
-    try:
-        return dns_names(x509.load_der_x509_certificate(certificate))
-    except ValueError as error:
-        raise PeerUntrusted("the names in the peer's certificate cannot be read") from error
 
 
 logger = logging.getLogger(__name__)

@@ -6,15 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import grpc
+from cryptography import x509
 
 from splitveil import common
 from splitveil.common.errors import SettingsError
-from splitveil.common.party.credentials import (
-    CredentialFiles,
-    Credentials,
-    in_lower_case,
-    printable,
-)
+from splitveil.common.party.credentials import CredentialFiles, Credentials, dns_names, printable
 from splitveil.common.run.contract import Contract
 from splitveil.common.wire.limits import PARTY_KEY
 from splitveil.common.wire.status import UNTRUSTED, Handler, HandlerInterceptor
@@ -106,9 +102,13 @@ class PartyInterceptor(HandlerInterceptor):
         return guarded
 
     def _party_of(self, shown: _Shown) -> str | None:
-        found = shown.get("peer_dns", [])
-        names = {in_lower_case(name.decode(errors="replace")) for name in found}
-        parties = {self._parties[name] for name in names & self._parties.keys()}
+        # Not from "peer_dns", in which gRPC cuts a name at its first NUL.
+        pem = b"".join(shown.get("x509_pem_cert", [])[:1])
+        try:
+            names = dns_names(x509.load_pem_x509_certificate(pem))
+        except ValueError:
+            return None
+        parties = {self._parties[name] for name in names if name in self._parties}
         return parties.pop() if len(parties) == 1 else None
 
     def _log_refusal(self, shown: _Shown, peer: str, party: str | None, message: str) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import pyarrow as pa
 
+from splitveil.common.text.visible_text import visible_lines
+
 if TYPE_CHECKING:
     try:  # as where the types are checked
         from pandas import DataFrame
@@ -47,7 +49,7 @@ def as_html(title: str, rows: Sequence[Row], note: str = "") -> str:
         for row in rows
     )
     below = f"<p>{html.escape(note)}</p>" if note else ""
-    return (
+    return visible_lines(
         f"<p><b>{html.escape(title)}</b></p>"
         f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>{below}"
     )

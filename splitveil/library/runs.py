@@ -25,6 +25,7 @@ from splitveil.common.record.lines import (
     LedgerLine,
     TrainingLine,
 )
+from splitveil.common.text.visible_text import visible
 from splitveil.library.example_ledger import Ledger
 from splitveil.library.frames import Frame, Row, as_html, frame
 from splitveil.library.trained import Format, Half, export
@@ -420,7 +421,8 @@ class Runs(Sequence[Run]):
         return write_comparison([run.path for run in self], path or self.folder / "comparison.html")
 
     def __repr__(self) -> str:
-        return f"Runs({len(self)} runs of {', '.join(self.defenses)} in {str(self.folder)!r})"
+        defenses = visible(", ".join(self.defenses))
+        return f"Runs({len(self)} runs of {defenses} in {str(self.folder)!r})"
 
     def _repr_html_(self) -> str:
         rows = self.rows("defenses")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import yaml
 
 from splitveil import simulate
 from splitveil.active_party.commands import program as active_party
@@ -22,6 +23,7 @@ from splitveil.command import program
 from splitveil.command.program import SUB_COMMANDS
 from splitveil.common.record.transcript import Transcript
 from splitveil.experiments import __main__ as experiments
+from splitveil.library.frames import as_html
 from splitveil.passive_party.commands import program as passive_party
 from tests.support.programs import run_program
 from tests.support.recorders import record
@@ -148,6 +150,33 @@ def test_check_prints_settings_and_outcomes_as_json(folder: Path, call: Call) ->
     assert (done.exit_code, done.json()["ok"]) == (3, False)
     assert "nothing_of_that_name" in refused
     assert "nothing_of_that_name" in done.err
+
+
+OBEYED = "a\x1b[2J\x9b\u202e"
+
+
+@pytest.mark.parametrize("command", ["check", "plan"])
+@pytest.mark.parametrize("form", ["-v", "--json"])
+def test_no_terminal_obeys_what_files_say(
+    folder: Path, call: Call, command: str, form: str
+) -> None:
+    (folder / f"{OBEYED}.csv").write_bytes((folder / "active.csv").read_bytes())
+    own = folder / "obeyed.yaml"
+    settings = yaml.safe_load((folder / "active.yaml").read_text())
+    settings["data"]["source"]["path"] = f"{OBEYED}.csv"
+    own.write_text(yaml.safe_dump(settings))
+    done = call("active", command, own, form)
+    assert done.exit_code == 0
+    assert "a\\" in done.out
+    assert done.out.replace("\n", "").isprintable()
+    if form == "--json":
+        assert json.dumps(f"{OBEYED}.csv")[1:] in json.dumps(done.json())
+
+
+def test_a_notebook_shows_names_as_they_are() -> None:
+    page = as_html(OBEYED, [{OBEYED: OBEYED}], OBEYED)
+    assert page.count(r"a\x1b[2J\x9b\u202e") == 4
+    assert page.isprintable()
 
 
 @pytest.mark.parametrize(

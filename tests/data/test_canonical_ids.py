@@ -15,7 +15,7 @@ from pyarrow import parquet
 from splitveil.active_party.defenses import LeakCharge
 from splitveil.active_party.ledger.account_book import AccountBook, open_books
 from splitveil.active_party.ledger.ledger import LeakLedger
-from splitveil.common.data import sources
+from splitveil.common.data import canonical_form, sources
 from splitveil.common.data.canonical_form import CanonicalForm, compose, decompose
 from splitveil.common.data.ids import Allowed, read_subjects
 from splitveil.common.data.settings import DataSettings
@@ -185,6 +185,19 @@ def test_rows_that_may_not_be_left_out_are_an_error_with_their_numbers(
     assert expected in str(caught.value)
     assert absent not in str(caught.value)
     assert "aier" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "rule", [TextId(), TextId(unicode="nfkc", fold_case=True), EmailId(kind="email")]
+)
+def test_marks_that_would_take_hours_to_order_are_never_ordered(
+    rule: IdRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Normalising takes the square of their number: a second for twenty thousand."""
+    monkeypatch.setattr(canonical_form, "normalize", None)
+    with pytest.raises(DataError, match=r"more than 1,024 characters"):
+        CanonicalForm([rule]).of(["a" + 512 * "\u0300\u0316"])
+    assert CanonicalForm().of([20_000 * "a"]) == [20_000 * "a"]
 
 
 def test_what_no_rule_can_read_is_named_by_row() -> None:

@@ -216,6 +216,18 @@ def test_an_image_is_built_from_the_packages_of_one_party(found: Deployed) -> No
     assert found.compose["build"]["target"] == f"{party}-party"
 
 
+def test_an_image_takes_no_package_without_a_digest_but_another_build_of_torch() -> None:
+    text = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    installs = [one.split() for one in re.findall(r"(?:pip|uv) install ([^;&\n]*)", text)]
+    unchecked = [one for one in installs if "--no-deps" not in one and "-r" not in one]
+    assert [one[-1] for one in unchecked] == ["torch"]
+    assert "TORCH_BACKEND" in " ".join(unchecked[0])
+    files = {one[one.index("-r") + 1] for one in installs if "-r" in one}
+    assert files == {"/dev/stdin", "pylock.rest.toml", "pylock.toml"}
+    assert re.search(r"pip==\S+ --hash=sha256:[0-9a-f]{64} +\| pip install -r /dev/stdin", text)
+    assert all("--no-build-isolation" in one for one in installs if "--no-deps" in one)
+
+
 @pytest.mark.parametrize("party", PARTIES)
 def test_a_party_runs_without_the_packages_that_its_image_lacks(party: str) -> None:
     other = PARTIES[1 - PARTIES.index(party)]

@@ -117,7 +117,7 @@ def test_both_screens_show_the_same_digits(machines: Machines) -> None:
     signed = "splitveil certs sign certificates request.pem --party passive"
     assert line(signed, "public key") == asked
     shown = "splitveil certs show certificates/passive/authority.pem"
-    assert line(signed, "authority") == line(shown, "SHA-256")
+    assert line(signed, "authority") == line(shown, "sha256")
 
 
 def test_the_probe_tells_both_sides_what_the_page_shows(machines: Machines) -> None:

@@ -54,6 +54,7 @@ from tests.support.simulation import free_address
 from tests.support.tables import swap_labels, write_numbers
 from tests.support.waiting import HANGS_AFTER_S
 
+BIND = socket.socket.bind
 CONTRACT = Contract(run_name="small", cut_shape=(4,), batch_size=8, epochs=3)
 WITH_LIMITS = (
     "defense={name: marvell, strength: {power_ratio: 4}, insecure_noise_seed: 3}",
@@ -196,8 +197,33 @@ def test_the_endpoint_answers_what_is_asked(
     assert asked(served, "/metrics", method="POST")[0] == 501
     for path in ("/healthz", "/metrics", "/metrics/"):
         assert asked(served, path, method="HEAD") == (200, "")
-    assert asked(served, "/metrics", accept="application/openmetrics-text; version=x")[0] == 200
+    assert asked(served, "/metrics", Accept="application/openmetrics-text; version=x")[0] == 200
+    two_lengths = {"Content_Length": "0", "Transfer_Encoding": "chunked"}
+    assert asked(served, "/metrics", **two_lengths)[0] == 400
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_on_loopback_a_page_whose_name_leads_to_this_machine_gets_no_answer(
+    status: RunStatus, served: str
+) -> None:
+    for name in ("localhost", "LocalHost:80", "127.0.0.1:80", "[::1]:80", "192.0.2.1:9464"):
+        assert asked(served, "/metrics", Host=name)[0] == 200
+    for name in ("rebound.example", "rebound.example:80", "localhost.rebound.example", "[x]", ""):
+        assert asked(served, "/metrics", Host=name)[0] == 421
+    # Whoever publishes it asks by the names of the network, such as those of containers.
+    with StatusEndpoint(status, "0.0.0.0:0") as published:
+        address = f"127.0.0.1:{published.address.split(':')[1]}"
+        assert asked(address, "/metrics", Host="active-party:9464")[0] == 200
+
+
+def test_an_endpoint_on_loopback_may_be_called_by_its_name_in_the_settings(
+    status: RunStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As Debian gives the machine's own name an address on loopback.
+    monkeypatch.setattr(socket.socket, "bind", lambda one, _: BIND(one, ("127.0.0.1", 0)))
+    with StatusEndpoint(status, "Own-Name:0") as endpoint:
+        assert asked(endpoint.address, "/healthz", Host="own-name:80")[0] == 200
+        assert asked(endpoint.address, "/healthz", Host="other-name")[0] == 421
 
 
 def test_a_port_that_is_taken_is_named(

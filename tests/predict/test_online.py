@@ -1,6 +1,8 @@
 """Online predictions without a model: connections, bodies, rates, tokens, entries, and settings."""
 
+import json
 import logging
+import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -10,9 +12,11 @@ from typing import Any
 
 import pytest
 
-from splitveil.active_party.http import programs
+from splitveil.active_party.http import api, programs
 from splitveil.active_party.http.api import request_of
 from splitveil.active_party.http.server import LOG_LINES, HttpServer, SparseLog
+from splitveil.active_party.http.service import AnswerService, Rules
+from splitveil.active_party.http.status import Call
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_settings import load_party_settings
@@ -118,6 +122,44 @@ def test_the_faults_of_a_body_are_not_collected(body: bytes) -> None:
     assert len(str(caught.value)) < 100
 
 
+@pytest.mark.parametrize(
+    ("body", "most"),
+    [
+        (b'{"ids": [%s]}', b"[],"),
+        (b'{"ids": [%s]}', b"[[[[1]]]],"),
+        (b'{"ids": [["a", %s]]}', b" [ ],"),
+        (b'{"ids": ["a"], "features": [{"a": [%s]}]}', b"{},"),
+        (b'{"ids": ["a"], "features": [{%s}]}', b'"\\"": 1,'),
+    ],
+)
+def test_a_body_with_more_parts_than_its_ids_need_is_not_parsed(
+    monkeypatch: pytest.MonkeyPatch, body: bytes, most: bytes
+) -> None:
+    """Megabytes of empty lists would hold up all other requests for seconds."""
+    monkeypatch.setattr(api, "from_json", None)
+    with pytest.raises(programs.TooManyIds, match="than 10 ids need"):
+        request_of(body % (200 * most)[:-1], 10, columns=3, lists=1)
+
+
+def test_an_id_that_is_too_long_is_refused_before_it_is_normalised() -> None:
+    nothing: Any = None  # whatever would be asked for more fails
+    rules = Rules(10, 1.0, None, programs.RateLimit(None), nothing)
+    service = AnswerService(nothing, nothing, nothing, nothing, rules, nothing)
+    for ids in (["x", 300 * "\u0300\u0316"], [1025 * "x"]):
+        with pytest.raises(programs.Unusable, match="more than 1024 bytes"):
+            service.accept(Call("program"), ids, None)
+
+
+@pytest.mark.parametrize("text", ["[{:", r"\"[", r"\\[", r"[\\", r"\\\"{", r"\n\\:[", r"\u005c["])
+def test_the_marks_within_a_text_are_no_parts_of_a_body(text: str) -> None:
+    written = f'"{100 * text}"'
+    row = f'{{"a": {written}}}'
+    body = f'{{"ids": [{written}, 2], "features": [{row}, {row}]}}'
+    asked = request_of(body.encode(), 2, columns=1)
+    assert asked.ids[0] == json.loads(written)
+    assert asked.features == 2 * [json.loads(row)]
+
+
 # ---- connections ----
 
 
@@ -179,6 +221,22 @@ def test_a_client_that_never_ends_its_request_or_takes_its_answer_is_hung_up_on(
         client.sendall(begin)
         wait_until(lambda: len(server._server.open) == 1)
         wait_until(lambda: len(server._server.open) == 0)
+
+
+CHUNKS = b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+LENGTHS = {
+    "both": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n" + CHUNKS,
+    "without a body": b"GET / HTTP/1.1\r\nHost: a\r\ncontent-length: 0\r\n" + CHUNKS,
+    "too old for chunks": b"POST / HTTP/1.0\r\nHost: a\r\nConnection: keep-alive\r\n" + CHUNKS,
+}
+
+
+@pytest.mark.parametrize("begin", LENGTHS.values(), ids=LENGTHS)
+def test_a_request_whose_end_a_proxy_may_see_elsewhere_is_refused_with_all_that_follows(
+    connect: Callable[[bytes], socket.socket], begin: bytes
+) -> None:
+    with connect(begin + WHOLE).makefile("rb") as answer:
+        assert re.findall(rb"HTTP/1.1 (\d+)", answer.read()) == [b"400"]
 
 
 MALFORMED = {

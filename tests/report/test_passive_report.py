@@ -153,7 +153,13 @@ def test_noise_is_not_fitted() -> None:
     assert {one.name for one in found.columns if one.is_above_chance} == {"sent", "shown"}
 
 
-def write_run(folder: Path, *, leak: float = 0.9, security: str = "mtls") -> Path:
+def write_run(
+    folder: Path,
+    *,
+    leak: float = 0.9,
+    security: str = "mtls",
+    active: str = "labels.example.org",
+) -> Path:
     """Write a passive party's files, with figures that depend on labels among them."""
     own = folder / "passive"
     own.mkdir(parents=True)
@@ -169,7 +175,7 @@ def write_run(folder: Path, *, leak: float = 0.9, security: str = "mtls") -> Pat
         "run_name": "joint",
         "cut_shape": [8],
         "cut_dtype": "float32",
-        "identities": {"active": "labels.example.org"},
+        "identities": {"active": active},
         "alignment": {"min_aligned": 100, "max_set_size": 5000},
     }
     settings = {
@@ -214,6 +220,13 @@ def test_the_page_says_what_left_to_whom_and_what_it_tells(tmp_path: Path) -> No
     page = write_passive_report(write_run(tmp_path / "other", security="insecure")).read_text()
     assert "nobody was authenticated" in page
     assert "labels.example.org" not in page
+
+
+def test_no_character_on_the_page_is_obeyed_by_a_terminal_or_turns_the_text(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", active="<b>\x1b[2J\u202e")
+    page = write_passive_report(run).read_text(encoding="utf-8")
+    assert r"&lt;b&gt;\x1b[2J\u202e" in page
+    assert page.replace("\n", "").isprintable()
 
 
 def test_nothing_on_the_page_depends_on_labels(tmp_path: Path) -> None:

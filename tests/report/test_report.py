@@ -52,6 +52,7 @@ from splitveil.common.record.summary import (
     RunCounts,
     Summary,
 )
+from splitveil.common.text.visible_text import visible_lines
 from tests.support.records import append_lines
 
 EPOCHS, STEPS = 3, 30
@@ -61,6 +62,7 @@ ORACLES = {"cosine", "informed", "mean", "median", "lda"}
 ORACLES |= {"accumulated_cosine", "accumulated_informed"}
 NOISY_LABELS = {"defense": {"name": "noisy_label", "top_labels": "noisy"}}
 HOSTILE = "</title></style><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
+HOSTILE += "\x1b[2J\x07\u202e"
 
 
 def write_party(
@@ -399,7 +401,9 @@ def test_what_settings_and_metrics_say_never_becomes_markup(tmp_path: Path, page
             write_comparison([run_dir, tmp_path / "b"], output)
         else:
             write_report(run_dir, output)
-        return Tags(output.read_text(encoding="utf-8"))
+        text = output.read_text(encoding="utf-8")
+        assert visible_lines(text) == text
+        return Tags(text)
 
     def but_line_ends(found: Tags) -> list[str]:
         return [tag for tag in found.tags if tag != "wbr"]  # names have them where they can break

@@ -114,7 +114,7 @@ def value_of(status: PartyStatus, name: str, **labels: str) -> float:
     return series_of(status)[name, tuple(sorted(labels.items()))]
 
 
-def asked(address: str, path: str, method: str = "GET", accept: str = "*/*") -> tuple[int, str]:
+def asked(address: str, path: str, method: str = "GET", **headers: str) -> tuple[int, str]:
     """Ask an endpoint, and return the code and the text.
 
     Raises:
@@ -125,7 +125,8 @@ def asked(address: str, path: str, method: str = "GET", accept: str = "*/*") -> 
     other = None if ":" in host else ("127.0.0.2", 0)
     connection = HTTPConnection(host.strip("[]"), int(port), timeout=60, source_address=other)
     try:
-        connection.request(method, path, headers={"Accept": accept})
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, headers=named)
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
     except HTTPException as error:

@@ -131,7 +131,7 @@ def own_features(small: Trained, ids: Sequence[str]) -> list[dict[str, object]]:
         (b'{"ids": ["a"], "more": 1}', 422),
         (b'{"ids": [["a", null]]}', 422),
         (b'{"ids": ["a"], "features": [[]]}', 422),
-        (b'{"ids": ' + 20_000 * b"[" + b"}", 422),
+        (b'{"ids": ' + 20_000 * b"[" + b"}", 413),
         (b'{"ids": ["a"], "features": [{}, {}, {}, {}, {}]}', 413),
         (b'{"ids": ["a"', 422),
         (b"[]", 422),

@@ -69,6 +69,18 @@ def bad_signature(folder: Path, name: str) -> None:
     spoil_signature(folder, "unusual")
 
 
+def cut_short(other: bytes, rest: str = "x.evil") -> Make:
+    """Make one whose only name begins with the identity, and goes on after unusual bytes."""
+
+    def add(folder: Path, name: str) -> None:
+        written = f"{name}{'~' * len(other)}{rest}".encode()
+        spoilt = f"{name}".encode() + other + rest.encode()
+        names = [x509.DNSName(written.decode())]
+        add_unusual(folder, "unusual", names, replaced=(written, spoilt))
+
+    return add
+
+
 # What the passive party says of a server with such a certificate.
 REFUSED: dict[str, tuple[Make, str]] = {
     "other name": (named("other.splitveil"), f"{WRONG_NAME}: .* found other.splitveil"),
@@ -80,6 +92,14 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "partial wildcard": (named("{:.3}*.splitveil"), WRONG_NAME),
     "trailing dot": (named("{}."), WRONG_NAME),
     "below the name": (named("x.{}"), WRONG_NAME),
+    "on behind a NUL": (cut_short(b"\0"), f"{WRONG_NAME}: .*x00x.evil"),
+    "a NUL at the end": (cut_short(b"\0", ""), WRONG_NAME),
+    "on behind a line break": (cut_short(b"\n"), WRONG_NAME),
+    "on behind a byte that is no ASCII": (cut_short(b"\xc3\xa9"), WRONG_NAME),
+    "another name in the common name": (
+        lambda folder, name: named("other.splitveil", common_name=name)(folder, name),
+        WRONG_NAME,
+    ),
     "not as a DNS name": (
         lambda folder, name: add_unusual(
             folder, "unusual", [x509.UniformResourceIdentifier(name), x509.RFC822Name(f"a@{name}")]

@@ -1,6 +1,7 @@
 """Builds a session from the settings, and says what limits a run."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import Allowance
@@ -12,7 +13,7 @@ from splitveil.active_party.ledger.label_signals import (
 )
 from splitveil.active_party.named_inputs import label_uses_of
 from splitveil.active_party.run.observer import SessionObserver
-from splitveil.active_party.run.preparation import OwnRows, OwnRules
+from splitveil.active_party.run.preparation import Counting, OwnRows, OwnRules
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import EarlyStop
@@ -49,6 +50,7 @@ def build_session(
     draw_nonce: Callable[[], bytes],
     store: RunStore | None = None,
     allowance: Allowance | None = None,
+    counting: Counting = nullcontext,
 ) -> ActiveSession:
     stopping = settings.early_stopping
     rules = OwnRules(
@@ -57,6 +59,7 @@ def build_session(
         allow_audits=settings.allow_audits,
         noise_seed=settings.defense.noise_seed,
         has_survey=settings.defense.traits.is_staged,
+        counting=counting,
     )
     own = OwnRows(data.ids, data.table.splits)
     return ActiveSession(settings.contract, own, build_trainer, observer, draw_nonce, rules, store)

@@ -3,10 +3,17 @@
 They lie under ``runs_dir``, whatever the names of the runs, and also in folders that were moved
 aside. A run that was killed has left none: what it has charged follows from its last state and from
 its log of answers, as when it is resumed.
+
+A run may wait for its peer for long after its start, so it counts them twice: at its start, and
+when it begins (`counting`). Whoever counts in order to begin or resume holds a lock of
+``runs_dir``. A run that begins stores its state under the lock, and one that resumes has claimed
+its folder before: so of two runs, the later one finds the earlier one.
 """
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,22 +36,43 @@ from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.command_line import stored_settings
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.record.model_files import save_tensors
-from splitveil.common.record.run_folder import claimed, has_finished
+from splitveil.common.record.run_folder import claimed, has_finished, storage_errors
 from splitveil.common.record.run_store import ANSWERED, RUN_STATE, RunStore
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.id_rules import rules_as_bytes
 from splitveil.common.settings import validate
+from splitveil.common.text.files import only_one_process
 from splitveil.common.text.upper_bounds import auc_at_most
 
 logger = logging.getLogger(__name__)
 
 _FOLDER = re.compile(rf"{ACTIVE}(\.previous-[0-9]+)?")
 _IS_RUNNING = "a run about the same labels has this folder: wait for its end"
+_LOCK = ".counting.lock"  # file in ``runs_dir``
+_NOTHING = AccountBook.empty()
 _READS_ALIKE = {"cache_dir", "store", "snapshot", "snapshot_dir", "encoding", "decimal"}
 
 
+@contextmanager
+def counting(settings: ActiveSettings, own: Path, said: AccountBook) -> Iterator[AccountBook]:
+    """Count earlier runs for a run that begins in this context, or whose folder has a state.
+
+    Runs in ``said`` are not named in the log again. Raises SettingsError as ``earlier_answers``,
+    and StorageError if ``runs_dir`` cannot be locked.
+    """
+    runs = settings.runs_dir
+    with ExitStack() as lock:
+        with storage_errors(runs, "cannot be locked"):
+            lock.enter_context(only_one_process(runs / _LOCK))
+        yield earlier_answers(settings, own, leaves_books=True, said=said)
+
+
 def earlier_answers(
-    settings: ActiveSettings, own: Path | None, *, leaves_books: bool
+    settings: ActiveSettings,
+    own: Path | None,
+    *,
+    leaves_books: bool,
+    said: AccountBook = _NOTHING,
 ) -> AccountBook:
     """Return what earlier runs have charged: those that the settings name, or else all."""
     if settings.earlier_ledgers is not None:
@@ -66,7 +94,7 @@ def earlier_answers(
             ) from error
     newest = AccountBook.uncontained(books.values())
     for folder, book in books.items():
-        if any(book is one for one in newest):
+        if not book.runs <= said.runs and any(book is one for one in newest):
             _say(folder, book)
     return AccountBook.together(newest, rules)
 

@@ -11,7 +11,7 @@ from splitveil.active_party.ledger.label_signals import (
     objection_to,
     widest_adversary,
 )
-from splitveil.active_party.named_inputs import label_uses_of
+from splitveil.active_party.named_inputs import label_uses_of, refuse_uncounted_targets
 from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.preparation import Counting, OwnRows, OwnRules
 from splitveil.active_party.run.session import ActiveSession
@@ -25,20 +25,24 @@ from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.id_rules import rules_as_bytes
 
 
-def signals_of(settings: ActiveSettings) -> tuple[LabelSignal, ...]:
+def signals_of(
+    settings: ActiveSettings, earlier: AccountBook | None = None
+) -> tuple[LabelSignal, ...]:
     """Return what the peer of a run may learn about labels besides the answers."""
-    return label_signals(label_uses_of(settings))
+    return label_signals(label_uses_of(settings, earlier))
 
 
 def allowance_of(settings: ActiveSettings, earlier: AccountBook | None = None) -> Allowance:
     """Return the limit to what a run may reveal, and the peers for whom it can have bounds."""
-    budget, signals = settings.run_budget, signals_of(settings)
+    budget, signals = settings.run_budget, signals_of(settings, earlier)
     objection = None if budget is None else objection_to(budget.peers, signals)
     if objection is not None:
         raise SettingsError(f"run_budget: {objection}")
     limit = None if budget is None else budget.limit
     if earlier is None:
         earlier = AccountBook.empty(rules_as_bytes(settings.contract.ids))
+    else:
+        refuse_uncounted_targets(settings, earlier)
     return Allowance(limit, earlier, widest_adversary(signals), settings.stops_by_validation)
 
 

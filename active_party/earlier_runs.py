@@ -29,6 +29,7 @@ from splitveil.active_party.ledger.account_book import (
     open_book,
 )
 from splitveil.active_party.ledger.bounds import auc_bound
+from splitveil.active_party.named_inputs import refuse_uncounted_targets
 from splitveil.active_party.run.observer import Unobserved
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder
@@ -83,7 +84,7 @@ def earlier_answers(
             continue
         try:
             book = _book_in(folder, settings, leaves_books=leaves_books)
-            if book is not None and book.most():
+            if book is not None and not book.ledger.reveals_nothing:
                 check_id_rules(book.id_rules, rules, str(folder))
                 books[folder] = book
         except (SplitveilError, OSError) as error:
@@ -102,7 +103,9 @@ def earlier_answers(
 def answers_before(settings: ActiveSettings) -> AccountBook:
     """Return what a run would begin with; a finished run of this name counts, as with --fresh."""
     own = settings.run_folder(ACTIVE)
-    return earlier_answers(settings, None if has_finished(own) else own, leaves_books=False)
+    earlier = earlier_answers(settings, None if has_finished(own) else own, leaves_books=False)
+    refuse_uncounted_targets(settings, earlier)
+    return earlier
 
 
 def _say(folder: Path, book: AccountBook) -> None:

@@ -52,8 +52,6 @@ def _take_part(settings: ActiveSettings, process: Process, *, fresh: bool) -> No
         logger.info("%d rows read from %s, device %s", len(data.ids), data.table.source, device)
         process.interruption.check()
         allowance_of(settings)  # refuses before the folder is opened
-        for signal in signals_of(settings):
-            logger.info("%s", signal.why)
         folder = open_folder(settings, fresh=fresh and not process.restarts)
         if folder is not None:
             _train(settings, data, folder, process, serve, status)
@@ -71,6 +69,8 @@ def _train(
     count = partial(counting, settings, folder)
     with count(AccountBook.empty()) as earlier:
         allowance = allowance_of(settings, earlier)
+    for signal in signals_of(settings, earlier):
+        logger.info("%s", signal.why)
     planned = plan_of(settings, data, earlier=earlier)
     logger.info("defense %s, %s", planned.defense, planned.bounds_in_short())
     if planned.earlier:

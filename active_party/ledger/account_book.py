@@ -45,6 +45,7 @@ _EXAMPLES = "examples"
 _ID_RULES = "id_rules"
 _RUNS = "runs"
 _PERSONS = "persons"
+_CHARGED_BY = "charged_by"
 _DIGEST_BYTES = 16
 _RULES_BYTES = 64 * 1024
 
@@ -150,6 +151,15 @@ class AccountBook:
         for _, part in sorted(self.state_dict().items()):
             hashed.update(part.numpy().data)
         return replace(self, runs=self.runs | {hashed.digest()})
+
+    def as_metadata(self) -> dict[str, str]:
+        """Return whose charges it has, for a file that follows from what these runs released."""
+        return {_CHARGED_BY: " ".join(sorted(run.hex() for run in self.runs))}
+
+    def counts(self, metadata: Mapping[str, str]) -> bool:
+        """Return whether it has all charges that a file names in its metadata."""
+        charged = metadata.get(_CHARGED_BY)
+        return charged is not None and set(charged.split()) <= {run.hex() for run in self.runs}
 
     def with_all_of(self, other: "AccountBook") -> "AccountBook":
         """Return a book of the examples of both; accounts of the same example are added up."""

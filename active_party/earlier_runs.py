@@ -78,26 +78,33 @@ def earlier_answers(
     """Return what earlier runs have charged: those that the settings name, or else all."""
     if settings.earlier_ledgers is not None:
         return settings.earlier_answers()
-    rules, books = rules_as_bytes(settings.contract.ids), {}
-    for folder in sorted(settings.runs_dir.glob(f"*/{ACTIVE}*")):
-        if folder == own or not _FOLDER.fullmatch(folder.name):
-            continue
-        try:
-            book = _book_in(folder, settings, leaves_books=leaves_books)
-            if book is not None and not book.ledger.reveals_nothing:
-                check_id_rules(book.id_rules, rules, str(folder))
-                books[folder] = book
-        except (SplitveilError, OSError) as error:
-            raise SettingsError(
-                f"{SETTING}: {folder}: what this run has charged cannot be counted: {error}. "
-                f"Expected the run to be resumed to its end, its files as they were, another "
-                f"runs_dir, or {SETTING} with exactly the ledgers that count, [] for none"
-            ) from error
+    rules = rules_as_bytes(settings.contract.ids)
+    books, counted, folders = dict[Path, AccountBook](), None, _folders(settings, own)
+    while folders != counted:  # a run that begins now may have moved an earlier one aside
+        books, counted = {}, folders
+        for folder in folders:
+            try:
+                book = _book_in(folder, settings, leaves_books=leaves_books)
+                if book is not None and not book.ledger.reveals_nothing:
+                    check_id_rules(book.id_rules, rules, str(folder))
+                    books[folder] = book
+            except (SplitveilError, OSError) as error:
+                raise SettingsError(
+                    f"{SETTING}: {folder}: what this run has charged cannot be counted: {error}. "
+                    f"Expected the run to be resumed to its end, its files as they were, another "
+                    f"runs_dir, or {SETTING} with exactly the ledgers that count, [] for none"
+                ) from error
+        folders = _folders(settings, own)
     newest = AccountBook.uncontained(books.values())
     for folder, book in books.items():
         if not book.runs <= said.runs and any(book is one for one in newest):
             _say(folder, book)
     return AccountBook.together(newest, rules)
+
+
+def _folders(settings: ActiveSettings, own: Path | None) -> list[Path]:
+    found = settings.runs_dir.glob(f"*/{ACTIVE}*")
+    return sorted(path for path in found if path != own and _FOLDER.fullmatch(path.name))
 
 
 def answers_before(settings: ActiveSettings) -> AccountBook:

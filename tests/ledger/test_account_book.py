@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -117,9 +117,9 @@ class PlainAccounts:
     """The rule for rows and persons in plain numbers."""
 
     def __init__(self) -> None:
-        self.own: Counter[str] = Counter()
+        self.own = defaultdict[str, float](float)
         """Of each row, apart from what its person was charged."""
-        self.shared: Counter[str] = Counter()
+        self.shared = defaultdict[str, float](float)
         """Of each person."""
         self.person: dict[str, str] = {}
         """Whose row each row was the last time that a run said so."""

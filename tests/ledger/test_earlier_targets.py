@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from splitveil.active_party.assembly import signals_of
 from splitveil.active_party.defenses.dp_bounds import leak_auc_of_mu
 from splitveil.active_party.defenses.projected.posterior import Posterior
 from splitveil.active_party.ledger.account_book import AccountBook, names_of, open_book
@@ -307,3 +308,13 @@ def test_targets_count_by_what_a_ledger_holds_and_not_by_where_their_folder_lies
     build(tmp_path, again, f"earlier_ledgers=[{deeper}]")
     with pytest.raises(SettingsError, match=r"trial/.* needs earlier_ledgers"):
         build(tmp_path, again, f"earlier_ledgers=[{other}]")
+
+
+def test_released_weights_count_by_what_a_ledger_holds(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    leave(run(tmp_path, FIRST), tmp_path / "runs/archive/first")
+    checkpoint = tmp_path / "runs/archive/first/active/checkpoint"
+    settings = build(tmp_path, FIRST, f"initial_weights={checkpoint}").active_settings
+    (signal,) = signals_of(settings, AccountBook.empty())
+    assert "is not counted: name that run in earlier_ledgers" in signal.why
+    assert signals_of(settings, open_book(checkpoint)) == ()

@@ -1,7 +1,7 @@
 """Runs that wait for their peers at the same time count each other, whoever connects first."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import permutations
@@ -15,7 +15,7 @@ from splitveil.active_party.earlier_runs import counting
 from splitveil.active_party.ledger.account_book import LEDGER, AccountBook
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.trainer_builder import TrainerBuilder
-from splitveil.common.errors import BudgetExhausted, SettingsError
+from splitveil.common.errors import BudgetExhausted, SettingsError, SplitveilError, StorageError
 from splitveil.common.party.command_line import save_resolved
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.record.model_files import save_tensors
@@ -47,7 +47,7 @@ class Waiting(NamedTuple):
     session: ActiveSession
     store: RunStore
 
-    def meet(self, peer: type[InProcessPeer] = InProcessPeer) -> None:
+    def meet(self, peer: Callable[..., InProcessPeer] = InProcessPeer) -> None:
         self.parties.run.run(peer(self.session, self.parties.engine))
 
     def charged(self) -> float:
@@ -94,12 +94,13 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-ORDERS = sorted(permutations("abcd"), key=lambda order: order not in {("a", *"bcd"), ("d", *"bca")})
+ORDERS = [
+    pytest.param(order, id="".join(order), marks=[] if order == tuple("dbca") else pytest.mark.slow)
+    for order in permutations("abcd")
+]
 
 
-@pytest.mark.parametrize(
-    "order", [*ORDERS[:2], *(pytest.param(order, marks=pytest.mark.slow) for order in ORDERS[2:])]
-)
+@pytest.mark.parametrize("order", ORDERS)
 def test_a_budget_holds_for_all_runs_that_wait_together_in_every_order_of_connecting(
     example: Path, tmp_path: Path, order: Sequence[str]
 ) -> None:
@@ -151,3 +152,27 @@ def test_of_two_runs_that_wait_the_second_is_refused_while_the_first_goes_on(
     with started(example, tmp_path, "b") as again:
         book = again.session.lifecycle.phase.account_book()
         assert book.most() == pytest.approx(2 * RELEASE)
+
+
+@pytest.mark.parametrize("step", ["save_run", "new_answers", "save"])
+def test_a_run_that_is_killed_while_it_begins_holds_up_nobody_and_counts_again(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def killed(*_: object) -> None:
+        raise StorageError("in the place of kill -9")
+
+    with started(example, tmp_path, "b") as first, started(example, tmp_path, "c") as second:
+        with monkeypatch.context() as patch:
+            patch.setattr(first.store, step, killed)
+            with pytest.raises(SplitveilError):
+                first.meet()
+        if step != "save_run":  # its process is alive, and its run has begun
+            with pytest.raises(SettingsError, match=rf"{first.folder}: .* wait for its end"):
+                second.meet()
+    with started(example, tmp_path, "c") as second:
+        second.meet()
+        second.leave()
+    assert second.charged() == pytest.approx(RELEASE)
+    with started(example, tmp_path, "b") as first:
+        first.meet()
+        assert first.session.leak_bounds().sum_kl.max == pytest.approx(2 * RELEASE)

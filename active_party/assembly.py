@@ -1,6 +1,7 @@
 """Builds a session from the settings, and says what limits a run."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import Allowance
@@ -10,9 +11,9 @@ from splitveil.active_party.ledger.label_signals import (
     objection_to,
     widest_adversary,
 )
-from splitveil.active_party.named_inputs import label_uses_of
+from splitveil.active_party.named_inputs import label_uses_of, refuse_uncounted_targets
 from splitveil.active_party.run.observer import SessionObserver
-from splitveil.active_party.run.preparation import OwnRows, OwnRules
+from splitveil.active_party.run.preparation import Counting, OwnRows, OwnRules
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import EarlyStop
@@ -24,20 +25,24 @@ from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.id_rules import rules_as_bytes
 
 
-def signals_of(settings: ActiveSettings) -> tuple[LabelSignal, ...]:
+def signals_of(
+    settings: ActiveSettings, earlier: AccountBook | None = None
+) -> tuple[LabelSignal, ...]:
     """Return what the peer of a run may learn about labels besides the answers."""
-    return label_signals(label_uses_of(settings))
+    return label_signals(label_uses_of(settings, earlier))
 
 
 def allowance_of(settings: ActiveSettings, earlier: AccountBook | None = None) -> Allowance:
     """Return the limit to what a run may reveal, and the peers for whom it can have bounds."""
-    budget, signals = settings.run_budget, signals_of(settings)
+    budget, signals = settings.run_budget, signals_of(settings, earlier)
     objection = None if budget is None else objection_to(budget.peers, signals)
     if objection is not None:
         raise SettingsError(f"run_budget: {objection}")
     limit = None if budget is None else budget.limit
     if earlier is None:
         earlier = AccountBook.empty(rules_as_bytes(settings.contract.ids))
+    else:
+        refuse_uncounted_targets(settings, earlier)
     return Allowance(limit, earlier, widest_adversary(signals), settings.stops_by_validation)
 
 
@@ -49,6 +54,7 @@ def build_session(
     draw_nonce: Callable[[], bytes],
     store: RunStore | None = None,
     allowance: Allowance | None = None,
+    counting: Counting = nullcontext,
 ) -> ActiveSession:
     stopping = settings.early_stopping
     rules = OwnRules(
@@ -56,6 +62,7 @@ def build_session(
         allowance=allowance or allowance_of(settings),
         noise_seed=settings.defense.noise_seed,
         has_survey=settings.defense.traits.is_staged,
+        counting=counting,
     )
     own = OwnRows(data.ids, data.table.splits)
     return ActiveSession(settings.contract, own, build_trainer, observer, draw_nonce, rules, store)

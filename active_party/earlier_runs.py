@@ -3,10 +3,17 @@
 They lie under ``runs_dir``, whatever the names of the runs, and also in folders that were moved
 aside. A run that was killed has left none: what it has charged follows from its last state and from
 its log of answers, as when it is resumed.
+
+A run may wait for its peer for long after its start, so it counts them twice: at its start, and
+when it begins (`counting`). Whoever counts in order to begin or resume holds a lock of
+``runs_dir``. A run that begins stores its state under the lock, and one that resumes has claimed
+its folder before: so of two runs, the later one finds the earlier one.
 """
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +29,7 @@ from splitveil.active_party.ledger.account_book import (
     open_book,
 )
 from splitveil.active_party.ledger.bounds import auc_bound
+from splitveil.active_party.named_inputs import refuse_uncounted_targets
 from splitveil.active_party.run.observer import Unobserved
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder
@@ -29,52 +37,82 @@ from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.command_line import stored_settings
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.record.model_files import save_tensors
-from splitveil.common.record.run_folder import claimed, has_finished
+from splitveil.common.record.run_folder import claimed, has_finished, storage_errors
 from splitveil.common.record.run_store import ANSWERED, RUN_STATE, RunStore
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.id_rules import rules_as_bytes
 from splitveil.common.settings import validate
+from splitveil.common.text.files import only_one_process
 from splitveil.common.text.upper_bounds import auc_at_most
 
 logger = logging.getLogger(__name__)
 
 _FOLDER = re.compile(rf"{ACTIVE}(\.previous-[0-9]+)?")
 _IS_RUNNING = "a run about the same labels has this folder: wait for its end"
+_LOCK = ".counting.lock"  # file in ``runs_dir``
+_NOTHING = AccountBook.empty()
 _READS_ALIKE = {"cache_dir", "store", "snapshot", "snapshot_dir", "encoding", "decimal"}
 
 
+@contextmanager
+def counting(settings: ActiveSettings, own: Path, said: AccountBook) -> Iterator[AccountBook]:
+    """Count earlier runs for a run that begins in this context, or whose folder has a state.
+
+    Runs in ``said`` are not named in the log again. Raises SettingsError as ``earlier_answers``,
+    and StorageError if ``runs_dir`` cannot be locked.
+    """
+    runs = settings.runs_dir
+    with ExitStack() as lock:
+        with storage_errors(runs, "cannot be locked"):
+            lock.enter_context(only_one_process(runs / _LOCK))
+        yield earlier_answers(settings, own, leaves_books=True, said=said)
+
+
 def earlier_answers(
-    settings: ActiveSettings, own: Path | None, *, leaves_books: bool
+    settings: ActiveSettings,
+    own: Path | None,
+    *,
+    leaves_books: bool,
+    said: AccountBook = _NOTHING,
 ) -> AccountBook:
     """Return what earlier runs have charged: those that the settings name, or else all."""
     if settings.earlier_ledgers is not None:
         return settings.earlier_answers()
-    rules, books = rules_as_bytes(settings.contract.ids), {}
-    for folder in sorted(settings.runs_dir.glob(f"*/{ACTIVE}*")):
-        if folder == own or not _FOLDER.fullmatch(folder.name):
-            continue
-        try:
-            book = _book_in(folder, settings, leaves_books=leaves_books)
-            if book is not None and book.most():
-                check_id_rules(book.id_rules, rules, str(folder))
-                books[folder] = book
-        except (SplitveilError, OSError) as error:
-            raise SettingsError(
-                f"{SETTING}: {folder}: what this run has charged cannot be counted: {error}. "
-                f"Expected the run to be resumed to its end, its files as they were, another "
-                f"runs_dir, or {SETTING} with exactly the ledgers that count, [] for none"
-            ) from error
+    rules = rules_as_bytes(settings.contract.ids)
+    books, counted, folders = dict[Path, AccountBook](), None, _folders(settings, own)
+    while folders != counted:  # a run that begins now may have moved an earlier one aside
+        books, counted = {}, folders
+        for folder in folders:
+            try:
+                book = _book_in(folder, settings, leaves_books=leaves_books)
+                if book is not None and not book.ledger.reveals_nothing:
+                    check_id_rules(book.id_rules, rules, str(folder))
+                    books[folder] = book
+            except (SplitveilError, OSError) as error:
+                raise SettingsError(
+                    f"{SETTING}: {folder}: what this run has charged cannot be counted: {error}. "
+                    f"Expected the run to be resumed to its end, its files as they were, another "
+                    f"runs_dir, or {SETTING} with exactly the ledgers that count, [] for none"
+                ) from error
+        folders = _folders(settings, own)
     newest = AccountBook.uncontained(books.values())
     for folder, book in books.items():
-        if any(book is one for one in newest):
+        if not book.runs <= said.runs and any(book is one for one in newest):
             _say(folder, book)
     return AccountBook.together(newest, rules)
+
+
+def _folders(settings: ActiveSettings, own: Path | None) -> list[Path]:
+    found = settings.runs_dir.glob(f"*/{ACTIVE}*")
+    return sorted(path for path in found if path != own and _FOLDER.fullmatch(path.name))
 
 
 def answers_before(settings: ActiveSettings) -> AccountBook:
     """Return what a run would begin with; a finished run of this name counts, as with --fresh."""
     own = settings.run_folder(ACTIVE)
-    return earlier_answers(settings, None if has_finished(own) else own, leaves_books=False)
+    earlier = earlier_answers(settings, None if has_finished(own) else own, leaves_books=False)
+    refuse_uncounted_targets(settings, earlier)
+    return earlier
 
 
 def _say(folder: Path, book: AccountBook) -> None:

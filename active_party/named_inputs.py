@@ -3,29 +3,51 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.label_signals import LabelUses
-from splitveil.active_party.ledger.stored_labels import SETTING, ReleasedTargets, read_targets
+from splitveil.active_party.ledger.stored_labels import (
+    SETTING,
+    TARGETS,
+    ReleasedTargets,
+    read_targets,
+)
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.ids import read_subjects
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData, open_earlier_model
+from splitveil.common.record.model_files import RELEASED_LABELS, EarlierModel, metadata_of
 from splitveil.common.record.model_files import SETTING as WEIGHTS
-from splitveil.common.record.model_files import EarlierModel, is_label_free
 from splitveil.common.run.id_rules import rules_as_bytes
 
 
-def label_uses_of(settings: ActiveSettings) -> LabelUses:
-    """Return where labels are used besides the answers, in the model to start from as well."""
+def label_uses_of(settings: ActiveSettings, earlier: AccountBook | None = None) -> LabelUses:
+    """Return where labels are used besides the answers, in the model to start from as well.
+
+    ``earlier`` has the accounts with which the run begins, as far as they are known.
+    """
     uses = settings.label_uses()
     if settings.initial_weights is None:
         return uses
     folder = expand_path(WEIGHTS, settings.initial_weights, settings.base_dir)
-    is_free = is_label_free(folder)
+    metadata = metadata_of(folder)
+    is_free = metadata.items() >= RELEASED_LABELS.items()
+    is_counted = earlier is None or earlier.counts(metadata)
     return uses._replace(
-        begins_with_labels=not is_free,
-        begins_with_releases=is_free and not settings.counts_run_in(folder),
+        begins_with_labels=not is_free, begins_with_releases=is_free and not is_counted
     )
+
+
+def refuse_uncounted_targets(settings: ActiveSettings, earlier: AccountBook) -> None:
+    """Refuse targets that follow from what a run released and these accounts do not have."""
+    for text in settings.defense.traits.earlier_targets:
+        folder = expand_path(SETTING, text, settings.base_dir)
+        if not earlier.counts(metadata_of(folder, TARGETS, SETTING)):
+            raise SettingsError(
+                f"{SETTING}: {folder}: these targets reveal what the runs that released them were "
+                f"charged, and no ledger with which this run begins has all of it: needs "
+                f"earlier_ledgers: [{text}]"
+            )
 
 
 def subjects_of(settings: ActiveSettings, data: PartyData) -> NDArray[np.object_] | None:

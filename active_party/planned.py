@@ -180,13 +180,13 @@ def plan_of(
         contract.epochs,
     )
     context = settings.defense_context(pos_fraction)
-    signals = signals_of(settings)
+    book = settings.earlier_answers() if earlier is None else earlier
+    signals = signals_of(settings, book)
     forecast, widest = settings.defense.forecast(context), widest_adversary(signals)
     narrowed = {noise: charge.narrowed(widest) for noise, charge in forecast.charges.items()}
     forecast = forecast._replace(charges=narrowed)
     teaches = settings.defense.utility_in_words(context, training_rows)
     said = [*([teaches] if teaches else []), *(signal.why for signal in signals)]
-    book = settings.earlier_answers() if earlier is None else earlier
     of_run = tuple(_answers(forecast, contract.epochs))
     together = _with_earlier(book, next(one for one in of_run[1::2] if one.is_configured).charge)
     brief = tuple(filter(None, _brief(settings, forecast, book, together)))
@@ -234,7 +234,7 @@ def _shares(labels: Tensor, data: PartyData) -> str:
 
 
 def _with_earlier(book: AccountBook, charge: ChargeForecast) -> str:
-    if not book.most():
+    if book.ledger.reveals_nothing:
         return ""
     before, peers = book.known(), narrowest(book.adversary(), charge.adversary)
     both = auc_bound(book.most() + charge.high, compose(before, known_of_forecast(charge)))

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from splitveil.active_party.defenses.projected.stages import ProjectedLabels
-from splitveil.active_party.ledger.account_book import LEDGER, names_of
+from splitveil.active_party.ledger.account_book import LEDGER, AccountBook, names_of
 from splitveil.active_party.ledger.stored_labels import TARGETS, ReleasedTargets
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
@@ -135,17 +135,17 @@ def save_results(
     if trainer is None:
         return None
     learned_from = RELEASED_LABELS if builder.is_label_free else TRUE_LABELS
-    result_of = _identity(settings, session)
-    saved = save_model(folder, trainer.model, builder.encoder, learned_from | result_of)
     with session.lifecycle.stages:  # no handler that is still at work may charge meanwhile
-        accounts = session.lifecycle.phase.account_book().state_dict()
-    save_tensors(folder, LEDGER, accounts)
+        book = session.lifecycle.phase.account_book()
+    result_of = _identity(settings, session) | book.as_metadata()
+    saved = save_model(folder, trainer.model, builder.encoder, learned_from | result_of)
+    save_tensors(folder, LEDGER, book.state_dict())
     logger.debug("model saved in %s", saved)
     predictions = session.lifecycle.answering.test_predictions
     if predictions is not None:
         save_predictions(folder, session.ids, session.lifecycle.answering.rows, predictions)
     if trainer.staged is not None:
-        _save_targets(settings, folder, session, trainer.staged)
+        _save_targets(settings, folder, session, trainer.staged, book)
     delete_saved(folder, REFITTED)
     # A run that may resume is not over: its last activations are still to come.
     if session.stage is not Stage.FINISHED or not settings.defense.traits.refits_top:
@@ -198,7 +198,11 @@ def _fitting(settings: ActiveSettings, optimizer: OptimizerSettings) -> Fitting:
 
 
 def _save_targets(
-    settings: ActiveSettings, folder: Path, session: ActiveSession, staged: ProjectedLabels
+    settings: ActiveSettings,
+    folder: Path,
+    session: ActiveSession,
+    staged: ProjectedLabels,
+    book: AccountBook,
 ) -> None:
     if staged.released_targets is None:
         return
@@ -208,7 +212,7 @@ def _save_targets(
     of_training = staged.released_targets[torch.from_numpy(training.copy())].cpu()
     rules, bounds = rules_as_bytes(settings.contract.ids), settings.defense_context().label_bounds
     released = ReleasedTargets(names_of(ids), of_training, rules, bounds, staged.releases)
-    save_tensors(folder, TARGETS, released.state_dict())
+    save_tensors(folder, TARGETS, released.state_dict(), book.as_metadata())
 
 
 def _refit(

@@ -331,12 +331,6 @@ class ActiveSettings(PartySettings):
             has_early_stopping=self.stops_by_validation,
         )
 
-    def counts_run_in(self, folder: Path) -> bool:
-        """Return whether the ledger counts the run that has left a folder."""
-        if self.earlier_ledgers is None:
-            return self.runs_dir.resolve() in folder.resolve().parents
-        return bool(self.earlier_ledgers)
-
     def noise_key_file(self) -> Path:
         """Return the path of the noise key."""
         if self.noise_key_path is not None:
@@ -369,14 +363,6 @@ class ActiveSettings(PartySettings):
                     f"{name}: needs data.id_column: in another file, a row's number belongs to "
                     f"another example"
                 )
-        targets = (
-            expand_path(SETTING, one, self.base_dir) for one in self.defense.traits.earlier_targets
-        )
-        if not all(map(self.counts_run_in, targets)):
-            raise ValueError(
-                "defense.earlier: needs earlier_ledgers: what earlier targets reveal of labels is "
-                "in the ledgers of the runs that released them"
-            )
         if self.serving.fallback and self.data.features is None:
             raise ValueError("serving.fallback: needs data.features: it predicts from them only")
         self._check_leak_gate()

@@ -96,7 +96,7 @@ def _earlier_targets(settings: ActiveSettings) -> str:
 def _data_and_bounds(settings: ActiveSettings) -> Iterator[Check]:
     data = PartyData.of(settings)
     yield partial(_data_and_model, settings, data)
-    planned = plan_of(settings, data)
+    planned = plan_of(settings, data, earlier=answers_before(settings))
     yield lambda: f"labels: {planned.data.shares}"
     yield planned.bounds_in_short
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from splitveil.active_party.assembly import allowance_of, build_session, signals_of
 from splitveil.active_party.commands.check import check_files_and_address
-from splitveil.active_party.earlier_runs import earlier_answers
+from splitveil.active_party.earlier_runs import counting
 from splitveil.active_party.grpc_server.server import Serve, checked_server
+from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.planned import plan_of
@@ -51,8 +52,6 @@ def _take_part(settings: ActiveSettings, process: Process, *, fresh: bool) -> No
         logger.info("%d rows read from %s, device %s", len(data.ids), data.table.source, device)
         process.interruption.check()
         allowance_of(settings)  # refuses before the folder is opened
-        for signal in signals_of(settings):
-            logger.info("%s", signal.why)
         folder = open_folder(settings, fresh=fresh and not process.restarts)
         if folder is not None:
             _train(settings, data, folder, process, serve, status)
@@ -67,12 +66,15 @@ def _train(
     status: ActiveStatus,
 ) -> None:
     build_trainer = TrainerBuilder(settings, data, process.device, status.phases, process.ranks)
-    earlier = earlier_answers(settings, folder, leaves_books=True)
+    count = partial(counting, settings, folder)
+    with count(AccountBook.empty()) as earlier:
+        allowance = allowance_of(settings, earlier)
+    for signal in signals_of(settings, earlier):
+        logger.info("%s", signal.why)
     planned = plan_of(settings, data, earlier=earlier)
     logger.info("defense %s, %s", planned.defense, planned.bounds_in_short())
     if planned.earlier:
         logger.info("%s", planned.earlier)
-    allowance = allowance_of(settings, earlier)
     with ExitStack() as resources:
         transcript = resources.enter_context(_transcript(settings, folder))
         recorder = resources.enter_context(ActiveRecorder(settings, folder, status))
@@ -85,6 +87,7 @@ def _train(
             partial(command_line.draw_nonce, settings),
             store,
             allowance,
+            count,
         )
         session.reopen()
         forget_account(folder)

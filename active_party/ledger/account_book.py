@@ -6,9 +6,11 @@ them starts where they ended. Accounts of examples that the later run lacks stay
 chain of runs needs only the newest book.
 
 An example is named by a hash of its canonical id. A person whom several rows are about has an
-account besides, named by a hash of its entry: what any run has revealed about one of these rows
-counts for all of them. The hashes need not be secret: the book belongs to the label owner, as do
-ids and entries.
+account, named by a hash of its entry, which is that of all of these rows: it begins with the
+largest of theirs, figure by figure. From then on a row's own account has only what runs without
+the column charge to it, and both together count, so that none of a row's charges is lost, whether
+later runs have the column or not, and to whom they ascribe the row. The hashes need not be secret:
+the book belongs to the label owner, as do ids and entries.
 """
 
 import hashlib
@@ -42,6 +44,8 @@ Names = npt.NDArray[np.uint8]  # a digest for each example, (examples, 16)
 _EXAMPLES = "examples"
 _ID_RULES = "id_rules"
 _RUNS = "runs"
+_PERSONS = "persons"
+_CHARGED_BY = "charged_by"
 _DIGEST_BYTES = 16
 _RULES_BYTES = 64 * 1024
 
@@ -54,6 +58,9 @@ class AccountBook:
     ledger: LeakLedger  # the accounts, in the order of the names
     id_rules: bytes = b""  # `rules_as_bytes` of the ids' canonical form
     runs: frozenset[bytes] = frozenset()  # digests of all whose charges it has
+    person_of: Positions | None = None
+    """Index of the account of each example's person, -1 for none, (accounts,); None for no persons.
+    """
 
     @classmethod
     def empty(cls, id_rules: bytes = b"") -> "AccountBook":
@@ -66,9 +73,18 @@ class AccountBook:
         if names is None or names.dtype != torch.uint8 or names.shape[1:] != (_DIGEST_BYTES,):
             raise ValueError("does not say whose accounts these are")
         ledger = LeakLedger(len(names))
-        others = (_EXAMPLES, _ID_RULES, _RUNS)
+        others = (_EXAMPLES, _ID_RULES, _RUNS, _PERSONS)
         ledger.load_state_dict({name: part for name, part in state.items() if name not in others})
         book = cls(names.numpy(), ledger, id_rules_of(state))
+        persons = state.get(_PERSONS)
+        if persons is not None:
+            if (
+                persons.dtype != torch.int64
+                or persons.shape != names.shape[:1]
+                or bool(((persons < -1) | (persons >= len(names))).any())
+            ):
+                raise ValueError("does not say who has which accounts")
+            book = replace(book, person_of=persons.numpy())
         runs = state.get(_RUNS)
         if runs is None:
             return book.of_run("") if len(book) else book  # as where no run has left it
@@ -106,8 +122,18 @@ class AccountBook:
         """Return the strongest adversary class that every account describes."""
         return strongest_adversary(int(np.bitwise_or.reduce(self._exposure().caveats)))
 
+    def total(self) -> LeakLedger:
+        """Return all accounts, an example's together with that of its person."""
+        if self.person_of is None:
+            return self.ledger
+        total, every = LeakLedger(len(self)), np.arange(len(self))
+        total.add(every, self.ledger, every)
+        has_person = np.flatnonzero(self.person_of >= 0)
+        total.add(has_person, self.ledger, self.person_of[has_person], is_counted=True)
+        return total
+
     def _exposure(self) -> Exposure:
-        return self.ledger.exposure(np.arange(len(self)))
+        return self.total().exposure(np.arange(len(self)))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the tensors from which ``from_state`` rebuilds the book."""
@@ -115,6 +141,8 @@ class AccountBook:
         if self.runs:
             runs = b"".join(sorted(self.runs))
             named[_RUNS] = torch.tensor(list(runs), dtype=torch.uint8).view(-1, _DIGEST_BYTES)
+        if self.person_of is not None:
+            named[_PERSONS] = torch.from_numpy(self.person_of)
         return self.ledger.state_dict() | named | id_rules_as_tensor(self.id_rules)
 
     def of_run(self, run_id: str) -> "AccountBook":
@@ -124,54 +152,88 @@ class AccountBook:
             hashed.update(part.numpy().data)
         return replace(self, runs=self.runs | {hashed.digest()})
 
+    def as_metadata(self) -> dict[str, str]:
+        """Return whose charges it has, for a file that follows from what these runs released."""
+        return {_CHARGED_BY: " ".join(sorted(run.hex() for run in self.runs))}
+
+    def counts(self, metadata: Mapping[str, str]) -> bool:
+        """Return whether it has all charges that a file names in its metadata."""
+        charged = metadata.get(_CHARGED_BY)
+        return charged is not None and set(charged.split()) <= {run.hex() for run in self.runs}
+
     def with_all_of(self, other: "AccountBook") -> "AccountBook":
         """Return a book of the examples of both; accounts of the same example are added up."""
-        at = indices_of(other.names, self.names)
-        new = np.flatnonzero(at < 0)
-        at[new] = len(self) + np.arange(len(new))
-        ledger, own = LeakLedger(len(self) + len(new)), np.arange(len(self))
+        at, names = _joined(self.names, other.names)
+        ledger, own = LeakLedger(len(names)), np.arange(len(self))
         ledger.add(own, self.ledger, own)
         ledger.add(at, other.ledger, np.arange(len(other)))
-        names, runs = np.concatenate([self.names, other.names[new]]), self.runs | other.runs
-        return AccountBook(names, ledger, self.id_rules, runs)
+        person_of = None
+        if not (self.person_of is None and other.person_of is None):
+            person_of, theirs = self.persons(len(names)), other.persons(len(other))
+            theirs = np.where(theirs < 0, -1, at[theirs])
+            before = person_of[at]
+            # What an earlier person was charged stays with a row that has become another one's.
+            moved = np.flatnonzero((before >= 0) & (theirs >= 0) & (before != theirs))
+            ledger.add(at[moved], self.ledger, before[moved], is_counted=True)
+            person_of[at] = np.where(theirs < 0, before, theirs)
+        return AccountBook(names, ledger, self.id_rules, self.runs | other.runs, person_of)
 
     def opening_ledger(
         self, ids: Iterable[str], num_examples: int, persons: Names | None = None
     ) -> LeakLedger:
-        """Return the ledger with which a run on these canonical ids begins."""
-        ledger = LeakLedger(num_examples)
-        if len(self):
-            of = indices_of(names_of(ids), self.names)
-            if persons is not None:
-                of_person = indices_of(persons, self.names)
-                of = np.where(of_person < 0, of, of_person)
-            known = np.flatnonzero(of >= 0)
-            ledger.add(known, self.ledger, of[known])
-        return ledger
+        """Return the ledger, without charges, of a run on these ids that begins with this book."""
+        if not len(self):
+            return LeakLedger(num_examples)
+        earlier, total = LeakLedger(num_examples), self.total()
+        of = indices_of(names_of(ids), self.names)
+        known = np.flatnonzero(of >= 0)
+        earlier.add(known, total, of[known])
+        if persons is not None:
+            of_person, before = indices_of(persons, self.names), self.persons(len(self))
+            # Neither a row that is its own person nor one of the same person as before.
+            is_added = (of_person >= 0) & (of_person != of)
+            is_added &= (of < 0) | (of_person != before[of])
+            added = np.flatnonzero(is_added)
+            earlier.add(added, total, of_person[added], is_counted=True)
+            earlier.share(_numbered(persons))
+        return LeakLedger(num_examples, earlier)
 
     def closing_book(
         self, ids: Iterable[str], ledger: LeakLedger, persons: Names | None = None
     ) -> "AccountBook":
         """Return the book that a run leaves if it began with this one.
 
-        The ledger is that of ``opening_ledger`` with all charges since. A person's account is that
-        of its most exposed row.
+        The ledger is that of ``opening_ledger`` with all charges since.
         """
-        names = names_of(ids)
-        of = np.arange(len(names))
-        if persons is not None:
-            largest_first = np.argsort(-ledger.exposure(of).sum_kl)
-            _, first = np.unique(persons[largest_first], axis=0, return_index=True)
-            rows = largest_first[first]
-            rows = rows[indices_of(persons[rows], names) < 0]
-            of, names = np.concatenate([of, rows]), np.concatenate([names, persons[rows]])
-        others = np.flatnonzero(indices_of(self.names, names) < 0)
-        whole = LeakLedger(len(names) + len(others))
-        whole.add(np.arange(len(names)), ledger, of)
-        carried = np.arange(len(names), len(whole))
-        whole.add(carried, self.ledger, others, is_counted=True)
-        names = np.concatenate([names, self.names[others]])
-        return AccountBook(names, whole, self.id_rules, self.runs)
+        own = names_of(ids)
+        persons = own if persons is None else persons
+        has_person = (persons != own).any(axis=1)  # a row without one is its own person
+        named, alone = np.flatnonzero(has_person), np.flatnonzero(~has_person)
+        groups = _numbered(persons[named])
+        _, first, which = np.unique(groups, return_index=True, return_inverse=True)
+        at, names = _joined(self.names, own)
+        at_person, names = _joined(names, persons[named[first]])
+        closed = LeakLedger(len(names))
+        closed.add(at[alone], ledger, alone)
+        is_carried, person_of = np.ones(len(names), dtype=np.bool_), self.person_of
+        if len(named):
+            whole = ledger.whole(named)
+            whole.share(groups)
+            closed.add(at_person, whole, first, is_counted=True)
+            is_carried[at[named]] = is_carried[at_person] = False
+        carried = np.flatnonzero(is_carried[: len(self)])
+        closed.add(carried, self.ledger, carried)
+        if person_of is not None or len(named):
+            person_of = self.persons(len(names))
+            person_of[at[named]] = at_person[which]
+        return AccountBook(names, closed, self.id_rules, self.runs, person_of)
+
+    def persons(self, length: int) -> Positions:
+        """Return a copy of ``person_of`` for so many accounts, of which the new ones have none."""
+        persons = np.full(length, -1)
+        if self.person_of is not None:
+            persons[: len(self)] = self.person_of
+        return persons
 
 
 def open_books(folders: Sequence[Path], id_rules: bytes = b"") -> AccountBook:
@@ -256,6 +318,20 @@ def indices_of(of: Names, among: Names) -> Positions:
     at = pc.index_in(_column(of), value_set=_column(among))
     indices: Positions = pc.fill_null(at, -1).to_numpy().astype(np.int64)
     return indices
+
+
+def _joined(names: Names, others: Names) -> tuple[Positions, Names]:
+    """Return the names of both, each once, and the index of each of the others among them."""
+    at = indices_of(others, names)
+    new = np.flatnonzero(at < 0)
+    at[new] = len(names) + np.arange(len(new))
+    return at, np.concatenate([names, others[new]])
+
+
+def _numbered(names: Names) -> Positions:
+    """Return a number for each name, from 0, the same for equal ones."""
+    numbers: Positions = _column(names).dictionary_encode().indices.to_numpy().astype(np.int64)
+    return numbers
 
 
 def _column(names: Names) -> pa.Array:

@@ -129,7 +129,7 @@ class Allowance:
 
 
 class RunLedger:
-    """The two ledgers of a run that may resume, both begin with what earlier runs have left."""
+    """The two ledgers of a run that may resume, both after what earlier runs have left."""
 
     def __init__(self, begun: LeakLedger) -> None:
         self.course = begun  # of answers on the course so far, the same in every such run
@@ -146,7 +146,7 @@ class RunLedger:
 
     def go_back(self, course: Mapping[str, Tensor]) -> None:
         """Take a checkpoint's accounts as the course's; ValueError for other examples."""
-        self.course = _loaded(course, len(self.total))
+        self.course = self._loaded(course)
 
     def reopen(
         self, state: Mapping[str, Any], since: Iterable[tuple[Positions, ChargedAnswer]]
@@ -157,7 +157,7 @@ class RunLedger:
         ValueError as ``go_back``.
         """
         total = state["course"] if state["total"] is None else state["total"]
-        self.total = _loaded(total, len(self.total))
+        self.total = self._loaded(total)
         for positions, charge in since:
             self.total.enter(positions, charge)
         self.go_back(state["course"])
@@ -167,11 +167,10 @@ class RunLedger:
         total = self.total.state_dict() if self.is_behind else None
         return {"course": self.course.state_dict(), "total": total}
 
-
-def _loaded(state: Mapping[str, Tensor], num_examples: int) -> LeakLedger:
-    ledger = LeakLedger(num_examples)
-    ledger.load_state_dict(state)
-    return ledger
+    def _loaded(self, state: Mapping[str, Tensor]) -> LeakLedger:
+        ledger = LeakLedger(len(self.total), self.total.earlier)
+        ledger.load_state_dict(state)
+        return ledger
 
 
 class LeakBudget:
@@ -234,8 +233,10 @@ class LeakBudget:
 
     def account_book(self) -> AccountBook:
         """Return the accounts of this run and the runs before it, by example."""
-        total, persons = self.accounts.total, self._persons
-        return self._allowance.earlier.closing_book(self._ids_in_order(), total, persons)
+        earlier, total = self._allowance.earlier, self.accounts.total
+        if total.reveals_nothing:
+            return earlier  # not even another run's: it would count what that one charged again
+        return earlier.closing_book(self._ids_in_order(), total, self._persons)
 
     def sharing_accounts(self, positions: Positions) -> Positions:
         """Return the positions of all rows of the persons whom some rows are about, ascending."""

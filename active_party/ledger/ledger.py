@@ -52,14 +52,15 @@ class Exposure(NamedTuple):
 
 
 class LeakLedger:
-    """One account per aligned example.
+    """One account per aligned example, in addition to what ``earlier`` has of the same examples.
 
     Memory stays at five numbers and one byte per example, however often the noise changes: the
     charge of the current noise identity is kept apart from the sum of all earlier charges. An
     identity that comes back after another one is charged again, which is never too little.
     """
 
-    def __init__(self, num_examples: int) -> None:
+    def __init__(self, num_examples: int, earlier: "LeakLedger | None" = None) -> None:
+        self.earlier = earlier  # counted in all figures; no charge and no state changes it
         # Settled: charges of fresh noise, and of earlier noise identities. Current: the largest
         # under the current identity, of which the digest is kept; empty before the first one.
         self._settled: Divergences = np.zeros(num_examples)
@@ -102,6 +103,8 @@ class LeakLedger:
     def after(self, positions: Positions, charge: ChargedAnswer) -> Exposure:
         """Return what the examples of a batch would be exposed to with an answer."""
         known = known_of_entry(charge)
+        if self.earlier is not None:
+            return self.whole(positions).after(np.arange(len(positions)), charge)
         if not charge.identity or charge.identity != self._identity:
             before = self.exposure(positions)
             caveats = before.caveats | np.uint8(charge.caveats)
@@ -118,10 +121,28 @@ class LeakLedger:
 
     def exposure(self, positions: Positions) -> Exposure:
         """Return what some examples have been exposed to."""
+        if self.earlier is not None:
+            return self.whole(positions).exposure(np.arange(len(positions)))
         current, known = self._current[positions], self._known.take(positions, axis=1)
         if self._identity:
             known = compose(known, where_charged(current > 0, self._current_known))
         return Exposure(self._settled[positions] + current, self._caveats[positions], known)
+
+    def whole(self, positions: Positions) -> "LeakLedger":
+        """Return a ledger of some examples that has the earlier accounts among its own."""
+        whole, every = LeakLedger(len(positions)), np.arange(len(positions))
+        whole.add(every, self, positions)  # first: its noise is the current one
+        if self.earlier is not None:
+            whole.add(every, self.earlier, positions)
+        return whole
+
+    def share(self, group_of: Positions) -> None:
+        """Give the examples of a group one account: figure by figure the largest of theirs."""
+        figures = [self._settled, self._current, *self._known, self._caveats]
+        for figure, largest in zip(figures, [np.maximum] * 5 + [np.bitwise_or], strict=True):
+            shared = np.zeros(group_of.max(initial=-1) + 1, dtype=figure.dtype)
+            largest.at(shared, group_of, figure)
+            figure[:] = shared[group_of]
 
     def add(
         self,
@@ -131,7 +152,7 @@ class LeakLedger:
         *,
         is_counted: bool = False,
     ) -> None:
-        """Add the charges of another ledger for some of its examples.
+        """Add the charges of another ledger for some of its examples, without its ``earlier``.
 
         For one noise identity the larger charge of the two counts, as within one run. Positions are
         those of the same examples in either ledger, each once; ``is_counted`` says that this
@@ -162,14 +183,21 @@ class LeakLedger:
 
     def num_charged(self, positions: Positions) -> int:
         """Return the number of examples, among those given, that have been charged anything."""
-        return int(np.count_nonzero(self._settled[positions] + self._current[positions]))
+        return int(np.count_nonzero(self.exposure(positions).sum_kl))
+
+    @property
+    def reveals_nothing(self) -> bool:
+        """Whether no charge but those of ``earlier`` says anything about any example."""
+        return not (self._settled.any() or self._current.any() or self._caveats.any())
 
     def bounds(self, positions: Positions) -> LeakBounds:
         """Bound how much the run may have revealed so far about some examples, at least one."""
+        if self.earlier is not None:
+            return self.whole(positions).bounds(np.arange(len(positions)))
         return bounds_of(*self.exposure(positions), self._settled_epsilon + self._current_epsilon)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the accounts in the common order, without any ids."""
+        """Return the accounts in the common order, without any ids and ``earlier``."""
         epsilons = [self._settled_epsilon, self._current_epsilon]
         return {
             "settled": torch.from_numpy(self._settled),

@@ -210,7 +210,8 @@ class Answering:
 
     def account_book(self) -> AccountBook:
         """Return the accounts of this run and the runs before it, by example."""
-        return self.budget.account_book().of_run(self._run_id)
+        book = self.budget.account_book()
+        return book if book is self.budget.earlier else book.of_run(self._run_id)
 
     def state_dict(self) -> State:
         """Return everything that a step changes, except what the observer has seen."""

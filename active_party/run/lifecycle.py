@@ -37,7 +37,7 @@ from splitveil.common.run.progress import (
     State,
     refusing_other_versions,
 )
-from splitveil.common.run.sample_order import Positions, joint_seed
+from splitveil.common.run.sample_order import joint_seed
 
 
 class ActiveStore(CheckpointStore, Protocol):
@@ -137,12 +137,18 @@ class Lifecycle:
 
     def begin(self, common: JointRows) -> None:
         """Store the run, and prepare to train on the rows that all parties have in common."""
-        seed = joint_seed(self.run.nonce, *common.nonces)
-        setup = self._prepare(common.file_rows, seed, has_survey=self.has_survey)
-        run, rows, data = self.run, setup.rows.file_rows, setup.trainer.data_digest
-        identity = RunIdentity(run.run_id, run.nonce, common.nonces, rows, data, self.has_survey)
+        seed, run, survey = joint_seed(self.run.nonce, *common.nonces), self.run, self.has_survey
         secret = run_secret(self._preparation.rules.noise_seed)
-        self._store.save_run(state_of(identity, secret, setup))
+        # What other runs have charged while this one waited for its peer counts as well. From the
+        # stored state on, another run that begins finds this one.
+        with self._preparation.counting():
+            setup = self._preparation.prepare(
+                common.file_rows, seed, self._store, has_survey=survey
+            )
+            rows, data = setup.rows.file_rows, setup.trainer.data_digest
+            identity = RunIdentity(run.run_id, run.nonce, common.nonces, rows, data, survey)
+            self._store.save_run(state_of(identity, secret, setup))
+        self._announce(setup, seed)
         self._answer_with(setup, AnsweredQuestions(secret, self._store.new_answers()))
         self.save()
         for party, share in zip(self.parties, common.shares, strict=False):
@@ -163,7 +169,10 @@ class Lifecycle:
         self.parties.recall(identity.passive_nonces)
         identity.check_rows(len(self._preparation.own.ids))
         self._preparation.begin_with(stored)
-        setup = self._prepare(identity.file_rows, identity.seed, has_survey=identity.has_survey)
+        setup = self._preparation.prepare(
+            identity.file_rows, identity.seed, self._store, has_survey=identity.has_survey
+        )
+        self._announce(setup, identity.seed)
         check_noise_key(stored, setup.trainer.noise_key)
         identity.check_data(setup.trainer.data_digest)
         questions = AnsweredQuestions(stored["secret"], self._store.answers())
@@ -178,12 +187,10 @@ class Lifecycle:
             self._restore(checkpoints[-1], state)
         return True
 
-    def _prepare(self, file_rows: Positions, seed: bytes, *, has_survey: bool) -> TrainingSetup:
-        setup = self._preparation.prepare(file_rows, seed, self._store, has_survey=has_survey)
+    def _announce(self, setup: TrainingSetup, seed: bytes) -> None:
         self.observer.on_aligned(setup.rows, seed)
         if len(setup.budget.earlier):
             self.observer.on_earlier_answers(setup.budget.num_charged(), setup.budget.bounds())
-        return setup
 
     def _answer_with(self, setup: TrainingSetup, questions: AnsweredQuestions) -> Answering:
         releases = self._store.releases()

@@ -1,6 +1,7 @@
 """Prepares the training of a run once its rows are known, or known again from a stored run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -29,6 +30,9 @@ from splitveil.common.run.sample_order import NONCE_BYTES, Positions, Splits
 
 TrainerFactory = Callable[[AlignedRows], TopTrainer]
 
+Counting = Callable[[AccountBook], AbstractContextManager[AccountBook]]
+"""Counts earlier runs again, given what is known of them; no other run begins in this context."""
+
 
 class OwnRows(NamedTuple):
     ids: Sequence[str]
@@ -53,6 +57,8 @@ class OwnRules:
     has_survey: bool = False
     """Whether the defense needs the activations of all training rows before the first epoch."""
 
+    counting: Counting = nullcontext
+
 
 @dataclass
 class Preparation:
@@ -62,6 +68,14 @@ class Preparation:
     own: OwnRows
     rules: OwnRules
     build_trainer: TrainerFactory
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Take over what earlier runs have charged by now, and keep others from beginning."""
+        allowance = self.rules.allowance
+        with self.rules.counting(allowance.earlier) as earlier:
+            self.rules = replace(self.rules, allowance=replace(allowance, earlier=earlier))
+            yield
 
     def prepare(
         self, file_rows: Positions, seed: bytes, store: CheckpointStore, *, has_survey: bool

@@ -136,6 +136,11 @@ class EarlierModel:
 
     def put_into(self, model: nn.Module) -> None:
         _put(self.folder / self.weights, model, self.setting)
+        if metadata_of(self.folder, self.weights, self.setting) != self.metadata:
+            raise SettingsError(
+                f"{self.setting}: {self.folder / self.weights}: another run has left its weights "
+                f"there since this process started: expected a folder that no run writes to"
+            )
 
 
 @dataclass(frozen=True)
@@ -186,10 +191,11 @@ def _put(path: Path, model: nn.Module, setting: str) -> None:
     model.load_state_dict(found)
 
 
-def is_label_free(folder: Path) -> bool:
-    with _reading(folder, WEIGHTS, SETTING):
-        check_regular(folder / WEIGHTS)
-        return _metadata(folder / WEIGHTS).items() >= RELEASED_LABELS.items()
+def metadata_of(folder: Path, file_name: str = WEIGHTS, setting: str = SETTING) -> dict[str, str]:
+    """Return what a file of tensors says about itself; SettingsError if it cannot be read."""
+    with _reading(folder, file_name, setting):
+        check_regular(folder / file_name)
+        return _metadata(folder / file_name)
 
 
 @contextmanager

@@ -77,7 +77,7 @@ class Ledger:
         """
         book = open_book(Path(folder))
         ledger = cls(len(book))
-        ledger._names, ledger._accounts = book.names, book.ledger
+        ledger._names, ledger._accounts = book.names, book.total()
         ledger._form = CanonicalForm(rules_of_bytes(book.id_rules))
         return ledger
 
@@ -195,7 +195,7 @@ class Ledger:
         book = AccountBook.from_state(state)
         if len(book) != len(self) or not np.array_equal(book.names, self._names):
             raise ValueError("expected the accounts of the same ids in the same order")
-        self._accounts = book.ledger
+        self._accounts = book.total()
 
     def save(self, folder: str | Path) -> Path:
         """Write ``checkpoint/ledger.safetensors`` into a folder, and return the file's path.

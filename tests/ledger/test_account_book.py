@@ -1,7 +1,10 @@
 """Accounts over several runs: what they add up, for whom, and that the sum is what counts."""
 
 import math
+import random
+from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -9,7 +12,10 @@ from safetensors.torch import load, save
 
 from splitveil.active_party.defenses import LeakCharge
 from splitveil.active_party.ledger.account_book import AccountBook, persons_of
+from splitveil.active_party.ledger.bounds import holds_against
+from splitveil.common.privacy.adversary import Adversary
 
+CHARGES = [2.0**-number for number in range(5)]
 MONDAY, TUESDAY = ("ann", "bob", "eve"), ("eve", "dan", "ann")
 
 
@@ -50,18 +56,120 @@ def test_what_is_charged_to_a_person_counts_for_all_of_its_rows_in_any_run() -> 
 
     monday = after(AccountBook.empty(), ["a", "b", "c"], ["", "bob", "ann"])
     tuesday = after(monday, ["c", "b", "d"], ["ann", "bob", "ann"])
+    assert of(tuesday, "a b c d") == [0, 0, 1.0, 1.0]
     wednesday = after(tuesday, ["x", "e"], ["", "ann"])
-    assert of(wednesday, "a b c d e x") == [0, 0, 1.0, 1.0, 1.5, 0]
+    assert of(wednesday, "a b c d e x") == [0, 0, 1.5, 1.5, 1.5, 0]
     assert len(wednesday) == 6 + 2
+    # A row that becomes another person's brings along what was revealed about it.
     again = after(wednesday, ["c", "f"], ["bob", "ann"])
-    assert of(again, "c d e f") == [0, 1.0, 1.5, 2.0]
+    assert of(again, "b c d e f") == [1.5, 1.5, 2.0, 2.0, 2.0]
     # Before anybody was named, a row was charged by itself.
     book = after_run(AccountBook.empty(), ["c", "g"], LeakCharge(0.25))
     named = after(book, ["c", "h", "g"], ["ann", "ann", "ann"])
-    assert of(named, "c h g") == [0.75, 0.5, 0.75]
+    assert of(named, "c h g") == [0.75, 0.75, 0.75]
     assert of(after(named, ["k"], ["ann"]), "k") == [1.25]
     # An id that reads like somebody's name is nobody.
     assert of(after(wednesday, ["ann"], [""]), "ann") == [0.5]
+
+
+class Run(NamedTuple):
+    """One run of a history: its rows with their persons, and the charge of one answer about some.
+
+    Without the column of persons, the answer is about the rows themselves.
+    """
+
+    people: dict[str, str]
+    about: set[str]
+    charge: float
+    adversary: Adversary
+    is_named: bool
+
+
+def history(seed: int) -> list[Run]:
+    """Return five runs of mixed defenses; rows come, go, and change persons."""
+    draw, runs = random.Random(seed), list[Run]()
+    for number in range(5):
+        rows = draw.sample("abcdefg", draw.randint(1, 7))
+        people = {row: draw.choice(["", "ann", "bob", "eve"]) for row in rows}
+        is_named = draw.random() < 0.6
+        about = set(draw.sample(rows, draw.randint(1, len(rows))))
+        if is_named:  # a release covers persons
+            whose = {people[row] for row in about} - {""}
+            about |= {row for row in rows if people[row] in whose}
+        # Powers of two: sums are exact, and say which runs are in them.
+        peers = Adversary.ANYBODY if is_named else draw.choice(list(Adversary))
+        runs.append(Run(people, about, CHARGES[number], peers, is_named))
+    return runs
+
+
+def as_one(book: AccountBook, run: Run) -> AccountBook:
+    rows = list(run.people)
+    persons = persons_of(np.array(list(run.people.values()), dtype=object), rows)
+    named = persons if run.is_named else None
+    ledger = book.opening_ledger(rows, len(rows), named)
+    about = np.array([rows.index(row) for row in sorted(run.about)])
+    ledger.charge(about, LeakCharge(run.charge, adversary=run.adversary))
+    closed = book.closing_book(rows, ledger, named)
+    return AccountBook.from_state(load(save(closed.of_run(str(run)).state_dict())))
+
+
+class PlainAccounts:
+    """The rule for rows and persons in plain numbers."""
+
+    def __init__(self) -> None:
+        self.own = defaultdict[str, float](float)
+        """Of each row, apart from what its person was charged."""
+        self.shared = defaultdict[str, float](float)
+        """Of each person."""
+        self.person: dict[str, str] = {}
+        """Whose row each row was the last time that a run said so."""
+
+    def of(self, row: str) -> float:
+        return self.own[row] + self.shared[self.person.get(row, "")]
+
+    def add(self, run: Run) -> None:
+        alone = {row for row in run.about if not (run.is_named and run.people[row])}
+        named = {row: who for row, who in run.people.items() if run.is_named and who}
+        begun = {
+            row: self.of(row) + (0 if self.person.get(row) == who else self.shared[who])
+            for row, who in named.items()
+        }
+        for who in set(named.values()):
+            rows = [row for row in named if named[row] == who]
+            is_about = not run.about.isdisjoint(rows)
+            self.shared[who] = max(begun[row] for row in rows) + run.charge * is_about
+            for row in rows:
+                self.own[row], self.person[row] = 0, who
+        for row in alone:
+            self.own[row] += run.charge
+
+
+def revealing(runs: Sequence[Run], row: str, person: str) -> list[Run]:
+    """Return the runs that are about a row, or about the person whose row it is."""
+    return [
+        run
+        for run in runs
+        if row in run.about
+        or (run.is_named and person and person in {run.people[one] for one in run.about})
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_account_of_a_row_has_all_that_mixed_runs_revealed_of_it_and_of_its_person(
+    seed: int,
+) -> None:
+    book, plain, runs = AccountBook.empty(), PlainAccounts(), list[Run]()
+    for run in history(seed):
+        book, runs = as_one(book, run), [*runs, run]
+        plain.add(run)
+        for row in "abcdefg":
+            (found,), (caveats,), _ = book.opening_ledger([row], 1).exposure(np.array([0]))
+            assert found == plain.of(row)
+            ever = revealing(runs, row, plain.person.get(row, ""))
+            assert found >= sum(one.charge for one in ever)
+            for peers in Adversary:
+                described = all(one.adversary.includes(peers) for one in ever)
+                assert described or not holds_against(int(caveats), peers)
 
 
 def test_every_byte_of_a_name_counts() -> None:

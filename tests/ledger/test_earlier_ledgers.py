@@ -5,17 +5,20 @@ import math
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from splitveil.active_party import earlier_runs
 from splitveil.active_party.assembly import build_session
 from splitveil.active_party.defenses.dp_bounds import (
     auc_of_epsilon,
     gaussian_of_epsilon,
     leak_auc_of_mu,
 )
+from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.active_party.earlier_runs import earlier_answers
 from splitveil.active_party.ledger.account_book import LEDGER, AccountBook
 from splitveil.active_party.ledger.budget import Allowance
@@ -24,8 +27,9 @@ from splitveil.common.errors import BudgetExhausted, SettingsError
 from splitveil.common.party.command_line import save_resolved
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.model_files import save_tensors
-from splitveil.common.record.run_folder import claimed
+from splitveil.common.record.run_folder import claimed, move_aside
 from splitveil.common.record.run_store import RunStore
 from tests.support.peers import Lost, dying
 from tests.support.plans import printed_plan
@@ -265,6 +269,33 @@ def test_every_run_about_the_same_labels_counts_whatever_its_name_and_wherever_i
     assert found(example, tmp_path).most() == pytest.approx(6 / 16, rel=0.02)
     assert found(example, tmp_path, after_a).most() == pytest.approx(2 / 16, rel=0.02)
     assert len(found(example, tmp_path, "data.label_column=own1")) == 0
+
+
+def test_a_run_that_is_moved_aside_while_others_are_counted_counts(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = run(example, MARVELL), run(example, MARVELL, "insecure_nonce_seed=44")
+    left(tmp_path, "a/active", one)
+    moving, book_in = left(tmp_path, "b/active", other), earlier_runs._book_in
+
+    def meanwhile(folder: Path, *words: Any, **named: Any) -> AccountBook | None:
+        if moving.exists():
+            move_aside(moving)
+        return book_in(folder, *words, **named)
+
+    monkeypatch.setattr(earlier_runs, "_book_in", meanwhile)
+    assert found(example, tmp_path).most() == pytest.approx(4 / 16, rel=0.02)
+
+
+def test_a_run_that_charged_nothing_and_describes_few_peers_counts(
+    example: Path, tmp_path: Path
+) -> None:
+    ledger = AccountBook.empty().opening_ledger(["person-00001"], 1)
+    ledger.charge(np.array([0]), LeakCharge(0.0, adversary=Adversary.CLASS_MEANS))
+    book = AccountBook.empty().closing_book(["person-00001"], ledger).of_run("a")
+    folder = left(tmp_path, "a/active", parties_with(example, MARVELL), book=False)
+    save_tensors(folder, LEDGER, book.state_dict())
+    assert found(example, tmp_path).adversary() is Adversary.CLASS_MEANS
 
 
 def test_rows_without_ids_are_those_of_the_same_file(example: Path, tmp_path: Path) -> None:

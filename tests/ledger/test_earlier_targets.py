@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from splitveil.active_party.assembly import signals_of
 from splitveil.active_party.defenses.dp_bounds import leak_auc_of_mu
 from splitveil.active_party.defenses.projected.posterior import Posterior
-from splitveil.active_party.ledger.account_book import names_of
+from splitveil.active_party.ledger.account_book import AccountBook, names_of, open_book
 from splitveil.active_party.ledger.stored_labels import TARGETS, ReleasedTargets, read_targets
 from splitveil.active_party.results import save_results
 from splitveil.active_party.trainer_builder import TrainerBuilder
@@ -283,6 +284,37 @@ def test_a_wrong_column_of_persons_is_refused_before_the_run(tmp_path: Path) -> 
         build(tmp_path, feature)
 
 
-def test_without_the_ledgers_of_those_runs_earlier_targets_are_refused(example: Path) -> None:
-    with pytest.raises(SettingsError, match=r"defense\.earlier: needs earlier_ledgers"):
-        build(example, LATER)
+def test_targets_count_by_what_a_ledger_holds_and_not_by_where_their_folder_lies(
+    tmp_path: Path,
+) -> None:
+    """A folder under ``runs_dir`` that no search finds, and a ledger that has other charges."""
+    write_example(tmp_path)
+    weaker = FIRST.replace("mu: 1", "mu: 0.5")
+    for name, defense in (("runs/archive/first", FIRST), ("other", weaker)):
+        leave(run(tmp_path, defense), tmp_path / name)
+    deeper, other = (f"{tmp_path}/{at}/active/checkpoint" for at in ("runs/archive/first", "other"))
+    later = LATER.replace("first/active/checkpoint", deeper)
+    uncounted = r"defense\.earlier: .*archive/first/.* needs earlier_ledgers"
+    for ledgers in ("null", "[]", f"[{other}]"):
+        with pytest.raises(SettingsError, match=uncounted):
+            build(tmp_path, later, f"earlier_ledgers={ledgers}")
+    # The trial's own folder counts like the run from which it has its targets, and adds nothing.
+    trial = run(tmp_path, later, f"earlier_ledgers=[{deeper}]")
+    leave(trial, tmp_path / "trial")
+    books = [open_book(folder) for folder in (Path(deeper), tmp_path / "trial/active/checkpoint")]
+    assert AccountBook.together(books, books[0].id_rules).most() == books[0].most() > 0
+    build(tmp_path, later, f"earlier_ledgers=[{tmp_path}/trial/active/checkpoint]")
+    again = LATER.replace("first", f"{tmp_path}/trial")
+    build(tmp_path, again, f"earlier_ledgers=[{deeper}]")
+    with pytest.raises(SettingsError, match=r"trial/.* needs earlier_ledgers"):
+        build(tmp_path, again, f"earlier_ledgers=[{other}]")
+
+
+def test_released_weights_count_by_what_a_ledger_holds(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    leave(run(tmp_path, FIRST), tmp_path / "runs/archive/first")
+    checkpoint = tmp_path / "runs/archive/first/active/checkpoint"
+    settings = build(tmp_path, FIRST, f"initial_weights={checkpoint}").active_settings
+    (signal,) = signals_of(settings, AccountBook.empty())
+    assert "is not counted: name that run in earlier_ledgers" in signal.why
+    assert signals_of(settings, open_book(checkpoint)) == ()

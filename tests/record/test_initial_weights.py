@@ -7,11 +7,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.record.model_files import EarlierModel, save_model
+from splitveil.common.record.model_files import (
+    RELEASED_LABELS,
+    TRUE_LABELS,
+    EarlierModel,
+    save_model,
+)
 from splitveil.common.settings import validate
 from tests.support.equality import assert_same_weights
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
@@ -153,3 +159,13 @@ def test_a_run_that_resumes_has_its_own_weights_and_not_the_earlier_ones(
     assert_same_weights(now, own)
     earlier = load_file(tmp_path / "first" / "active" / "checkpoint" / "model.safetensors")
     assert any(not torch.equal(now[name], value) for name, value in earlier.items())
+
+
+def test_weights_that_another_run_has_left_since_the_start_are_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    save_model(tmp_path, model, None, RELEASED_LABELS)
+    earlier = EarlierModel.open(tmp_path / "checkpoint")
+    earlier.put_into(model)
+    save_model(tmp_path, model, None, TRUE_LABELS)
+    with pytest.raises(SettingsError, match="another run has left its weights there since"):
+        earlier.put_into(model)

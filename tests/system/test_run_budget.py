@@ -1,9 +1,11 @@
 """What a budget ended, or a release revealed, counts in every later start; plan says so before."""
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import NormalDist
@@ -88,6 +90,42 @@ def test_whatever_leads_to_a_second_release_its_ledger_states_what_both_tell_tog
 
     ways = (killed_and_changed, finished_and_run_again)
     side_by_side(*(partial(second, way) for way in ways))
+
+
+def test_active_parties_that_wait_together_count_each_other_in_the_order_in_which_they_begin(
+    tmp_path: Path,
+) -> None:
+    """Of four, the budget pays for two releases; one is refused because another goes on."""
+    write_example(tmp_path)
+    with ExitStack() as stack:
+        runs = {}
+        for name in "abcd":
+            own = RELEASED._replace(both=(*RELEASED.both, f"contract.run_name={name}"))
+            own = own._replace(active=(*own.active, "run_budget={leak_auc: 0.65}"))
+            runs[name] = stack.enter_context(restartable(tmp_path, own, log=name))
+            runs[name].active.start()
+        for both in runs.values():
+            both.active.wait_until_says("waiting for the passive party")
+
+        def after(name: str) -> tuple[int, int]:
+            runs[name].passive.start()
+            return runs[name].wait()
+
+        runs["d"].passive.start()
+        of_d = tmp_path / "runs" / "d" / "active"
+        runs["d"].wait_until((of_d / "checkpoint" / "releases.safetensors").exists)
+        runs["d"].active.signal(signal.SIGSTOP)
+        assert after("a")[0] == 2, runs["a"].outputs
+        refusal = f"{of_d}: what this run has charged cannot be counted"
+        assert refusal in runs["a"].active.said
+        runs["d"].active.signal(signal.SIGCONT)
+        assert runs["d"].wait() == (0, 0), runs["d"].outputs
+        assert after("b") == (0, 0), runs["b"].outputs
+        assert "d/active (20" in runs["b"].active.said
+        assert after("c") == (5, 5), runs["c"].outputs
+        released = sorted(path.parts[-4] for path in tmp_path.rglob("releases.safetensors"))
+        assert released == ["b", "d"]
+        assert bound(runs["b"].active.results("b")) == pytest.approx(of_releases(2), abs=1e-4)
 
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

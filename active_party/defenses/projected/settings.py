@@ -142,7 +142,8 @@ class ProjectedLabelsDefense(SeededDefense):
     written like ``initial_weights``. Rows whose id was in one of them keep the targets that they
     had at its end, and are charged nothing; only labels of new rows are summed. A run on just the
     training rows of the last folder makes its own targets from the sums of that run. Whether a
-    label has changed since does not matter, because the choice of rows would reveal it. Needs
+    label has changed since does not matter, because the choice of rows would reveal it. Refused
+    unless the ledgers with which the run begins have all that those runs were charged. Needs
     ``data.id_column``."""
 
     if TYPE_CHECKING:  # those of an inner section, too

@@ -848,6 +848,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "power_ratoi: unknown setting; did you mean 'defense.strength.power_ratio'?",
     ),
     "not a defense": ({"example": "breast_cancer", "defense": int}, "expected a subclass"),
+    "an attack that fails": (
+        {"example": "breast_cancer", "attacks": lambda gradients: gradients[:, 9_999]},
+        "fails on 8 rows: IndexError",
+    ),
+    "a device that is not there": (
+        {"example": "breast_cancer", "settings": {"active.device": "cuda:99"}},
+        "device: cuda:99 needs",
+    ),
 }
 
 

@@ -114,7 +114,8 @@ class CustomModel(Section):
     kind: Literal["custom"]
 
     module: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
-    """The class or function, as ``package.module:name``. A function, and a class with a parameter
+    """The class or function, as ``package.module:name``. It draws new weights at every call; a top
+    model may not bring any along, which may have learned from true labels. A function, and a class with a parameter
     ``shapes``, gets a ``splitveil.models.FeatureShapes``: numbers in ``numeric_dim``, slots of each
     column of categories in ``vocabulary_sizes``, ``image_shape``, and of each column of sequences
     ``num_tokens`` and ``max_lengths``."""

@@ -189,8 +189,8 @@ def _build_and_probe(
             raise SettingsError(f"{error}, in {mode}{hint}") from error
         except Exception as error:  # a user's class may raise anything
             kind = SplitveilError if model.training and may_pass(error) else SettingsError
-            if "does not have a deterministic implementation" in str(error):
-                hint = f"; deterministic: false allows it{hint}"
+            is_only_random = "does not have a deterministic implementation" in str(error)
+            hint = f"; deterministic: false allows it{hint}" if is_only_random else hint
             raise kind(
                 f"{role}: {type(model).__name__} fails on a batch of {_in_words(rows)} in {mode}: "
                 f"{fault_in_words(error)}{hint}"
@@ -207,17 +207,15 @@ def _build_and_probe(
         if model.training:
             raise SettingsError(f"{role}: {type(model).__name__}.eval() leaves it in training mode")
         compute(model, PROBE_ROWS, torch.device("cpu"))  # changes no batch statistics
-        tried = model
         if sizes:
-            tried = _within_memory(build, role)
-            _check_drawn(model, tried, role)
-            tried = tried.to(device)
-        for rows in sizes:
-            hint = "" if rows == sizes[0] else f"; {DROP_LAST} leaves this last batch out"
-            hint = hint if rows else "; with several processes, one may own no row of a batch"
-            tried.train()
-            compute(tried, rows, device, hint)
-        if sizes:
+            _check_drawn(model, again := _within_memory(build, role), role)
+            tried = again.to(device)
+            no_rows = "; with several processes, one may own no row of a batch"
+            hints = {sizes[0]: "", 0: no_rows}
+            for rows in sizes:
+                tried.train()
+                last = f"; {DROP_LAST} leaves this last batch out"
+                compute(tried, rows, device, hints.get(rows, last))
             _check_saving(tried, role)
     model.train()  # which may return nothing
     return model
@@ -275,7 +273,7 @@ def _check_saving(model: nn.Module, role: str) -> None:
     """Raise SettingsError if a trained model could not be saved, copied, or loaded again."""
     kind, name, saved = f"{role}: {type(model).__name__}", "its state_dict", dict[str, Tensor]()
     try:
-        for name, value in model.state_dict().items():  # noqa: B007 - named below
+        for name, value in model.state_dict().items():
             saved |= load(save(plain_tensors({name: value})))
         name = "its state_dict"
         # Above the cut, refitting trains a copy.

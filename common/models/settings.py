@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt, StringConstraints
 
-from splitveil.common.settings import Section
+from splitveil.common.settings import Mark, Section
 
 
 class DenseModel(Section):
@@ -114,11 +114,11 @@ class CustomModel(Section):
     kind: Literal["custom"]
 
     module: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
-    """The class or function, as ``package.module:name``. It draws new weights at every call; a top
-    model may not bring any along, which may have learned from true labels. A function, and a class with a parameter
+    """The class or function, as ``package.module:name``. A function, and a class with a parameter
     ``shapes``, gets a ``splitveil.models.FeatureShapes``: numbers in ``numeric_dim``, slots of each
     column of categories in ``vocabulary_sizes``, ``image_shape``, and of each column of sequences
-    ``num_tokens`` and ``max_lengths``."""
+    ``num_tokens`` and ``max_lengths``. It draws new weights at every call; a top model may bring
+    none along, because they may have learned from true labels."""
 
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments for the class or function."""
@@ -129,6 +129,7 @@ class CustomModel(Section):
             lambda given: {"": given} if isinstance(given, str) else given,
             json_schema_input_type=str | dict[str, str],
         ),
+        Mark.PATH,
     ] = Field(default_factory=dict)
     """A safetensors file with which a bottom model begins to train, or a file for each of some of
     its modules, such as ``{encoder: bert/model.safetensors}``. A file has all tensors of its

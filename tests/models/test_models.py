@@ -130,6 +130,8 @@ class Bears(nn.Linear):
 
 def the_same(_shapes: FeatureShapes) -> nn.Module:
     return INSTANCE
+
+
 LAZY = nn.LazyLinear(5)
 
 

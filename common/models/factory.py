@@ -241,8 +241,9 @@ def _check_drawn(model: nn.Module, again: nn.Module, role: str) -> None:
         if other is None or value.shape != other.shape:
             continue
         same = value[torch.isclose(value.float(), other.float(), rtol=0.01)].double()
-        is_constant = len(same.unique()) < 2 or bool((same.abs() * (1 - same.abs()) == 0).all())
-        if 10 * same.numel() >= value.numel() and not is_constant:
+        is_large = 0 < same.numel() and 10 * same.numel() >= value.numel()
+        of_few = (same.abs() * (1 - same.abs()) == 0).all()
+        if is_large and not of_few and same.min() < same.max():
             raise SettingsError(
                 f"{kind} brings values of {name} along, which are the same under two seeds: they "
                 f"may have learned from true labels, which predictions would reveal. Let torch "
@@ -256,16 +257,12 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
         f"{place}.{name}".lstrip("."): value
         for place, part in model.named_modules()
         for name, value in vars(part).items()
-        if isinstance(value, Tensor)
     }
-    found = {**plain, **model.state_dict()}
     return {
         name: value
-        for name, value in found.items()
-        if isinstance(value, Tensor)
-        and not is_lazy(value)
-        and value.is_floating_point()
-        and value.layout is torch.strided
+        for name, value in (plain | model.state_dict()).items()
+        if isinstance(value, Tensor) and not is_lazy(value)
+        if value.is_floating_point() and value.layout is torch.strided
     }
 
 

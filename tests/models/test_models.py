@@ -109,7 +109,7 @@ class Bears(nn.Linear):
             self.again = nn.Linear(3, 5)
             self.again.weight = self.weight
         if kind == "extra state":
-            self.register_state_dict_post_hook(
+            self.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
                 lambda _, state, prefix, __: state.update({f"{prefix}note": {}}) and None
             )
         if kind == "a lock":

@@ -241,7 +241,7 @@ def _check_drawn(model: nn.Module, again: nn.Module, role: str) -> None:
         if other is None or value.shape != other.shape:
             continue
         same = value[torch.isclose(value.float(), other.float(), rtol=0.01)].double()
-        is_large = 0 < same.numel() and 10 * same.numel() >= value.numel()
+        is_large = 10 * same.numel() >= value.numel()
         of_few = (same.abs() * (1 - same.abs()) == 0).all()
         if is_large and not of_few and same.min() < same.max():
             raise SettingsError(

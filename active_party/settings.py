@@ -19,22 +19,22 @@ from splitveil.common.privacy.attacks import SideInformation
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings
 from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.run.id_rules import rules_as_bytes
-from splitveil.common.settings import Section, kind_by_key
+from splitveil.common.settings import Mark, Section, kind_by_key
 from splitveil.common.text.wording import suggest
 
 
 class ServingTls(Section):
     """The certificate that this party shows to the programs that ask for predictions."""
 
-    certificate: Path
+    certificate: Annotated[Path, Mark.PATH]
     """PEM file with the server's certificate first. It carries the host name that programs connect
     to. The path is relative to this settings file, like the others. A replaced file is used without
     a restart."""
 
-    private_key: Path
+    private_key: Annotated[Path, Mark.PATH]
     """PEM file with the certificate's key, without a password; mode 0600 or stricter."""
 
-    clients: Path | None = None
+    clients: Annotated[Path | None, Mark.PATH] = None
     """PEM file with the authorities of client certificates: a program without such a certificate is
     turned away. It is recorded under its certificate's common name. ``null`` to ask for none; a
     token is then needed."""
@@ -49,7 +49,7 @@ class ServingSettings(Section):
     tls: ServingTls | None = None
     """TLS 1.3; ``null`` for plain text, which stays on this machine."""
 
-    token_file: Path | None = None
+    token_file: Annotated[Path | None, Mark.PATH] = None
     """File with one line ``NAME TOKEN`` for each program that may ask, mode 0600; a token has at
     least 32 characters. Programs send ``Authorization: Bearer TOKEN``. The path is relative to this
     settings file. ``null`` for none."""
@@ -68,7 +68,7 @@ class ServingSettings(Section):
     """Largest number of ids per second on average for each program; ``null`` for no limit. One
     second's number may be asked for at once."""
 
-    allowed_ids: Path | None = None
+    allowed_ids: Annotated[Path | None, Mark.PATH] = None
     """File with the ids that may be asked for, as ``splitveil active predict --ids`` takes it;
     every other id is answered as one that is not known, and no passive party is asked. The path is
     relative to this settings file. ``null`` for all."""
@@ -236,10 +236,10 @@ class InferenceSettings(Section):
 class ActiveSettings(PartySettings):
     """The label owner's settings, which stay private."""
 
-    listen: Address = "127.0.0.1:50051"
+    listen: Annotated[Address, Mark.MAY_CHANGE] = "127.0.0.1:50051"
     """Host and port at which the passive party reaches this one."""
 
-    first_contact_s: float = Field(default=3600.0, gt=0)
+    first_contact_s: Annotated[float, Mark.MAY_CHANGE] = Field(default=3600.0, gt=0)
     """Seconds to wait for the passive party's first call."""
 
     top_model: ModelSettings
@@ -249,7 +249,7 @@ class ActiveSettings(PartySettings):
     """The defense that is applied to each gradient before it is sent. It is private: the peer never
     learns it."""
 
-    noise_key_path: Path | None = None
+    noise_key_path: Annotated[Path | None, Mark.PATH] = None
     """File of the secret key of persistent noise and noisy labels, made with mode 0600.
 
     The path is relative to this settings file. By default the file lies beside the checkpoint: a
@@ -264,7 +264,7 @@ class ActiveSettings(PartySettings):
     leak_monitor: LeakMonitorSettings | None = LeakMonitorSettings()
     """Attacks that this party runs on its own defended gradients; ``null`` for none."""
 
-    run_budget: RunBudget | None = None
+    run_budget: Annotated[RunBudget | None, Mark.MAY_CHANGE] = None
     """Limit on what the run may reveal about each label in total; ``null`` for no limit.
 
     The charges of earlier runs count as well (``earlier_ledgers``). Before an answer would exceed
@@ -272,7 +272,9 @@ class ActiveSettings(PartySettings):
     ends, and that it has ended for good.
     """
 
-    earlier_ledgers: tuple[str, ...] | None = Field(default=None, max_length=1000)
+    earlier_ledgers: Annotated[tuple[str, ...] | None, Mark.PATH] = Field(
+        default=None, max_length=1000
+    )
     """Folders with the ledgers of earlier runs about the same labels: this party's ``checkpoint``
     folder of each, such as ``runs/monday/active/checkpoint``, written like ``initial_weights``. The
     ledger of this run starts with what they have revealed about its examples, and so does its
@@ -284,19 +286,19 @@ class ActiveSettings(PartySettings):
     were killed or moved aside. With ``[]``, the ledger starts at zero, as if there had been no
     earlier answers about any example."""
 
-    report: ActiveReportSettings = ActiveReportSettings()
+    report: Annotated[ActiveReportSettings, Mark.MAY_CHANGE] = ActiveReportSettings()
     """Contents of the report; they change nothing of the run."""
 
-    leak_gate: LeakGateSettings | None = None
+    leak_gate: Annotated[LeakGateSettings | None, Mark.MAY_CHANGE] = None
     """Limit at which the leak monitor's figures end the run; ``null`` for never.
 
     The monitor measures while training continues: answers that are given in the meantime have left.
     """
 
-    inference: InferenceSettings = InferenceSettings()
+    inference: Annotated[InferenceSettings, Mark.MAY_CHANGE] = InferenceSettings()
     """Predictions with the trained model."""
 
-    serving: ServingSettings = ServingSettings()
+    serving: Annotated[ServingSettings, Mark.MAY_CHANGE] = ServingSettings()
     """Online predictions for other programs of this party."""
 
     early_stopping: EarlyStopping | None = None

@@ -2,10 +2,11 @@
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from enum import Enum, auto
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeAlias, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Discriminator, ValidationError
 from pydantic_core import ErrorDetails
@@ -21,6 +22,19 @@ _SHOWN_CHARACTERS = 200
 _SHOWN_PROBLEMS = 50
 
 SectionT = TypeVar("SectionT", bound="Section")
+
+
+Place: TypeAlias = tuple[str, ...]
+"""The names of a setting and of the sections around it; ``*`` for any key of a mapping."""
+
+
+class Mark(Enum):
+    """What a setting's type says of it besides its values, as in ``Annotated[str, Mark.PATH]``."""
+
+    PATH = auto()  # one or several, relative to the settings file
+    LIBRARY = auto()  # a path if it has a slash, otherwise a name
+    HIDDEN = auto()  # it may hold a secret, which no message repeats
+    MAY_CHANGE = auto()  # when a run is resumed; all others affect its results
 
 
 class Section(BaseModel):
@@ -231,15 +245,35 @@ def _parent(where: Sequence[str | int], paths: Collection[tuple[str, ...]]) -> t
     return parent
 
 
+def marked(section: type[Section], *marks: Mark) -> set[Place]:
+    """Return the places of all fields that have one of these marks."""
+    return _field_paths(section, marks=marks)
+
+
+def change_at(places: Collection[Place], values: Any, change: Callable[[Any], Any]) -> Any:
+    """Return plain settings with each value at one of these places changed."""
+    if isinstance(values, list | tuple):
+        return [change_at(places, one, change) for one in values]
+    if not isinstance(values, Mapping):
+        return change(values) if () in places else values
+    found = {}
+    for name, value in values.items():
+        inner = {place[1:] for place in places if not place or place[0] in {name, "*"}}
+        found[name] = change_at(inner, value, change)
+    return found
+
+
 def _field_paths(
     annotation: Any,
-    path: tuple[str, ...] = (),
+    path: Place = (),
     within: tuple[Any, ...] = (),
     tags: Collection[str] = (),
-) -> set[tuple[str, ...]]:
+    marks: Collection[Mark] = (),
+) -> set[Place]:
     """Collect the paths of all fields reachable from a type; the types around it may recur.
 
-    Of a union of sections, only those that ``tags`` name are followed, if it names any.
+    Of a union of sections, only those that ``tags`` name are followed, if it names any. With marks,
+    only fields that have one are collected.
     """
     if annotation in within:
         return set()
@@ -248,11 +282,15 @@ def _field_paths(
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         for name, field in annotation.model_fields.items():
             inner = (*path, name)
-            found |= {inner} | _field_paths(field.annotation, inner, around, tags)
+            if not marks or any(one in marks for one in field.metadata):
+                found.add(inner)
+            found |= _field_paths(field.annotation, inner, around, tags, marks)
     kinds = get_args(annotation)
+    if marks and get_origin(annotation) is dict:
+        path = (*path, "*")
     for argument in [kind for kind in kinds if _tag_of(kind) in tags] or kinds:
         if isinstance(argument, type) or get_args(argument):
-            found |= _field_paths(argument, path, around, tags)
+            found |= _field_paths(argument, path, around, tags, marks)
     return found
 
 

@@ -10,7 +10,7 @@ from splitveil.common.models.settings import ModelSettings
 from splitveil.common.party.party_settings import Address, Insecure, PartySettings
 from splitveil.common.privacy.attacks import ATTACKS, CUT
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AttackChoice, AuditSettings
-from splitveil.common.settings import Section
+from splitveil.common.settings import Mark, Section
 
 
 class AdversarySettings(AuditSettings):
@@ -86,7 +86,7 @@ class AnswerSettings(Section):
     listen: Address = "127.0.0.1:50061"
     """Host and port at which the active party reaches this one for predictions."""
 
-    allowed_ids: str | None = Field(default=None, min_length=1)
+    allowed_ids: Annotated[str | None, Mark.PATH] = Field(default=None, min_length=1)
     """File with the ids that are answered: a text file with one id per line, or a CSV or Parquet
     file with the column ``data.id_column``. All others are answered as unknown. Relative to this
     settings file; ``~`` and ``${NAME}`` are replaced. By default every row of the table is."""
@@ -111,29 +111,29 @@ class PassiveSettings(PartySettings):
     party: str = "passive"
     """This party's name in the contract."""
 
-    connect: Address = "127.0.0.1:50051"
+    connect: Annotated[Address, Mark.MAY_CHANGE] = "127.0.0.1:50051"
     """Host and port of the active party."""
 
-    proxy: Literal["environment"] | ProxyUrl | None = None
+    proxy: Annotated[Literal["environment"] | ProxyUrl | None, Mark.MAY_CHANGE] = None
     """The HTTP proxy to connect through with ``CONNECT``, as ``http://HOST:PORT``. With
     ``environment``, it is the one that ``grpc_proxy``, ``https_proxy`` or ``http_proxy`` names,
     except to the hosts in ``no_grpc_proxy`` or ``no_proxy``. Only with mTLS. By default these
     variables are ignored, and the connection is direct."""
 
-    proxy_credentials: Path | None = None
+    proxy_credentials: Annotated[Path | None, Mark.PATH, Mark.MAY_CHANGE] = None
     """File with ``USER:PASSWORD`` for the proxy, mode 0600 or stricter, relative to this settings
     file; needs ``proxy: http://HOST:PORT``. Not for ``environment``, whose variable has them."""
 
     bottom_model: ModelSettings
     """The half of the network below the cut layer."""
 
-    report: PassiveReportSettings = PassiveReportSettings()
+    report: Annotated[PassiveReportSettings, Mark.MAY_CHANGE] = PassiveReportSettings()
     """The contents of this party's report; they change nothing of the run."""
 
     adversary: AdversarySettings | None = None
     """Red team: measure the leakage of the received gradients; ``null`` disables it."""
 
-    answers: AnswerSettings = AnswerSettings()
+    answers: Annotated[AnswerSettings, Mark.MAY_CHANGE] = AnswerSettings()
     """Answers about rows for predictions with the trained model."""
 
     def folder_name(self) -> str:

@@ -16,7 +16,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, final
+from typing import Annotated, Any, Literal, NamedTuple, Self, final
 
 import numpy.typing as npt
 import torch
@@ -52,7 +52,7 @@ from splitveil.active_party.defenses.objective import Objective, TopModel
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.settings import Section, full_name, validate
+from splitveil.common.settings import Mark, Section, full_name, validate
 
 SEE = "docs/defenses.md, section 'Which bounds do not hold'"
 
@@ -309,7 +309,7 @@ class DefenseSection(Section):
 class SeededDefense(DefenseSection):
     """The settings of every defense that draws random numbers."""
 
-    insecure_noise_seed: int | None = Field(default=None, ge=0, lt=2**63)
+    insecure_noise_seed: Annotated[int | None, Mark.HIDDEN] = Field(default=None, ge=0, lt=2**63)
     """For tests only: anyone who knows the seed can reproduce everything that the defense draws,
     and so remove the noise. Without it, the noise is unpredictable."""
 

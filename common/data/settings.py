@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 from splitveil.common.data.label_range import ONE_NUMBER, LabelRange
 from splitveil.common.data.source_settings import ColumnName, Source
 from splitveil.common.run.id_rules import MAX_ID_COLUMNS
-from splitveil.common.settings import Section
+from splitveil.common.settings import Mark, Section
 
 
 def _as_list(value: Any) -> Any:
@@ -94,7 +94,7 @@ class SequenceSettings(Section):
     """For whole numbers, in a Parquet list or in text in which ``list_separator`` stands between
     them: all are at least 0 and less than this."""
 
-    tokenizer: str | None = Field(default=None, min_length=1)
+    tokenizer: Annotated[str | None, Mark.PATH] = Field(default=None, min_length=1)
     """For texts: a file of the library ``tokenizers`` (the extra ``text``), usually
     ``tokenizer.json``. Relative to this settings file; ``~`` and ``${NAME}`` are replaced. A copy
     is kept with the model. A file whose rules can make a text more than 4,000 times as long is

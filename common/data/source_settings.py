@@ -9,10 +9,11 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.settings import Section
+from splitveil.common.settings import Mark, Section
 from splitveil.common.text.addresses import may_hold_secret
 
 ColumnName = Annotated[str, StringConstraints(min_length=1)]
+PathText = Annotated[str, StringConstraints(min_length=1), Mark.PATH]
 
 
 def expand_path(setting: str, path: str, base_dir: Path) -> Path:
@@ -48,7 +49,7 @@ def expand_variables(setting: str, text: str) -> str:
 class CacheableSource(Section):
     """A source whose rows can be kept as memory-mapped columns."""
 
-    cache_dir: ColumnName | None = None
+    cache_dir: Annotated[ColumnName | None, Mark.PATH] = None
     """Folder for a copy as memory-mapped columns, for files that do not fit into memory; written
     like ``path``. The file is converted when it is first used, and again after it or the requested
     columns have changed. By default the whole file is read into memory each time."""
@@ -57,7 +58,7 @@ class CacheableSource(Section):
 class FileSource(CacheableSource):
     """A file that belongs to this party."""
 
-    path: ColumnName
+    path: PathText
     """The file, relative to the settings file's folder. ``~`` and ``${NAME}`` (an environment
     variable) are replaced."""
 
@@ -220,16 +221,16 @@ class SqlSource(CacheableSource):
 
     kind: Literal["sql"]
 
-    driver: ColumnName
+    driver: Annotated[ColumnName, Mark.LIBRARY]
     """``sqlite``, ``postgresql``, ``duckdb`` or another ADBC driver: the NAME of an installed
     package ``adbc-driver-NAME``, a name that ADBC's driver manager knows, or the path of a shared
     library, which has a slash. A driver is code that runs in this process."""
 
-    uri: ColumnName | None = None
+    uri: Annotated[ColumnName | None, Mark.PATH, Mark.HIDDEN] = None
     """The database's address, without a password: ``postgresql://USER@HOST/DATABASE``; for SQLite
     and DuckDB the file, written like the path of other sources, or for DuckDB ``:memory:``."""
 
-    uri_file: ColumnName | None = None
+    uri_file: Annotated[ColumnName | None, Mark.PATH] = None
     """File, mode 0600, whose only line is the address, instead of ``uri``."""
 
     query: ColumnName
@@ -240,7 +241,7 @@ class SqlSource(CacheableSource):
     snapshot: str = ""
     """Any text, such as a date. Change it to run the query again."""
 
-    snapshot_dir: ColumnName = "snapshots"
+    snapshot_dir: PathText = "snapshots"
     """Folder for the results of queries, readable by this user only; written like a path."""
 
     @model_validator(mode="after")
@@ -269,7 +270,7 @@ class ImagesSource(FileSource):
 
     kind: Literal["images"]
 
-    table: ColumnName
+    table: PathText
     """The text file with ids, labels and file names, separated by commas, or by tabs if it ends in
     .tsv."""
 

@@ -3,10 +3,13 @@
 The initial weights depend only on the given seed; the state of torch's own generator is restored.
 """
 
+import copy
 from collections.abc import Callable, Sequence
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -24,6 +27,7 @@ from splitveil.common.models.settings import (
     TabularModel,
     WideDeepModel,
 )
+from splitveil.common.run.state_bytes import is_finite, plain_tensors
 from splitveil.common.text.imports import fault_in_words, first_line, import_named, may_pass
 
 PROBE_ROWS = 2
@@ -185,8 +189,8 @@ def _build_and_probe(
             raise SettingsError(f"{error}, in {mode}{hint}") from error
         except Exception as error:  # a user's class may raise anything
             kind = SplitveilError if model.training and may_pass(error) else SettingsError
-            if "does not have a deterministic implementation" in str(error):
-                hint = f"; deterministic: false allows it{hint}"
+            is_only_random = "does not have a deterministic implementation" in str(error)
+            hint = f"; deterministic: false allows it{hint}" if is_only_random else hint
             raise kind(
                 f"{role}: {type(model).__name__} fails on a batch of {_in_words(rows)} in {mode}: "
                 f"{fault_in_words(error)}{hint}"
@@ -203,14 +207,83 @@ def _build_and_probe(
         if model.training:
             raise SettingsError(f"{role}: {type(model).__name__}.eval() leaves it in training mode")
         compute(model, PROBE_ROWS, torch.device("cpu"))  # changes no batch statistics
-        tried = _within_memory(build, role).to(device) if sizes else model
-        for rows in sizes:
-            hint = "" if rows == sizes[0] else f"; {DROP_LAST} leaves this last batch out"
-            hint = hint if rows else "; with several processes, one may own no row of a batch"
-            tried.train()
-            compute(tried, rows, device, hint)
+        if sizes:
+            _check_drawn(model, again := _within_memory(build, role), role)
+            tried = again.to(device)
+            no_rows = "; with several processes, one may own no row of a batch"
+            hints = {sizes[0]: "", 0: no_rows}
+            for rows in sizes:
+                tried.train()
+                last = f"; {DROP_LAST} leaves this last batch out"
+                compute(tried, rows, device, hints.get(rows, last))
+            _check_saving(tried, role)
     model.train()  # which may return nothing
     return model
+
+
+def _check_drawn(model: nn.Module, again: nn.Module, role: str) -> None:
+    """Raise SettingsError for code that hands out the same weights whenever it is called.
+
+    Runs would train each other's. Above the cut, weights that no seed has drawn may have learned
+    from true labels. No sign of it are constants: values that are all one, or -1, 0 and 1, such as
+    an identity. A tenth that is nearly the same is no accident, even of a type with few bits.
+    """
+    kind, others = f"{role}: {type(model).__name__}", dict(again.named_parameters())
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and weight is others.get(name):
+            raise SettingsError(
+                f"{kind} has the same {name} whenever it is built, so that runs would train each "
+                f"other's: build a new one, or copy it with copy.deepcopy"
+            )
+    first, second = (_tensors_of(one) if role == "top_model" else {} for one in (model, again))
+    for name, value in first.items():
+        other = second.get(name)
+        if other is None or value.shape != other.shape:
+            continue
+        same = value[torch.isclose(value.float(), other.float(), rtol=0.01)].double()
+        is_large = 10 * same.numel() >= value.numel()
+        of_few = (same.abs() * (1 - same.abs()) == 0).all()
+        if is_large and not of_few and same.min() < same.max():
+            raise SettingsError(
+                f"{kind} brings values of {name} along, which are the same under two seeds: they "
+                f"may have learned from true labels, which predictions would reveal. Let torch "
+                f"draw them; a table that no label enters may be a buffer with persistent=False"
+            )
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return what may have learned: weights, persistent buffers, and tensors that are neither."""
+    plain = {
+        f"{place}.{name}".lstrip("."): value
+        for place, part in model.named_modules()
+        for name, value in vars(part).items()
+    }
+    return {
+        name: value
+        for name, value in (plain | model.state_dict()).items()
+        if isinstance(value, Tensor) and not is_lazy(value)
+        if value.is_floating_point() and value.layout is torch.strided
+    }
+
+
+def _check_saving(model: nn.Module, role: str) -> None:
+    """Raise SettingsError if a trained model could not be saved, copied, or loaded again."""
+    kind, name, saved = f"{role}: {type(model).__name__}", "its state_dict", dict[str, Tensor]()
+    try:
+        for name, value in model.state_dict().items():
+            saved |= load(save(plain_tensors({name: value})))
+        name = "its state_dict"
+        # Above the cut, refitting trains a copy.
+        (copy.deepcopy(model) if role == "top_model" else model).load_state_dict(saved)
+    except Exception as error:  # whatever torch, safetensors and a user's hooks raise
+        reason = shorten(f"{type(error).__name__}: {error}", 300)
+        raise SettingsError(f"{kind} cannot be saved and loaded again: {name}: {reason}") from error
+    for name, value in saved.items():
+        if not is_finite(value):
+            raise SettingsError(
+                f"{kind}: {name} holds NaN or infinity, with which no saved model is used; if it "
+                f"is a mask, register the buffer with persistent=False"
+            )
 
 
 def _in_words(rows: int) -> str:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt, StringConstraints
 
-from splitveil.common.settings import Section
+from splitveil.common.settings import Mark, Section
 
 
 class DenseModel(Section):
@@ -117,7 +117,8 @@ class CustomModel(Section):
     """The class or function, as ``package.module:name``. A function, and a class with a parameter
     ``shapes``, gets a ``splitveil.models.FeatureShapes``: numbers in ``numeric_dim``, slots of each
     column of categories in ``vocabulary_sizes``, ``image_shape``, and of each column of sequences
-    ``num_tokens`` and ``max_lengths``."""
+    ``num_tokens`` and ``max_lengths``. It draws new weights at every call; a top model may bring
+    none along, because they may have learned from true labels."""
 
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments for the class or function."""
@@ -128,6 +129,7 @@ class CustomModel(Section):
             lambda given: {"": given} if isinstance(given, str) else given,
             json_schema_input_type=str | dict[str, str],
         ),
+        Mark.PATH,
     ] = Field(default_factory=dict)
     """A safetensors file with which a bottom model begins to train, or a file for each of some of
     its modules, such as ``{encoder: bert/model.safetensors}``. A file has all tensors of its

@@ -25,6 +25,7 @@ from splitveil.common.record.run_folder import end_of, has_finished, write_text_
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Broken, Verified, compare, verify
 from splitveil.common.run.contract import in_short
+from splitveil.common.settings import Mark, Place, marked
 from splitveil.common.text.files import why_unreadable
 from splitveil.common.text.log_lines import add_to_log_lines, use_log_format
 from splitveil.common.text.visible_text import visible, visible_lines
@@ -32,33 +33,6 @@ from splitveil.common.text.yaml_text import RESOLVED, read_yaml_file
 
 logger = logging.getLogger(__name__)
 
-# Settings that may differ when a run is resumed; all others affect its results.
-MAY_CHANGE = frozenset(
-    {
-        "alignment_attempts",
-        "answers",
-        "connect",
-        "deterministic",
-        "device",
-        "first_contact_s",
-        "inference",
-        "leak_gate",
-        "report",
-        "listen",
-        "log_format",
-        "proxy",
-        "proxy_credentials",
-        "reconnect",
-        "run_budget",
-        "runs_dir",
-        "security",
-        "serving",
-        "status",
-        "torch_threads",
-        "transcript",
-    }
-)
-_SECRET = frozenset({"insecure_noise_seed", "insecure_nonce_seed", "uri"})
 _SETTINGS = "settings.yaml"
 
 
@@ -162,7 +136,13 @@ def takes_up(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
     finished = has_finished(folder)
     if not finished and RunStore(folder, settings.contract.checkpoints.keep).run() is None:
         return all(path.name == _SETTINGS for path in folder.iterdir())
-    changed = list(_changes(settings.model_dump(mode="json"), stored_settings(folder)))
+    free, hidden = (marked(type(settings), one) for one in (Mark.MAY_CHANGE, Mark.HIDDEN))
+    changed = [
+        ".".join(place)
+        + ("" if place in hidden else f": {in_short(now)} now, {in_short(then)} then")
+        for place, now, then in _changes(settings.model_dump(mode="json"), stored_settings(folder))
+        if place[:1] not in free
+    ]
     if changed:
         raise SettingsError(
             f"{folder} has {'a finished' if finished else 'an unfinished'} "
@@ -196,14 +176,12 @@ def stored_settings(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _changes(now: Any, earlier: Any, *path: str) -> Iterator[str]:
+def _changes(now: Any, earlier: Any, *place: str) -> Iterator[tuple[Place, Any, Any]]:
     if isinstance(now, dict) and isinstance(earlier, dict):
         for name in sorted(now.keys() | earlier.keys()):
-            if path or name not in MAY_CHANGE:
-                yield from _changes(now.get(name), earlier.get(name), *path, name)
+            yield from _changes(now.get(name), earlier.get(name), *place, name)
     elif now != earlier:
-        values = "" if path[-1] in _SECRET else f": {in_short(now)} now, {in_short(earlier)} then"
-        yield ".".join(path) + values
+        yield place, now, earlier
 
 
 def save_resolved(settings: PartySettings, folder: Path) -> None:

@@ -11,7 +11,14 @@ from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import OptimizerSettings
 from splitveil.common.run.contract import Contract
-from splitveil.common.settings import Section, apply_overrides, kind_by_field, read_yaml, validate
+from splitveil.common.settings import (
+    Mark,
+    Section,
+    apply_overrides,
+    kind_by_field,
+    read_yaml,
+    validate,
+)
 from splitveil.common.text.addresses import usable
 from splitveil.common.text.log_lines import LogFormat
 from splitveil.common.text.wording import suggest
@@ -41,15 +48,15 @@ class MutualTls(Section):
 
     mode: Literal["mtls"] = "mtls"
 
-    certificate: Path
+    certificate: Annotated[Path, Mark.PATH]
     """PEM file with this party's own certificate first. Its subject alternative name carries the
     identity that the contract gives this party. The path is relative to this settings file, like
     the next two."""
 
-    private_key: Path
+    private_key: Annotated[Path, Mark.PATH]
     """PEM file with the certificate's key, without a password; mode 0600 or stricter."""
 
-    authority: Path
+    authority: Annotated[Path, Mark.PATH]
     """PEM file with the certificates of the authorities that may have signed the peer's
     certificate."""
 
@@ -92,16 +99,16 @@ class PartySettings(Section):
     data: DataSettings
     """This party's file and columns."""
 
-    security: SecuritySettings
+    security: Annotated[SecuritySettings, Mark.MAY_CHANGE]
     """Protection of the connection."""
 
     optimizer: OptimizerSettings
     """Optimizer of this party's half of the network."""
 
-    device: Device = "auto"
+    device: Annotated[Device, Mark.MAY_CHANGE] = "auto"
     """``auto`` (the first GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``."""
 
-    initial_weights: str | None = Field(default=None, min_length=1)
+    initial_weights: Annotated[str | None, Mark.PATH] = Field(default=None, min_length=1)
     """Folder with the model to start from: this party's ``checkpoint`` in an earlier run, such as
     ``runs/monday/active/checkpoint``. Relative to this settings file; ``~`` and ``${NAME}`` are
     replaced. The vocabularies and scaling that were fitted in that run are reused. The optimizer
@@ -110,7 +117,7 @@ class PartySettings(Section):
     model_seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the initial weights and of dropout. It has no influence on batches or noise."""
 
-    torch_threads: int | None = Field(default=None, ge=1, le=1024)
+    torch_threads: Annotated[int | None, Mark.MAY_CHANGE] = Field(default=None, ge=1, le=1024)
     """Number of cores that this party computes on; by default all that the process may use."""
 
     autocast: Literal["bfloat16"] | None = None
@@ -122,38 +129,40 @@ class PartySettings(Section):
     """Whether torch compiles how this party's model computes training batches. The first batch then
     takes seconds to minutes; needs a C++ compiler, or for a GPU Triton and a C compiler."""
 
-    deterministic: bool = True
+    deterministic: Annotated[bool, Mark.MAY_CHANGE] = True
     """Whether a GPU computes with those algorithms alone that give the same bits each time, which a
     run that is resumed needs. ``false`` may be faster, and allows operations of a model of your own
     that have no such algorithm; a run that stops then mostly cannot be resumed, because what comes
     again would differ, which is refused. A CPU always repeats its bits."""
 
-    alignment_attempts: int = Field(default=ALIGNMENT_ATTEMPTS, ge=1, le=1000)
+    alignment_attempts: Annotated[int, Mark.MAY_CHANGE] = Field(
+        default=ALIGNMENT_ATTEMPTS, ge=1, le=1000
+    )
     """Number of ids that the other party may try before a run has finished, in multiples of
     ``contract.alignment.max_set_size``, over all exchanges of ids and all restarts: a peer that
     aborts exchanges could try other ids each time. It also bounds the number of exchanges, at ten
     per attempt."""
 
-    reconnect: ReconnectSettings = ReconnectSettings()
+    reconnect: Annotated[ReconnectSettings, Mark.MAY_CHANGE] = ReconnectSettings()
     """Waiting times for a silent or absent peer."""
 
-    transcript: bool = True
+    transcript: Annotated[bool, Mark.MAY_CHANGE] = True
     """Whether to record what crosses the wire: kind, step, size and digest of every message."""
 
-    status: Address | None = None
+    status: Annotated[Address | None, Mark.MAY_CHANGE] = None
     """Address of an HTTP endpoint for those who operate this party, such as ``127.0.0.1:9464``:
     ``/healthz``, ``/readyz`` and ``/metrics`` for Prometheus. By default there is none. It has
     neither password nor encryption, so that an address other than one on loopback needs a firewall.
     On loopback, a request's header ``Host`` has to be ``localhost``, an IP address, or this host.
     """
 
-    log_format: LogFormat = "text"
+    log_format: Annotated[LogFormat, Mark.MAY_CHANGE] = "text"
     """``json``: each line of the log is a JSON object with date, level, run and message."""
 
-    runs_dir: Path = Path("runs")
+    runs_dir: Annotated[Path, Mark.MAY_CHANGE] = Path("runs")
     """Folder of all runs, relative to the folder in which the command is started."""
 
-    insecure_nonce_seed: int | None = Field(default=None, ge=0)
+    insecure_nonce_seed: Annotated[int | None, Mark.HIDDEN] = Field(default=None, ge=0)
     """For tests only: makes this party's share of the joint seed predictable."""
 
     base_dir: Path = Field(default=Path(), exclude=True)

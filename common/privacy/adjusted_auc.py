@@ -65,7 +65,7 @@ class Placements(NamedTuple):
 
     @property
     def auc(self) -> float:
-        return float(self.weights[0] @ self.positives)
+        return min(1.0, float(self.weights[0] @ self.positives))  # rounding may exceed 1
 
     @property
     def variance(self) -> float:

@@ -260,7 +260,8 @@ def _by_average_ranks(values: Tensor, positive: Tensor, chosen: Tensor | None) -
     below = (up_to_here - negative.long()).gather(1, first)
     below_or_tied = up_to_here.gather(1, last)
     twice = ((below + below_or_tied) * positive).sum(dim=1)
-    return twice.double() / (2.0 * positive.sum(dim=1) * negative.sum(dim=1))
+    # A float among these integers would make them a float32.
+    return twice.double() / (2 * positive.sum(dim=1) * negative.sum(dim=1)).double()
 
 
 def _refuse_nan(scores: Tensor) -> None:

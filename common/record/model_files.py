@@ -36,6 +36,7 @@ from splitveil.common.record.run_folder import (
 )
 from splitveil.common.run.contract import Contract, first_difference
 from splitveil.common.run.messages import ModelIdentity
+from splitveil.common.run.state_bytes import is_finite, plain_tensors
 from splitveil.common.settings import validate
 from splitveil.common.text.files import check_regular, read_bytes
 from splitveil.common.text.yaml_text import RESOLVED, read_yaml_file
@@ -66,8 +67,8 @@ def save_tensors(
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
     path = checkpoint_folder(folder) / file_name
-    plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    write_bytes_atomically(path, save(plain, None if metadata is None else dict(metadata)))
+    said = None if metadata is None else dict(metadata)
+    write_bytes_atomically(path, save(plain_tensors(tensors), said))
     return path
 
 
@@ -225,10 +226,7 @@ def _metadata(path: Path) -> dict[str, str]:
 def _first_not_finite(path: Path) -> str | None:
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 - it is not a mapping
-            tensor = file.get_tensor(name)
-            if tensor.dtype.itemsize == 1:
-                tensor = tensor.float()  # torch cannot check smaller types for NaN
-            if not tensor.isfinite().all():
+            if not is_finite(file.get_tensor(name)):
                 return str(name)
     return None
 

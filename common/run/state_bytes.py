@@ -7,7 +7,7 @@ make the length of the whole depend on labels.
 
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from safetensors import SafetensorError
@@ -28,7 +28,6 @@ def state_to_bytes(state: State) -> bytes:
 def state_to_parts(state: State) -> tuple[bytes, bytes]:
     """Return the two parts of a state's bytes, so that large tensors are copied only once."""
     tensors: dict[str, Tensor] = {}
-    storages: set[int] = set()
 
     def plain(value: object, path: str) -> object:
         match value:
@@ -37,13 +36,7 @@ def state_to_parts(state: State) -> tuple[bytes, bytes]:
             case float():
                 return {"float": _FLOAT.pack(value).hex()}
             case Tensor():
-                name = f"{len(tensors)}{path}"
-                # Copied where safetensors refuses two tensors with the same memory.
-                storage = value.untyped_storage().data_ptr()
-                values = value.detach().resolve_conj().resolve_neg()
-                copied = values.to("cpu", copy=storage in storages)
-                tensors[name] = copied.contiguous()
-                storages.add(storage)
+                tensors[name := f"{len(tensors)}{path}"] = value
                 return {"tensor": name}
             case bytes():
                 return {"bytes": value.hex()}
@@ -59,7 +52,25 @@ def state_to_parts(state: State) -> tuple[bytes, bytes]:
         raise TypeError(f"a state cannot hold a {type(value).__name__}, as there is in {path[1:]}")
 
     text = json.dumps(plain(state, "")).encode()
-    return _LENGTH.pack(len(text)) + text, save(tensors)
+    return _LENGTH.pack(len(text)) + text, save(plain_tensors(tensors))
+
+
+def plain_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors as safetensors takes them: on the CPU, contiguous, sharing no memory."""
+    found: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, value in tensors.items():
+        storage = value.untyped_storage().data_ptr()
+        values = value.detach().resolve_conj().resolve_neg()
+        found[name] = values.to("cpu", copy=storage in storages).contiguous()
+        storages.add(storage)
+    return found
+
+
+def is_finite(tensor: Tensor) -> bool:
+    if tensor.dtype.itemsize == 1:
+        tensor = tensor.float()  # torch cannot check smaller types for NaN
+    return bool(tensor.isfinite().all())
 
 
 def state_from_bytes(content: bytes) -> State:

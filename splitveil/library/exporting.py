@@ -20,7 +20,6 @@ from splitveil.passive_party.settings import PassiveSettings
 
 _KINDS = {"kind", "name", "mode"}
 """Settings that choose a section's class: they are written even where they are the default."""
-_SEEDS = {"insecure_nonce_seed", "insecure_noise_seed"}
 
 
 def write_settings_of(
@@ -85,8 +84,9 @@ def _party(settings: PartySettings, base_dir: Path, *, seeds: bool) -> Any:
     if adversary := chosen.get("adversary"):
         adversary.pop("labels", None)  # they stay with the label owner
     if not seeds:
-        _without(chosen, _SEEDS)
-    return with_paths_from(base_dir.absolute(), chosen)
+        chosen.pop("insecure_nonce_seed", None)
+        chosen.get("defense", {}).pop("insecure_noise_seed", None)
+    return with_paths_from(base_dir.absolute(), type(settings), chosen)
 
 
 def _chosen(full: dict[str, Any], section: Any) -> dict[str, Any]:
@@ -99,11 +99,3 @@ def _reduced(full: dict[str, Any], short: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in full.items()
         if name in short or (name in _KINDS and value is not None)
     }
-
-
-def _without(values: dict[str, Any], names: set[str]) -> None:
-    for name in names & values.keys():
-        del values[name]
-    for inner in values.values():
-        if isinstance(inner, dict):
-            _without(inner, names)

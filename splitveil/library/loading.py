@@ -25,7 +25,7 @@ from splitveil.common.data.table_paths import find_files, table_path_of
 from splitveil.common.errors import DataError, SettingsError, SplitveilError
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.run.contract import ACTIVE, Contract
-from splitveil.common.settings import Section
+from splitveil.common.settings import Mark, Section, change_at, marked
 from splitveil.common.text.wording import suggest
 from splitveil.deploy.demo import EXAMPLES, names_of_examples
 from splitveil.deploy.overrides import Overrides, party_kinds
@@ -38,11 +38,6 @@ _SECTIONS: dict[str, type[Section]] = {
     "active": ActiveSettings,
     "passive": PassiveSettings,
     "contract": Contract,
-}
-_PATHS = {
-    *("path", "table", "cache_dir", "uri_file", "snapshot_dir", "initial_weights", "tokenizer"),
-    *("earlier_ledgers", "earlier", "noise_key_path", "allowed_ids", "clients", "token_file"),
-    *("certificate", "private_key", "authority", "proxy_credentials", "weights"),
 }
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -108,29 +103,30 @@ def naming_parties(source: Path) -> Iterator[None]:
         raise
 
 
-def with_paths_from(folder: Path, value: Any, name: str = "") -> Any:
-    """Return settings whose paths are absolute: those in ``folder`` that are there."""
-    if isinstance(value, Mapping):
-        is_of_modules = name == "weights"  # paths by the name of a module
-        return {
-            one: with_paths_from(folder, inner, name if is_of_modules else str(one))
-            for one, inner in value.items()
-        }
-    if name in _PATHS and isinstance(value, list | tuple):
-        return [with_paths_from(folder, one, name) for one in value]
-    if name in _PATHS and isinstance(value, str | Path):
+def with_paths_from(folder: Path, section: type[Section], values: Any) -> Any:
+    """Return plain settings of a section with absolute paths, where they exist in ``folder``."""
+
+    def absolute(value: Any) -> Any:
+        if not isinstance(value, str | Path):
+            return value
         whole = os.path.normpath(folder / value)
         return not_expanded(whole) if os.path.exists(whole) else value  # noqa: PTH110
-    return value
+
+    def of_library(value: Any) -> Any:
+        return absolute(value) if "/" in str(value) else value
+
+    found = change_at(marked(section, Mark.PATH), values, absolute)
+    return change_at(marked(section, Mark.LIBRARY), found, of_library)
 
 
 def from_here(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Let paths begin in the current folder, and not in that of files written for tables."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
-        parts = name.split(".")
-        nested = with_paths_from(Path.cwd(), reduce(lambda v, part: {part: v}, parts[::-1], value))
-        found[name] = reduce(getitem, parts, nested)
+        party, *parts = name.split(".")
+        nested = reduce(lambda v, part: {part: v}, parts[::-1], value)
+        section = _SECTIONS.get(party, PassiveSettings)
+        found[name] = reduce(getitem, parts, with_paths_from(Path.cwd(), section, nested))
     return found
 
 

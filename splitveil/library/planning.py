@@ -49,7 +49,9 @@ class RunPlan:
 
     def __str__(self) -> str:
         printed = io.StringIO()
-        show(self.figures, Console(file=printed, width=_COLUMNS, highlight=False))
+        # In a notebook, rich would display what it is asked to print into a file.
+        console = Console(file=printed, width=_COLUMNS, highlight=False, force_jupyter=False)
+        show(self.figures, console)
         return printed.getvalue()
 
     __repr__ = __str__

@@ -105,7 +105,8 @@ class _Passive:
         self._folder = _folder_with_settings(settings, run_folder / settings.folder_name())
         data = PartyData.of(settings)
         observer = _Recorder(settings, self._folder, data.ids, evaluation_labels(settings))
-        observer.console = Console(file=io.StringIO())  # the active party's bar shows every step
+        # The active party's bar shows every step, in a notebook, too.
+        observer.console = Console(file=io.StringIO(), force_jupyter=False)
         self.recorder = resources.enter_context(observer)
         engine = clear_engine(settings.contract.alignment)
         self.run: PassiveRun

@@ -29,6 +29,7 @@ from splitveil.common.party import command_line
 from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.record.metrics_log import chart_outcome
 from splitveil.common.record.run_folder import claimed, has_finished, move_aside
+from splitveil.common.record.run_record import METRICS
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.imports import HANDED_OVER
 from splitveil.deploy.overrides import Overrides
@@ -177,8 +178,9 @@ def _run(job: Job, on_epoch: Callable[[], object]) -> bool:
             with _as_in_a_process_of_its_own(settings.active), suppress(EndedForGood):
                 run_recorded(settings, folder, on_epoch)
         finally:
-            run = Run(folder)
-            if run.test_auc is not None:
+            # An early error leaves no figures, and has to come out as itself.
+            is_there = (folder / ACTIVE / METRICS).exists()
+            if is_there and (run := Run(folder)).test_auc is not None:
                 chart_outcome(folder / "hparams", _charted(settings), run.overview())
     return True
 

@@ -251,11 +251,15 @@ def test_a_charge_that_says_too_little_is_refused(arguments: Any, message: str) 
         Ledger(3).charge(*words, **named)
 
 
-def test_a_plan_has_a_frame_and_prints_itself() -> None:
+def test_a_plan_has_a_frame_and_prints_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     found = plan("breast_cancer", defense="projected_labels", settings={"contract.epochs": 7})
     rows = np.array(found.frame())
     assert rows.shape[0] == 2
-    assert "7" in str(found)
+    printed = str(found)
+    assert "7" in printed
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert str(found) == printed  # in a notebook rich would display it instead
+    monkeypatch.undo()
     assert found.to_json()["data"]["epochs"] == 7
     bounds = [one["bound_anybody"] for one in found.to_json()["answers"]]
     assert bounds == pytest.approx([0.6, 0.6])

@@ -5,9 +5,11 @@ import os
 import re
 import shutil
 import signal
+import sqlite3
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -44,9 +46,10 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.deploy.demo import EXAMPLES
-from splitveil.library.loading import source_of
+from splitveil.library.loading import from_here, source_of
 from splitveil.library.own_data import write_settings
 from splitveil.library.runs import Kind
+from splitveil.passive_party.settings import PassiveSettings
 from tests.support.equality import assert_same_weights
 from tests.support.programs import run_program
 from tests.support.runs import write_example
@@ -765,6 +768,61 @@ def test_paths_of_an_exported_run_are_absolute(tmp_path: Path) -> None:
     assert found[1]["answers"]["allowed_ids"] == str(tmp_path / "ids.txt")
 
 
+def test_a_database_of_an_exported_run_is_found_again(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "features.sqlite")) as database, database:
+        database.execute("CREATE TABLE t (id TEXT, x REAL)")
+        rows = [(f"person-{i:05d}", float(i % 7)) for i in range(400)]
+        database.executemany("INSERT INTO t VALUES (?, ?)", rows)
+    (tmp_path / "sqlite").mkdir()  # not the driver
+    source = {
+        "kind": "sql",
+        "driver": "sqlite",
+        "uri": "features.sqlite",
+        "query": "SELECT * FROM t",
+    }
+    own = {"passive.data": {"source": source, "id_column": "id", "features": {"numeric": ["x"]}}}
+    (run,) = simulate(tmp_path, attacks=[], settings=SHORT | own)
+    folder = run.export_settings(tmp_path / "out" / "in")
+    found = yaml.safe_load((folder / "passive.yaml").read_text())["data"]["source"]
+    assert (found["driver"], found["uri"]) == ("sqlite", str(tmp_path / "features.sqlite"))
+    PartyData.of(load_party_settings(PassiveSettings, folder / "passive.yaml"))
+
+
+def test_paths_begin_in_the_current_folder_and_arguments_stay_what_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.sqlite", "driver.so", "tokens.json", "weights"):
+        Path(name).touch()
+    here = str(tmp_path)
+    own = {
+        "kind": "custom",
+        "module": "m:Net",
+        "arguments": {"path": "weights", "table": "weights"},
+    }
+    given: dict[str, Any] = {
+        "passive.data.source": {"kind": "sql", "driver": "./driver.so", "uri": "a.sqlite"},
+        "passive_b.bottom_model": own | {"weights": {"": "weights"}},
+        "passive_c.bottom_model.weights": "weights",
+        "passive.data.features.sequences": {"path": {"tokenizer": "tokens.json"}},
+        "active.data.features": {"numeric": ["weights"], "sequences": {"table": {}}},
+        "active.defense": {"name": "custom", "arguments": {"earlier": ["weights"]}},
+        "contract.run_name": "weights",
+    }
+    expected: dict[str, Any] = given | {
+        "passive.data.source": {
+            "kind": "sql",
+            "driver": f"{here}/driver.so",
+            "uri": f"{here}/a.sqlite",
+        },
+        "passive_b.bottom_model": own | {"weights": {"": f"{here}/weights"}},
+        "passive_c.bottom_model.weights": f"{here}/weights",
+        "passive.data.features.sequences": {"path": {"tokenizer": f"{here}/tokens.json"}},
+    }
+    assert from_here(given) == expected
+
+
 def test_a_folder_that_is_no_example_does_not_hide_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -848,6 +906,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "power_ratoi: unknown setting; did you mean 'defense.strength.power_ratio'?",
     ),
     "not a defense": ({"example": "breast_cancer", "defense": int}, "expected a subclass"),
+    "an attack that fails": (
+        {"example": "breast_cancer", "attacks": lambda gradients: gradients[:, 9_999]},
+        "fails on 8 rows: IndexError",
+    ),
+    "a device that is not there": (
+        {"example": "breast_cancer", "settings": {"active.device": "cuda:99"}},
+        "device: cuda:99 needs",
+    ),
 }
 
 

@@ -1,5 +1,7 @@
 """Models are built from settings alone, and the gradients at their layers can be watched."""
 
+import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from splitveil.common.models.factory import Trial, build_bottom_model, build_top
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.settings import ModelSettings, OptimizerSettings
 from splitveil.common.models.training_state import freeze
+from splitveil.common.record.model_files import EarlierModel, save_model
 from splitveil.common.settings import Section, validate
 from splitveil.passive_party.bottom_trainer import LayerTap, first_layer, named_layer
 
@@ -84,6 +87,51 @@ class Wrapped(nn.Linear):
 
 
 INSTANCE = nn.Linear(3, 5)
+
+
+class Bears(nn.Linear):
+    """A layer that also has a buffer."""
+
+    def __init__(self, shapes: FeatureShapes, kind: str = "") -> None:
+        super().__init__(shapes.numeric_dim or 5, 5 if shapes.numeric_dim else 1)
+        found = {
+            "a view": lambda: self.weight.detach()[:1],
+            "conjugated": lambda: torch.tensor([1 + 2j]).conj(),
+            "expanded": lambda: torch.ones(1).expand(3),
+            "sparse": lambda: torch.eye(3).to_sparse(),
+            "complex128": lambda: torch.ones(3, dtype=torch.complex128),
+            "mask": lambda: torch.full((3, 3), -torch.inf).triu(1),
+            "table": lambda: torch.arange(5.0),
+            "eye": lambda: torch.eye(5),
+        }.get(kind, lambda: None)()
+        self.register_buffer("held", found, persistent=kind != "table")
+        if kind == "tied":
+            self.again = nn.Linear(3, 5)
+            self.again.weight = self.weight
+        if kind == "extra state":
+            self.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
+                lambda _, state, prefix, __: state.update({f"{prefix}note": {}}) and None
+            )
+        if kind == "a lock":
+            self.lock = threading.Lock()
+        learned = torch.tensor([[0.5, -1.0, 2.0, 0.25, -3.0]])
+        with torch.no_grad():
+            if kind == "weight":
+                self.weight.copy_(learned)
+            if kind == "some of a weight":
+                self.weight[:, 2:].copy_(learned[:, 2:])
+            if kind == "zeros":
+                self.weight.zero_()
+        if kind == "buffer":
+            self.register_buffer("prior", learned)
+        if kind == "no buffer":
+            self.prior = learned
+
+
+def the_same(_shapes: FeatureShapes) -> nn.Module:
+    return INSTANCE
+
+
 LAZY = nn.LazyLinear(5)
 
 
@@ -493,6 +541,65 @@ def test_a_model_that_cannot_compute_no_rows_is_refused_where_ranks_may_have_non
     said = "batch of 0 rows in training: .*; with several processes, one may own no row of a batch"
     with pytest.raises(SettingsError, match=said):
         build_bottom_model(own, NUMBERS, (5,), seed=0, trial=Trial((8, 4, 0), cpu))
+
+
+@pytest.mark.parametrize("kind", ["tied", "a view", "conjugated", "table"])
+def test_what_shares_memory_comes_back_as_it_was_saved(kind: str, tmp_path: Path) -> None:
+    own = custom("Bears", kind=kind)
+    trial = Trial((8,), torch.device("cpu"))
+    saved = build_bottom_model(own, NUMBERS, (5,), seed=0, trial=trial)
+    path = save_model(tmp_path, saved, None)
+    loaded = build_bottom_model(own, NUMBERS, (5,), seed=1)
+    before = {name: value.clone() for name, value in loaded.state_dict().items()}
+    EarlierModel.open(path).put_into(loaded)
+    found = loaded.state_dict()
+    assert all(torch.equal(value, found[name]) for name, value in saved.state_dict().items())
+    assert not torch.equal(found["weight"], before["weight"])
+    if kind == "tied":
+        assert loaded.get_parameter("again.weight") is loaded.get_parameter("weight")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("expanded", "cannot be saved and loaded again: its state_dict: RuntimeError: .*held"),
+        ("sparse", "cannot be saved and loaded again: held: "),
+        ("complex128", "cannot be saved and loaded again: held: KeyError"),
+        ("extra state", "cannot be saved and loaded again: note: "),
+        ("mask", "held holds NaN or infinity, .* persistent=False$"),
+    ],
+)
+def test_a_model_that_could_not_be_used_once_trained_is_refused_before(
+    kind: str, said: str
+) -> None:
+    trial = Trial((8,), torch.device("cpu"))
+    with pytest.raises(SettingsError, match=f"^bottom_model: Bears:? {said}") as raised:
+        build_bottom_model(custom("Bears", kind=kind), NUMBERS, (5,), seed=0, trial=trial)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 400
+
+
+@pytest.mark.parametrize("kind", ["weight", "some of a weight", "buffer", "no buffer", "a lock"])
+def test_a_top_model_may_bring_no_weights_along(kind: str) -> None:
+    """They may have learned from true labels. What cannot be copied cannot be refitted."""
+    trial = Trial((8,), torch.device("cpu"))
+    name = "prior" if "buffer" in kind else "weight"
+    said = "cannot pickle" if kind == "a lock" else f"brings values of {name} along"
+    with pytest.raises(SettingsError, match=f"^top_model: Bears .*?{said}"):
+        build_top_model(custom("Bears", kind=kind), (5,), None, seed=0, trial=trial)
+
+
+@pytest.mark.parametrize("kind", ["", "zeros", "eye", "table", "a view"])
+def test_a_top_model_may_begin_with_constants(kind: str) -> None:
+    trial = Trial((8,), torch.device("cpu"))
+    build_top_model(custom("Bears", kind=kind), (5,), None, seed=0, trial=trial)
+
+
+def test_code_that_hands_out_one_module_for_all_runs_is_refused() -> None:
+    trial = Trial((8,), torch.device("cpu"))
+    with pytest.raises(SettingsError, match="the same weight whenever it is built"):
+        build_bottom_model(custom("the_same"), NUMBERS, (5,), seed=0, trial=trial)
+    build_bottom_model(custom("INSTANCE"), NUMBERS, (5,), seed=0, trial=trial)  # is copied
 
 
 def test_class_names_have_one_form() -> None:

@@ -1,15 +1,21 @@
 """Misspelt and misplaced settings are answered with the name, and the section, that was meant."""
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.party.command_line import save_resolved, takes_up
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.settings import closest_setting
+from splitveil.common.run.contract import Contract
+from splitveil.common.settings import Mark, Section, closest_setting, marked
 from splitveil.deploy.overrides import refuse_unknown_settings
+from splitveil.passive_party.settings import PassiveSettings
 from tests.support.runs import ACTIVE, CONTRACT, write_yaml
 
 
@@ -30,6 +36,71 @@ from tests.support.runs import ACTIVE, CONTRACT, write_yaml
 )
 def test_the_closest_setting_is_found_in_any_section(where: list[str], meant: str | None) -> None:
     assert closest_setting(ActiveSettings, where) == meant
+
+
+NOT_BESIDE_THE_SETTINGS = {"runs_dir", "base_dir"}
+"""Paths that begin in the folder in which a command is started, or are no setting."""
+
+
+@pytest.mark.parametrize("kind", [ActiveSettings, PassiveSettings, Contract])
+def test_every_setting_that_names_a_file_is_marked(kind: type[Section]) -> None:
+    """By its type, or by what its text says of it: the next one cannot be forgotten."""
+    sections, found = [kind], set[str]()
+    for section in sections:  # grows
+        for name, field in section.model_fields.items():
+            inner = set(_classes(field.annotation))
+            sections += [one for one in inner if issubclass(one, Section) and one not in sections]
+            text = " ".join((field.description or "").split())
+            is_said = re.search(r"[Rr]elative to (this|the) settings file|written like", text)
+            is_beside = is_said and "query of" not in text and "Paths in a" not in text
+            if (Path in inner or is_beside) and name not in NOT_BESIDE_THE_SETTINGS:
+                found.add(name)
+                assert {Mark.PATH, Mark.LIBRARY} & {*field.metadata}, (section, name)
+    if kind is not Contract:
+        assert found >= {"path", "uri", "certificate", "tokenizer", "weights", "initial_weights"}
+
+
+def _classes(annotation: Any) -> Iterator[type]:
+    if isinstance(annotation, type):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _classes(inner)
+
+
+def test_marks_hold_at_their_own_place_only() -> None:
+    active, passive = (
+        {".".join(place) for place in marked(kind, Mark.MAY_CHANGE)}
+        for kind in (ActiveSettings, PassiveSettings)
+    )
+    assert {"status", "log_format", "run_budget"} <= active
+    assert {"status", "log_format", "proxy_credentials"} <= passive
+    assert not any("." in name for name in active | passive)
+    hidden = {".".join(place) for place in marked(ActiveSettings, Mark.HIDDEN)}
+    assert {"insecure_nonce_seed", "defense.insecure_noise_seed", "data.source.uri"} <= hidden
+    assert "uri" not in hidden
+
+
+def test_a_changed_argument_is_shown_whatever_its_name(label_owner: Path) -> None:
+    """And a seed is not: noise or batches follow from it."""
+    own = {"kind": "custom", "module": "mine:Net", "arguments": {"uri": 1, "device": "a"}}
+    same = [f"top_model={own}", "defense={name: iso}"]
+    before = load_party_settings(ActiveSettings, label_owner, same)
+    run = label_owner.parent / "run"
+    run.mkdir()
+    save_resolved(before, run)
+    (run / "summary.json").write_text("{}")
+    changed = ["top_model.arguments.uri=2", "top_model.arguments.device=b", "device=cpu"]
+    seeds = ["defense.insecure_noise_seed=5", "insecure_nonce_seed=6"]
+    now = load_party_settings(ActiveSettings, label_owner, [*same, *changed, *seeds])
+    with pytest.raises(SettingsError) as refused:
+        takes_up(now, fresh=False, folder=run)
+    found = str(refused.value).partition("other settings: ")[2].partition(". Expected")[0]
+    assert set(found.split("; ")) == {
+        'top_model.arguments.device: "b" now, "a" then',
+        "top_model.arguments.uri: 2 now, 1 then",
+        "defense.insecure_noise_seed",
+        "insecure_nonce_seed",
+    }
 
 
 def test_the_launcher_names_the_party_too() -> None:

@@ -24,7 +24,6 @@ from splitveil.common.errors import (
     SettingsError,
     SplitveilError,
 )
-from splitveil.common.party.command_line import MAY_CHANGE
 from splitveil.common.party.endpoint import (
     REQUESTS_AT_ONCE,
     StatusEndpoint,
@@ -38,7 +37,6 @@ from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import Batch
 from splitveil.common.run.phases import Phase
 from splitveil.passive_party.connecting import noting_attempts
-from splitveil.passive_party.settings import PassiveSettings
 from tests.support.commands import exit_code_of
 from tests.support.endpoints import (
     Watched,
@@ -342,11 +340,6 @@ def test_what_is_not_known_yet_is_no_figure(example: Path) -> None:
     status = ActiveStatus(load_party_settings(ActiveSettings, example / "active.yaml"))
     for name in ("ledger_epsilon", "train_loss", "last_checkpoint_timestamp_seconds"):
         assert math.isnan(value_of(status, f"splitveil_{name}"))
-
-
-def test_the_settings_that_may_change_within_a_run_exist() -> None:
-    fields = set(PassiveSettings.model_fields) | set(ActiveSettings.model_fields)
-    assert {"status", "log_format"} <= MAY_CHANGE <= fields
 
 
 def test_steps_are_timed_from_end_to_end() -> None:

@@ -1,12 +1,25 @@
 """The leak AUC against scikit-learn and against figures known in advance."""
 
+from fractions import Fraction
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from sklearn.metrics import roc_auc_score
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import average_precision_score, roc_auc_score
 
-from splitveil.common.privacy.leakage import OneClass, areas, auc, leak_auc
+from splitveil.active_party.training.predictions import average_precision
+from splitveil.common.privacy.adjusted_auc import placements
+from splitveil.common.privacy.leakage import (
+    OneClass,
+    areas,
+    auc,
+    leak_auc,
+    leak_auc_interval,
+    pair_aucs,
+)
 
 
 def _scores_and_labels(
@@ -42,6 +55,53 @@ def test_many_aucs_at_once_equal_scikit_learns(num_examples: int) -> None:
     assert bool(areas(*tensors, of_one_class).isnan().all())
 
 
+def _exact_auc(scores: npt.NDArray[np.int64], positive: npt.NDArray[np.bool_]) -> float:
+    """Count pairs in Python's integers, which round nothing."""
+    most = int(scores.max()) + 1
+    positives, negatives = (
+        np.bincount(scores[rows], minlength=most).tolist() for rows in (positive, ~positive)
+    )
+    twice = below = 0
+    for own, others in zip(positives, negatives, strict=True):
+        twice, below = twice + own * (2 * below + others), below + others
+    return float(Fraction(twice, 2 * sum(positives) * below))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_positives=st.integers(1, 40_000),
+    num_negatives=st.integers(1, 40_000),
+    levels=st.integers(1, 50),
+    is_told=st.booleans(),
+)
+def test_areas_of_many_tied_rows_are_exact(
+    num_positives: int, num_negatives: int, levels: int, is_told: bool
+) -> None:
+    """Above 2^24 pairs, where a float32 no longer holds every integer."""
+    positive = np.arange(num_positives + num_negatives) < num_positives
+    drawn = np.random.default_rng(num_positives).integers(levels, size=len(positive))
+    scores = positive.astype(np.int64) if is_told else drawn
+    expected = _exact_auc(scores, positive)
+    values, labels = scores.astype(np.float64), torch.from_numpy(positive)
+    both = torch.from_numpy(np.stack([values, values]))
+    chosen = torch.ones(both.shape, dtype=torch.bool)
+    assert auc(values, positive) == expected
+    assert areas(both, labels).tolist() == areas(both, labels, chosen).tolist() == [expected] * 2
+    pairs = pair_aucs(values, positive.astype(np.int64), 2).pairs
+    assert pairs[1, 0] == pytest.approx(expected, abs=1e-15)
+    assert placements(values, positive).auc == pytest.approx(expected, abs=1e-12)
+    assert 0.0 <= placements(values, positive).auc <= 1.0
+    precision = average_precision(torch.from_numpy(values), labels)
+    assert precision == pytest.approx(average_precision_score(positive, values), abs=1e-12)
+    assert 0.0 <= precision <= 1.0
+
+
+def test_perfect_scores_of_many_rows_have_an_area_of_one() -> None:
+    positive = np.arange(39_333) < 9_000
+    interval = leak_auc_interval(positive.astype(np.float64), positive, np.random.default_rng(0))
+    assert interval == (1.0, 1.0, 1.0)
+
+
 def test_neighbouring_numbers_and_both_zeros_keep_their_order() -> None:
     """Scores of two classes that differ in their last bit, in either direction, or not at all."""
     generator = np.random.default_rng(7)
@@ -54,7 +114,7 @@ def test_neighbouring_numbers_and_both_zeros_keep_their_order() -> None:
 
 
 def test_aucs_on_a_gpu_are_those_on_the_cpu(gpu: torch.device) -> None:
-    scores, labels = map(torch.from_numpy, _scores_and_labels(9, 5000, 0.2, 1))
+    scores, labels = map(torch.from_numpy, _scores_and_labels(9, 50_000, 0.2, 1))
     on_gpu = areas(scores[None].to(gpu), labels.to(gpu) == 1)
     assert on_gpu.device.type == "cuda"
     assert torch.equal(on_gpu.cpu(), areas(scores[None], labels == 1))

@@ -14,13 +14,17 @@ nothing. Rows, weights and noise are seeded.
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 from scipy.optimize import brentq
 from scipy.stats import norm as normal
+from torch import nn
 
+from splitveil import SettingsError, simulate
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import ATTACKS, FINAL_ATTACKS, RUN_ATTACKS, AttackName
 from splitveil.common.privacy.figures import RunFigures
@@ -347,3 +351,47 @@ def test_persistent_noise_holds_against_a_peer_who_knows_the_predictions() -> No
     assert estimates[PERSISTENT_MARVELL] == pytest.approx(of_one_number(2))
     assert found[PERSISTENT_MARVELL] <= estimates[PERSISTENT_MARVELL]
     assert found[FRESH_MARVELL] > estimates[FRESH_MARVELL]
+
+
+NOISE = torch.randn(400, 16, generator=torch.Generator().manual_seed(0))
+LABELS = torch.arange(400) % 2
+FIXED = nn.Sequential(nn.Linear(16, 64, bias=False), nn.ReLU())
+FIXED.get_parameter("0.weight").data.normal_(generator=torch.Generator().manual_seed(1))
+
+
+class LearnedBefore(nn.Linear):
+    """A top model with weights that were fitted to the true labels of the same rows."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 1)
+        rows = FIXED((NOISE - NOISE.mean(0)) / NOISE.std(0)).detach()
+        rows = torch.cat([rows, torch.ones(len(rows), 1)], dim=1)
+        fitted = torch.linalg.lstsq(rows, (1.0 - 2.0 * LABELS)[:, None]).solution[:, 0]
+        self.weight.data.copy_(20 * fitted[:-1])
+        self.bias.data.fill_(20 * float(fitted[-1]))
+
+
+def test_a_top_model_that_learned_from_true_labels_would_pass_the_bound_and_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The features are noise: what attacks find is what gradients reveal."""
+    chosen = {
+        "contract.epochs": 3,
+        "contract.cut_shape": [64],
+        "active.top_model": LearnedBefore,
+        "passive.bottom_model": FIXED,
+        "passive.optimizer.learning_rate": 1e-9,
+        "passive.adversary": None,
+        "active.leak_monitor.attacks": ["accumulated_spectral"],
+    }
+    tables: dict[str, Any] = {"active": {"label": LABELS.numpy()}, "passive": NOISE.numpy()}
+    defended = partial(
+        simulate, **tables, defense="projected_labels:leak_auc=0.6", settings=chosen, threads=1
+    )
+    with pytest.raises(SettingsError, match="top_model: LearnedBefore brings values of weight"):
+        defended()
+    monkeypatch.setattr("splitveil.common.models.factory._check_drawn", lambda *_: None)
+    (run,) = defended()
+    (low,) = (row["low"] for row in run.rows("attacks") if row["over"] == "run")
+    assert isinstance(low, float)
+    assert low > run.bounds["anybody"] == pytest.approx(0.6)

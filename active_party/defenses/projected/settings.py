@@ -46,7 +46,7 @@ from splitveil.active_party.defenses.projected.stages import (
 )
 from splitveil.active_party.defenses.section import Coverage, SeededDefense, Traits
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.settings import Section, kind_by_key
+from splitveil.common.settings import Mark, Section, kind_by_key
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
 MIB = 2**20
@@ -137,7 +137,7 @@ class ProjectedLabelsDefense(SeededDefense):
     then share one bound, and one account over all runs that name it. ``null`` if each row has a
     person of its own."""
 
-    earlier: tuple[str, ...] = Field(default=(), max_length=1000)
+    earlier: Annotated[tuple[str, ...], Mark.PATH] = Field(default=(), max_length=1000)
     """Folders of earlier runs with this defense: the active party's ``checkpoint`` folder of each,
     written like ``initial_weights``. Rows whose id was in one of them keep the targets that they
     had at its end, and are charged nothing; only labels of new rows are summed. A run on just the

@@ -3,29 +3,68 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from splitveil.active_party.ledger.account_book import LEDGER
+from splitveil.active_party.ledger.account_book import SETTING as LEDGERS
 from splitveil.active_party.ledger.label_signals import LabelUses
-from splitveil.active_party.ledger.stored_labels import SETTING, ReleasedTargets, read_targets
+from splitveil.active_party.ledger.stored_labels import (
+    SETTING,
+    TARGETS,
+    ReleasedTargets,
+    read_targets,
+)
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.ids import read_subjects
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData, open_earlier_model
-from splitveil.common.record.model_files import SETTING as WEIGHTS
-from splitveil.common.record.model_files import EarlierModel, is_label_free
+from splitveil.common.record.model_files import SETTING as INITIAL
+from splitveil.common.record.model_files import (
+    WEIGHTS,
+    EarlierModel,
+    has_known_noise,
+    is_label_free,
+)
 from splitveil.common.run.id_rules import rules_as_bytes
+
+HAS_KNOWN_NOISE = (
+    "whoever knows the insecure_noise_seed of that run subtracts its noise, and what it was charged "
+    "bounds nothing"
+)
 
 
 def label_uses_of(settings: ActiveSettings) -> LabelUses:
-    """Return where labels are used besides the answers, in the model to start from as well."""
+    """Return where labels are used besides the answers, in the model to start from as well.
+
+    Raises SettingsError if a named file of an earlier run cannot be taken over.
+    """
     uses = settings.label_uses()
+    _refuse_known_noise(settings)
     if settings.initial_weights is None:
         return uses
-    folder = expand_path(WEIGHTS, settings.initial_weights, settings.base_dir)
+    folder = expand_path(INITIAL, settings.initial_weights, settings.base_dir)
     is_free = is_label_free(folder)
     return uses._replace(
         begins_with_labels=not is_free,
         begins_with_releases=is_free and not settings.counts_run_in(folder),
     )
+
+
+def _refuse_known_noise(settings: ActiveSettings) -> None:
+    """Check that no named file was made with noise of a known seed, unless this run's is too."""
+    if settings.defense.noise_seed is not None:
+        return
+    named = [(SETTING, one, TARGETS) for one in settings.defense.traits.earlier_targets]
+    named += [(LEDGERS, one, LEDGER) for one in settings.earlier_ledgers or ()]
+    if settings.initial_weights is not None:
+        named.append((INITIAL, settings.initial_weights, WEIGHTS))
+    for setting, text, file in named:
+        folder = expand_path(setting, text, settings.base_dir)
+        # A model that has learned from true labels leaves no bound for anybody, whatever its noise.
+        if has_known_noise(folder / file) and (file != WEIGHTS or is_label_free(folder)):
+            raise SettingsError(
+                f"{setting}: {folder / file}: {HAS_KNOWN_NOISE}: expected what a run without "
+                f"insecure_noise_seed has left"
+            )
 
 
 def subjects_of(settings: ActiveSettings, data: PartyData) -> NDArray[np.object_] | None:

@@ -41,6 +41,7 @@ from splitveil.common.models.settings import OptimizerSettings
 from splitveil.common.party import command_line
 from splitveil.common.record.model_files import (
     ALONE,
+    KNOWN_NOISE,
     REFITTED,
     RELEASED_LABELS,
     TRUE_LABELS,
@@ -135,11 +136,11 @@ def save_results(
     if trainer is None:
         return None
     learned_from = RELEASED_LABELS if builder.is_label_free else TRUE_LABELS
-    result_of = _identity(settings, session)
-    saved = save_model(folder, trainer.model, builder.encoder, learned_from | result_of)
+    result_of, noise = _identity(settings, session), _noise(settings)
+    saved = save_model(folder, trainer.model, builder.encoder, learned_from | result_of | noise)
     with session.lifecycle.stages:  # no handler that is still at work may charge meanwhile
         accounts = session.lifecycle.phase.account_book().state_dict()
-    save_tensors(folder, LEDGER, accounts)
+    save_tensors(folder, LEDGER, accounts, noise)
     logger.debug("model saved in %s", saved)
     predictions = session.lifecycle.answering.test_predictions
     if predictions is not None:
@@ -189,6 +190,10 @@ def _identity(settings: ActiveSettings, session: ActiveSession) -> dict[str, str
     return identity_metadata(model, settings.contract)
 
 
+def _noise(settings: ActiveSettings) -> dict[str, str]:
+    return {} if settings.defense.noise_seed is None else KNOWN_NOISE
+
+
 def _fitting(settings: ActiveSettings, optimizer: OptimizerSettings) -> Fitting:
     return Fitting(
         partial(build_optimizer, optimizer),
@@ -208,7 +213,7 @@ def _save_targets(
     of_training = staged.released_targets[torch.from_numpy(training.copy())].cpu()
     rules, bounds = rules_as_bytes(settings.contract.ids), settings.defense_context().label_bounds
     released = ReleasedTargets(names_of(ids), of_training, rules, bounds, staged.releases)
-    save_tensors(folder, TARGETS, released.state_dict())
+    save_tensors(folder, TARGETS, released.state_dict(), _noise(settings))
 
 
 def _refit(

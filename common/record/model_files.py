@@ -82,6 +82,9 @@ TRUE_LABELS = {"learned_from": "true labels"}  # metadata of weights that true l
 RELEASED_LABELS = {"learned_from": "released labels"}
 """Metadata of weights that only labels released by a defense have entered."""
 
+KNOWN_NOISE = {"noise": "insecure_noise_seed"}
+"""Metadata of what a run has left whose noise anybody can draw again who knows the seed."""
+
 _UNREADABLE = (
     *(SafetensorError, ValueError, LookupError, TypeError, AttributeError),
     *(RuntimeError, MemoryError),
@@ -190,6 +193,14 @@ def is_label_free(folder: Path) -> bool:
     with _reading(folder, WEIGHTS, SETTING):
         check_regular(folder / WEIGHTS)
         return _metadata(folder / WEIGHTS).items() >= RELEASED_LABELS.items()
+
+
+def has_known_noise(path: Path) -> bool:
+    """Return whether a run's file was made with noise of a known seed; not if it is unreadable."""
+    with suppress(OSError, *_UNREADABLE):
+        check_regular(path)
+        return _metadata(path).items() >= KNOWN_NOISE.items()
+    return False
 
 
 @contextmanager

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from splitveil.active_party.run.audit_service import MAX_LAYERS, AuditService
-from splitveil.common.errors import AuditRefused, OutOfStep, TooLarge
+from splitveil.common.errors import AuditRefused, OutOfStep, SettingsError, TooLarge
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import LABEL_FREE
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.sample_order import positions_digest
+from tests.support.peers import Lost, dying
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
 
 ROWS = 20_000
@@ -112,6 +114,44 @@ def test_answers_and_layers_outlive_a_killed_process(example: Path, tmp_path: Pa
         again.session.audit(replace(asked, scores=asked.scores.flip(0)))
     again.session.audit(question(again, "layer0", "spectral"))
     assert again.active.audits_answered == MAX_LAYERS + 1
+
+
+VOIDING = ("allow_audits=true", "leak_gate={max_leak_auc: 0.9, action: stop}")
+
+
+@pytest.mark.parametrize("setting", VOIDING)
+def test_what_voids_a_bound_cannot_be_switched_on_after_the_answers_that_have_it(
+    tmp_path: Path, setting: str
+) -> None:
+    """The accounts hold what each answer was charged, and nobody is charged for an audit."""
+    write_example(tmp_path)
+    both = [ALLOWED[0], EVERY_STEP]
+    noisy = "defense={name: noisy_label, mechanism: {kind: randomized_response, epsilon: 0.5}}"
+
+    def parties(name: str, *active: str) -> Parties:
+        runs = tmp_path / name
+        return build_parties(
+            tmp_path, [*both, noisy, f"runs_dir={runs}", *active], both, runs=runs
+        )
+
+    first = parties("off")
+    run_in_process(first)
+    bound = first.session.leak_bounds().guarantee.max
+    assert bound < 0.7
+    with pytest.raises(SettingsError, match="allow_audits, leak_gate: the run began with bounds"):
+        parties("off", setting).session.reopen()
+    again = parties("off", "run_budget={leak_auc: 0.8}")  # other limits may change
+    assert again.session.reopen()
+    assert again.session.leak_bounds().guarantee.max == bound
+
+    began_without = parties("on", setting)
+    with pytest.raises(Lost):
+        run_in_process(began_without, dying(7, after=True))
+    resumed = parties("on")
+    assert resumed.session.reopen()
+    run_in_process(resumed)
+    assert resumed.session.leak_bounds().guarantee.max == 1
+    assert resumed.session.lifecycle.answering.budget.peers is Adversary.HONEST_BUT_CURIOUS
 
 
 def test_an_answer_is_one_of_51_figures() -> None:

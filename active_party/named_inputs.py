@@ -27,8 +27,8 @@ from splitveil.common.record.model_files import (
 from splitveil.common.run.id_rules import rules_as_bytes
 
 HAS_KNOWN_NOISE = (
-    "whoever knows the insecure_noise_seed of that run subtracts its noise, and what it was charged "
-    "bounds nothing"
+    "whoever knows the insecure_noise_seed of that run subtracts its noise, and its charges bound "
+    "nothing"
 )
 
 

@@ -80,7 +80,7 @@ class Preparation:
         return TrainingSetup(self.contract, rows, progress, trainer, budget)
 
     def begin_with(self, stored: State) -> None:
-        """Begin with the accounts of earlier runs, and for the peers, with which a stored run began.
+        """Begin with the earlier accounts, and the peers of the bounds, of a stored run.
 
         Raises SettingsError if it would count fewer runs, or what it may reveal from now on is not
         bounded for all these peers: no charge of the answers given so far says so.
@@ -101,9 +101,7 @@ class Preparation:
                 "its accounts and budget would not count them: expected earlier_ledgers as they "
                 "were; --fresh at both parties starts over and counts all"
             )
-        self.rules = replace(
-            self.rules, allowance=replace(allowance, earlier=earlier, peers=peers)
-        )
+        self.rules = replace(self.rules, allowance=replace(allowance, earlier=earlier, peers=peers))
 
     def answering(
         self,

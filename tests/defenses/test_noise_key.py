@@ -422,9 +422,7 @@ def another_key_s(path: Path) -> bytes:
     "harm",
     [
         pytest.param(lambda path, _before: used_labels_file(path).write_bytes(b""), id="emptied"),
-        pytest.param(
-            lambda path, _before: os.truncate(used_labels_file(path), 100), id="cut off"
-        ),
+        pytest.param(lambda path, _before: os.truncate(used_labels_file(path), 100), id="cut off"),
         pytest.param(
             lambda path, before: used_labels_file(path).write_bytes(before), id="an older copy"
         ),
@@ -493,7 +491,7 @@ def test_a_copy_of_a_used_key_is_used_only_with_its_labels(tmp_path: Path) -> No
     copy.write_bytes(path.read_bytes())
     copy.chmod(0o600)
     used_labels_file(copy).touch()
-    with pytest.raises(SettingsError, match="not the labels for which copy.key was last used"):
+    with pytest.raises(SettingsError, match=r"not the labels for which copy\.key was last used"):
         load_or_create_key(copy)
     used_labels_file(copy).write_bytes(used_labels_file(path).read_bytes())
     assert use(copy, ["ann"], 1 - LABELS) == [0.0]

@@ -130,9 +130,7 @@ def test_what_voids_a_bound_cannot_be_switched_on_after_the_answers_that_have_it
 
     def parties(name: str, *active: str) -> Parties:
         runs = tmp_path / name
-        return build_parties(
-            tmp_path, [*both, noisy, f"runs_dir={runs}", *active], both, runs=runs
-        )
+        return build_parties(tmp_path, [*both, noisy, f"runs_dir={runs}", *active], both, runs=runs)
 
     first = parties("off")
     run_in_process(first)

@@ -84,7 +84,7 @@ class LeakRecorder:
             settings.max_cpu_share,
             None if copied_with is None else self._copy,
         )
-        self._latest_copy = self._state()
+        self._latest_copy = {} if copied_with is None else self._state()
 
     def __enter__(self) -> Self:
         return self
@@ -186,7 +186,7 @@ class LeakRecorder:
             raise SettingsError(f"attacks cannot change within a run: {error}") from error
         self._next_epoch = state["next_epoch"]
         self._ended_epoch = state["ended_epoch"]
-        self._latest_copy = self._state()
+        self._latest_copy = {} if self._copied_with is None else self._state()
 
     def _state(self) -> dict[str, Any]:
         return {

@@ -27,6 +27,7 @@ from splitveil.active_party.ledger.account_book import LEDGER
 from splitveil.active_party.ledger.stored_labels import labels_first_used
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import SettingsError, StorageError
+from splitveil.common.record import run_folder
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.record.run_folder import open_run_folder
 from tests.support.peers import Lost, dying
@@ -465,7 +466,7 @@ def test_a_process_that_dies_while_it_notes_labels_leaves_a_key_that_can_be_used
     """Killed before the labels are replaced, and after it: the noise has not been drawn yet."""
     path = tmp_path / "noise.key"
     use(path, ["ann", "bob"])
-    real = stored_labels.write_bytes_atomically
+    real = run_folder.write_bytes_atomically
 
     def killed(file: Path, *parts: bytes) -> None:
         if writes:

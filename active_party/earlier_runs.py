@@ -29,7 +29,7 @@ from splitveil.active_party.ledger.account_book import (
     open_book,
 )
 from splitveil.active_party.ledger.bounds import auc_bound
-from splitveil.active_party.named_inputs import refuse_uncounted_targets
+from splitveil.active_party.named_inputs import HAS_KNOWN_NOISE, refuse_uncounted_targets
 from splitveil.active_party.run.observer import Unobserved
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder
@@ -133,6 +133,9 @@ def _book_in(folder: Path, settings: ActiveSettings, *, leaves_books: bool) -> A
     values = stored_settings(folder)
     if not _is_about_labels_of(settings, values["data"]):
         return None
+    is_real = settings.defense.noise_seed is None
+    if is_real and values["defense"].get("insecure_noise_seed") is not None:
+        raise SettingsError(HAS_KNOWN_NOISE)
     with claimed(folder, _IS_RUNNING):
         if (checkpoint / LEDGER).exists():
             return open_book(checkpoint)

@@ -3,7 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from splitveil.active_party.ledger.account_book import AccountBook
+from splitveil.active_party.ledger.account_book import LEDGER, AccountBook
+from splitveil.active_party.ledger.account_book import SETTING as LEDGERS
 from splitveil.active_party.ledger.label_signals import LabelUses
 from splitveil.active_party.ledger.stored_labels import (
     SETTING,
@@ -16,20 +17,34 @@ from splitveil.common.data.ids import read_subjects
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData, open_earlier_model
-from splitveil.common.record.model_files import RELEASED_LABELS, EarlierModel, metadata_of
-from splitveil.common.record.model_files import SETTING as WEIGHTS
+from splitveil.common.record.model_files import (
+    RELEASED_LABELS,
+    WEIGHTS,
+    EarlierModel,
+    has_known_noise,
+    metadata_of,
+)
+from splitveil.common.record.model_files import SETTING as INITIAL
 from splitveil.common.run.id_rules import rules_as_bytes
+
+HAS_KNOWN_NOISE = (
+    "whoever knows the insecure_noise_seed of that run subtracts its noise, and its charges bound "
+    "nothing"
+)
 
 
 def label_uses_of(settings: ActiveSettings, earlier: AccountBook | None = None) -> LabelUses:
     """Return where labels are used besides the answers, in the model to start from as well.
 
     ``earlier`` has the accounts with which the run begins, as far as they are known.
+
+    Raises SettingsError if a named file of an earlier run cannot be taken over.
     """
     uses = settings.label_uses()
+    _refuse_known_noise(settings)
     if settings.initial_weights is None:
         return uses
-    folder = expand_path(WEIGHTS, settings.initial_weights, settings.base_dir)
+    folder = expand_path(INITIAL, settings.initial_weights, settings.base_dir)
     metadata = metadata_of(folder)
     is_free = metadata.items() >= RELEASED_LABELS.items()
     is_counted = earlier is None or earlier.counts(metadata)
@@ -47,6 +62,25 @@ def refuse_uncounted_targets(settings: ActiveSettings, earlier: AccountBook) -> 
                 f"{SETTING}: {folder}: these targets reveal what the runs that released them were "
                 f"charged, and no ledger with which this run begins has all of it: needs "
                 f"earlier_ledgers: [{text}]"
+            )
+
+
+def _refuse_known_noise(settings: ActiveSettings) -> None:
+    """Check that no named file was made with noise of a known seed, unless this run's is too."""
+    if settings.defense.noise_seed is not None:
+        return
+    named = [(SETTING, one, TARGETS) for one in settings.defense.traits.earlier_targets]
+    named += [(LEDGERS, one, LEDGER) for one in settings.earlier_ledgers or ()]
+    if settings.initial_weights is not None:
+        named.append((INITIAL, settings.initial_weights, WEIGHTS))
+    for setting, text, file in named:
+        folder = expand_path(setting, text, settings.base_dir)
+        # A model that has learned from true labels leaves no bound for anybody, whatever its noise.
+        is_bounded = file != WEIGHTS or metadata_of(folder).items() >= RELEASED_LABELS.items()
+        if has_known_noise(folder / file) and is_bounded:
+            raise SettingsError(
+                f"{setting}: {folder / file}: {HAS_KNOWN_NOISE}: expected what a run without "
+                f"insecure_noise_seed has left"
             )
 
 

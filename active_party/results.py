@@ -41,6 +41,7 @@ from splitveil.common.models.settings import OptimizerSettings
 from splitveil.common.party import command_line
 from splitveil.common.record.model_files import (
     ALONE,
+    KNOWN_NOISE,
     REFITTED,
     RELEASED_LABELS,
     TRUE_LABELS,
@@ -137,9 +138,9 @@ def save_results(
     learned_from = RELEASED_LABELS if builder.is_label_free else TRUE_LABELS
     with session.lifecycle.stages:  # no handler that is still at work may charge meanwhile
         book = session.lifecycle.phase.account_book()
-    result_of = _identity(settings, session) | book.as_metadata()
-    saved = save_model(folder, trainer.model, builder.encoder, learned_from | result_of)
-    save_tensors(folder, LEDGER, book.state_dict())
+    result_of, noise = _identity(settings, session) | book.as_metadata(), _noise(settings)
+    saved = save_model(folder, trainer.model, builder.encoder, learned_from | result_of | noise)
+    save_tensors(folder, LEDGER, book.state_dict(), noise)
     logger.debug("model saved in %s", saved)
     predictions = session.lifecycle.answering.test_predictions
     if predictions is not None:
@@ -189,6 +190,10 @@ def _identity(settings: ActiveSettings, session: ActiveSession) -> dict[str, str
     return identity_metadata(model, settings.contract)
 
 
+def _noise(settings: ActiveSettings) -> dict[str, str]:
+    return {} if settings.defense.noise_seed is None else KNOWN_NOISE
+
+
 def _fitting(settings: ActiveSettings, optimizer: OptimizerSettings) -> Fitting:
     return Fitting(
         partial(build_optimizer, optimizer),
@@ -212,7 +217,8 @@ def _save_targets(
     of_training = staged.released_targets[torch.from_numpy(training.copy())].cpu()
     rules, bounds = rules_as_bytes(settings.contract.ids), settings.defense_context().label_bounds
     released = ReleasedTargets(names_of(ids), of_training, rules, bounds, staged.releases)
-    save_tensors(folder, TARGETS, released.state_dict(), book.as_metadata())
+    origin = book.as_metadata() | _noise(settings)
+    save_tensors(folder, TARGETS, released.state_dict(), origin)
 
 
 def _refit(

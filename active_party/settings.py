@@ -173,8 +173,8 @@ class LeakGateSettings(Section):
     action: Literal["stop", "warn"] = "stop"
     """``stop`` ends the run before its next answer, with a checkpoint and exit code 5; ``warn``
     writes a line to the log, at most one per window. Attacks that know the labels then decide when
-    the run ends, so that a run with ``stop`` has no bound for anybody. With ``projected_labels``
-    only ``warn`` is accepted."""
+    the run ends, so that a run with ``stop`` has no bound for anybody, and one that has begun
+    without cannot change to it. With ``projected_labels`` only ``warn`` is accepted."""
 
 
 class LeakMonitorSettings(AuditSettings):
@@ -246,8 +246,9 @@ class ActiveSettings(PartySettings):
     """The half of the network above the cut layer."""
 
     defense: DefenseSettings
-    """The defense that is applied to each gradient before it is sent. It is private: the peer never
-    learns it."""
+    """The defense that is applied to each gradient before it is sent. It is private: neither a
+    message nor the transcript names it, though the noise in what arrives says something about its
+    strength."""
 
     noise_key_path: Annotated[Path | None, Mark.PATH] = None
     """File of the secret key of persistent noise and noisy labels, made with mode 0600.

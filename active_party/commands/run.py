@@ -1,9 +1,8 @@
 """``splitveil active run``: trains with the passive parties, or resumes an unfinished run."""
 
 import argparse
-import json
 import logging
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,7 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.process import Process, run_as_party
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Transcript
+from splitveil.common.run.contract import ACTIVE
 
 logger = logging.getLogger("splitveil.active_party")
 
@@ -76,7 +76,8 @@ def _train(
     if planned.earlier:
         logger.info("%s", planned.earlier)
     with ExitStack() as resources:
-        transcript = resources.enter_context(_transcript(settings, folder))
+        wanted = Transcript(folder, ACTIVE) if settings.transcript else nullcontext()
+        transcript = resources.enter_context(wanted)
         recorder = resources.enter_context(ActiveRecorder(settings, folder, status))
         store = resources.enter_context(_store(settings, folder))
         session = build_session(
@@ -111,13 +112,3 @@ def _store(settings: ActiveSettings, folder: Path) -> RunStore:
     contract = settings.contract
     keep, num_parties = contract.checkpoints.keep, len(contract.passive_parties)
     return RunStore(folder, keep, num_parties, in_background=True)
-
-
-def _transcript(
-    settings: ActiveSettings, folder: Path
-) -> AbstractContextManager[Transcript | None]:
-    if not settings.transcript:
-        return nullcontext()
-    defense = settings.defense.model_dump(mode="json", exclude={"insecure_noise_seed"})
-    in_force = {"Train reply": json.dumps(defense, separators=(",", ":"))}
-    return Transcript(folder, "active", in_force)

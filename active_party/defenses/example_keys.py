@@ -4,6 +4,9 @@ An example's bits are BLAKE2b of its canonical id, keyed with the noise key and 
 purpose. They do not need a table: a restarted party, a second worker, another epoch or another
 batch derives the same bits. Anyone who knows the key can subtract the noise, so its file is
 readable only by its owner, and the key never appears in a log or a message.
+
+The file holds the key, 32 bytes, and once it has been used two digests, 16 bytes each: of what
+`used_labels_file` holds, and of what it holds next. They differ only while that file is replaced.
 """
 
 import hashlib
@@ -21,6 +24,7 @@ from torch import Tensor
 from splitveil.active_party.defenses.noise import box_muller
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.run.sample_order import keyed_digests
+from splitveil.common.text.files import only_one_process
 
 NoiseKey = NewType("NoiseKey", bytes)  # 32 secret bytes
 
@@ -28,14 +32,19 @@ GRADIENT_NOISE = b"gradient noise"
 LABEL_NOISE = b"label noise"
 
 _KEY_BYTES = 32
+_DIGEST_BYTES = 16
+_HOW_TO_GO_ON = (
+    "the same noise on another label would reveal both labels. Restore it, or name another "
+    "noise_key_path; what a new key draws is charged on top"
+)
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def load_or_create_key(path: Path) -> NoiseKey:
     """Read the noise key, or create it. Safe for processes that start at the same time.
 
-    Raises SettingsError if it is no key, others own, read or write it, or only one of key and
-    `used_labels_file` is there; StorageError if it cannot be written.
+    Raises SettingsError if it is no key, others own, read or write it, or `used_labels_file` is
+    not as the key was left; StorageError if it cannot be written.
     """
     used = used_labels_file(path)
     if not path.exists():
@@ -45,18 +54,50 @@ def load_or_create_key(path: Path) -> NoiseKey:
                 f"it, or name another noise_key_path; what a new key draws is charged on top"
             )
         _create(path)
-    elif not used.exists():
-        raise SettingsError(
-            f"{path}: expected {used.name} beside the noise key: the same noise on another label "
-            f"would reveal both labels. Restore it, or name another noise_key_path; what a new key "
-            f"draws is charged on top"
-        )
-    return _load(path)
+    key, _ = _read(path)
+    try:
+        with only_one_process(path):
+            used_labels(path)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be used: {error.strerror}") from error
+    return key
 
 
 def used_labels_file(path: Path) -> Path:
     """Return the path of the labels a key's noise was drawn for, empty until the key is used."""
     return path.with_name(f"{path.name}.labels")
+
+
+def used_labels(path: Path) -> bytes:
+    """Return what `used_labels_file` holds; the caller holds the lock of the key's file.
+
+    Raises SettingsError if it is not what the key's file says: a file that was emptied, cut off,
+    put back from an old copy, or is another key's, would make used rows look new.
+    """
+    file = used_labels_file(path)
+    if not file.exists():
+        raise SettingsError(f"{path}: expected {file.name} beside the noise key: {_HOW_TO_GO_ON}")
+    (_, digests), content = _read(path), file.read_bytes()
+    if _digest(content) not in (digests or [_digest(b"")]):
+        raise SettingsError(
+            f"{file}: not the labels for which {path.name} was last used: {_HOW_TO_GO_ON}"
+        )
+    return content
+
+
+def note_use(path: Path, labels: bytes, following: bytes) -> None:
+    """Note in the key's file what `used_labels_file` holds now and next. Raises OSError."""
+    # In place and in one write: a new file would not have the lock, nor the key's other names.
+    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.pwrite(descriptor, _digest(labels) + _digest(following), _KEY_BYTES)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(labels: bytes) -> bytes:
+    return hashlib.blake2b(labels, digest_size=_DIGEST_BYTES, person=b"used labels").digest()
 
 
 def key_from_insecure_seed(seed: int) -> NoiseKey:
@@ -93,7 +134,8 @@ def scalars(keys: Tensor) -> Tensor:
     return numbers[: len(keys)]
 
 
-def _load(path: Path) -> NoiseKey:
+def _read(path: Path) -> tuple[NoiseKey, list[bytes]]:
+    """Return the key, and the digests of the labels for which it was used, none if it was not."""
     # Non-blocking, because opening a pipe in the file's place would wait for a writer.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
@@ -102,12 +144,13 @@ def _load(path: Path) -> NoiseKey:
         raise SettingsError(f"{path}: the noise key cannot be read: {error.strerror}") from error
     try:
         _refuse_if_shared(path, os.fstat(descriptor))
-        key = os.read(descriptor, _KEY_BYTES + 1)
+        key = os.read(descriptor, 2 * _KEY_BYTES + 1)
     finally:
         os.close(descriptor)
-    if len(key) != _KEY_BYTES:
+    if len(key) not in (_KEY_BYTES, _KEY_BYTES + 2 * _DIGEST_BYTES):
         raise SettingsError(f"{path}: expected a noise key of {_KEY_BYTES} bytes, got another size")
-    return NoiseKey(key)
+    key, digests = key[:_KEY_BYTES], key[_KEY_BYTES:]
+    return NoiseKey(key), [digests[:_DIGEST_BYTES], digests[_DIGEST_BYTES:]] if digests else []
 
 
 def _refuse_if_shared(path: Path, status: os.stat_result) -> None:

@@ -311,7 +311,8 @@ class SeededDefense(DefenseSection):
 
     insecure_noise_seed: Annotated[int | None, Mark.HIDDEN] = Field(default=None, ge=0, lt=2**63)
     """For tests only: anyone who knows the seed can reproduce everything that the defense draws,
-    and so remove the noise. Without it, the noise is unpredictable."""
+    and so remove the noise. A run without it takes nothing over from a run with it, such as
+    ``simulate`` starts. Without it, the noise is unpredictable."""
 
     @property
     def noise_seed(self) -> int | None:

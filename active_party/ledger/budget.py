@@ -245,6 +245,11 @@ class LeakBudget:
         return np.flatnonzero(indices_of(self._persons, self._persons[positions]) >= 0)
 
     @property
+    def peers(self) -> Adversary:
+        """The strongest adversary class that a charge may describe in this run."""
+        return self._allowance.peers
+
+    @property
     def earlier(self) -> AccountBook:
         """The accounts of earlier runs."""
         return self._allowance.earlier

@@ -26,11 +26,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from splitveil.active_party.defenses.example_keys import NoiseKey, used_labels_file
+from splitveil.active_party.defenses.example_keys import (
+    NoiseKey,
+    note_use,
+    used_labels,
+    used_labels_file,
+)
 from splitveil.active_party.defenses.projected.posterior import Posterior
 from splitveil.active_party.ledger.account_book import (
     Names,
@@ -153,15 +157,18 @@ def labels_first_used(path: Path, key: NoiseKey, ids: Sequence[str], labels: Ten
     """Return the label with which each example was first used; those of new ones are now written.
 
     The path is that of the noise key, and ``key`` is derived from it. The labels, (ids,) float32,
-    are the present ones of the training rows. Raises SettingsError if the file of labels cannot be
-    read, and StorageError if it cannot be written.
+    are the present ones of the training rows. Raises SettingsError if the file of labels is not as
+    it was left, and StorageError if it cannot be written.
     """
     digests = keyed_digests(ids, key, b"first used label")
     names = np.frombuffer(digests, dtype=np.uint8).reshape(len(ids), -1)
     file = used_labels_file(path)
     try:
         with only_one_process(path):
-            known, used = _read_labels(file)
+            content = used_labels(path)
+            parts = load(content) if content else {}
+            known = parts.get("examples", torch.empty(0, 16, dtype=torch.uint8)).numpy()
+            used = parts.get("labels", torch.empty(0))
             is_new = indices_of(names, known) < 0
             if not is_new.all():
                 _logger.info(
@@ -173,21 +180,11 @@ def labels_first_used(path: Path, key: NoiseKey, ids: Sequence[str], labels: Ten
             if is_new.any():
                 known = np.concatenate([known, names[is_new]])
                 used = torch.cat([used, labels[torch.from_numpy(is_new)]])
-                parts = {"examples": torch.from_numpy(known), "labels": used}
-                write_bytes_atomically(file, save(parts))
+                following = save({"examples": torch.from_numpy(known), "labels": used})
+                note_use(path, content, following)
+                write_bytes_atomically(file, following)
+                content = following
+            note_use(path, content, content)
     except OSError as error:
         raise StorageError(f"{path}: cannot be used: {error.strerror}") from error
     return used[torch.from_numpy(indices_of(names, known))]
-
-
-def _read_labels(file: Path) -> tuple[Names, Tensor]:
-    content = file.read_bytes()
-    try:
-        parts = load(content) if content else {}
-    except SafetensorError as error:
-        raise SettingsError(
-            f"{file}: cannot be read: restore it, or name another noise_key_path; what a new key "
-            f"draws is charged on top"
-        ) from error
-    names = parts.get("examples", torch.empty(0, 16, dtype=torch.uint8)).numpy()
-    return names, parts.get("labels", torch.empty(0))

@@ -56,7 +56,14 @@ _HINT_SEED = 0
 
 
 class LeakWatch:
-    """The leak monitor of a run with its alarm and its gate, each of which may be switched off."""
+    """The leak monitor of a run with its alarm and its gate, each of which may be switched off.
+
+    How long attacks take depends on labels, so that the training never waits for them: a checkpoint
+    has what the monitor has copied last. And the monitor never goes back with a run, because the
+    answers that are given again are those that it has got already: a peer that returns to
+    checkpoints hides none from it. Only a process that is killed loses the last batches before the
+    checkpoint from which the next one resumes.
+    """
 
     def __init__(self, settings: ActiveSettings, metrics: MetricsLog) -> None:
         self._all_settings = settings
@@ -72,12 +79,15 @@ class LeakWatch:
         self._gate = GateActions(settings.leak_gate, metrics)
         self.monitor: LeakRecorder | None = None
         """None without a leak monitor in the settings, or before the rows are known."""
+        self._handed: tuple[int, int] | None = None
+        """Epoch and step of the last batch of which this process has got the gradients."""
         self._covariates: RowCovariates | None = None
         self._numbers: NumberWatch | None = None
 
     @contextmanager
     def watching(self, seed: bytes, rows: AlignedRows) -> Iterator[None]:
         """Run the monitor within the block; the last batches are measured and judged at its end."""
+        self._handed = None
         if self._has_numbers:
             self._numbers = NumberWatch(self._all_settings, self._metrics, rows)
         if self._settings is None:
@@ -86,7 +96,9 @@ class LeakWatch:
         run = AuditedRun(seed, len(rows), self._class_names, keeps_scores=True)
         num_classes = len(self._class_names) or 2
         self._covariates = RowCovariates(rows.splits["train"], len(rows), num_classes)
-        self.monitor = LeakRecorder(self._settings, self._metrics, run, self._on_leak)
+        self.monitor = LeakRecorder(
+            self._settings, self._metrics, run, self._on_leak, copied_with=self._guards
+        )
         try:
             with self.monitor:
                 yield
@@ -95,17 +107,20 @@ class LeakWatch:
 
     def note_step(self, batch: Batch, result: StepResult) -> None:
         """Note the charge of an answer, and hand its gradients to the monitor."""
+        if self._numbers is not None:
+            self._numbers.note_step(batch, result)
+        if self._covariates is not None:
+            self._covariates.note_step(batch, result)
+        if self._handed is not None and (batch.epoch, batch.step) <= self._handed:
+            return  # given again
+        self._handed = (batch.epoch, batch.step)
         charge = result.report.charge
         # A bound for anybody is conditional on the features, and the scores of a batch also
         # reveal what features do: only figures adjusted for that are held against it.
         is_for_all = charge.adversary is Adversary.ANYBODY
         self._alarm.note_charge(batch.epoch, math.inf if is_for_all else charge.sum_kl)
-        if self._numbers is not None:
-            self._numbers.note_step(batch, result)
         if self.monitor is None or self._settings is None:
             return
-        if self._covariates is not None:
-            self._covariates.note_step(batch, result)
         clean = {"cut": result.raw} if self._settings.reference == "clean" else None
         known = result.slopes
         self.monitor.submit(
@@ -157,27 +172,35 @@ class LeakWatch:
         return self.monitor.summary(covariates)
 
     def state_dict(self) -> State:
-        """Return everything noted, once the monitor has measured all gradients sent so far."""
-        leaks = None if self.monitor is None else self.monitor.state_dict()
+        """Return everything noted, and of the monitor what it has copied last."""
+        leaks = None if self.monitor is None else self.monitor.latest_copy()
         covariates = None if self._covariates is None else self._covariates.state_dict()
         numbers = None if self._numbers is None else self._numbers.state_dict()
-        watched = {"leaks": leaks, "covariates": covariates, "numbers": numbers}
-        return watched | self._alarm.state_dict() | self._gate.state_dict()
+        return {"leaks": leaks, "covariates": covariates, "numbers": numbers}
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: State) -> bool:
         """Resume from a state that ``state_dict`` returned; other entries are ignored.
+
+        Returns whether the monitor has gone there as well: not in a process that has measured on.
 
         Raises:
             SettingsError: the state belongs to attacks other than those in the settings.
         """
-        if self.monitor is not None and state["leaks"] is not None:
+        goes_back = self._handed is None
+        if self.monitor is not None and state["leaks"] is not None and goes_back:
+            found = state["leaks"]["with"]
+            self._handed = None if found["handed"] is None else tuple(found["handed"])
+            self._alarm.load_state_dict(found)
+            self._gate.load_state_dict(found)
             self.monitor.load_state_dict(state["leaks"])
         if self._covariates is not None and state["covariates"] is not None:
             self._covariates.load_state_dict(state["covariates"])
         if self._numbers is not None and state["numbers"] is not None:
             self._numbers.load_state_dict(state["numbers"])
-        self._alarm.load_state_dict(state)
-        self._gate.load_state_dict(state)
+        return goes_back
+
+    def _guards(self) -> State:
+        return self._alarm.state_dict() | self._gate.state_dict() | {"handed": self._handed}
 
     def _on_leak(self, measured: AuditedBatch) -> None:
         self._alarm.note_leak(measured)

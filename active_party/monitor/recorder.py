@@ -21,7 +21,7 @@ from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.privacy.figures import LeakFigures, NumberFigures
 from splitveil.common.record.lines import EvaluationLine, LedgerLine, TrainingLine
-from splitveil.common.record.metrics_log import ChartClock, RunRecorder
+from splitveil.common.record.metrics_log import OF_MONITOR, ChartClock, RunRecorder
 from splitveil.common.record.run_record import write_ledger_ahead
 from splitveil.common.record.summary import (
     ActiveFigures,
@@ -170,7 +170,7 @@ class ActiveRecorder(RunRecorder):
         logger.info("resuming %s", "at the end" if epoch is None else f"in epoch {epoch + 1}")
 
     def state_dict(self) -> State:
-        """Return everything noted, once the leak monitor has measured all gradients sent so far."""
+        """Return everything noted; of the leak monitor what it has copied last."""
         watch = self._watch.state_dict()
         self._status.note_checkpoint()
         return {
@@ -189,7 +189,7 @@ class ActiveRecorder(RunRecorder):
         Raises:
             SettingsError: the state belongs to attacks other than those in the settings.
         """
-        self._watch.load_state_dict(state)
+        has_gone_back = self._watch.load_state_dict(state)
         self._steps, self._train_loss = state["steps"], state["train_loss"]
         self._epoch_losses = list(state["epoch_losses"])
         self._evaluations = {
@@ -199,7 +199,7 @@ class ActiveRecorder(RunRecorder):
         self._bounds = None if bounds is None else from_form(LeakBounds, bounds)
         if self._total is not None:
             self._status.note_bounds(self._total)
-        self._metrics.load_state_dict(state["metrics"])
+        self._metrics.load_state_dict(state["metrics"], () if has_gone_back else OF_MONITOR)
         if self._progress is not None:
             self._progress.resume_at(self._steps)
 

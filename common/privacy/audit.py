@@ -83,6 +83,7 @@ class LeakAudit:
         self._tallies: dict[tuple[str, str], AttackTally] = {}
         self._skipped_one_class = 0
         self._left_out = 0
+        self._left_out_lock = threading.Lock()  # the training must not wait for the other one
         self._latest: AuditedBatch | None = None
         self._classes = LabelClasses(tuple(class_names))
         self._scorer = BatchScorer(self._scored, self._classes.targets)
@@ -95,7 +96,7 @@ class LeakAudit:
         return step % self._every_steps == 0
 
     def leave_out(self) -> None:
-        with self._lock:
+        with self._left_out_lock:
             self._left_out += 1
 
     def summary(self) -> dict[str, dict[str, BatchFigures]]:

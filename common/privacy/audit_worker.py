@@ -70,13 +70,16 @@ class AuditWorker(Closing):
         queue_batches: int = 8,
         on_result: Callable[[AuditedBatch], None] | None = None,
         max_cpu_share: float | None = None,
+        after_each: Callable[[], None] | None = None,
     ) -> None:
         """Start the thread, which calls ``on_result`` with each measured batch.
 
-        ``max_cpu_share`` is the largest share of the process's CPU time; None for no limit.
+        It calls ``after_each`` after every batch, also one without a result. ``max_cpu_share`` is
+        the largest share of the process's CPU time; None for no limit.
         """
         self.audit = audit
         self._on_result = on_result
+        self._after_each = after_each
         self._budget = CpuBudget(max_cpu_share, time.process_time())
         self._queue: queue.Queue[_Submitted | threading.Event | None] = queue.Queue(queue_batches)
         self._closed = False
@@ -165,6 +168,8 @@ class AuditWorker(Closing):
         measured = self.audit.observe(observation)
         if measured is not None and self._on_result is not None:
             self._on_result(measured)
+        if self._after_each is not None:
+            self._after_each()
 
     def _leave_out_queued(self) -> None:
         with suppress(queue.Empty):

@@ -122,7 +122,9 @@ class AuditSettings(Section):
     queue_batches: int = Field(default=8, ge=1, le=1024)
     """Number of batches that may wait for the audit; further batches are left out.
 
-    A checkpoint, and so the training, waits for those."""
+    The passive party's checkpoints, and so the training, wait for those. The active party's never
+    do, because how long attacks take depends on labels: if its process is killed, it may lose
+    them."""
 
     max_cpu_share: float | None = Field(default=0.03, gt=0, le=1)
     """Largest share of the party's CPU time that the audit may take; ``null`` for no limit.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -27,6 +28,7 @@ from splitveil.common.run.course import Batch
 logger = logging.getLogger(__name__)
 
 IDLE_S = 120.0  # time that a checkpoint waits for the attacks on the batches before it
+_COPYING = 10  # CPU time of the attacks between two copies, in units of that of a copy
 
 
 class AuditedRun(NamedTuple):
@@ -42,7 +44,8 @@ class LeakRecorder:
     Both parties use one: on the gradients that they received or sent. Metrics get a ``leak`` line
     per batch and an ``epoch_leak`` line per epoch, once its batches are measured: the mean over
     them, and the leak AUC of the sums so far. With more than two classes, figures are about the
-    pair separated best. ``on_leak`` is called in the audit's thread after a batch's line.
+    pair separated best. ``on_leak`` is called in the audit's thread after a batch's line. With
+    ``copied_with``, the thread copies its state and what that returns for `latest_copy`.
     """
 
     def __init__(
@@ -51,8 +54,11 @@ class LeakRecorder:
         metrics: MetricsLog,
         run: AuditedRun,
         on_leak: Callable[[AuditedBatch], None] | None = None,
+        copied_with: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         self._metrics = metrics
+        self._copied_with = copied_with
+        self._next_copy_s = 0.0
         self._seed = run.seed
         self._on_leak = on_leak
         self._unwritten: StorageError | None = None
@@ -73,7 +79,9 @@ class LeakRecorder:
             settings.queue_batches,
             self._note,
             settings.max_cpu_share,
+            None if copied_with is None else self._copy,
         )
+        self._latest_copy = {} if copied_with is None else self._state()
 
     def __enter__(self) -> Self:
         return self
@@ -115,7 +123,7 @@ class LeakRecorder:
 
     def end_epoch(self, epoch: int) -> None:
         """Note that an epoch is over; its line is written when its last batch is measured."""
-        self._ended_epoch = epoch
+        self._ended_epoch = max(self._ended_epoch, epoch)
 
     def shown(self) -> dict[str, float]:
         latest = self._audit.latest()
@@ -154,28 +162,43 @@ class LeakRecorder:
         return idle
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all measurements, once all batches handed over are measured.
-
-        A peer could return to a state that lacks the last ones, and so keep a gate from closing.
-        """
+        """Return a copy of all measurements, once all batches handed over are measured."""
         if not self.wait_until_idle():
             logger.warning(
                 "the leak audit is behind: a checkpoint is written without the last batches"
             )
-        return {
-            "audit": self._audit.state_dict(),
-            "next_epoch": self._next_epoch,
-            "ended_epoch": self._ended_epoch,
-        }
+        return self._state()
+
+    def latest_copy(self) -> dict[str, Any]:
+        """Return the measurements and what goes with them as the thread has copied them last.
+
+        Nothing is waited for: how long attacks take depends on labels. The last batches may lack.
+        """
+        return self._latest_copy
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.wait_until_idle()
         try:
             self._audit.load_state_dict(state["audit"])
         except ValueError as error:
             raise SettingsError(f"attacks cannot change within a run: {error}") from error
         self._next_epoch = state["next_epoch"]
         self._ended_epoch = state["ended_epoch"]
+        self._latest_copy = {} if self._copied_with is None else self._state()
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "audit": self._audit.state_dict(),
+            "next_epoch": self._next_epoch,
+            "ended_epoch": self._ended_epoch,
+            "with": None if self._copied_with is None else self._copied_with(),
+        }
+
+    def _copy(self) -> None:
+        begun_s = time.thread_time()
+        if begun_s >= self._next_copy_s:
+            self._latest_copy = self._state()
+            ended_s = time.thread_time()
+            self._next_copy_s = ended_s + _COPYING * (ended_s - begun_s)
 
     def _with_clues(self, seen: Observation, sources: Mapping[str, Tensor]) -> Observation:
         return dataclasses.replace(seen, clues=self._audit.clues(seen, self._seed, sources))

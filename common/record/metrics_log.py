@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from typing import Any, Self
@@ -42,6 +42,9 @@ _GROUPS = {"epoch_leak": "leak/epoch", "epoch_leak_of_numbers": "leak/epoch"}
 _GROUPS |= {"leak_gate": "leak/gate", "leak_alarm": "leak/alarm", "audit": "leak/audit"}
 """Kind of line -> what its tags begin with, if that is not the kind: TensorBoard shows the tags up
 to the first slash in one section."""
+
+
+OF_MONITOR = ("leak", "epoch_leak", "leak_gate", "leak_alarm")  # kinds of a leak monitor's lines
 
 
 class ChartClock:
@@ -103,14 +106,21 @@ class MetricsLog(Closing):
             seconds = time.monotonic() - self._start
             return {"bytes": written, "seconds": seconds, "chart_step": self._next_chart_step}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Drop the lines and charts written after ``state_dict``, and resume from there."""
+    def load_state_dict(self, state: Mapping[str, Any], kept: Collection[str] = ()) -> None:
+        """Drop the lines and charts written after ``state_dict``, and resume from there.
+
+        Lines of the kinds ``kept`` stay, but not their charts.
+        """
         with self._lock:
             with self._storage_errors():
                 self._close_charts()
                 self._file.close()
+                with self._path.open("rb") as file:
+                    file.seek(state["bytes"])
+                    later = [one for one in file if json.loads(one)["kind"] in kept]
                 _cut_to_whole_lines(self._path, state["bytes"])
                 self._file = open_to_append(self._path)
+                self._file.writelines(one.decode() for one in later)
                 self._charts = _open_charts(self._path.parent, purge_step=state["chart_step"])
             self._start = time.monotonic() - state["seconds"]
             self._next_chart_step = state["chart_step"]

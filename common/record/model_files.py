@@ -83,6 +83,9 @@ TRUE_LABELS = {"learned_from": "true labels"}  # metadata of weights that true l
 RELEASED_LABELS = {"learned_from": "released labels"}
 """Metadata of weights that only labels released by a defense have entered."""
 
+KNOWN_NOISE = {"noise": "insecure_noise_seed"}
+"""Metadata of what a run has left whose noise anybody can draw again who knows the seed."""
+
 _UNREADABLE = (
     *(SafetensorError, ValueError, LookupError, TypeError, AttributeError),
     *(RuntimeError, MemoryError),
@@ -197,6 +200,14 @@ def metadata_of(folder: Path, file_name: str = WEIGHTS, setting: str = SETTING) 
     with _reading(folder, file_name, setting):
         check_regular(folder / file_name)
         return _metadata(folder / file_name)
+
+
+def has_known_noise(path: Path) -> bool:
+    """Return whether a run's file was made with noise of a known seed; not if it is unreadable."""
+    with suppress(OSError, *_UNREADABLE):
+        check_regular(path)
+        return _metadata(path).items() >= KNOWN_NOISE.items()
+    return False
 
 
 @contextmanager

@@ -1,12 +1,12 @@
 """The transcript records every message that crossed the wire, for accountability.
 
 ``transcript.jsonl`` has one line per message in either direction: time, kind, step, number of bytes
-and their BLAKE3, and on the active party's side the defense in force. Where the active party
-answers other programs, it also has one per request: who asked, for how many ids, and the status. It
-contains neither content nor labels nor predictions. Every line carries the SHA-256 of the previous
-line, so that a line that is changed, dropped or moved later is detected. Cutting off the end leaves
-an intact chain; therefore the last link is also written to the log and to ``summary.json``, and the
-other party's transcript shows the missing lines.
+and their BLAKE3. Where the active party answers other programs, it also has one per request: who
+asked, for how many ids, and the status. It contains neither content nor labels nor predictions nor
+settings: it is meant to be handed to the other party. Every line carries the SHA-256 of the
+previous line, so that a line that is changed, dropped or moved later is detected. Cutting off the
+end leaves an intact chain; therefore the last link is also written to the log and to
+``summary.json``, and the other party's transcript shows the missing lines.
 """
 
 import hashlib
@@ -75,9 +75,8 @@ class Transcript(Closing):
     written yet are missing; the next process adds a line that records its start.
     """
 
-    def __init__(self, folder: Path, party: str, defenses: Mapping[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, party: str) -> None:
         self._path = folder / FILE
-        self._defenses = dict(defenses or {})
         self._waiting: deque[tuple[float, Crossing | AnsweredRequest]] = deque()
         self._queued_bytes = 0
         self._changed = threading.Condition()
@@ -182,8 +181,6 @@ class Transcript(Closing):
         entry["digest"] = f"blake3:{blake3(crossing.data).hexdigest()}"
         if crossing.party is not None:
             entry["party"] = crossing.party
-        if crossing.kind in self._defenses:
-            entry["defense"] = self._defenses[crossing.kind]
         return entry
 
     def _write(self, entry: dict[str, Any], when: float) -> None:

@@ -19,7 +19,7 @@ from splitveil.common.run.contract import NAME_CHARACTERS
 from splitveil.common.text.files import check_regular
 from splitveil.protos import split_learning_pb2 as pb
 
-LINE_BYTES = 64 * 1024  # about thirty times our longest line, with all of a defense's settings
+LINE_BYTES = 64 * 1024  # more than a hundred times our longest line
 
 # The kinds of all messages of the protocol.
 KINDS = frozenset(

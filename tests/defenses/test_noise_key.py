@@ -10,17 +10,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from splitveil.active_party.commands.program import parser, run
 from splitveil.active_party.defenses import noisy_label
-from splitveil.active_party.defenses.example_keys import load_or_create_key, used_labels_file
+from splitveil.active_party.defenses.example_keys import (
+    key_for,
+    load_or_create_key,
+    used_labels_file,
+)
 from splitveil.active_party.defenses.label_mechanisms import LabelMechanism
 from splitveil.active_party.defenses.noisy_label import NoisyLabel
+from splitveil.active_party.ledger import stored_labels
 from splitveil.active_party.ledger.account_book import LEDGER
+from splitveil.active_party.ledger.stored_labels import labels_first_used
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import SettingsError, StorageError
+from splitveil.common.record import run_folder
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.record.run_folder import open_run_folder
 from tests.support.peers import Lost, dying
@@ -54,7 +61,7 @@ def test_a_key_is_never_open_to_others_whatever_the_umask(
     real = os.open
 
     def watching(path: Path, flags: int, mode: int = 0o777) -> int:
-        if flags & os.O_CREAT:
+        if flags & os.O_CREAT and not Path(path).exists():
             created.append((flags, mode))
         return real(path, flags, mode)
 
@@ -381,9 +388,9 @@ def test_a_key_that_is_not_what_it_was_is_refused_and_not_drawn_anew(
     says = {
         "key": "the noise key is missing",
         "labels": "expected noise.key.labels beside the noise key",
-        "damaged": "noise.key.labels: cannot be read",
+        "damaged": "not the labels for which noise.key was last used",
         "both": "not the noise key with which the run began",
-        "changed": "not the noise key with which the run began",
+        "changed": "not the labels for which noise.key was last used",
     }[harm]
     with pytest.raises(SettingsError, match=says) as caught:
         parties().session.reopen()
@@ -396,6 +403,99 @@ def test_a_key_that_is_not_what_it_was_is_refused_and_not_drawn_anew(
     again.session.reopen()
     run_in_process(again)
     assert again.session.stage is Stage.FINISHED
+
+
+LABELS = torch.tensor([0.0, 1.0, 1.0])
+
+
+def use(path: Path, ids: Sequence[str], labels: Tensor = LABELS) -> list[float]:
+    key = key_for(load_or_create_key(path), "a strength")
+    return labels_first_used(path, key, ids, labels[: len(ids)]).tolist()
+
+
+def another_key_s(path: Path) -> bytes:
+    other = path.with_name("other.key")
+    use(other, ["ann", "bob"])
+    return used_labels_file(other).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        pytest.param(lambda path, _before: used_labels_file(path).write_bytes(b""), id="emptied"),
+        pytest.param(lambda path, _before: os.truncate(used_labels_file(path), 100), id="cut off"),
+        pytest.param(
+            lambda path, before: used_labels_file(path).write_bytes(before), id="an older copy"
+        ),
+        pytest.param(
+            lambda path, _before: used_labels_file(path).write_bytes(another_key_s(path)),
+            id="another key's",
+        ),
+        pytest.param(
+            lambda path, _before: used_labels_file(path).write_bytes(
+                save({"examples": torch.empty(0, 16, dtype=torch.uint8), "labels": torch.empty(0)})
+            ),
+            id="whole and without rows",
+        ),
+        pytest.param(lambda path, _before: used_labels_file(path).unlink(), id="deleted"),
+        pytest.param(lambda path, _before: os.truncate(path, 32), id="the key's mark cut off"),
+    ],
+)
+def test_a_used_key_never_draws_for_other_labels_than_those_it_was_used_for(
+    tmp_path: Path, harm: Callable[[Path, bytes], object]
+) -> None:
+    """With the same noise on both labels, the answers differ by the labels exactly."""
+    path = tmp_path / "noise.key"
+    use(path, ["ann", "bob"])
+    before = used_labels_file(path).read_bytes()
+    use(path, ["ann", "bob", "cid"])
+    whole = path.read_bytes(), used_labels_file(path).read_bytes()
+    harm(path, before)
+    for _ in range(2):  # a refusal mends nothing
+        with pytest.raises(SettingsError, match="would reveal both labels"):
+            use(path, ["ann", "bob", "cid"], 1 - LABELS)
+    path.write_bytes(whole[0])
+    used_labels_file(path).write_bytes(whole[1])
+    assert use(path, ["ann", "bob", "cid"], 1 - LABELS) == LABELS.tolist()
+
+
+@pytest.mark.parametrize("writes", [0, 1])
+def test_a_process_that_dies_while_it_notes_labels_leaves_a_key_that_can_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
+) -> None:
+    """Killed before the labels are replaced, and after it: the noise has not been drawn yet."""
+    path = tmp_path / "noise.key"
+    use(path, ["ann", "bob"])
+    real = run_folder.write_bytes_atomically
+
+    def killed(file: Path, *parts: bytes) -> None:
+        if writes:
+            real(file, *parts)
+        raise Lost
+
+    monkeypatch.setattr(stored_labels, "write_bytes_atomically", killed)
+    with pytest.raises(Lost):
+        use(path, ["ann", "bob", "cid"])
+    monkeypatch.undo()
+    between = used_labels_file(path).read_bytes()
+    now = [0.0, 1.0, 1.0 if writes else 0.0]  # only where the label was noted does it stay
+    assert use(path, ["ann", "bob", "cid"], 1 - LABELS) == now
+    if not writes:
+        used_labels_file(path).write_bytes(between)
+        with pytest.raises(SettingsError, match="would reveal both labels"):
+            use(path, ["ann", "bob", "cid"])
+
+
+def test_a_copy_of_a_used_key_is_used_only_with_its_labels(tmp_path: Path) -> None:
+    path, copy = tmp_path / "noise.key", tmp_path / "copy.key"
+    use(path, ["ann"])
+    copy.write_bytes(path.read_bytes())
+    copy.chmod(0o600)
+    used_labels_file(copy).touch()
+    with pytest.raises(SettingsError, match=r"not the labels for which copy\.key was last used"):
+        load_or_create_key(copy)
+    used_labels_file(copy).write_bytes(used_labels_file(path).read_bytes())
+    assert use(copy, ["ann"], 1 - LABELS) == [0.0]
 
 
 def test_a_key_for_several_runs_needs_ids(example: Path) -> None:

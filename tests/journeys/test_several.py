@@ -1,5 +1,6 @@
 """Examples of several passive parties and of several classes, by the launcher and the demo."""
 
+import json
 from pathlib import Path
 
 from splitveil.common.record.transcript import FILE, Verified, compare, verify
@@ -23,6 +24,11 @@ def test_the_example_with_two_laboratories_runs(tmp_path: Path) -> None:
         compared = compare(one, other)
         assert compared.agreed > 50
         assert not compared.unsent
+    # It is handed to the other parties, and they are never told the defense.
+    lines = map(json.loads, (folder / "active" / FILE).read_text().splitlines())
+    line = {"number", "time", "link", "party"}
+    message = frozenset(line | {"direction", "kind", "epoch", "step", "bytes", "digest"})
+    assert {frozenset(one) for one in lines} == {frozenset(line | {"event", "version"}), message}
 
 
 def test_the_example_without_a_file_learns_ten_digits(tmp_path: Path) -> None:

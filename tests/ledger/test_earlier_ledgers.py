@@ -378,6 +378,8 @@ def test_a_run_whose_charges_cannot_be_known_is_named_and_never_left_out(
     refused("no ledger holds")
     (folder / "checkpoint" / LEDGER).write_bytes(b"{")
     refused("cannot be read")
+    left(tmp_path, f"a/{folder.name}", killed)
+    refused("knows the insecure_noise_seed of that run", "defense={name: marvell}")
 
 
 def test_the_plan_says_what_was_told_before(example: Path) -> None:

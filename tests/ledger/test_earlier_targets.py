@@ -2,6 +2,7 @@
 
 import csv
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.common.data.ids import numbered_subjects, read_subjects
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
-from tests.support.projected import MU, build, projected, trainer_of
+from tests.support.projected import DEFENSE, MU, build, projected, trainer_of
 from tests.support.runs import CPU, Parties, run_in_process, write_example
 from tests.support.tables import swap_labels
 
@@ -107,6 +108,30 @@ def test_labels_of_known_rows_are_not_read_again(example: Path) -> None:
         (example / "active.csv").write_text(text)
     for name, value in honest.weights().items():
         assert torch.equal(value, turned.weights()[name]), name
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        ["defense.earlier=[first/active/checkpoint]", LEDGERS],
+        [LEDGERS],
+        ["initial_weights=first/active/checkpoint"],
+    ],
+)
+def test_what_a_known_seed_has_released_is_taken_over_by_rehearsals_alone(
+    tmp_path: Path, taken: list[str]
+) -> None:
+    """The seed gives the noise, and the sums less the noise are the labels' own."""
+    write_example(tmp_path)
+    leave(run(tmp_path, DEFENSE), tmp_path / "first")
+    build(tmp_path, DEFENSE, *taken)
+    with pytest.raises(SettingsError, match="knows the insecure_noise_seed of that run") as caught:
+        build(tmp_path, FIRST, *taken)
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+    shutil.rmtree(tmp_path / "first")
+    leave(run(tmp_path, FIRST), tmp_path / "first")
+    build(tmp_path, FIRST, *taken)
 
 
 def test_a_run_without_new_rows_tells_nothing(example: Path) -> None:
@@ -257,7 +282,8 @@ def test_a_person_with_a_new_row_in_each_of_four_runs_has_one_account_over_all_o
     assert found > accounts[0] + 0.05
 
     # Without the column, the rows have what was charged to their persons.
-    alone = f"defense={{name: projected_labels, stages: 2, rank: 8, earlier: [{earlier}]}}"
+    seeded = "stages: 2, rank: 8, insecure_noise_seed: 4"
+    alone = f"defense={{name: projected_labels, {seeded}, earlier: [{earlier}]}}"
     later = run(tmp_path, alone, f"earlier_ledgers=[{earlier}]")
     assert later.session.leak_bounds().guarantee.max == accounts[-1]
 

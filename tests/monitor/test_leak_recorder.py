@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
@@ -11,16 +11,19 @@ import numpy as np
 import pytest
 import torch
 
+from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.privacy.figures import LeakFigures
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings
+from splitveil.common.record import leak_recorder
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.lines import LeakLine
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.run.course import Batch
 from tests.support.equality import stored
+from tests.support.peers import Lost, dying
 from tests.support.recorders import record
-from tests.support.runs import build_parties
+from tests.support.runs import build_parties, run_in_process, write_example
 from tests.support.waiting import wait_until
 
 
@@ -72,15 +75,17 @@ def epochs_of_batches() -> Iterator[Batch]:
         yield Batch(epoch, "train", step, positions, b"", closes_split=last, closes_epoch=last)
 
 
-def record_batches(folder: Path, cut: int | None) -> tuple[list[dict[str, Any]], LeakFigures]:
+def record_batches(
+    folder: Path, cut: int | None, state_of: Callable[[LeakRecorder], Any] = LeakRecorder.state_dict
+) -> tuple[list[dict[str, Any]], LeakFigures]:
     """Record a run with every attack, by a recorder that is new from batch ``cut`` on."""
     attacks = ("norm", "cosine", "lda", "hint_combiner_50", *DEFAULT_ATTACKS[3:])
     settings = AuditSettings(attacks=attacks)
     with MetricsLog(folder) as metrics:
-        recorder = LeakRecorder(settings, metrics, AuditedRun(b"seed", 32))
+        recorder = LeakRecorder(settings, metrics, AuditedRun(b"seed", 32), copied_with=dict)
         for number, batch in enumerate(epochs_of_batches()):
             if number == cut:
-                state = stored(recorder.state_dict())
+                state = stored(state_of(recorder))
                 recorder._worker.close()  # a process that is killed writes nothing more
                 recorder = LeakRecorder(settings, metrics, AuditedRun(b"seed", 32))
                 recorder.load_state_dict(state)
@@ -110,6 +115,47 @@ def test_a_recorder_cut_at_any_batch_writes_each_line_once_and_the_same(tmp_path
         lines, figures = record_batches(folder, cut)
         assert lines == expected, cut
         assert figures == summary, cut
+
+
+def test_what_its_thread_has_copied_between_two_batches_is_as_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leak_recorder, "_COPYING", 0)
+    found = []
+    for name, cut in (("whole", None), ("cut", 5)):
+        (tmp_path / name).mkdir()
+        found.append(record_batches(tmp_path / name, cut, LeakRecorder.latest_copy))
+    assert found[0] == found[1]
+
+
+EVERY_2 = "contract.checkpoints={every_steps: 2, keep: 100}"
+
+
+def test_a_peer_that_goes_back_after_every_checkpoint_hides_nothing_from_the_monitor(
+    tmp_path: Path,
+) -> None:
+    """And leaves every line of the monitor's in the metrics, once."""
+    write_example(tmp_path)
+    own = [EVERY_2, "leak_monitor.queue_batches=512", "leak_monitor.max_cpu_share=null"]
+    peer, found = [EVERY_2, "adversary=null"], []
+    for name, returns in (("whole", 0), ("returning", 4)):
+        folder = tmp_path / name
+        folder.mkdir()
+        first = build_parties(tmp_path, own, peer, runs=folder / "runs")
+        with ActiveRecorder(first.active_settings, folder) as recorder:
+            first.session.lifecycle.observer = recorder
+            for at in range(returns):
+                parties = build_parties(tmp_path, own, peer, runs=folder / "runs")
+                parties.session = first.session
+                with pytest.raises(Lost):
+                    run_in_process(parties, dying(2 + at % 2, after=True))
+            parties = build_parties(tmp_path, own, peer, runs=folder / "runs")
+            parties.session = first.session
+            run_in_process(parties)
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        of_monitor = [line | {"time_s": 0} for line in lines if "leak" in line["kind"]]
+        found.append((recorder.summary({}).form()["leak"], of_monitor))
+    assert found[0] == found[1]
 
 
 def test_a_checkpoint_holds_all_batches_handed_over_before_it_and_is_for_these_attacks_alone(

@@ -369,7 +369,7 @@ def test_a_state_that_is_not_plain_is_left_out(
     [
         ("active", "trainer", "random"),
         ("passive", "trainer", "random"),
-        ("active", "observer", "said"),
+        ("active", "observer", "covariates"),
     ],
 )
 def test_a_state_of_another_version_is_refused_by_the_missing_part(

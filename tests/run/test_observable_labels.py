@@ -7,13 +7,15 @@ the operations that the active party does between its messages, which are counte
 What the defense releases is the same in both runs, as if its noise made up for the difference.
 
 With a leak monitor, torch's operations are compared and not the calls: a batch of one class leaves
-no figures, so that less is noted of it.
+no figures, so that less is noted of it. What attacks do depends on labels, and is done by a thread
+for which no call waits.
 """
 
 import csv
 import gc
 import hashlib
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,12 +37,17 @@ from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.errors import DataError, SplitveilError
+from splitveil.common.privacy.audit import AuditedBatch, LeakAudit
+from splitveil.common.privacy.audit_worker import AuditWorker
+from splitveil.common.privacy.observation import Observation
+from splitveil.common.record import leak_recorder
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import Answer, LeaveReason
 from tests.defenses.test_projected_labels_view import Seeing, same_run_ids, seen_by_several
-from tests.support.peers import Lost
+from tests.support.peers import InProcessPeer, Lost, dying
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
 from tests.support.several import write_several
+from tests.support.waiting import HANGS_AFTER_S
 
 __all__ = ["same_run_ids"]
 
@@ -184,6 +191,10 @@ class Counted:
             return found
 
         def call(*arguments: Any, **named: Any) -> Any:
+            observer = self._session.lifecycle.observer
+            monitor = observer._watch.monitor if isinstance(observer, ActiveRecorder) else None
+            if monitor is not None:  # a checkpoint has more tensors once a batch is measured
+                assert monitor.wait_until_idle(HANGS_AFTER_S)
             operations = Operations()
             try:
                 with operations:
@@ -235,7 +246,7 @@ def observed_in(folder: Path, active: Sequence[str], both: Sequence[str]) -> lis
     return observed
 
 
-def ending(parties: Parties, connect: Callable[..., Picky]) -> str:
+def ending(parties: Parties, connect: Callable[..., InProcessPeer]) -> str:
     try:
         run_in_process(parties, connect)
     except (SplitveilError, Lost) as error:
@@ -353,10 +364,44 @@ def test_nor_does_it_with_a_leak_monitor_and_other_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     monkeypatch.setattr(Operations, "counts_calls", False)
+    monkeypatch.setattr(leak_recorder, "_COPYING", 0)
     kind, active, both = FURTHER[case]
     end = "BudgetExhausted" if "ends" in case else "finished"
     part = "train" if BY_COLUMN in both else ""
     assert_same_for_both_labels(tmp_path, kind, part, active, both, end)
+
+
+def test_no_call_waits_for_attacks_whose_time_depends_on_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are held until the peer has all answers, and has gone back to checkpoints twice."""
+    write_example(tmp_path)
+    over, in_time = threading.Event(), list[bool]()
+    observe = LeakAudit.observe
+
+    def held(self: LeakAudit, observation: Observation) -> AuditedBatch | None:
+        in_time.append(over.wait(HANGS_AFTER_S))
+        return observe(self, observation)
+
+    monkeypatch.setattr(LeakAudit, "observe", held)
+    monkeypatch.setattr(AuditWorker, "wait_until_idle", lambda *_: pytest.fail("it waits"))
+    attacks = "hint_distance_5, nearest_hint, kmeans_hint, mean, median, lda"
+    gate = "leak_gate={max_leak_auc: 0.51, action: warn}"
+    own = [*SMALL, PROJECTED, f"leak_monitor.attacks=[{attacks}]", gate]
+    first = build_parties(tmp_path, own, runs=tmp_path / "runs")
+    with ActiveRecorder(first.active_settings, tmp_path) as recorder:
+        first.session.lifecycle.observer = recorder
+        ends = []
+        for goes_at in (13, 6, 0):
+            parties = build_parties(
+                tmp_path, own, [*SMALL, "adversary=null"], runs=tmp_path / "runs"
+            )
+            parties.session = first.session
+            ends.append(ending(parties, dying(goes_at, after=True)))
+        assert ends == ["Lost ", "Lost ", "finished"]
+        over.set()
+    assert in_time
+    assert all(in_time)
 
 
 def test_nor_does_either_of_two_peers(tmp_path: Path) -> None:

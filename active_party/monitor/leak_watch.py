@@ -96,10 +96,10 @@ class LeakWatch:
     def note_step(self, batch: Batch, result: StepResult) -> None:
         """Note the charge of an answer, and hand its gradients to the monitor."""
         charge = result.report.charge
-        # A bound for anybody is conditional on the features, and the scores of a batch also
-        # reveal what features do: only figures adjusted for that are held against it.
-        is_for_all = charge.adversary is Adversary.ANYBODY
-        self._alarm.note_charge(batch.epoch, math.inf if is_for_all else charge.sum_kl)
+        # Only the class means of a batch contain what features reveal. Other bounds are about the
+        # label beyond that, and only figures adjusted for it are held against them.
+        is_raw = charge.adversary is Adversary.CLASS_MEANS
+        self._alarm.note_charge(batch.epoch, charge.sum_kl if is_raw else math.inf)
         if self._numbers is not None:
             self._numbers.note_step(batch, result)
         if self.monitor is None or self._settings is None:

@@ -264,7 +264,7 @@ class ActiveRecorder(RunRecorder):
         if leak is None or leak.beyond is None:
             return leak
         beyond = hold_against(leak.beyond, total)
-        log_beyond(beyond, total)
+        log_beyond(beyond, total, self._settings.defense.model_dump(mode="json"))
         return replace(leak, beyond=beyond)
 
     def _model_figures(self) -> ModelFigures:

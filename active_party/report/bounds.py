@@ -34,7 +34,8 @@ def guarantee_of(run: RunFiles) -> float:
 
 def assessment_of(run: RunFiles) -> LeakAssessment:
     """Judge a run's leak, by the ledger's last entry if the run has no summary."""
-    return assess_figures(run.active.summary.of_leak.beyond, ledger_of(run))
+    defense = run.active.setting("defense") or {}
+    return assess_figures(run.active.summary.of_leak.beyond, ledger_of(run), defense)
 
 
 def bounds_of(run: RunFiles) -> dict[Adversary, float]:

@@ -110,7 +110,7 @@ def report_page(run: RunFiles) -> str:
         leak=leak,
         decision=decided,
         question=answer.QUESTION,
-        answer=answer.answer(leak, classes, decided.doubt),
+        answer=answer.answer(leak, classes, decided.passed),
         strongest=answer.number_in_words(of_leak.of_numbers)
         if numbers.is_of_numbers(run)
         else answer.strongest_in_words(leak),

@@ -35,7 +35,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from splitveil.common.privacy.figures import AdjustedFigures, AdvantageFigures
+from splitveil.common.privacy.figures import STANDARD_ERRORS, AdjustedFigures, AdvantageFigures
 from splitveil.common.privacy.leakage import Floats, OneClass
 
 MAX_STRATA = 100
@@ -141,7 +141,7 @@ def informed(predictions: Floats, explained: Floats, positive: Mask) -> Floats:
 def adjusted_leak_auc(
     rest: Floats, positive: Mask, predictions: Floats, max_strata: int = MAX_STRATA
 ) -> AdjustedFigures:
-    """Return the leak AUC among rows with nearly the same prediction, with its 95 % interval.
+    """Return the leak AUC among rows with nearly the same prediction, with its interval.
 
     ``rest`` is a score less what features explain of it, (rows,); predictions, (rows,), are of the
     positive class, above 0 and below 1, by a model that has not seen the row's label. Raises
@@ -209,7 +209,7 @@ def _interval(auc: float, variance: float, left_open: float) -> tuple[float, flo
     # Importing it takes time that only a run that is measured should pay.
     from scipy.special import expit, logit  # noqa: PLC0415
 
-    reach = _NORMAL_975 * variance**0.5 / (inside * (1 - inside))
+    reach = STANDARD_ERRORS * variance**0.5 / (inside * (1 - inside))
     low, high = expit(logit(inside) + np.array([-reach, reach]))
     return (0.0 if auc <= half else float(low)), (1.0 if auc >= 1 - half else float(high))
 

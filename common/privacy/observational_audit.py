@@ -124,11 +124,10 @@ class _Choice(NamedTuple):
 
 
 def observe_epsilon(
-    models: FeatureModels, attacks: Mapping[str, ScoredRows]
+    explainer: "Explainer", attacks: Mapping[str, ScoredRows]
 ) -> EpsilonBound | None:
     """Bound epsilon from below with the best of some attacks; None without enough pairs."""
-    draws = np.random.default_rng(_SEED_OF_OFFERS).random(models.num_rows)
-    explainer = _Explainer(models, attacks.values())
+    draws = np.random.default_rng(_SEED_OF_OFFERS).random(explainer.num_rows)
     prepared = (_prepare(name, scored, explainer, draws) for name, scored in attacks.items())
     choices = [_choose(guesses) for guesses in prepared if guesses is not None]
     if not choices:
@@ -155,13 +154,14 @@ def is_offered(predictions: Floats, positive: Mask, draws: Floats) -> Mask:
 
 
 def _prepare(
-    attack: str, scored: ScoredRows, explainer: "_Explainer", draws: Floats
+    attack: str, scored: ScoredRows, explainer: "Explainer", draws: Floats
 ) -> _Guesses | None:
     """Return an attack's guesses of the offered pairs; None if there are too few."""
     rows, predictions = scored.rows, scored.predictions
     if len(rows) < 2 * FEWEST_PAIRS:
         return None
-    rest = explainer.unexplained(scored)
+    values, explained = explainer.explained(scored)
+    rest = values - explained
     offered = is_offered(predictions, scored.positive, draws[rows])
     chooses = choosing_half(len(draws))[rows]
     halves = [offered & chooses, offered & ~chooses]
@@ -171,10 +171,11 @@ def _prepare(
     return _Guesses(attack, chosen, tested)
 
 
-class _Explainer:
-    """Subtracts from scores what features explain of them."""
+class Explainer:
+    """Knows what features, and predictions of the labels by them, explain of attacks' scores."""
 
     def __init__(self, models: FeatureModels, attacks: Iterable[ScoredRows]) -> None:
+        self.num_rows = models.num_rows
         known: list[Floats] = []
         for scored in attacks:
             group = next((group for group in known if _agree(group, scored)), None)
@@ -186,12 +187,11 @@ class _Explainer:
         """Predictions of two classes, NaN where no attack has a score, and models that know them:
         most attacks score the same rows, and of the others, few are missing."""
 
-    def unexplained(self, scored: ScoredRows) -> Floats:
-        """Return the rest of an attack's scores, as normal quantiles, (scored,)."""
+    def explained(self, scored: ScoredRows) -> tuple[Floats, Floats]:
+        """Return an attack's scores as normal quantiles, and what is explained of them."""
         models = next(models for group, models in self._known if _agree(group, scored))
         values = normal_scores(scored.scores)
-        rest: Floats = values - models.explained(values, scored.rows)
-        return rest
+        return values, models.explained(values, scored.rows)
 
 
 def _agree(predictions: Floats, scored: ScoredRows) -> bool:

@@ -125,7 +125,7 @@ def test_predictions_that_are_fitted_leave_nothing_of_features_and_all_of_a_leak
         assert found.rows == 800
         assert found.feature_auc == pytest.approx(roc_auc_score(labels, truth), abs=0.05)
         models = FeatureModels.of(features, labels)
-        predictions = models.predictions(labels)[:, 1]
+        predictions = models.predictions(labels).probabilities[:, 1]
         for name, (expected, values) in scores.items():
             _, low, high = found.adjusted[name]
             covered += low <= expected <= high

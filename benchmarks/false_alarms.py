@@ -22,7 +22,6 @@ from sklearn import datasets
 from torch import Tensor, nn
 
 from benchmarks.environment import print_environment
-
 from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.beyond_features import Covariates
 from splitveil.common.privacy.figures import BeyondFigures, LedgerFigures, SpreadFigures
@@ -113,7 +112,11 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     print_environment("scikit-learn")
-    heads = ("table", "features' AUC, boosting", *(f"{kind}: alarms, leaks" for kind in KINDS))
+    heads = (
+        "table",
+        "features' AUC: both, functions, boosting",
+        *(f"{kind}: alarms, leaks" for kind in KINDS),
+    )
     print(f"\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     sums = np.zeros((len(KINDS), 3), np.int64)
     for name in given.tables:
@@ -126,7 +129,8 @@ def main() -> None:
                 continue
             counts[which] += outcome(found)
             if which != 1 and found.feature_auc is not None:
-                aucs.append((found.feature_auc, found.feature_auc_of_functions, found.feature_auc_of_trees))
+                trees = found.feature_auc_of_trees
+                aucs.append((found.feature_auc, found.feature_auc_of_functions, trees))
         sums += counts
         cells = " | ".join(f"{alarms}, {leaks} of {runs}" for alarms, leaks, runs in counts)
         features = ", ".join(f"{auc:.3f}" for auc in np.mean(aucs, axis=0)) if aucs else "–"
@@ -174,7 +178,7 @@ def measured(table: Table, rows: int, seed: int, kind: str) -> BeyondFigures | N
     audit = LeakAudit(ATTACKS, num_examples=rows, keeps_scores=True)
     wanted = torch.from_numpy(targets.astype(np.float32))
     tested = torch.from_numpy(of_rows)
-    for epoch, (sent, likely, slopes) in enumerate(states):
+    for epoch, (_sent, likely, slopes) in enumerate(states):
         gradients = (likely - wanted)[:, None] * slopes
         for step, chosen in enumerate(torch.randperm(rows).split(BATCH)):
             own = {"cut": gradients[chosen]}

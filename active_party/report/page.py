@@ -82,6 +82,7 @@ def write_comparison(run_dirs: Sequence[Path], output: Path) -> Path:
 
 def try_to_report(run_dir: Path) -> None:
     """Write the report of a run that is over; its results are safe even if that fails."""
+    logger.info("writing the report")
     try:
         logger.info("report written to %s", write_report(run_dir))
     except SplitveilError as error:  # a full disk needs no traceback

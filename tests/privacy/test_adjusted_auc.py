@@ -13,7 +13,7 @@ from splitveil.common.privacy import adjusted_auc
 from splitveil.common.privacy.accumulation import RunScores
 from splitveil.common.privacy.beyond_features import Covariates, measure_beyond_features
 from splitveil.common.privacy.cross_fitting import FeatureModels
-from splitveil.common.privacy.figures import BeyondFigures
+from splitveil.common.privacy.figures import STANDARD_ERRORS, AdjustedFigures, BeyondFigures
 from splitveil.common.privacy.leakage import ClassIndices, Floats, OneClass, leak_auc
 from splitveil.common.record.assessment import WIDEST
 
@@ -35,6 +35,13 @@ def beyond(features: Floats, labels: ClassIndices, scores: dict[str, Floats]) ->
     found = measure_beyond_features(covariates, by_attack, {})
     assert found is not None
     return found
+
+
+def at_95_percent(found: AdjustedFigures) -> tuple[float, float]:
+    """Return the interval that covers the truth in 95 % of all draws."""
+    value, low, high = found
+    share = norm.ppf(0.975) / STANDARD_ERRORS
+    return value - share * (value - low), value + share * (high - value)
 
 
 def noise(count: int, seed: int) -> Floats:
@@ -68,7 +75,8 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
     for seed in range(200):
         feature, positive, predictions = rows(2_000, seed)
         scores = feature + 0.5 * positive + noise(2_000, seed)
-        value, low, high = adjusted_auc.adjusted_leak_auc(scores, positive, predictions)
+        found = adjusted_auc.adjusted_leak_auc(scores, positive, predictions)
+        value, (low, high) = found.value, at_95_percent(found)
         covered += low <= truth <= high
         narrow += (low + value) / 2 <= truth <= (high + value) / 2
     assert covered >= 180
@@ -127,11 +135,17 @@ def test_predictions_that_are_fitted_leave_nothing_of_features_and_all_of_a_leak
         models = FeatureModels.of(features, labels)
         predictions = models.predictions(labels).probabilities[:, 1]
         for name, (expected, values) in scores.items():
-            _, low, high = found.adjusted[name]
+            low, high = at_95_percent(found.adjusted[name])
             covered += low <= expected <= high
             by_strata_only = adjusted_auc.adjusted_leak_auc(values, labels == 1, predictions)
-            by_strata += by_strata_only.low <= expected <= by_strata_only.high
-        leaks.append([found.adjusted[name][:2] for name in ("three of five right", "hidden")])
+            low, high = at_95_percent(by_strata_only)
+            by_strata += low <= expected <= high
+        leaks.append(
+            [
+                (found.adjusted[name].value, at_95_percent(found.adjusted[name])[0])
+                for name in ("three of five right", "hidden")
+            ]
+        )
     assert covered >= 64
     assert by_strata < 54
     values = np.array(leaks)

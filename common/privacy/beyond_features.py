@@ -32,9 +32,9 @@ from splitveil.common.privacy.figures import AdjustedFigures, AdvantageFigures, 
 from splitveil.common.privacy.leakage import ClassIndices, Floats, OneClass, PairAucs, pair_aucs
 from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses
 from splitveil.common.privacy.observational_audit import (
-    Explainer,
     ScoredRows,
     choosing_half,
+    normal_scores,
     observe_epsilon,
 )
 from splitveil.common.privacy.run_level import SEED
@@ -77,15 +77,14 @@ def measure_beyond_features(
         return None
     named = [*batch_attacks.items(), *run_attacks.items()]
     pairs = {pair.attack: pair for pair in _pairs(covariates, named, predicted, classes)}
-    explainer = Explainer(models, [pair.scored for pair in pairs.values()])
-    adjusted = {name: adjusted_leak(explainer, pair.scored) for name, pair in pairs.items()}
+    adjusted = {name: adjusted_leak(models, pair.scored) for name, pair in pairs.items()}
     advantage = {
         str(name): figure
         for name in run_attacks
         if name in pairs and (figure := _advantage(name, pairs[name], covariates)) is not None
     }
     audited = {name: pair.scored for name, pair in pairs.items() if name not in know_classes}
-    epsilon = observe_epsilon(explainer, audited)
+    epsilon = observe_epsilon(models, audited)
     leaks = [name for name in adjusted if name not in WITHOUT_GRADIENTS]
     if not leaks:
         return BeyondFigures(adjusted, advantage, epsilon, 0)
@@ -97,11 +96,13 @@ def measure_beyond_features(
     return BeyondFigures(adjusted, advantage, epsilon, len(strongest.scored.rows), *aucs)
 
 
-def adjusted_leak(explainer: Explainer, scored: ScoredRows) -> AdjustedFigures:
+def adjusted_leak(models: FeatureModels, scored: ScoredRows) -> AdjustedFigures:
     """Return the feature-adjusted leak AUC of an attack's scores. Raises ``OneClass``."""
-    values, explained = explainer.explained(scored)
-    known = informed(scored.predictions, explained, scored.positive)
-    return adjusted_leak_auc(rest_of(values, explained), scored.positive, known)
+    rows, scores, positive, predictions = scored
+    values = normal_scores(scores)
+    explained = models.explained(values, rows)
+    known = informed(predictions, explained, positive)
+    return adjusted_leak_auc(rest_of(values, explained), positive, known)
 
 
 def _pairs(

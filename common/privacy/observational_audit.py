@@ -124,10 +124,11 @@ class _Choice(NamedTuple):
 
 
 def observe_epsilon(
-    explainer: "Explainer", attacks: Mapping[str, ScoredRows]
+    models: FeatureModels, attacks: Mapping[str, ScoredRows]
 ) -> EpsilonBound | None:
     """Bound epsilon from below with the best of some attacks; None without enough pairs."""
-    draws = np.random.default_rng(_SEED_OF_OFFERS).random(explainer.num_rows)
+    draws = np.random.default_rng(_SEED_OF_OFFERS).random(models.num_rows)
+    explainer = _Explainer(models, attacks.values())
     prepared = (_prepare(name, scored, explainer, draws) for name, scored in attacks.items())
     choices = [_choose(guesses) for guesses in prepared if guesses is not None]
     if not choices:
@@ -154,14 +155,13 @@ def is_offered(predictions: Floats, positive: Mask, draws: Floats) -> Mask:
 
 
 def _prepare(
-    attack: str, scored: ScoredRows, explainer: "Explainer", draws: Floats
+    attack: str, scored: ScoredRows, explainer: "_Explainer", draws: Floats
 ) -> _Guesses | None:
     """Return an attack's guesses of the offered pairs; None if there are too few."""
     rows, predictions = scored.rows, scored.predictions
     if len(rows) < 2 * FEWEST_PAIRS:
         return None
-    values, explained = explainer.explained(scored)
-    rest = values - explained
+    rest = explainer.unexplained(scored)
     offered = is_offered(predictions, scored.positive, draws[rows])
     chooses = choosing_half(len(draws))[rows]
     halves = [offered & chooses, offered & ~chooses]
@@ -171,11 +171,10 @@ def _prepare(
     return _Guesses(attack, chosen, tested)
 
 
-class Explainer:
-    """Knows what features, and predictions of the labels by them, explain of attacks' scores."""
+class _Explainer:
+    """Subtracts from scores what features explain of them."""
 
     def __init__(self, models: FeatureModels, attacks: Iterable[ScoredRows]) -> None:
-        self.num_rows = models.num_rows
         known: list[Floats] = []
         for scored in attacks:
             group = next((group for group in known if _agree(group, scored)), None)
@@ -187,11 +186,12 @@ class Explainer:
         """Predictions of two classes, NaN where no attack has a score, and models that know them:
         most attacks score the same rows, and of the others, few are missing."""
 
-    def explained(self, scored: ScoredRows) -> tuple[Floats, Floats]:
-        """Return an attack's scores as normal quantiles, and what is explained of them."""
+    def unexplained(self, scored: ScoredRows) -> Floats:
+        """Return the rest of an attack's scores, as normal quantiles, (scored,)."""
         models = next(models for group, models in self._known if _agree(group, scored))
         values = normal_scores(scored.scores)
-        return values, models.explained(values, scored.rows)
+        rest: Floats = values - models.explained(values, scored.rows)
+        return rest
 
 
 def _agree(predictions: Floats, scored: ScoredRows) -> bool:

@@ -65,7 +65,7 @@ def test_a_score_that_knows_labels_reveals_all_of_them() -> None:
     _, positive, predictions = rows(2_000, seed=2)
     found = adjusted_auc.adjusted_leak_auc(predictions - positive, positive, predictions)
     assert (found.value, found.high) == (1.0, 1.0)
-    assert 0.98 < found.low < 1.0
+    assert 0.97 < found.low < 1.0
 
 
 def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:

@@ -10,7 +10,6 @@ from splitveil.common.privacy.cross_fitting import FeatureModels
 from splitveil.common.privacy.figures import EpsilonBound
 from splitveil.common.privacy.leakage import Floats
 from splitveil.common.privacy.observational_audit import (
-    Explainer,
     ScoredRows,
     choosing_half,
     epsilon_lower_bound,
@@ -23,10 +22,6 @@ from splitveil.common.privacy.observational_audit import (
 SEEDS = 20
 TOLERATED = 3
 """Seeds of 20 in which a 95 % bound may fail: 4 or more happen with a probability of 1.6 %."""
-
-
-def observed(features: Floats, attacks: dict[str, ScoredRows]) -> EpsilonBound | None:
-    return observe_epsilon(Explainer(FeatureModels.of(features), attacks.values()), attacks)
 
 
 class Table:
@@ -46,8 +41,9 @@ class Table:
         return ScoredRows(np.arange(len(scores)), scores, self.labels, self.predictions)
 
     def audit(self, **attacks: Floats) -> EpsilonBound:
-        found = observed(
-            self.features, {name: self.scored(scores) for name, scores in attacks.items()}
+        found = observe_epsilon(
+            FeatureModels.of(self.features),
+            {name: self.scored(scores) for name, scores in attacks.items()},
         )
         assert found is not None
         return found
@@ -91,7 +87,9 @@ def test_features_alone_make_no_bound() -> None:
         failures += table.audit(scores=scores).epsilon > 0
         even = np.full(4_000, table.labels.mean())
         wrong = ScoredRows(np.arange(4_000), scores, table.labels, even)
-        found = observed(table.generator.normal(size=(4_000, 1)), {"scores": wrong})
+        found = observe_epsilon(
+            FeatureModels.of(table.generator.normal(size=(4_000, 1))), {"scores": wrong}
+        )
         assert found is not None
         uneven += found.epsilon > 0
     assert failures <= TOLERATED
@@ -112,11 +110,11 @@ def test_predictions_that_are_fitted_make_little_of_one() -> None:
         predictions = FeatureModels.of(features, classes).predictions(classes).probabilities[:, 1]
         scores = np.log(truth / (1 - truth)) + 2 * generator.normal(size=4_000)
         scored = ScoredRows(np.arange(4_000), scores, labels, predictions)
-        found = observed(features, {"scores": scored})
+        found = observe_epsilon(FeatureModels.of(features), {"scores": scored})
         assert found is not None
         assert found.epsilon < 0.2
         shares = scored._replace(predictions=np.full(4_000, labels.mean()))
-        found = observed(np.zeros((4_000, 1)), {"scores": shares})
+        found = observe_epsilon(FeatureModels.of(np.zeros((4_000, 1))), {"scores": shares})
         assert found is not None
         assert found.epsilon > 0.8
 
@@ -137,7 +135,8 @@ def test_the_sign_of_a_score_does_not_matter() -> None:
 
 def test_few_rows_test_nothing() -> None:
     table = Table(60, seed=5)
-    assert observed(table.features, {"a": table.scored(table.features[:, 0])}) is None
+    models = FeatureModels.of(table.features)
+    assert observe_epsilon(models, {"a": table.scored(table.features[:, 0])}) is None
 
 
 def test_an_offered_row_is_a_fair_coin_given_its_features() -> None:

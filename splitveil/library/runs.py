@@ -269,7 +269,8 @@ class Run:
         return f"Run({str(self.path)!r}, {state})"
 
     def _repr_html_(self) -> str:
-        note = "" if self.has_ended else "This run has no summary: it is running, or was stopped."
+        stopped = "This run has no summary: it is running, or was stopped."
+        note = f"Strongest attack: {self.leak.in_words}" if self.has_ended else stopped
         return as_html(self.name, [self.overview()], note)
 
     def _files(self) -> RunFiles:

@@ -14,6 +14,7 @@ import argparse
 import logging
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -120,20 +121,24 @@ def main() -> None:
     print(f"\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     sums = np.zeros((len(KINDS), 3), np.int64)
     for name in given.tables:
-        counts, aucs = np.zeros_like(sums), []
+        counts, aucs = np.zeros_like(sums), list[tuple[float | None, ...]]()
         for seed in range(given.first_seed, given.first_seed + given.repetitions):
             # Few repetitions show that a leak is found; many, that none is where there is none.
             which = {4: 1, 9: 2}.get(seed % 10, 0)
             found = measured(TABLES[name], given.rows, seed, KINDS[which])
             if found is None:
                 continue
-            counts[which] += outcome(found)
+            counts[which] += np.array(outcome(found))
             if which != 1 and found.feature_auc is not None:
                 trees = found.feature_auc_of_trees
                 aucs.append((found.feature_auc, found.feature_auc_of_functions, trees))
         sums += counts
         cells = " | ".join(f"{alarms}, {leaks} of {runs}" for alarms, leaks, runs in counts)
-        features = ", ".join(f"{auc:.3f}" for auc in np.mean(aucs, axis=0)) if aucs else "–"
+        features = (
+            ", ".join(f"{auc:.3f}" for auc in np.mean(np.array(aucs, float), axis=0))
+            if aucs
+            else "–"
+        )
         print(f"| {name} | {features} | {cells} |", flush=True)
     cells = " | ".join(f"{alarms}, {leaks} of {runs}" for alarms, leaks, runs in sums)
     print(f"| all | | {cells} |")
@@ -181,23 +186,12 @@ def measured(table: Table, rows: int, seed: int, kind: str) -> BeyondFigures | N
     for epoch, (_sent, likely, slopes) in enumerate(states):
         gradients = (likely - wanted)[:, None] * slopes
         for step, chosen in enumerate(torch.randperm(rows).split(BATCH)):
-            own = {"cut": gradients[chosen]}
+            sent_back = {"cut": gradients[chosen]}
             known = KnownPredictions(likely[chosen], slopes[chosen])
             seen = Observation(
-                epoch, step, own, tested[chosen], positions=chosen, predictions=known
+                epoch, step, sent_back, tested[chosen], positions=chosen, predictions=known
             )
-            clues = audit.clues(seen, b"", own)
-            audit.observe(
-                Observation(
-                    epoch,
-                    step,
-                    own,
-                    tested[chosen],
-                    positions=chosen,
-                    predictions=known,
-                    clues=clues,
-                )
-            )
+            audit.observe(replace(seen, clues=audit.clues(seen, b"", sent_back)))
     logits = torch.stack([likely.logit().clamp(-30, 30) for _, likely, _ in states])
     predictions = torch.stack([logits[-1], logits.mean(dim=0)], dim=1).numpy()
     own = features[rows:, network.num_passive :].astype(np.float32)

@@ -173,8 +173,9 @@ def _assessed(
 
 
 def _not_separated(beyond: BeyondFigures, bound: float) -> str:
-    aucs = beyond.feature_auc_of_functions, beyond.feature_auc_of_trees
-    both = "" if None in aucs else f" (AUC {aucs[0]:.3f} by functions, {aucs[1]:.3f} by boosting)"
+    functions, trees, both = beyond.feature_auc_of_functions, beyond.feature_auc_of_trees, ""
+    if functions is not None and trees is not None:
+        both = f" (AUC {functions:.3f} by functions, {trees:.3f} by boosting)"
     return (
         f"more than the {auc_at_most(bound)} that is proved for anybody, so that it contains what "
         f"features reveal: the models of these{both} cannot separate them from gradients"

@@ -164,11 +164,12 @@ def measured(table: Table, rows: int, seed: int, kind: str) -> BeyondFigures | N
     optimizer = torch.optim.Adam(network.parameters(), lr=0.01)
     states = []
     for _ in range(3 * EPOCHS):
-        for chosen in torch.randperm(rows).split(64):
+        for chosen in torch.split(torch.randperm(rows), 64):
             optimizer.zero_grad()
             logits = network(*network.sent(values[chosen]))[:, 0]
             wanted = torch.from_numpy(labels[:rows][chosen.numpy()]).float()
-            nn.functional.binary_cross_entropy_with_logits(logits, wanted).backward()
+            loss = nn.functional.binary_cross_entropy_with_logits(logits, wanted)
+            torch.autograd.backward(loss)
             optimizer.step()
         states.append(network.answers(values[rows:]))
     states = states[2::3]
@@ -185,7 +186,7 @@ def measured(table: Table, rows: int, seed: int, kind: str) -> BeyondFigures | N
     tested = torch.from_numpy(of_rows)
     for epoch, (_sent, likely, slopes) in enumerate(states):
         gradients = (likely - wanted)[:, None] * slopes
-        for step, chosen in enumerate(torch.randperm(rows).split(BATCH)):
+        for step, chosen in enumerate(torch.split(torch.randperm(rows), BATCH)):
             sent_back = {"cut": gradients[chosen]}
             known = KnownPredictions(likely[chosen], slopes[chosen])
             seen = Observation(

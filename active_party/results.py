@@ -168,6 +168,7 @@ def save_alone(
     if not is_wanted or rows is None or encoder is None:
         return None
     splits = session.lifecycle.answering.rows.splits
+    logger.info("training a model of this party's own features only")
     model = train_alone(
         build_alone(encoder, settings.data.num_classes, settings.model_seed),
         rows,
@@ -224,6 +225,7 @@ def _save_targets(
 def _refit(
     settings: ActiveSettings, folder: Path, session: ActiveSession, trainer: TopTrainer
 ) -> PredictionFigures | None:
+    logger.info("fitting the top model to the true labels")
     model = trainer.refitted(_fitting(settings, settings.optimizer))
     if model is None:
         return None

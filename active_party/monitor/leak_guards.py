@@ -35,7 +35,7 @@ from splitveil.active_party.settings import LeakGateSettings
 from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.attacks import ATTACKS
 from splitveil.common.privacy.audit import AuditedBatch
-from splitveil.common.privacy.figures import AttackFigure
+from splitveil.common.privacy.figures import STANDARD_ERRORS, AttackFigure
 from splitveil.common.record.lines import AlarmLine, GateLine
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.summary import GateFigures
@@ -49,7 +49,6 @@ _CLASS_ORACLES: frozenset[str] = frozenset(
     name for name, attack in ATTACKS.items() if attack.needs_classes
 )
 MIN_BATCHES = 20
-STANDARD_ERRORS = 4.0
 
 
 class Alarm(NamedTuple):

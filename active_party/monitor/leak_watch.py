@@ -115,10 +115,10 @@ class LeakWatch:
             return  # given again
         self._handed = (batch.epoch, batch.step)
         charge = result.report.charge
-        # A bound for anybody is conditional on the features, and the scores of a batch also
-        # reveal what features do: only figures adjusted for that are held against it.
-        is_for_all = charge.adversary is Adversary.ANYBODY
-        self._alarm.note_charge(batch.epoch, math.inf if is_for_all else charge.sum_kl)
+        # Only the class means of a batch contain what features reveal. Other bounds are about the
+        # label beyond that, and only figures adjusted for it are held against them.
+        is_raw = charge.adversary is Adversary.CLASS_MEANS
+        self._alarm.note_charge(batch.epoch, charge.sum_kl if is_raw else math.inf)
         if self.monitor is None or self._settings is None:
             return
         clean = {"cut": result.raw} if self._settings.reference == "clean" else None

@@ -245,11 +245,14 @@ class ActiveRecorder(RunRecorder):
         return [] if bound is None or bound >= 1 else [f"bound {auc_at_most(bound)}"]
 
     def _leak_figures(self, total: LeakBounds | None) -> LeakFigures | None:
+        logger.info("measuring what the attacks reveal beyond features")
         leak = self._watch.figures()
+        if leak is not None and (left_out := leak.counts.much_left_out):
+            logger.warning(left_out)
         if leak is None or leak.beyond is None:
             return leak
         beyond = hold_against(leak.beyond, total)
-        log_beyond(beyond, total)
+        log_beyond(beyond, total, self._settings.defense.model_dump(mode="json"))
         return replace(leak, beyond=beyond)
 
     def _model_figures(self) -> ModelFigures:

@@ -2,8 +2,9 @@
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from splitveil.active_party.defenses.dp_bounds import epsilon_of
 from splitveil.active_party.ledger.bounds import LeakBounds
@@ -11,7 +12,7 @@ from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.figures import BeyondFigures, LedgerFigures, SpreadFigures
 from splitveil.common.privacy.observational_audit import p_value
 from splitveil.common.record import summary
-from splitveil.common.record.assessment import assess_figures
+from splitveil.common.record.assessment import assess_figures, passes_stated
 from splitveil.common.text.upper_bounds import at_least, at_most
 
 logger = logging.getLogger(__name__)
@@ -75,10 +76,12 @@ def hold_against(beyond: BeyondFigures, bounds: LeakBounds | None) -> BeyondFigu
     )
 
 
-def log_beyond(beyond: BeyondFigures, bounds: LeakBounds | None) -> None:
+def log_beyond(
+    beyond: BeyondFigures, bounds: LeakBounds | None, defense: Mapping[str, Any]
+) -> None:
     """Log what attacks reveal beyond features, and an alarm for every statement that they pass."""
     epsilon = beyond.epsilon
-    assessment = assess_figures(beyond, None if bounds is None else ledger_figures(bounds))
+    assessment = assess_figures(beyond, None if bounds is None else ledger_figures(bounds), defense)
     logger.info("feature-adjusted leak AUC, strongest attack: %s", assessment.in_words)
     if epsilon is not None:
         logger.debug(
@@ -91,7 +94,7 @@ def log_beyond(beyond: BeyondFigures, bounds: LeakBounds | None) -> None:
             epsilon.guesses,
             "none" if epsilon.stated is None else at_most(epsilon.stated),
         )
-        if epsilon.passes_stated:
+        if passes_stated(epsilon, assessment):
             logger.error(
                 "LEAK ALARM: attacks exclude the epsilon of %s that the ledger states for %s",
                 at_most(epsilon.stated or 0.0),

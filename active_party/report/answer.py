@@ -49,8 +49,8 @@ _WHOSE: Mapping[Adversary, tuple[str, str]] = {
 }
 
 
-def answer(assessment: LeakAssessment, num_classes: int, doubt: str) -> str:
-    """Say for whom there is a bound, and what it means; ``doubt`` says what contradicts it."""
+def answer(assessment: LeakAssessment, num_classes: int, passed: str) -> str:
+    """Say for whom there is a bound, and what it means; ``passed`` says what is above it."""
     distinguishes = _distinguishes(num_classes)
     if assessment.adversary is None or assessment.bound is None:
         return (
@@ -58,13 +58,14 @@ def answer(assessment: LeakAssessment, num_classes: int, doubt: str) -> str:
             "right in 50 of 100 pairs."
         )
     pairs = f"{float(auc_at_most(assessment.bound)) * 100:g} of 100 pairs"
+    who, others = _WHOSE[assessment.adversary]
+    if assessment.adversary is Adversary.ANYBODY and not assessment.is_proved:
+        who, others = "By what this run's own defense states, the other company", ""
     if assessment.above_bound:
         reached = assessment.above_bound[0].leak.value * 100
-        return f"The bound of {pairs} does not hold: an attack that was run reaches {reached:.0f}."
-    if doubt:
-        said = doubt[0].lower() + doubt[1:]
-        return f"The bound of {pairs} does not hold for all that was measured: {said}"
-    who, others = _WHOSE[assessment.adversary]
+        others = f" An attack that was run reaches {reached:.0f}.{others}"
+    elif passed:
+        others = f" {passed}{others}"
     return (
         f"{who} {distinguishes} in at most {pairs}, beyond what its own data reveal. Guessing: 50."
         f"{others}"
@@ -82,11 +83,12 @@ def strongest_in_words(assessment: LeakAssessment) -> str:
     chance = ", which is no more than chance explains"
     by_chance = chance if strongest.finding is Finding.NO_LEAK_SHOWN else ""
     unknown = [one for one in assessment.attacks if one.finding is Finding.TOO_FEW_ROWS]
-    others = f"{len(unknown)} more {assessment.not_measured}. " if unknown else ""
-    return (
-        f"The strongest attack that was run reaches {found}{by_chance}. {others}"
-        "Another attack may do better."
-    )
+    others = f" {len(unknown)} more {assessment.not_measured}." if unknown else ""
+    if strongest.finding is Finding.NOT_SEPARATED:
+        return f"The strongest attack that was run reads {found}, {strongest.why}.{others}"
+    if not assessment.is_proved:
+        others += " Another attack may do better."
+    return f"The strongest attack that was run reaches {found}{by_chance}.{others}"
 
 
 def number_in_words(measured: Mapping[str, NumberLeak]) -> str:

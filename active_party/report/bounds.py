@@ -34,7 +34,8 @@ def guarantee_of(run: RunFiles) -> float:
 
 def assessment_of(run: RunFiles) -> LeakAssessment:
     """Judge a run's leak, by the ledger's last entry if the run has no summary."""
-    return assess_figures(run.active.summary.of_leak.beyond, ledger_of(run))
+    defense = run.active.setting("defense") or {}
+    return assess_figures(run.active.summary.of_leak.beyond, ledger_of(run), defense)
 
 
 def bounds_of(run: RunFiles) -> dict[Adversary, float]:
@@ -96,7 +97,7 @@ def beyond_rows(run: RunFiles, assessment: LeakAssessment) -> Iterator[TableRow]
     raw = raw_figures(run)
     advantage = (run.active.summary.of_leak.beyond or BeyondFigures()).advantage
     for one in assessment.attacks:
-        attack, _, finding, why = one
+        attack, finding = one.attack, one.finding
         is_measured = finding is not Finding.TOO_FEW_ROWS
         gained = ABSENT
         if (gain := advantage.get(attack)) is not None:
@@ -105,7 +106,7 @@ def beyond_rows(run: RunFiles, assessment: LeakAssessment) -> Iterator[TableRow]
             attack,
             needs_of(attack),
             one.figures if is_measured else ABSENT,
-            why or (finding.value if is_measured else assessment.not_measured),
+            one.why or (finding.value if is_measured else assessment.not_measured),
             figure(raw.get(attack)),
             gained,
         )

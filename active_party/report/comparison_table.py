@@ -17,7 +17,7 @@ def comparison_table(title: str, summaries: Mapping[str, Summary]) -> Group:
     models = [summary.of_active.model for summary in summaries.values()]
     alone = sorted({f"{one.test_auc_alone:.4f}" for one in models if one.test_auc_alone})
     notes = [
-        "feature-adjusted leak AUC (95 % interval) of that attack; .5 is guessing",
+        "feature-adjusted leak AUC (99.99 % interval) of that attack; .5 is guessing",
         *(
             f"{name}, {label(one.strongest.attack)}: {one.strongest.why}"
             for name, one in found.items()

@@ -24,8 +24,7 @@ from splitveil.active_party.report.numbers import strongest_beyond
 from splitveil.active_party.report.run_files import RunFiles, num_classes
 from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
 from splitveil.common.data.label_range import ONE_NUMBER
-from splitveil.common.privacy.figures import is_clearly_above
-from splitveil.common.record.assessment import LeakAssessment
+from splitveil.common.record.assessment import Finding, LeakAssessment, passes_stated
 from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 
 Outcome = Literal["pass", "fail", "open", "unknown"]
@@ -64,7 +63,7 @@ class Decision(NamedTuple):
     checks: tuple[Check, ...]
     steps: tuple[Step, ...]
     prices: tuple[Price, ...]  # what the table is worth at several bounds
-    doubt: str  # the first finding that contradicts the ledger; empty without any
+    passed: str  # the first finding above what the ledger states; empty without any
 
 
 def decide(run: RunFiles, assessment: LeakAssessment) -> Decision:
@@ -73,8 +72,8 @@ def decide(run: RunFiles, assessment: LeakAssessment) -> Decision:
     predictions = read_predictions(run.active.folder)
     size = _table_size(run, predictions)
     prices = price_list(run, target, size)
-    doubts = list(_doubts(run, assessment))
-    checks = [*_ledger_checks(run, assessment, doubts), *_quality_checks(run, predictions)]
+    passed = list(_passed(run, assessment))
+    checks = [*_ledger_checks(run, assessment, passed), *_quality_checks(run, predictions)]
     if not run.active.has_ended:
         checks.append(Check(_ENDED, "open", "no", "yes", "It was stopped, or is still running."))
     steps: list[Step] = []
@@ -88,8 +87,8 @@ def decide(run: RunFiles, assessment: LeakAssessment) -> Decision:
     recovered = _is_recovered(run, assessment)
     shown, badge = outcome, _BADGES[outcome]
     if target is None:
-        shown = "fail" if recovered or doubts else "unknown"
-        badge = "Bound in doubt" if doubts else _BADGES[shown]
+        shown = "fail" if recovered or passed else "unknown"
+        badge = "An attack passes a bound" if passed else _BADGES[shown]
         badge = "Labels recovered" if recovered else badge
     return Decision(
         shown,
@@ -98,14 +97,16 @@ def decide(run: RunFiles, assessment: LeakAssessment) -> Decision:
         tuple(checks),
         tuple(steps),
         tuple(prices),
-        next(iter(doubts), ""),
+        next(iter(passed), ""),
     )
 
 
 def _is_recovered(run: RunFiles, assessment: LeakAssessment) -> bool:
     beyond = strongest_beyond(run.active.summary.of_leak.of_numbers)
     strongest = assessment.strongest
-    return (strongest is not None and strongest.leak.value >= RECOVERED) or (
+    # Nobody recovers labels past a bound that is proved.
+    excluded = assessment.is_proved and (assessment.bound or 0.0) < RECOVERED
+    return (strongest is not None and strongest.leak.value >= RECOVERED and not excluded) or (
         beyond is not None and beyond[1].r2 >= RECOVERED
     )
 
@@ -123,7 +124,7 @@ def target_of(run: RunFiles) -> tuple[float | None, str]:
 
 _BOUND = "bound for anybody"
 _MEASURED = "measured attacks"
-_DOUBTS = "attacks below the stated bounds"
+_PASSED = "attacks below the stated bounds"
 _QUALITY = "test AUC"
 _ALONE = "better than the active party alone"
 _BUDGET = "run budget"
@@ -159,29 +160,30 @@ def _measured_checks(run: RunFiles, target: float, assessment: LeakAssessment) -
         yield Check(_MEASURED, "open", "–", accepted, why)
         return
     leaks = [one.leak for one in assessment.attacks]
-    if any(is_clearly_above(leak, target) for leak in leaks):
+    separated = [one for one in assessment.attacks if one.finding is not Finding.NOT_SEPARATED]
+    if any(one.leak.low > target for one in separated):
         outcome: Outcome = "fail"
-        why = f"{strongest.attack} is above it by more than three standard errors."
+        why = f"{strongest.attack} is the strongest; an interval begins above."
     elif not assessment.is_complete:
         outcome = "open"
         why = f"{strongest.attack} is the strongest; others {assessment.not_measured}."
     elif all(leak.high <= target for leak in leaks):
-        outcome, why = "pass", f"{strongest.attack} is the strongest; all 95 % intervals end below."
+        outcome, why = "pass", f"{strongest.attack} is the strongest; all intervals end below."
     else:
         outcome, why = "open", f"{strongest.attack} is the strongest; an interval reaches above."
     why += f" {strongest.why[:1].upper()}{strongest.why[1:]}."
     yield Check(_MEASURED, outcome, strongest.figures, accepted, why.removesuffix(" ."))
 
 
-def _doubts(run: RunFiles, assessment: LeakAssessment) -> Iterator[str]:
+def _passed(run: RunFiles, assessment: LeakAssessment) -> Iterator[str]:
     for one in assessment.above_bound:
         yield f"{one.attack} reaches {one.figures}, {one.why}."
     beyond = run.active.summary.of_leak.beyond
     epsilon = None if beyond is None else beyond.epsilon
-    if epsilon is not None and epsilon.stated is not None and epsilon.passes_stated:
+    if epsilon is not None and passes_stated(epsilon, assessment):
         yield (
             f"{epsilon.attack} excludes every epsilon below {at_least(epsilon.epsilon)}, more than "
-            f"the {at_most(epsilon.stated)} that the ledger states for {epsilon.stated_for}."
+            f"the {at_most(epsilon.stated or 0.0)} that the ledger states for {epsilon.stated_for}."
         )
     if alarms := run.active.summary.of_active.leak_alarms:
         yield (
@@ -191,12 +193,12 @@ def _doubts(run: RunFiles, assessment: LeakAssessment) -> Iterator[str]:
 
 
 def _ledger_checks(
-    run: RunFiles, assessment: LeakAssessment, doubts: Sequence[str]
+    run: RunFiles, assessment: LeakAssessment, passed: Sequence[str]
 ) -> Iterator[Check]:
-    if doubts:
-        yield Check(_DOUBTS, "fail", str(len(doubts)), "0", " ".join(doubts))
+    if passed:
+        yield Check(_PASSED, "fail", str(len(passed)), "0", " ".join(passed))
     elif assessment.adversary is not None and assessment.strongest is not None:
-        yield Check(_DOUBTS, "pass", "0", "0", "No attack that was run passed a stated bound.")
+        yield Check(_PASSED, "pass", "0", "0", "No attack that was run passed a stated bound.")
     limit, spent = run.active.setting("run_budget", "sum_kl"), run.active.summary.of_active.ledger
     if isinstance(limit, int | float) and spent is not None and spent.sum_kl.max is not None:
         held = spent.sum_kl.max <= limit * (1 + _ROUNDING)
@@ -249,13 +251,12 @@ def _other_steps(
             "same for a run that is over.",
         )
     # A bound that was never meant for this attack needs no other run, but another defense.
-    if outcomes.get(_DOUBTS) == "fail" and guarantee_of(run) < 1:
+    if outcomes.get(_PASSED) == "fail" and guarantee_of(run) < 1:
         yield Step(
-            "model_seed: 1",
-            "repeats the run to separate chance from a wrong bound: use no bound of this run "
-            "before that is known",
-            "One more run, whose answers about the same labels add up with this one's in its "
-            "ledger: use labels that are allowed to be known.",
+            "defense: {module: ...}",
+            "the charges that this defense states do not describe its answers: correct them, and "
+            "use no bound of this run",
+            "None for the labels of this run: what was sent is known to the other company.",
         )
     if outcomes.get(_MEASURED) == "open" and outcomes.get(_BOUND) == "pass":
         yield Step(

@@ -9,6 +9,7 @@ from scipy.special import softmax
 from splitveil.active_party.report.run_files import LeakSeries, Numbers
 from splitveil.active_party.training.evaluation import StoredPredictions
 from splitveil.common.privacy.adjusted_auc import placements
+from splitveil.common.privacy.figures import STANDARD_ERRORS
 
 MIN_WINDOW = 15  # smallest number of batches for the quantiles of a window
 MAX_WINDOWS = 40
@@ -16,7 +17,6 @@ LOW, HIGH = 0.1, 0.9  # the quantiles that bound a band
 ABSENT = "–"
 _NORMAL_975 = 1.959963984540054
 _CLOSE = 1e-4  # difference of an AUC from the recorded one that rounding may make
-STANDARD_ERRORS = 4.0  # by which a mean must exceed that of random scores
 
 
 class TableRow(NamedTuple):

@@ -31,7 +31,7 @@ def number_rows(run: RunFiles) -> Iterator[TableRow]:
         beyond, is_clear = (ABSENT, ABSENT), False
         if found.beyond is not None:
             beyond = (figure(found.beyond.r2), interval(found.beyond))
-            is_clear = found.beyond.is_clear
+            is_clear = found.beyond.low > 0
         others = map(figure, (found.r2, found.q95, found.last_epoch, found.random))
         needs = _NEEDS.get(attack, "not known here")
         yield TableRow((attack, needs, *beyond, *others, count(found.examples)), is_clear)

@@ -78,6 +78,7 @@ def write_comparison(run_dirs: Sequence[Path], output: Path) -> Path:
 
 def try_to_report(run_dir: Path) -> None:
     """Write the report of a run that is over; its results are safe even if that fails."""
+    logger.info("writing the report")
     try:
         logger.info("report written to %s", write_report(run_dir))
     except SplitveilError as error:  # a full disk needs no traceback
@@ -106,7 +107,7 @@ def report_page(run: RunFiles) -> str:
         leak=leak,
         decision=decided,
         question=answer.QUESTION,
-        answer=answer.answer(leak, classes, decided.doubt),
+        answer=answer.answer(leak, classes, decided.passed),
         strongest=answer.number_in_words(of_leak.of_numbers)
         if numbers.is_of_numbers(run)
         else answer.strongest_in_words(leak),

@@ -19,7 +19,8 @@ better than q does is no leak, q is fitted once more with what features explain 
 (`informed`), as targeted learning does (van der Laan and Rose 2011).
 
 The interval takes the variance of the placements within strata (DeLong, DeLong and Clarke-Pearson,
-Biometrics 44, 1988), on the logit scale, where an area close to 1 keeps its interval below 1.
+Biometrics 44, 1988), on the logit scale, where an area close to 1 keeps its interval below 1. It
+reaches ``STANDARD_ERRORS`` on either side: whatever is said of a figure is said of its interval.
 
 What an attack is worth to whoever runs it:
 
@@ -35,7 +36,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from splitveil.common.privacy.figures import AdjustedFigures, AdvantageFigures
+from splitveil.common.privacy.figures import STANDARD_ERRORS, AdjustedFigures, AdvantageFigures
 from splitveil.common.privacy.leakage import Floats, OneClass
 
 MAX_STRATA = 100
@@ -45,7 +46,7 @@ _FEWEST = 2  # rows of each class in every stratum, or neighbours are merged
 
 _COST_OF_PREDICTIONS, _COST_OF_FEW_ROWS = 0.25, 7.0
 """What the errors of q and of what features explain add to the variance, with which intervals cover
-the truth as often as they say (`benchmarks/null_coverage.py`)."""
+the truth as often as they say (`tests/privacy/test_adjusted_auc.py`)."""
 
 TOP_ROWS = 100
 RESOLUTION = 0.2  # deviation of the rest, of the score's own, below which it is no leak
@@ -141,7 +142,7 @@ def informed(predictions: Floats, explained: Floats, positive: Mask) -> Floats:
 def adjusted_leak_auc(
     rest: Floats, positive: Mask, predictions: Floats, max_strata: int = MAX_STRATA
 ) -> AdjustedFigures:
-    """Return the leak AUC among rows with nearly the same prediction, with its 95 % interval.
+    """Return the leak AUC among rows with nearly the same prediction, with its interval.
 
     ``rest`` is a score less what features explain of it, (rows,); predictions, (rows,), are of the
     positive class, above 0 and below 1, by a model that has not seen the row's label. Raises
@@ -210,7 +211,9 @@ def _interval(auc: float, variance: float, left_open: float) -> tuple[float, flo
     from scipy.special import expit, logit  # noqa: PLC0415
 
     reach = _NORMAL_975 * variance**0.5 / (inside * (1 - inside))
-    low, high = expit(logit(inside) + np.array([-reach, reach]))
+    ends = expit(logit(inside) + np.array([-reach, reach]))
+    # Of 95 % up to here: at an area of 1, the logit scale stretches further errors too far.
+    low, high = (auc + STANDARD_ERRORS / _NORMAL_975 * (ends - auc)).clip(0, 1)
     return (0.0 if auc <= half else float(low)), (1.0 if auc >= 1 - half else float(high))
 
 

@@ -27,7 +27,7 @@ from splitveil.common.privacy.adjusted_auc import (
     rest_of,
 )
 from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, WITHOUT_GRADIENTS, RunAttackName
-from splitveil.common.privacy.cross_fitting import FeatureModels, TooFewRows
+from splitveil.common.privacy.cross_fitting import FeatureModels, Predictions, TooFewRows
 from splitveil.common.privacy.figures import AdjustedFigures, AdvantageFigures, BeyondFigures
 from splitveil.common.privacy.leakage import ClassIndices, Floats, OneClass, PairAucs, pair_aucs
 from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses
@@ -54,6 +54,7 @@ class _PairScores(NamedTuple):
     attack: str
     target: int  # the class that counts as the positives
     scored: ScoredRows
+    by_each_kind: tuple[Floats, Floats]  # predictions by functions alone, and by trees alone
 
 
 def measure_beyond_features(
@@ -71,11 +72,11 @@ def measure_beyond_features(
     features = np.column_stack([covariates.activations, covariates.predictions, covariates.own])
     models = FeatureModels.of(features, covariates.labels)
     try:
-        predictions = models.predictions(covariates.labels, classes.num_classes)
+        predicted = models.predictions(covariates.labels, classes.num_classes)
     except TooFewRows:
         return None
     named = [*batch_attacks.items(), *run_attacks.items()]
-    pairs = {pair.attack: pair for pair in _pairs(covariates, named, predictions, classes)}
+    pairs = {pair.attack: pair for pair in _pairs(covariates, named, predicted, classes)}
     adjusted = {name: adjusted_leak(models, pair.scored) for name, pair in pairs.items()}
     advantage = {
         str(name): figure
@@ -87,9 +88,12 @@ def measure_beyond_features(
     leaks = [name for name in adjusted if name not in WITHOUT_GRADIENTS]
     if not leaks:
         return BeyondFigures(adjusted, advantage, epsilon, 0)
-    strongest = pairs[max(leaks, key=lambda name: adjusted[name].value)].scored
-    feature_auc = max(0.5, placements(strongest.predictions, strongest.positive).auc)
-    return BeyondFigures(adjusted, advantage, epsilon, len(strongest.rows), feature_auc)
+    strongest = pairs[max(leaks, key=lambda name: adjusted[name].value)]
+    aucs = [
+        max(0.5, placements(by, strongest.scored.positive).auc)
+        for by in (strongest.scored.predictions, *strongest.by_each_kind)
+    ]
+    return BeyondFigures(adjusted, advantage, epsilon, len(strongest.scored.rows), *aucs)
 
 
 def adjusted_leak(models: FeatureModels, scored: ScoredRows) -> AdjustedFigures:
@@ -104,7 +108,7 @@ def adjusted_leak(models: FeatureModels, scored: ScoredRows) -> AdjustedFigures:
 def _pairs(
     covariates: Covariates,
     attacks: Iterable[tuple[str, Sequence[RunScores]]],
-    predictions: Floats,
+    predicted: Predictions,
     classes: LabelClasses,
 ) -> Iterator[_PairScores]:
     """Yield each attack's scores of the two classes that it separates best."""
@@ -125,9 +129,10 @@ def _pairs(
         positive = labels[of_pair] == target
         if min(int(positive.sum()), int((~positive).sum())) < 2:
             continue
-        likely = predictions[rows][:, [target, other]]
-        scored = ScoredRows(rows, scores, positive, likely[:, 0] / likely.sum(axis=1))
-        yield _PairScores(attack, target, scored)
+        of_both = [each[rows][:, [target, other]] for each in predicted]
+        likely, *apart = [each[:, 0] / each.sum(axis=1) for each in of_both]
+        scored = ScoredRows(rows, scores, positive, likely)
+        yield _PairScores(attack, target, scored, (apart[0], apart[1]))
 
 
 def _on(positions: npt.NDArray[np.int64], seen: RunScores) -> tuple[npt.NDArray[np.int64], Floats]:

@@ -90,17 +90,20 @@ class LedgerFigures(Form):
 
 
 _DETAILS = "epsilon_lower_bound_details"
-_CLEARLY = 3.0 / 1.96
+STANDARD_ERRORS = 4.0
+"""How far the interval of a figure beyond features reaches on either side (99.99 %). The one rule
+of pictures, tables, verdicts and alarms: a figure is above something if its whole interval is.
+A run compares many attacks, each of which may be inverted: with three standard errors, one run in
+thirty in which nothing leaks showed a leak (`benchmarks/false_alarms.py`)."""
 _CLEARLY_P = 0.001
-"""A p-value below which guesses contradict a stated epsilon. Labels that are randomised with
-epsilon, and read exactly, come as close to it as guesses can: at 0.05, one such run in twenty would
-raise an alarm that nothing is behind."""
+"""A p-value below which guesses contradict a stated epsilon: at 0.05, those of one run in twenty do
+whose labels are randomised with it. Its part for delta keeps it from becoming much smaller."""
 BEYOND_TABLES = ("adjusted_leak", "leak_advantage", _DETAILS)
 
 
 class AdjustedFigures(NamedTuple):
     value: Known
-    low: Known  # lower end of its 95 % interval; below 1/2 where the leak may be chance
+    low: Known  # lower end of its interval; below 1/2 where the leak may be chance
     high: Known
 
 
@@ -130,7 +133,7 @@ class EpsilonBound(NamedTuple):
 
     @property
     def passes_stated(self) -> bool:
-        """Whether the attacks exclude what the ledger states, at 99.9 % confidence."""
+        """Whether the attacks exclude what the ledger states, and not by chance."""
         return self.p_value_of_stated is not None and self.p_value_of_stated < _CLEARLY_P
 
 
@@ -144,18 +147,12 @@ class BeyondFigures(Form):
     """None if too few rows were offered another label; the file then has a bound of 0."""
     rows: Annotated[Count, Key("adjusted_rows"), IF_ANY] = None  # of the strongest attack
     feature_auc: Annotated[Number, IF_ANY] = None  # what features reveal without any attack
+    feature_auc_of_functions: Annotated[Number, IF_ANY] = None  # by one kind of model alone
+    feature_auc_of_trees: Annotated[Number, IF_ANY] = None
 
     def form(self) -> dict[str, Any]:
         bound = 0.0 if self.epsilon is None else self.epsilon.epsilon
         return super().form() | {"epsilon_lower_bound": bound}
-
-
-def is_clearly_above(found: AdjustedFigures, auc: float) -> bool:
-    """Return whether a figure is above an AUC by three standard errors.
-
-    Several attacks are compared with it, and each may be inverted.
-    """
-    return found.value - _CLEARLY * (found.value - found.low) > auc
 
 
 _OF_NUMBERS = "leak_of_numbers"
@@ -211,24 +208,33 @@ class ClassFigures(Form):
         return max(measured, key=itemgetter(1), default=None)
 
 
+_SMALL_SHARE = 0.05
+
+
 class BatchCounts(NamedTuple):
     observed: Count = None
     skipped_one_class: Count = None
     left_out: Count = None
+
+    @property
+    def much_left_out(self) -> str:
+        """What has to stand beside the figures if more than 5 % were left out; or empty."""
+        counts = [0 if count is None else count for count in self]
+        share = counts[-1] / max(sum(counts), 1)
+        if share <= _SMALL_SHARE:
+            return ""
+        return (
+            f"The monitor left {share:.0%} of the batches out (leak_monitor.max_cpu_share, "
+            "queue_batches), so that attacks over the whole run are understated."
+        )
 
 
 class NumberBeyond(NamedTuple):
     """One attack on labels that are numbers beyond features: shares of what features leave."""
 
     r2: Known
-    low: Known  # lower end of its 95 % interval; 0 where it may be chance
+    low: Known  # lower end of its interval; 0 where it may be chance
     high: Known
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether the correlation behind it is above 0 by three standard errors."""
-        size = math.sqrt(self.r2)
-        return size - 3.0 / 1.96 * (size - math.sqrt(self.low)) > 0
 
 
 class NumberLeak(NamedTuple):

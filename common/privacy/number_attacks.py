@@ -37,7 +37,7 @@ from torch import Tensor
 
 from splitveil.common.privacy.accumulation import RunScores
 from splitveil.common.privacy.cross_fitting import FeatureModels
-from splitveil.common.privacy.figures import NumberBeyond
+from splitveil.common.privacy.figures import STANDARD_ERRORS, NumberBeyond
 from splitveil.common.privacy.gradient_rows import prepared
 
 MIN_ROWS = 50  # rows below which regressions on features say nothing
@@ -46,7 +46,6 @@ NUM_HINTS = 40  # labels that the ridge regression knows, as many as model compl
 
 _PENALTIES = tuple(10.0**power for power in range(-6, 4))  # in units of a column's mean square
 
-_NORMAL_QUANTILE = 1.96
 _NOTHING_LEFT = 1e-12  # share of a score's variance that counts as rounding
 
 _MOST_VALUES = 2**24  # of the sums: 64 MiB; of a long run, evenly spaced examples are kept
@@ -235,7 +234,7 @@ def adjusted_r2(
         return NumberBeyond(0.0, 0.0, 0.0)
     correlation = float((label * score).mean())
     influence = label * score - correlation * (np.square(label) + np.square(score)) / 2
-    margin = _NORMAL_QUANTILE * float(influence.std()) / len(labels) ** 0.5
+    margin = STANDARD_ERRORS * float(influence.std()) / len(labels) ** 0.5
     size = abs(correlation)
     low, high = max(size - margin, 0.0), min(size + margin, 1.0)
     return NumberBeyond(min(size, 1.0) ** 2, low**2, high**2)

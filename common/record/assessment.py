@@ -1,32 +1,37 @@
 """What a run's figures say about the leak of its labels: one judgement for all pages and logs.
 
-The leading figure is the feature-adjusted leak AUC with its 95 % interval, beside the bound, on a
-scale from 1/2, which is guessing, to 1. A raw leak AUC contains what features reveal anyway.
+The leading figure is the feature-adjusted leak AUC with its interval, beside the bound, on a scale
+from 1/2, which is guessing, to 1. A raw leak AUC contains what features reveal anyway.
+
+A bound for anybody is a theorem about the answers, and no measurement puts it in doubt: a figure
+above it shows that the models of the features say less than the attack knows of them. All other
+bounds hold only for peers who do no more than is said, and a figure above one is a finding.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS
 from splitveil.common.privacy.figures import (
     AdjustedFigures,
     BeyondFigures,
+    EpsilonBound,
     LedgerFigures,
-    is_clearly_above,
 )
 from splitveil.common.record.summary import Summary
 from splitveil.common.text.upper_bounds import auc_at_most
 
 NO_BOUND = 0.999  # bound at and above which a ledger excludes nothing
-WIDEST = 0.2  # width of an interval beyond which a figure that excludes nothing says nothing
+WIDEST = 0.4  # width of an interval beyond which a figure that excludes nothing says nothing
 
 
 class Finding(StrEnum):
     ABOVE_BOUND = "above the bound"
     LEAKS = "leaks"
+    NOT_SEPARATED = "not separated from features"
     NO_LEAK_SHOWN = "no leak shown"
     TOO_FEW_ROWS = "too few rows"
 
@@ -36,6 +41,7 @@ class AssessedAttack(NamedTuple):
     leak: AdjustedFigures
     finding: Finding
     why: str = ""  # of a figure above a bound: what that means
+    passes: Adversary | None = None  # the peers for whom the bound is that it is above
 
     @property
     def figures(self) -> str:
@@ -52,6 +58,7 @@ class LeakAssessment:
     rows: int | None
     feature_auc: float | None  # AUC of what features reveal without any gradient, on the same rows
     is_measured: bool  # whether anything was measured beyond features, be it on too few rows
+    is_proved: bool = False  # whether the bound holds whatever was measured
 
     @property
     def is_complete(self) -> bool:
@@ -103,15 +110,26 @@ class LeakAssessment:
 
 
 def assess(summary: Summary) -> LeakAssessment:
-    return assess_figures(summary.of_leak.beyond, summary.of_active.ledger)
+    active = summary.of_active
+    return assess_figures(summary.of_leak.beyond, active.ledger, active.defense)
 
 
-def assess_figures(beyond: BeyondFigures | None, ledger: LedgerFigures | None) -> LeakAssessment:
-    """Judge what attacks reveal beyond features by what the ledger states."""
+def passes_stated(epsilon: EpsilonBound, assessment: LeakAssessment) -> bool:
+    """Return whether guesses exclude an epsilon that is stated, and not proved for anybody."""
+    is_proved = assessment.is_proved and epsilon.stated_for == Adversary.ANYBODY
+    return epsilon.passes_stated and not is_proved
+
+
+def assess_figures(
+    beyond: BeyondFigures | None, ledger: LedgerFigures | None, defense: Mapping[str, Any]
+) -> LeakAssessment:
+    """Judge what attacks reveal beyond features by what the ledger states under a defense."""
     measured = beyond or BeyondFigures()
     limits = bounds_by_peers(ledger)
     adversary = next((peers for peers, bound in limits.items() if bound < NO_BOUND), None)
-    assessed = list(_assessed(measured, limits))
+    # The code of a user's own defense states its charges itself.
+    is_proved = adversary is Adversary.ANYBODY and defense.get("name") != "custom"
+    assessed = list(_assessed(measured, limits, is_proved=is_proved))
     order = list(Finding)
     assessed.sort(key=lambda one: (order.index(one.finding), -one.leak.value))
     return LeakAssessment(
@@ -121,6 +139,7 @@ def assess_figures(beyond: BeyondFigures | None, ledger: LedgerFigures | None) -
         measured.rows,
         measured.feature_auc,
         beyond is not None,
+        is_proved,
     )
 
 
@@ -130,22 +149,37 @@ def bounds_by_peers(ledger: LedgerFigures | None) -> dict[Adversary, float]:
     return {peers: one.max for peers, one in spreads.items() if one.max is not None}
 
 
-def _assessed(beyond: BeyondFigures, limits: dict[Adversary, float]) -> Iterator[AssessedAttack]:
+def _assessed(
+    beyond: BeyondFigures, limits: dict[Adversary, float], *, is_proved: bool
+) -> Iterator[AssessedAttack]:
     for attack, leak in beyond.adjusted.items():
-        passed = next((one for one in limits if is_clearly_above(leak, limits[one])), None)
-        why = _above_by_chance(leak, limits)
         if attack in WITHOUT_GRADIENTS:
             continue
-        if passed is not None:
+        passed = next((one for one in limits if leak.low > limits[one]), None)
+        if passed is Adversary.ANYBODY and is_proved:
+            why = _not_separated(beyond, limits[passed])
+            yield AssessedAttack(attack, leak, Finding.NOT_SEPARATED, why, passed)
+        elif passed is not None:
             limit, peers = auc_at_most(limits[passed]), passed.in_words
             why = f"more than the {limit} that the ledger states for {peers}"
-            yield AssessedAttack(attack, leak, Finding.ABOVE_BOUND, why)
-        elif is_clearly_above(leak, 0.5):
-            yield AssessedAttack(attack, leak, Finding.LEAKS, why)
+            yield AssessedAttack(attack, leak, Finding.ABOVE_BOUND, why, passed)
+        elif leak.low > 0.5:
+            yield AssessedAttack(attack, leak, Finding.LEAKS, _above_by_chance(leak, limits))
         elif leak.high - leak.low > WIDEST:
             yield AssessedAttack(attack, leak, Finding.TOO_FEW_ROWS)
         else:
+            why = _above_by_chance(leak, limits)
             yield AssessedAttack(attack, leak, Finding.NO_LEAK_SHOWN, why)
+
+
+def _not_separated(beyond: BeyondFigures, bound: float) -> str:
+    functions, trees, both = beyond.feature_auc_of_functions, beyond.feature_auc_of_trees, ""
+    if functions is not None and trees is not None:
+        both = f" (AUC {functions:.3f} by functions, {trees:.3f} by boosting)"
+    return (
+        f"more than the {auc_at_most(bound)} that is proved for anybody, so that it contains what "
+        f"features reveal: the models of these{both} cannot separate them from gradients"
+    )
 
 
 def _above_by_chance(leak: AdjustedFigures, limits: dict[Adversary, float]) -> str:

@@ -42,8 +42,8 @@ class TrainingProgress:
         self._has_bar = self._console.is_terminal  # asked at every step, and looks it up anew
         self._log_every_s = log_every_s
         self._logged = self._epoch_began = time.monotonic()
-        self._end: float | None = None
         self._first_step: float | None = None
+        self._last_step = 0.0
         width = max(_LEAST_BAR, min(_LONGEST_BAR, self._console.width // 4))
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -61,7 +61,6 @@ class TrainingProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end = time.monotonic()
         self._bar.stop()
         if not self._has_bar:
             self._log({}, logging.DEBUG)
@@ -74,12 +73,11 @@ class TrainingProgress:
 
     @property
     def steps_per_s(self) -> float:
-        """Steps per second after the first one, which waits for the peer, to now or the end."""
+        """Steps per second from the first one, which waits for the peer, to the last one so far."""
         steps = self.steps_done - self._steps_before
         if self._first_step is None or steps < 2:
             return 0.0
-        end = time.monotonic() if self._end is None else self._end
-        return (steps - 1) / max(end - self._first_step, 1e-9)
+        return (steps - 1) / max(self._last_step - self._first_step, 1e-9)
 
     def resume_at(self, steps: int) -> None:
         """Resume at a step; the speed is measured from here."""
@@ -91,11 +89,13 @@ class TrainingProgress:
     def advance(self, steps: int = 1, /, **numbers: float | None) -> None:
         """Count steps and show numbers such as ``loss``; a narrow terminal gets the first ones."""
         self.steps_done += steps
-        now = time.monotonic()
+        self._last_step = now = time.monotonic()
         if self._first_step is None:
             self._first_step = now
         if self._has_bar:
-            self._bar.update(self._task, advance=steps, numbers=each_in_words(numbers))
+            shown = each_in_words(numbers)
+            shown.insert(1, f"{self.steps_per_s:.1f} steps/s")
+            self._bar.update(self._task, advance=steps, numbers=shown)
         elif now - self._logged >= self._log_every_s:
             self._logged = now
             self._log(numbers)
@@ -139,14 +139,7 @@ class _FiguresColumn(ProgressColumn):
 
 
 def _figures(task: Task) -> list[str]:
-    numbers: list[str] = [*task.fields["numbers"]]
-    speed = task.finished_speed or task.speed
-    return [
-        f"{TimeRemainingColumn().render(task).plain} left",
-        *numbers[:1],
-        *([] if speed is None else [f"{speed:.1f} steps/s"]),
-        *numbers[1:],
-    ]
+    return [f"{TimeRemainingColumn().render(task).plain} left", *task.fields["numbers"]]
 
 
 def each_in_words(numbers: Mapping[str, float | None]) -> list[str]:

@@ -118,7 +118,7 @@ def _print_audit(audit: "Audit") -> None:
         adjusted = {
             name: (one.value, one.low, one.high) for name, one in audit.beyond.adjusted.items()
         }
-        console.print(_intervals("leak AUC, adjusted for covariates", adjusted))
+        console.print(_intervals("leak AUC, adjusted for covariates", adjusted, "99.99 % interval"))
     figures_of = ("leak AUC", "95 % interval", "random", "batches")
     batches = PlainTable("single batches: mean raw leak AUC", ("attack",), figures_of)
     batches.add_column("needs to know")
@@ -145,8 +145,10 @@ def _print_audit(audit: "Audit") -> None:
         )
 
 
-def _intervals(title: str, figures: Mapping[str, tuple[float, float, float]]) -> PlainTable:
-    table = PlainTable(title, ("attack",), ("leak AUC", "95 % interval"))
+def _intervals(
+    title: str, figures: Mapping[str, tuple[float, float, float]], interval: str = "95 % interval"
+) -> PlainTable:
+    table = PlainTable(title, ("attack",), ("leak AUC", interval))
     for attack, (auc, low, high) in figures.items():
         table.add_row(attack, f"{auc:.3f}", _interval(low, high))
     return table

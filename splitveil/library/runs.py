@@ -12,12 +12,13 @@ from torch import nn
 
 from splitveil.active_party.predict.predictor import ModelChoice
 from splitveil.active_party.report import write_comparison, write_report
+from splitveil.active_party.report.bounds import assessment_of, ledger_of
 from splitveil.active_party.report.run_files import RunFiles, read_run
 from splitveil.common.data.features import Features
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import CUT
-from splitveil.common.privacy.figures import LeakFigures, LedgerFigures
-from splitveil.common.record.assessment import LeakAssessment, assess_figures
+from splitveil.common.privacy.figures import LeakFigures
+from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.lines import (
     EpochLeakLine,
     EvaluationLine,
@@ -97,8 +98,7 @@ class Run:
     @property
     def leak(self) -> LeakAssessment:
         """What the run's attacks show beside its bound, as its report and its log say it."""
-        figures = self._files().active.summary.of_leak
-        return assess_figures(figures.beyond, self._ledger_figures())
+        return assessment_of(self._files())
 
     @property
     def bounds(self) -> Mapping[str, float]:
@@ -106,7 +106,7 @@ class Run:
 
         1 means that there is no bound. Empty before the first epoch is over.
         """
-        found = self._ledger_figures()
+        found = ledger_of(self._files())
         if found is None:
             return {}
         spreads = found.by_peers()
@@ -270,18 +270,12 @@ class Run:
         return f"Run({str(self.path)!r}, {state})"
 
     def _repr_html_(self) -> str:
-        note = "" if self.has_ended else "This run has no summary: it is running, or was stopped."
+        stopped = "This run has no summary: it is running, or was stopped."
+        note = f"Strongest attack: {self.leak.in_words}" if self.has_ended else stopped
         return as_html(self.name, [self.overview()], note)
 
     def _files(self) -> RunFiles:
         return read_run(self.path)
-
-    def _ledger_figures(self) -> LedgerFigures | None:
-        active = self._files().active
-        if active.has_ended:
-            return active.summary.of_active.ledger
-        lines = active.metrics.of(LedgerLine)
-        return lines[-1].bounds if lines else None
 
     def _epochs(self) -> list[Row]:
         metrics = self._files().active.metrics

@@ -138,15 +138,16 @@ def test_a_run_whose_attacks_pass_its_statements_says_so_everywhere(
         run_in_process(parties)
     with caplog.at_level(logging.INFO):
         summary = both.active.summary({})
+    assert "measuring what the attacks reveal beyond features" in caplog.text
     logged = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
     assert any("exclude the epsilon of 0.1 that the ledger states for anybody" in m for m in logged)
     assert any("spectral, feature-adjusted leak AUC 1.0" in message for message in logged)
     write_summary(tmp_path / "active", summary)
-    (tmp_path / "active" / "settings.yaml").write_text("{}")
+    (tmp_path / "active" / "settings.yaml").write_text("defense: {name: custom}")
     page = unescape(write_report(tmp_path).read_text(encoding="utf-8"))
     assert "Labels recovered" in page
     assert "excludes every epsilon below" in page
-    assert "does not hold" in page
+    assert "By what this run's own defense states" in page
 
 
 def test_a_resumed_run_measures_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +182,7 @@ def bounds(leak_auc: float, mu: float | None = None, epsilon: float | None = Non
     return LeakBounds(Spread(1, 1, 1), spread, of_peers, epsilon)
 
 
+OWN_DEFENSE = {"name": "custom"}
 MEASURED = EpsilonBound(1.5, "norm", 400, 350, 1000, 0.95, 1e-5, 0.0)
 EXPLAINED = BeyondFigures({"norm": AdjustedFigures(0.52, 0.49, 0.55)})
 BEYOND = BeyondFigures(
@@ -209,15 +211,16 @@ def test_an_alarm_needs_an_epsilon_that_is_clearly_excluded(
     held = hold_against(BEYOND, bounds(0.9, epsilon=epsilon))
     assert held.epsilon is not None
     assert held.epsilon.passes_stated is passed
-    log_beyond(held, bounds(0.9, epsilon=epsilon))
+    log_beyond(held, bounds(0.9, epsilon=epsilon), {"name": "noisy_label"})
+    assert "LEAK ALARM" not in caplog.text  # what is proved is never in doubt
+    log_beyond(held, bounds(0.9, epsilon=epsilon), OWN_DEFENSE)
     assert ("LEAK ALARM" in caplog.text) is passed
 
 
 @pytest.mark.parametrize(
     ("bound", "passed"),
     [
-        (0.66, True),
-        # The lower end of the interval, two standard errors below, is .68: three are needed.
+        (0.67, True),
         (0.69, False),
         (float("nan"), False),
     ],
@@ -226,7 +229,7 @@ def test_an_adjusted_figure_clearly_above_a_bound_raises_an_alarm(
     bound: float, *, passed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        log_beyond(BEYOND, bounds(bound))
+        log_beyond(BEYOND, bounds(bound), OWN_DEFENSE)
     assert ("LEAK ALARM: norm, feature-adjusted leak AUC 0.700" in caplog.text) is passed
     assert "ALARM: cosine" not in caplog.text
     by_chance = "above the bound of 0.690 by no more than chance explains"
@@ -261,9 +264,12 @@ def test_figures_of_another_form_are_left_out(form: dict[str, Any]) -> None:
 
 
 def test_an_alarm_and_a_clear_leak_come_before_larger_figures_that_may_be_chance() -> None:
-    wide, above = AdjustedFigures(0.62, 0.53, 0.71), AdjustedFigures(0.64, 0.63, 0.65)
+    wide, above = AdjustedFigures(0.62, 0.49, 0.74), AdjustedFigures(0.64, 0.63, 0.65)
     leaking, unknown = AdjustedFigures(0.55, 0.54, 0.56), AdjustedFigures(0.9, 0.3, 1.0)
     figures = {"norm": wide, "cosine": above, "spectral": leaking, "kmeans": unknown}
-    found = assess_figures(BeyondFigures(figures), ledger_figures(bounds(0.6)))
+    found = assess_figures(BeyondFigures(figures), ledger_figures(bounds(0.6)), OWN_DEFENSE)
     assert [one.attack for one in found.attacks] == ["cosine", "spectral", "norm", "kmeans"]
     assert "more than the 0.600 that the ledger states for anybody" in found.in_words
+    proved = assess_figures(BeyondFigures(figures), ledger_figures(bounds(0.6)), {})
+    assert [one.attack for one in proved.attacks] == ["spectral", "cosine", "norm", "kmeans"]
+    assert not proved.above_bound

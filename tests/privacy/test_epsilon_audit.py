@@ -107,7 +107,7 @@ def test_predictions_that_are_fitted_make_little_of_one() -> None:
         truth = 1 / (1 + np.exp(1 - features[:, 0] * features[:, 1] - features[:, 2]))
         labels = generator.random(4_000) < truth
         classes = labels.astype(np.int64)
-        predictions = FeatureModels.of(features, classes).predictions(classes)[:, 1]
+        predictions = FeatureModels.of(features, classes).predictions(classes).probabilities[:, 1]
         scores = np.log(truth / (1 - truth)) + 2 * generator.normal(size=4_000)
         scored = ScoredRows(np.arange(4_000), scores, labels, predictions)
         found = observe_epsilon(FeatureModels.of(features), {"scores": scored})

@@ -294,12 +294,6 @@ def test_what_attacks_explain_of_numbers_beyond_features_is_read_as_it_was_writt
     assert found.of_numbers["informed"].beyond is None
 
 
-@pytest.mark.parametrize(("low", "is_clear"), [(0.04, True), (0.01, False), (0.0, False)])
-def test_an_r2_is_clear_above_three_standard_errors(low: float, is_clear: bool) -> None:
-    """A correlation of .4 whose interval begins at .2, .1 or 0 is 3.9, 2.6 or 2 errors above 0."""
-    assert figures.NumberBeyond(0.16, low, 0.5).is_clear is is_clear
-
-
 def test_a_folder_without_a_record_is_empty_and_its_ledger_can_be_written_ahead(
     tmp_path: Path,
 ) -> None:

@@ -29,6 +29,7 @@ from splitveil.common.privacy.figures import (
     AdjustedFigures,
     AdvantageFigures,
     AttackFigure,
+    BatchCounts,
     BeyondFigures,
     LeakFigures,
     LedgerFigures,
@@ -174,12 +175,13 @@ def test_windows_are_quantiles_of_consecutive_batches() -> None:
 
 TARGET = {"report": {"target_leak_auc": 0.7}}
 CLASS_MEANS = "A company that does no more than compare gradients with the averages of the classes"
+OWN_DEFENSE = {"defense": {"name": "custom", "module": "own:Own"}}
 PERSISTENT = {"defense": {"name": "marvell", "noise": "persistent"}}
 
 
 def adjusted(value: float, **others: AdjustedFigures) -> Summary:
     found = {"norm": AdjustedFigures(value, value - 0.03, value + 0.02), **others}
-    beyond = BeyondFigures(found, rows=443, feature_auc=0.81)
+    beyond = BeyondFigures(found, {}, None, 443, 0.81, 0.79, 0.81)
     return Summary(leak=LeakFigures(beyond=beyond))
 
 
@@ -196,7 +198,7 @@ def adjusted(value: float, **others: AdjustedFigures) -> Summary:
                 "Whatever the other company does, it distinguishes a positive from a negative row "
                 "in at most 70 of 100 pairs, beyond what its own data reveal. Guessing: 50. The "
                 "strongest attack that was run reaches 52 of 100 (50 to 54), which is no more than "
-                "chance explains."
+                "chance explains. The run meets its target"
             ),
         ),
         # Where nothing was measured, or on too few rows, no run is green.
@@ -204,7 +206,7 @@ def adjusted(value: float, **others: AdjustedFigures) -> Summary:
         (
             NOISY_LABELS | TARGET,
             0.7,
-            adjusted(0.5, norm=AdjustedFigures(0.7, 0.4, 0.9)),
+            adjusted(0.5, norm=AdjustedFigures(0.7, 0.4, 0.95)),
             "open",
             "Not shown",
             "cannot be measured on 443 rows",
@@ -212,21 +214,51 @@ def adjusted(value: float, **others: AdjustedFigures) -> Summary:
         (
             NOISY_LABELS | TARGET,
             0.7,
-            adjusted(0.52, cosine=AdjustedFigures(0.6, 0.4, 0.8)),
+            adjusted(0.52, cosine=AdjustedFigures(0.6, 0.4, 0.85)),
             "open",
             "Not shown",
-            "1 more cannot be measured on 443 rows. Another attack may do better.",
+            "1 more cannot be measured on 443 rows.",
         ),
         (
-            NOISY_LABELS | TARGET,
+            TARGET,
             0.6,
             adjusted(0.9),
             "fail",
             "Misses the target",
-            "The bound of 60 of 100 pairs does not hold: an attack that was run reaches 90.",
+            (
+                f"{CLASS_MEANS} distinguishes a positive from a negative row in at most 60 of 100 "
+                "pairs, beyond what its own data reveal. Guessing: 50. An attack that was run "
+                "reaches 90. Nothing limits one that does more."
+            ),
+        ),
+        # A bound that is proved is never in doubt: what is above it comes from the features.
+        (
+            NOISY_LABELS | TARGET,
+            0.6,
+            adjusted(0.9),
+            "pass",
+            "Meets the target",
+            (
+                "reads 90 of 100 (87 to 92), more than the 0.600 that is proved for anybody, so "
+                "that it contains what features reveal: the models of these (AUC 0.790 by "
+                "functions, 0.810 by boosting) cannot separate them from gradients. The run meets "
+                "its target"
+            ),
+        ),
+        (NOISY_LABELS, 0.6, adjusted(0.95), "unknown", "No target set", "is proved for anybody"),
+        (
+            OWN_DEFENSE,
+            0.6,
+            adjusted(0.8),
+            "fail",
+            "An attack passes a bound",
+            (
+                "By what this run's own defense states, the other company distinguishes a positive "
+                "from a negative row in at most 60 of 100 pairs, beyond what its own data reveal. "
+                "Guessing: 50. An attack that was run reaches 80."
+            ),
         ),
         (NOISY_LABELS, 0.7, adjusted(0.52), "unknown", "No target set", "No target is set"),
-        (NOISY_LABELS, 0.6, adjusted(0.8), "fail", "Bound in doubt", "does not hold"),
         ({}, 1.0, adjusted(0.52), "unknown", "No target set", "Nothing in this run limits"),
         ({}, 1.0, adjusted(0.95), "fail", "Labels recovered", "reaches 95 of 100 (92 to 97)"),
         (TARGET, 1.0, adjusted(0.52), "fail", "Misses the target", "Nothing in this run limits"),
@@ -296,9 +328,9 @@ def test_a_bound_that_is_narrower_than_the_defense_s_says_what_may_have_narrowed
 
 def test_an_alarm_leaves_no_bound_that_passes(tmp_path: Path) -> None:
     summary = replace(adjusted(0.52), active=ActiveFigures(leak_alarms=2))
-    run_dir = write_run(tmp_path, summary=summary, settings=NOISY_LABELS | TARGET)
+    run_dir = write_run(tmp_path, summary=summary, settings=TARGET)
     words = first_screen(run_dir)
-    assert "does not hold for all that was measured: the leak alarm went off 2 times" in words
+    assert "Guessing: 50. The leak alarm went off 2 times: an attack measured more than" in words
     assert "Misses the target" in words
 
 
@@ -311,6 +343,17 @@ def test_a_raw_figure_passes_no_bound_and_is_explained(tmp_path: Path) -> None:
     raw = page_of(run_dir).partition('id="leak"')[2].partition("</section>")[0]
     assert "0.930" in raw
     assert "contains what features reveal anyway, AUC 0.810 here" in raw
+
+
+@pytest.mark.parametrize(("left_out", "is_said"), [(3, False), (28, True)])
+def test_batches_that_were_left_out_are_said_where_they_change_a_figure(
+    tmp_path: Path, left_out: int, *, is_said: bool
+) -> None:
+    counts = BatchCounts(99 - left_out, 1, left_out)
+    summary = replace(adjusted(0.52), leak=replace(adjusted(0.52).of_leak, counts=counts))
+    words = first_screen(write_run(tmp_path, summary=summary))
+    said = "The monitor left 28% of the batches out (leak_monitor.max_cpu_share, queue_batches)"
+    assert (said in words) is is_said
 
 
 OVER_FEATURES = AdvantageFigures(0.06, 0.05, 0.07, 0.74)

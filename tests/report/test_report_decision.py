@@ -140,12 +140,19 @@ def test_bounds_and_measured_attacks_are_held_against_the_target(
     expected: str,
 ) -> None:
     leak = None if interval is None else {"norm": AdjustedFigures(*interval)}
-    decision = decision_of(write_run(tmp_path / "run", bound=bound, leak=leak), target)
+    own = {"defense": {"name": "custom", "module": "own:Own"}}
+    run = write_run(tmp_path / "own", bound=bound, leak=leak, settings=own)
+    decision = decision_of(run, target)
     assert outcomes(decision)[check] == expected
     not_measured = "open" if interval is None else "pass"
     assert decision.outcome == ("fail" if expected == "fail" else not_measured)
-    is_bound_disproved = interval is not None and interval[1] > bound
-    assert ("use no bound of this run" in str(decision.steps)) is is_bound_disproved
+    is_above = interval is not None and interval[1] > bound
+    assert ("use no bound of this run" in str(decision.steps)) is is_above
+    # A bound that is proved speaks for what cannot be separated from features.
+    proved = decision_of(write_run(tmp_path / "proved", bound=bound, leak=leak), target)
+    assert "use no bound of this run" not in str(proved.steps)
+    assert not proved.passed
+    assert proved.outcome == ("pass" if is_above else decision.outcome)
 
 
 def test_the_next_step_is_a_setting_with_the_price_of_plan(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ checkpoint/targets.safetensors    targets by example, if the defense releases an
 checkpoint/test_predictions.safetensors
                                   the last predictions of the test rows, to compare runs
 
-A run that its budget or leak gate has ended for good is marked; the same limits never resume it.
+A run that its budget has ended for good is marked; the same limits never resume it.
 """
 
 import logging
@@ -34,7 +34,7 @@ from splitveil.active_party.training.own_models import Fitting, build_alone, tra
 from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.alignment.store import ExchangeStores
-from splitveil.common.errors import BudgetExhausted, EndedForGood
+from splitveil.common.errors import EndedForGood
 from splitveil.common.models.device import device_in_words, torch_device
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.settings import OptimizerSettings
@@ -62,7 +62,7 @@ from splitveil.common.text.version import VERSION
 logger = logging.getLogger("splitveil.active_party")
 
 _WHAT_NOW = (
-    "the same command trains nothing; a larger run_budget or leak_gate resumes the run, and "
+    "the same command trains nothing; a larger run_budget resumes the run, and "
     "--fresh starts over, which answers about the same labels again (the ledger counts both)"
 )
 
@@ -94,8 +94,7 @@ def leave_summary(
     summary = replace(summary, version=VERSION, provenance=provenance_of_process(device))
     write_summary(folder, summary)
     if stopped is not None:
-        limit = "run_budget" if isinstance(stopped, BudgetExhausted) else "leak_gate"
-        mark_as_ended(folder, {"ended_by": limit, **_limits_of(settings)})
+        mark_as_ended(folder, {"ended_by": "run_budget", **_limits_of(settings)})
     print_summary("active party", summary)
     try_to_report(folder.parent)
     if stopped is not None:
@@ -104,7 +103,7 @@ def leave_summary(
 
 
 def _limits_of(settings: ActiveSettings) -> dict[str, Any]:
-    return settings.model_dump(mode="json", include={"run_budget", "leak_gate"})
+    return settings.model_dump(mode="json", include={"run_budget"})
 
 
 def _was_ended(settings: ActiveSettings, folder: Path) -> bool:

@@ -20,7 +20,6 @@ from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings
 from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.run.id_rules import rules_as_bytes
 from splitveil.common.settings import Mark, Section, kind_by_key
-from splitveil.common.text.wording import suggest
 
 
 class ServingTls(Section):
@@ -149,34 +148,6 @@ class EarlyStopping(Section):
     better."""
 
 
-class LeakGateSettings(Section):
-    """A limit on the leak AUCs that the leak monitor's attacks reach, and the reaction to it."""
-
-    attack: str | None = None
-    """The attack to which the limit applies, one of the leak monitor's; ``null`` for the strongest
-    of all."""
-
-    max_leak_auc: float = Field(default=0.65, gt=0.5, lt=1)
-    """Largest accepted leak AUC over the window.
-
-    Random scores reach 0.5 + 0.23 / sqrt(positives in a batch) on average, so a limit near that is
-    exceeded by chance. With more than two classes the worst pair counts, whose AUC is higher by
-    chance: look at ``random_leak_auc`` in the metrics first.
-    """
-
-    window_steps: int = Field(default=100, ge=1, le=100_000)
-    """Number of audited batches that are judged together; with fewer batches nothing is judged."""
-
-    quantile: Literal["mean"] | Annotated[float, Field(gt=0, lt=1)] = "mean"
-    """Statistic of the window: its mean, or a quantile such as 0.95 (stricter above 0.5)."""
-
-    action: Literal["stop", "warn"] = "stop"
-    """``stop`` ends the run before its next answer, with a checkpoint and exit code 5; ``warn``
-    writes a line to the log, at most one per window. Attacks that know the labels then decide when
-    the run ends, so that a run with ``stop`` has no bound for anybody, and one that has begun
-    without cannot change to it. With ``projected_labels`` only ``warn`` is accepted."""
-
-
 class LeakMonitorSettings(AuditSettings):
     """Attacks that this party runs on the gradients it sends, to measure what they leak."""
 
@@ -290,12 +261,6 @@ class ActiveSettings(PartySettings):
     report: Annotated[ActiveReportSettings, Mark.MAY_CHANGE] = ActiveReportSettings()
     """Contents of the report; they change nothing of the run."""
 
-    leak_gate: Annotated[LeakGateSettings | None, Mark.MAY_CHANGE] = None
-    """Limit at which the leak monitor's figures end the run; ``null`` for never.
-
-    The monitor measures while training continues: answers that are given in the meantime have left.
-    """
-
     inference: Annotated[InferenceSettings, Mark.MAY_CHANGE] = InferenceSettings()
     """Predictions with the trained model."""
 
@@ -327,9 +292,7 @@ class ActiveSettings(PartySettings):
 
     def label_uses(self) -> LabelUses:
         """Return how labels may reach the peer besides the answers, apart from initial weights."""
-        gate = self.leak_gate
         return LabelUses(
-            has_stopping_gate=gate is not None and gate.action == "stop",
             # A defense for anybody lets only what it has released decide.
             has_early_stopping=self.stops_by_validation,
         )
@@ -368,7 +331,6 @@ class ActiveSettings(PartySettings):
                 )
         if self.serving.fallback and self.data.features is None:
             raise ValueError("serving.fallback: needs data.features: it predicts from them only")
-        self._check_leak_gate()
         refusal = refusal_of_weights(self.defense, self.data)
         if refusal is not None:
             raise ValueError(f"defense: {refusal}")
@@ -386,11 +348,6 @@ class ActiveSettings(PartySettings):
         if data.label_range is None:
             return
         monitor = self.leak_monitor
-        if self.leak_gate is not None:
-            raise ValueError(
-                "leak_gate: it judges AUCs of attacks on classes; with data.label_range set it to "
-                "null"
-            )
         if self.report.min_test_auc is not None:
             raise ValueError(
                 "report.min_test_auc: with data.label_range there is no AUC; set it to null"
@@ -420,24 +377,3 @@ class ActiveSettings(PartySettings):
         objection = objection_to(peers, label_signals(self.label_uses()))
         if objection is not None:
             raise ValueError(f"run_budget: {objection}")
-
-    def _check_leak_gate(self) -> None:
-        if self.leak_gate is None:
-            return
-        if self.leak_gate.action == "stop" and self.defense.traits.is_staged:
-            raise ValueError(
-                f"leak_gate: it measures with the true labels, and the moment at which it ends the "
-                f"run would reveal of them what the bound of {self.defense.name} does not cover: "
-                f"set leak_gate.action to warn, or leak_gate to null"
-            )
-        if self.leak_monitor is None:
-            raise ValueError("leak_gate needs leak_monitor, whose figures it judges")
-        judged = tuple(self.leak_monitor.batch_attack_needs)
-        if not judged:
-            raise ValueError("leak_gate: no attack of leak_monitor measures single batches")
-        if self.leak_gate.attack is not None and self.leak_gate.attack not in judged:
-            raise ValueError(
-                f"leak_gate.attack: {self.leak_gate.attack!r} is not in leak_monitor.attacks"
-                f"{suggest(self.leak_gate.attack, judged)} (single batches are measured by: "
-                f"{', '.join(judged)})"
-            )

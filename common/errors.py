@@ -139,10 +139,6 @@ class BudgetExhausted(EndedForGood):
     """The next answer would exceed what the run may reveal about an example's label."""
 
 
-class LeakGateClosed(EndedForGood):
-    """The leak monitor measured a larger leak than the label owner accepts."""
-
-
 class Interrupted(SplitveilError):
     """A signal asked this party to stop."""
 

@@ -47,7 +47,7 @@ from splitveil.deploy.party_processes import run_parties
 from splitveil.deploy.trial_certificates import trial_overrides
 
 WITH_SUMMARY = (0, EndedForGood.exit_code)
-"""Exit codes of runs that ended as intended, including by a budget or a gate."""
+"""Exit codes of runs that ended as intended, including by a budget."""
 
 
 PYTHON = (sys.executable, "-P")
@@ -67,7 +67,7 @@ class EndedRun(NamedTuple):
 
     folder: Path
     exit_code: int
-    """0, or 5 where a budget or a gate ended it."""
+    """0, or 5 where a budget ended it."""
 
     @property
     def report(self) -> Path:

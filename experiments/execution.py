@@ -53,7 +53,7 @@ from splitveil.library.recorded import run_recorded
 FINISHED = "finished.json"
 _PARTIES = ("active", "passive")
 ENDED_AS_ASKED = (0, EndedForGood.exit_code)
-"""Exit codes of runs whose figures count; a budget or a gate may end a run."""
+"""Exit codes of runs whose figures count; a budget may end a run."""
 
 _LAST_LINES = 12
 Process: TypeAlias = subprocess.Popen[bytes]

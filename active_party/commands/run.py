@@ -99,8 +99,6 @@ def _train(
         finally:
             recorder.note_refit(save_results(settings, folder, session, build_trainer))
             recorder.note_alone(save_alone(settings, folder, session, build_trainer))
-    # The monitor measures the last batches only after the last answer has left.
-    stopped = stopped or recorder.objection()
     end = None if transcript is None else transcript.summary()
     summary = replace(recorder.summary(dict(service.refused)), transcript=end)
     leave_summary(settings, folder, summary, stopped)

@@ -17,7 +17,6 @@ from splitveil.common.privacy.adversary import Adversary
 class LabelUses(NamedTuple):
     """The ways on which labels reach the peer besides the answers."""
 
-    has_stopping_gate: bool = False  # attacks on training labels decide when it ends
     has_early_stopping: bool = False  # whether the validation labels decide when the run ends
     begins_with_labels: bool = False  # true labels have entered the first weights
     begins_with_releases: bool = False
@@ -35,11 +34,6 @@ class LabelSignal(NamedTuple):
 def label_signals(uses: LabelUses) -> tuple[LabelSignal, ...]:
     """Return what the peer may learn about labels besides the answers."""
     signals = {
-        LabelSignal(
-            "leak_gate",
-            "With leak_gate.action stop, attacks that know the training labels decide when the run "
-            "ends, which the peer sees and no charge counts.",
-        ): uses.has_stopping_gate,
         LabelSignal(
             "initial_weights",
             "The model of initial_weights has learned from true labels, which show in its "

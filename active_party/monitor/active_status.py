@@ -16,14 +16,7 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_status import RunStatus
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.figures import AttackFigure
-from splitveil.common.record.lines import (
-    AlarmLine,
-    EpochLeakLine,
-    EvaluationLine,
-    GateLine,
-    LeakLine,
-    Line,
-)
+from splitveil.common.record.lines import AlarmLine, EpochLeakLine, EvaluationLine, LeakLine, Line
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.phases import Phase
 
@@ -44,11 +37,11 @@ class ActiveStatus(RunStatus):
             self.peers.expect(name)
         budget = settings.run_budget
         self._limit = None if budget is None else budget.limit
-        self._add_leak_metrics(with_gate=settings.leak_gate is not None)
+        self._add_leak_metrics()
         self._add_ledger_metrics()
         self._add_model_metrics()
 
-    def _add_leak_metrics(self, *, with_gate: bool) -> None:
+    def _add_leak_metrics(self) -> None:
         gauge, counter = self.metrics.gauge, self.metrics.counter
         by_attack = ["layer", "attack"]
         self._leak = gauge(
@@ -61,11 +54,6 @@ class ActiveStatus(RunStatus):
             by_attack,
         )
         self._alarms = counter("leak_alarms", "Attacks that measured more than the ledger states.")
-        self._findings = (
-            counter("leak_gate_findings", "Times that the leak gate's limit was exceeded.")
-            if with_gate
-            else None
-        )
 
     def _add_ledger_metrics(self) -> None:
         gauge = self.metrics.gauge
@@ -146,8 +134,6 @@ class ActiveStatus(RunStatus):
                 self._note_evaluation(line)
             case AlarmLine():
                 self._alarms.inc()
-            case GateLine() if self._findings is not None:
-                self._findings.inc()
 
     def note_bounds(self, bounds: LeakBounds) -> None:
         for statistic in Spread._fields:

@@ -1,4 +1,4 @@
-"""The guards of a run: an alarm where attacks pass the ledger, and a gate where they pass a limit.
+"""The alarm of a run: attacks measure more than the ledger states.
 
 The alarm reports that an attack measures more than one answer can have revealed.
 A bound on the AUC applies to the mean over many draws, while a batch's AUC deviates from its mean,
@@ -13,33 +13,20 @@ gradients that its model of two classes does not fit.
 
 Oracles that know the classes of half the batch are ignored: the bound is about the information
 in one answer about an example's label, and not about what other examples' labels add to it.
-
-The gate reports when attacks have measured more than the label owner accepts.
-It judges the last ``window_steps`` batches of an attack together, because the leak AUC of one batch
-deviates too far to justify ending a run; it judges nothing until there are that many batches.
-Random scores reach more than 1/2 on small batches, because an attacker may invert a score: their
-leak AUC on the same batches is reported beside the figure.
 """
 
 import logging
 import math
 import statistics
-from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
-from splitveil.active_party.settings import LeakGateSettings
-from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.attacks import ATTACKS
 from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.figures import STANDARD_ERRORS, AttackFigure
-from splitveil.common.record.lines import AlarmLine, GateLine
+from splitveil.common.record.lines import AlarmLine
 from splitveil.common.record.metrics_log import MetricsLog
-from splitveil.common.record.summary import GateFigures
-from splitveil.common.run.course import batch_in_words
 from splitveil.common.run.progress import State
 from splitveil.common.text.upper_bounds import auc_at_most
 
@@ -171,127 +158,3 @@ class AlarmRecorder:
             alarm.margin,
             auc_at_most(alarm.bound),
         )
-
-
-class GateFinding(NamedTuple):
-    epoch: int
-    step: int
-    """Step of the last batch of the window."""
-    attack: str
-    layer: str
-    measured: float
-    """Mean or quantile of the leak AUC over the window."""
-    random: float
-    """The same figure of random scores on the same batches."""
-
-
-class LeakGate:
-    """Judges every measured batch together with those before it."""
-
-    def __init__(self, settings: LeakGateSettings) -> None:
-        self._settings = settings
-        self._windows: dict[tuple[str, str], deque[tuple[float, float]]] = {}
-        """(layer, attack) -> the leak AUC of its last batches, each with that of random scores."""
-        self._until_next = 0
-
-    def note(self, measured: AuditedBatch) -> GateFinding | None:
-        """Return the attack furthest above the limit, if any, at most once per window."""
-        settings, measured = self._settings, measured.mirrored()
-        for layer, attacks in measured.leak.items():
-            for attack, value in attacks.items():
-                if settings.attack in (None, attack):
-                    self._window(layer, attack).append((value, measured.random))
-        self._until_next -= 1
-        if self._until_next > 0:
-            return None
-        found = [
-            GateFinding(measured.epoch, measured.step, attack, layer, *self._together(window))
-            for (layer, attack), window in self._windows.items()
-            if len(window) == settings.window_steps
-        ]
-        worst = max(found, key=lambda finding: finding.measured, default=None)
-        if worst is None or worst.measured <= settings.max_leak_auc:
-            return None
-        self._until_next = settings.window_steps
-        return worst
-
-    def sentence(self, finding: GateFinding) -> str:
-        settings = self._settings
-        figure = "the mean" if settings.quantile == "mean" else f"the {settings.quantile} quantile"
-        place = batch_in_words(finding.epoch, finding.step)
-        return (
-            f"leak_gate: {place}: {figure} of the leak AUC of {finding.attack} at "
-            f"{finding.layer} over the last {settings.window_steps} audited batches is "
-            f"{finding.measured:.4f}, above the limit of {settings.max_leak_auc:g} "
-            f"(random scores: {finding.random:.4f})"
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        windows = [[*key, list(map(list, window))] for key, window in self._windows.items()]
-        return {"windows": windows, "until_next": self._until_next}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state of ``state_dict``; a shorter window keeps its latest batches."""
-        self._windows = {}
-        for layer, attack, batches in state["windows"]:
-            self._window(layer, attack).extend((leak, random) for leak, random in batches)
-        self._until_next = state["until_next"]
-
-    def _window(self, layer: str, attack: str) -> deque[tuple[float, float]]:
-        empty: deque[tuple[float, float]] = deque(maxlen=self._settings.window_steps)
-        return self._windows.setdefault((layer, attack), empty)
-
-    def _together(self, window: deque[tuple[float, float]]) -> tuple[float, float]:
-        quantile = self._settings.quantile
-        leak, random = (
-            float(np.mean(values) if quantile == "mean" else np.quantile(values, quantile))
-            for values in zip(*window, strict=True)
-        )
-        return leak, random
-
-
-class GateActions:
-    """Shows measured batches to a leak gate, and acts on its findings as the settings say.
-
-    Args:
-        settings: limit, window and action; None without a gate.
-    """
-
-    def __init__(self, settings: LeakGateSettings | None, metrics: MetricsLog) -> None:
-        self.objection: LeakGateClosed | None = None
-        """The reason why the run must end, once the gate is closed."""
-        self._metrics = metrics
-        self._settings = settings
-        self._gate = None if settings is None else LeakGate(settings)
-        self._findings = 0
-
-    def note_leak(self, measured: AuditedBatch) -> None:
-        if self._gate is None or self._settings is None:
-            return
-        found = self._gate.note(measured)
-        if found is None or self.objection is not None:
-            return
-        self._findings += 1
-        figure = AttackFigure(found.layer, found.attack, found.measured)
-        limit = self._settings.max_leak_auc
-        self._metrics.write(GateLine(found.epoch, found.step, figure, found.random, limit))
-        sentence = self._gate.sentence(found)
-        if self._settings.action == "stop":
-            self.objection = LeakGateClosed(sentence)
-        else:
-            logger.warning(sentence)
-
-    def figures(self) -> GateFigures | None:
-        """Return the gate's actions for the summary; None without a gate."""
-        closed = self.objection is not None
-        return None if self._gate is None else GateFigures(self._findings, closed)
-
-    def state_dict(self) -> State:
-        gate = None if self._gate is None else self._gate.state_dict()
-        return {"gate": gate, "gate_findings": self._findings}
-
-    def load_state_dict(self, state: State) -> None:
-        """Resume from a state that ``state_dict`` returned; other entries are ignored."""
-        if self._gate is not None and state["gate"] is not None:
-            self._gate.load_state_dict(state["gate"])
-        self._findings = state["gate_findings"]

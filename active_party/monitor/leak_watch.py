@@ -17,12 +17,11 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from splitveil.active_party.monitor.leak_guards import AlarmRecorder, GateActions
+from splitveil.active_party.monitor.leak_guards import AlarmRecorder
 from splitveil.active_party.monitor.row_covariates import NumberRowCovariates, RowCovariates
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.top_trainer import StepResult
-from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.accumulation import RunScores
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import FINAL_ATTACKS, SideInformation
@@ -41,7 +40,6 @@ from splitveil.common.privacy.number_attacks import (
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.lines import NumberLeakLine
 from splitveil.common.record.metrics_log import MetricsLog
-from splitveil.common.record.summary import GateFigures
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.progress import State
 
@@ -56,7 +54,7 @@ _HINT_SEED = 0
 
 
 class LeakWatch:
-    """The leak monitor of a run with its alarm and its gate, each of which may be switched off.
+    """The leak monitor of a run with its alarm; either may be switched off.
 
     How long attacks take depends on labels, so that the training never waits for them: a checkpoint
     has what the monitor has copied last. And the monitor never goes back with a run, because the
@@ -76,7 +74,6 @@ class LeakWatch:
         )
         self._metrics = metrics
         self._alarm = AlarmRecorder(metrics, _class_oracles(settings))
-        self._gate = GateActions(settings.leak_gate, metrics)
         self.monitor: LeakRecorder | None = None
         """None without a leak monitor in the settings, or before the rows are known."""
         self._handed: tuple[int, int] | None = None
@@ -149,17 +146,9 @@ class LeakWatch:
     def shown(self) -> dict[str, float]:
         return {} if self.monitor is None else self.monitor.shown()
 
-    def objection(self) -> LeakGateClosed | None:
-        """Return the reason why the gate is closed; None while it is open."""
-        return self._gate.objection
-
     def alarms(self) -> int | None:
         """Return the number of leak alarms; None without a monitor."""
         return None if self.monitor is None else self._alarm.alarms
-
-    def gate(self) -> GateFigures | None:
-        """Return the gate's actions; None without a gate."""
-        return self._gate.figures()
 
     def figures(self) -> LeakFigures | None:
         """Return the attacks' figures; None without a monitor."""
@@ -191,7 +180,6 @@ class LeakWatch:
             found = state["leaks"]["with"]
             self._handed = None if found["handed"] is None else tuple(found["handed"])
             self._alarm.load_state_dict(found)
-            self._gate.load_state_dict(found)
             self.monitor.load_state_dict(state["leaks"])
         if self._covariates is not None and state["covariates"] is not None:
             self._covariates.load_state_dict(state["covariates"])
@@ -200,11 +188,10 @@ class LeakWatch:
         return goes_back
 
     def _guards(self) -> State:
-        return self._alarm.state_dict() | self._gate.state_dict() | {"handed": self._handed}
+        return self._alarm.state_dict() | {"handed": self._handed}
 
     def _on_leak(self, measured: AuditedBatch) -> None:
         self._alarm.note_leak(measured)
-        self._gate.note_leak(measured)
 
 
 def _class_oracles(settings: ActiveSettings) -> list[str]:

@@ -17,7 +17,6 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.top_trainer import StepResult
-from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.privacy.figures import LeakFigures, NumberFigures
 from splitveil.common.record.lines import EvaluationLine, LedgerLine, TrainingLine
@@ -209,9 +208,6 @@ class ActiveRecorder(RunRecorder):
     def note_alone(self, figures: PredictionFigures | None) -> None:
         self._alone = figures
 
-    def objection(self) -> LeakGateClosed | None:
-        return self._watch.objection()
-
     def summary(self, refused: dict[str, int]) -> Summary:
         """Return the run's summary; call it after closing the recorder.
 
@@ -230,7 +226,6 @@ class ActiveRecorder(RunRecorder):
             refused_messages=refused,
             earlier_answers=self._earlier,
             leak_alarms=self._watch.alarms(),
-            gate=self._watch.gate(),
         )
         counts = RunCounts(self.aligned_rows, epochs, self._steps, speed)
         return Summary(counts=counts, active=active, leak=self._leak_figures(total))

@@ -48,7 +48,6 @@ class TableSize(NamedTuple):
 def steps_to_a_bound(run: RunFiles, target: float, size: TableSize | None) -> Iterator[Step]:
     """Yield the settings that would bound the leak for anybody at the target."""
     uses = LabelUses(
-        has_stopping_gate=run.active.setting("leak_gate", "action") == "stop",
         begins_with_labels=bool(run.active.setting("initial_weights")),
     )
     for signal in label_signals(uses):
@@ -126,8 +125,6 @@ def _context(run: RunFiles, size: TableSize | None) -> DefenseContext:
 
 
 def _without(setting: str, why: str) -> tuple[str, str, str]:
-    if setting == "leak_gate":
-        return "leak_gate: {action: warn}", why, "A finding is logged and does not end the run."
     price = "The run starts from fresh weights, and learns again what the earlier one knew."
     return f"{setting}: null", why, price
 

@@ -80,7 +80,7 @@ def why_not_anybody(run: RunFiles, peers: Adversary) -> str:
     return (
         f"The charges of the defense describe {adversary.in_words}. What earlier runs revealed of "
         "these rows does not, or something besides the answers depends on labels, such as "
-        "a leak gate that stops the run, or initial weights."
+        "early stopping or initial weights."
     )
 
 

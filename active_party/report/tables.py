@@ -27,7 +27,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import CUT, needs_of
 from splitveil.common.privacy.figures import AttackFigure, ClassFigures, LeakByClass, RunFigures
-from splitveil.common.record.lines import AlarmLine, GateLine
+from splitveil.common.record.lines import AlarmLine
 from splitveil.common.record.run_record import find_summary
 from splitveil.common.text.upper_bounds import auc_at_most
 from splitveil.common.text.wording import setting_in_words
@@ -165,13 +165,6 @@ def _of_batches(party: PartyFiles) -> Iterator[tuple[str, str, ClassFigures]]:
 
 def _by_class(party: PartyFiles) -> LeakByClass:
     return party.summary.of_leak.by_class or LeakByClass({}, {})
-
-
-def gate_rows(run: RunFiles) -> Iterator[TableRow]:
-    for line in run.active.metrics.of(GateLine):
-        window_end = f"epoch {line.epoch + 1}, step {line.step + 1}"
-        figures = map(figure, (line.figure.leak_auc, line.limit, line.random))
-        yield TableRow((window_end, _named(line.figure), *figures), is_strong=True)
 
 
 def alarm_rows(run: RunFiles) -> Iterator[TableRow]:

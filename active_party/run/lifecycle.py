@@ -120,8 +120,7 @@ class Lifecycle:
             raise NotOpen(f"a message while {self.stages.current.value}")
 
     def refuse_if_ended(self) -> None:
-        """Raise the error that has ended the run, or for which its observer wants to end it."""
-        self.end_on_objection()
+        """Raise the error that has ended the run."""
         if self.stages.current is Stage.ENDED and self.error is not None:
             # Raised again for every call: its traceback would keep the frames of all calls.
             raise self.error.with_traceback(None)
@@ -282,17 +281,6 @@ class Lifecycle:
         self.observer.on_ledger(epoch, self.answering.budget.bounds_on_course())
 
     # ---- ending ----
-
-    def end_on_objection(self) -> None:
-        """End the run if its observer objects to its continuing."""
-        # Asked here, so that an observer's own thread neither waits for the training nor does any.
-        if self.stages.current.is_over or (objection := self.observer.objection()) is None:
-            return
-        self.finish_step()
-        epoch = self.answering.progress.epoch if self.stages.current is Stage.TRAINING else None
-        if epoch is not None:
-            self._report_ledger(epoch)
-        self.end(objection)
 
     def end(self, error: SplitveilError) -> None:
         """End the run early, with a checkpoint if its state is whole."""

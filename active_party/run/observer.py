@@ -5,7 +5,6 @@ from typing import Any, Protocol
 from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.top_trainer import StepResult
-from splitveil.common.errors import SplitveilError
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.progress import State
 
@@ -40,9 +39,6 @@ class SessionObserver(Protocol):
     def on_epoch(self, epoch: int) -> None:
         """An epoch is over, including its evaluation."""
 
-    def objection(self) -> SplitveilError | None:
-        """Return the reason why the run must end, if there is one; asked before every answer."""
-
     def state_dict(self) -> State:
         """Return the observer's state, for a checkpoint."""
 
@@ -58,7 +54,7 @@ class Unobserved:
 
     on_aligned = on_resumed = on_step = on_epoch = on_evaluation = _ignore
     on_earlier_answers = on_ledger = on_answers_ahead = _ignore
-    load_state_dict = objection = _ignore
+    load_state_dict = _ignore
 
     def state_dict(self) -> State:
         return {}

@@ -16,7 +16,6 @@ from splitveil.active_party.run.releases import Releases
 from splitveil.active_party.training.evaluation import EarlyStop, Evaluator
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.release_file import ReleaseFile
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
@@ -91,28 +90,17 @@ class Preparation:
         return TrainingSetup(self.contract, rows, progress, trainer, budget)
 
     def begin_with(self, stored: State) -> None:
-        """Begin with the earlier accounts, and the peers of the bounds, of a stored run.
-
-        Raises SettingsError if it would count fewer runs, or what it may reveal from now on is not
-        bounded for all these peers: no charge of the answers given so far says so.
-        """
+        """Begin with the accounts of earlier runs with which a stored run began."""
         with refusing_other_versions():
             earlier = AccountBook.from_state(stored["earlier"])
-            peers = Adversary(stored["peers"])
         allowance = self.rules.allowance
-        if not allowance.peers.includes(peers):
-            raise SettingsError(
-                f"allow_audits, leak_gate: the run began with bounds for {peers.in_words}, which "
-                f"they would void for the answers given already: expected both as they were, or "
-                f"--fresh at both parties"
-            )
         if not allowance.earlier.runs <= earlier.runs:
             raise SettingsError(
                 "other runs have charged answers about the same labels since this one began, and "
                 "its accounts and budget would not count them: expected earlier_ledgers as they "
                 "were; --fresh at both parties starts over and counts all"
             )
-        self.rules = replace(self.rules, allowance=replace(allowance, earlier=earlier, peers=peers))
+        self.rules = replace(self.rules, allowance=replace(allowance, earlier=earlier))
 
     def answering(
         self,
@@ -143,7 +131,6 @@ def state_of(identity: RunIdentity, secret: bytes, setup: TrainingSetup) -> Stat
         "survey": identity.has_survey,
         "noise_key": setup.trainer.noise_key,
         "earlier": setup.budget.earlier.state_dict(),
-        "peers": str(setup.budget.peers),
     }
 
 

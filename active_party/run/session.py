@@ -105,7 +105,6 @@ class ActiveSession:
             return has_finished or self.stage is Stage.ENDED
 
         with self._stages:
-            self.lifecycle.end_on_objection()
             return self._stages.wait(is_over, timeout_s)
 
     # ---- opening ----
@@ -182,7 +181,7 @@ class ActiveSession:
         """Answer a training activation with its defended gradient.
 
         The same bytes again get the stored answer: fresh noise on a repeated step could be averaged
-        away. An answer that the budget or the leak gate forbids is not given, and the run ends.
+        away. An answer that the budget forbids is not given, and the run ends.
         """
         with self._stages:
             asking = self.parties.named(party)

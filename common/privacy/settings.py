@@ -141,8 +141,8 @@ class AuditSettings(Section):
     convention: Literal["leak", "paper"] = "leak"
     """What a batch's figure is: ``leak`` is max(AUC, 1 - AUC) over the examples whose class the
     attack does not know. ``paper``, for two classes, is the AUC over all examples, as in the
-    notebooks of Marvell's authors, with whose figures it can be compared; the leak alarm and a
-    ``leak_gate`` judge max(AUC, 1 - AUC) of all examples then."""
+    notebooks of Marvell's authors, with whose figures it can be compared; the leak alarm
+    judges max(AUC, 1 - AUC) of all examples then."""
 
     @property
     def attack_names(self) -> tuple[str, ...]:

@@ -125,17 +125,6 @@ class EvaluationLine(Form):
 
 
 @dataclass(frozen=True)
-class GateLine(Form):
-    """A finding of the leak gate, at the last batch of its window."""
-
-    epoch: KnownCount
-    step: KnownCount
-    figure: Figure
-    random: Number = None  # the same figure of random scores on the same batches
-    limit: Number = None
-
-
-@dataclass(frozen=True)
 class AlarmLine(Form):
     """A leak alarm: an attack measured more than the ledger states for one answer."""
 
@@ -153,7 +142,6 @@ Line: TypeAlias = (
     | NumberLeakLine
     | LedgerLine
     | EvaluationLine
-    | GateLine
     | AlarmLine
 )
 LineT = TypeVar("LineT", bound=Line)
@@ -167,7 +155,6 @@ _TYPES: Mapping[str, type[Line]] = {
     "ledger": LedgerLine,
     "validation": EvaluationLine,
     "test": EvaluationLine,
-    "leak_gate": GateLine,
     "leak_alarm": AlarmLine,
 }
 _KINDS = {kind: name for name, kind in _TYPES.items()}

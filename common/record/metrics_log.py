@@ -39,12 +39,12 @@ CHARTED_EVERY_S = (
 
 _EVENTS = "events.out.tfevents.*"
 _GROUPS = {"epoch_leak": "leak/epoch", "epoch_leak_of_numbers": "leak/epoch"}
-_GROUPS |= {"leak_gate": "leak/gate", "leak_alarm": "leak/alarm", "audit": "leak/audit"}
+_GROUPS |= {"leak_alarm": "leak/alarm"}
 """Kind of line -> what its tags begin with, if that is not the kind: TensorBoard shows the tags up
 to the first slash in one section."""
 
 
-OF_MONITOR = ("leak", "epoch_leak", "leak_gate", "leak_alarm")  # kinds of a leak monitor's lines
+OF_MONITOR = ("leak", "epoch_leak", "leak_alarm")  # kinds of a leak monitor's lines
 
 
 class ChartClock:

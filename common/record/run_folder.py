@@ -6,7 +6,7 @@ runs/<run name>/<party>.previous-1/     the oldest one, -2 the next, ...
 A party's files are derived from its labels or its features. Its folder is therefore accessible to
 its owner only (0700), and so are the files in it (0600), under any umask.
 
-A run that a budget or a gate has ended for good has a mark: without it, a supervisor that restarts
+A run that a budget has ended for good has a mark: without it, a supervisor that restarts
 every process that ends with an error would never stop.
 """
 

@@ -91,12 +91,6 @@ class EarlierAnswers(Form):
     bounds: Annotated[LedgerFigures, Flat()]
 
 
-class GateFigures(NamedTuple):
-    findings: Count = None
-    closed: Annotated[bool, BeforeValidator(lambda value: value is True)] = False
-    """Whether it ended the run."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ActiveFigures(Form):
     model: Annotated[ModelFigures, Flat()] = field(default_factory=ModelFigures)
@@ -110,7 +104,6 @@ class ActiveFigures(Form):
     """Status word -> number."""
     earlier_answers: Annotated[Maybe[EarlierAnswers], IF_ANY] = None
     leak_alarms: Annotated[Count, IF_ANY] = None  # None without a leak monitor
-    gate: Annotated[GateFigures | None, Flat("leak_gate_")] = None  # None without a leak gate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,7 +81,6 @@ _SENT: dict[type[Exception], PeerStatus] = {
         _NOT_NOW, "alignment-failed: the parties' ids give no intersection to train on"
     ),
     Interrupted: PeerStatus(_ENDED, "interrupted: this party was stopped"),
-    # The status does not say whether it was a budget or a gate.
     EndedForGood: PeerStatus(_ENDED, "ended-for-good: this party has ended the run"),
     SplitveilError: PeerStatus(_ENDED, "stopped: this party cannot go on"),
 }

@@ -60,7 +60,7 @@ def run_recorded(
     """Run all parties; leaves their settings, metrics, summaries and models.
 
     ``run_folder`` is the one that ``runs_dir`` and the contract's ``run_name`` name, where the
-    active party keeps its noise key. EndedForGood after a budget or a gate: the figures are there.
+    active party keeps its noise key. EndedForGood after a budget: the figures are there.
     What ``on_epoch`` raises ends the run, as if the first passive party had failed.
     """
     folder = _folder_with_settings(settings.active, run_folder / ACTIVE)
@@ -91,7 +91,6 @@ def run_recorded(
             recorder.note_alone(save_alone(settings.active, folder, session, top))
             for party in passive.values():
                 party.save_model()
-    stopped = stopped or recorder.objection()
     write_summary(folder, replace(recorder.summary({}), version=VERSION))
     for party in passive.values():
         party.write_summary()

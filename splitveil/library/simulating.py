@@ -111,8 +111,8 @@ def simulate(
         The runs: frames, report, bounds and ledgers.
 
     Raises:
-        SplitveilError: settings or data cannot be used, or a run failed. A run that its budget or a
-            gate has ended is a result.
+        SplitveilError: settings or data cannot be used, or a run failed. A run that its budget
+            has ended is a result.
         ValueError: neither an example nor tables are given, or both, or seeds or jobs are none.
     """
     if (active is None) != (passive is None):

@@ -457,10 +457,3 @@ def test_it_needs_no_validation_rows_for_that(example: Path) -> None:
     assert 1 < len(parties.active.epochs) < 8
     with pytest.raises(SettingsError, match=r"early_stopping needs contract\.split\.validation"):
         build(example, *without, STOPPING, NONE, both=[*SMALL, *without])
-
-
-def test_a_gate_that_measures_with_true_labels_must_not_end_the_run(example: Path) -> None:
-    with pytest.raises(SettingsError, match=r"leak_gate: .*set leak_gate.action to warn"):
-        build(example, "leak_gate={max_leak_auc: 0.6}")
-    build(example, "leak_gate={max_leak_auc: 0.6, action: warn}")
-    build(example, "leak_gate={max_leak_auc: 0.6}", "defense={name: marvell}")

@@ -87,7 +87,6 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
         tmp_path_factory.mktemp("watched"),
         "defense={name: marvell, strength: {power_ratio: 4}}",
         "run_budget={sum_kl: 1000, adversary: knows class means only}",
-        "leak_gate={max_leak_auc: 0.99, action: warn}",
     )
     found: dict[str, set[str]] = {}
     contract = Contract(run_name="small", cut_shape=(4,), batch_size=8, epochs=3)

@@ -181,7 +181,6 @@ def test_the_larger_of_two_bounds_is_as_narrow_as_either() -> None:
     ("uses", "strongest", "setting"),
     [
         (LabelUses(), ANYBODY, None),
-        (LabelUses(has_stopping_gate=True), HONEST, "leak_gate"),
         (LabelUses(has_early_stopping=True), HONEST, "early_stopping"),
         (LabelUses(begins_with_labels=True), HONEST, "initial_weights"),
         (LabelUses(begins_with_releases=True), HONEST, "initial_weights"),

@@ -13,7 +13,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from splitveil.active_party.assembly import allowance_of
 from splitveil.active_party.defenses import NoisyLabelDefense
 from splitveil.active_party.defenses.label_mechanisms import at_leak_auc
 from splitveil.active_party.defenses.sum_kl import (
@@ -21,7 +20,6 @@ from splitveil.active_party.defenses.sum_kl import (
     power_for_sum_kl,
     sum_kl_for_leak_auc,
 )
-from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.planned import stop_epoch
@@ -281,10 +279,6 @@ def test_the_epoch_of_the_end_is_the_one_after_the_last_that_fits() -> None:
             "noisy_label has no bound for anybody",
         ),
         (
-            ["defense={name: noisy_label}", "run_budget={leak_auc: 0.8}", "leak_gate={}"],
-            "leak_gate leaves no bound for anybody",
-        ),
-        (
             ["defense={name: noisy_label}", "run_budget={leak_auc: 0.8}", "early_stopping={}"],
             "early_stopping leaves no bound for anybody",
         ),
@@ -300,13 +294,6 @@ def test_a_budget_that_cannot_be_meant_or_that_no_charge_describes_is_refused_be
     with pytest.raises(SettingsError, match=f"run_budget.*{message}") as caught:
         load_party_settings(ActiveSettings, example / "active.yaml", overrides)
     assert caught.value.exit_code == 2
-
-
-def test_a_gate_that_only_warns_leaves_the_bound_for_anybody(example: Path) -> None:
-    harmless = "leak_gate={action: warn}"
-    overrides = ["defense={name: noisy_label}", "run_budget={leak_auc: 0.8}", harmless]
-    settings = load_party_settings(ActiveSettings, example / "active.yaml", overrides)
-    assert allowance_of(settings, AccountBook.empty()).peers is Adversary.ANYBODY
 
 
 def summary_of(parties: Parties, folder: Path) -> dict[str, Any]:
@@ -392,10 +379,10 @@ def test_a_summary_has_all_columns_and_1_where_there_is_no_bound(
     assert [one["mu"] for one in bounds] == [None, None, None]
 
 
-def test_a_stopping_gate_takes_the_bound_for_anybody_away(example: Path, tmp_path: Path) -> None:
+def test_early_stopping_takes_the_bound_for_anybody_away(example: Path, tmp_path: Path) -> None:
     noisy = "defense={name: noisy_label, insecure_noise_seed: 1}"
-    gate = "leak_gate={max_leak_auc: 0.99, window_steps: 100000}"
-    bounds = summary_of(parties_with(example, noisy, gate), tmp_path)["bounds"]
+    stopping = "early_stopping={patience_epochs: 100}"
+    bounds = summary_of(parties_with(example, noisy, stopping), tmp_path)["bounds"]
     assert bounds[0]["leak_auc"] == 1
     assert bounds[1]["leak_auc"] == bounds[2]["leak_auc"] < 0.7
     assert [one["mu"] for one in bounds] == [None, 0.5, 0.5]

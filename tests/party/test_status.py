@@ -57,7 +57,6 @@ CONTRACT = Contract(run_name="small", cut_shape=(4,), batch_size=8, epochs=3)
 WITH_LIMITS = (
     "defense={name: marvell, strength: {power_ratio: 4}, insecure_noise_seed: 3}",
     "run_budget={sum_kl: 1000, adversary: knows class means only}",
-    "leak_gate={max_leak_auc: 0.99, action: warn}",
 )
 
 

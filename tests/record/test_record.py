@@ -91,10 +91,6 @@ LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
         form("test", loss=0.5, train_loss=0.25, rmse=2.0, mae=1.5, r2=0.75)
         | {"constant_rmse": 4.0, "constant_mae": 3.0},
     ),
-    "gate": (
-        lines.GateLine(1, 2, NORM, 0.5, 0.625),
-        form("leak_gate", 2) | {"cut/norm": 0.75, "random": 0.5, "limit": 0.625},
-    ),
     "alarm": (
         lines.AlarmLine(1, NORM, 0.125, 0.625),
         form("leak_alarm") | {"cut/norm": 0.75, "margin": 0.125, "bound": 0.625},
@@ -193,7 +189,6 @@ SUMMARIES: Mapping[str, tuple[summaries.Summary, dict[str, Any]]] = {
                 refused_messages={"too-large": 1},
                 earlier_answers=summaries.EarlierAnswers(9, BOUNDS),
                 leak_alarms=1,
-                gate=summaries.GateFigures(2, closed=True),
             ),
             leak=LEAK,
             transcript=TranscriptEnd(7, "ab"),
@@ -210,7 +205,7 @@ SUMMARIES: Mapping[str, tuple[summaries.Summary, dict[str, Any]]] = {
         }
         | {"refused_messages": {"too-large": 1}}
         | {"earlier_answers": {"examples": 9, **LEDGER_FORM}}
-        | {"leak_alarms": 1, "leak_gate_findings": 2, "leak_gate_closed": True}
+        | {"leak_alarms": 1}
         | LEAK_FORM
         | {"transcript": {"entries": 7, "last_link": "ab"}},
     ),

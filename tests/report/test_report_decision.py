@@ -174,10 +174,10 @@ def test_the_next_step_is_a_setting_with_the_price_of_plan(tmp_path: Path) -> No
 
 
 def test_what_leaves_no_bound_has_to_go_first(tmp_path: Path) -> None:
-    loose = {"leak_gate": {"action": "stop"}}
+    loose = {"initial_weights": "runs/monday/active/checkpoint"}
     decision = decision_of(write_run(tmp_path / "run", bound=1.0, settings=loose), 0.6)
     settings = [step.setting for step in decision.steps]
-    assert settings[0] == "leak_gate: {action: warn}"
+    assert settings[0] == "initial_weights: null"
 
 
 BUDGET = {"run_budget": {"leak_auc": 0.62}}

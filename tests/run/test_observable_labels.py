@@ -344,11 +344,7 @@ FURTHER: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
     "split by hash": ("two classes", [PROJECTED], []),
     "split by hash, noisy": ("two classes", [RESPONSE], []),
     "early stopping": ("two classes", [PROJECTED, STOPPING], [BY_COLUMN, "contract.epochs=4"]),
-    "a gate that warns": (
-        "two classes",
-        [RESPONSE, "leak_gate={max_leak_auc: 0.51, window_steps: 1, action: warn}"],
-        [BY_COLUMN],
-    ),
+    "a monitor": ("two classes", [RESPONSE], [BY_COLUMN]),
     "class weights": ("several classes", [PROJECTED, "data.class_weights=[1, 2, 3]"], [BY_COLUMN]),
     "a budget": ("numbers", [PROJECTED, "run_budget={leak_auc: 0.7}"], [BY_COLUMN]),
     "a budget that ends the run": (
@@ -386,8 +382,7 @@ def test_no_call_waits_for_attacks_whose_time_depends_on_labels(
     monkeypatch.setattr(LeakAudit, "observe", held)
     monkeypatch.setattr(AuditWorker, "wait_until_idle", lambda *_: pytest.fail("it waits"))
     attacks = "hint_distance_5, nearest_hint, kmeans_hint, mean, median, lda"
-    gate = "leak_gate={max_leak_auc: 0.51, action: warn}"
-    own = [*SMALL, PROJECTED, f"leak_monitor.attacks=[{attacks}]", gate]
+    own = [*SMALL, PROJECTED, f"leak_monitor.attacks=[{attacks}]"]
     first = build_parties(tmp_path, own, runs=tmp_path / "runs")
     with ActiveRecorder(first.active_settings, tmp_path) as recorder:
         first.session.lifecycle.observer = recorder

@@ -31,7 +31,6 @@ from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.alignment.exchange import build_engine
-from splitveil.common.errors import SplitveilError
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
@@ -127,9 +126,6 @@ class ActiveRecording(Recording):
         self.ledger.append((epoch, bounds))
 
     def on_answers_ahead(self, bounds: LeakBounds) -> None: ...
-
-    def objection(self) -> SplitveilError | None:
-        return None
 
 
 @dataclass

@@ -119,7 +119,6 @@ def test_a_defense_for_classes_is_refused_and_names_those_for_numbers(
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("leak_gate={max_leak_auc: 0.7}", "leak_gate: it judges AUCs"),
         ("report={min_test_auc: 0.7}", "report.min_test_auc"),
         (
             "leak_monitor={attacks: [norm, cosine]}",

@@ -17,13 +17,7 @@ from splitveil.common.data.ids import read_subjects
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData, open_earlier_model
-from splitveil.common.record.model_files import (
-    RELEASED_LABELS,
-    WEIGHTS,
-    EarlierModel,
-    has_known_noise,
-    metadata_of,
-)
+from splitveil.common.record import model_files
 from splitveil.common.record.model_files import SETTING as INITIAL
 from splitveil.common.run.id_rules import rules_as_bytes
 
@@ -45,8 +39,8 @@ def label_uses_of(settings: ActiveSettings, earlier: AccountBook | None = None) 
     if settings.initial_weights is None:
         return uses
     folder = expand_path(INITIAL, settings.initial_weights, settings.base_dir)
-    metadata = metadata_of(folder)
-    is_free = metadata.items() >= RELEASED_LABELS.items()
+    metadata = model_files.metadata_of(folder)
+    is_free = metadata.items() >= model_files.RELEASED_LABELS.items()
     is_counted = earlier is None or earlier.counts(metadata)
     return uses._replace(
         begins_with_labels=not is_free, begins_with_releases=is_free and not is_counted
@@ -57,7 +51,7 @@ def refuse_uncounted_targets(settings: ActiveSettings, earlier: AccountBook) -> 
     """Refuse targets that follow from what a run released and these accounts do not have."""
     for text in settings.defense.traits.earlier_targets:
         folder = expand_path(SETTING, text, settings.base_dir)
-        if not earlier.counts(metadata_of(folder, TARGETS, SETTING)):
+        if not earlier.counts(model_files.metadata_of(folder, TARGETS, SETTING)):
             raise SettingsError(
                 f"{SETTING}: {folder}: these targets reveal what the runs that released them were "
                 f"charged, and no ledger with which this run begins has all of it: needs "
@@ -72,12 +66,15 @@ def _refuse_known_noise(settings: ActiveSettings) -> None:
     named = [(SETTING, one, TARGETS) for one in settings.defense.traits.earlier_targets]
     named += [(LEDGERS, one, LEDGER) for one in settings.earlier_ledgers or ()]
     if settings.initial_weights is not None:
-        named.append((INITIAL, settings.initial_weights, WEIGHTS))
+        named.append((INITIAL, settings.initial_weights, model_files.WEIGHTS))
     for setting, text, file in named:
         folder = expand_path(setting, text, settings.base_dir)
         # A model that has learned from true labels leaves no bound for anybody, whatever its noise.
-        is_bounded = file != WEIGHTS or metadata_of(folder).items() >= RELEASED_LABELS.items()
-        if has_known_noise(folder / file) and is_bounded:
+        is_bounded = (
+            file != model_files.WEIGHTS
+            or model_files.metadata_of(folder).items() >= model_files.RELEASED_LABELS.items()
+        )
+        if model_files.has_known_noise(folder / file) and is_bounded:
             raise SettingsError(
                 f"{setting}: {folder / file}: {HAS_KNOWN_NOISE}: expected what a run without "
                 f"insecure_noise_seed has left"
@@ -107,7 +104,7 @@ def earlier_targets_of(settings: ActiveSettings) -> ReleasedTargets | None:
     return read_targets(paths, context.num_classes, rules, context.label_bounds)
 
 
-def open_label_owners_model(settings: ActiveSettings) -> EarlierModel | None:
+def open_label_owners_model(settings: ActiveSettings) -> model_files.EarlierModel | None:
     """Open the model to start from, if any, unless true labels in it would void the bound."""
     earlier = open_earlier_model(settings)
     defense = settings.defense

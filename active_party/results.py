@@ -39,17 +39,7 @@ from splitveil.common.models.device import device_in_words, torch_device
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.settings import OptimizerSettings
 from splitveil.common.party import command_line
-from splitveil.common.record.model_files import (
-    ALONE,
-    KNOWN_NOISE,
-    REFITTED,
-    RELEASED_LABELS,
-    TRUE_LABELS,
-    delete_saved,
-    identity_metadata,
-    save_model,
-    save_tensors,
-)
+from splitveil.common.record import model_files
 from splitveil.common.record.run_folder import clear_mark, end_of, mark_as_ended, open_run_folder
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import Summary, provenance_of_process
@@ -124,7 +114,7 @@ def _was_ended(settings: ActiveSettings, folder: Path) -> bool:
 
 def forget_account(folder: Path) -> None:
     """Delete the account book: from the first answer on, none may pass for the whole account."""
-    delete_saved(folder, LEDGER)
+    model_files.delete_saved(folder, LEDGER)
 
 
 def save_results(
@@ -134,19 +124,21 @@ def save_results(
     trainer = session.lifecycle.phase.trainer
     if trainer is None:
         return None
-    learned_from = RELEASED_LABELS if builder.is_label_free else TRUE_LABELS
+    learned_from = model_files.RELEASED_LABELS if builder.is_label_free else model_files.TRUE_LABELS
     with session.lifecycle.stages:  # no handler that is still at work may charge meanwhile
         book = session.lifecycle.phase.account_book()
     result_of, noise = _identity(settings, session) | book.as_metadata(), _noise(settings)
-    saved = save_model(folder, trainer.model, builder.encoder, learned_from | result_of | noise)
-    save_tensors(folder, LEDGER, book.state_dict(), noise)
+    saved = model_files.save_model(
+        folder, trainer.model, builder.encoder, learned_from | result_of | noise
+    )
+    model_files.save_tensors(folder, LEDGER, book.state_dict(), noise)
     logger.debug("model saved in %s", saved)
     predictions = session.lifecycle.answering.test_predictions
     if predictions is not None:
         save_predictions(folder, session.ids, session.lifecycle.answering.rows, predictions)
     if trainer.staged is not None:
         _save_targets(settings, folder, session, trainer.staged, book)
-    delete_saved(folder, REFITTED)
+    model_files.delete_saved(folder, model_files.REFITTED)
     # A run that may resume is not over: its last activations are still to come.
     if session.stage is not Stage.FINISHED or not settings.defense.traits.refits_top:
         return None
@@ -160,7 +152,7 @@ def save_alone(
 
     It learns from true labels: the run is over, and nothing of this model is ever sent.
     """
-    delete_saved(folder, ALONE)
+    model_files.delete_saved(folder, model_files.ALONE)
     trainer, encoder = session.lifecycle.phase.trainer, builder.encoder
     rows = None if trainer is None else trainer.rows_alone()
     is_wanted = settings.serving.fallback and session.stage is Stage.FINISHED
@@ -175,8 +167,8 @@ def save_alone(
         # The rates are about modules of the top model.
         _fitting(settings, settings.optimizer.model_copy(update={"rates": {}})),
     )
-    metadata = TRUE_LABELS | _identity(settings, session)
-    save_tensors(folder, ALONE, model.state_dict(), metadata)
+    metadata = model_files.TRUE_LABELS | _identity(settings, session)
+    model_files.save_tensors(folder, model_files.ALONE, model.state_dict(), metadata)
     if not len(splits["test"]):
         return None
     test = torch.from_numpy(splits["test"].copy())
@@ -187,11 +179,11 @@ def save_alone(
 
 def _identity(settings: ActiveSettings, session: ActiveSession) -> dict[str, str]:
     model = ModelIdentity(session.run_id, session.lifecycle.answering.batch_number)
-    return identity_metadata(model, settings.contract)
+    return model_files.identity_metadata(model, settings.contract)
 
 
 def _noise(settings: ActiveSettings) -> dict[str, str]:
-    return {} if settings.defense.noise_seed is None else KNOWN_NOISE
+    return {} if settings.defense.noise_seed is None else model_files.KNOWN_NOISE
 
 
 def _fitting(settings: ActiveSettings, optimizer: OptimizerSettings) -> Fitting:
@@ -218,7 +210,7 @@ def _save_targets(
     rules, bounds = rules_as_bytes(settings.contract.ids), settings.defense_context().label_bounds
     released = ReleasedTargets(names_of(ids), of_training, rules, bounds, staged.releases)
     origin = book.as_metadata() | _noise(settings)
-    save_tensors(folder, TARGETS, released.state_dict(), origin)
+    model_files.save_tensors(folder, TARGETS, released.state_dict(), origin)
 
 
 def _refit(
@@ -228,8 +220,8 @@ def _refit(
     model = trainer.refitted(_fitting(settings, settings.optimizer))
     if model is None:
         return None
-    metadata = TRUE_LABELS | _identity(settings, session)
-    save_tensors(folder, REFITTED, model.state_dict(), metadata)
+    metadata = model_files.TRUE_LABELS | _identity(settings, session)
+    model_files.save_tensors(folder, model_files.REFITTED, model.state_dict(), metadata)
     figures = trainer.measure(model, session.lifecycle.answering.rows.splits["test"])
     if figures is not None:
         logger.info(

@@ -20,17 +20,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from splitveil.common.data.features import Features
 from splitveil.common.errors import SettingsError
+from splitveil.common.models import training_state
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.conv import ConvBottom, ConvTop
 from splitveil.common.models.data_parallel import DataParallelModel, Learner, go_on
 from splitveil.common.models.dense import MlpBottom, MlpTop, WideDeepBottom, WideDeepTop
 from splitveil.common.models.device import check_same_gpu, gpu_of
-from splitveil.common.models.training_state import (
-    in_training_mode,
-    random_state,
-    set_random_state,
-    trained_of,
-)
 from splitveil.common.run.host_copies import to_device
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
@@ -51,7 +46,9 @@ def stashing_weights(model: nn.Module) -> Iterator[None]:
     A function that keeps a weight by other means than ``save_for_backward``, or computes the
     forward pass again (``torch.utils.checkpoint``), gets the weights of its backward pass instead.
     """
-    owned = {_storage(tensor) for tensor in chain(trained_of(model), model.buffers())}
+    owned = {
+        _storage(tensor) for tensor in chain(training_state.trained_of(model), model.buffers())
+    }
 
     def save(tensor: Tensor) -> _Saved:
         if tensor.layout is torch.strided and _storage(tensor) in owned:
@@ -188,7 +185,7 @@ class BottomTrainer:
         ``given`` is what ``training_rows`` has gathered. ``stashes_weights`` if the model may
         learn from other gradients before this batch's.
         """
-        in_training_mode(self.model)
+        training_state.in_training_mode(self.model)
         with stashing_weights(self.model) if stashes_weights else nullcontext():
             activation: Tensor = (self._parallel or self.model)(given)
         self._waiting.append(activation)
@@ -220,7 +217,7 @@ class BottomTrainer:
             "model": self.model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "schedule": self._schedule.state_dict(),
-            "random": random_state(self._device),
+            "random": training_state.random_state(self._device),
             "gpu": gpu_of(self._device),
             "ranks": [] if self._parallel is None else self._parallel.random_states(),
         }
@@ -231,7 +228,7 @@ class BottomTrainer:
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
-        set_random_state(self._device, state["random"])
+        training_state.set_random_state(self._device, state["random"])
         go_on(self._parallel, state["ranks"])
 
     def embed(self, features: Features) -> Tensor:

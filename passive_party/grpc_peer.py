@@ -12,21 +12,14 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from splitveil.common import errors
 from splitveil.common.alignment.channel import AlignChannel, StreamChannel
-from splitveil.common.errors import (
-    ContractMismatch,
-    InvalidMessage,
-    OthersAwaited,
-    PeerError,
-    PeerUnreachable,
-    SplitveilError,
-)
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run import messages
 from splitveil.common.run.contract import check_same_contract
 from splitveil.common.run.messages import Activation
 from splitveil.common.text.closing import Closing
-from splitveil.common.wire import probes
+from splitveil.common.wire import probes, small_messages, tensor_codec
 from splitveil.common.wire.connection import (
     Interruption,
     MessageStream,
@@ -44,20 +37,7 @@ from splitveil.common.wire.limits import (
     believed,
     reader,
 )
-from splitveil.common.wire.small_messages import (
-    LEAVE_REASON_TO_WIRE,
-    Greeting,
-    decode_course,
-    decode_opening,
-    encode_greeting,
-)
 from splitveil.common.wire.status import error_from
-from splitveil.common.wire.tensor_codec import (
-    Frame,
-    TensorAssembler,
-    TensorLimits,
-    encode_activation,
-)
 from splitveil.protos import split_learning_pb2 as pb
 
 ReplyT = TypeVar("ReplyT")
@@ -68,7 +48,7 @@ class ActivationStream(Generic[ReplyT]):
         self,
         open_stream: Callable[[], MessageStream],
         read: Callable[[MessageStream, Activation], ReplyT],
-        limits: TensorLimits,
+        limits: tensor_codec.TensorLimits,
     ) -> None:
         self.stream: MessageStream | None = None
         """None before the first reply is awaited, and after the stream was lost."""
@@ -81,7 +61,7 @@ class ActivationStream(Generic[ReplyT]):
     def send(self, activation: Activation) -> None:
         self.unanswered.append(activation)
         if self.stream is not None:
-            self.stream.send_all(encode_activation(activation, self._limits))
+            self.stream.send_all(tensor_codec.encode_activation(activation, self._limits))
 
     def oldest_reply(self) -> ReplyT:
         """Wait for the reply to the oldest activation without one.
@@ -94,11 +74,11 @@ class ActivationStream(Generic[ReplyT]):
         if self.stream is None:
             self.stream = self._open_stream()
             for activation in self.unanswered:
-                self.stream.send_all(encode_activation(activation, self._limits))
+                self.stream.send_all(tensor_codec.encode_activation(activation, self._limits))
         stream = self.stream
         try:
             return self._read(stream, self.unanswered[0])
-        except SplitveilError:
+        except errors.SplitveilError:
             self.stream = None
             stream.drop()
             raise
@@ -140,16 +120,18 @@ class GrpcPeer(Closing):
         self.connection = connection
         is_multi_party = len(connection.contract.passive_parties) > 1
         self._metadata = ((PARTY_KEY, party),) if is_multi_party and party is not None else None
-        self._limits = TensorLimits.of(connection.contract)
+        self._limits = tensor_codec.TensorLimits.of(connection.contract)
         self._reconnect = reconnect
         self._interruption = interruption
         self._retrying = Retrying(reconnect, interruption, connection.where, connection.renew, note)
         self._train = ActivationStream(
-            lambda: self._open("Train", Frame), self._read_answer, self._limits
+            lambda: self._open("Train", tensor_codec.Frame), self._read_answer, self._limits
         )
         self._evaluate = ActivationStream(
             lambda: self._open("Evaluate", reader(pb.EvaluateReply, SMALL_BYTES)),
-            lambda stream, asked: decode_course(believed(stream.receive()), asked.batch),
+            lambda stream, asked: small_messages.decode_course(
+                believed(stream.receive()), asked.batch
+            ),
             self._limits,
         )
         self._align: Any = None
@@ -166,15 +148,17 @@ class GrpcPeer(Closing):
     ) -> messages.Opening:
         """Open a run, or resume one, waiting for an active party that does not serve yet."""
         self._drop_streams()
-        request = encode_greeting(Greeting(party, contract_json, commitment, offer))
+        request = small_messages.encode_greeting(
+            small_messages.Greeting(party, contract_json, commitment, offer)
+        )
 
         def ask() -> messages.Opening:
             reply = self._unary("Handshake", request, pb.HandshakeReply, HANDSHAKE_TIMEOUT_S)
-            return decode_opening(reply, offer)
+            return small_messages.decode_opening(reply, offer)
 
         try:
             return self._retrying.until_answered(ask)
-        except ContractMismatch:
+        except errors.ContractMismatch:
             self._compare_contracts(party)
             raise
 
@@ -182,7 +166,7 @@ class GrpcPeer(Closing):
         own = self.connection.contract
         introduction = probes.Introduction(party, own.canonical_json(), time.time(), None)
         request = pb.ProbeRequest(introduction=probes.encode_introduction(introduction))
-        with suppress(PeerError):  # what the refusal has said is enough
+        with suppress(errors.PeerError):  # what the refusal has said is enough
             reply = self._unary(
                 "Probe", request, pb.ProbeReply, HANDSHAKE_TIMEOUT_S, probes.SERVICE, PROBE_BYTES
             )
@@ -220,7 +204,7 @@ class GrpcPeer(Closing):
         ended = threading.Event()
         if call.add_callback(ended.set) and not ended.wait(self._reconnect.deadline_s):
             call.cancel()
-            raise PeerUnreachable("the peer did not get ready to train in time")
+            raise errors.PeerUnreachable("the peer did not get ready to train in time")
         if call.code() is not grpc.StatusCode.OK:
             raise error_from(call.code(), call.details())
 
@@ -244,23 +228,23 @@ class GrpcPeer(Closing):
     def _read_answer(
         self, stream: MessageStream, activation: messages.Activation
     ) -> messages.Answer:
-        assembler = TensorAssembler.of_answers(self._limits)
+        assembler = tensor_codec.TensorAssembler.of_answers(self._limits)
         while (answer := assembler.add(stream.receive())) is None:
             pass
         if answer.batch != activation.batch:
-            raise InvalidMessage("received a gradient for another step than the one due")
+            raise errors.InvalidMessage("received a gradient for another step than the one due")
         return answer
 
     def leave(self, run_id: str, reason: messages.LeaveReason) -> None:
         """Say goodbye once; after a finished run for a while, because the peer waits for it."""
-        request = pb.LeaveRequest(run_id=run_id, reason=LEAVE_REASON_TO_WIRE[reason])
+        request = pb.LeaveRequest(run_id=run_id, reason=small_messages.LEAVE_REASON_TO_WIRE[reason])
         patience_s = GOODBYE_S if reason is messages.LeaveReason.FINISHED else 0.0
         deadline = time.monotonic() + min(patience_s, self._reconnect.max_s)
         while True:
             try:
                 self._unary("Leave", request, pb.LeaveReply, timeout_s=5.0)
-            except PeerUnreachable as error:
-                if isinstance(error, OthersAwaited):
+            except errors.PeerUnreachable as error:
+                if isinstance(error, errors.OthersAwaited):
                     deadline = time.monotonic() + patience_s  # the peer decides when to go
                 if time.monotonic() > deadline:
                     raise
@@ -303,7 +287,7 @@ class GrpcPeer(Closing):
 
     def _open(self, method: str, read: Callable[[bytes], Any]) -> MessageStream:
         call: Any = self._connected().stream_stream(
-            method_path(method), Frame.serialised, response_deserializer=read
+            method_path(method), tensor_codec.Frame.serialised, response_deserializer=read
         )
         named = partial(call, metadata=self._metadata)
         return MessageStream(

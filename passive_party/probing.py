@@ -12,25 +12,9 @@ from splitveil.common.errors import InvalidMessage, PeerUnreachable, SplitveilEr
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.party_data import form_of_own_ids
 from splitveil.common.run.contract import DTYPE_BYTES, Contract
+from splitveil.common.wire import limits, probes
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import shown_certificate
-from splitveil.common.wire.limits import (
-    PARTY_KEY,
-    PROBE_BYTES,
-    PROBE_PADDING_BYTES,
-    believed,
-    reader,
-)
-from splitveil.common.wire.probes import (
-    Check,
-    Introduction,
-    certificate_in_words,
-    checks_of,
-    clock_in_words,
-    decode_introduction,
-    encode_introduction,
-    method_path,
-)
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb
 
@@ -50,13 +34,13 @@ class Speed(NamedTuple):
 
 class Probing:
     def __init__(
-        self, settings: PassiveSettings, connection: PeerConnection, own: Introduction
+        self, settings: PassiveSettings, connection: PeerConnection, own: probes.Introduction
     ) -> None:
         self._settings = settings
         self._connection = connection
         self._own = own
 
-    def introduce(self, wait_s: float) -> tuple[Introduction, float, float]:
+    def introduce(self, wait_s: float) -> tuple[probes.Introduction, float, float]:
         """Return the peer's introduction, its clock's lead and its error, or raise PeerError."""
         deadline = time.monotonic() + wait_s
         while True:
@@ -67,15 +51,15 @@ class Probing:
                     raise
             time.sleep(_RETRY_S)
 
-    def _introduced(self) -> tuple[Introduction, float, float]:
+    def _introduced(self) -> tuple[probes.Introduction, float, float]:
         self._call(pb.ProbeRequest())  # opens the connection, which no clock has to wait for
         sent = time.time()
         own = self._own._replace(clock_s=sent)
-        reply = self._call(pb.ProbeRequest(introduction=encode_introduction(own)))
+        reply = self._call(pb.ProbeRequest(introduction=probes.encode_introduction(own)))
         received = time.time()
         if not reply.HasField("introduction"):
             raise InvalidMessage("the active party does not introduce itself")
-        peer = decode_introduction(reply.introduction)
+        peer = probes.decode_introduction(reply.introduction)
         half = (received - sent) / 2
         return peer, peer.clock_s - (sent + half), half + 0.001  # it says whole milliseconds
 
@@ -93,13 +77,13 @@ class Probing:
         return Speed(statistics.median(trips), passed / taken_s)
 
     def _bytes_that_came_back(self) -> Iterator[int]:
-        request = pb.ProbeRequest(padding=bytes(PROBE_PADDING_BYTES))
+        request = pb.ProbeRequest(padding=bytes(limits.PROBE_PADDING_BYTES))
         waiting = deque(self._begin(request) for _ in range(UNDER_WAY))
         passed = 0
         try:
             while passed < MOST_BYTES:
                 padding = self._ended(waiting.popleft()).padding
-                if len(padding) != PROBE_PADDING_BYTES:
+                if len(padding) != limits.PROBE_PADDING_BYTES:
                     raise InvalidMessage("a probe came back with another number of bytes")
                 passed += len(padding)
                 waiting.append(self._begin(request))
@@ -115,16 +99,16 @@ class Probing:
         contract = self._settings.contract
         several = len(contract.passive_parties) > 1
         call = self._connection.channel().unary_unary(
-            method_path(),
+            probes.method_path(),
             request_serializer=pb.ProbeRequest.SerializeToString,
-            response_deserializer=reader(pb.ProbeReply, PROBE_BYTES),
+            response_deserializer=limits.reader(pb.ProbeReply, limits.PROBE_BYTES),
         )
-        metadata = ((PARTY_KEY, self._settings.party),) if several else None
+        metadata = ((limits.PARTY_KEY, self._settings.party),) if several else None
         return call.future(request, timeout=_CALL_S, metadata=metadata)
 
     def _ended(self, call: Any) -> pb.ProbeReply:
         try:
-            reply: pb.ProbeReply = believed(call.result())
+            reply: pb.ProbeReply = limits.believed(call.result())
         except grpc.RpcError as error:
             raise self._meaning_of(error) from error
         return reply
@@ -137,10 +121,10 @@ class Probing:
 
 def connection_checks(
     settings: PassiveSettings, connection: PeerConnection, wait_s: float
-) -> Iterator[Check]:
+) -> Iterator[probes.Check]:
     contract = settings.contract
     form = form_of_own_ids(settings)
-    own = Introduction(settings.party, contract.canonical_json(), time.time(), form)
+    own = probes.Introduction(settings.party, contract.canonical_json(), time.time(), form)
     probing = Probing(settings, connection, own)
     try:
         peer, ahead_s, error_s = probing.introduce(wait_s)
@@ -156,10 +140,10 @@ def connection_checks(
         shown = shown_certificate(
             settings.connect, contract, credentials.current(), connection.proxy
         )
-        yield lambda: certificate_in_words(shown, _ACTIVE)
-    yield lambda: clock_in_words(ahead_s, error_s)
+        yield lambda: probes.certificate_in_words(shown, _ACTIVE)
+    yield lambda: probes.clock_in_words(ahead_s, error_s)
     yield lambda: _speed_in_words(found, contract)
-    yield from checks_of(contract, own, peer, _ACTIVE)
+    yield from probes.checks_of(contract, own, peer, _ACTIVE)
 
 
 def _speed_in_words(found: Speed, contract: Contract) -> str:

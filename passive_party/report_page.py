@@ -8,15 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from splitveil.common.errors import SettingsError
+from splitveil.common.party import report_parts
 from splitveil.common.party.json_output import print_json
-from splitveil.common.party.report_parts import (
-    Traffic,
-    Volume,
-    circumstances,
-    read_traffic,
-    render,
-    traffic_rows,
-)
 from splitveil.common.record.run_folder import write_json_atomically, write_text_atomically
 from splitveil.common.record.run_record import METRICS, find_summary, read_metrics, text_of
 from splitveil.common.record.summary import Summary
@@ -79,7 +72,7 @@ class PassiveFiles(NamedTuple):
     folder: Path
     settings: Mapping[str, Any]
     summary: Summary
-    traffic: Traffic | None
+    traffic: report_parts.Traffic | None
     exposure: FeatureExposure | None
 
 
@@ -114,7 +107,7 @@ def read_files(folder: Path) -> PassiveFiles:
         raise SettingsError(f"{folder / EXPOSURE}: not valid JSON") from error
     summary = find_summary(folder) or Summary()
     return PassiveFiles(
-        folder, settings, summary, read_traffic(folder), exposure_from_json(written)
+        folder, settings, summary, report_parts.read_traffic(folder), exposure_from_json(written)
     )
 
 
@@ -123,7 +116,7 @@ def passive_page(files: PassiveFiles) -> str:
     exposure = files.exposure
     columns = () if exposure is None else exposure.columns
     left = list(_left(files.traffic))
-    return render(
+    return report_parts.render(
         _PACKAGE,
         "passive.html.jinja",
         title=f"{contract.get('run_name', files.folder.name)}",
@@ -140,8 +133,10 @@ def passive_page(files: PassiveFiles) -> str:
         left=left,
         also_left=[one.content for one in left if not one.content.startswith(_NAMED)],
         agreed=list(_agreed(files.settings, contract)),
-        circumstances=list(circumstances(files.summary, read_metrics(files.folder), files.traffic)),
-        traffic_rows=traffic_rows(files.traffic, ACTIVE),
+        circumstances=list(
+            report_parts.circumstances(files.summary, read_metrics(files.folder), files.traffic)
+        ),
+        traffic_rows=report_parts.traffic_rows(files.traffic, ACTIVE),
     )
 
 
@@ -192,14 +187,14 @@ def _assessment(exposure: FeatureExposure | None) -> Assessment:
     )
 
 
-def _left(traffic: Traffic | None) -> Iterator[Left]:
+def _left(traffic: report_parts.Traffic | None) -> Iterator[Left]:
     if traffic is None:
         return
-    totals: dict[str, Volume] = {}
+    totals: dict[str, report_parts.Volume] = {}
     for (_, direction, kind), volume in traffic.volumes.items():
         if direction == "sent":
             content = _CONTENT.get(kind, kind)
-            totals[content] = totals.get(content, Volume()) + volume
+            totals[content] = totals.get(content, report_parts.Volume()) + volume
     for content, volume in sorted(totals.items(), key=lambda item: -item[1].size_bytes):
         yield Left(content, f"{volume.messages:,}", bytes_in_words(volume.size_bytes))
 

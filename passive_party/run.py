@@ -9,21 +9,8 @@ from typing import TypeVar
 
 import torch
 
+from splitveil.common import errors
 from splitveil.common.alignment.exchange import Alignment
-from splitveil.common.errors import (
-    AlignmentError,
-    ContractMismatch,
-    Interrupted,
-    InvalidMessage,
-    PeerError,
-    PeerLeft,
-    PeerRestarted,
-    PeerUnreachable,
-    ProtocolError,
-    SplitveilError,
-    StartedOver,
-    StorageError,
-)
 from splitveil.common.record.run_store import NoStore
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import LeaveReason, ModelIdentity, Offer, Opening
@@ -86,12 +73,12 @@ class PassiveRun:
         """Take part in the whole run, and tell the peer how it ended, or raise SplitveilError."""
         try:
             self._go_through(peer)
-        except (PeerUnreachable, PeerLeft, ContractMismatch):
+        except (errors.PeerUnreachable, errors.PeerLeft, errors.ContractMismatch):
             # Ctrl-C in a terminal reaches both parties, so either may hear about the other's first.
             self._stop_if_interrupted()
             raise
-        except SplitveilError as error:
-            if self._training is not None and not isinstance(error, StorageError):
+        except errors.SplitveilError as error:
+            if self._training is not None and not isinstance(error, errors.StorageError):
                 self._training.save_if_between_steps()
             self._say_goodbye(peer, _reason(error))
             raise
@@ -112,7 +99,7 @@ class PassiveRun:
         elif not training.progress.is_over:
             training = self._resume(peer, training)
         while True:
-            with contextlib.suppress(PeerRestarted):
+            with contextlib.suppress(errors.PeerRestarted):
                 if not training.progress.is_over:
                     training.follow_course(peer, self._stop_if_interrupted)
                 self._part_from_others(peer)
@@ -126,8 +113,8 @@ class PassiveRun:
         for _ in range(_MAX_ALIGNMENTS - 1):
             try:
                 return begin(peer)
-            except (PeerUnreachable, PeerRestarted, ProtocolError) as error:
-                damaged += isinstance(error, ProtocolError)
+            except (errors.PeerUnreachable, errors.PeerRestarted, errors.ProtocolError) as error:
+                damaged += isinstance(error, errors.ProtocolError)
                 # If not even a handshake was answered, the peer has been awaited long enough.
                 if not self.run_id or damaged > _MAX_DAMAGED:
                     raise
@@ -207,22 +194,22 @@ class PassiveRun:
         if training.progress.is_over and not self._me.has_companions:
             return training  # the peer completes the rest without this party
         if not self._store.keeps:
-            raise PeerLeft("the peer was restarted, and this party keeps no checkpoints")
+            raise errors.PeerLeft("the peer was restarted, and this party keeps no checkpoints")
         offer = Offer(self.run_id, frozenset(self._store.checkpoints()))
         try:
             opening = self._handshake(peer, offer)
-        except StartedOver:
+        except errors.StartedOver:
             if training.progress.batch_number:
                 raise
             self.run_id = ""
             return self._patiently(self._open, peer)
-        except ProtocolError as error:
-            raise ProtocolError(
+        except errors.ProtocolError as error:
+            raise errors.ProtocolError(
                 "the active party cannot resume this run; to start over, start both parties with "
                 "--fresh"
             ) from error
         if opening.run_id != self.run_id or opening.resumes_at not in offer.batch_numbers:
-            raise InvalidMessage("the active party resumes another run than this one")
+            raise errors.InvalidMessage("the active party resumes another run than this one")
         training.restore(opening.resumes_at)
         return training
 
@@ -231,7 +218,7 @@ class PassiveRun:
     def _stop_if_interrupted(self) -> None:
         signal_number = self._interruption()
         if signal_number is not None:
-            raise Interrupted(signal_number)
+            raise errors.Interrupted(signal_number)
 
     def _part_from_others(self, peer: Peer) -> None:
         """Leave, then wait for the other parties: all go back with one that has to resume."""
@@ -239,23 +226,23 @@ class PassiveRun:
             return
         try:
             peer.leave(self.run_id, LeaveReason.FINISHED)
-        except PeerRestarted:
+        except errors.PeerRestarted:
             raise
-        except PeerError:
+        except errors.PeerError:
             return  # it changes nothing here: the peer notices the silence
 
     def _say_goodbye(self, peer: Peer, reason: LeaveReason) -> None:
         if not self.run_id:
             return  # there is no run that the peer could end
         # A goodbye that does not arrive changes nothing here: the peer notices the silence.
-        with contextlib.suppress(PeerError):
+        with contextlib.suppress(errors.PeerError):
             peer.leave(self.run_id, reason)
 
 
-def _reason(error: SplitveilError) -> LeaveReason:
-    if isinstance(error, AlignmentError):
+def _reason(error: errors.SplitveilError) -> LeaveReason:
+    if isinstance(error, errors.AlignmentError):
         return LeaveReason.ALIGNMENT_FAILED
-    if isinstance(error, Interrupted):
+    if isinstance(error, errors.Interrupted):
         return LeaveReason.INTERRUPTED
     return LeaveReason.FAILED
 

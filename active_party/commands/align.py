@@ -10,15 +10,7 @@ from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.run.aligning import AlignmentSession
 from splitveil.active_party.run.preparation import OwnRows
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.party import command_line
-from splitveil.common.party.aligned_table import (
-    FOLDER,
-    aligning,
-    check_outputs,
-    print_aligned,
-    read_own_ids,
-    write_aligned,
-)
+from splitveil.common.party import aligned_table, command_line
 from splitveil.common.party.endpoint import check_free, serving_status
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
@@ -34,19 +26,21 @@ logger = logging.getLogger(__name__)
 def align(parsed: argparse.Namespace) -> None:
     interruption = Interruption()
     interruption.install()
-    settings = aligning(command_line.load_settings(ActiveSettings, parsed, "active"))
-    check_outputs(settings, parsed.output, positions=parsed.positions)
+    settings = aligned_table.aligning(command_line.load_settings(ActiveSettings, parsed, "active"))
+    aligned_table.check_outputs(settings, parsed.output, positions=parsed.positions)
     serve = checked_server(settings)
     check_free(settings.status)
-    own = read_own_ids(settings)
+    own = aligned_table.read_own_ids(settings)
     logger.info("%d ids read from %s", len(own.data.ids), own.data.table.source)
     interruption.check()
     with CountProgress(f"{ACTIVE}: aligning") as progress:
         status = _ShownStatus(settings, progress)
         with serving_status(status, settings.status, interruption):
             order = _find_common_order(settings, own.data, serve, status, interruption)
-    written = write_aligned(settings, own, order, parsed.output, positions=parsed.positions)
-    print_aligned(written, as_json=parsed.json)
+    written = aligned_table.write_aligned(
+        settings, own, order, parsed.output, positions=parsed.positions
+    )
+    aligned_table.print_aligned(written, as_json=parsed.json)
 
 
 def _find_common_order(
@@ -57,7 +51,7 @@ def _find_common_order(
     interruption: Interruption,
 ) -> CommonOrder:
     contract = settings.contract
-    folder = open_run_folder(settings.runs_dir / contract.run_name, FOLDER, ACTIVE)
+    folder = open_run_folder(settings.runs_dir / contract.run_name, aligned_table.FOLDER, ACTIVE)
     command_line.save_resolved(settings, folder)
     draw_nonce = partial(command_line.draw_nonce, settings)
     session = AlignmentSession(contract, OwnRows(data.ids, data.table.splits), draw_nonce)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from splitveil.active_party import results
 from splitveil.active_party.assembly import allowance_of, build_session, signals_of
 from splitveil.active_party.commands.check import check_files_and_address
 from splitveil.active_party.earlier_runs import counting
@@ -15,13 +16,6 @@ from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.planned import plan_of
-from splitveil.active_party.results import (
-    forget_account,
-    leave_summary,
-    open_folder,
-    save_alone,
-    save_results,
-)
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder, check_processes, learner_of_rank
 from splitveil.common.party import command_line
@@ -52,7 +46,7 @@ def _take_part(settings: ActiveSettings, process: Process, *, fresh: bool) -> No
         logger.info("%d rows read from %s, device %s", len(data.ids), data.table.source, device)
         process.interruption.check()
         allowance_of(settings)  # refuses before the folder is opened
-        folder = open_folder(settings, fresh=fresh and not process.restarts)
+        folder = results.open_folder(settings, fresh=fresh and not process.restarts)
         if folder is not None:
             _train(settings, data, folder, process, serve, status)
 
@@ -91,17 +85,17 @@ def _train(
             count,
         )
         session.reopen()
-        forget_account(folder)
+        results.forget_account(folder)
         try:
             service, stopped = serve(
                 session, data, folder, transcript, status, process.interruption
             )
         finally:
-            recorder.note_refit(save_results(settings, folder, session, build_trainer))
-            recorder.note_alone(save_alone(settings, folder, session, build_trainer))
+            recorder.note_refit(results.save_results(settings, folder, session, build_trainer))
+            recorder.note_alone(results.save_alone(settings, folder, session, build_trainer))
     end = None if transcript is None else transcript.summary()
     summary = replace(recorder.summary(dict(service.refused)), transcript=end)
-    leave_summary(settings, folder, summary, stopped)
+    results.leave_summary(settings, folder, summary, stopped)
     service.settle()
     store.forget_finished()  # last: a process that ends before this does not train from scratch
 

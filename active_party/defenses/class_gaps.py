@@ -11,16 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.class_statistics import (
-    BatchClasses,
-    ClassEstimate,
-    ClassMeans,
-    RunningClasses,
-    RunningMeans,
-    longest_gap,
-    measure_class_means,
-    measure_means,
-)
+from splitveil.active_party.defenses import class_statistics
 from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.active_party.defenses.rows import as_classes, as_positive
 from splitveil.active_party.defenses.sum_kl import sum_kl_along_gap
@@ -39,8 +30,8 @@ class _TwoClassGap(NamedTuple):
     norms: Tensor  # of the batch's rows, (batch,) float64
     largest: float  # of the norms
     positive: Tensor  # (batch,) bool
-    batch: BatchClasses
-    estimate: ClassEstimate | None
+    batch: class_statistics.BatchClasses
+    estimate: class_statistics.ClassEstimate | None
 
     def longest(self) -> float:
         """Return the distance of the class means, infinite if a class has never been seen."""
@@ -86,14 +77,14 @@ class _MultiClassGaps(NamedTuple):
     norms: Tensor
     largest: float
     classes: Tensor  # (batch,) int64, class indices
-    batch: ClassMeans
-    estimate: ClassMeans | None
+    batch: class_statistics.ClassMeans
+    estimate: class_statistics.ClassMeans | None
 
     def longest(self) -> float:
         """Return the distance of the two class means furthest apart."""
         if self.estimate is None:
             return math.inf
-        return longest_gap(self.estimate.means) if self.largest else 0.0
+        return class_statistics.longest_gap(self.estimate.means) if self.largest else 0.0
 
     def charge(self, noise: RowNoise) -> LeakCharge:
         """Charge each pair's gap against the mean noise variance that either class has on it.
@@ -120,19 +111,19 @@ class _MultiClassGaps(NamedTuple):
         return LeakCharge(_worst_pair(coordinates, moments))
 
 
-class _TwoClassMemory(RunningClasses):
+class _TwoClassMemory(class_statistics.RunningClasses):
     def measure(self, rows: Tensor, labels: Tensor) -> _TwoClassGap:
         """Measure a batch of rows (batch, cut_dim), and remember it."""
         positive = as_positive(labels, rows)
-        batch, norms = measure_means(rows, positive)
+        batch, norms = class_statistics.measure_means(rows, positive)
         return _TwoClassGap(norms, float(norms.max()), positive, batch, self.take_in(batch))
 
 
-class _MultiClassMemory(RunningMeans):
+class _MultiClassMemory(class_statistics.RunningMeans):
     def measure(self, rows: Tensor, labels: Tensor) -> _MultiClassGaps:
         """Measure a batch of rows (batch, cut_dim), and remember it."""
         classes = as_classes(labels, rows, self.num_classes)
-        batch = measure_class_means(rows, classes, self.num_classes)
+        batch = class_statistics.measure_class_means(rows, classes, self.num_classes)
         largest = float(batch.norms.max())
         return _MultiClassGaps(batch.norms, largest, classes, batch, self.take_in(batch))
 

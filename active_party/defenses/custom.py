@@ -14,19 +14,8 @@ import torch
 from pydantic import Field, StringConstraints
 from torch import Tensor
 
+from splitveil.active_party.defenses import interface
 from splitveil.active_party.defenses.forecast import UNKNOWN, ChargeForecast
-from splitveil.active_party.defenses.interface import (
-    BuildInputs,
-    Defended,
-    Defense,
-    DefenseContext,
-    DefenseReport,
-    LabelledRows,
-    LabelMove,
-    LeakCharge,
-    RawBatch,
-    RememberingDefense,
-)
 from splitveil.active_party.defenses.noise import NoiseSource, SecureNoise
 from splitveil.active_party.defenses.section import Coverage, NoisyDefense
 from splitveil.common.errors import SettingsError
@@ -53,10 +42,10 @@ class CustomDefense(NoisyDefense):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments with which the class is built."""
 
-    def _build(self, given: BuildInputs, /) -> Defense:
+    def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
         return self._load(given.context, self._noise_source(given.secrets))
 
-    def require_usable(self, context: DefenseContext, /) -> None:
+    def require_usable(self, context: interface.DefenseContext, /) -> None:
         """Try out the class on batches of all classes, of one class, and of zeros."""
         defense = self._load(context, SecureNoise())
         for batch in _probe_batches(context, with_keys=self.traits.needs_example_keys):
@@ -69,19 +58,19 @@ class CustomDefense(NoisyDefense):
                     f"{first_line(error)}"
                 ) from error
 
-    def noise_key_strength(self, _context: DefenseContext, /) -> str | None:
+    def noise_key_strength(self, _context: interface.DefenseContext, /) -> str | None:
         if self.noise == "fresh":
             return None
         return f"custom {self.module} {sorted(self.arguments.items())!r}"
 
-    def _fresh_charge(self, _context: DefenseContext) -> ChargeForecast:
-        charge = LeakCharge(math.inf, adversary=Adversary.ANYBODY)
+    def _fresh_charge(self, _context: interface.DefenseContext) -> ChargeForecast:
+        charge = interface.LeakCharge(math.inf, adversary=Adversary.ANYBODY)
         return UNKNOWN._replace(highest=charge)  # only the class itself states it
 
-    def _repeated_charge(self, context: DefenseContext) -> ChargeForecast:
+    def _repeated_charge(self, context: interface.DefenseContext) -> ChargeForecast:
         return self._fresh_charge(context)
 
-    def _honesty(self, _context: DefenseContext) -> str:
+    def _honesty(self, _context: interface.DefenseContext) -> str:
         return (
             f"{self.module} states its charges itself: nothing can be said before the run. "
             "Where it states none, the charge is infinite."
@@ -91,16 +80,16 @@ class CustomDefense(NoisyDefense):
         said = f"{self.module} states its charges and whom they describe itself."
         return Coverage(Adversary.ANYBODY, said)
 
-    def _replaces_labels(self, context: DefenseContext) -> bool:
+    def _replaces_labels(self, context: interface.DefenseContext) -> bool:
         return self._load(context, SecureNoise()).replaces_labels
 
-    def _load(self, context: DefenseContext, noise: NoiseSource) -> "CheckedDefense":
+    def _load(self, context: interface.DefenseContext, noise: NoiseSource) -> "CheckedDefense":
         cls = load_class(self.module)
-        if not issubclass(cls, Defense):
+        if not issubclass(cls, interface.Defense):
             raise SettingsError(
                 f"defense.module: {self.module} is not a splitveil.active_party.defenses.Defense"
             )
-        construct: Callable[..., Defense] = cls
+        construct: Callable[..., interface.Defense] = cls
         try:
             return CheckedDefense(construct(context, noise, **self.arguments))
         except Exception as error:  # whatever the user's own class raises
@@ -109,24 +98,28 @@ class CustomDefense(NoisyDefense):
             ) from error
 
 
-class CheckedDefense(RememberingDefense):
+class CheckedDefense(interface.RememberingDefense):
     """Checks the answers of a defense of the user's own."""
 
-    def __init__(self, own: Defense) -> None:
+    def __init__(self, own: interface.Defense) -> None:
         super().__init__(own)
         self._own = own
-        self.replaces_labels = getattr(own.targets, "__func__", None) is not Defense.targets
+        self.replaces_labels = (
+            getattr(own.targets, "__func__", None) is not interface.Defense.targets
+        )
 
-    def defend(self, batch: RawBatch) -> Defended:
+    def defend(self, batch: interface.RawBatch) -> interface.Defended:
         answer: object = self._own.defend(batch)
-        if not isinstance(answer, Defended) or not isinstance(answer.report, DefenseReport):
+        if not isinstance(answer, interface.Defended) or not isinstance(
+            answer.report, interface.DefenseReport
+        ):
             raise ValueError(
                 f"expected Defended(gradient, DefenseReport(...)), got {type(answer).__name__}"
             )
         _check_gradient(answer.gradient, batch.gradients)
         return answer
 
-    def targets(self, batch: LabelledRows, /) -> Tensor:
+    def targets(self, batch: interface.LabelledRows, /) -> Tensor:
         targets: object = self._own.targets(batch)
         if not isinstance(targets, Tensor) or targets.shape != batch.labels.shape:
             raise ValueError(f"expected one target per row, got {_described(targets)}")
@@ -134,7 +127,7 @@ class CheckedDefense(RememberingDefense):
             raise ValueError("the targets hold NaN or infinity")
         return targets.to(batch.labels)
 
-    def charge_covering(self, move: LabelMove, /) -> LeakCharge:
+    def charge_covering(self, move: interface.LabelMove, /) -> interface.LeakCharge:
         return self._own.charge_covering(move)
 
 
@@ -157,7 +150,9 @@ def _described(value: object) -> str:
     return f"{value.dtype} of shape {tuple(value.shape)} on {value.device}"
 
 
-def _probe_batches(context: DefenseContext, *, with_keys: bool) -> list[RawBatch]:
+def _probe_batches(
+    context: interface.DefenseContext, *, with_keys: bool
+) -> list[interface.RawBatch]:
     generator = torch.Generator().manual_seed(1)
     rows, classes = _PROBE_ROWS, context.num_classes
     gradients = torch.randn((rows, *context.cut_shape), generator=generator) / rows
@@ -168,8 +163,10 @@ def _probe_batches(context: DefenseContext, *, with_keys: bool) -> list[RawBatch
     labels = torch.arange(rows).remainder(classes).float()
     one_class = torch.zeros(rows)
     return [
-        RawBatch(gradients, labels, keys, probabilities),
-        RawBatch(gradients, one_class, keys, probabilities),
-        RawBatch(torch.zeros_like(gradients), labels, keys, probabilities),
-        RawBatch(gradients[:1], labels[:1], None if keys is None else keys[:1], probabilities[:1]),
+        interface.RawBatch(gradients, labels, keys, probabilities),
+        interface.RawBatch(gradients, one_class, keys, probabilities),
+        interface.RawBatch(torch.zeros_like(gradients), labels, keys, probabilities),
+        interface.RawBatch(
+            gradients[:1], labels[:1], None if keys is None else keys[:1], probabilities[:1]
+        ),
     ]

@@ -16,36 +16,13 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim import Adam
 from torch.optim.lr_scheduler import LambdaLR
 
+from splitveil.active_party.defenses import gafm_losses, interface, section
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.forecast import (
     UNKNOWN,
     Forecast,
     depends_on_gradients,
     exactly,
-)
-from splitveil.active_party.defenses.gafm_losses import (
-    MixedTerms,
-    Oriented,
-    build_critic,
-    clip_weights,
-    draw_shifts,
-    gan_loss,
-    generator_loss,
-    mix,
-    persistent_shifts,
-    soften,
-)
-from splitveil.active_party.defenses.interface import (
-    BuildInputs,
-    Defended,
-    Defense,
-    DefenseContext,
-    Examples,
-    LabelledRows,
-    LabelMove,
-    NoiseSecrets,
-    RawBatch,
-    RememberingDefense,
 )
 from splitveil.active_party.defenses.iso import IsoDefense
 from splitveil.active_party.defenses.marvell import MarvellDefense
@@ -60,19 +37,12 @@ from splitveil.active_party.defenses.objective import (
     TopModel,
     descend,
 )
-from splitveil.active_party.defenses.section import (
-    AGAINST_CLASS_MEANS,
-    SeededDefense,
-    Traits,
-    refusal_of_several_classes,
-    warn_about_seed,
-)
 from splitveil.common.data.features import Features
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.run.progress import State
 
 
-class GafmDefense(SeededDefense):
+class GafmDefense(section.SeededDefense):
     """Train the cut layer against a critic and softened labels instead of the labels.
 
     The top model becomes the generator; the paper's has one hidden layer with leaky ReLU. By itself
@@ -143,31 +113,33 @@ class GafmDefense(SeededDefense):
         return self
 
     @property
-    def traits(self) -> Traits:
+    def traits(self) -> section.Traits:
         # A charge for the label's own move does not count that the critic and the scale of the
         # noise depend on labels, too.
         behind = self.composed_with.traits.coverage
-        return Traits(
-            behind if behind.adversary is Adversary.ANYBODY else AGAINST_CLASS_MEANS,
+        return section.Traits(
+            behind if behind.adversary is Adversary.ANYBODY else section.AGAINST_CLASS_MEANS,
             takes_weights=False,  # they are made for the cross entropy
             has_own_objective=True,
         )
 
-    def _build(self, given: BuildInputs, /) -> Defense:
+    def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
         if self.insecure_noise_seed is not None:
-            warn_about_seed()
+            section.warn_about_seed()
         return MixedGradientDefense(self.composed_with.build(*given))
 
     def objective(
-        self, top: TopModel, secrets: NoiseSecrets, examples: Examples, /
+        self, top: TopModel, secrets: interface.NoiseSecrets, examples: interface.Examples, /
     ) -> Objective | None:
         seed, shifts = self.insecure_noise_seed, None
         if self.response == "persistent" and secrets.noise_key is not None:
-            shifts = persistent_shifts(secrets.noise_key, examples.ids, self.response_width)
+            shifts = gafm_losses.persistent_shifts(
+                secrets.noise_key, examples.ids, self.response_width
+            )
             shifts = shifts.to(examples.device)
         key = fresh_key() if seed is None else key_from_insecure_seed(seed)
         entropy = hashlib.shake_256(b"critic" + key).digest(2496)
-        critic = build_critic(self.critic_width, self.weight_limit, entropy)
+        critic = gafm_losses.build_critic(self.critic_width, self.weight_limit, entropy)
         return Adversarial(
             self,
             top,
@@ -177,9 +149,9 @@ class GafmDefense(SeededDefense):
         )
 
     def predicting(self, model: nn.Module, /) -> nn.Module:
-        return Oriented(model)
+        return gafm_losses.Oriented(model)
 
-    def noise_key_strength(self, context: DefenseContext, /) -> str | None:
+    def noise_key_strength(self, context: interface.DefenseContext, /) -> str | None:
         # Of noisy labels it is the same as for noisy_label by itself: a label's flip is drawn once
         # for all uses of the flipped label.
         behind = self.composed_with.noise_key_strength(context)
@@ -187,7 +159,7 @@ class GafmDefense(SeededDefense):
             return behind
         return f"gafm {self.response_width!r}"
 
-    def forecast(self, context: DefenseContext) -> Forecast:
+    def forecast(self, context: interface.DefenseContext) -> Forecast:
         behind = self.composed_with.forecast(context)
         if behind.configured == "persistent":
             return behind
@@ -201,10 +173,10 @@ class GafmDefense(SeededDefense):
             "can read them: the ledger gives no credit.",
         )
 
-    def _refusal(self, context: DefenseContext, /) -> str | None:
-        return refusal_of_several_classes(self.name, context)
+    def _refusal(self, context: interface.DefenseContext, /) -> str | None:
+        return section.refusal_of_several_classes(self.name, context)
 
-    def budget_refusal(self, context: DefenseContext, /) -> str | None:
+    def budget_refusal(self, context: interface.DefenseContext, /) -> str | None:
         if self._is_credited(context.cut_dim):
             return None
         return (
@@ -219,23 +191,23 @@ class GafmDefense(SeededDefense):
         return self.composed_with.bounds_label_move(cut_dim, is_known=is_known)
 
 
-class MixedGradientDefense(RememberingDefense):
+class MixedGradientDefense(interface.RememberingDefense):
     """Lets a defense behind add noise, and charges for a peer that knows all but one label."""
 
-    def __init__(self, behind: Defense) -> None:
+    def __init__(self, behind: interface.Defense) -> None:
         super().__init__(behind)
         self.behind = behind
 
-    def defend(self, batch: RawBatch) -> Defended:
+    def defend(self, batch: interface.RawBatch) -> interface.Defended:
         """Let the defense behind answer, and charge for the label's move, not the class means'."""
         if batch.label_move is None:
             raise ValueError("expected a gradient of gafm's objective, with its label_move")
         defended, report = self.behind.defend(batch)
         cut_dim = batch.gradients[0].numel()
-        charge = self.behind.charge_covering(LabelMove(batch.label_move, cut_dim, report))
-        return Defended(defended, replace(report, charge=charge))
+        charge = self.behind.charge_covering(interface.LabelMove(batch.label_move, cut_dim, report))
+        return interface.Defended(defended, replace(report, charge=charge))
 
-    def targets(self, batch: LabelledRows, /) -> Tensor:
+    def targets(self, batch: interface.LabelledRows, /) -> Tensor:
         return self.behind.targets(batch)
 
 
@@ -256,11 +228,13 @@ class Adversarial:
         noise: NoiseSource,
         shifts: Tensor | None = None,
     ) -> None:
-        self._oriented = Oriented(generator.model)
+        self._oriented = gafm_losses.Oriented(generator.model)
         self.model: nn.Module = self._oriented
         self._generator = generator.model
         self._settings = settings
-        self._terms = MixedTerms(settings.terms, settings.gan_weight, settings.response_width)
+        self._terms = gafm_losses.MixedTerms(
+            settings.terms, settings.gan_weight, settings.response_width
+        )
         self._optimizer = generator.optimizer
         self._critic = critic
         self._critic_optimizer = Adam(critic.parameters(), lr=settings.critic_learning_rate)
@@ -275,8 +249,8 @@ class Adversarial:
         self._teach_generator(activation, own)
         logits = self._generator(activation, own)
         predictions = torch.sigmoid(logits)
-        soft = soften(labels.targets, self._own_shifts(labels))
-        mixed = mix(self._terms, activation, predictions, self._critic, soft)
+        soft = gafm_losses.soften(labels.targets, self._own_shifts(labels))
+        mixed = gafm_losses.mix(self._terms, activation, predictions, self._critic, soft)
         self._oriented.watch(predictions.detach(), labels.targets)
         oriented = self._oriented.orient(logits.detach())
         return StepOutcome(
@@ -313,16 +287,18 @@ class Adversarial:
             predictions = torch.sigmoid(self._generator(activation, own))
         noise = self._noise.standard_normal(tuple(labels.shape), labels)
         noisy = labels + self._settings.label_noise * noise
-        loss = -gan_loss(self._critic, noisy, predictions)
+        loss = -gafm_losses.gan_loss(self._critic, noisy, predictions)
         descend(loss, self._critic.parameters(), self._critic_optimizer)
-        clip_weights(self._critic, self._settings.weight_limit)
+        gafm_losses.clip_weights(self._critic, self._settings.weight_limit)
 
     def _teach_generator(self, activation: Tensor, own: Features | None) -> None:
         predictions = torch.sigmoid(self._generator(activation.detach(), own))
-        loss = generator_loss(self._critic, predictions)
+        loss = gafm_losses.generator_loss(self._critic, predictions)
         descend(loss, self._generator.parameters(), self._optimizer)
 
     def _own_shifts(self, labels: BatchLabels) -> Tensor:
         if self._shifts is None:
-            return draw_shifts(self._noise, labels.targets, self._settings.response_width)
+            return gafm_losses.draw_shifts(
+                self._noise, labels.targets, self._settings.response_width
+            )
         return self._shifts[labels.rows]

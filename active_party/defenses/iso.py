@@ -13,37 +13,18 @@ from typing import Literal, Self
 import torch
 from pydantic import Field, model_validator
 
+from splitveil.active_party.defenses import interface, section
 from splitveil.active_party.defenses.class_gaps import gap_memory
 from splitveil.active_party.defenses.example_keys import key_name
 from splitveil.active_party.defenses.forecast import ChargeForecast, exactly
-from splitveil.active_party.defenses.interface import (
-    BuildInputs,
-    Defended,
-    Defense,
-    DefenseContext,
-    DefenseReport,
-    LabelMove,
-    LeakCharge,
-    RawBatch,
-    RememberingDefense,
-    release,
-)
 from splitveil.active_party.defenses.noise import NoiseSource, isotropic_noise
 from splitveil.active_party.defenses.persistent import moves_of, noisy_rows, repeated_report
 from splitveil.active_party.defenses.rows import as_rows
-from splitveil.active_party.defenses.section import (
-    AGAINST_HONEST_BUT_CURIOUS,
-    PERSISTENT_NOISE_HONESTY,
-    Coverage,
-    NoisyDefense,
-    refusal_of_persistent,
-    require_key,
-)
 from splitveil.active_party.defenses.sum_kl import sum_kl_along_gap
 from splitveil.common.privacy.adversary import Adversary
 
 
-class IsoDefense(NoisyDefense):
+class IsoDefense(section.NoisyDefense):
     """The same Gaussian noise on every example, whatever its label."""
 
     name: Literal["iso"] = "iso"
@@ -70,32 +51,34 @@ class IsoDefense(NoisyDefense):
             return math.sqrt(self.power_ratio)
         return 1.0 if self.noise_ratio is None else self.noise_ratio
 
-    def _build(self, given: BuildInputs, /) -> Defense:
+    def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
         noise = self._noise_source(given.secrets)
         if self.noise == "fresh":
             return Isotropic(self.norm_ratio, noise, given.context.num_classes)
-        key = require_key(given.secrets.noise_key, self.name)
+        key = section.require_key(given.secrets.noise_key, self.name)
         return PersistentIsotropic(self.norm_ratio, noise, key_name(key))
 
-    def noise_key_strength(self, context: DefenseContext, /) -> str | None:
+    def noise_key_strength(self, context: interface.DefenseContext, /) -> str | None:
         if self.noise == "fresh":
             return None
         return f"iso {self.norm_ratio!r} in {context.cut_dim}"
 
-    def _fresh_charge(self, context: DefenseContext) -> ChargeForecast:
+    def _fresh_charge(self, context: interface.DefenseContext) -> ChargeForecast:
         power_ratio = self.norm_ratio**2
         if not power_ratio:
             return exactly(math.inf)
-        return ChargeForecast(0.0, LeakCharge(4 * context.cut_dim / power_ratio), "estimate")
+        return ChargeForecast(
+            0.0, interface.LeakCharge(4 * context.cut_dim / power_ratio), "estimate"
+        )
 
-    def _repeated_charge(self, context: DefenseContext) -> ChargeForecast:
+    def _repeated_charge(self, context: interface.DefenseContext) -> ChargeForecast:
         ratio = self.norm_ratio
         sum_kl = context.cut_dim / ratio**2 if ratio else math.inf
-        return exactly(LeakCharge(sum_kl, adversary=Adversary.HONEST_BUT_CURIOUS))
+        return exactly(interface.LeakCharge(sum_kl, adversary=Adversary.HONEST_BUT_CURIOUS))
 
-    def _honesty(self, _context: DefenseContext) -> str:
+    def _honesty(self, _context: interface.DefenseContext) -> str:
         if self.noise == "persistent":
-            return PERSISTENT_NOISE_HONESTY
+            return section.PERSISTENT_NOISE_HONESTY
         return (
             "An estimate, and no bound. The charge of fresh noise depends on the gradients. "
             "The upper figure holds for every batch that holds all classes, and is far too "
@@ -103,22 +86,26 @@ class IsoDefense(NoisyDefense):
             "charged more, up to infinity."
         )
 
-    def _refusal(self, context: DefenseContext, /) -> str | None:
-        return refusal_of_persistent(self, context)
+    def _refusal(self, context: interface.DefenseContext, /) -> str | None:
+        return section.refusal_of_persistent(self, context)
 
-    def budget_refusal(self, _context: DefenseContext, /) -> str | None:
+    def budget_refusal(self, _context: interface.DefenseContext, /) -> str | None:
         if self.norm_ratio:
             return None
         return "the first answer without noise would pass every budget; set noise_ratio above 0"
 
-    def _coverage(self) -> Coverage:
-        return AGAINST_HONEST_BUT_CURIOUS if self.noise == "persistent" else super()._coverage()
+    def _coverage(self) -> section.Coverage:
+        return (
+            section.AGAINST_HONEST_BUT_CURIOUS
+            if self.noise == "persistent"
+            else super()._coverage()
+        )
 
     def bounds_label_move(self, _cut_dim: int, *, is_known: bool) -> bool:
         return is_known  # the noise lies in all directions
 
 
-class Isotropic(RememberingDefense):
+class Isotropic(interface.RememberingDefense):
     """Adds the same amount of Gaussian noise to every example.
 
     The labels only decide the charge for an answer; the answer itself does not depend on them. The
@@ -131,25 +118,27 @@ class Isotropic(RememberingDefense):
         self._norm_ratio = norm_ratio
         self._noise = noise
 
-    def defend(self, batch: RawBatch) -> Defended:
+    def defend(self, batch: interface.RawBatch) -> interface.Defended:
         rows = as_rows(batch.gradients)
         gaps = self._gaps.measure(rows, batch.labels)
         noise_norm = self._norm_ratio * gaps.largest
         defended = isotropic_noise(rows, noise_norm, self._noise).add_(rows)
-        report = DefenseReport(
+        report = interface.DefenseReport(
             noise_power=noise_norm * noise_norm,
-            charge=LeakCharge(_charge(gaps.longest(), gaps.largest, noise_norm, rows.shape[1])),
+            charge=interface.LeakCharge(
+                _charge(gaps.longest(), gaps.largest, noise_norm, rows.shape[1])
+            ),
         )
-        return Defended(release(defended, batch.gradients), report)
+        return interface.Defended(interface.release(defended, batch.gradients), report)
 
-    def charge_covering(self, move: LabelMove, /) -> LeakCharge:
+    def charge_covering(self, move: interface.LabelMove, /) -> interface.LeakCharge:
         """Charge the label's own move against the noise, which is the same in all directions."""
         deviation = math.sqrt(move.report.noise_power / move.cut_dim)
         own = sum_kl_along_gap(deviation, deviation, move.size)
-        return LeakCharge(max(own, move.report.charge.sum_kl))
+        return interface.LeakCharge(max(own, move.report.charge.sum_kl))
 
 
-class PersistentIsotropic(Defense):
+class PersistentIsotropic(interface.Defense):
     """Adds noise in all directions: persistent along the label's move and fresh across it.
 
     Across it, the gradient does not depend on the label, and repeated noise would have no benefit.
@@ -161,7 +150,7 @@ class PersistentIsotropic(Defense):
         self._noise = noise
         self._key_name = key_name
 
-    def defend(self, batch: RawBatch) -> Defended:
+    def defend(self, batch: interface.RawBatch) -> interface.Defended:
         moves = moves_of(batch)
         cut_dim = moves.values.shape[1]
         deviation = self._norm_ratio / cut_dim**0.5
@@ -172,12 +161,14 @@ class PersistentIsotropic(Defense):
         fresh -= (fresh * directions).sum(dim=1, keepdim=True) * directions
         defended.addcmul_(fresh, lengths, value=deviation)
         report = repeated_report(moves, self._norm_ratio, self._charge(cut_dim))
-        return Defended(release(defended.to(batch.gradients.dtype), batch.gradients), report)
+        return interface.Defended(
+            interface.release(defended.to(batch.gradients.dtype), batch.gradients), report
+        )
 
-    def _charge(self, cut_dim: int) -> LeakCharge:
+    def _charge(self, cut_dim: int) -> interface.LeakCharge:
         ratio = self._norm_ratio
         sum_kl = cut_dim / ratio / ratio if ratio else math.inf
-        return LeakCharge(
+        return interface.LeakCharge(
             sum_kl,
             noise_identity=f"iso {ratio!r} {self._key_name}",
             adversary=Adversary.HONEST_BUT_CURIOUS,

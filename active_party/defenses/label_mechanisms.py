@@ -34,15 +34,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from splitveil.active_party.defenses.dp_bounds import (
-    gaussian_of_laplace,
-    gaussian_of_response,
-    laplace_auc,
-    leak_auc_of_mu,
-    mu_of_leak_auc,
-    response_auc,
-    strength_for_auc,
-)
+from splitveil.active_party.defenses import dp_bounds
 from splitveil.active_party.defenses.example_keys import (
     LABEL_NOISE,
     NoiseKey,
@@ -130,38 +122,41 @@ def label_leak(mechanism: LabelMechanism, num_classes: int = 2) -> LeakCharge:
         return LeakCharge(
             mechanism.noise_ratio**-2,
             is_gaussian=True,
-            leak_auc=leak_auc_of_mu(mu),
+            leak_auc=dp_bounds.leak_auc_of_mu(mu),
             dominating_mu=mu,
         )
     epsilon = mechanism.epsilon
     match mechanism:
         case LaplaceLabels():
             sum_kl = 2 * (epsilon + math.expm1(-epsilon))
-            auc, mu = laplace_auc(epsilon), gaussian_of_laplace(epsilon)
+            auc, mu = dp_bounds.laplace_auc(epsilon), dp_bounds.gaussian_of_laplace(epsilon)
         case AlibiLabels():
             sum_kl = 4 * (epsilon / 2 + math.expm1(-epsilon / 2))
-            auc, mu = laplace_auc(epsilon, 2), gaussian_of_laplace(epsilon, 2)
+            auc, mu = dp_bounds.laplace_auc(epsilon, 2), dp_bounds.gaussian_of_laplace(epsilon, 2)
         case RandomizedResponse():
             if num_classes == 2:
                 sum_kl = 2 * epsilon * math.tanh(epsilon / 2)
             else:
                 odds = num_classes - 1 + math.exp(epsilon)
                 sum_kl = 2 * epsilon * math.expm1(epsilon) / odds
-            auc, mu = response_auc(epsilon, num_classes), gaussian_of_response(epsilon, num_classes)
+            auc, mu = (
+                dp_bounds.response_auc(epsilon, num_classes),
+                dp_bounds.gaussian_of_response(epsilon, num_classes),
+            )
     return LeakCharge(sum_kl, epsilon=epsilon, leak_auc=auc, dominating_mu=mu)
 
 
 def at_leak_auc(mechanism: LabelMechanism, leak_auc: float, num_classes: int = 2) -> LabelMechanism:
     """Return the mechanism at which no score exceeds a leak AUC, above 0.5 and below 1."""
     if isinstance(mechanism, GaussianLabels):
-        ratio = 1 / mu_of_leak_auc(leak_auc)
+        ratio = 1 / dp_bounds.mu_of_leak_auc(leak_auc)
         return mechanism.model_copy(update={"noise_ratio": ratio})
-    bound = laplace_auc
+    bound = dp_bounds.laplace_auc
     if isinstance(mechanism, AlibiLabels):
-        bound = partial(laplace_auc, num_numbers=2)
+        bound = partial(dp_bounds.laplace_auc, num_numbers=2)
     elif isinstance(mechanism, RandomizedResponse):
-        bound = partial(response_auc, num_classes=num_classes)
-    return mechanism.model_copy(update={"epsilon": strength_for_auc(bound, leak_auc)})
+        bound = partial(dp_bounds.response_auc, num_classes=num_classes)
+    return mechanism.model_copy(update={"epsilon": dp_bounds.strength_for_auc(bound, leak_auc)})
 
 
 def strength_name(mechanism: LabelMechanism) -> str:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from splitveil.active_party.defenses import interface, section
 from splitveil.active_party.defenses.class_statistics import (
     ClassEstimate,
     RunningClasses,
@@ -35,32 +36,10 @@ from splitveil.active_party.defenses.class_statistics import (
 )
 from splitveil.active_party.defenses.example_keys import key_name
 from splitveil.active_party.defenses.forecast import ChargeForecast, exactly
-from splitveil.active_party.defenses.interface import (
-    BuildInputs,
-    Defended,
-    Defense,
-    DefenseContext,
-    DefenseReport,
-    LabelMove,
-    LeakCharge,
-    RawBatch,
-    RememberingDefense,
-    noise_alone,
-    release,
-)
 from splitveil.active_party.defenses.multi_class_marvell import MultiClassMarvell, worst_pair_factor
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.persistent import moves_of, noisy_rows, repeated_report
 from splitveil.active_party.defenses.rows import as_positive, as_rows, row_norms
-from splitveil.active_party.defenses.section import (
-    AGAINST_HONEST_BUT_CURIOUS,
-    PERSISTENT_NOISE_HONESTY,
-    SEE,
-    Coverage,
-    NoisyDefense,
-    refusal_of_persistent,
-    require_key,
-)
 from splitveil.active_party.defenses.strength import (
     PowerRatio,
     Strength,
@@ -76,7 +55,7 @@ from splitveil.active_party.defenses.sum_kl import (
 from splitveil.common.privacy.adversary import Adversary
 
 
-class MarvellDefense(NoisyDefense):
+class MarvellDefense(section.NoisyDefense):
     """The noise that leaves the classes the least divergence for its power."""
 
     name: Literal["marvell"] = "marvell"
@@ -95,21 +74,21 @@ class MarvellDefense(NoisyDefense):
 
         def __init__(self, **settings: Any) -> None: ...
 
-    def _build(self, given: BuildInputs, /) -> Defense:
+    def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
         num_classes = given.context.num_classes
         noise = self._noise_source(given.secrets)
         if self.noise == "persistent":
-            key = require_key(given.secrets.noise_key, self.name)
+            key = section.require_key(given.secrets.noise_key, self.name)
             return PersistentMarvell(repeated_sum_kl(self.strength), key_name(key))
         from_earlier = self.statistics == "running"
         if num_classes > 2:
             return MultiClassMarvell(self.strength, noise, num_classes, from_earlier=from_earlier)
         return Marvell(self.strength, noise, from_earlier=from_earlier)
 
-    def noise_key_strength(self, _context: DefenseContext, /) -> str | None:
+    def noise_key_strength(self, _context: interface.DefenseContext, /) -> str | None:
         return f"marvell {repeated_sum_kl(self.strength)!r}" if self.noise == "persistent" else None
 
-    def _fresh_charge(self, context: DefenseContext) -> ChargeForecast:
+    def _fresh_charge(self, context: interface.DefenseContext) -> ChargeForecast:
         """Forecast the charge of one answer: an estimate, or with several classes a bound.
 
         With several classes the ledger charges the largest entry of ``pair_divergences`` at a
@@ -123,22 +102,24 @@ class MarvellDefense(NoisyDefense):
             low = repeated_sum_kl(self.strength)
             high = low if ratio is None else worst_pair_factor(context.num_classes) / ratio
             is_bound = self.statistics == "batch"
-            return ChargeForecast(low, LeakCharge(high), "bound" if is_bound else "estimate")
+            return ChargeForecast(
+                low, interface.LeakCharge(high), "bound" if is_bound else "estimate"
+            )
         if ratio is None:
             charge = repeated_sum_kl(self.strength)
         else:
             charge = solve_noise(0.0, 0.0, 1.0, context.cut_dim, context.pos_fraction, ratio).sum_kl
-        return ChargeForecast(charge, LeakCharge(charge * (1 + charge)), "estimate")
+        return ChargeForecast(charge, interface.LeakCharge(charge * (1 + charge)), "estimate")
 
-    def _repeated_charge(self, _context: DefenseContext) -> ChargeForecast:
+    def _repeated_charge(self, _context: interface.DefenseContext) -> ChargeForecast:
         sum_kl = repeated_sum_kl(self.strength)
-        return exactly(LeakCharge(sum_kl, adversary=Adversary.HONEST_BUT_CURIOUS))
+        return exactly(interface.LeakCharge(sum_kl, adversary=Adversary.HONEST_BUT_CURIOUS))
 
-    def _honesty(self, context: DefenseContext) -> str:
+    def _honesty(self, context: interface.DefenseContext) -> str:
         if context.num_classes > 2:
             return self._honesty_of_bound()
         if self.noise == "persistent":
-            return PERSISTENT_NOISE_HONESTY
+            return section.PERSISTENT_NOISE_HONESTY
         return (
             "An estimate, and no bound. The lower figure is that of classes without any "
             "spread. Where their spreads differ the charges are higher, most of all late in "
@@ -161,18 +142,18 @@ class MarvellDefense(NoisyDefense):
             "longer than it was is charged more, and one that was not there without bound."
         )
 
-    def _refusal(self, context: DefenseContext, /) -> str | None:
-        return refusal_of_persistent(self, context)
+    def _refusal(self, context: interface.DefenseContext, /) -> str | None:
+        return section.refusal_of_persistent(self, context)
 
-    def _coverage(self) -> Coverage:
+    def _coverage(self) -> section.Coverage:
         if self.noise == "persistent":
-            return AGAINST_HONEST_BUT_CURIOUS
-        return Coverage(
+            return section.AGAINST_HONEST_BUT_CURIOUS
+        return section.Coverage(
             Adversary.CLASS_MEANS,
             "The charges of fresh marvell compare the class means of a batch along their gap. They "
             "do not describe a peer that looks across the gap, where one class has all the noise, "
             "and reads the labels from the energy of single rows; nor one that can tell what the "
-            f"model predicts for an example: see {SEE}.",
+            f"model predicts for an example: see {section.SEE}.",
         )
 
     def bounds_label_move(self, cut_dim: int, *, is_known: bool) -> bool:
@@ -187,7 +168,7 @@ def power_ratio_for(sum_kl: float, answers: int, cut_dim: int, pos_fraction: flo
     return power_for_sum_kl(0.0, 0.0, 1.0, cut_dim, pos_fraction, sum_kl / answers)
 
 
-class Marvell(RememberingDefense):
+class Marvell(interface.RememberingDefense):
     """Adds to each class the noise that a solver chose for the batch.
 
     A batch of one class uses the other class's statistics of earlier batches. If there are none
@@ -207,7 +188,7 @@ class Marvell(RememberingDefense):
         self._noise = noise
         self._from_earlier = from_earlier
 
-    def defend(self, batch: RawBatch) -> Defended:
+    def defend(self, batch: interface.RawBatch) -> interface.Defended:
         rows = as_rows(batch.gradients)
         positive = as_positive(batch.labels, rows)
         classes = measure_classes(rows, positive)
@@ -222,14 +203,14 @@ class Marvell(RememberingDefense):
             return self._answer_without_signal(rows, batch)
         defended = self._draw(solution, estimate, rows, positive).add_(rows)
         pos_share = classes.rows[1] / sum(classes.rows)
-        report = DefenseReport(
+        report = interface.DefenseReport(
             noise_power=_mean_power(solution, pos_share, cut_dim) * estimate.unit * estimate.unit,
             solution=_in_units_of_one(solution, estimate.unit),
             charge=_charge(solution, estimate, current),
         )
-        return Defended(release(defended, batch.gradients), report)
+        return interface.Defended(interface.release(defended, batch.gradients), report)
 
-    def charge_covering(self, move: LabelMove, /) -> LeakCharge:
+    def charge_covering(self, move: interface.LabelMove, /) -> interface.LeakCharge:
         """Charge the label's own move against the noise, which covers it on a cut of one value.
 
         On a wider cut the noise lies along the gap of the classes, and the label moves its row in
@@ -244,10 +225,12 @@ class Marvell(RememberingDefense):
             )
         else:
             own = math.inf
-        return LeakCharge(max(own, move.report.charge.sum_kl))
+        return interface.LeakCharge(max(own, move.report.charge.sum_kl))
 
-    def _answer_without_signal(self, rows: Tensor, batch: RawBatch) -> Defended:
-        return noise_alone(rows, batch.gradients, float(row_norms(rows).max()), self._noise)
+    def _answer_without_signal(self, rows: Tensor, batch: interface.RawBatch) -> interface.Defended:
+        return interface.noise_alone(
+            rows, batch.gradients, float(row_norms(rows).max()), self._noise
+        )
 
     @staticmethod
     def _solve(estimate: ClassEstimate, cut_dim: int, noise_power: float) -> NoiseSolution:
@@ -289,26 +272,30 @@ class Marvell(RememberingDefense):
         return noise.addcmul_(scalars[:, None].mul_(along), direction)
 
 
-class PersistentMarvell(Defense):
+class PersistentMarvell(interface.Defense):
     """Adds to each row noise along its label's move, scaled by one number of its example."""
 
     def __init__(self, sum_kl: float, key_name: str) -> None:
         self._norm_ratio = sum_kl**-0.5
         identity = f"marvell {sum_kl!r} {key_name}"
-        self._charge = LeakCharge(sum_kl, identity, adversary=Adversary.HONEST_BUT_CURIOUS)
+        self._charge = interface.LeakCharge(
+            sum_kl, identity, adversary=Adversary.HONEST_BUT_CURIOUS
+        )
 
-    def defend(self, batch: RawBatch) -> Defended:
+    def defend(self, batch: interface.RawBatch) -> interface.Defended:
         moves = moves_of(batch)
         defended = noisy_rows(batch, moves, self._norm_ratio).to(batch.gradients.dtype)
         report = repeated_report(moves, self._norm_ratio, self._charge)
-        return Defended(release(defended, batch.gradients), report)
+        return interface.Defended(interface.release(defended, batch.gradients), report)
 
 
-def _charge(solution: NoiseSolution, estimate: ClassEstimate, current: ClassEstimate) -> LeakCharge:
+def _charge(
+    solution: NoiseSolution, estimate: ClassEstimate, current: ClassEstimate
+) -> interface.LeakCharge:
     """Charge the gap, the longer of that fitted and this batch's, against the noise on it."""
     if not any((current.gap_squared, current.neg_variance, current.pos_variance)):
-        return LeakCharge(0.0)
-    return LeakCharge(
+        return interface.LeakCharge(0.0)
+    return interface.LeakCharge(
         sum_kl_along_gap(
             math.sqrt(solution.neg_along),
             math.sqrt(solution.pos_along),

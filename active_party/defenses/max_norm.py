@@ -26,24 +26,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from splitveil.active_party.defenses import forecast, interface
 from splitveil.active_party.defenses.class_gaps import RowNoise, gap_memory
-from splitveil.active_party.defenses.forecast import (
-    UNKNOWN,
-    ChargeForecast,
-    depends_on_gradients,
-    exactly,
-)
-from splitveil.active_party.defenses.interface import (
-    BuildInputs,
-    Defended,
-    Defense,
-    DefenseContext,
-    DefenseReport,
-    LeakCharge,
-    RawBatch,
-    RememberingDefense,
-    release,
-)
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.persistent import checked_probabilities, own_scalars
 from splitveil.active_party.defenses.rows import as_rows
@@ -51,21 +35,21 @@ from splitveil.active_party.defenses.section import NoisyDefense, refusal_of_sev
 
 
 class _NormAligningDefense(NoisyDefense):
-    def noise_key_strength(self, _context: DefenseContext, /) -> str | None:
+    def noise_key_strength(self, _context: interface.DefenseContext, /) -> str | None:
         return f"{self.title} to the largest norm" if self.noise == "persistent" else None
 
-    def _fresh_charge(self, _context: DefenseContext) -> ChargeForecast:
-        return UNKNOWN  # it depends only on the gradients
+    def _fresh_charge(self, _context: interface.DefenseContext) -> forecast.ChargeForecast:
+        return forecast.UNKNOWN  # it depends only on the gradients
 
-    def _repeated_charge(self, _context: DefenseContext) -> ChargeForecast:
-        return exactly(math.inf)
+    def _repeated_charge(self, _context: interface.DefenseContext) -> forecast.ChargeForecast:
+        return forecast.exactly(math.inf)
 
-    def _honesty(self, _context: DefenseContext) -> str:
+    def _honesty(self, _context: interface.DefenseContext) -> str:
         if self.noise == "persistent":
             return f"The ledger gives persistent {self.title} no credit."
-        return depends_on_gradients(self.title)
+        return forecast.depends_on_gradients(self.title)
 
-    def budget_refusal(self, _context: DefenseContext, /) -> str | None:
+    def budget_refusal(self, _context: interface.DefenseContext, /) -> str | None:
         if self.noise == "fresh":
             return None
         return (
@@ -79,7 +63,7 @@ class MaxNormDefense(_NormAligningDefense):
 
     name: Literal["max_norm"] = "max_norm"
 
-    def _build(self, given: BuildInputs, /) -> Defense:
+    def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
         noise = self._noise_source(given.secrets)
         return MaxNorm(noise, given.context.num_classes, is_persistent=self.noise == "persistent")
 
@@ -89,15 +73,15 @@ class MaxNormPositiveDefense(_NormAligningDefense):
 
     name: Literal["max_norm_positive"] = "max_norm_positive"
 
-    def _build(self, given: BuildInputs, /) -> Defense:
+    def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
         noise = self._noise_source(given.secrets)
         return MaxNormPositive(noise, is_persistent=self.noise == "persistent")
 
-    def _refusal(self, context: DefenseContext, /) -> str | None:
+    def _refusal(self, context: interface.DefenseContext, /) -> str | None:
         return refusal_of_several_classes(self.name, context)
 
 
-class MaxNorm(RememberingDefense):
+class MaxNorm(interface.RememberingDefense):
     """Aligns every row to the batch's largest norm.
 
     A row too small for a direction of its own gets a random one and exactly that norm. The labels
@@ -112,7 +96,7 @@ class MaxNorm(RememberingDefense):
         self._noise = noise
         self._is_persistent = is_persistent
 
-    def defend(self, batch: RawBatch) -> Defended:
+    def defend(self, batch: interface.RawBatch) -> interface.Defended:
         rows = as_rows(batch.gradients)
         gaps = self._gaps.measure(rows, batch.labels)
         missing = self._noise_norms(batch, rows, gaps.norms)
@@ -121,19 +105,21 @@ class MaxNorm(RememberingDefense):
         else:
             scalars = self._noise.standard_normal((rows.shape[0], 1), rows)
         noise = _stretch_rows(rows, gaps.norms, missing, scalars, self._noise)
-        charge = LeakCharge(math.inf) if self._is_persistent else gaps.charge(noise)
+        charge = interface.LeakCharge(math.inf) if self._is_persistent else gaps.charge(noise)
         defended = noise.directions.mul_(noise.scalars).add_(rows)
-        report = DefenseReport(noise_power=float(noise.norms.square().mean()), charge=charge)
-        return Defended(release(defended, batch.gradients), report)
+        report = interface.DefenseReport(
+            noise_power=float(noise.norms.square().mean()), charge=charge
+        )
+        return interface.Defended(interface.release(defended, batch.gradients), report)
 
-    def _noise_norms(self, _batch: RawBatch, _rows: Tensor, norms: Tensor) -> Tensor:
+    def _noise_norms(self, _batch: interface.RawBatch, _rows: Tensor, norms: Tensor) -> Tensor:
         return _missing_norms(norms)
 
 
 class MaxNormPositive(MaxNorm):
     """Aligns every row to the norm that the least expected positive of the batch has."""
 
-    def _noise_norms(self, batch: RawBatch, rows: Tensor, norms: Tensor) -> Tensor:
+    def _noise_norms(self, batch: interface.RawBatch, rows: Tensor, norms: Tensor) -> Tensor:
         # A row that is predicted with certainty has a gradient of zero, to which a ratio is
         # undefined.
         predicted = checked_probabilities(batch.probabilities, rows).double()

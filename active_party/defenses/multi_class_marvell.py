@@ -35,27 +35,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from splitveil.active_party.defenses import interface
 from splitveil.active_party.defenses.class_statistics import (
     RunningMeans,
     longest_gap,
     measure_class_means,
     squared_distances,
 )
-from splitveil.active_party.defenses.interface import (
-    Defended,
-    DefenseReport,
-    LeakCharge,
-    RawBatch,
-    RememberingDefense,
-    noise_alone,
-    release,
-)
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.rows import as_classes, as_rows
 from splitveil.active_party.defenses.strength import PowerRatio, Strength, allowed_sum_kl
 
 
-class MultiClassMarvell(RememberingDefense):
+class MultiClassMarvell(interface.RememberingDefense):
     """Adds the noise, the same for all classes, that leaves them the least divergence.
 
     An answer before every class was seen, or in a batch whose classes have one mean, is noise of
@@ -78,7 +70,7 @@ class MultiClassMarvell(RememberingDefense):
         self._from_earlier = from_earlier
         self._weights = torch.full((num_classes,), 1 / num_classes, dtype=torch.float64)
 
-    def defend(self, batch: RawBatch) -> Defended:
+    def defend(self, batch: interface.RawBatch) -> interface.Defended:
         rows = as_rows(batch.gradients)
         num_classes = self._classes.num_classes
         measured = measure_class_means(
@@ -89,7 +81,7 @@ class MultiClassMarvell(RememberingDefense):
         estimate = earlier if self._from_earlier else current
         unit = float(measured.norms.max())
         if estimate is None or current is None or longest_gap(estimate.means) == 0:
-            return noise_alone(rows, batch.gradients, unit, self._noise)
+            return interface.noise_alone(rows, batch.gradients, unit, self._noise)
         # In a unit in which squares stay in range, whatever the size of the gradients.
         unit = max(unit, float(estimate.means.abs().max()))
         means, weights = estimate.means / unit, self._weights.to(rows.device)
@@ -98,9 +90,9 @@ class MultiClassMarvell(RememberingDefense):
         noise = draw_shared_noise(solution, rows, self._noise).mul_(unit)
         left = pair_divergences(means, solution)
         charged = left if current is estimate else _charged(left, means, current.means / unit)
-        charge = LeakCharge(float(charged.max()))
-        report = DefenseReport(noise_power=power * unit * unit, charge=charge)
-        return Defended(release(noise.add_(rows), batch.gradients), report)
+        charge = interface.LeakCharge(float(charged.max()))
+        report = interface.DefenseReport(noise_power=power * unit * unit, charge=charge)
+        return interface.Defended(interface.release(noise.add_(rows), batch.gradients), report)
 
     def _power(self, means: Tensor, weights: Tensor) -> float:
         if isinstance(self._strength, PowerRatio):

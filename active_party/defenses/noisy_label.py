@@ -29,20 +29,9 @@ import torch
 from pydantic import BeforeValidator, model_validator
 from torch import Tensor
 
+from splitveil.active_party.defenses import interface
 from splitveil.active_party.defenses.example_keys import NoiseKey, key_name
 from splitveil.active_party.defenses.forecast import Forecast, exactly
-from splitveil.active_party.defenses.interface import (
-    BuildInputs,
-    Defended,
-    DefendedGradient,
-    Defense,
-    DefenseContext,
-    DefenseReport,
-    LabelledRows,
-    LabelMove,
-    LeakCharge,
-    RawBatch,
-)
 from splitveil.active_party.defenses.label_mechanisms import (
     GaussianLabels,
     LabelMechanism,
@@ -115,7 +104,7 @@ class NoisyLabelDefense(SeededDefense):
             model_is_label_free=is_noisy,
         )
 
-    def _build(self, given: BuildInputs, /) -> Defense:
+    def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
         num_classes, examples = given.context.num_classes, given.examples
         key, noisy = require_key(given.secrets.noise_key, self.name), None
         if examples is not None:
@@ -124,10 +113,10 @@ class NoisyLabelDefense(SeededDefense):
             ).to(examples.device)
         return NoisyLabel(self, key, num_classes, noisy)
 
-    def noise_key_strength(self, _context: DefenseContext, /) -> str | None:
+    def noise_key_strength(self, _context: interface.DefenseContext, /) -> str | None:
         return f"noisy_label {strength_name(self.mechanism)}"
 
-    def charge(self, num_classes: int, noise_identity: str | None = None) -> LeakCharge:
+    def charge(self, num_classes: int, noise_identity: str | None = None) -> interface.LeakCharge:
         """Return the charge of an answer; the noise identity names the draw of the labels."""
         leak = label_leak(self.mechanism, num_classes)
         if leak.is_gaussian:  # then both follow from the divergence
@@ -140,7 +129,7 @@ class NoisyLabelDefense(SeededDefense):
             adversary=self.traits.coverage.adversary,
         )
 
-    def forecast(self, context: DefenseContext) -> Forecast:
+    def forecast(self, context: interface.DefenseContext) -> Forecast:
         honesty = (
             "Exact, whatever the gradients."
             if self.top_labels == "noisy"
@@ -149,7 +138,7 @@ class NoisyLabelDefense(SeededDefense):
         charge = exactly(self.charge(context.num_classes))
         return Forecast({"persistent": charge}, "persistent", honesty)
 
-    def _refusal(self, context: DefenseContext, /) -> str | None:
+    def _refusal(self, context: interface.DefenseContext, /) -> str | None:
         mechanism = self.mechanism
         if context.is_number:
             adds_noise = isinstance(mechanism, GaussianLabels | LaplaceLabels)
@@ -170,7 +159,7 @@ class NoisyLabelDefense(SeededDefense):
             "or gaussian with posterior: model"
         )
 
-    def at_leak_auc(self, leak_auc: float, context: DefenseContext, /) -> Self | None:
+    def at_leak_auc(self, leak_auc: float, context: interface.DefenseContext, /) -> Self | None:
         if self.top_labels == "true":
             return None
         mechanism = at_leak_auc(self.mechanism, leak_auc, context.num_classes)
@@ -193,7 +182,7 @@ class NoisyLabelDefense(SeededDefense):
         return True
 
 
-class NoisyLabel(Defense):
+class NoisyLabel(interface.Defense):
     """Releases gradients of labels drawn once; without examples it only states the charge."""
 
     def __init__(
@@ -211,9 +200,9 @@ class NoisyLabel(Defense):
             self._evidence = evidence(mechanism, noisy_labels, num_classes)
         identity = f"noisy_label {strength_name(mechanism)} {key_name(key)}"
         # The noise is in the labels: nothing is added to the gradient.
-        self._report = DefenseReport(0.0, charge=settings.charge(num_classes, identity))
+        self._report = interface.DefenseReport(0.0, charge=settings.charge(num_classes, identity))
 
-    def targets(self, batch: LabelledRows, /) -> Tensor:
+    def targets(self, batch: interface.LabelledRows, /) -> Tensor:
         """Return the noisy labels, (batch,), or the posterior, (batch,) or (batch, classes)."""
         if self.noisy_labels is None:
             raise ValueError("noisy_label was built without examples: there are no noisy labels")
@@ -222,11 +211,13 @@ class NoisyLabel(Defense):
         likely = batch.logits() + self._evidence[batch.rows]
         return torch.sigmoid(likely) if likely.ndim == 1 else torch.softmax(likely, dim=1)
 
-    def defend(self, batch: RawBatch) -> Defended:
+    def defend(self, batch: interface.RawBatch) -> interface.Defended:
         """Return the values unchanged. The labels' values are checked but not used."""
         check_labels(batch.labels, as_rows(batch.gradients), self._num_classes)
-        return Defended(DefendedGradient(batch.gradients.detach()), self._report)
+        return interface.Defended(
+            interface.DefendedGradient(batch.gradients.detach()), self._report
+        )
 
-    def charge_covering(self, move: LabelMove, /) -> LeakCharge:
+    def charge_covering(self, move: interface.LabelMove, /) -> interface.LeakCharge:
         """Return the same charge: every gradient is a function of features and noisy labels."""
         return move.report.charge

@@ -3,16 +3,8 @@
 import math
 from typing import Literal
 
+from splitveil.active_party.defenses import interface
 from splitveil.active_party.defenses.forecast import Forecast, exactly
-from splitveil.active_party.defenses.interface import (
-    BuildInputs,
-    Defended,
-    DefendedGradient,
-    Defense,
-    DefenseContext,
-    DefenseReport,
-    RawBatch,
-)
 from splitveil.active_party.defenses.rows import as_rows, check_labels
 from splitveil.active_party.defenses.section import DefenseSection, Traits
 
@@ -26,23 +18,26 @@ class NoDefense(DefenseSection):
     def traits(self) -> Traits:
         return Traits(takes_numbers=True)
 
-    def _build(self, given: BuildInputs, /) -> Defense:
+    def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
         return Undefended(given.context.num_classes)
 
-    def forecast(self, _context: DefenseContext) -> Forecast:
+    def forecast(self, _context: interface.DefenseContext) -> Forecast:
         said = "Raw gradients reveal the label outright."
         return Forecast({"fresh": exactly(math.inf)}, "fresh", said)
 
-    def budget_refusal(self, _context: DefenseContext, /) -> str | None:
+    def budget_refusal(self, _context: interface.DefenseContext, /) -> str | None:
         return "the first answer without a defense would pass every budget; set a defense"
 
 
-class Undefended(Defense):
+class Undefended(interface.Defense):
     """Sends the raw gradient as it is."""
 
     def __init__(self, num_classes: int = 2) -> None:
         self._num_classes = num_classes
 
-    def defend(self, batch: RawBatch) -> Defended:
+    def defend(self, batch: interface.RawBatch) -> interface.Defended:
         check_labels(batch.labels, as_rows(batch.gradients), self._num_classes)
-        return Defended(DefendedGradient(batch.gradients.detach()), DefenseReport(noise_power=0.0))
+        return interface.Defended(
+            interface.DefendedGradient(batch.gradients.detach()),
+            interface.DefenseReport(noise_power=0.0),
+        )

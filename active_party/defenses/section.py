@@ -23,23 +23,8 @@ import torch
 from pydantic import Field, ValidationError, model_validator
 from torch import Tensor, nn
 
-from splitveil.active_party.defenses.example_keys import (
-    NoiseKey,
-    key_for,
-    key_from_insecure_seed,
-    load_or_create_key,
-)
+from splitveil.active_party.defenses import example_keys, interface
 from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast, NoiseKind
-from splitveil.active_party.defenses.interface import (
-    NO_SECRETS,
-    BuildInputs,
-    Defended,
-    Defense,
-    DefenseContext,
-    Examples,
-    NoiseSecrets,
-    RawBatch,
-)
 from splitveil.active_party.defenses.noise import (
     DefaultNoise,
     EntropyNoise,
@@ -137,7 +122,7 @@ class DefenseSection(Section):
         *,
         probabilities: Tensor | Sequence[float] | npt.NDArray[Any] | None = None,
         num_classes: int = 2,
-    ) -> Defended:
+    ) -> interface.Defended:
         """Defend the gradient of one batch in a training loop of one's own, as a run does.
 
         Fresh noise comes from the operating system's entropy, and never from torch's global
@@ -158,7 +143,7 @@ class DefenseSection(Section):
             ValueError: a shape, a dtype or a value does not fit.
         """
         gradients, labels = torch.as_tensor(gradients), torch.as_tensor(labels)
-        context = DefenseContext(tuple(gradients.shape[1:]), num_classes)
+        context = interface.DefenseContext(tuple(gradients.shape[1:]), num_classes)
         if not hasattr(self, "_begun"):
             objection = self._objection_to_calls(context) or self.objection(context)
             if objection is not None:
@@ -172,9 +157,9 @@ class DefenseSection(Section):
                 f"{type(self).__name__}"
             )
         known = None if probabilities is None else torch.as_tensor(probabilities)
-        return defense.defend(RawBatch(gradients, labels, probabilities=known))
+        return defense.defend(interface.RawBatch(gradients, labels, probabilities=known))
 
-    def _objection_to_calls(self, context: DefenseContext) -> str | None:
+    def _objection_to_calls(self, context: interface.DefenseContext) -> str | None:
         if self.traits.is_staged:
             needs = "releases sums over all training rows before there is a gradient"
         elif self.traits.has_own_objective:
@@ -190,7 +175,7 @@ class DefenseSection(Section):
             f"max_norm with noise: fresh"
         )
 
-    def _replaces_labels(self, context: DefenseContext) -> bool:
+    def _replaces_labels(self, context: interface.DefenseContext) -> bool:
         return self.noise_key_strength(context) is not None
 
     @property
@@ -211,10 +196,10 @@ class DefenseSection(Section):
     @final
     def build(
         self,
-        context: DefenseContext,
-        secrets: NoiseSecrets = NO_SECRETS,
-        examples: Examples | None = None,
-    ) -> Defense:
+        context: interface.DefenseContext,
+        secrets: interface.NoiseSecrets = interface.NO_SECRETS,
+        examples: interface.Examples | None = None,
+    ) -> interface.Defense:
         """Build the defense.
 
         Raises ValueError if it is refused or lacks a noise key that it needs, and SettingsError if
@@ -223,10 +208,10 @@ class DefenseSection(Section):
         objection = self.objection(context)
         if objection is not None:
             raise ValueError(objection)
-        return self._build(BuildInputs(context, secrets, examples))
+        return self._build(interface.BuildInputs(context, secrets, examples))
 
     @final
-    def objection(self, context: DefenseContext) -> str | None:
+    def objection(self, context: interface.DefenseContext) -> str | None:
         """Explain why the defense cannot be used with these labels; None if it can."""
         if context.is_number and not self.traits.takes_numbers:
             return (
@@ -236,32 +221,32 @@ class DefenseSection(Section):
         return self._refusal(context)
 
     @abstractmethod
-    def _build(self, given: BuildInputs, /) -> Defense:
+    def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
         """Build the defense, which is not refused; raises what ``build`` does."""
 
     @abstractmethod
-    def forecast(self, context: DefenseContext) -> Forecast:
+    def forecast(self, context: interface.DefenseContext) -> Forecast:
         """Forecast the charge of one answer, as precisely as possible before the run."""
 
-    def noise_key_strength(self, _context: DefenseContext, /) -> str | None:
+    def noise_key_strength(self, _context: interface.DefenseContext, /) -> str | None:
         """Name the strength for which the noise key is derived; None if no key is needed.
 
         The same noise at two strengths would give two equations for noise and label.
         """
         return None
 
-    def _refusal(self, _context: DefenseContext, /) -> str | None:
+    def _refusal(self, _context: interface.DefenseContext, /) -> str | None:
         return None
 
-    def budget_refusal(self, _context: DefenseContext, /) -> str | None:
+    def budget_refusal(self, _context: interface.DefenseContext, /) -> str | None:
         """Explain why the first answer would exceed every budget; None if it need not."""
         return None
 
-    def utility_in_words(self, _context: DefenseContext, _training_rows: int, /) -> str:
+    def utility_in_words(self, _context: interface.DefenseContext, _training_rows: int, /) -> str:
         """Say what the model can learn from a table of that size; empty if it does not matter."""
         return ""
 
-    def at_leak_auc(self, _leak_auc: float, _context: DefenseContext, /) -> Self | None:
+    def at_leak_auc(self, _leak_auc: float, _context: interface.DefenseContext, /) -> Self | None:
         """Return these settings at the strength that bounds a run's leak AUC for every peer.
 
         The bound, above 0.5 and below 1, is exact: it is met by the best score. None if no strength
@@ -278,7 +263,7 @@ class DefenseSection(Section):
         return False
 
     def objective(
-        self, _top: TopModel, _secrets: NoiseSecrets, _examples: Examples, /
+        self, _top: TopModel, _secrets: interface.NoiseSecrets, _examples: interface.Examples, /
     ) -> Objective | None:
         """Return the top model's objective; None for the cross entropy of its logits."""
         return None
@@ -287,10 +272,12 @@ class DefenseSection(Section):
         """Return what makes a run's predictions, and is saved, around a top model."""
         return model
 
-    def require_usable(self, _context: DefenseContext, /) -> None:
+    def require_usable(self, _context: interface.DefenseContext, /) -> None:
         """Raise SettingsError for everything that could otherwise fail only during the run."""
 
-    def open_noise_key(self, context: DefenseContext, path: Path) -> NoiseKey | None:
+    def open_noise_key(
+        self, context: interface.DefenseContext, path: Path
+    ) -> example_keys.NoiseKey | None:
         """Return the key from which the defense draws its noise; None if it needs none.
 
         The file yields a key for each strength, and for each meaning of the labels: the same noise
@@ -301,9 +288,9 @@ class DefenseSection(Section):
             return None
         drawn = f"{strength} of {context.labels}"
         if self.noise_seed is None:
-            return key_for(load_or_create_key(path), drawn)
+            return example_keys.key_for(example_keys.load_or_create_key(path), drawn)
         warn_about_seed()
-        return key_for(key_from_insecure_seed(self.noise_seed), drawn)
+        return example_keys.key_for(example_keys.key_from_insecure_seed(self.noise_seed), drawn)
 
 
 class SeededDefense(DefenseSection):
@@ -351,7 +338,7 @@ class NoisyDefense(SeededDefense):
     def _coverage(self) -> Coverage:
         return AGAINST_CLASS_MEANS
 
-    def forecast(self, context: DefenseContext) -> Forecast:
+    def forecast(self, context: interface.DefenseContext) -> Forecast:
         charges: dict[NoiseKind, ChargeForecast] = {
             "fresh": self._fresh_charge(context),
             "persistent": self._repeated_charge(context),
@@ -361,15 +348,15 @@ class NoisyDefense(SeededDefense):
         return Forecast(charges, self.noise, self._honesty(context))
 
     @abstractmethod
-    def _fresh_charge(self, context: DefenseContext) -> ChargeForecast:
+    def _fresh_charge(self, context: interface.DefenseContext) -> ChargeForecast:
         """Forecast the charge of one answer with fresh noise."""
 
     @abstractmethod
-    def _repeated_charge(self, context: DefenseContext) -> ChargeForecast:
+    def _repeated_charge(self, context: interface.DefenseContext) -> ChargeForecast:
         """Forecast the charge of noise drawn once per example, with all its repetitions."""
 
     @abstractmethod
-    def _honesty(self, context: DefenseContext) -> str:
+    def _honesty(self, context: interface.DefenseContext) -> str:
         """Describe how reliable the forecast is."""
 
     def composition_refusal(self) -> str | None:
@@ -380,7 +367,7 @@ class NoisyDefense(SeededDefense):
             "entropy's gradient, which this is not; expected noise: fresh, or noisy_label"
         )
 
-    def _noise_source(self, secrets: NoiseSecrets) -> NoiseSource:
+    def _noise_source(self, secrets: interface.NoiseSecrets) -> NoiseSource:
         if self.noise == "persistent":
             require_key(secrets.noise_key, self.title)
         if self.insecure_noise_seed is not None:
@@ -396,7 +383,7 @@ class NoisyDefense(SeededDefense):
 PERSISTENT_NOISE_HONESTY = "Charges of persistent noise depend only on the strength."
 
 
-def refusal_of_persistent(settings: NoisyDefense, context: DefenseContext) -> str | None:
+def refusal_of_persistent(settings: NoisyDefense, context: interface.DefenseContext) -> str | None:
     """Explain why noise in units of label moves cannot be used with more than two classes."""
     if context.num_classes == 2 or settings.noise == "fresh":
         return None
@@ -406,7 +393,7 @@ def refusal_of_persistent(settings: NoisyDefense, context: DefenseContext) -> st
     )
 
 
-def refusal_of_several_classes(name: str, context: DefenseContext) -> str | None:
+def refusal_of_several_classes(name: str, context: interface.DefenseContext) -> str | None:
     """Explain that a defense is for two classes only, and name the other defenses."""
     if context.num_classes <= 2:
         return None
@@ -416,7 +403,7 @@ def refusal_of_several_classes(name: str, context: DefenseContext) -> str | None
     )
 
 
-def require_key(noise_key: NoiseKey | None, name: str) -> NoiseKey:
+def require_key(noise_key: example_keys.NoiseKey | None, name: str) -> example_keys.NoiseKey:
     """Return the noise key of a defense that needs one; raises ValueError if it is missing."""
     if noise_key is None:
         raise ValueError(f"{name} with these settings needs a noise key")

@@ -16,15 +16,8 @@ from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import form_of_own_ids
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.run.messages import IdForm
+from splitveil.common.wire import probes
 from splitveil.common.wire.endpoint import SERVICE
-from splitveil.common.wire.probes import (
-    Check,
-    Introduction,
-    ProbeResponder,
-    certificate_in_words,
-    checks_of,
-    clock_in_words,
-)
 from splitveil.common.wire.server import build_server
 
 logger = logging.getLogger(__name__)
@@ -37,7 +30,7 @@ _ONE_WAY_S = 1.0
 
 
 class Introduced(NamedTuple):
-    peer: Introduction
+    peer: probes.Introduction
     ahead_s: float
     """Seconds by which its clock is ahead, less what its message took."""
     certificate: bytes
@@ -53,9 +46,9 @@ class ProbeServer:
         id_form: IdForm | None,
     ) -> None:
         self._contract = contract
-        self._own = Introduction(ACTIVE, contract.canonical_json(), time.time(), id_form)
+        self._own = probes.Introduction(ACTIVE, contract.canonical_json(), time.time(), id_form)
         self._introduced: dict[str, Introduced] = {}
-        self._responder = ProbeResponder(contract, id_form, self._note)
+        self._responder = probes.ProbeResponder(contract, id_form, self._note)
         self._server, health = build_server(contract, SERVICE, address, credentials, _log_refusal)
         health.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
         self._responder.add_to(self._server)
@@ -80,15 +73,15 @@ class ProbeServer:
         finally:
             self._server.stop(QUIET_S).wait()
 
-    def checks(self) -> Iterator[Check]:
+    def checks(self) -> Iterator[probes.Check]:
         for name, found in self._introduced.items():
             owner = f"party {name}"
             if found.certificate:
-                yield partial(certificate_in_words, found.certificate, owner)
-            yield partial(clock_in_words, found.ahead_s, _ONE_WAY_S)
-            yield from checks_of(self._contract, self._own, found.peer, owner)
+                yield partial(probes.certificate_in_words, found.certificate, owner)
+            yield partial(probes.clock_in_words, found.ahead_s, _ONE_WAY_S)
+            yield from probes.checks_of(self._contract, self._own, found.peer, owner)
 
-    def _note(self, peer: Introduction, context: grpc.ServicerContext) -> None:
+    def _note(self, peer: probes.Introduction, context: grpc.ServicerContext) -> None:
         if peer.party not in self._contract.passive_parties:
             return  # without TLS anybody on this machine may call
         # grpcio's stubs declare bytes where lists of bytes arrive.
@@ -98,7 +91,7 @@ class ProbeServer:
         self._introduced[peer.party] = Introduced(peer, ahead_s, certificate)
 
 
-def probe_checks(settings: ActiveSettings, wait_s: float) -> Iterator[Check]:
+def probe_checks(settings: ActiveSettings, wait_s: float) -> Iterator[probes.Check]:
     contract = settings.contract
     form = form_of_own_ids(settings)
     server = ProbeServer(contract, settings.listen, credential_files(settings, ACTIVE), form)

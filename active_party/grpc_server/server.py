@@ -22,16 +22,8 @@ from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE, Contract
+from splitveil.common.wire import limits
 from splitveil.common.wire.endpoint import SERVICE, check_security
-from splitveil.common.wire.limits import (
-    ALIGN_FRAME_BYTES,
-    HANDSHAKE_BYTES,
-    SERVER_THREADS,
-    SMALL_BYTES,
-    THREADS_PER_PARTY,
-    believed,
-    reader,
-)
 from splitveil.common.wire.probes import ProbeResponder
 from splitveil.common.wire.recorded_calls import AllNotes, Notes
 from splitveil.common.wire.server import build_server
@@ -65,7 +57,7 @@ def start_server(
         credentials,
         service.on_error,
         notes=transcript,
-        threads=SERVER_THREADS + THREADS_PER_PARTY * (parties - 1),
+        threads=limits.SERVER_THREADS + limits.THREADS_PER_PARTY * (parties - 1),
         callers=parties,
     )
     handlers = method_handlers(service)
@@ -77,10 +69,14 @@ def start_server(
 
 def method_handlers(service: ActiveService) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
     return {
-        "Handshake": _unary(service.handshake, reader(pb.HandshakeRequest, HANDSHAKE_BYTES)),
-        "Leave": _unary(service.leave, reader(pb.LeaveRequest, SMALL_BYTES)),
+        "Handshake": _unary(
+            service.handshake, limits.reader(pb.HandshakeRequest, limits.HANDSHAKE_BYTES)
+        ),
+        "Leave": _unary(service.leave, limits.reader(pb.LeaveRequest, limits.SMALL_BYTES)),
         "Align": grpc.stream_stream_rpc_method_handler(
-            service.align, reader(pb.AlignFrame, ALIGN_FRAME_BYTES), pb.AlignFrame.SerializeToString
+            service.align,
+            limits.reader(pb.AlignFrame, limits.ALIGN_FRAME_BYTES),
+            pb.AlignFrame.SerializeToString,
         ),
         # Tensors pass as frames, which tensor_codec encodes and decodes.
         "Train": grpc.stream_stream_rpc_method_handler(service.train, Frame, Frame.serialised),
@@ -94,7 +90,7 @@ def _unary(
     behaviour: Callable[[Any, grpc.ServicerContext], Any], read: Callable[[bytes], Any]
 ) -> "grpc.RpcMethodHandler[Any, Any]":
     def answer(request: Any, context: grpc.ServicerContext) -> Any:
-        return behaviour(believed(request), context)
+        return behaviour(limits.believed(request), context)
 
     return grpc.unary_unary_rpc_method_handler(
         answer, read, lambda reply: reply.SerializeToString()

@@ -36,13 +36,8 @@ from splitveil.common.run.messages import Activation, LeaveReason
 from splitveil.common.run.phases import Phase
 from splitveil.common.text.imports import fault_of_own_code
 from splitveil.common.text.log_lines import log_fields
+from splitveil.common.wire import small_messages
 from splitveil.common.wire.limits import PARTY_KEY, REFUSALS_LOGGED, believed
-from splitveil.common.wire.small_messages import (
-    decode_greeting,
-    encode_course,
-    encode_opening,
-    leave_reason_from_wire,
-)
 from splitveil.common.wire.tensor_codec import Frame, TensorAssembler, TensorLimits, encode_answer
 from splitveil.protos import split_learning_pb2 as pb
 
@@ -118,7 +113,7 @@ class ActiveService:
     ) -> pb.HandshakeReply:
         caller = self._caller(context)
         caller.hear()
-        greeting = decode_greeting(request)
+        greeting = small_messages.decode_greeting(request)
         if self._is_multi_party and greeting.party != caller.name:
             raise InvalidMessage("a handshake that names another party than its call")
         opening = self._session.handshake(*greeting, context.is_active)
@@ -134,7 +129,7 @@ class ActiveService:
             greeting.party,
             extra=log_fields(peer=greeting.party),
         )
-        return encode_opening(opening)
+        return small_messages.encode_opening(opening)
 
     def align(
         self, requests: Iterator[pb.AlignFrame], context: grpc.ServicerContext
@@ -230,13 +225,13 @@ class ActiveService:
             for activation in self._activations(caller, requests):
                 course = self._session.evaluate(activation, caller.name, context.is_active)
                 caller.evaluate_slots.answered(context)
-                yield encode_course(activation.batch, course)
+                yield small_messages.encode_course(activation.batch, course)
                 self._session.finish_step()
 
     def leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
         caller = self._caller(context)
         caller.hear()
-        reason = leave_reason_from_wire(request.reason)
+        reason = small_messages.leave_reason_from_wire(request.reason)
         is_meant = request.run_id == self._session.run_id
         if is_meant and reason is LeaveReason.FINISHED:
             caller.is_aligned()

@@ -23,15 +23,7 @@ from pydantic import (
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
-from splitveil.active_party.http.programs import (
-    NotAvailable,
-    NotJson,
-    RequestError,
-    Tokens,
-    TooFast,
-    TooManyIds,
-    Unusable,
-)
+from splitveil.active_party.http import programs
 from splitveil.active_party.http.service import AnswerService, PendingReply, ServedPredictions
 from splitveil.common.data.canonical_form import compose
 from splitveil.common.run.id_rules import MAX_ID_COLUMNS
@@ -117,7 +109,7 @@ class Problem(BaseModel):
 
 def build_app(
     service: AnswerService,
-    tokens: Tokens | None,
+    tokens: programs.Tokens | None,
     classes: list[str] | None,
     hosts: Sequence[str] = ("*",),
     *,
@@ -137,7 +129,7 @@ def build_app(
         docs_url=None,  # these pages load scripts from elsewhere, where tokens are typed
         redoc_url=None,
     )
-    app.add_exception_handler(RequestError, _refused)
+    app.add_exception_handler(programs.RequestError, _refused)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
     most_ids, given = service.rules.max_ids, service.given
     under_way = asyncio.Semaphore(MOST_REQUESTS)
@@ -188,7 +180,7 @@ def build_app(
         with service.log.turning_away():
             program = program_of(request)
             if under_way.locked():
-                raise NotAvailable("too many requests are under way")
+                raise programs.NotAvailable("too many requests are under way")
         async with under_way:
             with service.log.turning_away():
                 body = await _body(request, most_ids * ID_BODY_BYTES)
@@ -209,7 +201,7 @@ async def _body(request: Request, most_bytes: int) -> bytearray:
     headers = request.headers
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != _JSON or headers.get("content-encoding", "identity") != "identity":
-        raise NotJson(f"expected {_JSON} without a Content-Encoding such as gzip")
+        raise programs.NotJson(f"expected {_JSON} without a Content-Encoding such as gzip")
     body = bytearray()
     expected_bytes = int(headers.get("content-length", "0"))
     try:
@@ -219,8 +211,8 @@ async def _body(request: Request, most_bytes: int) -> bytearray:
     except StopAsyncIteration:
         return body
     except ClientDisconnect as error:
-        raise Unusable("the body has ended early") from error
-    raise TooManyIds(f"the body has more than {most_bytes:,} bytes")
+        raise programs.Unusable("the body has ended early") from error
+    raise programs.TooManyIds(f"the body has more than {most_bytes:,} bytes")
 
 
 def request_of(
@@ -236,24 +228,24 @@ def request_of(
     if _has_more(body, *most):
         marks = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NO_MARKS)
         if _has_more(b"".join(marks.split(b'"')[::2]), *most):  # outside of strings
-            raise TooManyIds(
+            raise programs.TooManyIds(
                 f"the body has more lists or members of objects than {most_ids} ids need"
             )
     try:
         given = from_json(body)
     except ValueError as error:
-        raise Unusable(f"the body is no JSON: {error}") from error
+        raise programs.Unusable(f"the body is no JSON: {error}") from error
     if not isinstance(given, dict) or not given.keys() <= PredictRequest.model_fields.keys():
-        raise Unusable("expected an object with ids, and features if need be")
+        raise programs.Unusable("expected an object with ids, and features if need be")
     for name, values in given.items():
         if isinstance(values, list) and len(values) > most_ids:
-            raise TooManyIds(f"{name}: at most {most_ids}, got {len(values)}")
+            raise programs.TooManyIds(f"{name}: at most {most_ids}, got {len(values)}")
     try:
         return PredictRequest.model_validate(given)
     except ValidationError as error:
         found = error.errors(include_input=False, include_context=False, include_url=False)[0]
         place = ".".join(map(str, found["loc"][:2]))
-        raise Unusable(f"{place}: {found['msg']}") from None
+        raise programs.Unusable(f"{place}: {found['msg']}") from None
 
 
 def _has_more(json: bytes | bytearray, lists: int, members: int) -> bool:
@@ -296,9 +288,9 @@ def _reply(
 
 
 async def _refused(_request: Request, error: Exception) -> JSONResponse:
-    status = error.status if isinstance(error, RequestError) else 500
+    status = error.status if isinstance(error, programs.RequestError) else 500
     headers = {}
-    if isinstance(error, TooFast):
+    if isinstance(error, programs.TooFast):
         headers["Retry-After"] = str(max(1, round(error.wait_s + 0.5)))
     elif status == 503:
         headers["Retry-After"] = str(RETRY_AFTER_S)

@@ -14,12 +14,7 @@ from enum import Enum
 from functools import partial
 
 from splitveil.active_party.http.programs import RequestError
-from splitveil.common.party.party_status import (
-    ANSWER_BUCKETS_S,
-    SIZE_BUCKETS,
-    PartyStatus,
-    ServingState,
-)
+from splitveil.common.party import party_status
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.record.transcript_lines import AnsweredRequest
 from splitveil.common.run.contract import ACTIVE, Contract
@@ -49,7 +44,7 @@ class IdOutcome(Enum):
     UNAVAILABLE = "unavailable"  # a passive party is away or late, and there is no other model
 
 
-class OnlineStatus(PartyStatus):
+class OnlineStatus(party_status.PartyStatus):
     def __init__(self, contract: Contract) -> None:
         super().__init__(ACTIVE, contract, STAGES)
         for name in contract.passive_parties:
@@ -65,7 +60,7 @@ class OnlineStatus(PartyStatus):
         self._seconds = self.metrics.histogram(
             "predict_seconds",
             "Seconds from the reading of a request to its answer or refusal.",
-            ANSWER_BUCKETS_S,
+            party_status.ANSWER_BUCKETS_S,
         )
         # From 0 on: an increase from nothing to 1 is none to Prometheus.
         for outcome in (*_OUTCOMES.values(), FALLBACK):
@@ -77,10 +72,10 @@ class OnlineStatus(PartyStatus):
     def _add_question_metrics(self) -> None:
         gauge = self.metrics.gauge
         self._question_ids = self.metrics.histogram(
-            "question_ids", "Ids in one question to the passive parties.", SIZE_BUCKETS
+            "question_ids", "Ids in one question to the passive parties.", party_status.SIZE_BUCKETS
         )
         self._question_requests = self.metrics.histogram(
-            "question_requests", "Requests that one question answers.", SIZE_BUCKETS
+            "question_requests", "Requests that one question answers.", party_status.SIZE_BUCKETS
         )
         self._timeouts = self.metrics.counter(
             "predict_timeouts", "Requests without an answer within serving.timeout_s."
@@ -116,11 +111,11 @@ class OnlineStatus(PartyStatus):
         return self.answering == model
 
     @property
-    def readiness(self) -> ServingState:
+    def readiness(self) -> party_status.ServingState:
         trouble = self._trouble_of()
         if trouble is None:
-            return ServingState(ready=True, reason="the joint model answers")
-        return ServingState(ready=False, reason=trouble)
+            return party_status.ServingState(ready=True, reason="the joint model answers")
+        return party_status.ServingState(ready=False, reason=trouble)
 
     def facts(self) -> dict[str, str]:
         return super().facts() | {"answering": self.answering}

@@ -29,22 +29,9 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from splitveil.active_party.defenses.example_keys import (
-    NoiseKey,
-    note_use,
-    used_labels,
-    used_labels_file,
-)
+from splitveil.active_party.defenses import example_keys
 from splitveil.active_party.defenses.projected.posterior import Posterior
-from splitveil.active_party.ledger.account_book import (
-    Names,
-    check_id_rules,
-    id_rules_as_tensor,
-    id_rules_of,
-    indices_of,
-    names_of,
-    tensors_of_run,
-)
+from splitveil.active_party.ledger import account_book
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.record.run_folder import write_bytes_atomically
 from splitveil.common.run.sample_order import keyed_digests
@@ -60,7 +47,7 @@ _logger = logging.getLogger(__name__)
 class ReleasedTargets(NamedTuple):
     """Targets together with the names of their examples."""
 
-    names: Names  # each once
+    names: account_book.Names  # each once
     targets: Tensor  # (examples,) or (examples, classes) float32, in the order of the names
     id_rules: bytes = b""  # `rules_as_bytes` of the ids' canonical form
     bounds: tuple[float, float] | None = None
@@ -75,11 +62,11 @@ class ReleasedTargets(NamedTuple):
         if self.bounds is not None:
             named["bounds"] = torch.tensor(self.bounds, dtype=torch.float64)
         releases = {f"{_RELEASES}{name}": one for name, one in self.releases.items()}
-        return named | id_rules_as_tensor(self.id_rules) | releases
+        return named | account_book.id_rules_as_tensor(self.id_rules) | releases
 
     def releases_of(self, ids: Iterable[str]) -> Mapping[str, Tensor]:
         """Return the releases, if they are about just these canonical ids, in their order."""
-        at = torch.from_numpy(indices_of(names_of(ids), self.names))
+        at = torch.from_numpy(account_book.indices_of(account_book.names_of(ids), self.names))
         num_rows = {len(one) for name, one in self.releases.items() if name.startswith("steps.")}
         if num_rows != {len(at)} or bool(((at < 0) | (at >= len(at))).any()):
             return {}
@@ -87,7 +74,7 @@ class ReleasedTargets(NamedTuple):
 
     def of(self, ids: Iterable[str]) -> Tensor:
         """Return the targets of some canonical ids, NaN for those that have none."""
-        at = torch.from_numpy(indices_of(names_of(ids), self.names))
+        at = torch.from_numpy(account_book.indices_of(account_book.names_of(ids), self.names))
         targets = self.targets[at.clamp_min(0)].clone()
         targets[at < 0] = torch.nan
         return targets
@@ -108,12 +95,12 @@ def read_targets(
     for folder in folders:
         runs = [run._replace(releases={}) for run in runs]  # large, and only the last one's count
         runs.append(_read_targets(folder / TARGETS, num_classes, bounds))
-        check_id_rules(runs[-1].id_rules, id_rules, f"{SETTING}: {folder}")
+        account_book.check_id_rules(runs[-1].id_rules, id_rules, f"{SETTING}: {folder}")
     if not runs:
         return None
     together = runs[-1]
     for earlier in reversed(runs[:-1]):
-        others = np.flatnonzero(indices_of(earlier.names, together.names) < 0)
+        others = np.flatnonzero(account_book.indices_of(earlier.names, together.names) < 0)
         together = ReleasedTargets(
             np.concatenate([together.names, earlier.names[others]]),
             torch.cat([together.targets, earlier.targets[torch.from_numpy(others)]]),
@@ -127,7 +114,7 @@ def read_targets(
 def _read_targets(
     path: Path, num_classes: int, bounds: tuple[float, float] | None
 ) -> ReleasedTargets:
-    tensors = tensors_of_run(path, SETTING, "with projected_labels that has ended")
+    tensors = account_book.tensors_of_run(path, SETTING, "with projected_labels that has ended")
     names, targets = tensors.get("examples"), tensors.get("targets")
     shape = () if num_classes <= 2 else (num_classes,)
     of_run = tensors.get("bounds")
@@ -143,7 +130,7 @@ def _read_targets(
         what = f"{num_classes} classes" if bounds is None else "numbers within these bounds"
         raise SettingsError(f"{SETTING}: {path}: does not hold targets of {what}")
     try:
-        id_rules = id_rules_of(tensors)
+        id_rules = account_book.id_rules_of(tensors)
         starts = (name for name in tensors if name.startswith(_RELEASES))
         releases = {name.removeprefix(_RELEASES): tensors[name] for name in starts}
         if releases:
@@ -153,7 +140,9 @@ def _read_targets(
     return ReleasedTargets(names.numpy(), targets.float(), id_rules, bounds, releases)
 
 
-def labels_first_used(path: Path, key: NoiseKey, ids: Sequence[str], labels: Tensor) -> Tensor:
+def labels_first_used(
+    path: Path, key: example_keys.NoiseKey, ids: Sequence[str], labels: Tensor
+) -> Tensor:
     """Return the label with which each example was first used; those of new ones are now written.
 
     The path is that of the noise key, and ``key`` is derived from it. The labels, (ids,) float32,
@@ -162,14 +151,14 @@ def labels_first_used(path: Path, key: NoiseKey, ids: Sequence[str], labels: Ten
     """
     digests = keyed_digests(ids, key, b"first used label")
     names = np.frombuffer(digests, dtype=np.uint8).reshape(len(ids), -1)
-    file = used_labels_file(path)
+    file = example_keys.used_labels_file(path)
     try:
         with only_one_process(path):
-            content = used_labels(path)
+            content = example_keys.used_labels(path)
             parts = load(content) if content else {}
             known = parts.get("examples", torch.empty(0, 16, dtype=torch.uint8)).numpy()
             used = parts.get("labels", torch.empty(0))
-            is_new = indices_of(names, known) < 0
+            is_new = account_book.indices_of(names, known) < 0
             if not is_new.all():
                 _logger.info(
                     "noise key: %d of %d training rows were used with it before, and are "
@@ -181,10 +170,10 @@ def labels_first_used(path: Path, key: NoiseKey, ids: Sequence[str], labels: Ten
                 known = np.concatenate([known, names[is_new]])
                 used = torch.cat([used, labels[torch.from_numpy(is_new)]])
                 following = save({"examples": torch.from_numpy(known), "labels": used})
-                note_use(path, content, following)
+                example_keys.note_use(path, content, following)
                 write_bytes_atomically(file, following)
                 content = following
-            note_use(path, content, content)
+            example_keys.note_use(path, content, content)
     except OSError as error:
         raise StorageError(f"{path}: cannot be used: {error.strerror}") from error
-    return used[torch.from_numpy(indices_of(names, known))]
+    return used[torch.from_numpy(account_book.indices_of(names, known))]

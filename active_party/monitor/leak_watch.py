@@ -22,6 +22,7 @@ from splitveil.active_party.monitor.row_covariates import NumberRowCovariates, R
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.common.privacy import number_attacks
 from splitveil.common.privacy.accumulation import RunScores
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import FINAL_ATTACKS, SideInformation
@@ -29,14 +30,6 @@ from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.audit_worker import CpuBudget
 from splitveil.common.privacy.figures import LeakFigures, NumberBeyond, NumberLeak
 from splitveil.common.privacy.informed import KnownPredictions
-from splitveil.common.privacy.number_attacks import (
-    NUM_HINTS,
-    SummedGradients,
-    informed_scores,
-    measure_numbers_beyond_features,
-    r2_of,
-    top_direction_r2,
-)
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.lines import NumberLeakLine
 from splitveil.common.record.metrics_log import MetricsLog
@@ -209,7 +202,7 @@ class NumberWatch:
         share = None if monitor is None else monitor.max_cpu_share
         self._budget = CpuBudget(share, time.process_time())
         self._metrics = metrics
-        self._sums = SummedGradients(len(rows))
+        self._sums = number_attacks.SummedGradients(len(rows))
         self._covariates = NumberRowCovariates(rows.splits["train"], len(rows))
         self._informed = torch.full((len(rows),), torch.nan)
         """Score of each example by ``informed`` in the last batch that was measured."""
@@ -231,10 +224,12 @@ class NumberWatch:
         positions = torch.from_numpy(batch.positions.copy())
         self._sums.add(positions, gradients, labels, result.activation)
         if len(labels) >= _LEAST_ROWS:
-            found = {TOP_DIRECTION: top_direction_r2(gradients, labels)}
+            found = {TOP_DIRECTION: number_attacks.top_direction_r2(gradients, labels)}
             if result.slopes is not None:
-                scores = informed_scores(gradients, result.probabilities, result.slopes)
-                found[INFORMED] = r2_of(scores, labels)
+                scores = number_attacks.informed_scores(
+                    gradients, result.probabilities, result.slopes
+                )
+                found[INFORMED] = number_attacks.r2_of(scores, labels)
                 self._informed[positions] = scores.float()
             for attack, r2 in found.items():
                 by_epoch = self._r2.setdefault(attack, {})
@@ -273,11 +268,11 @@ class NumberWatch:
         if covariates is None or seen is None:
             return {}
         scores = {ACCUMULATED_TOP: seen.top_direction_scores()}
-        if len(seen.labels) > NUM_HINTS:
+        if len(seen.labels) > number_attacks.NUM_HINTS:
             scores[ACCUMULATED_RIDGE] = seen.ridge_scores(_HINT_SEED)
         known = (~self._informed.isnan()).numpy().nonzero()[0]
         scores[INFORMED] = RunScores(known, self._informed.double().numpy()[known])
-        return measure_numbers_beyond_features(covariates, scores)
+        return number_attacks.measure_numbers_beyond_features(covariates, scores)
 
     def _of_batches(self, by_epoch: Mapping[int, list[float]]) -> NumberLeak:
         every = [r2 for one in by_epoch.values() for r2 in one if not math.isnan(r2)]

@@ -5,14 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from splitveil.active_party.ledger.bounds import LeakBounds
+from splitveil.active_party.monitor import stated_bounds
 from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.monitor.leak_watch import LeakWatch
-from splitveil.active_party.monitor.stated_bounds import (
-    hold_against,
-    ledger_figures,
-    log_beyond,
-    peer_bounds,
-)
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.predictions import PredictionFigures
@@ -80,7 +75,7 @@ class ActiveRecorder(RunRecorder):
         self._status.note_aligned(rows)
 
     def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
-        self._earlier = EarlierAnswers(examples, ledger_figures(bounds))
+        self._earlier = EarlierAnswers(examples, stated_bounds.ledger_figures(bounds))
         self._status.note_bounds(bounds.or_more(self._ahead))
         logger.info(
             "earlier runs answered about %d of the training rows: sum_kl %s, %s (largest of all "
@@ -120,7 +115,7 @@ class ActiveRecorder(RunRecorder):
         self._bounds, total = bounds, bounds.or_more(self._ahead)
         self._status.note_bounds(total)
         with self._status.phases(Phase.RECORD):
-            self._metrics.write(LedgerLine(epoch, ledger_figures(bounds)))
+            self._metrics.write(LedgerLine(epoch, stated_bounds.ledger_figures(bounds)))
         logger.debug(
             "epoch %d: leak ledger: sum_kl %s, leak AUC estimated %.3f, %s (largest of all "
             "examples)",
@@ -142,7 +137,7 @@ class ActiveRecorder(RunRecorder):
         self._ahead = bounds
         self._status.note_bounds((self._bounds or bounds).or_more(bounds))
         # For the report of a run that is abandoned here: its metrics end where it has resumed.
-        write_ledger_ahead(self._folder, ledger_figures(bounds))
+        write_ledger_ahead(self._folder, stated_bounds.ledger_figures(bounds))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         with self._status.phases(Phase.RECORD):
@@ -221,8 +216,8 @@ class ActiveRecorder(RunRecorder):
         active = ActiveFigures(
             model=self._model_figures(),
             defense=self._settings.defense.model_dump(mode="json"),
-            ledger=None if total is None else ledger_figures(total),
-            bounds=() if total is None else peer_bounds(total),
+            ledger=None if total is None else stated_bounds.ledger_figures(total),
+            bounds=() if total is None else stated_bounds.peer_bounds(total),
             refused_messages=refused,
             earlier_answers=self._earlier,
             leak_alarms=self._watch.alarms(),
@@ -246,8 +241,8 @@ class ActiveRecorder(RunRecorder):
             logger.warning(left_out)
         if leak is None or leak.beyond is None:
             return leak
-        beyond = hold_against(leak.beyond, total)
-        log_beyond(beyond, total, self._settings.defense.model_dump(mode="json"))
+        beyond = stated_bounds.hold_against(leak.beyond, total)
+        stated_bounds.log_beyond(beyond, total, self._settings.defense.model_dump(mode="json"))
         return replace(leak, beyond=beyond)
 
     def _model_figures(self) -> ModelFigures:

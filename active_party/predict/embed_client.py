@@ -15,17 +15,9 @@ import grpc
 from splitveil.common.errors import OtherModel, PeerUnreachable, SplitveilError
 from splitveil.common.run.messages import Embedded, ModelIdentity
 from splitveil.common.text.closing import Closing
+from splitveil.common.wire import inference_codec
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import HANDSHAKE_TIMEOUT_S, INFERENCE_SERVICE, method_path
-from splitveil.common.wire.inference_codec import (
-    Described,
-    decode_described,
-    decode_embedded,
-    encode_describe,
-    encode_ids,
-    model_digest,
-    most_ids,
-)
 from splitveil.common.wire.limits import SMALL_BYTES, believed, reader
 from splitveil.common.wire.tensor_codec import TensorLimits
 from splitveil.protos import split_learning_pb2 as pb
@@ -42,14 +34,14 @@ class EmbedClient(Closing):
         self.party = connection.party
         self.connection = connection
         self._model = model
-        self._digest = model_digest(model)
+        self._digest = inference_codec.model_digest(model)
         self._deadline_s = deadline_s
-        self.max_ids = most_ids(connection.contract)
+        self.max_ids = inference_codec.most_ids(connection.contract)
         """The most ids that one request may name; smaller if the passive party says so."""
         self._stream: _Stream | None = None
         self._lock = threading.Lock()
 
-    def check_model(self, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> Described:
+    def check_model(self, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> inference_codec.Described:
         """Ask which model the passive party serves, and check that it belongs to this party's."""
         with self._lock:
             channel = self.connection.channel()
@@ -58,18 +50,18 @@ class EmbedClient(Closing):
             pb.DescribeRequest.SerializeToString,
             reader(pb.DescribeReply, SMALL_BYTES),
         )
-        request = encode_describe(self.party, self.connection.contract)
+        request = inference_codec.encode_describe(self.party, self.connection.contract)
         try:
             reply = call(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise self.connection.error_of(error) from error
-        described = decode_described(believed(reply))
+        described = inference_codec.decode_described(believed(reply))
         if described.model != self._model:
             raise OtherModel(
                 f"the halves of the model do not belong together: this party's is of "
                 f"{self._model}, passive party {self.party!r} serves one of {described.model}"
             )
-        self.max_ids = min(most_ids(self.connection.contract), described.max_ids)
+        self.max_ids = min(inference_codec.most_ids(self.connection.contract), described.max_ids)
         return described
 
     @property
@@ -150,7 +142,7 @@ class _Stream:
                 raise self._lost
             number, self._number = self._number, self._number + 1
             self._waiting.append(_OpenRequest(number, len(ids), time.monotonic(), answer))
-            self._outgoing.put(encode_ids(number, ids, self._digest))
+            self._outgoing.put(inference_codec.encode_ids(number, ids, self._digest))
         return answer
 
     def close(self) -> None:
@@ -163,7 +155,7 @@ class _Stream:
                     if not self._waiting:
                         raise PeerUnreachable("a reply that nothing was asked for")
                     asked = self._waiting[0]
-                embedded = decode_embedded(
+                embedded = inference_codec.decode_embedded(
                     believed(reply), asked.number, asked.num_ids, self._limits
                 )
                 with self._lock:

@@ -15,15 +15,9 @@ from splitveil.common.alignment import ristretto
 from splitveil.common.data.stored_ids import ABSENT, IdIndex
 from splitveil.common.errors import InvalidMessage
 from splitveil.common.run.messages import Embedded, ModelIdentity
+from splitveil.common.wire import inference_codec
 from splitveil.common.wire.connection import MessageStream, PeerConnection
 from splitveil.common.wire.endpoint import INFERENCE_SERVICE, method_path
-from splitveil.common.wire.inference_codec import (
-    decode_points,
-    decode_rows,
-    open_row,
-    sealed_rows,
-    secrets_of,
-)
 from splitveil.common.wire.limits import CHUNK_IDS, believed, reader
 from splitveil.common.wire.tensor_codec import TensorLimits
 from splitveil.protos import split_learning_pb2 as pb
@@ -45,7 +39,8 @@ class TableClient(EmbedClient):
         try:
             points = b"".join(self._unmasked(stream, distinct))
             key_of = {
-                secret.tag: (row, secret.key) for row, secret in enumerate(secrets_of(points))
+                secret.tag: (row, secret.key)
+                for row, secret in enumerate(inference_codec.secrets_of(points))
             }
             opened = dict(self._rows_in(stream, key_of))
         finally:
@@ -53,7 +48,7 @@ class TableClient(EmbedClient):
         place = np.full(len(distinct), ABSENT, np.int64)
         rows = np.fromiter(opened, np.int64, len(opened))
         place[rows] = np.arange(len(rows))
-        self._values = decode_rows(list(opened.values()), self._limits)
+        self._values = inference_codec.decode_rows(list(opened.values()), self._limits)
         self._place = place
         self._index = IdIndex(distinct)
 
@@ -91,7 +86,9 @@ class TableClient(EmbedClient):
             stream.send_all([request])
             reply: pb.TableReply = believed(stream.receive())
             try:
-                yield group.multiply(decode_points(reply.points, len(part)), undoing)
+                yield group.multiply(
+                    inference_codec.decode_points(reply.points, len(part)), undoing
+                )
             except ristretto.NotInGroupError as error:
                 raise InvalidMessage(f"points: {error}") from error
 
@@ -100,9 +97,9 @@ class TableClient(EmbedClient):
     ) -> Iterator[tuple[int, bytes]]:
         while True:
             reply: pb.TableReply = believed(stream.receive())
-            for tag, sealed in sealed_rows(reply, self._limits):
+            for tag, sealed in inference_codec.sealed_rows(reply, self._limits):
                 if tag in key_of:
                     row, key = key_of[tag]
-                    yield row, open_row(sealed, key)
+                    yield row, inference_codec.open_row(sealed, key)
             if reply.last:
                 return

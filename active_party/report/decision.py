@@ -10,14 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from splitveil.active_party.defenses.projected.label_utility import share_of_variance
-from splitveil.active_party.report.advice import (
-    Price,
-    Step,
-    TableSize,
-    better_model,
-    price_list,
-    steps_to_a_bound,
-)
+from splitveil.active_party.report import advice
 from splitveil.active_party.report.bounds import guarantee_of
 from splitveil.active_party.report.figures import Estimate, estimate_of
 from splitveil.active_party.report.numbers import strongest_beyond
@@ -61,8 +54,8 @@ class Decision(NamedTuple):
     badge: str
     headline: str
     checks: tuple[Check, ...]
-    steps: tuple[Step, ...]
-    prices: tuple[Price, ...]  # what the table is worth at several bounds
+    steps: tuple[advice.Step, ...]
+    prices: tuple[advice.Price, ...]  # what the table is worth at several bounds
     passed: str  # the first finding above what the ledger states; empty without any
 
 
@@ -71,17 +64,17 @@ def decide(run: RunFiles, assessment: LeakAssessment) -> Decision:
     target, where = target_of(run)
     predictions = read_predictions(run.active.folder)
     size = _table_size(run, predictions)
-    prices = price_list(run, target, size)
+    prices = advice.price_list(run, target, size)
     passed = list(_passed(run, assessment))
     checks = [*_ledger_checks(run, assessment, passed), *_quality_checks(run, predictions)]
     if not run.active.has_ended:
         checks.append(Check(_ENDED, "open", "no", "yes", "It was stopped, or is still running."))
-    steps: list[Step] = []
+    steps: list[advice.Step] = []
     if target is not None:
         bound = _bound_check(run, target)
         checks = [bound, *_measured_checks(run, target, assessment), *checks]
         if bound.outcome != "pass":
-            steps += steps_to_a_bound(run, target, size)
+            steps += advice.steps_to_a_bound(run, target, size)
     steps += _other_steps(run, checks, target, prices)
     outcome = _overall(checks, assessment)
     recovered = _is_recovered(run, assessment)
@@ -240,11 +233,11 @@ def _quality_check(auc: float, found: Estimate | None, figure: str, least: float
 
 
 def _other_steps(
-    run: RunFiles, checks: Sequence[Check], target: float | None, prices: Sequence[Price]
-) -> Iterator[Step]:
+    run: RunFiles, checks: Sequence[Check], target: float | None, prices: Sequence[advice.Price]
+) -> Iterator[advice.Step]:
     outcomes = {check.name: check.outcome for check in checks}
     if target is None:
-        yield Step(
+        yield advice.Step(
             "report:\n  target_leak_auc: 0.6",
             "says which leak AUC is accepted, so that this page can pass or fail the run",
             "None: it changes the report only. The command report --target-leak-auc 0.6 does the "
@@ -252,23 +245,23 @@ def _other_steps(
         )
     # A bound that was never meant for this attack needs no other run, but another defense.
     if outcomes.get(_PASSED) == "fail" and guarantee_of(run) < 1:
-        yield Step(
+        yield advice.Step(
             "defense: {module: ...}",
             "the charges that this defense states do not describe its answers: correct them, and "
             "use no bound of this run",
             "None for the labels of this run: what was sent is known to the other company.",
         )
     if outcomes.get(_MEASURED) == "open" and outcomes.get(_BOUND) == "pass":
-        yield Step(
+        yield advice.Step(
             "(more aligned rows, or accept the bound)",
             "leaves rows that features predict alike, on which attacks can be measured; the bound "
             "holds without them",
             "None for the labels: the bound of the run stays the same.",
         )
     if outcomes.get(_QUALITY) in {"fail", "open"}:
-        yield better_model(run, prices)
+        yield advice.better_model(run, prices)
     if outcomes.get(_ALONE) == "fail":
-        yield Step(
+        yield advice.Step(
             "(no joint run)",
             "the passive party's features did not help; use the active party's own model",
             "None: nothing leaks.",
@@ -298,7 +291,7 @@ def _headline(outcome: Outcome, checks: Sequence[Check], target: float | None, w
     return f"{said} all that is asked: {missed}. The target is {goal}."
 
 
-def _table_size(run: RunFiles, predictions: StoredPredictions | None) -> TableSize | None:
+def _table_size(run: RunFiles, predictions: StoredPredictions | None) -> advice.TableSize | None:
     aligned = run.active.summary.counts.aligned_rows
     share = run.active.setting("contract", "split", "train")
     if aligned is None or predictions is None or not len(predictions.labels):
@@ -309,6 +302,6 @@ def _table_size(run: RunFiles, predictions: StoredPredictions | None) -> TableSi
         rows = aligned - len(predictions.labels)
     classes = num_classes(run)
     if classes == ONE_NUMBER:
-        return TableSize(rows, share_of_variance(float(predictions.labels.var())))
+        return advice.TableSize(rows, share_of_variance(float(predictions.labels.var())))
     fraction = float(predictions.labels.mean()) if classes == 2 else 1 / classes
-    return TableSize(rows, fraction)
+    return advice.TableSize(rows, fraction)

@@ -7,15 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from markupsafe import Markup
 
+from splitveil.active_party.report import run_files
 from splitveil.active_party.report.figures import windows
-from splitveil.active_party.report.run_files import (
-    LeakSeries,
-    Numbers,
-    RunFiles,
-    column,
-    steps_per_epoch_of,
-    test_lines,
-)
 from splitveil.active_party.report.svg import Axis, Band, Chart, Dot, Line, Mark, Rule, round_axis
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS, is_oracle
@@ -40,20 +33,22 @@ class Panel(NamedTuple):
     note: str = ""
 
 
-def training_panels(run: RunFiles) -> list[Panel]:
+def training_panels(run: run_files.RunFiles) -> list[Panel]:
     """Return loss and test AUC over epochs; empty before the first epoch has ended."""
-    lines = test_lines(run)
+    lines = run_files.test_lines(run)
     if not lines:
         return []
-    epochs = column(line.epoch for line in lines) + 1
-    training = column(line.train_loss for line in lines)
+    epochs = run_files.column(line.epoch for line in lines) + 1
+    training = run_files.column(line.train_loss for line in lines)
     losses = [
         Line(epochs, training, "muted dashed", "training"),
-        Line(epochs, column(line.loss for line in lines), "utility", "test", markers=True),
+        Line(
+            epochs, run_files.column(line.loss for line in lines), "utility", "test", markers=True
+        ),
     ]
     if lines[-1].number is not None:  # in shares of the squared range, and without an AUC
         return [figure_panel("Mean squared error, share of the squared range", losses)]
-    auc = column(line.auc for line in lines)
+    auc = run_files.column(line.auc for line in lines)
     value = f"{auc[-1]:.3f}" if math.isfinite(auc[-1]) else ""
     aucs = [Line(epochs, auc, "utility", value, markers=True)]
     return [figure_panel("Loss", losses, _LOSS), figure_panel(_AUC, aucs)]
@@ -71,7 +66,7 @@ def figure_panel(title: str, lines: Sequence[Line], unit: str | None = None) -> 
 
 
 def leak_panels(
-    run: RunFiles, series: Sequence[LeakSeries], feature_auc: float | None
+    run: run_files.RunFiles, series: Sequence[run_files.LeakSeries], feature_auc: float | None
 ) -> list[Panel]:
     """Return one panel per attack, with a line for each layer, and those of random scores."""
     panels = []
@@ -95,19 +90,19 @@ def leak_panels(
             marks.append(Band(leak.steps, leak.low, leak.high, style))
             marks.append(Line(leak.steps, leak.median, style, label))
         last = max(1.0, *(float(one.steps.max()) for one in chosen))
-        x = Axis(f"training step ({steps_per_epoch_of(run)} per epoch)", 0.0, last)
+        x = Axis(f"training step ({run_files.steps_per_epoch_of(run)} per epoch)", 0.0, last)
         described = f"raw leak AUC of {attack} over training steps"
         chart = Chart(described, x, _LEAK_AXIS, marks, *_SMALL)
         panels.append(Panel(attack, chart.svg(), _remark(attack)))
     return panels
 
 
-def ledger_panel(run: RunFiles, assessment: LeakAssessment) -> Panel | None:
+def ledger_panel(run: run_files.RunFiles, assessment: LeakAssessment) -> Panel | None:
     """Return the ledger over epochs beside the strongest attack; None if it bounds nothing."""
     lines = run.active.metrics.of(LedgerLine)
     if not lines or assessment.adversary is None:
         return None
-    epochs = column(line.epoch for line in lines) + 1
+    epochs = run_files.column(line.epoch for line in lines) + 1
     estimates = [line.bounds.estimate for line in lines]
     marks = [
         *_peer_marks(epochs, [line.bounds.by_peers() for line in lines]),
@@ -124,14 +119,14 @@ def ledger_panel(run: RunFiles, assessment: LeakAssessment) -> Panel | None:
     return Panel(title, chart.svg())
 
 
-def shared_ledger_panel(runs: Sequence[tuple[str, RunFiles]]) -> Panel | None:
+def shared_ledger_panel(runs: Sequence[tuple[str, run_files.RunFiles]]) -> Panel | None:
     """Return the bounds for anybody of several runs, by colour, by epoch; None without any."""
     marks = []
     for style, run in runs:
         lines = run.active.metrics.of(LedgerLine)
-        values = column(line.bounds.anybody.max for line in lines)
+        values = run_files.column(line.bounds.anybody.max for line in lines)
         if (values < 1).any():
-            epochs = column(line.epoch for line in lines) + 1
+            epochs = run_files.column(line.epoch for line in lines) + 1
             marks.append(Line(epochs, values, style, auc_at_most(values[-1]), True, auc_at_most))
     if not marks:
         return None
@@ -150,7 +145,7 @@ def trade_off(dots: Sequence[Dot]) -> Markup | None:
 
 
 def _peer_marks(
-    epochs: Numbers, ledgers: Sequence[Mapping[Adversary, SpreadFigures]]
+    epochs: run_files.Numbers, ledgers: Sequence[Mapping[Adversary, SpreadFigures]]
 ) -> Iterator[Mark]:
     recorded = [
         (peers, [bounds[peers] for bounds in ledgers])
@@ -165,14 +160,14 @@ def _peer_marks(
 
 
 def _bound_marks(
-    epochs: Numbers,
+    epochs: run_files.Numbers,
     style: str,
     spreads: Sequence[SpreadFigures],
     written: Callable[[float], str],
     name: str | None = None,
 ) -> Iterator[Mark]:
-    largest = column(spread.max for spread in spreads)
-    yield Band(epochs, column(spread.mean for spread in spreads), largest, style)
+    largest = run_files.column(spread.max for spread in spreads)
+    yield Band(epochs, run_files.column(spread.mean for spread in spreads), largest, style)
     label = f"{name or style} ({written(largest[-1])})"
     yield Line(epochs, largest, style, label, True, written)
 
@@ -183,7 +178,7 @@ def _remark(attack: str) -> str:
     return "oracle" if is_oracle(attack) else ""
 
 
-def _epoch_axis(epochs: Sequence[Numbers]) -> Axis:
+def _epoch_axis(epochs: Sequence[run_files.Numbers]) -> Axis:
     last = max(2, *(int(one.max(initial=1)) for one in epochs))
     unit = math.ceil(last / 8)
     ticks = [1, *(tick for tick in range(unit, last + 1, unit) if tick > 1)]

@@ -15,16 +15,8 @@ import numpy.typing as npt
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.figures import LedgerFigures
+from splitveil.common.record import run_record
 from splitveil.common.record.lines import EvaluationLine, LeakLine, TrainingLine
-from splitveil.common.record.run_record import (
-    METRICS,
-    Metrics,
-    find_ledger_ahead,
-    find_summary,
-    has_summary,
-    read_metrics,
-    text_of,
-)
 from splitveil.common.record.summary import Summary
 from splitveil.common.text.files import why_unreadable
 from splitveil.common.text.yaml_text import RESOLVED, load_yaml
@@ -40,7 +32,7 @@ class PartyFiles(NamedTuple):
     settings: Mapping[str, Any]
     summary: Summary  # empty if the run has not ended
     has_ended: bool
-    metrics: Metrics
+    metrics: run_record.Metrics
     ledger_ahead: LedgerFigures | None = None  # on answers after the point resumed from
 
     def setting(self, *path: str) -> Any:
@@ -85,9 +77,9 @@ def read_run(run_dir: Path) -> RunFiles:
     folder = run_dir if (run_dir / _ACTIVE).is_dir() else run_dir.resolve().parent
     if run_dir != folder and run_dir.resolve().name != _ACTIVE:
         folder = run_dir
-    if not (folder / _ACTIVE / METRICS).is_file():
+    if not (folder / _ACTIVE / run_record.METRICS).is_file():
         gone = "" if run_dir.exists() else f": {why_unreadable(run_dir, FileNotFoundError())}"
-        expected = f"expected a run's folder, with active/{METRICS} in it"
+        expected = f"expected a run's folder, with active/{run_record.METRICS} in it"
         raise SettingsError(f"{run_dir}: {expected}{gone}")
     active = _read_party(folder / _ACTIVE)
     contract = _mapping(active.settings.get("contract"))
@@ -184,7 +176,7 @@ def _read_passives(
     declared = contract.get("passive_parties") or []
     for name in map(str, declared) if len(declared) > 1 else (_ALONE,):
         # The summary is written last: without one the party still runs, or was stopped.
-        if name != Path(name).name or not has_summary(folder / name):
+        if name != Path(name).name or not run_record.has_summary(folder / name):
             continue
         passive = _read_party(folder / name)
         found, expected = passive.summary.counts, active.summary.counts
@@ -193,21 +185,21 @@ def _read_passives(
 
 
 def _read_party(folder: Path) -> PartyFiles:
-    summary = find_summary(folder)
+    summary = run_record.find_summary(folder)
     return PartyFiles(
         folder,
         folder.name,
         _settings_of(folder),
         Summary() if summary is None else summary,
         summary is not None,
-        read_metrics(folder),
-        find_ledger_ahead(folder),
+        run_record.read_metrics(folder),
+        run_record.find_ledger_ahead(folder),
     )
 
 
 def _settings_of(folder: Path) -> Mapping[str, Any]:
     path = folder / "settings.yaml"
-    return _mapping(load_yaml(text_of(path) or "{}", str(path), RESOLVED))
+    return _mapping(load_yaml(run_record.text_of(path) or "{}", str(path), RESOLVED))
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

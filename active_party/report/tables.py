@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from splitveil.active_party.report import run_files
 from splitveil.active_party.report.bounds import bounds_of
 from splitveil.active_party.report.figures import (
     ABSENT,
@@ -14,13 +15,6 @@ from splitveil.active_party.report.figures import (
     count,
     estimate_of,
     figure,
-)
-from splitveil.active_party.report.run_files import (
-    PartyFiles,
-    RunFiles,
-    num_classes,
-    test_lines,
-    undefended_beside,
 )
 from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
 from splitveil.common.errors import SettingsError
@@ -45,7 +39,7 @@ def leak_rows(findings: Sequence[MeasuredAttack]) -> Iterator[TableRow]:
         yield TableRow((*where, *figures), found.beats_chance)
 
 
-def run_levels(run: RunFiles) -> dict[tuple[str, str], RunFigures]:
+def run_levels(run: run_files.RunFiles) -> dict[tuple[str, str], RunFigures]:
     """Return (layer, attack) -> figures of the attacks on the gradients of all epochs together."""
     found: dict[tuple[str, str], RunFigures] = {}
     for party in run.parties:
@@ -55,7 +49,7 @@ def run_levels(run: RunFiles) -> dict[tuple[str, str], RunFigures]:
     return found
 
 
-def run_level_rows(run: RunFiles) -> Iterator[TableRow]:
+def run_level_rows(run: run_files.RunFiles) -> Iterator[TableRow]:
     """Yield the table of attacks on the whole run; with more than two classes, with the worst pair.
 
     The last three figures are the true positive rates at false positive rates of 0.1 % and 1 %, and
@@ -67,14 +61,14 @@ def run_level_rows(run: RunFiles) -> Iterator[TableRow]:
             for attack, found in attacks.items():
                 pairs.setdefault((party.layer(name), attack), " and ".join(found.worst_pair))
     for (layer, attack), one in run_levels(run).items():
-        pair = [pairs.get((layer, attack), "")] if num_classes(run) > 2 else []
+        pair = [pairs.get((layer, attack), "")] if run_files.num_classes(run) > 2 else []
         interval = f"{figure(one.low)} to {figure(one.high)}"
         points = map(figure, (one.tpr_at_per_mille, one.tpr_at_percent, one.precision_at_100))
         of_attack = (layer, attack, needs_of(attack), *pair, figure(one.auc))
         yield TableRow((*of_attack, interval, count(one.examples), *points))
 
 
-def completion_in_words(run: RunFiles) -> list[str]:
+def completion_in_words(run: run_files.RunFiles) -> list[str]:
     """Say what heads with known labels read from the trained bottom model's activations."""
     found: dict[tuple[str, str], RunFigures] = {}
     for party in (*run.passives, run.active):  # a passive party has its features to compare with
@@ -93,7 +87,7 @@ def completion_in_words(run: RunFiles) -> list[str]:
     ]
 
 
-def test_rows(run: RunFiles) -> Iterator[tuple[str, str]]:
+def test_rows(run: run_files.RunFiles) -> Iterator[tuple[str, str]]:
     """Yield what the model is worth on test rows, and what it has to beat."""
     model = run.active.summary.of_active.model
     if (number := model.test_number) is not None:
@@ -114,17 +108,19 @@ def test_rows(run: RunFiles) -> Iterator[tuple[str, str]]:
         yield "test calibration error (ECE)", figure(model.test_calibration_error)
 
 
-def auc_in_words(run: RunFiles, predictions: StoredPredictions | None, digits: int = 4) -> str:
+def auc_in_words(
+    run: run_files.RunFiles, predictions: StoredPredictions | None, digits: int = 4
+) -> str:
     """Return a run's test AUC, with its interval where its predictions were kept."""
     auc = run.active.summary.of_active.model.test_auc
-    auc = next((line.auc for line in test_lines(run)[-1:]), None) if auc is None else auc
+    auc = next((line.auc for line in run_files.test_lines(run)[-1:]), None) if auc is None else auc
     found = None if auc is None else estimate_of(auc, predictions)
     return figure(auc, digits) if found is None else found.in_words(digits)
 
 
-def _undefended_auc(run: RunFiles, own: StoredPredictions) -> float | None:
+def _undefended_auc(run: run_files.RunFiles, own: StoredPredictions) -> float | None:
     with suppress(SettingsError):  # a damaged run beside this one
-        for folder in undefended_beside(run):
+        for folder in run_files.undefended_beside(run):
             summary, other = find_summary(folder), read_predictions(folder)
             if summary is None or other is None or other.training_rows != own.training_rows:
                 continue
@@ -133,7 +129,7 @@ def _undefended_auc(run: RunFiles, own: StoredPredictions) -> float | None:
     return None
 
 
-def pair_rows(run: RunFiles) -> Iterator[TableRow]:
+def pair_rows(run: run_files.RunFiles) -> Iterator[TableRow]:
     """Yield the worst pair of each attack on single batches, on average."""
     for party in run.parties:
         for layer, attack, found in _of_batches(party):
@@ -143,7 +139,7 @@ def pair_rows(run: RunFiles) -> Iterator[TableRow]:
             yield TableRow((party.name, layer, attack, pair[0], *map(figure, pair[1:]), *of_class))
 
 
-def class_rows(run: RunFiles) -> Iterator[TableRow]:
+def class_rows(run: run_files.RunFiles) -> Iterator[TableRow]:
     """Yield a row per class: test AUC, and the largest leak AUC of an attack against the rest."""
     test_aucs = run.active.summary.of_active.model.test_auc_by_class or {}
     found = [
@@ -157,17 +153,17 @@ def class_rows(run: RunFiles) -> Iterator[TableRow]:
         yield TableRow((name, figure(test_auc), figure(leaks.get(worst)), worst))
 
 
-def _of_batches(party: PartyFiles) -> Iterator[tuple[str, str, ClassFigures]]:
+def _of_batches(party: run_files.PartyFiles) -> Iterator[tuple[str, str, ClassFigures]]:
     for name, attacks in _by_class(party).batches.items():
         for attack, found in attacks.items():
             yield party.layer(name), attack, found
 
 
-def _by_class(party: PartyFiles) -> LeakByClass:
+def _by_class(party: run_files.PartyFiles) -> LeakByClass:
     return party.summary.of_leak.by_class or LeakByClass({}, {})
 
 
-def alarm_rows(run: RunFiles) -> Iterator[TableRow]:
+def alarm_rows(run: run_files.RunFiles) -> Iterator[TableRow]:
     for line in run.active.metrics.of(AlarmLine):
         figures = map(figure, (line.figure.leak_auc, line.margin))
         bound = ABSENT if line.bound is None else auc_at_most(line.bound)
@@ -196,7 +192,7 @@ def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
             yield f"{prefix}{name}", setting_in_words(value)
 
 
-def bound_cells(run: RunFiles) -> dict[Adversary, str]:
+def bound_cells(run: run_files.RunFiles) -> dict[Adversary, str]:
     """Return the ledger's bound for the whole run in words, for each adversary class."""
     cells = {
         peers: f"≤ {auc_at_most(bound)}" if bound < 1 else "none"

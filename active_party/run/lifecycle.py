@@ -19,28 +19,16 @@ from splitveil.active_party.run.preparation import (
 )
 from splitveil.active_party.run.questions import AnsweredQuestions, run_secret
 from splitveil.active_party.run.stages import RunStages, Stage
-from splitveil.common.errors import (
-    BudgetExhausted,
-    NotOpen,
-    OtherAnswer,
-    PeerError,
-    SplitveilError,
-    StorageError,
-)
+from splitveil.common import errors
 from splitveil.common.record.answer_log import AnswerLog
 from splitveil.common.record.release_file import ReleaseFile
+from splitveil.common.run import progress
 from splitveil.common.run.course import Batch
 from splitveil.common.run.phases import Phase
-from splitveil.common.run.progress import (
-    CheckpointStore,
-    RunIdentity,
-    State,
-    refusing_other_versions,
-)
 from splitveil.common.run.sample_order import joint_seed
 
 
-class ActiveStore(CheckpointStore, Protocol):
+class ActiveStore(progress.CheckpointStore, Protocol):
     """Keeps checkpoints, and the log of answers."""
 
     def refuse_if_answered(self) -> None:
@@ -84,7 +72,7 @@ class Lifecycle:
         self.has_survey = rules.has_survey
         """Whether a new run begins with a survey of the training rows' activations."""
         self.run = run
-        self.error: SplitveilError | None = None
+        self.error: errors.SplitveilError | None = None
         self.parties = PassivePeers(contract)
         self.stages = RunStages(self.parties)
         self.phase: Unaligned | Answering = Unaligned(rules.allowance.earlier)
@@ -109,7 +97,7 @@ class Lifecycle:
         if self.error is None or not any(party.has_opened for party in self.parties):
             return False
         # If a peer ended the run, only the others have to hear of it.
-        return self.parties.is_multi_party or not isinstance(self.error, PeerError)
+        return self.parties.is_multi_party or not isinstance(self.error, errors.PeerError)
 
     # ---- refusals ----
 
@@ -117,7 +105,7 @@ class Lifecycle:
         """Refuse a message while this process has not opened the run with every party."""
         can_resume = self._store.keeps or self.parties.is_multi_party
         if can_resume and not self.parties.have_opened:
-            raise NotOpen(f"a message while {self.stages.current.value}")
+            raise errors.NotOpen(f"a message while {self.stages.current.value}")
 
     def refuse_if_ended(self) -> None:
         """Raise the error that has ended the run."""
@@ -145,7 +133,9 @@ class Lifecycle:
                 common.file_rows, seed, self._store, has_survey=survey
             )
             rows, data = setup.rows.file_rows, setup.trainer.data_digest
-            identity = RunIdentity(run.run_id, run.nonce, common.nonces, rows, data, survey)
+            identity = progress.RunIdentity(
+                run.run_id, run.nonce, common.nonces, rows, data, survey
+            )
             self._store.save_run(state_of(identity, secret, setup))
         self._announce(setup, seed)
         self._answer_with(setup, AnsweredQuestions(secret, self._store.new_answers()))
@@ -178,7 +168,7 @@ class Lifecycle:
         answering = self._answer_with(setup, questions)
         self.stages.move_to(Stage.REJOINING)
         state = self._store.load(checkpoints[-1])
-        with refusing_other_versions():
+        with progress.refusing_other_versions():
             answering.reopen(checkpoints[-1], state)
         if state["is_last"]:  # a peer may have everything that it needs, and never return
             for name in state["left"]:
@@ -208,9 +198,9 @@ class Lifecycle:
         for party in self.parties:
             party.stage = PartyStage.OPEN
 
-    def _restore(self, batch_number: int, state: State) -> None:
+    def _restore(self, batch_number: int, state: progress.State) -> None:
         answering = self.answering
-        with refusing_other_versions(), answering.changing():
+        with progress.refusing_other_versions(), answering.changing():
             answering.load_state_dict(batch_number, state)
             self.observer.load_state_dict(state["observer"])
         if answering.budget.accounts.is_behind:
@@ -224,7 +214,7 @@ class Lifecycle:
         with answering.phases(Phase.CHECKPOINT):
             answering.progress.save(self._state, soon=soon)
 
-    def _state(self) -> State:
+    def _state(self) -> progress.State:
         return self.answering.state_dict() | {"observer": self.observer.state_dict()}
 
     # ---- steps ----
@@ -234,8 +224,8 @@ class Lifecycle:
         try:
             with self.answering.phases(Phase.ANSWER):
                 replies = self.answering.answer(batch)
-        except (BudgetExhausted, OtherAnswer, StorageError) as error:
-            if isinstance(error, BudgetExhausted):
+        except (errors.BudgetExhausted, errors.OtherAnswer, errors.StorageError) as error:
+            if isinstance(error, errors.BudgetExhausted):
                 self._report_ledger(batch.epoch)
             self.end(error)
             raise
@@ -282,7 +272,7 @@ class Lifecycle:
 
     # ---- ending ----
 
-    def end(self, error: SplitveilError) -> None:
+    def end(self, error: errors.SplitveilError) -> None:
         """End the run early, with a checkpoint if its state is whole."""
         if self.stages.current.is_over:
             return
@@ -291,8 +281,8 @@ class Lifecycle:
             self.finish_step()
             if self.stages.current is Stage.TRAINING and self.answering.is_between_steps:
                 self.save()
-        except StorageError as unsaved:
-            if not isinstance(error, StorageError):
+        except errors.StorageError as unsaved:
+            if not isinstance(error, errors.StorageError):
                 unsaved.__context__ = error
                 self.error = unsaved
         finally:

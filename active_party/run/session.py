@@ -19,28 +19,14 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from splitveil.active_party.ledger.bounds import LeakBounds
+from splitveil.active_party.run import parties
 from splitveil.active_party.run.handshake import Handshakes
 from splitveil.active_party.run.lifecycle import ActiveStore, Lifecycle, OpenRun
 from splitveil.active_party.run.observer import SessionObserver
-from splitveil.active_party.run.parties import (
-    JointRows,
-    Pair,
-    PartyStage,
-    PassivePeer,
-    Reply,
-    names_of,
-)
 from splitveil.active_party.run.preparation import OwnRows, OwnRules, Preparation, TrainerFactory
 from splitveil.active_party.run.stages import Listening, Stage
+from splitveil.common import errors
 from splitveil.common.alignment.share import Share
-from splitveil.common.errors import (
-    AlignmentError,
-    NotOpen,
-    OthersAwaited,
-    OutOfStep,
-    PeerLeft,
-    SplitveilError,
-)
 from splitveil.common.record.run_store import NoStore
 from splitveil.common.run import messages
 from splitveil.common.run.contract import Contract
@@ -154,10 +140,10 @@ class ActiveSession:
         with self._stages:
             self.require_aligning(party=party)
             aligned = self.parties.named(party)
-            aligned.take_pair(Pair(file_rows, peer_nonce))
+            aligned.take_pair(parties.Pair(file_rows, peer_nonce))
             pairs = self.parties.pairs
             if len(pairs) == len(self.parties):
-                self.lifecycle.begin(JointRows.of(self.contract, pairs))
+                self.lifecycle.begin(parties.JointRows.of(self.contract, pairs))
 
     def share_of(self, party: str, timeout_s: float) -> Share | None:
         """Wait for the share that ends a party's alignment in a run with several of them."""
@@ -187,7 +173,7 @@ class ActiveSession:
             asking = self.parties.named(party)
             reply = self._ask(asking, activation, is_listening, is_training=True)
             if isinstance(reply, Course):
-                raise OutOfStep("a training activation where held-out rows are due")
+                raise errors.OutOfStep("a training activation where held-out rows are due")
             return reply
 
     def evaluate(
@@ -198,17 +184,17 @@ class ActiveSession:
             asking = self.parties.named(party)
             reply = self._ask(asking, activation, is_listening, is_training=False)
             if isinstance(reply, Answer):
-                raise OutOfStep("held-out rows where a training activation is due")
+                raise errors.OutOfStep("held-out rows where a training activation is due")
             return reply
 
     def _ask(
         self,
-        asking: PassivePeer,
+        asking: parties.PassivePeer,
         activation: Activation,
         is_listening: Listening,
         *,
         is_training: bool,
-    ) -> Reply:
+    ) -> parties.Reply:
         lifecycle = self.lifecycle
         lifecycle.finish_step()
         lifecycle.refuse_if_ended()
@@ -223,20 +209,20 @@ class ActiveSession:
         return (lifecycle.answer(batch) if is_training else lifecycle.evaluate(batch))[asking.index]
 
     def _wait_for_reply(
-        self, asking: PassivePeer, activation: Activation, is_listening: Listening
-    ) -> Reply:
-        def find() -> Reply | None:
+        self, asking: parties.PassivePeer, activation: Activation, is_listening: Listening
+    ) -> parties.Reply:
+        def find() -> parties.Reply | None:
             self.lifecycle.refuse_if_ended()
             reply = asking.reply_to(activation)
             if reply is None:
                 self.lifecycle.refuse_if_not_open()
                 if not asking.waits_for(activation.batch):
-                    raise OutOfStep("a question that was overtaken by the party's next one")
+                    raise errors.OutOfStep("a question that was overtaken by the party's next one")
             return reply
 
         reply = self._stages.wait_for_caller(find, is_listening)
         if reply is None:
-            raise NotOpen("a party gave up while it waited for others")
+            raise errors.NotOpen("a party gave up while it waited for others")
         return reply
 
     def finish_step(self) -> None:
@@ -265,7 +251,7 @@ class ActiveSession:
         """
         with self._stages:
             if run_id != self.run_id:
-                raise OutOfStep("a peer leaves another run than this one")
+                raise errors.OutOfStep("a peer leaves another run than this one")
             leaving = self.parties.named(party)
             leaving.say_goodbye()
             self._stages.wake()
@@ -282,26 +268,28 @@ class ActiveSession:
                 return True
             is_finished = self._stages.current is Stage.FINISHED
             if not is_finished or any(
-                party.stage is PartyStage.RETURNING for party in self.parties
+                party.stage is parties.PartyStage.RETURNING for party in self.parties
             ):
-                raise NotOpen("a leave request while another party is resuming")
+                raise errors.NotOpen("a leave request while another party is resuming")
             return None
 
         if not self._stages.wait_for_caller(have_left, is_listening, FAREWELL_WAIT_S):
             missing = [party for party in self.parties if not party.has_left]
-            raise OthersAwaited(f"waits for the goodbye of passive party {names_of(missing)}")
+            raise errors.OthersAwaited(
+                f"waits for the goodbye of passive party {parties.names_of(missing)}"
+            )
 
-    def end(self, error: SplitveilError) -> None:
+    def end(self, error: errors.SplitveilError) -> None:
         """End the run early; every later call of a peer gets this error's status."""
         with self._stages:
             self.lifecycle.end(error)
 
 
-def _error_of(reason: LeaveReason, who: str) -> SplitveilError:
+def _error_of(reason: LeaveReason, who: str) -> errors.SplitveilError:
     match reason:
         case LeaveReason.ALIGNMENT_FAILED:
-            return AlignmentError(f"{who} found no usable intersection of the ids")
+            return errors.AlignmentError(f"{who} found no usable intersection of the ids")
         case LeaveReason.INTERRUPTED:
-            return PeerLeft(f"{who} was stopped by a person or a supervisor")
+            return errors.PeerLeft(f"{who} was stopped by a person or a supervisor")
         case _:
-            return PeerLeft(f"{who} ended the run before its last step")
+            return errors.PeerLeft(f"{who} ended the run before its last step")

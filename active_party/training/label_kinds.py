@@ -14,14 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from splitveil.active_party.defenses.objective import (
-    BatchLabels,
-    StepOutcome,
-    TopModel,
-    descend,
-    residuals_of,
-    shares_of,
-)
+from splitveil.active_party.defenses import objective
 from splitveil.active_party.training.predictions import (
     LossWeights,
     PredictionFigures,
@@ -122,15 +115,15 @@ class NumberLabels(NamedTuple):
 
     def loss(self, outputs: Tensor, labels: Tensor, weights: LossWeights) -> Tensor:
         """Return the mean squared error, in units of the squared range."""
-        squares = residuals_of(outputs, labels).square()
+        squares = objective.residuals_of(outputs, labels).square()
         return (squares if weights.of_rows is None else weights.of_rows * squares).mean()
 
     def predicted(self, outputs: Tensor) -> Tensor:
-        return shares_of(outputs)
+        return objective.shares_of(outputs)
 
     def measure(self, outputs: Tensor, labels: Tensor) -> PredictionFigures:
         labels, width = labels.double(), self.within.width
-        errors = shares_of(outputs.double()) - labels
+        errors = objective.shares_of(outputs.double()) - labels
         of_constant = self.mean_share - labels
         spread = float((labels - labels.mean()).square().sum())
         unexplained = float(errors.square().sum())
@@ -146,7 +139,7 @@ class NumberLabels(NamedTuple):
 
     def agreement(self, outputs: Tensor, targets: Tensor) -> float:
         """Return the root mean square of predictions less targets, with a minus sign."""
-        return -_root_mean_square(shares_of(outputs).double() - targets.double())
+        return -_root_mean_square(objective.shares_of(outputs).double() - targets.double())
 
 
 def kind_of(settings: DataSettings, mean_share: float = math.nan) -> LabelKind:
@@ -164,7 +157,7 @@ class OrdinaryObjective:
 
     def __init__(
         self,
-        top: TopModel,
+        top: objective.TopModel,
         *,
         learns_targets: bool = True,
         class_weights: Tensor | None = None,
@@ -180,7 +173,9 @@ class OrdinaryObjective:
         self._class_weights = class_weights
         self._kind = kind
 
-    def compute(self, activation: Tensor, own: Features | None, labels: BatchLabels) -> StepOutcome:
+    def compute(
+        self, activation: Tensor, own: Features | None, labels: objective.BatchLabels
+    ) -> objective.StepOutcome:
         """Compute the gradient at the cut layer, and nothing else.
 
         The model's own gradients follow in ``learn``, so that the peer need not wait for them.
@@ -194,10 +189,10 @@ class OrdinaryObjective:
         (raw,) = torch.autograd.grad(loss, activation, retain_graph=True)
         if not self._learns_targets:
             loss = kind.loss(outputs, labels.true, weights)
-        return StepOutcome(raw, kind.predicted(outputs.detach()), loss, logits=outputs)
+        return objective.StepOutcome(raw, kind.predicted(outputs.detach()), loss, logits=outputs)
 
-    def learn(self, outcome: StepOutcome, /) -> None:
-        descend(outcome.loss, self._trained, self._optimizer)
+    def learn(self, outcome: objective.StepOutcome, /) -> None:
+        objective.descend(outcome.loss, self._trained, self._optimizer)
         self.schedule.step()
 
     def state_dict(self) -> State:

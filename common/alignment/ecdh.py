@@ -36,13 +36,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from splitveil.common.alignment import ristretto
-from splitveil.common.alignment.agreement import (
-    check_agreed,
-    check_done,
-    check_hello,
-    number_of_exchange,
-)
+from splitveil.common.alignment import agreement, ristretto
 from splitveil.common.alignment.buckets import buckets_of, padded_size, secret_order
 from splitveil.common.alignment.common_tags import common_tags
 from splitveil.common.alignment.store import (
@@ -256,7 +250,7 @@ class EcdhExchange:
             case "tags":
                 return self._tags.receive(frame.tags)
             case "done":
-                check_done(self._own_done, self._peer_done, frame.done)
+                agreement.check_done(self._own_done, self._peer_done, frame.done)
                 self._peer_done = frame.done
             case _:
                 raise InvalidMessage("the alignment frame is empty")
@@ -278,18 +272,18 @@ class EcdhExchange:
             f"{len(self._ids)} own ids, {'at most ' * (self._num_buckets > 1)}"
             f"{self.peer_set_size} ids of the other party, {found} in common"
         )
-        check_agreed(self._own_done, self._peer_done, counts, found, least)
+        agreement.check_agreed(self._own_done, self._peer_done, counts, found, least)
 
     def _receive_hello(self, peer: pb.AlignHello) -> None:
         if self._peer_hello is not None:
             raise OutOfStep("received a second alignment hello")
-        check_hello(self._hello, peer, self._max_set_size, self._num_buckets)
+        agreement.check_hello(self._hello, peer, self._max_set_size, self._num_buckets)
         self._peer_hello = peer
         point, resume = self._resume_point, peer.resume
         if point is not None and resume.exchange == point.state.exchange:
             self._resume(point, resume)
             return
-        self._exchange = number_of_exchange(self._hello, peer)
+        self._exchange = agreement.number_of_exchange(self._hello, peer)
         self._begin(0)
 
     def _begin(self, bucket: int) -> None:

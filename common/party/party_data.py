@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from splitveil.common.data import source_settings
 from splitveil.common.data.columns import WILDCARDS, almost_numbers
 from splitveil.common.data.converted import open_converted
 from splitveil.common.data.features import FeatureEncoder, Features, MappedFeatures, RowEncoder
@@ -20,13 +21,6 @@ from splitveil.common.data.id_forms import form_of
 from splitveil.common.data.kinds import open_source, text_file, with_advice
 from splitveil.common.data.sequences import TokenColumn, token_columns
 from splitveil.common.data.settings import DataSettings
-from splitveil.common.data.source_settings import (
-    CacheableSource,
-    CsvSource,
-    FileSource,
-    ParquetSource,
-    expand_path,
-)
 from splitveil.common.data.sources import list_rows
 from splitveil.common.data.stored_ids import ABSENT, IdIndex
 from splitveil.common.data.table import Table, read_table, table_of_ids
@@ -83,14 +77,14 @@ class PartyData:
         with with_advice(settings.source, base_dir):
             split_column = split.column if isinstance(split, ColumnSplit) else None
             source = settings.source
-            if isinstance(source, CacheableSource) and source.cache_dir is not None:
+            if isinstance(source, source_settings.CacheableSource) and source.cache_dir is not None:
                 with _conversion_bar(source) as progress:
                     table = open_converted(settings, base_dir, progress, split_column, id_rules)
             else:
-                if isinstance(source, CacheableSource):
+                if isinstance(source, source_settings.CacheableSource):
                     _suggest_a_cache(source, base_dir)
                 table = read_table(settings, base_dir, split_column, id_rules)
-            if isinstance(source, CsvSource):
+            if isinstance(source, source_settings.CsvSource):
                 for doubt in text_file(source, base_dir).doubts():
                     _logger.warning("%s: %s", table.source, doubt)
             _say_almost_numbers(table)
@@ -223,7 +217,9 @@ def open_earlier_model(settings: PartySettings) -> EarlierModel | None:
     """Open the model that a party's settings start from; None without one. Raises SettingsError."""
     if settings.initial_weights is None:
         return None
-    return EarlierModel.open(expand_path(SETTING, settings.initial_weights, settings.base_dir))
+    return EarlierModel.open(
+        source_settings.expand_path(SETTING, settings.initial_weights, settings.base_dir)
+    )
 
 
 def _joined(ids: Sequence[str]) -> Iterator[str]:
@@ -257,9 +253,9 @@ def _say_almost_numbers(table: Table) -> None:
         )
 
 
-def _suggest_a_cache(source: CacheableSource, base_dir: Path) -> None:
-    is_remote = isinstance(source, ParquetSource) and source.scheme is not None
-    if is_remote or not isinstance(source, FileSource):
+def _suggest_a_cache(source: source_settings.CacheableSource, base_dir: Path) -> None:
+    is_remote = isinstance(source, source_settings.ParquetSource) and source.scheme is not None
+    if is_remote or not isinstance(source, source_settings.FileSource):
         return
     path = source.resolve(base_dir)
     if path.is_file() and path.stat().st_size > LARGE_FILE_BYTES:
@@ -271,8 +267,8 @@ def _suggest_a_cache(source: CacheableSource, base_dir: Path) -> None:
 
 
 @contextmanager
-def _conversion_bar(source: CacheableSource) -> Iterator[Callable[[float], None]]:
-    name = source.path if isinstance(source, FileSource) else "the query's result"
+def _conversion_bar(source: source_settings.CacheableSource) -> Iterator[Callable[[float], None]]:
+    name = source.path if isinstance(source, source_settings.FileSource) else "the query's result"
     has_started = False
 
     def show(done_fraction: float) -> None:

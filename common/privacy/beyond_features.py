@@ -18,25 +18,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from splitveil.common.privacy import adjusted_auc, observational_audit
 from splitveil.common.privacy.accumulation import RunScores, combine_with_hints
-from splitveil.common.privacy.adjusted_auc import (
-    adjusted_leak_auc,
-    advantage_over,
-    informed,
-    placements,
-    rest_of,
-)
 from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, WITHOUT_GRADIENTS, RunAttackName
 from splitveil.common.privacy.cross_fitting import FeatureModels, Predictions, TooFewRows
 from splitveil.common.privacy.figures import AdjustedFigures, AdvantageFigures, BeyondFigures
 from splitveil.common.privacy.leakage import ClassIndices, Floats, OneClass, PairAucs, pair_aucs
 from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses
-from splitveil.common.privacy.observational_audit import (
-    ScoredRows,
-    choosing_half,
-    normal_scores,
-    observe_epsilon,
-)
 from splitveil.common.privacy.run_level import SEED
 
 
@@ -53,7 +41,7 @@ class Covariates(NamedTuple):
 class _PairScores(NamedTuple):
     attack: str
     target: int  # the class that counts as the positives
-    scored: ScoredRows
+    scored: observational_audit.ScoredRows
     by_each_kind: tuple[Floats, Floats]  # predictions by functions alone, and by trees alone
 
 
@@ -84,25 +72,25 @@ def measure_beyond_features(
         if name in pairs and (figure := _advantage(name, pairs[name], covariates)) is not None
     }
     audited = {name: pair.scored for name, pair in pairs.items() if name not in know_classes}
-    epsilon = observe_epsilon(models, audited)
+    epsilon = observational_audit.observe_epsilon(models, audited)
     leaks = [name for name in adjusted if name not in WITHOUT_GRADIENTS]
     if not leaks:
         return BeyondFigures(adjusted, advantage, epsilon, 0)
     strongest = pairs[max(leaks, key=lambda name: adjusted[name].value)]
     aucs = [
-        max(0.5, placements(by, strongest.scored.positive).auc)
+        max(0.5, adjusted_auc.placements(by, strongest.scored.positive).auc)
         for by in (strongest.scored.predictions, *strongest.by_each_kind)
     ]
     return BeyondFigures(adjusted, advantage, epsilon, len(strongest.scored.rows), *aucs)
 
 
-def adjusted_leak(models: FeatureModels, scored: ScoredRows) -> AdjustedFigures:
+def adjusted_leak(models: FeatureModels, scored: observational_audit.ScoredRows) -> AdjustedFigures:
     """Return the feature-adjusted leak AUC of an attack's scores. Raises ``OneClass``."""
     rows, scores, positive, predictions = scored
-    values = normal_scores(scores)
+    values = observational_audit.normal_scores(scores)
     explained = models.explained(values, rows)
-    known = informed(predictions, explained, positive)
-    return adjusted_leak_auc(rest_of(values, explained), positive, known)
+    known = adjusted_auc.informed(predictions, explained, positive)
+    return adjusted_auc.adjusted_leak_auc(adjusted_auc.rest_of(values, explained), positive, known)
 
 
 def _pairs(
@@ -112,7 +100,7 @@ def _pairs(
     classes: LabelClasses,
 ) -> Iterator[_PairScores]:
     """Yield each attack's scores of the two classes that it separates best."""
-    chooses = choosing_half(len(covariates.positions))
+    chooses = observational_audit.choosing_half(len(covariates.positions))
     for attack, by_target in attacks:
         known = [_on(covariates.positions, scores) for scores in by_target]
         pair = (1, 0)
@@ -131,7 +119,7 @@ def _pairs(
             continue
         of_both = [each[rows][:, [target, other]] for each in predicted]
         likely, *apart = [each[:, 0] / each.sum(axis=1) for each in of_both]
-        scored = ScoredRows(rows, scores, positive, likely)
+        scored = observational_audit.ScoredRows(rows, scores, positive, likely)
         yield _PairScores(attack, target, scored, (apart[0], apart[1]))
 
 
@@ -172,7 +160,7 @@ def _advantage(
         return None
     rows, scores, positive, _ = pair.scored
     if not attack.num_hints:
-        return advantage_over(np.zeros(len(scores)), scores, positive)
+        return adjusted_auc.advantage_over(np.zeros(len(scores)), scores, positive)
     prior = combine_with_hints(
         covariates.activations.astype(np.float64),
         (covariates.labels == pair.target).astype(np.int64),
@@ -184,6 +172,6 @@ def _advantage(
     own, others = prior
     chosen = others[rows]
     try:
-        return advantage_over(own[rows][chosen], scores[chosen], positive[chosen])
+        return adjusted_auc.advantage_over(own[rows][chosen], scores[chosen], positive[chosen])
     except OneClass:
         return None

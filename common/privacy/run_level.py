@@ -16,19 +16,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from splitveil.common.privacy import leakage
 from splitveil.common.privacy.accumulation import RunScores, combine_with_hints
 from splitveil.common.privacy.adjusted_auc import advantage_over, operating_points
 from splitveil.common.privacy.attacks import CUT, RUN_ATTACKS, RunAttackName
 from splitveil.common.privacy.figures import ClassFigures, RunFigures
 from splitveil.common.privacy.final_attacks import LastActivations, final_scores
 from splitveil.common.privacy.gathered_scores import GatheredLayer
-from splitveil.common.privacy.leakage import (
-    ClassIndices,
-    OneClass,
-    PairAucs,
-    leak_auc_interval,
-    pair_aucs,
-)
 from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses
 from splitveil.common.privacy.scoring import LayerScores
 from splitveil.common.privacy.tally import REMEMBERED_EPOCHS, by_layer
@@ -181,13 +175,13 @@ class RunAudit:
         for earlier in sorted(self._after_epoch)[:-REMEMBERED_EPOCHS]:
             del self._after_epoch[earlier]
 
-    def _labels_at(self, positions: npt.NDArray[np.int64]) -> ClassIndices:
+    def _labels_at(self, positions: npt.NDArray[np.int64]) -> leakage.ClassIndices:
         return self._labels.numpy()[positions].astype(np.int64)
 
-    def _aucs(self, scores: Sequence[RunScores]) -> PairAucs:
+    def _aucs(self, scores: Sequence[RunScores]) -> leakage.PairAucs:
         return aucs_of(scores, self._labels.numpy(), self._classes)
 
-    def _by_class(self, aucs: PairAucs, worst_pair: tuple[int, int]) -> ClassFigures:
+    def _by_class(self, aucs: leakage.PairAucs, worst_pair: tuple[int, int]) -> ClassFigures:
         names = self._classes.names
         leaks = aucs.leak().one_vs_rest.tolist()
         of_classes = dict(zip(names, map(as_number, leaks), strict=True))
@@ -237,18 +231,20 @@ class RunAudit:
 
 def aucs_of(
     scores: Sequence[RunScores], labels: npt.NDArray[np.integer], classes: LabelClasses
-) -> PairAucs:
+) -> leakage.PairAucs:
     """Measure one score for all classes, or one for each target; labels are of all examples."""
-    aucs = PairAucs.none(classes.num_classes)
+    aucs = leakage.PairAucs.none(classes.num_classes)
     for of_class, scored in zip(classes.of_scores(len(scores)), scores, strict=True):
         of_scored = labels[scored.positions].astype(np.int64)
-        aucs.put(pair_aucs(scored.scores, of_scored, classes.num_classes, of_class), of_class)
+        aucs.put(
+            leakage.pair_aucs(scored.scores, of_scored, classes.num_classes, of_class), of_class
+        )
     return aucs
 
 
 def run_level_leak(
     scores: Sequence[RunScores],
-    aucs: PairAucs,
+    aucs: leakage.PairAucs,
     labels: npt.NDArray[np.integer],
     classes: LabelClasses,
     alone: Sequence[RunScores] | None = None,
@@ -256,14 +252,14 @@ def run_level_leak(
     """Return the leak of the pair separated best, if any; ``alone`` are the scores on features."""
     try:
         first, second = aucs.worst_pair()
-    except OneClass:
+    except leakage.OneClass:
         return None
     number = first if classes.is_multi_class and len(scores) > 1 else 0
     scored = scores[number]
     of_scored = labels[scored.positions]
     of_pair = (of_scored == first) | (of_scored == second)
     chosen, positive = scored.scores[of_pair], of_scored[of_pair] == first
-    measured = leak_auc_interval(chosen, positive, np.random.default_rng(SEED))
+    measured = leakage.leak_auc_interval(chosen, positive, np.random.default_rng(SEED))
     of_features = None if alone is None else alone[number].scores[of_pair]
     over = None if of_features is None else advantage_over(of_features, chosen, positive)
     points = operating_points(chosen, positive)

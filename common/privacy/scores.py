@@ -22,15 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from splitveil.common.privacy.gradient_rows import (
-    Gradients,
-    direction_of,
-    in_unit,
-    prepared,
-    rows_together,
-    scaled,
-    unit_rows,
-)
+from splitveil.common.privacy import gradient_rows
 from splitveil.common.privacy.top_direction import (
     nearness,
     settled_centres,
@@ -52,16 +44,16 @@ class KnownClasses(NamedTuple):
     positives: Tensor  # (positives, ...), at least one
 
 
-def norm(gradients: Gradients) -> Tensor:
+def norm(gradients: gradient_rows.Gradients) -> Tensor:
     """Score each example by the Euclidean norm of its gradient."""
-    known = prepared(gradients)
-    return in_unit(known.lengths, known.unit)
+    known = gradient_rows.prepared(gradients)
+    return gradient_rows.in_unit(known.lengths, known.unit)
 
 
-def cosine(gradients: Gradients, reference: Tensor) -> Tensor:
+def cosine(gradients: gradient_rows.Gradients, reference: Tensor) -> Tensor:
     """Score each example by the cosine with a positive's gradient; 0 where either is zero."""
-    known = prepared(gradients)
-    direction = direction_of(reference, known.rows.device)
+    known = gradient_rows.prepared(gradients)
+    direction = gradient_rows.direction_of(reference, known.rows.device)
     lengths = known.lengths * torch.linalg.vector_norm(direction)
     inner = known.rows @ direction
     # A length of zero makes the product zero, too.
@@ -69,41 +61,41 @@ def cosine(gradients: Gradients, reference: Tensor) -> Tensor:
     return cosines.clamp_(-1.0, 1.0)
 
 
-def cosine_majority(gradients: Gradients) -> Tensor:
+def cosine_majority(gradients: gradient_rows.Gradients) -> Tensor:
     """Score each example by how few of up to 2,048 voters' gradients point in its direction.
 
     Values in [-1, 0]; -1/2 where the gradient is zero.
     """
-    rows = prepared(gradients).rows
+    rows = gradient_rows.prepared(gradients).rows
     voters = rows[:: -(-len(rows) // _MAX_VOTERS)]
     agrees = (rows @ voters.T > 0).sum(dim=1)
     share = -agrees.double() / max(len(voters), 1)
     return torch.where((rows != 0).any(dim=1), share, -0.5)
 
 
-def hint_inner_product(gradients: Gradients, hints: Tensor) -> Tensor:
+def hint_inner_product(gradients: gradient_rows.Gradients, hints: Tensor) -> Tensor:
     """Score each example by its largest inner product with a known positive's gradient."""
-    (rows, known), unit = rows_together(gradients, hints)
-    return in_unit(in_unit((rows @ known.T).amax(dim=1), unit), unit)
+    (rows, known), unit = gradient_rows.rows_together(gradients, hints)
+    return gradient_rows.in_unit(gradient_rows.in_unit((rows @ known.T).amax(dim=1), unit), unit)
 
 
-def hint_distance(gradients: Gradients, hints: Tensor) -> Tensor:
+def hint_distance(gradients: gradient_rows.Gradients, hints: Tensor) -> Tensor:
     """Score each example by minus its smallest distance to a known positive's gradient."""
-    (rows, known), unit = rows_together(gradients, hints)
-    return in_unit(-_nearest(rows, known), unit)
+    (rows, known), unit = gradient_rows.rows_together(gradients, hints)
+    return gradient_rows.in_unit(-_nearest(rows, known), unit)
 
 
-def mean(gradients: Gradients, classes: KnownClasses) -> Tensor:
+def mean(gradients: gradient_rows.Gradients, classes: KnownClasses) -> Tensor:
     """Score each example by how much nearer it is to the positives' mean than the negatives'."""
     return _nearer_to_positives(gradients, classes, lambda rows: rows.mean(dim=0))
 
 
-def median(gradients: Gradients, classes: KnownClasses) -> Tensor:
+def median(gradients: gradient_rows.Gradients, classes: KnownClasses) -> Tensor:
     """Score as `mean` does, with the classes' coordinate-wise medians."""
     return _nearer_to_positives(gradients, classes, _medians)
 
 
-def lda(gradients: Gradients, classes: KnownClasses) -> Tensor:
+def lda(gradients: gradient_rows.Gradients, classes: KnownClasses) -> Tensor:
     """Score each example by Fisher's linear discriminant: the best direction for normal noise.
 
     The pooled covariance S is shrunk towards its mean variance, by d / (n + d) for n gradients of
@@ -112,20 +104,20 @@ def lda(gradients: Gradients, classes: KnownClasses) -> Tensor:
 
     Scores in a unit of their own.
     """
-    (rows, negatives, positives), _ = rows_together(gradients, *classes)
+    (rows, negatives, positives), _ = gradient_rows.rows_together(gradients, *classes)
     centre_0, centre_1 = negatives.mean(dim=0), positives.mean(dim=0)
-    within, _ = scaled(torch.cat([negatives - centre_0, positives - centre_1]))
-    between, _ = scaled(centre_1 - centre_0)
+    within, _ = gradient_rows.scaled(torch.cat([negatives - centre_0, positives - centre_1]))
+    between, _ = gradient_rows.scaled(centre_1 - centre_0)
     largest = torch.finfo(torch.float64).max
     return (rows @ _discriminant(within, between)).clamp(-largest, largest)
 
 
-def spectral(gradients: Gradients) -> Tensor:
+def spectral(gradients: gradient_rows.Gradients) -> Tensor:
     """Score each example by its projection on the top direction, with the long tail up."""
-    return turned_by_skewness(prepared(gradients).top.projections)
+    return turned_by_skewness(gradient_rows.prepared(gradients).top.projections)
 
 
-def regress_out(gradients: Gradients, activations: Tensor) -> Tensor:
+def regress_out(gradients: gradient_rows.Gradients, activations: Tensor) -> Tensor:
     """Score each example by `spectral`, on the residual of its gradient given its activation.
 
     The prediction of a model of the activations does not depend on the example's label; the
@@ -133,30 +125,30 @@ def regress_out(gradients: Gradients, activations: Tensor) -> Tensor:
 
     Zeros if the activations, with a constant, explain everything.
     """
-    rows, unit = prepared(gradients).rows, prepared(gradients).unit
-    known, _ = scaled(activations.detach().flatten(start_dim=1).to(rows))
+    rows, unit = gradient_rows.prepared(gradients).rows, gradient_rows.prepared(gradients).unit
+    known, _ = gradient_rows.scaled(activations.detach().flatten(start_dim=1).to(rows))
     known = torch.cat([known, known.new_ones(len(known), 1)], dim=1)
     basis, strengths, _ = torch.linalg.svd(known, full_matrices=False)
     rounding = strengths.amax() * max(known.shape) * torch.finfo(known.dtype).eps
     basis = basis * (strengths > rounding)
     rest = rows - basis @ (basis.T @ rows)
     rest = torch.where(rest.abs() > _NEGLIGIBLE * rows.abs().amax(), rest, 0.0)
-    return in_unit(spectral(rest), unit)
+    return gradient_rows.in_unit(spectral(rest), unit)
 
 
-def kmeans(gradients: Gradients) -> Tensor:
+def kmeans(gradients: gradient_rows.Gradients) -> Tensor:
     """Score each example by how much nearer its direction is to the smaller of two clusters."""
-    return prepared(gradients).clusters.projections
+    return gradient_rows.prepared(gradients).clusters.projections
 
 
-def activation_kmeans(activations: Gradients) -> Tensor:
+def activation_kmeans(activations: gradient_rows.Gradients) -> Tensor:
     """Score each example by how much nearer it is to the smaller of two clusters of activations."""
-    rows, _ = scaled(prepared(activations).rows)
+    rows, _ = gradient_rows.scaled(gradient_rows.prepared(activations).rows)
     centred = rows - rows.mean(dim=0)
     return two_clusters(centred, top_direction_of_rows(centred).projections).projections
 
 
-def kmeans_hint(gradients: Gradients, hints: Tensor, other_hints: Tensor) -> Tensor:
+def kmeans_hint(gradients: gradient_rows.Gradients, hints: Tensor, other_hints: Tensor) -> Tensor:
     """Score each example by how much nearer its direction is to the known positive's cluster.
 
     k-means begins at one hint of each class, which names the clusters (Basu, Banerjee and Mooney,
@@ -164,24 +156,28 @@ def kmeans_hint(gradients: Gradients, hints: Tensor, other_hints: Tensor) -> Ten
 
     The first hint is used, and one gradient of each other class.
     """
-    (rows, known, others), _ = rows_together(gradients, hints[:1], other_hints)
-    directions = unit_rows(rows)
-    near = nearness(directions, settled_centres(directions, unit_rows(torch.cat([known, others]))))
+    (rows, known, others), _ = gradient_rows.rows_together(gradients, hints[:1], other_hints)
+    directions = gradient_rows.unit_rows(rows)
+    near = nearness(
+        directions, settled_centres(directions, gradient_rows.unit_rows(torch.cat([known, others])))
+    )
     return near[:, 0] - near[:, 1:].amax(dim=1)
 
 
-def nearest_hint(gradients: Gradients, hints: Tensor, other_hints: Tensor) -> Tensor:
+def nearest_hint(gradients: gradient_rows.Gradients, hints: Tensor, other_hints: Tensor) -> Tensor:
     """Score each example by its largest cosine with a known positive less that with others."""
-    (rows, known, others), _ = rows_together(gradients, hints, other_hints)
-    directions = unit_rows(rows)
-    with_positives = (directions @ unit_rows(known).T).amax(dim=1)
-    return with_positives - (directions @ unit_rows(others).T).amax(dim=1)
+    (rows, known, others), _ = gradient_rows.rows_together(gradients, hints, other_hints)
+    directions = gradient_rows.unit_rows(rows)
+    with_positives = (directions @ gradient_rows.unit_rows(known).T).amax(dim=1)
+    return with_positives - (directions @ gradient_rows.unit_rows(others).T).amax(dim=1)
 
 
-def activation_nearest_hint(activations: Gradients, hints: Tensor, other_hints: Tensor) -> Tensor:
+def activation_nearest_hint(
+    activations: gradient_rows.Gradients, hints: Tensor, other_hints: Tensor
+) -> Tensor:
     """Score each example by how much nearer its activation is to a known positive's."""
-    (rows, known, others), unit = rows_together(activations, hints, other_hints)
-    return in_unit(_nearest(rows, others) - _nearest(rows, known), unit)
+    (rows, known, others), unit = gradient_rows.rows_together(activations, hints, other_hints)
+    return gradient_rows.in_unit(_nearest(rows, others) - _nearest(rows, known), unit)
 
 
 def _discriminant(within: Tensor, between: Tensor) -> Tensor:
@@ -202,11 +198,11 @@ def _discriminant(within: Tensor, between: Tensor) -> Tensor:
 
 
 def _nearer_to_positives(
-    gradients: Gradients, classes: KnownClasses, centre: Callable[[Tensor], Tensor]
+    gradients: gradient_rows.Gradients, classes: KnownClasses, centre: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    (rows, negatives, positives), unit = rows_together(gradients, *classes)
+    (rows, negatives, positives), unit = gradient_rows.rows_together(gradients, *classes)
     nearer = _distances(rows, centre(negatives)) - _distances(rows, centre(positives))
-    return in_unit(nearer, unit)
+    return gradient_rows.in_unit(nearer, unit)
 
 
 def _nearest(rows: Tensor, hints: Tensor) -> Tensor:

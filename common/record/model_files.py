@@ -28,12 +28,7 @@ from splitveil.common.data.source_settings import expand_path
 from splitveil.common.data.table import Table
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import CustomModel, ModelSettings
-from splitveil.common.record.run_folder import (
-    checkpoint_folder,
-    delete,
-    write_bytes_atomically,
-    write_json_atomically,
-)
+from splitveil.common.record import run_folder
 from splitveil.common.run.contract import Contract, first_difference
 from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.run.state_bytes import is_finite, plain_tensors
@@ -53,9 +48,9 @@ def save_model(
     encoder: FeatureEncoder | None,
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
-    checkpoint = checkpoint_folder(folder)
+    checkpoint = run_folder.checkpoint_folder(folder)
     if encoder is not None:
-        write_json_atomically(checkpoint / ENCODER, encoder.state())
+        run_folder.write_json_atomically(checkpoint / ENCODER, encoder.state())
     save_tensors(folder, WEIGHTS, model.state_dict(), metadata)
     return checkpoint
 
@@ -66,14 +61,14 @@ def save_tensors(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
-    path = checkpoint_folder(folder) / file_name
+    path = run_folder.checkpoint_folder(folder) / file_name
     said = None if metadata is None else dict(metadata)
-    write_bytes_atomically(path, save(plain_tensors(tensors), said))
+    run_folder.write_bytes_atomically(path, save(plain_tensors(tensors), said))
     return path
 
 
 def delete_saved(folder: Path, file_name: str) -> None:
-    delete(folder / "checkpoint" / file_name)
+    run_folder.delete(folder / "checkpoint" / file_name)
 
 
 SETTING = "initial_weights"

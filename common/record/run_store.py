@@ -20,14 +20,9 @@ from pathlib import Path
 from torch import Tensor
 
 from splitveil.common.errors import StorageError
+from splitveil.common.record import run_folder
 from splitveil.common.record.answer_log import AnswerLog
 from splitveil.common.record.release_file import RELEASES, ReleaseFile
-from splitveil.common.record.run_folder import (
-    checkpoint_folder,
-    delete,
-    storage_errors,
-    write_bytes_atomically,
-)
 from splitveil.common.run.progress import IMMUTABLE, State
 from splitveil.common.run.state_bytes import state_from_bytes, state_to_parts
 from splitveil.common.text.closing import Closing
@@ -61,7 +56,7 @@ def write_serialised(path: Path, content: Sequence[bytes]) -> None:
     digest = hashlib.sha256()
     for part in content:
         digest.update(part)
-    write_bytes_atomically(path, digest.digest(), *content, mode=0o600)
+    run_folder.write_bytes_atomically(path, digest.digest(), *content, mode=0o600)
 
 
 def read_state(path: Path) -> State:
@@ -178,8 +173,8 @@ class RunStore(Closing):
     def save_run(self, state: State) -> None:
         """Start a run: keep its constants, and delete everything of earlier runs."""
         self.forget()
-        delete(self._folder / RELEASES)
-        checkpoint_folder(self._folder.parent)
+        run_folder.delete(self._folder / RELEASES)
+        run_folder.checkpoint_folder(self._folder.parent)
         write_serialised(self._folder / RUN_STATE, serialised(state))
 
     def checkpoints(self) -> list[int]:
@@ -216,7 +211,7 @@ class RunStore(Closing):
             self._immutable.add(name)
         write_serialised(self._path(batch_number), content)
         for _, path in self._files()[: -self._keep]:
-            delete(path)
+            run_folder.delete(path)
         self._delete_halves()
 
     def _wait(self) -> None:
@@ -238,11 +233,11 @@ class RunStore(Closing):
             raise StorageError(f"{self._path(batch_number)}: cannot be read")
         for later, path in self._files():
             if later > batch_number:
-                delete(path)
+                run_folder.delete(path)
         return state
 
     def new_answers(self) -> AnswerLog:
-        path = checkpoint_folder(self._folder.parent) / ANSWERED
+        path = run_folder.checkpoint_folder(self._folder.parent) / ANSWERED
         self._answers = AnswerLog.create(path, self._questions_per_batch, self._run_name())
         return self._answers
 
@@ -259,7 +254,7 @@ class RunStore(Closing):
 
     def _run_name(self) -> bytes:
         path = self._folder / RUN_STATE
-        with storage_errors(path, "cannot be read"), path.open("rb") as file:
+        with run_folder.storage_errors(path, "cannot be read"), path.open("rb") as file:
             return file.read(DIGEST_BYTES)
 
     def forget(self) -> None:
@@ -267,8 +262,8 @@ class RunStore(Closing):
         self._answers = None
         self._immutable.clear()
         for path in [self._folder / RUN_STATE, *self._folder.glob("*.state")]:
-            delete(path)
-        delete(self._folder / ANSWERED)
+            run_folder.delete(path)
+        run_folder.delete(self._folder / ANSWERED)
         self._delete_halves()
 
     def forget_finished(self) -> None:
@@ -278,7 +273,7 @@ class RunStore(Closing):
         error would be started again, and would train from the beginning. Raises StorageError.
         """
         self._wait()
-        delete(self._folder / RUN_STATE)
+        run_folder.delete(self._folder / RUN_STATE)
         try:
             self.forget()
         except StorageError as error:
@@ -287,7 +282,7 @@ class RunStore(Closing):
     def _delete_halves(self) -> None:
         """Delete the half-written files of a process that was killed: they may contain secrets."""
         for path in self._folder.glob(".*.state.*.tmp"):
-            delete(path)
+            run_folder.delete(path)
 
     def _path(self, batch_number: int) -> Path:
         return self._folder / f"at-{batch_number:010d}.state"

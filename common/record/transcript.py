@@ -23,14 +23,8 @@ from typing import Any, Literal, NamedTuple
 from blake3 import blake3
 
 from splitveil.common.errors import StorageError
+from splitveil.common.record import transcript_lines
 from splitveil.common.record.run_folder import open_unbuffered_to_append, write_whole
-from splitveil.common.record.transcript_lines import (
-    AnsweredRequest,
-    Crossed,
-    OpeningLine,
-    Unreadable,
-    read_lines,
-)
 from splitveil.common.text.closing import Closing
 from splitveil.common.text.version import VERSION
 
@@ -77,7 +71,7 @@ class Transcript(Closing):
 
     def __init__(self, folder: Path, party: str) -> None:
         self._path = folder / FILE
-        self._waiting: deque[tuple[float, Crossing | AnsweredRequest]] = deque()
+        self._waiting: deque[tuple[float, Crossing | transcript_lines.AnsweredRequest]] = deque()
         self._queued_bytes = 0
         self._changed = threading.Condition()
         self._hurry = threading.Event()
@@ -111,7 +105,7 @@ class Transcript(Closing):
             if self._queued_bytes >= _HURRIED_BYTES:
                 self._hurry.set()
 
-    def note_answered(self, answered: AnsweredRequest) -> None:
+    def note_answered(self, answered: transcript_lines.AnsweredRequest) -> None:
         self.check()
         if not self._closed:
             with self._changed:
@@ -139,7 +133,7 @@ class Transcript(Closing):
             raise self._storage_error(self._error)
         logger.debug("transcript: %d entries, the last link is %s", self._number, self._link)
 
-    def _put(self, when: float, what: Crossing | AnsweredRequest) -> None:
+    def _put(self, when: float, what: Crossing | transcript_lines.AnsweredRequest) -> None:
         self._waiting.append((when, what))
         if len(self._waiting) == 1:
             self._changed.notify_all()
@@ -157,7 +151,7 @@ class Transcript(Closing):
                         self._queued_bytes -= len(what.data)
                         self._changed.notify_all()
 
-    def _gathered(self) -> list[tuple[float, Crossing | AnsweredRequest]]:
+    def _gathered(self) -> list[tuple[float, Crossing | transcript_lines.AnsweredRequest]]:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
         self._hurry.wait(_GATHERED_S)
@@ -169,8 +163,8 @@ class Transcript(Closing):
             self._waiting.clear()
         return entries
 
-    def _entry(self, what: Crossing | AnsweredRequest) -> dict[str, Any]:
-        if isinstance(what, AnsweredRequest):
+    def _entry(self, what: Crossing | transcript_lines.AnsweredRequest) -> dict[str, Any]:
+        if isinstance(what, transcript_lines.AnsweredRequest):
             return {"event": "answered"} | what.model_dump(exclude_none=True)
         return self._crossing(what)
 
@@ -227,17 +221,17 @@ def verify(path: Path) -> Verified | Broken:
     link, starts, number = _FIRST_LINK, 0, 0
     party: str | None = None
     crossings: dict[str | None, Counter[Noted]] = {}
-    for number, (line, entry) in enumerate(read_lines(path), start=1):
-        if isinstance(entry, Unreadable):
+    for number, (line, entry) in enumerate(transcript_lines.read_lines(path), start=1):
+        if isinstance(entry, transcript_lines.Unreadable):
             return Broken(number, entry.reason)
         if entry.link != link:
             return Broken(number, "the link does not match the previous line")
         if entry.number != number - 1:
             return Broken(number, f"expected number {number - 1}, got {entry.number}")
         link = hashlib.sha256(line).hexdigest()
-        if isinstance(entry, OpeningLine):
+        if isinstance(entry, transcript_lines.OpeningLine):
             starts, party = starts + 1, entry.party
-        elif isinstance(entry, Crossed):
+        elif isinstance(entry, transcript_lines.Crossed):
             noted = (entry.direction, entry.kind, entry.epoch, entry.step, entry.digest)
             crossings.setdefault(entry.party, Counter())[noted] += 1
     return Verified(number, starts, link, party, crossings)

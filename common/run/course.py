@@ -9,20 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitveil.common.errors import AlignmentError, DataError
+from splitveil.common.run import sample_order
 from splitveil.common.run.contract import DTYPE_BYTES, ColumnSplit, Contract, HashSplit
 from splitveil.common.run.messages import BatchId
-from splitveil.common.run.sample_order import (
-    SPLITS,
-    PassName,
-    Positions,
-    SampleOrder,
-    SplitName,
-    in_common_order,
-    rows_digest,
-    split_rows,
-)
 
-HELD_OUT: tuple[SplitName, ...] = ("validation", "test")
+HELD_OUT: tuple[sample_order.SplitName, ...] = ("validation", "test")
 
 MAX_EVALUATIONS_AHEAD = 16
 EVALUATION_BYTES_AHEAD = 4 * 1024 * 1024  # what a line of 1 Gbit/s and a round trip of 30 ms holds
@@ -35,11 +26,11 @@ class AlignedRows:
     A *position* is an index into this order and means the same example at every party.
     """
 
-    file_rows: Positions  # row of this party's own file at each position, (aligned,)
-    splits: dict[SplitName, Positions]
+    file_rows: sample_order.Positions  # row of this party's own file at each position, (aligned,)
+    splits: dict[sample_order.SplitName, sample_order.Positions]
     """Positions of each split; disjoint, and together all positions."""
 
-    order: SampleOrder  # the order of the training positions in each epoch
+    order: sample_order.SampleOrder  # the order of the training positions in each epoch
     id_digests: NDArray[np.uint8]
     """Digest of the id at each position, keyed with the joint seed, (aligned, 16)."""
 
@@ -52,7 +43,7 @@ class AlignedRows:
         contract: Contract,
         joint_seed: bytes,
         ids: Sequence[str],
-        file_rows: Positions,
+        file_rows: sample_order.Positions,
         file_splits: NDArray[np.int8] | None = None,
         *,
         has_survey: bool = False,
@@ -62,10 +53,12 @@ class AlignedRows:
         ``file_splits`` has the index into ``SPLITS`` of every row of the file, if a column splits
         them.
         """
-        file_rows, digests = in_common_order(ids, file_rows, joint_seed)
+        file_rows, digests = sample_order.in_common_order(ids, file_rows, joint_seed)
         match contract.split:
             case HashSplit() as shares:
-                splits = split_rows(digests, shares.train, shares.validation, shares.test)
+                splits = sample_order.split_rows(
+                    digests, shares.train, shares.validation, shares.test
+                )
                 wanted = {name for name in splits if getattr(shares, name)}
             case ColumnSplit() as split:
                 splits = _by_column(split, file_rows, file_splits)
@@ -78,7 +71,7 @@ class AlignedRows:
                 f"{len(splits['train'])} training rows do not fill a batch of "
                 f"{contract.batch_size}, and drop_last is on"
             )
-        samples = SampleOrder(
+        samples = sample_order.SampleOrder(
             joint_seed, splits["train"], contract.batch_size, drop_last=contract.drop_last
         )
         return cls(file_rows, splits, samples, digests, has_survey)
@@ -87,21 +80,23 @@ class AlignedRows:
         """Return the number of training steps of the whole run, unless it stops early."""
         return self.order.steps_per_epoch * contract.epochs
 
-    def digest_of(self, positions: Positions) -> bytes:
+    def digest_of(self, positions: sample_order.Positions) -> bytes:
         """Digest the ids at some positions, in this order; equal at parties that mean the same."""
-        return rows_digest(self.id_digests.take(positions, axis=0))
+        return sample_order.rows_digest(self.id_digests.take(positions, axis=0))
 
     def __len__(self) -> int:
         return len(self.file_rows)
 
 
 def _by_column(
-    split: ColumnSplit, file_rows: Positions, file_splits: NDArray[np.int8] | None
-) -> dict[SplitName, Positions]:
+    split: ColumnSplit, file_rows: sample_order.Positions, file_splits: NDArray[np.int8] | None
+) -> dict[sample_order.SplitName, sample_order.Positions]:
     if file_splits is None:
         raise DataError(f"contract.split: this party's table was read without {split.column!r}")
     said = file_splits[file_rows]
-    train, validation, test = (np.flatnonzero(said == index) for index in range(len(SPLITS)))
+    train, validation, test = (
+        np.flatnonzero(said == index) for index in range(len(sample_order.SPLITS))
+    )
     return {"train": train, "validation": validation, "test": test}
 
 
@@ -113,15 +108,15 @@ def batch_in_words(epoch: int, step: int) -> str:
 @dataclass(frozen=True)
 class Batch:
     epoch: int
-    split: PassName
+    split: sample_order.PassName
     step: int  # number of the batch within the epoch's split, from 0
-    positions: Positions
+    positions: sample_order.Positions
     digest: bytes  # keyed digest of the rows' ids
     closes_split: bool  # whether it is the last batch of its split in this epoch
     closes_epoch: bool  # whether it is the last batch of its epoch
 
     @property
-    def key(self) -> tuple[int, PassName, int]:
+    def key(self) -> tuple[int, sample_order.PassName, int]:
         return (self.epoch, self.split, self.step)
 
     def identity(self, run_id: str) -> BatchId:
@@ -175,7 +170,7 @@ def evaluations_ahead(contract: Contract) -> int:
 
 
 def _epoch(
-    contract: Contract, rows: AlignedRows, held_out: Sequence[SplitName], epoch: int
+    contract: Contract, rows: AlignedRows, held_out: Sequence[sample_order.SplitName], epoch: int
 ) -> Iterator[Batch]:
     yield from _batches(rows, epoch, "train", list(rows.order.epoch(epoch)), closes_epoch=False)
     for name in held_out:
@@ -183,15 +178,15 @@ def _epoch(
         yield from _batches(rows, epoch, name, parts, closes_epoch=name == held_out[-1])
 
 
-def _parts(positions: Positions, size: int) -> Iterator[Positions]:
+def _parts(positions: sample_order.Positions, size: int) -> Iterator[sample_order.Positions]:
     return (positions[start : start + size] for start in range(0, len(positions), size))
 
 
 def _batches(
     rows: AlignedRows,
     epoch: int,
-    split: PassName,
-    parts: Sequence[Positions],
+    split: sample_order.PassName,
+    parts: Sequence[sample_order.Positions],
     *,
     closes_epoch: bool,
 ) -> Iterator[Batch]:

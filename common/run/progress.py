@@ -11,15 +11,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from splitveil.common.errors import DataError, StorageError
+from splitveil.common.run import course
 from splitveil.common.run.contract import Contract
-from splitveil.common.run.course import (
-    AlignedRows,
-    Batch,
-    evaluations_ahead,
-    is_checkpoint,
-    needs_all_gradients,
-    run_course,
-)
 from splitveil.common.run.sample_order import Positions, joint_seed
 from splitveil.common.text.version import VERSION
 
@@ -82,16 +75,18 @@ class RunIdentity(NamedTuple):
 
 
 class Progress:
-    def __init__(self, contract: Contract, rows: AlignedRows, store: CheckpointStore) -> None:
+    def __init__(
+        self, contract: Contract, rows: course.AlignedRows, store: CheckpointStore
+    ) -> None:
         self.batch_number = 0  # number of batches that have been handled
-        self.due: Batch | None = None  # the batch that is due; None after the last one
+        self.due: course.Batch | None = None  # the batch that is due; None after the last one
         self.checkpoint_due = False  # whether a checkpoint must be saved before the next batch
         self.store = store
         self._contract = contract
         self._rows = rows
-        self._evaluations_ahead = evaluations_ahead(contract)
-        self._course: Iterator[Batch] = iter(())
-        self._ahead: deque[Batch] = deque()
+        self._evaluations_ahead = course.evaluations_ahead(contract)
+        self._course: Iterator[course.Batch] = iter(())
+        self._ahead: deque[course.Batch] = deque()
         self.go_to(0)
 
     @property
@@ -108,7 +103,7 @@ class Progress:
         """The epoch of the batch that is due; None after the last batch."""
         return None if self.due is None else self.due.epoch
 
-    def ahead(self, count: int) -> Batch | None:
+    def ahead(self, count: int) -> course.Batch | None:
         """Return the batch that is due after so many others; None beyond the last one."""
         while len(self._ahead) < count:
             batch = next(self._course, None)
@@ -117,16 +112,18 @@ class Progress:
             self._ahead.append(batch)
         return self._ahead[count - 1] if count else self.due
 
-    def to_send(self, unanswered: int) -> Batch | None:
+    def to_send(self, unanswered: int) -> course.Batch | None:
         """Return the training batch to send now; None if a gradient has to come first."""
         batch = self.ahead(unanswered)
         if batch is None or batch.split != "train" or unanswered == self._contract.pipeline_depth:
             return None
         before = self.ahead(unanswered - 1) if unanswered else None
-        waits = before is not None and needs_all_gradients(self._contract, self._rows, before)
+        waits = before is not None and course.needs_all_gradients(
+            self._contract, self._rows, before
+        )
         return None if waits else batch
 
-    def to_evaluate(self, unanswered: int) -> Batch | None:
+    def to_evaluate(self, unanswered: int) -> course.Batch | None:
         """Return the batch without gradient that is sent now; None before a reply has come."""
         batch = self.ahead(unanswered)
         if batch is None or batch.split == "train" or unanswered >= self._evaluations_ahead:
@@ -136,7 +133,7 @@ class Progress:
 
     def go_to(self, batch_number: int) -> None:
         self.batch_number = batch_number
-        self._course = run_course(self._contract, self._rows, batch_number)
+        self._course = course.run_course(self._contract, self._rows, batch_number)
         self._ahead.clear()
         self.due = next(self._course, None)
         self.checkpoint_due = False
@@ -147,7 +144,7 @@ class Progress:
             self._ahead.popleft()
         self.batch_number += 1
         if handled is not None:
-            self.checkpoint_due = is_checkpoint(self._contract, self._rows, handled)
+            self.checkpoint_due = course.is_checkpoint(self._contract, self._rows, handled)
 
     def finish(self) -> None:
         self.due = None

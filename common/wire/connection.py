@@ -13,15 +13,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from splitveil.common.errors import (
-    Interrupted,
-    PeerError,
-    PeerRenewed,
-    PeerUnreachable,
-    PeerUntrusted,
-    ProtocolError,
-    SplitveilError,
-)
+from splitveil.common import errors
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run.contract import ACTIVE, Contract
@@ -80,11 +72,11 @@ class PeerConnection:
         self._is_outdated = True
         return True
 
-    def error_of(self, error: Exception) -> SplitveilError:
+    def error_of(self, error: Exception) -> errors.SplitveilError:
         code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
         details = error.details() if isinstance(error, grpc.Call) else None
         meaning = error_from(code, details)
-        if isinstance(meaning, PeerRenewed):
+        if isinstance(meaning, errors.PeerRenewed):
             self._is_outdated = True
         return meaning
 
@@ -116,7 +108,7 @@ class MessageStream:
         method: Any,
         deadline_s: float,
         interruption: Interruption,
-        error_of: Callable[[Exception], SplitveilError],
+        error_of: Callable[[Exception], errors.SplitveilError],
     ) -> None:
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._call = method(iter(self._outgoing.get, None))
@@ -136,7 +128,7 @@ class MessageStream:
         try:
             return next(self._call)
         except StopIteration as error:
-            raise PeerUnreachable("the peer closed the stream") from error
+            raise errors.PeerUnreachable("the peer closed the stream") from error
         except grpc.RpcError as error:
             raise self._error_of(error) from error
         finally:
@@ -172,7 +164,7 @@ MAX_DAMAGED = 3
 """Times in a row that a question is asked again because it, or its answer, arrived damaged."""
 
 ResultT = TypeVar("ResultT")
-NoteAttempt = Callable[[PeerError | None], None]
+NoteAttempt = Callable[[errors.PeerError | None], None]
 """Called after each attempt to ask the peer, with its error if it failed."""
 
 
@@ -206,17 +198,17 @@ class Retrying:
         while True:
             try:
                 answer = self._noted(ask)
-            except (PeerUntrusted, ProtocolError) as error:
+            except (errors.PeerUntrusted, errors.ProtocolError) as error:
                 # The trusted certificates may have been replaced since the channel was made.
-                if isinstance(error, PeerUntrusted) and self._renew():
+                if isinstance(error, errors.PeerUntrusted) and self._renew():
                     continue
                 damaged += 1
-                hopeless = isinstance(error, PeerUntrusted) and not self._was_answered
+                hopeless = isinstance(error, errors.PeerUntrusted) and not self._was_answered
                 if hopeless or damaged > MAX_DAMAGED:
                     raise
                 logger.warning("%s; asking again", error)
                 left_s = wait_s
-            except PeerUnreachable as error:
+            except errors.PeerUnreachable as error:
                 if lost_at is None:
                     lost_at = time.monotonic()
                     logger.warning(
@@ -237,7 +229,7 @@ class Retrying:
     def _noted(self, ask: Callable[[], ResultT]) -> ResultT:
         try:
             answer = ask()
-        except PeerError as error:
+        except errors.PeerError as error:
             self._note(error)
             raise
         self._note(None)
@@ -249,13 +241,13 @@ class Retrying:
         while (left := until - time.monotonic()) > 0:
             signal_number = self._interruption()
             if signal_number is not None:
-                raise Interrupted(signal_number)
+                raise errors.Interrupted(signal_number)
             time.sleep(min(left, 0.1))
 
-    def _left_s(self, lost_at: float, error: PeerUnreachable) -> float:
+    def _left_s(self, lost_at: float, error: errors.PeerUnreachable) -> float:
         left_s = lost_at + self._settings.max_s - time.monotonic()
         if left_s <= 0:
-            raise PeerUnreachable(
+            raise errors.PeerUnreachable(
                 f"{self._where} has not answered for {self._settings.max_s:g} s (reconnect.max_s)"
             ) from error
         return left_s

@@ -12,26 +12,13 @@ from typing import Any, NamedTuple
 import grpc
 from cryptography import x509
 
-from splitveil.common.errors import (
-    ContractMismatch,
-    DataError,
-    InvalidMessage,
-    PeerUntrusted,
-    SettingsError,
-)
+from splitveil.common import errors
 from splitveil.common.party.credentials import days_until, dns_names, printable, subject_of
 from splitveil.common.run.contract import ACTIVE, Contract, check_same_contract
 from splitveil.common.run.messages import ID_CHARACTERS, ID_MARKS, IdForm
 from splitveil.common.text.version import VERSION
 from splitveil.common.text.visible_text import visible
-from splitveil.common.wire.limits import (
-    PROBE_BYTES,
-    PROTOCOL_VERSION,
-    VERSION_CHARACTERS,
-    Refused,
-    believed,
-    reader,
-)
+from splitveil.common.wire import limits
 from splitveil.protos import split_learning_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -44,8 +31,8 @@ class Introduction(NamedTuple):
     contract: str  # its canonical contract
     clock_s: float  # its clock, in seconds since 1970
     id_form: IdForm | None  # how its ids are written; None if it does not know
-    version: str = VERSION[:VERSION_CHARACTERS]
-    protocol_version: int = PROTOCOL_VERSION
+    version: str = VERSION[: limits.VERSION_CHARACTERS]
+    protocol_version: int = limits.PROTOCOL_VERSION
 
 
 def encode_introduction(own: Introduction) -> pb.Introduction:
@@ -61,9 +48,9 @@ def encode_introduction(own: Introduction) -> pb.Introduction:
 
 def decode_introduction(received: pb.Introduction) -> Introduction:
     if not received.contract:
-        raise InvalidMessage("an introduction without a contract")
+        raise errors.InvalidMessage("an introduction without a contract")
     if not ID_CHARACTERS.keys() >= {*received.id_form.most, *received.id_form.some}:
-        raise InvalidMessage("unknown kinds of characters in ids")
+        raise errors.InvalidMessage("unknown kinds of characters in ids")
     form = IdForm(*(getattr(received.id_form, name) for name in IdForm._fields))
     return Introduction(
         party=received.party,
@@ -98,17 +85,19 @@ class ProbeResponder:
 
     def add_to(self, server: grpc.Server) -> None:
         handler = grpc.unary_unary_rpc_method_handler(
-            self.probe, reader(pb.ProbeRequest, PROBE_BYTES), pb.ProbeReply.SerializeToString
+            self.probe,
+            limits.reader(pb.ProbeRequest, limits.PROBE_BYTES),
+            pb.ProbeReply.SerializeToString,
         )
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, {"Probe": handler}),)
         )
 
     def probe(
-        self, request: pb.ProbeRequest | Refused, context: grpc.ServicerContext
+        self, request: pb.ProbeRequest | limits.Refused, context: grpc.ServicerContext
     ) -> pb.ProbeReply:
         """Answer one probe, with no more bytes than it carries, or raise ProtocolError."""
-        probe = believed(request)
+        probe = limits.believed(request)
         has_peer = probe.HasField("introduction")
         peer = decode_introduction(probe.introduction) if has_peer else None
         self.probed_at = time.monotonic()
@@ -136,7 +125,7 @@ def certificate_in_words(pem: bytes, owner: str) -> str:
         found = x509.load_pem_x509_certificate(pem)
         names = ", ".join(map(printable, dns_names(found)))
     except ValueError as error:
-        raise PeerUntrusted("the peer's certificate cannot be read") from error
+        raise errors.PeerUntrusted("the peer's certificate cannot be read") from error
     ends = found.not_valid_after_utc
     issuer = printable(found.issuer.rfc4514_string())
     return (
@@ -147,8 +136,8 @@ def certificate_in_words(pem: bytes, owner: str) -> str:
 
 def checks_of(own: Contract, form: Introduction, peer: Introduction, owner: str) -> Iterator[Check]:
     def versions() -> str:
-        if peer.protocol_version != PROTOCOL_VERSION:
-            raise ContractMismatch(["protocol_version"])
+        if peer.protocol_version != limits.PROTOCOL_VERSION:
+            raise errors.ContractMismatch(["protocol_version"])
         theirs = visible(peer.version) or "unknown"
         return f"versions: splitveil {VERSION} here, {theirs} at {owner}; the same protocol"
 
@@ -162,7 +151,7 @@ def checks_of(own: Contract, form: Introduction, peer: Introduction, owner: str)
         here, there = _in_words(form.id_form), _in_words(peer.id_form)
         remedy = _remedy(form.id_form, peer.id_form)
         if remedy:
-            raise DataError(f"ids: {here} here; {there} at {owner}: {remedy}")
+            raise errors.DataError(f"ids: {here} here; {there} at {owner}: {remedy}")
         same = here == there
         return f"ids: {here} at both parties" if same else f"ids: {here} here; {there} at {owner}"
 
@@ -218,5 +207,5 @@ def clock_in_words(ahead_s: float, error_s: float) -> str:
     side = "ahead of" if ahead_s >= 0 else "behind"
     text = f"the other party's is {abs(ahead_s):.2f} s {side} this machine's (± {error_s:.2f} s)"
     if abs(ahead_s) - error_s > CLOCK_TOLERANCE_S:
-        raise SettingsError(f"clock: {text}: certificates are judged by it; set it right")
+        raise errors.SettingsError(f"clock: {text}: certificates are judged by it; set it right")
     return f"clock: {text}"

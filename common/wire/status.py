@@ -12,30 +12,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import grpc
 
-from splitveil.common.errors import (
-    AlignmentError,
-    Busy,
-    ContractMismatch,
-    EndedForGood,
-    Interrupted,
-    InvalidMessage,
-    NotOpen,
-    OtherModel,
-    OthersAwaited,
-    OutOfStep,
-    PeerEndedForGood,
-    PeerError,
-    PeerLeft,
-    PeerRenewed,
-    PeerRestarted,
-    PeerUnreachable,
-    PeerUntrusted,
-    ProtocolError,
-    SplitveilError,
-    StartedOver,
-    TableRefused,
-    TooLarge,
-)
+from splitveil.common import errors
 from splitveil.common.wire.limits import DETAILS_CHARACTERS
 
 
@@ -54,35 +31,37 @@ _AWAY, _ENDED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED
 
 # From the most specific to the most general: the first that fits an error is sent.
 _SENT: dict[type[Exception], PeerStatus] = {
-    InvalidMessage: PeerStatus(
+    errors.InvalidMessage: PeerStatus(
         grpc.StatusCode.INVALID_ARGUMENT,
         "invalid-message: a message has the wrong dtype, shape, length or values",
     ),
-    TooLarge: PeerStatus(
+    errors.TooLarge: PeerStatus(
         grpc.StatusCode.RESOURCE_EXHAUSTED, "too-large: a message is beyond the contract's limits"
     ),
-    NotOpen: PeerStatus(
+    errors.NotOpen: PeerStatus(
         _NOT_NOW, "not-open: this party was restarted; open the run again with a handshake"
     ),
-    Busy: PeerStatus(_AWAY, "busy: this party serves no further stream now"),
-    OthersAwaited: PeerStatus(_AWAY, "others-awaited: another party is not there yet"),
-    StartedOver: PeerStatus(
+    errors.Busy: PeerStatus(_AWAY, "busy: this party serves no further stream now"),
+    errors.OthersAwaited: PeerStatus(_AWAY, "others-awaited: another party is not there yet"),
+    errors.StartedOver: PeerStatus(
         _NOT_NOW, "nothing-begun: nothing of this run was answered; align again"
     ),
-    OutOfStep: PeerStatus(
+    errors.OutOfStep: PeerStatus(
         _NOT_NOW,
         "out-of-step: a message is for another run, epoch, step or other rows than expected",
     ),
-    OtherModel: PeerStatus(
+    errors.OtherModel: PeerStatus(
         _NOT_NOW, "other-model: this party's half of the model is from another training"
     ),
-    TableRefused: PeerStatus(_DENIED, "table-refused: this party does not give its whole table"),
-    AlignmentError: PeerStatus(
+    errors.TableRefused: PeerStatus(
+        _DENIED, "table-refused: this party does not give its whole table"
+    ),
+    errors.AlignmentError: PeerStatus(
         _NOT_NOW, "alignment-failed: the parties' ids give no intersection to train on"
     ),
-    Interrupted: PeerStatus(_ENDED, "interrupted: this party was stopped"),
-    EndedForGood: PeerStatus(_ENDED, "ended-for-good: this party has ended the run"),
-    SplitveilError: PeerStatus(_ENDED, "stopped: this party cannot go on"),
+    errors.Interrupted: PeerStatus(_ENDED, "interrupted: this party was stopped"),
+    errors.EndedForGood: PeerStatus(_ENDED, "ended-for-good: this party has ended the run"),
+    errors.SplitveilError: PeerStatus(_ENDED, "stopped: this party cannot go on"),
 }
 
 UNTRUSTED = PeerStatus(grpc.StatusCode.UNAUTHENTICATED, "untrusted: not accepted")
@@ -91,31 +70,37 @@ UNTRUSTED = PeerStatus(grpc.StatusCode.UNAUTHENTICATED, "untrusted: not accepted
 _INTERNAL = PeerStatus(grpc.StatusCode.INTERNAL, "internal: this party has a fault of its own")
 
 # The code words of received statuses, and the errors that they become on this side.
-_RECEIVED: dict[str, tuple[type[SplitveilError], str]] = {
-    "invalid-message": (ProtocolError, "the peer found a message of this party invalid"),
-    "too-large": (ProtocolError, "the peer found a message of this party too large"),
-    "not-open": (PeerRestarted, "the peer was restarted, and its run has to be opened again"),
-    "busy": (Busy, "the peer has as many calls as it accepts at a time"),
-    "others-awaited": (OthersAwaited, "the active party waits for another passive party"),
-    "nothing-begun": (StartedOver, "the active party has started over before the first answer"),
-    "out-of-step": (ProtocolError, "the peer is at another run, epoch, step or other rows"),
+_RECEIVED: dict[str, tuple[type[errors.SplitveilError], str]] = {
+    "invalid-message": (errors.ProtocolError, "the peer found a message of this party invalid"),
+    "too-large": (errors.ProtocolError, "the peer found a message of this party too large"),
+    "not-open": (
+        errors.PeerRestarted,
+        "the peer was restarted, and its run has to be opened again",
+    ),
+    "busy": (errors.Busy, "the peer has as many calls as it accepts at a time"),
+    "others-awaited": (errors.OthersAwaited, "the active party waits for another passive party"),
+    "nothing-begun": (
+        errors.StartedOver,
+        "the active party has started over before the first answer",
+    ),
+    "out-of-step": (errors.ProtocolError, "the peer is at another run, epoch, step or other rows"),
     "table-refused": (
-        TableRefused,
+        errors.TableRefused,
         "the passive party does not give its whole table (its answers.whole_table)",
     ),
-    "other-model": (OtherModel, "the peer's half of the model is from another training"),
-    "untrusted": (PeerUntrusted, "the peer does not accept this party's certificate"),
+    "other-model": (errors.OtherModel, "the peer's half of the model is from another training"),
+    "untrusted": (errors.PeerUntrusted, "the peer does not accept this party's certificate"),
     "alignment-failed": (
-        AlignmentError,
+        errors.AlignmentError,
         "the peer found no usable intersection of the ids, or accepts no more; its log says which",
     ),
-    "interrupted": (PeerLeft, "the peer was stopped by a person or a supervisor"),
+    "interrupted": (errors.PeerLeft, "the peer was stopped by a person or a supervisor"),
     "ended-for-good": (
-        PeerEndedForGood,
+        errors.PeerEndedForGood,
         "the active party has ended this run for good; its own log says why",
     ),
-    "stopped": (PeerLeft, "the peer cannot continue; its own log says why"),
-    "internal": (PeerError, "the peer has an internal fault; its own log says which"),
+    "stopped": (errors.PeerLeft, "the peer cannot continue; its own log says why"),
+    "internal": (errors.PeerError, "the peer has an internal fault; its own log says which"),
 }
 
 # gRPC's words about a connection that will never be made, and their meaning: waiting is useless.
@@ -150,7 +135,7 @@ _PASSING = frozenset(
 
 
 def status_for(error: BaseException) -> PeerStatus:
-    if isinstance(error, ContractMismatch):
+    if isinstance(error, errors.ContractMismatch):
         return PeerStatus(_NOT_NOW, f"{_MISMATCH}: {', '.join(error.fields)}")
     for kind, status in _SENT.items():
         if isinstance(error, kind):
@@ -158,7 +143,7 @@ def status_for(error: BaseException) -> PeerStatus:
     return _INTERNAL
 
 
-def error_from(code: grpc.StatusCode, details: str | None) -> SplitveilError:
+def error_from(code: grpc.StatusCode, details: str | None) -> errors.SplitveilError:
     """Return the error that a status from the peer means for this party.
 
     It is ``PeerUnreachable`` for a condition that may pass; every other error ends the run. Of the
@@ -168,39 +153,39 @@ def error_from(code: grpc.StatusCode, details: str | None) -> SplitveilError:
     if word == _MISMATCH:
         names = [name.strip() for name in rest[:DETAILS_CHARACTERS].split(",")]
         named = [name for name in names if _FIELD_NAME.fullmatch(name)]
-        return ContractMismatch(named or [_OTHER_FIELDS])
+        return errors.ContractMismatch(named or [_OTHER_FIELDS])
     if word in _RECEIVED:
         kind, sentence = _RECEIVED[word]
         return kind(sentence)
     return _error_of_connection(code, details or "")
 
 
-def _error_of_connection(code: grpc.StatusCode, details: str) -> SplitveilError:
+def _error_of_connection(code: grpc.StatusCode, details: str) -> errors.SplitveilError:
     if code is grpc.StatusCode.UNAVAILABLE:
         return _error_without_connection(details)
     if code in _PASSING:
-        return PeerUnreachable(f"no connection to the peer ({code.name})")
+        return errors.PeerUnreachable(f"no connection to the peer ({code.name})")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _BUSY in details:
-        return PeerUnreachable("the peer has as many calls as it accepts at a time")
+        return errors.PeerUnreachable("the peer has as many calls as it accepts at a time")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return TooLarge("a message is beyond the connection's limits")
-    return PeerError(f"the peer refused a call ({code.name})")
+        return errors.TooLarge("a message is beyond the connection's limits")
+    return errors.PeerError(f"the peer refused a call ({code.name})")
 
 
-def _error_without_connection(details: str) -> PeerError:
+def _error_without_connection(details: str) -> errors.PeerError:
     for words, meaning in _NOT_TO_BE:
         if words in details:
-            return PeerUntrusted(meaning)
+            return errors.PeerUntrusted(meaning)
     if "CERTIFICATE_VERIFY_FAILED" in details or "certificate signature failure" in details:
         # A channel trusts only one certificate, which was verified when the channel was made.
-        return PeerRenewed("the peer shows another certificate than before")
+        return errors.PeerRenewed("the peer shows another certificate than before")
     if "failed to connect" in details and "Socket closed" in details:
         # A server that refuses a certificate, or requires one, says nothing else.
-        return PeerUnreachable(
+        return errors.PeerUnreachable(
             "no connection to the peer (it hangs up: it may refuse this party's certificate, or "
             "require TLS; its own log says more)"
         )
-    return PeerUnreachable("no connection to the peer (UNAVAILABLE)")
+    return errors.PeerUnreachable("no connection to the peer (UNAVAILABLE)")
 
 
 ErrorListener = Callable[[Exception], None]

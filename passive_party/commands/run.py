@@ -14,12 +14,7 @@ from splitveil.common.party.process import Process, run_as_party
 from splitveil.common.record.run_folder import end_of, open_run_folder
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Transcript
-from splitveil.passive_party.assembly import (
-    BottomBuilder,
-    check_named_code,
-    evaluation_labels,
-    learner_of_rank,
-)
+from splitveil.passive_party import assembly
 from splitveil.passive_party.commands.results import leave_results, try_to_measure
 from splitveil.passive_party.connecting import ENDED, Connect, checked_connection, was_ended
 from splitveil.passive_party.opening import Aligner
@@ -34,12 +29,12 @@ def run(parsed: argparse.Namespace) -> None:
     """Train with the active party, or resume a run; a rank above 0 computes with rank 0."""
     settings = command_line.load_settings(PassiveSettings, parsed, "passive")
     train = partial(_take_part, fresh=parsed.fresh)
-    run_as_party(settings, ("bottom_model", "adversary"), learner_of_rank, train)
+    run_as_party(settings, ("bottom_model", "adversary"), assembly.learner_of_rank, train)
 
 
 def _take_part(settings: PassiveSettings, process: Process, *, fresh: bool) -> None:
     connect = checked_connection(settings)
-    check_named_code(settings)
+    assembly.check_named_code(settings)
     status = RunStatus(settings.party, settings.contract)
     with serving_status(status, settings.status, process.interruption):
         _train(settings, connect, process, status, fresh=fresh and not process.restarts)
@@ -59,7 +54,7 @@ def _train(
         process.interruption,
     )
     logger.info("%d rows read from %s, device %s", len(data.ids), data.table.source, device)
-    labels = evaluation_labels(settings)
+    labels = assembly.evaluation_labels(settings)
     interruption.check()
     folder = open_run_folder(
         settings.runs_dir,
@@ -71,7 +66,7 @@ def _train(
         return
     command_line.save_resolved(settings, folder)
     aligner = Aligner.of(settings, data, folder, fresh=fresh)
-    build_trainer = BottomBuilder(settings, data, process.device, process.ranks)
+    build_trainer = assembly.BottomBuilder(settings, data, process.device, process.ranks)
     with ExitStack() as resources:
         wanted = Transcript(folder, settings.party) if settings.transcript else nullcontext()
         transcript = resources.enter_context(wanted)

@@ -11,17 +11,10 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2
 
-from splitveil.common.errors import (
-    Busy,
-    ContractMismatch,
-    Interrupted,
-    OtherModel,
-    ProtocolError,
-    SplitveilError,
-    TableRefused,
-)
+from splitveil.common import errors
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.run.contract import ACTIVE, Contract
+from splitveil.common.wire import limits
 from splitveil.common.wire.endpoint import INFERENCE_SERVICE
 from splitveil.common.wire.inference_codec import (
     Described,
@@ -32,13 +25,6 @@ from splitveil.common.wire.inference_codec import (
     encode_embedded,
     model_digest,
     most_ids,
-)
-from splitveil.common.wire.limits import (
-    HANDSHAKE_BYTES,
-    POINT_BYTES,
-    REFUSALS_LOGGED,
-    believed,
-    reader,
 )
 from splitveil.common.wire.recorded_calls import Notes
 from splitveil.common.wire.server import build_server
@@ -142,7 +128,7 @@ class InferenceService:
                     received = next(requests)
                 except (StopIteration, grpc.RpcError):
                     return  # the client has what it wanted, or is gone
-                request: pb.EmbedRequest = believed(received)
+                request: pb.EmbedRequest = limits.believed(received)
                 with self._working(context):
                     reply = self._reply(request, context)
                 if reply is None:
@@ -158,12 +144,12 @@ class InferenceService:
             is_last = False
             while not is_last:
                 try:
-                    request: pb.TableRequest = believed(next(requests))
+                    request: pb.TableRequest = limits.believed(next(requests))
                 except (StopIteration, grpc.RpcError):
                     return
                 self._check_model(request.model_digest)
                 points, is_last = decode_points(request.points), request.last
-                num_ids = len(points) // POINT_BYTES
+                num_ids = len(points) // limits.POINT_BYTES
                 if not self._is_due(num_ids, context):
                     return
                 self.answered.update(requests=1, ids=num_ids)
@@ -187,14 +173,18 @@ class InferenceService:
     def on_error(self, error: Exception) -> None:
         kind = type(error).__name__
         self.refused[kind] += 1
-        if not isinstance(error, Interrupted):
+        if not isinstance(error, errors.Interrupted):
             self.status.note_refused(error)
         count = self.refused[kind]
-        if not isinstance(error, SplitveilError):
+        if not isinstance(error, errors.SplitveilError):
             logger.error("fault in a handler", exc_info=error)
-        elif count <= REFUSALS_LOGGED or count & (count - 1) == 0:
+        elif count <= limits.REFUSALS_LOGGED or count & (count - 1) == 0:
             refused = isinstance(
-                error, ProtocolError | ContractMismatch | OtherModel | TableRefused
+                error,
+                errors.ProtocolError
+                | errors.ContractMismatch
+                | errors.OtherModel
+                | errors.TableRefused,
             )
             what = "refused a message" if refused else "a request failed"
             # Not the error itself: a log that keeps it would keep the stream of its frames open.
@@ -222,7 +212,7 @@ class InferenceService:
 
     def _check_model(self, digest: bytes) -> None:
         if digest != self._digest:
-            raise OtherModel(
+            raise errors.OtherModel(
                 f"the active party asks for another model than that of {self._model.identity}"
             )
 
@@ -231,7 +221,7 @@ class InferenceService:
 
     def _sealed_table(self) -> SealedTable:
         if not self._gives_table:
-            raise TableRefused("the whole table is asked for: see answers.whole_table")
+            raise errors.TableRefused("the whole table is asked for: see answers.whole_table")
         with self._lock:
             if self._table is None:
                 self._table = SealedTable(self._model, self._contract)
@@ -241,9 +231,9 @@ class InferenceService:
     def _entered(self, context: grpc.ServicerContext) -> Iterator[None]:
         with self._lock:
             if self._stopping:
-                raise Interrupted
+                raise errors.Interrupted
             if len(self._streams) >= MAX_STREAMS:
-                raise Busy(f"a stream beyond {MAX_STREAMS}")
+                raise errors.Busy(f"a stream beyond {MAX_STREAMS}")
             self._streams[id(context)] = context
         try:
             yield
@@ -307,22 +297,22 @@ def method_handlers(
     service: InferenceService, contract: Contract
 ) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
     def describe(request: Any, context: grpc.ServicerContext) -> pb.DescribeReply:
-        return service.describe(believed(request), context)
+        return service.describe(limits.believed(request), context)
 
     return {
         "Describe": grpc.unary_unary_rpc_method_handler(
             describe,
-            reader(pb.DescribeRequest, HANDSHAKE_BYTES),
+            limits.reader(pb.DescribeRequest, limits.HANDSHAKE_BYTES),
             pb.DescribeReply.SerializeToString,
         ),
         "Embed": grpc.stream_stream_rpc_method_handler(
             service.embed,
-            reader(pb.EmbedRequest, contract.max_message_bytes),
+            limits.reader(pb.EmbedRequest, contract.max_message_bytes),
             pb.EmbedReply.SerializeToString,
         ),
         "EmbedTable": grpc.stream_stream_rpc_method_handler(
             service.embed_table,
-            reader(pb.TableRequest, contract.max_message_bytes),
+            limits.reader(pb.TableRequest, contract.max_message_bytes),
             pb.TableReply.SerializeToString,
         ),
     }

@@ -26,18 +26,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, Tag
 
+from splitveil.active_party.defenses import interface
 from splitveil.active_party.defenses.dp_bounds import (
     leak_auc_of_mu,
     mu_of_epsilon_delta,
     mu_of_leak_auc,
 )
 from splitveil.active_party.defenses.forecast import Forecast, exactly
-from splitveil.active_party.defenses.interface import (
-    BuildInputs,
-    Defense,
-    DefenseContext,
-    LeakCharge,
-)
 from splitveil.active_party.defenses.projected.label_utility import label_utility
 from splitveil.active_party.defenses.projected.stages import (
     ProjectedLabels,
@@ -163,7 +158,7 @@ class ProjectedLabelsDefense(SeededDefense):
             earlier_targets=self.earlier,
         )
 
-    def _build(self, given: BuildInputs, /) -> Defense:
+    def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
         context = given.context
         plan = StagePlan(
             mu=self.strength.of_run,
@@ -173,17 +168,17 @@ class ProjectedLabelsDefense(SeededDefense):
         )
         return ProjectedLabels(plan, given)
 
-    def forecast(self, context: DefenseContext) -> Forecast:  # noqa: ARG002
+    def forecast(self, context: interface.DefenseContext) -> Forecast:  # noqa: ARG002
         mu = self.strength.of_run
         honesty = (
             f"Exact, whatever the activations: each label is {at_most(mu)}-Gaussian-differentially "
             f"private over the whole run, so no score of any peer exceeds AUC "
             f"{auc_at_most(leak_auc_of_mu(mu))}."
         )
-        charge = exactly(LeakCharge(mu**2, adversary=Adversary.ANYBODY, is_gaussian=True))
+        charge = exactly(interface.LeakCharge(mu**2, adversary=Adversary.ANYBODY, is_gaussian=True))
         return Forecast({"persistent": charge}, "persistent", honesty)
 
-    def utility_in_words(self, context: DefenseContext, training_rows: int, /) -> str:
+    def utility_in_words(self, context: interface.DefenseContext, training_rows: int, /) -> str:
         share = 1 / context.num_classes if context.num_classes > 2 else context.pos_fraction
         if training_rows < 1 or not 0 < share < 1:
             return ""
@@ -202,5 +197,5 @@ class ProjectedLabelsDefense(SeededDefense):
             f"sizes: {PRICE}."
         )
 
-    def at_leak_auc(self, leak_auc: float, _context: DefenseContext, /) -> Self:
+    def at_leak_auc(self, leak_auc: float, _context: interface.DefenseContext, /) -> Self:
         return self.model_copy(update={"strength": LeakAucStrength(leak_auc=leak_auc)})

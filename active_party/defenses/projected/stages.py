@@ -9,18 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from splitveil.active_party.defenses.interface import (
-    BuildInputs,
-    Defended,
-    DefendedGradient,
-    Defense,
-    DefenseReport,
-    Examples,
-    LabelledRows,
-    LabelMove,
-    LeakCharge,
-    RawBatch,
-)
+from splitveil.active_party.defenses import interface
 from splitveil.active_party.defenses.noise import SecureNoise
 from splitveil.active_party.defenses.objective import shares_of
 from splitveil.active_party.defenses.projected.design import (
@@ -57,19 +46,21 @@ def stage_epochs(stages: int, epochs: int) -> tuple[int, ...]:
     )
 
 
-class ProjectedLabels(Defense):
+class ProjectedLabels(interface.Defense):
     """Releases gradients of targets unchanged; only the sums from which targets come are charged.
 
     A defense built without examples has no targets.
     """
 
-    def __init__(self, plan: StagePlan, given: BuildInputs) -> None:
+    def __init__(self, plan: StagePlan, given: interface.BuildInputs) -> None:
         self._plan = plan
         self._num_classes = given.context.num_classes
         self._epochs = plan.epochs
         self._next_stage = 0
         self._followed = -1  # the epoch whose predictions are in the targets
-        self._examples = given.examples or Examples([], torch.zeros(0), torch.device("cpu"))
+        self._examples = given.examples or interface.Examples(
+            [], torch.zeros(0), torch.device("cpu")
+        )
         _, labels, _, training, subjects, known_targets, releases = self._examples
         self._rows = torch.arange(len(labels)) if training is None else training
         self._subjects = None if subjects is None else subjects[self._rows]
@@ -88,22 +79,24 @@ class ProjectedLabels(Defense):
                 if releases:  # from which targets follow around what this run's model predicts
                     self._posterior.load_state_dict(releases, len(self._rows))
                     self._known_targets = None
-        self._report = DefenseReport(
+        self._report = interface.DefenseReport(
             noise_power=0.0,  # the noise is in the sums: nothing is added to the gradient
-            charge=LeakCharge(0.0, adversary=Adversary.ANYBODY, is_gaussian=True),
+            charge=interface.LeakCharge(0.0, adversary=Adversary.ANYBODY, is_gaussian=True),
         )
 
-    def targets(self, batch: LabelledRows, /) -> Tensor:
+    def targets(self, batch: interface.LabelledRows, /) -> Tensor:
         if self._targets is None:
             raise ValueError("projected_labels has begun no stage: there are no targets")
         return self._targets[batch.rows]
 
-    def defend(self, batch: RawBatch) -> Defended:
+    def defend(self, batch: interface.RawBatch) -> interface.Defended:
         """Return the values unchanged. The labels' values are checked but not used."""
         check_labels(batch.labels, as_rows(batch.gradients), self._num_classes)
-        return Defended(DefendedGradient(batch.gradients.detach()), self._report)
+        return interface.Defended(
+            interface.DefendedGradient(batch.gradients.detach()), self._report
+        )
 
-    def charge_covering(self, _move: LabelMove, /) -> LeakCharge:
+    def charge_covering(self, _move: interface.LabelMove, /) -> interface.LeakCharge:
         """Return no charge: every gradient is a function of the sums, which are charged."""
         return self._report.charge
 
@@ -148,7 +141,7 @@ class ProjectedLabels(Defense):
         share = stage_shares(len(self._epochs))[stage]
         return stage_sigma(self._plan.mu, share, self._num_classes)
 
-    def charge_of(self, stage: int) -> LeakCharge:
+    def charge_of(self, stage: int) -> interface.LeakCharge:
         """Return the charge of a stage: the first pays for all.
 
         A peer that sees a stage's release and then decides whether to leave makes the runs in which
@@ -156,7 +149,7 @@ class ProjectedLabels(Defense):
         more than the plan.
         """
         sum_kl = 0.0 if stage else self._plan.mu**2
-        return LeakCharge(sum_kl, adversary=Adversary.ANYBODY, is_gaussian=True)
+        return interface.LeakCharge(sum_kl, adversary=Adversary.ANYBODY, is_gaussian=True)
 
     def draw(self, stage: int, rows: Design, key: bytes) -> Release:
         """Compute the noisy sums of a stage's design."""

@@ -330,7 +330,9 @@ class _WrittenRows(NamedTuple):
         plain = {name: self._numbers_of(name) for name in chosen.numeric}
         for name in chosen.timestamps:
             written = self._numbers_of(name)
-            parts = read_timestamps(written, features.timestamp_parts, features.timestamp_format)
+            parts = read_timestamps(
+                written, features.timestamp_parts, features.timestamp_format, features.first_year
+            )
             for part, numbers in parts.items():
                 plain[part_name(name, part)] = written._replace(cells=pa.array(numbers))
         return read_numeric(plain, features.gaps)
@@ -355,6 +357,7 @@ class _WrittenRows(NamedTuple):
 
     def _numbers_of(self, name: str) -> WrittenColumn:
         written = self._texts_of(name, self.settings.missing_texts)
+        written = written._replace(units=self.settings.units.get(name, ()))
         if isinstance(self.settings.source, CsvSource):
             return written._replace(decimal=self.settings.source.decimal)
         return written

@@ -6,6 +6,8 @@ guessed among several candidates.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from shlex import quote
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +37,7 @@ NUMBER_LABEL_WORDS = frozenset(["y", "label", "target"])
 ID_WORDS = words_of("id ids key uuid guid identifier customer client patient person user")
 TELLTALE_AUC = 0.995  # AUC of a single column, from which it counts as another form of the label
 _MOST_CATEGORIES_SHARE = 0.5
+_YEARS_AHEAD = 20
 
 
 class LeftOut(NamedTuple):
@@ -53,6 +56,38 @@ class Choices(NamedTuple):
     left_out: tuple[LeftOut, ...]
     split_column: str | None  # a column that says train, validation or test
     time_format: str | None = None  # how texts of times are written; None for ISO 8601
+    first_year: int | None = None  # of the hundred that two digits stand for
+    units: Mapping[str, Sequence[str]] = {}  # texts beside the numbers of features and labels
+
+    @property
+    def decided(self) -> list[str]:
+        """Say what may be read otherwise, and how: a line for each kind of doubt."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for column in self.features:
+            if column.doubt[0]:
+                found.setdefault(column.doubt, []).append(column.name)
+        for name, units in self.units.items():
+            what = f"numbers, read without {' and '.join(map(repr, units))} beside them"
+            found.setdefault((what, "--categorical"), []).append(name)
+        if self.first_year is not None:
+            names = [x.name for x in self.timestamps if x.time_formats]
+            what = f"years of two digits are {self.first_year} to {self.first_year + 99}"
+            found[what, "--first-year YEAR says otherwise"] = names
+        return [
+            f"{', '.join(names)}: {what}; {option}"
+            + "".join(f" {quote(name)}" for name in names)
+            * option.startswith("--")
+            * (" " not in option)
+            for (what, option), names in found.items()
+        ]
+
+    @property
+    def said(self) -> list[tuple[str, str]]:
+        """Return the lines for the user about what was decided and what is left out."""
+        lines = [("decided", decision) for decision in self.decided]
+        lines += [("left out", f"{column.name}: {column.why}") for column in self.left_out]
+        hint = "(--numeric NAME or --categorical NAME uses such a column)"
+        return [*lines, *[("", hint)] * bool(self.left_out)]
 
     @property
     def gaps(self) -> tuple[str, ...]:
@@ -80,6 +115,7 @@ class Wishes(NamedTuple):
     numeric: tuple[str, ...] = ()
     categorical: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    first_year: int | None = None  # of the hundred that two digits of a year stand for
     missing_texts: tuple[str, ...] = ()  # texts that mean "no value", beside those that are known
 
 
@@ -186,6 +222,7 @@ def choose_features(
     id_column: str | None,
     label: Label | None,
     index_columns: Sequence[str] = (),
+    units: Mapping[str, Sequence[str]] | None = None,
 ) -> Choices:
     """Decide which of the remaining columns the model reads; only the label owner's meet labels."""
     for name in (*wishes.numeric, *wishes.categorical, *wishes.exclude):
@@ -196,6 +233,8 @@ def choose_features(
         if labels.null_count:
             cells = {name: column.filter(labels.is_valid()) for name, column in cells.items()}
         is_positive = _is_rarest(labels.drop_null(), label)
+    decided = {*wishes.numeric, *wishes.categorical}
+    columns = [x._replace(doubt=("", "")) if x.name in decided else x for x in columns]
     own = {id_column, None if label is None else label.column}
     numeric, categorical, timestamps, left_out, split = [], [], [], [], None
     time_format = _time_format([c for c in columns if c.name not in (*own, *wishes.exclude)])
@@ -218,6 +257,8 @@ def choose_features(
         else:
             numeric.append(column)
     _check_no_question_is_open([*numeric, *categorical], wishes)
+    numbers = {column.name for column in numeric}
+    numbers |= {label.column} if label is not None and label.within is not None else set()
     return Choices(
         id_column,
         label,
@@ -227,7 +268,28 @@ def choose_features(
         tuple(left_out),
         split,
         time_format if any(column.time_formats for column in timestamps) else None,
+        _first_year([cells[x.name] for x in timestamps if x.time_formats], time_format, wishes),
+        {name: found for name, found in (units or {}).items() if name in numbers},
     )
+
+
+def _first_year(columns: Sequence[Any], time_format: str | None, wishes: Wishes) -> int | None:
+    """Return the first of the hundred years that two digits stand for; None if none have two.
+
+    The last is this year, or the last of those in the columns that follow it without a gap.
+    """
+    if not columns or "%y" not in str(time_format) or wishes.first_year is not None:
+        return wishes.first_year if columns else None
+    this = last = datetime.now(tz=UTC).year
+    times = (
+        pc.strptime(pc.unique(as_text(cells)), format=time_format, unit="s", error_is_null=True)
+        for cells in columns
+    )
+    found = {year % 100 for one in times for year in pc.year(one).drop_null().to_pylist()}
+    while last % 100 in found and last <= this + _YEARS_AHEAD:
+        last += 1
+    is_end = this < last <= this + _YEARS_AHEAD
+    return (last - 1 if is_end else this) - 99
 
 
 def _time_format(columns: Sequence[Column]) -> str | None:
@@ -241,7 +303,8 @@ def _time_format(columns: Sequence[Column]) -> str | None:
 
 def _check_no_question_is_open(chosen: Sequence[Column], wishes: Wishes) -> None:
     questions = [
-        f"column {column.name!r}: {column.almost.in_words}: {column.almost.remedy}"
+        f"column {column.name!r}: {column.almost.in_words}: "
+        f"{column.almost.remedy.replace('NAME', quote(column.name))}"
         f"{f' --categorical {column.name}, or' * (column.kind == 'text')} --exclude {column.name}"
         for column in chosen
         if column.almost is not None and column.name not in wishes.categorical

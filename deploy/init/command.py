@@ -59,6 +59,12 @@ def parser(program: str) -> argparse.ArgumentParser:
     init.add_argument("--delimiter", metavar="CHARACTER", help="character between two cells")
     init.add_argument("--encoding", metavar="NAME", help="of a text file, such as cp1252")
     init.add_argument("--decimal", choices=[".", ","], help="decimal mark of a text file's numbers")
+    init.add_argument(
+        "--first-year",
+        type=int,
+        metavar="YEAR",
+        help="first of the hundred years that two digits stand for, such as 1927",
+    )
     init.add_argument("--party", default="passive", metavar="NAME", help="the passive party")
     init.add_argument("--run-name", metavar="NAME", help="default: the name of the file")
     init.add_argument("--address", default="127.0.0.1:50051", metavar="HOST:PORT")

@@ -56,6 +56,7 @@ class Written(NamedTuple):
             "categorical": [column.name for column in p.choices.categorical],
             "timestamps": [column.name for column in p.choices.timestamps],
             "read_as_gaps": self.codes,
+            "decided": p.choices.decided,
             "left_out": {column.name: column.why for column in p.choices.left_out},
             "columns": {
                 column.name: {
@@ -81,7 +82,16 @@ def initialise(
 ) -> Written:
     """Look at a table and write the settings that fit it."""
     named = (wishes.id_column, wishes.label_column, *wishes.numeric, *wishes.categorical)
-    table = read_raw(path, delimiter, encoding, decimal, has_header=any(named))
+    as_written = {wishes.id_column, *wishes.categorical, *wishes.exclude} - {None}
+    table = read_raw(
+        path,
+        delimiter,
+        encoding,
+        decimal,
+        has_header=any(named),
+        numeric=wishes.numeric,
+        as_written=as_written,
+    )
     columns = _described(table, wishes)
     codes = codes_for_gaps(columns, table.columns)
     wishes = wishes._replace(missing_texts=(*wishes.missing_texts, *codes))
@@ -103,7 +113,12 @@ def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> Table
     """Refuse before anything is written what a run would refuse."""
     in_memory = {"source": {"kind": "csv", "path": "as read by init"}}
     settings = validate(DataSettings, yaml.safe_load(text)["data"] | in_memory, "data")
-    source = ColumnsInMemory(str(table.path), table.columns)
+    choices = proposal.choices
+    texts = {choices.id_column, *(column.name for column in choices.categorical)}
+    if choices.label is not None and choices.label.within is None:
+        texts.add(choices.label.column)
+    written = {name: cells for name, cells in table.written.items() if name in texts}
+    source = ColumnsInMemory(str(table.path), {**table.columns, **written})
     return table_of(source, settings, None, [proposal.ids.rule])
 
 
@@ -154,6 +169,7 @@ def _wishes(options: argparse.Namespace) -> Wishes:
         numeric=tuple(options.numeric),
         categorical=tuple(options.categorical),
         exclude=tuple(options.exclude),
+        first_year=options.first_year,
         missing_texts=tuple(options.missing_text),
     )
 
@@ -194,8 +210,8 @@ def _print(written: Written, role: str) -> None:
     if written.codes:
         shown = ", ".join(map(repr, written.codes))
         say("gaps", f"{shown}: no value, as columns of numbers show; see missing_texts")
-    for column in p.choices.left_out:
-        say("left out", f"{column.name}: {column.why}")
+    for name, what in p.choices.said:
+        say(name, what)
     if p.forecast:
         say("defense", f"projected_labels at {p.leak_auc}. {p.forecast}")
     for path in written.files:

@@ -62,6 +62,7 @@ def identifiers_in(column: Column) -> str:
     found = next((x for x in kinds if _are_nearly_all(column.values, _IDENTIFIERS[x])), None)
     if found is None and _is_long_number(column):
         found = f"numbers of {len(str(int(column.low)))} digits, such as telephone or card numbers"
+    found = found or column.identifies * (column.kind in {"text", "whole", "number"})
     return f"{found}: they identify, and are neither quantities nor categories" if found else ""
 
 

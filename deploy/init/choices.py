@@ -13,14 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 from numpy.typing import NDArray
 
 from splitveil.common.data.columns import NEARLY_ALL, is_unnamed_index
 from splitveil.common.data.label_columns import places_of
 from splitveil.common.data.settings import MAX_CLASSES
 from splitveil.common.errors import DataError, SettingsError
-from splitveil.common.privacy.leakage import auc
 from splitveil.common.run.sample_order import SPLITS
 from splitveil.common.text.wording import suggest
 from splitveil.deploy.init.columns import NO_NAME, Column, as_text, without_gaps, words_of
@@ -36,6 +34,8 @@ NUMBER_LABEL_WORDS = frozenset(["y", "label", "target"])
 
 ID_WORDS = words_of("id ids key uuid guid identifier customer client patient person user")
 TELLTALE_AUC = 0.995  # AUC of a single column, from which it counts as another form of the label
+_ENOUGH_ROWS = 5  # of a class, and of all others, below which columns separate them by chance
+_MANY_ROWS = 20  # that have a cell, or none, from which one class for all is no chance
 _MOST_CATEGORIES_SHARE = 0.5
 _YEARS_AHEAD = 20
 
@@ -111,6 +111,7 @@ class Wishes(NamedTuple):
     label_column: str | None = None
     positive_label: tuple[str, ...] = ()
     leave_out_unlabelled: bool = False
+    as_written: bool = False  # labels that look alike, rare classes and rows of sums are meant so
     label_range: tuple[float, float] | None = None
     numeric: tuple[str, ...] = ()
     categorical: tuple[str, ...] = ()
@@ -211,8 +212,13 @@ def choose_label(columns: Sequence[Column], wishes: Wishes) -> Label:
 
 
 def _read(column: Column, wishes: Wishes) -> Label:
-    leave_out = wishes.leave_out_unlabelled
-    return label_of(column, wishes.positive_label, wishes.label_range, leave_out=leave_out)
+    return label_of(
+        column,
+        wishes.positive_label,
+        wishes.label_range,
+        leave_out=wishes.leave_out_unlabelled,
+        as_written=wishes.as_written,
+    )
 
 
 def choose_features(
@@ -227,12 +233,12 @@ def choose_features(
     """Decide which of the remaining columns the model reads; only the label owner's meet labels."""
     for name in (*wishes.numeric, *wishes.categorical, *wishes.exclude):
         _named(columns, name, "--numeric, --categorical and --exclude")
-    is_positive = None
+    classes = None
     if label is not None:
         labels = without_gaps(as_text(cells[label.column]), label.gaps)
         if labels.null_count:
             cells = {name: column.filter(labels.is_valid()) for name, column in cells.items()}
-        is_positive = _is_rarest(labels.drop_null(), label)
+        classes = _classes_of_rows(labels.drop_null(), label)
     decided = {*wishes.numeric, *wishes.categorical}
     columns = [x._replace(doubt=("", "")) if x.name in decided else x for x in columns]
     own = {id_column, None if label is None else label.column}
@@ -242,9 +248,7 @@ def choose_features(
         if column.name in own:
             continue
         is_index = column.name in index_columns or is_unnamed_index(column.name)
-        why = _reason_to_leave_out(
-            column, wishes, cells, is_positive, time_format, is_index=is_index
-        )
+        why = _reason_to_leave_out(column, wishes, cells, classes, time_format, is_index=is_index)
         if why:
             left_out.append(LeftOut(column.name, why))
             split = split or (column.name if why is _SPLIT else None)
@@ -320,7 +324,7 @@ def _reason_to_leave_out(
     column: Column,
     wishes: Wishes,
     cells: Mapping[str, Any],
-    is_positive: NDArray[np.bool_] | None,
+    classes: NDArray[np.int64] | None,
     time_format: str | None,
     *,
     is_index: bool,
@@ -333,7 +337,7 @@ def _reason_to_leave_out(
         return ""
     if is_index:
         return NO_NAME
-    if is_positive is not None and _gives_label_away(cells[column.name], column, is_positive):
+    if classes is not None and _gives_label_away(cells[column.name], column, classes):
         return "gives the label away almost by itself: is it known before the label is?"
     return _reason_in_its_cells(column, time_format)
 
@@ -354,40 +358,77 @@ def _reason_in_its_cells(column: Column, time_format: str | None) -> str:
     return "a value of its own in every row: another id" if is_code else ""
 
 
-def _gives_label_away(cells: Any, column: Column, is_positive: NDArray[np.bool_]) -> bool:
+def _gives_label_away(cells: Any, column: Column, classes: NDArray[np.int64]) -> bool:
+    """Say whether a column's values or gaps tell a class of enough rows from all others."""
     text = as_text(cells)
     if text is None or column.kind in {"empty", "other"}:
         return False
     filled = without_gaps(text, column.gaps)
     has_value = pc.is_valid(filled).to_numpy(zero_copy_only=False)
-    scores = [has_value.astype(np.float64)]
-    if column.kind in {"whole", "number"} and not column.looks_like_codes:
-        numbers = pc.cast(filled, pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-        scores.append(np.nan_to_num(numbers, nan=0.0, posinf=0.0, neginf=0.0))
-    elif column.distinct <= MAX_CLASSES:
+    if any(_are_of_one_class(classes[rows], classes) for rows in (has_value, ~has_value)):
+        return True
+    found = [has_value.astype(np.int64)]
+    if column.distinct <= MAX_CLASSES:
         codes = pc.dictionary_encode(filled.combine_chunks()).indices
-        codes = pc.fill_null(codes, column.distinct).to_numpy(zero_copy_only=False)
-        sums = np.bincount(codes, weights=is_positive)
-        scores.append((sums / np.maximum(np.bincount(codes), 1))[codes])
-    return any(_separation(score, is_positive) >= TELLTALE_AUC for score in scores)
+        found.append(pc.fill_null(codes, column.distinct).to_numpy(zero_copy_only=False))
+    elif column.kind in {"whole", "number"} and not column.looks_like_codes:
+        numbers = pc.cast(filled, pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+        numbers = np.nan_to_num(numbers, nan=0.0, posinf=0.0, neginf=0.0)
+        if _separates(numbers, classes):
+            return True
+    return any(_determine(codes, classes) for codes in found)
 
 
-def _separation(score: NDArray[np.float64], is_positive: NDArray[np.bool_]) -> float:
-    if is_positive.all() or not is_positive.any():
-        return 0.5
-    found = auc(torch.from_numpy(score), torch.from_numpy(is_positive))
-    return max(found, 1 - found)
+def _are_of_one_class(some: NDArray[np.int64], classes: NDArray[np.int64]) -> bool:
+    """Say whether rows are nearly all of one class that fewer than half of all rows have."""
+    if not _MANY_ROWS <= len(some) < len(classes):
+        return False
+    rows = np.bincount(some)
+    usual = rows.argmax()
+    return bool(rows[usual] >= TELLTALE_AUC * len(some) and np.mean(classes == usual) < 0.5)
 
 
-def _is_rarest(text: Any, label: Label) -> NDArray[np.bool_]:
-    """Return which rows are of the positive or rarest class; of numbers, those above the median."""
+def _separates(numbers: NDArray[np.float64], classes: NDArray[np.int64]) -> bool:
+    """Say whether the order of numbers tells a class from all others."""
+    _, places, counts = np.unique(numbers, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[places]
+    rows = np.bincount(classes)
+    pairs = rows * (len(classes) - rows)
+    higher = np.bincount(classes, weights=ranks) - rows * (rows + 1) / 2
+    return _is_telltale(higher / np.maximum(pairs, 1), rows)
+
+
+def _determine(codes: NDArray[np.int64], classes: NDArray[np.int64]) -> bool:
+    """Say whether codes tell a class from all others."""
+    width, num_classes = int(codes.max()) + 1, int(classes.max()) + 1
+    cells = np.bincount(classes * width + codes, minlength=num_classes * width)
+    own = cells.reshape(num_classes, width)
+    of_code, rows = own.sum(axis=0), own.sum(axis=1)
+    others = of_code - own
+    order = np.argsort(own / np.maximum(of_code, 1), axis=1)
+    own, others = (np.take_along_axis(one, order, axis=1) for one in (own, others))
+    pairs = rows * (len(classes) - rows)
+    higher = (own * (np.cumsum(others, axis=1) - others / 2)).sum(axis=1)
+    return _is_telltale(higher / np.maximum(pairs, 1), rows)
+
+
+def _is_telltale(aucs: NDArray[np.float64], rows: NDArray[np.int64]) -> bool:
+    is_enough = np.minimum(rows, rows.sum() - rows) >= _ENOUGH_ROWS
+    return bool((np.maximum(aucs, 1 - aucs)[is_enough] >= TELLTALE_AUC).any())
+
+
+def _classes_of_rows(text: Any, label: Label) -> NDArray[np.int64]:
+    """Return each row's class; of numbers, whether it is above the median."""
     if label.within is not None:
         numbers = pc.cast(text, pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-        return np.asarray(numbers > np.median(numbers), np.bool_)
-    rarest = label.positive or ("1",)
-    if label.classes is not None:
-        rarest = (min(label.shares, key=lambda value: label.shares[value]),)
-    return np.asarray(pc.is_valid(places_of(text, rarest)).to_numpy(), np.bool_)
+        return np.asarray(numbers > np.median(numbers), np.int64)
+    if label.classes is None:
+        is_positive = pc.is_valid(places_of(text, label.positive or ("1",)))
+        return np.asarray(is_positive.to_numpy(), np.int64)
+    names = (
+        [*map(str, range(label.num_classes))] if isinstance(label.classes, int) else label.classes
+    )
+    return np.asarray(places_of(text, names).to_numpy(), np.int64)
 
 
 def _named(columns: Sequence[Column], name: str, option: str) -> Column:

@@ -22,6 +22,7 @@ from splitveil.common.data.columns import (
     WrittenColumn,
     are_numbers,
     clean_text,
+    is_numeric,
     is_text,
     read_categories,
     read_numbers,
@@ -146,6 +147,11 @@ def matches(texts: Any, pattern: str) -> NDArray[np.bool_]:
     return np.asarray(found.to_numpy(zero_copy_only=False), np.bool_)
 
 
+def are_mostly(text: Any, form: str) -> bool:
+    share = pc.mean(pc.match_substring_regex(text, form)).as_py()
+    return share is not None and share >= 0.5
+
+
 Kind = Literal["empty", "constant", "whole", "number", "time", "other time", "text", "other"]
 """What the cells of a column hold: nothing; one value; whole numbers; numbers; dates or times (of
 ISO 8601, or in another form); texts; or something that is none of these, such as a list."""
@@ -169,6 +175,7 @@ _WHOLE = r"^[+-]?\d+$"
 _COMPACT_DATE = r"^(19|20)\d\d(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])$"
 _PADDED = r"^0\d\d+$"
 _MOST_SHAPES = 12
+_LOOKED_AT = 1000  # cells that decide whether a column is worth adding up
 _MOST_CODES = 1000
 LEAST_REPEATS = 20
 _SPARSE = 0.5
@@ -287,6 +294,21 @@ def codes_for_gaps(columns: Sequence[Column], cells: Mapping[str, Any]) -> tuple
         if text is not None:
             codes = {code for code in codes if not pc.any(pc.equal(text, code)).as_py()}
     return tuple(sorted(codes))
+
+
+def columns_of_sums(cells: Mapping[str, Any], row: int) -> list[str]:
+    """Return the columns of which a row is the sum of all others; one alone may be by chance."""
+    found = []
+    for name, column in cells.items():
+        if not is_numeric(column.type) and (
+            (text := as_text(column)) is None or not are_mostly(text[:_LOOKED_AT], NUMBER)
+        ):
+            continue
+        numbers = read_numbers(WrittenColumn(column, name, GAPS)).values
+        others = np.delete(numbers, row)
+        if np.count_nonzero(np.nan_to_num(others)) > 4:
+            found += [name] * bool(np.isclose(np.nansum(others), numbers[row], rtol=1e-6, atol=0))
+    return found if len(found) > 1 else []
 
 
 def as_text(cells: Any) -> Any | None:

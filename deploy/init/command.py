@@ -37,6 +37,8 @@ def parser(program: str) -> argparse.ArgumentParser:
         metavar="TEXT",
         help="the label that stands for 1; again for each text that does",
     )
+    what = "labels that look alike, classes of a row or two and a row of sums are meant so"
+    init.add_argument("--as-written", action="store_true", help=what)
     what = "leave rows without a label out"
     init.add_argument("--unlabelled-rows", choices=["leave_out"], help=what)
     init.add_argument(

@@ -22,7 +22,7 @@ from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.settings import validate
 from splitveil.common.text.visible_text import visible
 from splitveil.deploy.init.choices import Wishes
-from splitveil.deploy.init.columns import Column, codes_for_gaps, describe
+from splitveil.deploy.init.columns import Column, codes_for_gaps, columns_of_sums, describe
 from splitveil.deploy.init.proposal import Proposal, Terms, propose, texts_of, write_files
 from splitveil.deploy.init.tables import RawTable, read_raw
 from splitveil.passive_party.settings import PassiveSettings
@@ -70,6 +70,9 @@ class Written(NamedTuple):
         }
 
 
+_ENDS = {0: "first", -1: "last"}
+
+
 def initialise(
     path: Path,
     wishes: Wishes,
@@ -93,6 +96,13 @@ def initialise(
         as_written=as_written,
     )
     columns = _described(table, wishes)
+    sums = {name: columns_of_sums(table.columns, row) for row, name in _ENDS.items()}
+    for name, found in sums.items():
+        if found and table.is_whole and not wishes.as_written:
+            raise SettingsError(
+                f"{path}: the {name} row seems to be a total: in {', '.join(found[:5])}, it is the "
+                f"sum of all others: delete it, or --as-written"
+            )
     codes = codes_for_gaps(columns, table.columns)
     wishes = wishes._replace(missing_texts=(*wishes.missing_texts, *codes))
     columns = _described(table, wishes) if codes else columns
@@ -165,6 +175,7 @@ def _wishes(options: argparse.Namespace) -> Wishes:
         label_column=options.label_column,
         positive_label=tuple(options.positive_label),
         leave_out_unlabelled=options.unlabelled_rows is not None,
+        as_written=options.as_written,
         label_range=None if options.label_range is None else (low, high),
         numeric=tuple(options.numeric),
         categorical=tuple(options.categorical),

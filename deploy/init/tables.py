@@ -23,7 +23,7 @@ from splitveil.common.data.sources import unreadable_is_data_error
 from splitveil.common.data.table_paths import find_files, local_table_path
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.settings import validate
-from splitveil.deploy.init.columns import GAPS, NO_NAME, as_text, units_of, without_gaps
+from splitveil.deploy.init.columns import GAPS, NO_NAME, are_mostly, as_text, units_of, without_gaps
 
 MOST_ROWS = 1_000_000  # that are looked at; in a larger table, they stand for the others
 
@@ -160,11 +160,6 @@ def _decimal_of(texts: Mapping[str, Any], forms: Mapping[str, set[str]]) -> str 
     if not any(pc.any(pc.match_substring(text, ",")).as_py() for text in others):
         possible.discard(",")
     return possible.pop() if others and len(possible) == 1 else None
-
-
-def are_mostly(text: Any, form: str) -> bool:
-    share = pc.mean(pc.match_substring_regex(text, form)).as_py()
-    return share is not None and share >= 0.5
 
 
 def _are_all(text: Any, form: str) -> bool:

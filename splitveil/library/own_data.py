@@ -1,16 +1,17 @@
 """Tables in memory as the data of simulated parties: arrays, data frames, tables of pyarrow.
 
 Each table is written as a Parquet file beside settings made for it, so that a simulation reads it
-as two processes would. Numbers become numeric features, dates and times timestamps, texts
-categories, and lists of whole numbers sequences. Gaps in numbers and times become the mean of the
-training rows, as ``init`` proposes.
+as two processes would. Numbers become numeric features, dates and times timestamps, texts what
+``init`` takes them for, and lists of whole numbers sequences. Gaps in numbers and times become the
+mean of the training rows, as ``init`` proposes.
 """
 
 import hashlib
 import logging
+import math
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,15 @@ import yaml
 from pyarrow import parquet
 
 from splitveil.common.data.category_lists import is_list
-from splitveil.common.data.columns import (
-    WrittenColumn,
-    almost_numbers,
-    is_numeric,
-    is_unnamed_index,
-    read_categories,
-)
+from splitveil.common.data.columns import is_numeric, is_text, is_unnamed_index, without_units
 from splitveil.common.data.sources import list_rows
 from splitveil.common.errors import SettingsError
 from splitveil.common.record.run_folder import write_text_atomically
-from splitveil.deploy.init.columns import describe
+from splitveil.deploy.init.columns import Column, as_text, columns_of_sums, describe, units_of
 from splitveil.deploy.init.labels import label_of
+
+_WAYS = {"numeric": "numbers", "categorical": "categories", "timestamps": "times"}
+_JUDGED_ROWS = 20_000
 
 _logger = logging.getLogger(__name__)
 
@@ -120,6 +118,8 @@ def as_table(given: Any, name: str) -> pa.Table:
         is_column = hasattr(given, "dtype")
         if hasattr(given, "__arrow_c_stream__") and not is_column:  # of polars, DuckDB and others
             table = pa.table(given)
+            if "Object" in map(str, getattr(given, "dtypes", ())):
+                raise TypeError("a column holds objects")  # polars hands their addresses over
             if twice := [one for one, n in Counter(table.column_names).items() if n > 1]:
                 raise ValueError(f"several columns are named {', '.join(map(repr, twice))}")
             plain = pa.table({one: _without_views(table[one]) for one in table.column_names})
@@ -127,7 +127,8 @@ def as_table(given: Any, name: str) -> pa.Table:
         rows = np.asarray(given)
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
         # The last argument is pyarrow's name of the column; the first may quote a cell.
-        raise SettingsError(f"{name}: cannot be read as a table: {error.args[-1]}") from error
+        why = next(filter(None, map(_in_other_kinds, _objects(given))), error.args[-1])
+        raise SettingsError(f"{name}: cannot be read as a table: {why}") from error
     if rows.ndim != 2 or rows.dtype.kind not in "biuf":
         raise SettingsError(
             f"{name}: expected a data frame, a pyarrow table, a mapping of columns or an array "
@@ -142,9 +143,29 @@ def _cells(table: str, column: object, values: Any) -> pa.Array:
         is_plain = isinstance(values, list) and not isinstance((values or [0])[0], np.generic)
         return pa.array(values if is_plain else np.asarray(values))
     except (ValueError, TypeError, NotImplementedError, OverflowError) as error:
-        raise SettingsError(
-            f"{table}: column {column!r}: expected cells of one kind, and not nested"
-        ) from error
+        no_table = f"column {column!r}: expected cells of one kind, and not nested"
+        raise SettingsError(f"{table}: {_in_other_kinds((column, values)) or no_table}") from error
+
+
+def _objects(given: Any) -> Iterator[tuple[object, Any]]:
+    """Yield the columns of Python objects of a data frame of pandas or polars."""
+    for name in getattr(given, "columns", ()):
+        if str(getattr(given[name], "dtype", "")).lower() == "object":
+            yield name, given[name]
+
+
+def _in_other_kinds(column: tuple[object, Any]) -> str:
+    """Name a column's rows whose cells are of another kind than most; empty if there are none."""
+    names = {str: "texts", **dict.fromkeys((int, float, bool), "numbers")}
+    cells = [one.item() if isinstance(one, np.generic) else one for one in column[1]]
+    kinds = np.array([names.get(type(one), type(one).__name__) for one in cells])
+    kinds[[one is None or (isinstance(one, float) and math.isnan(one)) for one in cells]] = ""
+    usual = Counter(kinds[kinds != ""].tolist()).most_common(1)[0][0]
+    is_other = (kinds != usual) & (kinds != "")
+    if not is_other.any():
+        return ""
+    where = list_rows(np.flatnonzero(is_other) + 1)
+    return f"column {column[0]!r}: expected cells of one kind: {usual} in most rows, not in {where}"
 
 
 def _without_views(cells: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -239,12 +260,7 @@ def _is_by_party(passive: Any) -> bool:
 def _data(
     folder: Path, name: str, table: pa.Table, own: Sequence[str], id_column: str | None
 ) -> dict[str, Any]:
-    ways = ("numeric", "categorical", "timestamps", "sequences")
-    features: dict[str, list[str]] = {way: [] for way in ways}
-    others = {*own, id_column, *_index_of(table)}
-    for column in table.schema:
-        if column.name not in others and not is_unnamed_index(column.name):
-            features[_way_of(column, name)].append(column.name)
+    features, units, gaps = _judged(name, table, {*own, id_column, *_index_of(table)})
     written = folder / f"{name}.parquet"
     parquet.write_table(table, written)
     written.chmod(0o600)
@@ -252,28 +268,68 @@ def _data(
     with written.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     path = written.rename(folder / f"{name}-{digest}.parquet")
-    for text in features["categorical"]:
-        where = f"{name}: column {text!r}"
-        found = read_categories(WrittenColumn(table.column(text), where, ("",)))
-        if len(rows := np.flatnonzero(almost_numbers(found))):
-            _logger.warning(
-                "%s: each text is a category, but %d of %d cells are numbers, and those in %s are "
-                "not; if those are mistakes, convert the column to numbers",
-                where,
-                (num_cells := np.count_nonzero(found.codes >= 0)) - len(rows),
-                num_cells,
-                list_rows(rows + 1),
-            )
     chosen: dict[str, Any] = {kind: names for kind, names in features.items() if names}
     if sequences := chosen.get("sequences"):
         chosen["sequences"] = {one: _sequence(table.column(one)) for one in sequences}
-    if any(map(_has_gaps, table.select(features["numeric"] + features["timestamps"]).columns)):
+    if len(gaps) > 1:
+        chosen["missing_texts"] = sorted(gaps)
+    if gaps or any(
+        map(_has_gaps, table.select(features["numeric"] + features["timestamps"]).columns)
+    ):
         chosen |= {"missing_numeric": "mean", "missing_indicator": True}
     return {
         "source": {"kind": "parquet", "path": path.name},
         **({} if id_column is None else {"id_column": id_column}),
         **({"features": chosen} if chosen else {}),
+        **({"units": units} if units else {}),
     }
+
+
+def _judged(
+    table_name: str, table: pa.Table, others: Collection[str | None]
+) -> tuple[dict[str, list[str]], dict[str, list[str]], set[str]]:
+    """Return the columns of features by their way, texts beside numbers, and texts for gaps.
+
+    Texts are judged as ``init`` does; a column that has another type is what its type says.
+    """
+    features: dict[str, list[str]] = {way: [] for way in (*_WAYS, "sequences")}
+    units: dict[str, list[str]] = {}
+    gaps: set[str] = set()
+    said: dict[str, list[str]] = {}
+    for field in table.schema:
+        if field.name in others or is_unnamed_index(field.name):
+            continue
+        way, cells = _way_of(field, table_name), table.column(field.name)
+        text = as_text(cells) if is_text(field.type) else None
+        if text is None and not pa.types.is_integer(field.type):
+            features[way].append(field.name)
+            continue
+        beside = units_of(text) if text is not None else ()
+        column = describe(
+            field.name, cells[:_JUDGED_ROWS] if text is None else without_units(text, beside)
+        )
+        if text is not None and (way := _way_of_texts(column)) != "categorical":
+            units |= {field.name: list(beside)} if beside else {}
+            gaps |= {"", *column.gaps} if column.missing else set()
+            said.setdefault(f"texts that are {_WAYS[way]}", []).append(field.name)
+        if text is not None and column.almost:
+            what = f"each text is a category, but {column.almost.in_words}; if those are mistakes, "
+            said.setdefault(f"{what}convert the column to numbers", []).append(field.name)
+        if why := column.identifies or column.doubt[0].partition(",")[0]:
+            said.setdefault(f"{why}, read as {_WAYS.get(way, way)}", []).append(field.name)
+        features[way].append(field.name)
+    for row in (0, -1):
+        if sums := columns_of_sums({n: table.column(n) for n in features["numeric"]}, row):
+            said.setdefault(f"row {row % len(table) + 1} is the sum of all others", []).extend(sums)
+    for what, names in said.items():
+        _logger.warning("%s: column %s: %s", table_name, ", ".join(map(repr, names)), what)
+    return features, units, gaps
+
+
+def _way_of_texts(column: Column) -> str:
+    if column.kind in {"whole", "number"} and not column.looks_like_codes:
+        return "numeric"
+    return "timestamps" if None in column.time_formats else "categorical"
 
 
 def _way_of(column: pa.Field, table: str) -> str:

@@ -129,7 +129,10 @@ def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> Table
         texts.add(choices.label.column)
     written = {name: cells for name, cells in table.written.items() if name in texts}
     source = ColumnsInMemory(str(table.path), {**table.columns, **written})
-    return table_of(source, settings, None, [proposal.ids.rule])
+    rule = proposal.ids.rule
+    if choices.label is None:  # the contract, which this party does not write, may not fold case
+        rule = rule.model_copy(update={"fold_case": False})
+    return table_of(source, settings, None, [rule])
 
 
 def _check_loadable(terms: Terms) -> None:

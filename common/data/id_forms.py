@@ -30,8 +30,8 @@ _DOUBTFUL = {
     "equal no id that the other party writes as 007, unless contract.ids says drop_characters: "
     '"=\\"\'"',
     r"[\p{Cf}\p{Cc}\x{a0}\x{2000}-\x{200a}\x{202f}\x{3000}]": "hold a character that cannot be "
-    "seen, such as U+200B, U+FEFF or a soft hyphen: they equal no id without it, unless the rule "
-    'drop_characters: "\\u200B\\uFEFF" of contract.ids names all that they hold',
+    "seen, such as U+200B, U+FEFF or a soft hyphen: they equal no id without it, and no rule of "
+    "contract.ids drops it",
     r"^\{.*\}$": "stand in braces, as Windows writes GUIDs: they equal no id without them, unless "
     'contract.ids says drop_characters: "{}"',
     r"^\{?[0-9A-F]{8}-?([0-9A-F]{4}-?){3}[0-9A-F]{12,}\}?$": "are hexadecimal digits in capitals: "

@@ -368,14 +368,13 @@ def _gives_label_away(cells: Any, column: Column, classes: NDArray[np.int64]) ->
     if any(_are_of_one_class(classes[rows], classes) for rows in (has_value, ~has_value)):
         return True
     found = [has_value.astype(np.int64)]
-    if column.distinct <= MAX_CLASSES:
+    if column.kind in {"whole", "number"} and not column.looks_like_codes:
+        numbers = pc.cast(filled, pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+        if _separates(np.nan_to_num(numbers, nan=0.0, posinf=0.0, neginf=0.0), classes):
+            return True
+    if column.distinct <= min(MAX_CLASSES, column.present // _ENOUGH_ROWS):
         codes = pc.dictionary_encode(filled.combine_chunks()).indices
         found.append(pc.fill_null(codes, column.distinct).to_numpy(zero_copy_only=False))
-    elif column.kind in {"whole", "number"} and not column.looks_like_codes:
-        numbers = pc.cast(filled, pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-        numbers = np.nan_to_num(numbers, nan=0.0, posinf=0.0, neginf=0.0)
-        if _separates(numbers, classes):
-            return True
     return any(_determine(codes, classes) for codes in found)
 
 

@@ -138,7 +138,11 @@ def as_table(given: Any, name: str) -> pa.Table:
 
 
 def _cells(table: str, column: object, values: Any) -> pa.Array:
+    if isinstance(values, pa.Array | pa.ChunkedArray):
+        return values
     try:
+        if str(getattr(values, "dtype", "")) == "category":  # an array would hold only its texts
+            return pa.array(values)
         # An array would make texts of numbers beside texts.
         is_plain = isinstance(values, list) and not isinstance((values or [0])[0], np.generic)
         return pa.array(values if is_plain else np.asarray(values))
@@ -171,8 +175,13 @@ def _in_other_kinds(column: tuple[object, Any]) -> str:
 def _without_views(cells: pa.ChunkedArray) -> pa.ChunkedArray:
     """Return texts as Parquet can hold them: categories of polars are views, which it cannot."""
     if pa.types.is_dictionary(cells.type) and cells.type.value_type == pa.string_view():
-        texts = [one.dictionary.cast(pa.string()).take(one.indices) for one in cells.chunks]
-        return pa.chunked_array(texts, pa.string())
+        parts = [
+            pa.DictionaryArray.from_arrays(
+                one.indices.cast(pa.int32()), one.dictionary.cast(pa.string())
+            )
+            for one in cells.chunks
+        ]
+        return pa.chunked_array(parts, pa.dictionary(pa.int32(), pa.string()))
     return cells.cast(pa.string()) if cells.type == pa.string_view() else cells
 
 

@@ -18,7 +18,6 @@ from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.timestamps import read_timestamps
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.run.id_rules import TextId
 from splitveil.common.settings import validate
 from splitveil.library.own_data import write_settings
 from tests.init.test_init import command
@@ -102,7 +101,11 @@ def test_numbers_with_the_same_text_beside_them_are_numbers(
         assert set(read(tmp_path).table.categorical["x"].categories.to_pylist()) == set(cells)
     given = {"id": IDS, "x": cells, "part": PARTS}
     write_settings(tmp_path / "s", {"id": IDS, "label": [0, 1] * 150}, given, label="label")
-    assert read(tmp_path / "s").table.numeric["x"].tolist() == expected
+    simulated = read(tmp_path / "s").table
+    if form == "thin space":  # Parquet has no decimal mark to say how these are read
+        assert list(simulated.categorical) == ["id", "x"]
+    else:
+        assert simulated.numeric["x"].tolist() == expected
 
 
 ASKED: dict[str, tuple[list[str], str, Sequence[str]]] = {
@@ -130,10 +133,6 @@ def test_a_text_beside_some_numbers_is_a_question(
         assert command("passive", path, "--folder", tmp_path, "--force", "--numeric", "x") == 2
 
 
-def shown(number: float) -> str:
-    return f"{number:.0f}"
-
-
 BORN = [f"{1 + x % 28:02}.{1 + x % 12:02}.{35 + x % 63}" for x in WHOLE]
 THIS = datetime.now(tz=UTC).year
 ENDS = [f"{1 + x % 28:02}.{1 + x % 12:02}.{(THIS - 6 + x % 10) % 100:02}" for x in WHOLE]
@@ -145,11 +144,12 @@ BEGIN = "texts that begin with a number, read as categories"
 KINDS = ["numeric", "categorical", "timestamps", "left out"]
 PERSONS = MADE.permutation(np.repeat(10_000 + MADE.permutation(90_000)[: ROWS // 2], 2))
 SIZES = MADE.choice([2, 4, 8, 16, 24, 32], ROWS, p=[0.1, 0.25, 0.4, 0.15, 0.07, 0.03])
+POSTCODES = MADE.choice(range(900, 99_000, 3277), ROWS)
 JUDGED: dict[str, tuple[Any, str, str]] = {
-    "postcodes": (each("{:05d}", MADE.choice(MADE.integers(900, 99_000, 30), ROWS)), "categorical", ""),
+    "postcodes": (each("{:05d}", POSTCODES), "categorical", ""),
     "persons": (each("{}", PERSONS), "left out", "no more than 2 rows: they identify"),
-    "persons in words": (each("P{}", PERSONS), "left out", "no more than 2 rows: they identify"),
-    "row numbers": (each("{}", MADE.permutation(ROWS)), "left out", "far less often than by chance"),
+    "persons in words": (each("P{}", PERSONS), "left out", "in no more than 2 rows: they"),
+    "row numbers": (each("{}", MADE.permutation(ROWS)), "left out", "far less often than by"),
     "memory": (each("{}", SIZES), "numeric", NUMBER),
     "channels": (each("{}", MADE.choice(MADE.permutation(500)[:12], ROWS)), "categorical", CODE),
     "ages": (each("{}", MADE.integers(18, 90, ROWS)), "numeric", ""),
@@ -179,10 +179,8 @@ def test_columns_are_judged_by_what_their_cells_do(
     path = write(tmp_path, **dict.fromkeys(names, cells))
     assert command("passive", path, "--folder", tmp_path) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [one for one in lines if said and said in one or "decided" in one] == [
-        one for one in lines if said and said in one
-    ]
     assert any(said in one for one in lines)
+    assert any(one.startswith("decided") for one in lines) == (bool(said) and kind != "left out")
     chosen = yaml.safe_load((tmp_path / "passive.yaml").read_text())["data"]["features"]
     for name in names:
         assert [one for one in KINDS if name in chosen.get(one, ())] == [kind] * (
@@ -227,10 +225,6 @@ def test_a_unit_is_dropped_beside_a_number_and_nowhere_else() -> None:
     assert is_unreadable.tolist() == [False] * 3 + [True] * 4 + [False]
 
 
-def labels(**rows: int) -> list[str]:
-    return [name for name, count in rows.items() for _ in range(count)]
-
-
 def spelt(*rows: tuple[str, int]) -> list[str]:
     return [name for name, count in rows for _ in range(count)]
 
@@ -241,7 +235,7 @@ LABELS: dict[str, tuple[list[str], str | None]] = {
     "no.": (spelt(("no", 200), ("no.", 50), ("yes", 50)), ALIKE),
     "underscore": (spelt(("not_churned", 100), ("not churned", 100), ("churned", 100)), ALIKE),
     "unseen": (spelt(("no", 200), ("yes", 50), ("yes\u200b", 50)), ALIKE),
-    "a typing error": (spelt(("left", 200), ("stayed", 97), ("staied", 3)), "'staied' (3 rows) bes"),
+    "a typing error": (spelt(("left", 200), ("stayed", 97), ("staied", 3)), "'staied' (3 rows)"),
     "exchanged": (spelt(("left", 200), ("stayed", 97), ("satyed", 3)), "'satyed' (3 rows) beside"),
     "one row": (spelt(("a", 150), ("b", 149), ("c", 1)), "'c' (1 row in all)"),
     "two rows": (spelt(("0", 150), ("1", 148), ("2", 2)), "'2' (2 rows in all)"),
@@ -342,9 +336,7 @@ def test_forms_of_ids_that_the_other_party_may_not_write_are_said(
     said = [one for one in capsys.readouterr().out.splitlines() if one.startswith("warning")]
     assert len(said) == (message is not None)
     assert message is None or message in said[0]
-    assert message in str(read(tmp_path).table.id_doubts) if message else True
-    if form.startswith("U+"):
-        TextId(drop_characters=ids[0][-1])
+    assert (message or "") in str(read(tmp_path).table.id_doubts)
 
 
 def test_mixed_objects_are_refused_with_their_rows(tmp_path: Path) -> None:

@@ -112,6 +112,10 @@ def units_of(text: Any, *, is_wanted: bool = False) -> tuple[str, ...]:
     They are any that several cells have if the user wants numbers. Names with a number (``K17``),
     codes (``#007``) and negative numbers in the way of accountants (``35-``, ``(35)``) have none.
     """
+    some = without_gaps(without_units(text[:_LOOKED_AT], ()), GAPS).drop_null()
+    may_be = is_wanted or (are_mostly(some, _BESIDE) and not are_mostly(some, NUMBER))
+    if len(some) and not may_be:
+        return ()
     column = read_categories(WrittenColumn(without_units(text, ()), "", GAPS))
     is_like_one = matches(column.categories, _BESIDE)
     if not len(is_like_one) or not (is_wanted or column.is_nearly_all(is_like_one)):

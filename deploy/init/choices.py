@@ -11,12 +11,10 @@ from shlex import quote
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from splitveil.common.data.columns import NEARLY_ALL, is_unnamed_index
-from splitveil.common.data.label_columns import places_of
 from splitveil.common.data.settings import MAX_CLASSES
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.run.sample_order import SPLITS
@@ -24,6 +22,7 @@ from splitveil.common.text.wording import suggest
 from splitveil.deploy.init.columns import NO_NAME, Column, as_text, without_gaps, words_of
 from splitveil.deploy.init.labels import Label, classes_of, is_of_numbers, label_of, yes_or_no
 from splitveil.deploy.init.own_ids import OwnIds, identifiers_in, judge, likely_ids
+from splitveil.deploy.init.telltale import classes_of_rows, gives_label_away
 
 LABEL_WORDS = words_of(
     "y label target class outcome churn churned default defaulted fraud click clicked converted "
@@ -33,9 +32,6 @@ NUMBER_LABEL_WORDS = frozenset(["y", "label", "target"])
 """Words in the names of columns whose numbers are labels; others are often features."""
 
 ID_WORDS = words_of("id ids key uuid guid identifier customer client patient person user")
-TELLTALE_AUC = 0.995  # AUC of a single column, from which it counts as another form of the label
-_ENOUGH_ROWS = 5  # of a class, and of all others, below which columns separate them by chance
-_MANY_ROWS = 20  # that have a cell, or none, from which one class for all is no chance
 _MOST_CATEGORIES_SHARE = 0.5
 _YEARS_AHEAD = 20
 
@@ -238,7 +234,7 @@ def choose_features(
         labels = without_gaps(as_text(cells[label.column]), label.gaps)
         if labels.null_count:
             cells = {name: column.filter(labels.is_valid()) for name, column in cells.items()}
-        classes = _classes_of_rows(labels.drop_null(), label)
+        classes = classes_of_rows(labels.drop_null(), label)
     decided = {*wishes.numeric, *wishes.categorical}
     columns = [x._replace(doubt=("", "")) if x.name in decided else x for x in columns]
     own = {id_column, None if label is None else label.column}
@@ -337,7 +333,7 @@ def _reason_to_leave_out(
         return ""
     if is_index:
         return NO_NAME
-    if classes is not None and _gives_label_away(cells[column.name], column, classes):
+    if classes is not None and gives_label_away(cells[column.name], column, classes):
         return "gives the label away almost by itself: is it known before the label is?"
     return _reason_in_its_cells(column, time_format)
 
@@ -356,78 +352,6 @@ def _reason_in_its_cells(column: Column, time_format: str | None) -> str:
         return "texts of which most rows have their own: another id, or free text"
     is_code = column.looks_like_codes and column.is_unique
     return "a value of its own in every row: another id" if is_code else ""
-
-
-def _gives_label_away(cells: Any, column: Column, classes: NDArray[np.int64]) -> bool:
-    """Say whether a column's values or gaps tell a class of enough rows from all others."""
-    text = as_text(cells)
-    if text is None or column.kind in {"empty", "other"}:
-        return False
-    filled = without_gaps(text, column.gaps)
-    has_value = pc.is_valid(filled).to_numpy(zero_copy_only=False)
-    if any(_are_of_one_class(classes[rows], classes) for rows in (has_value, ~has_value)):
-        return True
-    found = [has_value.astype(np.int64)]
-    if column.kind in {"whole", "number"} and not column.looks_like_codes:
-        numbers = pc.cast(filled, pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-        if _separates(np.nan_to_num(numbers, nan=0.0, posinf=0.0, neginf=0.0), classes):
-            return True
-    if column.distinct <= min(MAX_CLASSES, column.present // _ENOUGH_ROWS):
-        codes = pc.dictionary_encode(filled.combine_chunks()).indices
-        found.append(pc.fill_null(codes, column.distinct).to_numpy(zero_copy_only=False))
-    return any(_determine(codes, classes) for codes in found)
-
-
-def _are_of_one_class(some: NDArray[np.int64], classes: NDArray[np.int64]) -> bool:
-    """Say whether rows are nearly all of one class that fewer than half of all rows have."""
-    if not _MANY_ROWS <= len(some) < len(classes):
-        return False
-    rows = np.bincount(some)
-    usual = rows.argmax()
-    return bool(rows[usual] >= TELLTALE_AUC * len(some) and np.mean(classes == usual) < 0.5)
-
-
-def _separates(numbers: NDArray[np.float64], classes: NDArray[np.int64]) -> bool:
-    """Say whether the order of numbers tells a class from all others."""
-    _, places, counts = np.unique(numbers, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[places]
-    rows = np.bincount(classes)
-    pairs = rows * (len(classes) - rows)
-    higher = np.bincount(classes, weights=ranks) - rows * (rows + 1) / 2
-    return _is_telltale(higher / np.maximum(pairs, 1), rows)
-
-
-def _determine(codes: NDArray[np.int64], classes: NDArray[np.int64]) -> bool:
-    """Say whether codes tell a class from all others."""
-    width, num_classes = int(codes.max()) + 1, int(classes.max()) + 1
-    cells = np.bincount(classes * width + codes, minlength=num_classes * width)
-    own = cells.reshape(num_classes, width)
-    of_code, rows = own.sum(axis=0), own.sum(axis=1)
-    others = of_code - own
-    order = np.argsort(own / np.maximum(of_code, 1), axis=1)
-    own, others = (np.take_along_axis(one, order, axis=1) for one in (own, others))
-    pairs = rows * (len(classes) - rows)
-    higher = (own * (np.cumsum(others, axis=1) - others / 2)).sum(axis=1)
-    return _is_telltale(higher / np.maximum(pairs, 1), rows)
-
-
-def _is_telltale(aucs: NDArray[np.float64], rows: NDArray[np.int64]) -> bool:
-    is_enough = np.minimum(rows, rows.sum() - rows) >= _ENOUGH_ROWS
-    return bool((np.maximum(aucs, 1 - aucs)[is_enough] >= TELLTALE_AUC).any())
-
-
-def _classes_of_rows(text: Any, label: Label) -> NDArray[np.int64]:
-    """Return each row's class; of numbers, whether it is above the median."""
-    if label.within is not None:
-        numbers = pc.cast(text, pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-        return np.asarray(numbers > np.median(numbers), np.int64)
-    if label.classes is None:
-        is_positive = pc.is_valid(places_of(text, label.positive or ("1",)))
-        return np.asarray(is_positive.to_numpy(), np.int64)
-    names = (
-        [*map(str, range(label.num_classes))] if isinstance(label.classes, int) else label.classes
-    )
-    return np.asarray(places_of(text, names).to_numpy(), np.int64)
 
 
 def _named(columns: Sequence[Column], name: str, option: str) -> Column:

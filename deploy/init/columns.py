@@ -31,6 +31,7 @@ from splitveil.common.data.columns import (
 from splitveil.common.data.sources import list_rows
 from splitveil.common.data.timestamps import time_formats
 from splitveil.common.errors import DataError
+from splitveil.deploy.init.whole_numbers import LEAST_REPEATS, codes_or_quantities, why_identifiers
 
 _THOUSANDS = (
     "numbers with commas or marks between thousands",
@@ -84,6 +85,7 @@ def almost_numbers(column: CategoricalColumn, is_number: NDArray[np.bool_]) -> A
     ]
     likely = [one for one in found if column.is_nearly_all(one[1])]
     is_beside = ~is_number & matches(column.categories, _BESIDE)
+    is_beside &= matches(column.categories, r"^[^\pL\d]*\d|\p{Sc}")  # and no name, as red 5
     num_cells, num_numbers = (column.codes >= 0).sum(), column.rows_of(is_number).sum()
     are_most = num_numbers * 2 >= num_cells and not _are_few(column)
     if not likely and are_most and column.is_nearly_all(is_number | is_beside):
@@ -180,13 +182,6 @@ _COMPACT_DATE = r"^(19|20)\d\d(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])$"
 _PADDED = r"^0\d\d+$"
 _MOST_SHAPES = 12
 _LOOKED_AT = 1000  # cells that decide whether a column is worth adding up
-_MOST_CODES = 1000
-LEAST_REPEATS = 20
-_SPARSE = 0.5
-_TAIL = 0.05  # share of the rows at either end whose numbers do not say how dense they are
-_EVEN = 0.35  # mean place in their range, from which numbers do not thin out upwards
-_APART = 0.7  # median logarithm of the ratio of two neighbours' rows, from which they are unrelated
-_LEAST_COINCIDENCES = 20
 
 
 class Column(NamedTuple):
@@ -263,8 +258,10 @@ def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column
     order = np.argsort(-counts, kind="stable")[:MOST_VALUES]
     reason, doubt = "", ("", "")
     if kind == "whole":
-        reason, doubt = _codes_or_quantities(values, numbers, counts)
-    elif kind == "text" and not pa.types.is_dictionary(cells.type):
+        widths = np.unique(pc.utf8_length(values).to_numpy())
+        is_padded = len(widths) == 1 and matches(values, _PADDED).any()
+        reason, doubt = codes_or_quantities(numbers, counts, is_padded=is_padded)
+    elif kind == "text" and not nearly and not pa.types.is_dictionary(cells.type):
         shapes = pc.replace_substring_regex(values, r"\d+([.,]\d+)*", "9").unique()
         is_like_one = matches(values, r"^[^\pL\d]*\d")
         if len(shapes) <= _MOST_SHAPES and found.is_nearly_all(is_like_one):
@@ -281,7 +278,7 @@ def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column
         counts=tuple(counts[order].tolist()),
         reason=reason,
         doubt=doubt,
-        identifies="" if nearly else _why_identifiers(numbers, counts),
+        identifies="" if nearly else why_identifiers(numbers, counts),
         low=float(numbers.min()) if len(numbers) else 0.0,
         high=float(numbers.max()) if len(numbers) else 0.0,
         variance=_variance(numbers, counts) if len(numbers) and nearly is None else 0.0,
@@ -370,62 +367,3 @@ def _kind_of_texts(column: CategoricalColumn, is_number: NDArray[np.bool_]) -> _
 def _variance(numbers: NDArray[np.float64], counts: NDArray[np.int64]) -> float:
     centred = numbers - np.average(numbers, weights=counts)
     return float(np.average(centred**2, weights=counts))
-
-
-def _codes_or_quantities(
-    texts: Any, numbers: NDArray[np.float64], counts: NDArray[np.int64]
-) -> tuple[str, tuple[str, str]]:
-    """Say why whole numbers are codes, empty if they are quantities, and what is in doubt.
-
-    Quantities use most of the numbers where most rows are, or are most often at the smallest, as
-    counts are, and neighbours among them are used similarly often. What is used again and again
-    may be either; codes then leave most numbers out, and lie evenly in their range.
-    """
-    if len(numbers) < 3 or numbers.min() < 0:
-        return "", ("", "")
-    if matches(texts, _PADDED).any() and len(np.unique(pc.utf8_length(texts).to_numpy())) == 1:
-        return "digits of one width, some of which begin with 0", ("", "")
-    order = np.argsort(numbers)
-    numbers, counts = numbers[order], counts[order]
-    steps = np.diff(numbers)
-    unit = float(np.gcd.reduce(steps[steps < 2**53].astype(np.int64))) or 1.0
-    share = (np.cumsum(counts) - counts / 2) / counts.sum()
-    is_usual = (share >= _TAIL) & (share <= 1 - _TAIL)
-    is_usual |= np.count_nonzero(is_usual) < 3
-    usual, logs = numbers[is_usual], np.log(counts[is_usual])
-    repeats = counts.sum() / len(numbers)
-    if len(numbers) < 5 or repeats < 2 or counts[0] == counts.max():
-        return "", ("", "")
-    is_sparse = len(usual) < _SPARSE * (np.ptp(usual) / unit + 1)
-    # Of independent frequencies, two in three are higher or lower than both neighbours.
-    turns = np.count_nonzero(np.diff(np.sign(np.diff(counts))))
-    is_rough = 2 * turns >= len(numbers) - 2
-    is_often = repeats >= LEAST_REPEATS
-    if not is_sparse and not (is_rough and is_often and np.median(np.abs(np.diff(logs))) >= _APART):
-        return "", ("", "")
-    is_even = np.mean((numbers - numbers[0]) / np.ptp(numbers)) >= _EVEN
-    if is_sparse and is_rough and is_even and is_often and len(numbers) <= _MOST_CODES:
-        why = "few of the numbers in their range are used, again and again"
-        return why, ("whole numbers that may be quantities, read as categories", "--numeric")
-    return "", ("whole numbers that may be codes, read as numbers", "--categorical")
-
-
-def _why_identifiers(numbers: NDArray[np.float64], counts: NDArray[np.int64]) -> str:
-    """Say that values repeat far less often than any values that are drawn independently.
-
-    Of n rows whose values lie among w whole numbers, n^2 / 2w pairs at least are expected to be
-    equal, and where P pairs are, 2 P^2 / 3n triples at least (by Jensen's and Lyapunov's
-    inequalities; even frequencies have the fewest).
-    """
-    rows = float(counts.sum())
-    pairs = float((counts * (counts - 1.0)).sum() / 2)
-    triples = float((counts * (counts - 1.0) * (counts - 2.0)).sum() / 6)
-    least = 0.0
-    if len(numbers) > 2 and (numbers == np.floor(numbers)).all():
-        least = rows * (rows - 1) / 2 / (np.ptp(numbers) + 1)
-    if least >= _LEAST_COINCIDENCES and pairs <= least / 4:
-        return "whole numbers that repeat far less often than by chance"
-    least = 2 * pairs**2 / (3 * rows) if rows else 0.0
-    if least >= _LEAST_COINCIDENCES and triples <= least / 2:
-        return f"values that each stand in no more than {counts.max()} rows"
-    return ""

@@ -18,7 +18,8 @@ from splitveil.common.data.id_forms import SHORTENED
 from splitveil.common.data.ids import unusable_rows
 from splitveil.common.errors import DataError
 from splitveil.common.run.id_rules import TextId
-from splitveil.deploy.init.columns import LEAST_REPEATS, Column
+from splitveil.deploy.init.columns import Column
+from splitveil.deploy.init.whole_numbers import LEAST_REPEATS
 
 _POINTED = r"[+-]?\d+\.0*"
 _IDENTIFIERS = {

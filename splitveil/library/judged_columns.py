@@ -42,7 +42,8 @@ def judged_features(
         if text is not None and (way := _way_of_texts(column)) != "categorical":
             units |= {field.name: list(beside)} if beside else {}
             gaps |= {"", *column.gaps} if column.missing else set()
-            said.setdefault(f"texts that are {_WAYS[way]}", []).append(field.name)
+            what = f"texts that are {_WAYS[way]}, read as such unless their type is categories"
+            said.setdefault(what, []).append(field.name)
         if text is not None and column.almost:
             what = f"each text is a category, but {column.almost.in_words}; if those are mistakes, "
             said.setdefault(f"{what}convert the column to numbers", []).append(field.name)

@@ -259,7 +259,7 @@ def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column
     reason, doubt = "", ("", "")
     if kind == "whole":
         widths = np.unique(pc.utf8_length(values).to_numpy())
-        is_padded = len(widths) == 1 and matches(values, _PADDED).any()
+        is_padded = len(widths) == 1 and bool(matches(values, _PADDED).any())
         reason, doubt = codes_or_quantities(numbers, counts, is_padded=is_padded)
     elif kind == "text" and not nearly and not pa.types.is_dictionary(cells.type):
         shapes = pc.replace_substring_regex(values, r"\d+([.,]\d+)*", "9").unique()

@@ -85,7 +85,7 @@ def initialise(
 ) -> Written:
     """Look at a table and write the settings that fit it."""
     named = (wishes.id_column, wishes.label_column, *wishes.numeric, *wishes.categorical)
-    as_written = {wishes.id_column, *wishes.categorical, *wishes.exclude} - {None}
+    as_written = {wishes.id_column or "", *wishes.categorical, *wishes.exclude}
     table = read_raw(
         path,
         delimiter,

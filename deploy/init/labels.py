@@ -91,7 +91,7 @@ def classes_of(column: Column, meaning: Callable[[str], Hashable] = class_key) -
     return rows
 
 
-def _folded(text: str) -> Hashable:
+def _folded(text: str) -> Decimal | str:
     """Return a label without case, space and punctuation, but for signs and marks in numbers."""
     if isinstance(class_key(text), Decimal):
         return class_key(text)

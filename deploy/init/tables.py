@@ -79,13 +79,13 @@ def read_raw(
     units: dict[str, Sequence[str]] = {}
     plain: dict[str, Any] = {}
     for name, cells in raw.columns.items():
-        text = as_text(cells) if name not in as_written and is_text(cells.type) else None
-        if text is None:
+        own = as_text(cells) if name not in as_written and is_text(cells.type) else None
+        if own is None:
             continue
-        if found := units_of(text, is_wanted=name in numeric):
-            units[name] = found
-        bare = without_units(text, found)
-        if found or (bare is not text and are_mostly(bare, NUMBER)):
+        if beside := units_of(own, is_wanted=name in numeric):
+            units[name] = beside
+        bare = without_units(own, beside)
+        if beside or (bare is not own and are_mostly(bare, NUMBER)):
             plain[name] = bare
     written = {name: raw.columns[name] for name in plain}
     raw = raw._replace(columns={**raw.columns, **plain}, written=written, units=units)

@@ -14,7 +14,6 @@ from splitveil.deploy.init.labels import Label
 
 TELLTALE_AUC = 0.995  # AUC of a single column, from which it counts as another form of the label
 _ENOUGH_ROWS = 5  # of a class, and of all others, below which columns separate them by chance
-_MANY_ROWS = 20  # that have a cell, or none, from which one class for all is no chance
 
 
 def gives_label_away(cells: Any, column: Column, classes: NDArray[np.int64]) -> bool:
@@ -24,8 +23,6 @@ def gives_label_away(cells: Any, column: Column, classes: NDArray[np.int64]) -> 
         return False
     filled = without_gaps(text, column.gaps)
     has_value = pc.is_valid(filled).to_numpy(zero_copy_only=False)
-    if any(_are_of_one_class(classes[rows], classes) for rows in (has_value, ~has_value)):
-        return True
     found = [has_value.astype(np.int64)]
     if column.kind in {"whole", "number"} and not column.looks_like_codes:
         numbers = pc.cast(filled, pa.float64(), safe=False).to_numpy(zero_copy_only=False)
@@ -35,15 +32,6 @@ def gives_label_away(cells: Any, column: Column, classes: NDArray[np.int64]) -> 
         codes = pc.dictionary_encode(filled.combine_chunks()).indices
         found.append(pc.fill_null(codes, column.distinct).to_numpy(zero_copy_only=False))
     return any(_determine(codes, classes) for codes in found)
-
-
-def _are_of_one_class(some: NDArray[np.int64], classes: NDArray[np.int64]) -> bool:
-    """Say whether rows are nearly all of one class that fewer than half of all rows have."""
-    if not _MANY_ROWS <= len(some) < len(classes):
-        return False
-    rows = np.bincount(some)
-    usual = rows.argmax()
-    return bool(rows[usual] >= TELLTALE_AUC * len(some) and np.mean(classes == usual) < 0.5)
 
 
 def _separates(numbers: NDArray[np.float64], classes: NDArray[np.int64]) -> bool:

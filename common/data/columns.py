@@ -6,6 +6,7 @@ Row numbers in messages count from 1, without the header line.
 import fnmatch
 import logging
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from functools import partial
@@ -33,7 +34,7 @@ NEARLY_ALL = 0.9
 WILDCARDS = frozenset("*?[")
 _UNNAMED_INDEX = r"__index_level_\d+__|Unnamed: \d+(\.\d+)*"
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:inf|infinity|nan)$"
-_MARKS = " '\u2019\u00a0\u202f"
+_MARKS = " '\u2019\u00a0\u202f\u2009"
 """Marks between thousands that are never decimal ones."""
 NUMBERS_BY_DECIMAL = {
     decimal: rf"^[+-]?((\d+|[1-9]\d{{0,2}}([{other}{_MARKS}]\d{{3}})+)([{decimal}]\d*)?"
@@ -55,6 +56,9 @@ class WrittenColumn(NamedTuple):
     decimal: str | None = None
     """The decimal mark of numbers that are written as text, perhaps with marks between thousands;
     without it, they have points and no marks."""
+
+    units: Sequence[str] = ()
+    """Texts before or after the numbers, which are dropped."""
 
     def list_rows(self, is_wrong: NDArray[np.bool_]) -> str:
         """Name the rows for which a condition holds."""
@@ -366,6 +370,33 @@ def clean_text(column: WrittenColumn) -> ArrowColumn:
     return pc.if_else(is_missing, pa.scalar(None, pa.string()), text)
 
 
+class _Ascii(dict[int, int]):
+    """Maps every decimal digit of Unicode, and the signs that go with them, to ASCII."""
+
+    def __missing__(self, code: int) -> int:
+        digit = unicodedata.decimal(chr(code), None)  # none for a superscript or a fraction
+        self[code] = found = code if digit is None else ord(str(digit))
+        return found
+
+
+_ASCII = _Ascii(
+    zip(map(ord, "\u2212\uff0d\uff0b\uff0e\uff0c\u066b\u066c"), b"--+.,.'", strict=True)
+)
+
+
+def without_units(text: ArrowColumn, units: Sequence[str]) -> ArrowColumn:
+    """Return texts with digits of ASCII, and without a unit before or after them."""
+    if not pc.all(pc.string_is_ascii(text)).as_py():
+        found = pc.unique(text)
+        plain = [one and one.translate(_ASCII) for one in found.to_pylist()]
+        text = pc.take(pa.array(plain, pa.string()), pc.index_in(text, value_set=found))
+    if units:
+        unit = f"(?:{'|'.join(map(re.escape, sorted(units, key=len, reverse=True)))})?"
+        form = rf"^([+-]?)\s*{unit}\s*([+-]?[\d.,].*?)\s*{unit}$"
+        text = pc.replace_substring_regex(text, form, r"\1\2")
+    return text
+
+
 def with_points(text: ArrowColumn, decimal: str) -> ArrowColumn:
     """Return numbers with a decimal point and nothing between thousands; others become none."""
     is_right = pc.match_substring_regex(text, NUMBERS_BY_DECIMAL[decimal])
@@ -382,7 +413,7 @@ def read_numbers(column: WrittenColumn) -> _Numbers:
     if pa.types.is_dictionary(cells.type):
         cells = pc.cast(cells, cells.type.value_type)
     if is_text(cells.type):
-        cells = clean_text(column._replace(cells=cells))
+        cells = without_units(clean_text(column._replace(cells=cells)), column.units)
         cells = with_points(cells, column.decimal) if column.decimal else cells
     try:
         numbers = pc.cast(cells, pa.float64(), safe=False)

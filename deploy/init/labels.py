@@ -1,9 +1,11 @@
 """Decides how the labels of a column are read: as one of two classes, of several, or as numbers."""
 
 import math
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from decimal import Decimal
+from difflib import SequenceMatcher
 from shlex import quote
 from typing import NamedTuple
 
@@ -17,6 +19,9 @@ POSITIVE_WORDS = ("1", "yes", "true", "y", "t", "positive", "pos", "ja", "j", "o
 NEGATIVE_WORDS = ("0", "no", "false", "n", "f", "negative", "neg", "nein", "non")
 
 _MANTISSAS = (1, 2, 5, 10)
+_RARE = 0.05
+_FEW_ROWS = 2
+_AS_WRITTEN = "--as-written takes all labels as they are"
 
 
 class Within(NamedTuple):
@@ -86,15 +91,27 @@ def classes_of(column: Column, meaning: Callable[[str], Hashable] = class_key) -
     return rows
 
 
-def _folded(text: str) -> Hashable:
-    return class_key(text.casefold())
+def _folded(text: str) -> Decimal | str:
+    """Return a label without case, space and punctuation, but for signs and marks in numbers."""
+    if isinstance(class_key(text), Decimal):
+        return class_key(text)
+    visible = "".join(x for x in text if unicodedata.category(x) != "Cf")
+    plain = unicodedata.normalize("NFKC", visible).casefold().strip()
+    kept = "".join(
+        x
+        for before, x, after in zip(" " + plain, plain, plain[1:] + " ", strict=False)
+        if unicodedata.category(x)[0] not in "PZC"
+        or (before.isdigit() and after.isdigit())
+        or (x == "-" and " " in (before, after))
+    )
+    return class_key(kept or text)
 
 
 _MEANT = {class_key(one): words for words in (NEGATIVE_WORDS, POSITIVE_WORDS) for one in words}
 
 
 def yes_or_no(text: str) -> Hashable:
-    key = class_key(text.casefold())
+    key = _folded(text)
     return _MEANT.get(key, key)
 
 
@@ -106,6 +123,27 @@ def is_of_two(column: Column) -> bool:
         if len(found) > 2:  # most columns of a wide table have hundreds
             return False
     return len(found) == 2
+
+
+def _typing_errors(rows: Counter[str]) -> list[str]:
+    """Name the rare labels that differ from a frequent one by one letter, or two exchanged ones."""
+    return [
+        f"{rare!r} ({rows[rare]:,} rows) beside {usual!r}"
+        for rare in rows
+        for usual in rows
+        if rows[rare] <= _RARE * rows[usual] and len(rare) > 3 and _is_one_edit(rare, usual)
+    ]
+
+
+def _is_one_edit(one: str, other: str) -> bool:
+    edits = [
+        (one[a:b], other[c:d])
+        for what, a, b, c, d in SequenceMatcher(None, one, other, autojunk=False).get_opcodes()
+        if what != "equal"
+    ]
+    lost, new = map("".join, zip(*edits, strict=True))
+    is_small = len(edits) == 1 or lost == new
+    return is_small and max(len(lost), len(new)) == 1 and (lost + new).isalpha()
 
 
 def spellings(column: Column, positive: tuple[str, ...] = ()) -> tuple[str, ...]:
@@ -130,6 +168,7 @@ def label_of(
     bounds: tuple[float, float] | None = None,
     *,
     leave_out: bool = False,
+    as_written: bool = False,
 ) -> Label:
     """Return how labels are read; ``bounds`` are the user's, for labels that are numbers."""
     read, found = Label(column.name, (), None, {}), column.in_words()
@@ -153,10 +192,13 @@ def label_of(
             f"--label-column {column.name}: expected a label of 2 to {MAX_CLASSES} classes in "
             f"every row, or a number, found {found}"
         )
+    if not as_written:
+        _check_spelling(column, positive)
     return _of_classes(read, column, positive)
 
 
-def _of_classes(read: Label, column: Column, positive: tuple[str, ...]) -> Label:
+def _check_spelling(column: Column, positive: tuple[str, ...]) -> None:
+    """Ask about labels that seem to mean the same, and classes of next to no rows."""
     rows, alike = classes_of(column), spellings(column, positive)
     if not set(alike) <= set(positive):
         options = " ".join(f"--positive-label {quote(text)}" for text in alike)
@@ -164,7 +206,21 @@ def _of_classes(read: Label, column: Column, positive: tuple[str, ...]) -> Label
             f"--label-column {column.name}: some of the labels {', '.join(map(repr, rows))} seem "
             f"to mean the same: write these alike"
             + (f", or say which stand for 1: {options}" if len(alike) < len(rows) else "")
+            + f"; {_AS_WRITTEN}"
         )
+    doubts = _typing_errors(Counter({text: n for text, n in rows.items() if text not in positive}))
+    if not positive:
+        few = [text for text, n in rows.items() if n <= _FEW_ROWS and n <= _RARE * rows.total()]
+        doubts += [f"{text!r} ({rows[text]} row{'s' * (rows[text] > 1)} in all)" for text in few]
+    if doubts:
+        raise SettingsError(
+            f"--label-column {column.name}: expected no label by mistake, found "
+            f"{', '.join(doubts[:20])}: correct or delete these rows; {_AS_WRITTEN}"
+        )
+
+
+def _of_classes(read: Label, column: Column, positive: tuple[str, ...]) -> Label:
+    rows = classes_of(column)
     keys = {class_key(text): text for text in rows}
     if len(rows) > 2 and not positive:
         is_numbered = keys.keys() == set(map(Decimal, range(len(rows))))

@@ -13,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from splitveil.active_party.defenses.dp_bounds import mu_of_leak_auc
 from splitveil.active_party.defenses.projected.label_utility import label_utility
 from splitveil.common.data.label_columns import others_in_words
+from splitveil.common.data.settings import MAX_CLASSES
 from splitveil.common.data.source_settings import not_expanded
 from splitveil.common.errors import SettingsError
 from splitveil.common.record.run_folder import storage_errors, write_text_atomically
@@ -27,7 +28,7 @@ from splitveil.deploy.init.choices import (
     choose_id,
     choose_label,
 )
-from splitveil.deploy.init.columns import Column
+from splitveil.deploy.init.columns import Column, describe
 from splitveil.deploy.init.labels import Label
 from splitveil.deploy.init.own_ids import OwnIds
 from splitveil.deploy.init.tables import RawTable
@@ -168,14 +169,27 @@ class Proposal(NamedTuple):
 
 def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: Terms) -> Proposal:
     """Decide about every column of a table, and about the sizes of a run."""
+    # Ids and classes are texts, with what stands beside their numbers.
+    written = {**table.columns, **table.written}
     try:
-        id_column, ids = choose_id(columns, table.columns, wishes)
-        others = [column for column in columns if column.name != id_column]
+        id_column, ids = choose_id(columns, written, wishes)
+        others = [
+            describe(one.name, written[one.name], wishes.missing_texts)
+            if one.name in table.written and one.distinct <= MAX_CLASSES
+            else one
+            for one in columns
+            if one.name != id_column
+        ]
         label = choose_label(others, wishes) if terms.role == ACTIVE else None
     except SettingsError as error:
         others_are = "".join(f"; {name}: {why}" for name, why in table.left_out.items())
         raise SettingsError(f"{error}{others_are}") from error
-    choices = choose_features(columns, table.columns, wishes, id_column, label, table.index_columns)
+    cells = dict(table.columns)
+    if label is not None and label.within is None:
+        cells[label.column] = written[label.column]
+    choices = choose_features(
+        columns, cells, wishes, id_column, label, table.index_columns, table.units
+    )
     unread = tuple(LeftOut(name, why) for name, why in table.left_out.items())
     choices = choices._replace(left_out=unread + choices.left_out)
     if label is None and not choices.features:

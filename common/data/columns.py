@@ -6,7 +6,6 @@ Row numbers in messages count from 1, without the header line.
 import fnmatch
 import logging
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from functools import partial
@@ -319,15 +318,6 @@ def _advice_on_decimals(column: WrittenColumn, is_unreadable: NDArray[np.bool_])
     return f"; with data.source.decimal: {' or '.join(fitting)}, these are numbers" * bool(fitting)
 
 
-def almost_numbers(column: CategoricalColumn) -> NDArray[np.bool_]:
-    """Return which rows hold no number if nearly all others do; of other columns, none."""
-    if not len(column.categories):
-        return np.zeros(len(column.codes), np.bool_)
-    is_number = are_numbers(column.categories)
-    is_meant = not is_number.all() and column.is_nearly_all(is_number)
-    return column.rows_of(~is_number & is_meant)
-
-
 def are_numbers(texts: Any) -> NDArray[np.bool_]:
     """Return which texts are numbers that a model can compute with."""
     values, is_unreadable = read_numbers(WrittenColumn(pa.chunked_array([texts]), "texts"))
@@ -370,25 +360,19 @@ def clean_text(column: WrittenColumn) -> ArrowColumn:
     return pc.if_else(is_missing, pa.scalar(None, pa.string()), text)
 
 
-class _Ascii(dict[int, int]):
-    """Maps every decimal digit of Unicode, and the signs that go with them, to ASCII."""
-
-    def __missing__(self, code: int) -> int:
-        digit = unicodedata.decimal(chr(code), None)  # none for a superscript or a fraction
-        self[code] = found = code if digit is None else ord(str(digit))
-        return found
+_ASCII = str.maketrans("\u2212\uff0d\uff0b\uff0e\uff0c\u066b\u066c", "--+.,.'")
+"""The signs that go with decimal digits which are none of ASCII."""
 
 
-_ASCII = _Ascii(
-    zip(map(ord, "\u2212\uff0d\uff0b\uff0e\uff0c\u066b\u066c"), b"--+.,.'", strict=True)
-)
+def _in_ascii(text: str) -> str:
+    return re.sub(r"\d", lambda digit: str(int(digit[0])), text.translate(_ASCII))
 
 
 def without_units(text: ArrowColumn, units: Sequence[str]) -> ArrowColumn:
     """Return texts with digits of ASCII, and without a unit before or after them."""
     if not pc.all(pc.string_is_ascii(text)).as_py():
         found = pc.unique(text)
-        plain = [one and one.translate(_ASCII) for one in found.to_pylist()]
+        plain = [one and _in_ascii(one) for one in found.to_pylist()]
         text = pc.take(pa.array(plain, pa.string()), pc.index_in(text, value_set=found))
     if units:
         unit = f"(?:{'|'.join(map(re.escape, sorted(units, key=len, reverse=True)))})?"
@@ -427,9 +411,8 @@ def read_numbers(column: WrittenColumn) -> _Numbers:
     values = numbers.to_numpy()
     is_infinite = np.abs(values) > LARGEST_FLOAT32
     if is_infinite.any() and pa.types.is_floating(cells.type):
-        texts = pc.cast(cells, pa.string())
-        is_missing = pc.is_in(texts, value_set=pa.array(column.missing_texts, pa.string()))
-        values = np.where(is_infinite & is_missing.to_numpy(), np.nan, values)
+        texts = clean_text(column._replace(cells=pc.cast(cells, pa.string())))
+        values = np.where(is_infinite & pc.is_null(texts).to_numpy(), np.nan, values)
     return _Numbers(values, is_unreadable)
 
 

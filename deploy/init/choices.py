@@ -71,10 +71,8 @@ class Choices(NamedTuple):
             what = f"years of two digits are {self.first_year} to {self.first_year + 99}"
             found[what, "--first-year YEAR says otherwise"] = names
         return [
-            f"{', '.join(names)}: {what}; {option}"
-            + "".join(f" {quote(name)}" for name in names)
-            * option.startswith("--")
-            * (" " not in option)
+            f"{', '.join(names)}: {what}; "
+            + " ".join([option, *map(quote, () if " " in option else names)])
             for (what, option), names in found.items()
         ]
 
@@ -141,8 +139,7 @@ def _is_id_word(name: str) -> bool:
 def label_candidates(columns: Sequence[Column], *, with_gaps: bool = False) -> list[Column]:
     """Return the columns that may hold labels, those that are named like one first."""
     columns = [c for c in columns if with_gaps or not c.missing]
-    few = [c for c in columns if c.kind in {"whole", "text", "number"}]
-    few = [c for c in few if is_of_two(c)]
+    few = [c for c in columns if c.kind in {"whole", "text", "number"} and is_of_two(c)]
     named = [c for c in columns if words_of(c.name) & LABEL_WORDS]
     named = [c for c in named if 2 <= len(classes_of(c)) <= MAX_CLASSES]
     numbers = [c for c in columns if words_of(c.name) & NUMBER_LABEL_WORDS and is_of_numbers(c)]
@@ -295,11 +292,10 @@ def _first_year(columns: Sequence[Any], time_format: str | None, wishes: Wishes)
     if not columns or "%y" not in str(time_format) or wishes.first_year is not None:
         return wishes.first_year if columns else None
     this = last = datetime.now(tz=UTC).year
-    times = (
-        pc.strptime(pc.unique(as_text(cells)), format=time_format, unit="s", error_is_null=True)
-        for cells in columns
-    )
-    found = {year % 100 for one in times for year in pc.year(one).drop_null().to_pylist()}
+    found = set[int]()
+    for texts in map(pc.unique, map(as_text, columns)):
+        times = pc.strptime(texts, format=time_format, unit="s", error_is_null=True)
+        found |= {year % 100 for year in pc.year(times).drop_null().to_pylist()}
     while last % 100 in found and last <= this + _YEARS_AHEAD:
         last += 1
     is_end = this < last <= this + _YEARS_AHEAD

@@ -22,7 +22,6 @@ from splitveil.common.data.columns import (
     WrittenColumn,
     are_numbers,
     clean_text,
-    is_numeric,
     is_text,
     read_categories,
     read_numbers,
@@ -201,6 +200,7 @@ class Column(NamedTuple):
     low: float = 0.0  # the least of the numbers; 0 for other cells
     high: float = 0.0
     variance: float = 0.0  # of the numbers over the rows
+    total: float = 0.0  # of the numbers, if more than five are not 0
     almost: Almost | None = None  # what nearly all cells are, if others prevent reading it so
     time_formats: tuple[str | None, ...] = ()  # forms of strptime; None for ISO 8601
 
@@ -284,6 +284,7 @@ def describe(
         low=float(numbers.min()) if len(numbers) else 0.0,
         high=float(numbers.max()) if len(numbers) else 0.0,
         variance=_variance(numbers, counts) if len(numbers) and nearly is None else 0.0,
+        total=float(numbers @ counts) if counts[: len(numbers)] @ (numbers != 0) > 5 else 0.0,
         almost=nearly,
         time_formats=formats,
     )
@@ -299,18 +300,14 @@ def codes_for_gaps(columns: Sequence[Column], cells: Mapping[str, Any]) -> tuple
     return tuple(sorted(codes))
 
 
-def columns_of_sums(cells: Mapping[str, Any], row: int) -> list[str]:
+def columns_of_sums(columns: Sequence[Column], cells: Mapping[str, Any], row: int) -> list[str]:
     """Return the columns of which a row is the sum of all others; one alone may be by chance."""
     found = []
-    for name, column in cells.items():
-        if not is_numeric(column.type) and (
-            (text := as_text(column)) is None or not are_mostly(text[:_LOOKED_AT], NUMBER)
-        ):
-            continue
-        numbers = read_numbers(WrittenColumn(column, name, GAPS)).values
-        others = np.delete(numbers, row)
-        if np.count_nonzero(np.nan_to_num(others)) > 4:
-            found += [name] * bool(np.isclose(np.nansum(others), numbers[row], rtol=1e-6, atol=0))
+    for column in columns:
+        if column.total:
+            own = WrittenColumn(cells[column.name][row:][:1], "", column.gaps)
+            if np.isclose(2 * read_numbers(own).values[0], column.total, rtol=1e-6, atol=0):
+                found.append(column.name)
     return found if len(found) > 1 else []
 
 

@@ -89,9 +89,6 @@ class Written(NamedTuple):
         }
 
 
-_ENDS = {0: "first", -1: "last"}
-
-
 def initialise(
     path: Path,
     wishes: Wishes,
@@ -115,16 +112,16 @@ def initialise(
         as_written=as_written,
     )
     columns = _described(table, wishes)
-    sums = {name: columns_of_sums(table.columns, row) for row, name in _ENDS.items()}
-    for name, found in sums.items():
-        if found and table.is_whole and not wishes.as_written:
+    codes = codes_for_gaps(columns, table.columns)
+    wishes = wishes._replace(missing_texts=(*wishes.missing_texts, *codes))
+    columns = _described(table, wishes) if codes else columns
+    for name, row in {"first": 0, "last": -1}.items() if not wishes.as_written else ():
+        found = columns_of_sums(columns, table.columns, row)
+        if found and table.is_whole:
             raise SettingsError(
                 f"{path}: the {name} row seems to be a total: in {', '.join(found[:5])}, it is the "
                 f"sum of all others: delete it, or --as-written"
             )
-    codes = codes_for_gaps(columns, table.columns)
-    wishes = wishes._replace(missing_texts=(*wishes.missing_texts, *codes))
-    columns = _described(table, wishes) if codes else columns
     with with_advice(table.settings, Path()):
         proposal = propose(table, columns, wishes, terms)
     texts = texts_of(proposal, terms.role)

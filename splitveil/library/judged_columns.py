@@ -8,7 +8,7 @@ import pyarrow as pa
 from splitveil.common.data.category_lists import is_list
 from splitveil.common.data.columns import is_numeric, is_text, is_unnamed_index, without_units
 from splitveil.common.errors import SettingsError
-from splitveil.deploy.init.columns import Column, as_text, columns_of_sums, describe, units_of
+from splitveil.deploy.init.columns import Column, as_text, describe, units_of
 
 _WAYS = {"numeric": "numbers", "categorical": "categories", "timestamps": "times"}
 _JUDGED_ROWS = 20_000
@@ -50,9 +50,6 @@ def judged_features(
         if why := column.identifies or column.doubt[0].partition(",")[0]:
             said.setdefault(f"{why}, read as {_WAYS.get(way, way)}", []).append(field.name)
         features[way].append(field.name)
-    for row in (0, -1):
-        if sums := columns_of_sums({n: table.column(n) for n in features["numeric"]}, row):
-            said.setdefault(f"row {row % len(table) + 1} is the sum of all others", []).extend(sums)
     for what, names in said.items():
         _logger.warning("%s: column %s: %s", table_name, ", ".join(map(repr, names)), what)
     return features, units, gaps

@@ -147,7 +147,7 @@ def _cells(table: str, column: object, values: Any) -> pa.Array:
 
 def _objects(given: Any) -> Iterator[tuple[object, Any]]:
     """Yield the columns of Python objects of a data frame of pandas or polars."""
-    for name in getattr(given, "columns", ()):
+    for name in given.columns if hasattr(given, "dtypes") else ():
         if str(getattr(given[name], "dtype", "")).lower() == "object":
             yield name, given[name]
 

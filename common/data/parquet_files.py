@@ -58,7 +58,7 @@ class ParquetFiles:
         noted = (self._files[0].schema.metadata or {}).get(b"pandas", b"{}")
         try:
             columns = from_json(noted)["columns"]
-            return [one["name"] for one in columns if one["pandas_type"] == "categorical"]
+            return [str(x["name"]) for x in columns if x["pandas_type"] == "categorical"]
         except (ValueError, LookupError, TypeError):
             return []
 

@@ -6,12 +6,10 @@ guessed among several candidates.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from shlex import quote
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from splitveil.common.data.columns import NEARLY_ALL, WILDCARDS, is_unnamed_index
@@ -20,9 +18,16 @@ from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.run.sample_order import SPLITS
 from splitveil.common.text.wording import suggest
 from splitveil.deploy.init.columns import NO_NAME, Column, as_text, without_gaps, words_of
-from splitveil.deploy.init.labels import Label, classes_of, is_of_numbers, is_of_two, label_of
+from splitveil.deploy.init.labels import (
+    Label,
+    classes_of,
+    classes_of_rows,
+    gives_label_away,
+    is_of_numbers,
+    is_of_two,
+    label_of,
+)
 from splitveil.deploy.init.own_ids import OwnIds, identifiers_in, judge, likely_ids
-from splitveil.deploy.init.telltale import classes_of_rows, gives_label_away
 
 LABEL_WORDS = words_of(
     "y label target class outcome churn churned default defaulted fraud click clicked converted "
@@ -33,7 +38,6 @@ NUMBER_LABEL_WORDS = frozenset(["y", "label", "target"])
 
 ID_WORDS = words_of("id ids key uuid guid identifier customer client patient person user")
 _MOST_CATEGORIES_SHARE = 0.5
-_YEARS_AHEAD = 20
 
 
 class LeftOut(NamedTuple):
@@ -233,7 +237,7 @@ def choose_features(
     id_column: str | None,
     label: Label | None,
     index_columns: Sequence[str] = (),
-    units: Mapping[str, Sequence[str]] | None = None,
+    units: Mapping[str, Sequence[str]] = {},
 ) -> Choices:
     """Decide which of the remaining columns the model reads; only the label owner's meet labels."""
     named = (*wishes.numeric, *wishes.categorical, *wishes.exclude)
@@ -279,27 +283,8 @@ def choose_features(
         split,
         wishes.no_gaps,
         time_format if any(column.time_formats for column in timestamps) else None,
-        _first_year([cells[x.name] for x in timestamps if x.time_formats], time_format, wishes),
-        {name: found for name, found in (units or {}).items() if name in numbers},
+        units={name: found for name, found in units.items() if name in numbers},
     )
-
-
-def _first_year(columns: Sequence[Any], time_format: str | None, wishes: Wishes) -> int | None:
-    """Return the first of the hundred years that two digits stand for; None if none have two.
-
-    The last is this year, or the last of those in the columns that follow it without a gap.
-    """
-    if not columns or "%y" not in str(time_format) or wishes.first_year is not None:
-        return wishes.first_year if columns else None
-    this = last = datetime.now(tz=UTC).year
-    found = set[int]()
-    for texts in map(pc.unique, map(as_text, columns)):
-        times = pc.strptime(texts, format=time_format, unit="s", error_is_null=True)
-        found |= {year % 100 for year in pc.year(times).drop_null().to_pylist()}
-    while last % 100 in found and last <= this + _YEARS_AHEAD:
-        last += 1
-    is_end = this < last <= this + _YEARS_AHEAD
-    return (last - 1 if is_end else this) - 99
 
 
 def _time_format(columns: Sequence[Column]) -> str | None:

@@ -23,8 +23,15 @@ from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.settings import validate
 from splitveil.common.text.visible_text import visible
 from splitveil.deploy.init.choices import Wishes
-from splitveil.deploy.init.columns import Column, codes_for_gaps, columns_of_sums, describe
-from splitveil.deploy.init.proposal import Proposal, Terms, propose, texts_of, write_files
+from splitveil.deploy.init.columns import Column, codes_for_gaps, columns_of_sums
+from splitveil.deploy.init.proposal import (
+    Proposal,
+    Terms,
+    described,
+    propose,
+    texts_of,
+    write_files,
+)
 from splitveil.deploy.init.tables import RawTable, read_raw
 from splitveil.passive_party.settings import PassiveSettings
 
@@ -111,10 +118,10 @@ def initialise(
         numeric=wishes.numeric,
         as_written=as_written,
     )
-    columns = _described(table, wishes)
+    columns = described(table.columns, wishes)
     codes = codes_for_gaps(columns, table.columns)
     wishes = wishes._replace(missing_texts=(*wishes.missing_texts, *codes))
-    columns = _described(table, wishes) if codes else columns
+    columns = described(table.columns, wishes) if codes else columns
     for name, row in {"first": 0, "last": -1}.items() if not wishes.as_written else ():
         found = columns_of_sums(columns, table.columns, row)
         if found and table.is_whole:
@@ -132,13 +139,6 @@ def initialise(
     if rows := read.id_report.contradicting:
         doubts.append(f"{rows:,} of the rows with the id of an earlier row {CONTRADICTING}")
     return Written(proposal, columns, files, doubts, codes)
-
-
-def _described(table: RawTable, wishes: Wishes) -> list[Column]:
-    return [
-        describe(name, cells, *([(), ("",)] if name in wishes.no_gaps else [wishes.missing_texts]))
-        for name, cells in table.columns.items()
-    ]
 
 
 def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> Table:

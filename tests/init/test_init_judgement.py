@@ -408,7 +408,16 @@ def test_an_index_of_pandas_is_no_feature(tmp_path: Path, index: Any, left_out: 
     assert list(numeric) == (["calls", "row"] if left_out == ["row"] else ["calls"])
 
 
-@pytest.mark.parametrize("noted", [100_000 * "[", "\udcff", f'{{"index_columns": {5000 * "9"}}}'])
+@pytest.mark.parametrize(
+    "noted",
+    [
+        100_000 * "[",
+        "\udcff",
+        f'{{"index_columns": {5000 * "9"}}}',
+        '{"columns": [{"name": ["calls"], "pandas_type": "categorical"}]}',
+        '{"columns": ["calls", {"pandas_type": "categorical"}]}',
+    ],
+)
 def test_damaged_notes_of_pandas_are_as_good_as_none(tmp_path: Path, noted: str) -> None:
     columns = {"id": IDS, "calls": list(map(int, NUMBERS))}
     metadata = {b"pandas": noted.encode("utf-8", "surrogateescape")}

@@ -33,7 +33,7 @@ NEARLY_ALL = 0.9
 WILDCARDS = frozenset("*?[")
 _UNNAMED_INDEX = r"__index_level_\d+__|Unnamed: \d+(\.\d+)*"
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:inf|infinity|nan)$"
-_MARKS = " '\u2019\u00a0\u202f"
+_MARKS = " '\u2019\u00a0\u202f\u2009"
 """Marks between thousands that are never decimal ones."""
 NUMBERS_BY_DECIMAL = {
     decimal: rf"^[+-]?((\d+|[1-9]\d{{0,2}}([{other}{_MARKS}]\d{{3}})+)([{decimal}]\d*)?"
@@ -55,6 +55,9 @@ class WrittenColumn(NamedTuple):
     decimal: str | None = None
     """The decimal mark of numbers that are written as text, perhaps with marks between thousands;
     without it, they have points and no marks."""
+
+    units: Sequence[str] = ()
+    """Texts before or after the numbers, which are dropped."""
 
     def list_rows(self, is_wrong: NDArray[np.bool_]) -> str:
         """Name the rows for which a condition holds."""
@@ -315,15 +318,6 @@ def _advice_on_decimals(column: WrittenColumn, is_unreadable: NDArray[np.bool_])
     return f"; with data.source.decimal: {' or '.join(fitting)}, these are numbers" * bool(fitting)
 
 
-def almost_numbers(column: CategoricalColumn) -> NDArray[np.bool_]:
-    """Return which rows hold no number if nearly all others do; of other columns, none."""
-    if not len(column.categories):
-        return np.zeros(len(column.codes), np.bool_)
-    is_number = are_numbers(column.categories)
-    is_meant = not is_number.all() and column.is_nearly_all(is_number)
-    return column.rows_of(~is_number & is_meant)
-
-
 def are_numbers(texts: Any) -> NDArray[np.bool_]:
     """Return which texts are numbers that a model can compute with."""
     values, is_unreadable = read_numbers(WrittenColumn(pa.chunked_array([texts]), "texts"))
@@ -366,6 +360,27 @@ def clean_text(column: WrittenColumn) -> ArrowColumn:
     return pc.if_else(is_missing, pa.scalar(None, pa.string()), text)
 
 
+_ASCII = str.maketrans("\u2212\uff0d\uff0b\uff0e\uff0c\u066b\u066c", "--+.,.'")
+"""The signs that go with decimal digits which are none of ASCII."""
+
+
+def _in_ascii(text: str) -> str:
+    return re.sub(r"\d", lambda digit: str(int(digit[0])), text.translate(_ASCII))
+
+
+def without_units(text: ArrowColumn, units: Sequence[str]) -> ArrowColumn:
+    """Return texts with digits of ASCII, and without a unit before or after them."""
+    if not pc.all(pc.string_is_ascii(text)).as_py():
+        found = pc.unique(text)
+        plain = [one and _in_ascii(one) for one in found.to_pylist()]
+        text = pc.take(pa.array(plain, pa.string()), pc.index_in(text, value_set=found))
+    if units:
+        unit = f"(?:{'|'.join(map(re.escape, sorted(units, key=len, reverse=True)))})?"
+        form = rf"^([+-]?)\s*{unit}\s*([+-]?[\d.,].*?)\s*{unit}$"
+        text = pc.replace_substring_regex(text, form, r"\1\2")
+    return text
+
+
 def with_points(text: ArrowColumn, decimal: str) -> ArrowColumn:
     """Return numbers with a decimal point and nothing between thousands; others become none."""
     is_right = pc.match_substring_regex(text, NUMBERS_BY_DECIMAL[decimal])
@@ -382,7 +397,7 @@ def read_numbers(column: WrittenColumn) -> _Numbers:
     if pa.types.is_dictionary(cells.type):
         cells = pc.cast(cells, cells.type.value_type)
     if is_text(cells.type):
-        cells = clean_text(column._replace(cells=cells))
+        cells = without_units(clean_text(column._replace(cells=cells)), column.units)
         cells = with_points(cells, column.decimal) if column.decimal else cells
     try:
         numbers = pc.cast(cells, pa.float64(), safe=False)
@@ -396,9 +411,8 @@ def read_numbers(column: WrittenColumn) -> _Numbers:
     values = numbers.to_numpy()
     is_infinite = np.abs(values) > LARGEST_FLOAT32
     if is_infinite.any() and pa.types.is_floating(cells.type):
-        texts = pc.cast(cells, pa.string())
-        is_missing = pc.is_in(texts, value_set=pa.array(column.missing_texts, pa.string()))
-        values = np.where(is_infinite & is_missing.to_numpy(), np.nan, values)
+        texts = clean_text(column._replace(cells=pc.cast(cells, pa.string())))
+        values = np.where(is_infinite & pc.is_null(texts).to_numpy(), np.nan, values)
     return _Numbers(values, is_unreadable)
 
 

@@ -29,10 +29,18 @@ _DOUBTFUL = {
     r"^(=\".*\"|'.*)$": 'are written like ="007" or \'007, as spreadsheets protect zeros: they '
     "equal no id that the other party writes as 007, unless contract.ids says drop_characters: "
     '"=\\"\'"',
+    r"[\p{Cf}\p{Cc}\x{a0}\x{2000}-\x{200a}\x{202f}\x{3000}]": "hold a character that cannot be "
+    "seen, such as U+200B, U+FEFF or a soft hyphen: they equal no id without it, and no rule of "
+    "contract.ids drops it",
+    r"^\{.*\}$": "stand in braces, as Windows writes GUIDs: they equal no id without them, unless "
+    'contract.ids says drop_characters: "{}"',
+    r"^\{?[0-9A-F]{8}-?([0-9A-F]{4}-?){3}[0-9A-F]{12,}\}?$": "are hexadecimal digits in capitals: "
+    "they equal no id in small letters, unless contract.ids says fold_case: true",
     r"^(?i:null|none|nan|nat|nil|n/?a|n\.a\.|<na>|\(null\)|\\n|k\.a\.|-+|\?|\.)$": "are texts such "
     "as NULL, which mean that there is none: rows of several persons may seem to be of one",
 }
 """Forms of some ids, each with what it means."""
+_HASH_DIGITS = {32: "MD5", 40: "SHA-1", 56: "SHA-224", 64: "SHA-256", 96: "SHA-384", 128: "SHA-512"}
 _FRACTION = r"^[+-]?\d*\.\d*[1-9]\d*$"
 LOOKED_AT = 20_000
 """Ids that decide about the form of all, at equal distances over the table."""
@@ -51,6 +59,7 @@ class IdForms:
         self._num_ids = 0
         self._first_number: int | None = None
         self._lengths: set[int] = set()
+        self._hashes = Counter[int]()
 
     def add(self, ids: Iterable[str]) -> None:
         text = pa.array(ids, pa.string())
@@ -60,6 +69,8 @@ class IdForms:
             self._counts[form] += _count(text, form)
         lengths = pc.utf8_length(text.filter(pc.match_substring_regex(text, _DIGITS)))
         self._lengths |= set(np.unique(lengths.to_numpy()).tolist())
+        hashes = pc.utf8_length(text.filter(pc.match_substring_regex(text, _HEXADECIMAL)))
+        self._hashes.update(hashes.to_pylist())
 
     def doubts(self) -> Sequence[str]:
         """Return a sentence for each doubtful form."""
@@ -75,6 +86,15 @@ class IdForms:
                 f"{counts[_PADDED]:,} ids of digits begin with 0, but they have "
                 f"{min(self._lengths)} to {max(self._lengths)} digits and so no common width: 007 "
                 f"and 7 are two ids, unless contract.ids says leading_zeros: drop"
+            )
+        hashes = {n: rows for n, rows in self._hashes.items() if n in _HASH_DIGITS}
+        if hashes and sum(hashes.values()) == self._num_ids:
+            what = " and ".join(
+                f"{rows:,} of {n} ({_HASH_DIGITS[n]})" for n, rows in hashes.items()
+            )
+            found.append(
+                f"all ids are hexadecimal digits, {what}: they name the same examples only if the "
+                f"other party hashes the same texts by the same function"
             )
         counts_rows = self._may_count_rows and self._first_number is not None
         if counts_rows and self._num_ids >= _LEAST_ROW_NUMBERS:

@@ -52,6 +52,16 @@ class ParquetFiles:
         except (ValueError, LookupError, TypeError):
             return []
 
+    @property
+    def category_columns(self) -> list[str]:
+        """The columns that were categories in pandas; Parquet itself keeps only those of texts."""
+        noted = (self._files[0].schema.metadata or {}).get(b"pandas", b"{}")
+        try:
+            columns = from_json(noted)["columns"]
+            return [str(x["name"]) for x in columns if x["pandas_type"] == "categorical"]
+        except (ValueError, LookupError, TypeError):
+            return []
+
     def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
         schema = self._common_schema(names)
         with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:

@@ -70,6 +70,8 @@ PositiveLabel = Annotated[
 ]
 """The text of label 1, or several that all mean it."""
 
+UnitText = Annotated[str, StringConstraints(min_length=1, max_length=64, strip_whitespace=True)]
+
 Weight = Annotated[float, Field(gt=0, le=1e6)]
 
 Columns = Annotated[
@@ -138,6 +140,10 @@ class FeatureSettings(Section):
     timestamp_format: ColumnName | None = None
     """How texts of timestamps are written, in the directives of C's ``strptime``, such as
     ``%d.%m.%Y %H:%M``; without a zone."""
+
+    first_year: int = Field(default=1969, ge=1000, le=9900)
+    """The first of the hundred years that ``%y`` stands for in ``timestamp_format``: with 1927,
+    ``68`` is 1968 and ``26`` is 2026."""
 
     lists: Columns = ()
     """Columns of which each cell holds any number of categories: a Parquet list, or text in which
@@ -245,6 +251,10 @@ class DataSettings(Section):
     id together; the contract's ``ids`` has the rules for each. Without it, a row's id is its number
     in the file, from 1; use this only for two files whose rows already correspond, such as raw
     Criteo."""
+
+    units: dict[ColumnName, tuple[UnitText, ...]] = Field(default_factory=dict)
+    """Texts before or after the numbers of a column, which are dropped, such as ``{weight: [kg],
+    price: ["US$"]}``; a number may also stand alone."""
 
     duplicate_ids: Literal["error", "first"] = "error"
     """What happens to rows whose id another row has, too: an error, or all but the first are left

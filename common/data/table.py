@@ -329,7 +329,9 @@ class _WrittenRows(NamedTuple):
         plain = {name: self._numbers_of(name) for name in chosen.numeric}
         for name in chosen.timestamps:
             written = self._numbers_of(name)
-            parts = read_timestamps(written, features.timestamp_parts, features.timestamp_format)
+            parts = read_timestamps(
+                written, features.timestamp_parts, features.timestamp_format, features.first_year
+            )
             for part, numbers in parts.items():
                 plain[part_name(name, part)] = written._replace(cells=pa.array(numbers))
         return read_numeric(plain, features.gaps)
@@ -354,7 +356,7 @@ class _WrittenRows(NamedTuple):
         return WrittenColumn(self.columns[name], where, gaps, self.first_row)
 
     def _numbers_of(self, name: str) -> WrittenColumn:
-        written = self._texts_of(name)
+        written = self._texts_of(name)._replace(units=self.settings.units.get(name, ()))
         if isinstance(self.settings.source, CsvSource):
             return written._replace(decimal=self.settings.source.decimal)
         return written

@@ -21,7 +21,16 @@ _BEYOND_MICROSECONDS = r"(:\d\d\.\d{6})\d{1,3}"
 
 _DATES = (
     *("%d.%m.%Y", "%d.%m.%y", "%d/%m/%Y", "%m/%d/%Y", "%d/%m/%y", "%m/%d/%y", "%d-%m-%Y"),
-    *("%m-%d-%Y", "%Y-%m-%d", "%Y/%m/%d", "%Y.%m.%d", "%d-%b-%Y", "%d %b %Y", "%b %d, %Y"),
+    *(
+        "%m-%d-%Y",
+        "%Y-%m-%d",
+        "%Y/%m/%d",
+        "%Y.%m.%d",
+        "%d-%b-%Y",
+        "%d-%b-%y",
+        "%d %b %Y",
+        "%b %d, %Y",
+    ),
 )
 _CLOCKS = ("", " %H:%M", " %H:%M:%S")
 _TRIED_FIRST = 20
@@ -37,13 +46,17 @@ _PARTS = {
 
 
 def read_timestamps(
-    column: WrittenColumn, parts: Sequence[TimestampPart], text_format: str | None
+    column: WrittenColumn,
+    parts: Sequence[TimestampPart],
+    text_format: str | None,
+    first_year: int = 1969,
 ) -> dict[TimestampPart, NDArray[np.float64]]:
     """Return the numbers of a column of dates or times, NaN where there is none.
 
-    DataError names the rows whose text is no time (by default of ISO 8601), never the text.
+    Years of two digits are among the hundred from ``first_year``. DataError names the rows whose
+    text is no time (by default of ISO 8601), never the text.
     """
-    times = _times(column, text_format)
+    times = _times(column, text_format, first_year)
     return {part: _as_numbers(times, part) for part in parts}
 
 
@@ -55,7 +68,7 @@ def _as_numbers(times: ArrowColumn, part: TimestampPart) -> NDArray[np.float64]:
     return np.asarray(numbers.to_numpy(), np.float64)
 
 
-def _times(column: WrittenColumn, text_format: str | None) -> ArrowColumn:
+def _times(column: WrittenColumn, text_format: str | None, first_year: int) -> ArrowColumn:
     cells = column.cells
     if pa.types.is_dictionary(cells.type):
         cells = pc.cast(cells, cells.type.value_type)
@@ -70,7 +83,8 @@ def _times(column: WrittenColumn, text_format: str | None) -> ArrowColumn:
         raise DataError(f"{column.where}: expected dates, times or text, not {kind}")
     text = clean_text(column._replace(cells=cells))
     if text_format is not None:
-        return _in_format(column, text, text_format)
+        times = _in_format(column, text, text_format)
+        return _in_century(times, first_year) if "%y" in text_format else times
     return _in_iso_form(column, text)
 
 
@@ -83,6 +97,16 @@ def _in_format(column: WrittenColumn, text: ArrowColumn, text_format: str) -> Ar
     is_wrong = pc.and_(pc.is_null(times), pc.is_valid(text)).to_numpy()
     column.check(is_wrong, f"times written as {text_format}")
     return times
+
+
+def _in_century(times: ArrowColumn, first_year: int) -> ArrowColumn:
+    """Move times of 1969 to 2068, as strptime has them, to the hundred years from another one."""
+    plain = times.to_numpy()
+    months = plain.astype("datetime64[M]")
+    years = months.astype("datetime64[Y]").astype(np.int64) + 1970
+    moved = np.where(np.isnat(plain), 0, (first_year - years + 99) // 100)
+    exact = (months + 1200 * moved).astype(plain.dtype) + (plain - months)
+    return pa.chunked_array([pa.array(exact, _NAIVE)])
 
 
 def _in_iso_form(column: WrittenColumn, text: ArrowColumn) -> ArrowColumn:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from splitveil.common.data import source_settings
-from splitveil.common.data.columns import WILDCARDS, almost_numbers
+from splitveil.common.data.columns import WILDCARDS, are_numbers
 from splitveil.common.data.converted import open_converted
 from splitveil.common.data.features import FeatureEncoder, Features, MappedFeatures, RowEncoder
 from splitveil.common.data.id_forms import form_of
@@ -238,9 +238,10 @@ def _say(table: Table, settings: DataSettings) -> None:
 
 def _say_almost_numbers(table: Table) -> None:
     for name, column in table.categorical.items():
-        rows = np.flatnonzero(almost_numbers(column))
-        if not len(rows):
+        is_number = are_numbers(column.categories)
+        if is_number.all() or not column.is_nearly_all(is_number):
             continue
+        rows = np.flatnonzero(column.rows_of(~is_number))
         _logger.warning(
             "%s: column %r: each text is a category, but %d of %d cells are numbers, those in %s "
             "are not; if they mean no value, name their texts in data.features.missing_texts and "

@@ -6,23 +6,27 @@ guessed among several candidates.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from shlex import quote
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import torch
 from numpy.typing import NDArray
 
 from splitveil.common.data.columns import NEARLY_ALL, WILDCARDS, is_unnamed_index
-from splitveil.common.data.label_columns import places_of
 from splitveil.common.data.settings import MAX_CLASSES
 from splitveil.common.errors import DataError, SettingsError
-from splitveil.common.privacy.leakage import auc
 from splitveil.common.run.sample_order import SPLITS
 from splitveil.common.text.wording import suggest
 from splitveil.deploy.init.columns import NO_NAME, Column, as_text, without_gaps, words_of
-from splitveil.deploy.init.labels import Label, classes_of, is_of_numbers, is_of_two, label_of
+from splitveil.deploy.init.labels import (
+    Label,
+    classes_of,
+    classes_of_rows,
+    gives_label_away,
+    is_of_numbers,
+    is_of_two,
+    label_of,
+)
 from splitveil.deploy.init.own_ids import OwnIds, identifiers_in, judge, likely_ids
 
 LABEL_WORDS = words_of(
@@ -33,7 +37,6 @@ NUMBER_LABEL_WORDS = frozenset(["y", "label", "target"])
 """Words in the names of columns whose numbers are labels; others are often features."""
 
 ID_WORDS = words_of("id ids key uuid guid identifier customer client patient person user")
-TELLTALE_AUC = 0.995  # AUC of a single column, from which it counts as another form of the label
 _MOST_CATEGORIES_SHARE = 0.5
 
 
@@ -54,6 +57,36 @@ class Choices(NamedTuple):
     split_column: str | None  # a column that says train, validation or test
     no_gaps: tuple[str, ...] = ()  # columns of which only empty cells mean "no value"
     time_format: str | None = None  # how texts of times are written; None for ISO 8601
+    first_year: int | None = None  # of the hundred that two digits stand for
+    units: Mapping[str, Sequence[str]] = {}  # texts beside the numbers of features and labels
+
+    @property
+    def decided(self) -> list[str]:
+        """Say what may be read otherwise, and how: a line for each kind of doubt."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for column in self.features:
+            if column.doubt[0]:
+                found.setdefault(column.doubt, []).append(column.name)
+        for name, units in self.units.items():
+            what = f"numbers, read without {' and '.join(map(repr, units))} beside them"
+            found.setdefault((what, "--categorical"), []).append(name)
+        if self.first_year is not None:
+            names = [x.name for x in self.timestamps if x.time_formats]
+            what = f"years of two digits are {self.first_year} to {self.first_year + 99}"
+            found[what, "--first-year YEAR says otherwise"] = names
+        return [
+            f"{', '.join(names)}: {what}; "
+            + " ".join([option, *map(quote, () if " " in option else names)])
+            for (what, option), names in found.items()
+        ]
+
+    @property
+    def said(self) -> list[tuple[str, str]]:
+        """Return the lines for the user about what was decided and what is left out."""
+        lines = [("decided", decision) for decision in self.decided]
+        lines += [("left out", f"{column.name}: {column.why}") for column in self.left_out]
+        hint = "(--numeric NAME or --categorical NAME uses such a column)"
+        return [*lines, *[("", hint)] * bool(self.left_out)]
 
     @property
     def gaps(self) -> tuple[str, ...]:
@@ -87,10 +120,12 @@ class Wishes(NamedTuple):
     label_column: str | None = None
     positive_label: tuple[str, ...] = ()
     leave_out_unlabelled: bool = False
+    as_written: bool = False  # labels that look alike, rare classes and rows of sums are meant so
     label_range: tuple[float, float] | None = None
     numeric: tuple[str, ...] = ()
     categorical: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    first_year: int | None = None  # of the hundred that two digits of a year stand for
     missing_texts: tuple[str, ...] = ()  # texts that mean "no value", beside those that are known
     no_gaps: tuple[str, ...] = ()  # columns of which only empty cells mean "no value"
 
@@ -108,8 +143,7 @@ def _is_id_word(name: str) -> bool:
 def label_candidates(columns: Sequence[Column], *, with_gaps: bool = False) -> list[Column]:
     """Return the columns that may hold labels, those that are named like one first."""
     columns = [c for c in columns if with_gaps or not c.missing]
-    few = [c for c in columns if c.kind in {"whole", "text", "number"}]
-    few = [c for c in few if is_of_two(c)]
+    few = [c for c in columns if c.kind in {"whole", "text", "number"} and is_of_two(c)]
     named = [c for c in columns if words_of(c.name) & LABEL_WORDS]
     named = [c for c in named if 2 <= len(classes_of(c)) <= MAX_CLASSES]
     numbers = [c for c in columns if words_of(c.name) & NUMBER_LABEL_WORDS and is_of_numbers(c)]
@@ -187,8 +221,13 @@ def choose_label(columns: Sequence[Column], wishes: Wishes) -> Label:
 
 
 def _read(column: Column, wishes: Wishes) -> Label:
-    leave_out = wishes.leave_out_unlabelled
-    return label_of(column, wishes.positive_label, wishes.label_range, leave_out=leave_out)
+    return label_of(
+        column,
+        wishes.positive_label,
+        wishes.label_range,
+        leave_out=wishes.leave_out_unlabelled,
+        as_written=wishes.as_written,
+    )
 
 
 def choose_features(
@@ -198,17 +237,20 @@ def choose_features(
     id_column: str | None,
     label: Label | None,
     index_columns: Sequence[str] = (),
+    units: Mapping[str, Sequence[str]] = {},
 ) -> Choices:
     """Decide which of the remaining columns the model reads; only the label owner's meet labels."""
     named = (*wishes.numeric, *wishes.categorical, *wishes.exclude)
     for name in (*named, *(n for n in wishes.no_gaps if label is None or n != label.column)):
         _named(columns, name, "--numeric, --categorical, --no-gaps and --exclude")
-    is_positive = None
+    classes = None
     if label is not None:
         labels = without_gaps(as_text(cells[label.column]), label.gaps)
         if labels.null_count:
             cells = {name: column.filter(labels.is_valid()) for name, column in cells.items()}
-        is_positive = _is_rarest(labels.drop_null(), label)
+        classes = classes_of_rows(labels.drop_null(), label)
+    decided = {*wishes.numeric, *wishes.categorical}
+    columns = [x._replace(doubt=("", "")) if x.name in decided else x for x in columns]
     own = {id_column, None if label is None else label.column}
     numeric, categorical, timestamps, left_out, split = [], [], [], [], None
     time_format = _time_format([c for c in columns if c.name not in (*own, *wishes.exclude)])
@@ -216,9 +258,7 @@ def choose_features(
         if column.name in own:
             continue
         is_index = column.name in index_columns or is_unnamed_index(column.name)
-        why = _reason_to_leave_out(
-            column, wishes, cells, is_positive, time_format, is_index=is_index
-        )
+        why = _reason_to_leave_out(column, wishes, cells, classes, time_format, is_index=is_index)
         if why:
             left_out.append(LeftOut(column.name, why))
             split = split or (column.name if why is _SPLIT else None)
@@ -231,6 +271,8 @@ def choose_features(
         else:
             numeric.append(column)
     _check_no_question_is_open([*numeric, *categorical], wishes)
+    numbers = {column.name for column in numeric}
+    numbers |= {label.column} if label is not None and label.within is not None else set()
     return Choices(
         id_column,
         label,
@@ -241,6 +283,7 @@ def choose_features(
         split,
         wishes.no_gaps,
         time_format if any(column.time_formats for column in timestamps) else None,
+        units={name: found for name, found in units.items() if name in numbers},
     )
 
 
@@ -255,7 +298,8 @@ def _time_format(columns: Sequence[Column]) -> str | None:
 
 def _check_no_question_is_open(chosen: Sequence[Column], wishes: Wishes) -> None:
     questions = [
-        f"column {column.name!r}: {column.almost.in_words}: {column.almost.remedy}"
+        f"column {column.name!r}: {column.almost.in_words}: "
+        f"{column.almost.remedy.replace('NAME', quote(column.name))}"
         f"{f' --categorical {column.name}, or' * (column.kind == 'text')} --exclude {column.name}"
         for column in chosen
         if column.almost is not None and column.name not in wishes.categorical
@@ -271,7 +315,7 @@ def _reason_to_leave_out(
     column: Column,
     wishes: Wishes,
     cells: Mapping[str, Any],
-    is_positive: NDArray[np.bool_] | None,
+    classes: NDArray[np.int64] | None,
     time_format: str | None,
     *,
     is_index: bool,
@@ -284,7 +328,7 @@ def _reason_to_leave_out(
         return ""
     if is_index:
         return NO_NAME
-    if is_positive is not None and _gives_label_away(cells[column.name], column, is_positive):
+    if classes is not None and gives_label_away(cells[column.name], column, classes):
         return "gives the label away almost by itself: is it known before the label is?"
     return _reason_in_its_cells(column, time_format)
 
@@ -303,42 +347,6 @@ def _reason_in_its_cells(column: Column, time_format: str | None) -> str:
         return "texts of which most rows have their own: another id, or free text"
     is_code = column.looks_like_codes and column.is_unique
     return "a value of its own in every row: another id" if is_code else ""
-
-
-def _gives_label_away(cells: Any, column: Column, is_positive: NDArray[np.bool_]) -> bool:
-    text = as_text(cells)
-    if text is None or column.kind in {"empty", "other"}:
-        return False
-    filled = without_gaps(text, column.gaps)
-    has_value = pc.is_valid(filled).to_numpy(zero_copy_only=False)
-    scores = [has_value.astype(np.float64)]
-    if column.kind in {"whole", "number"} and not column.looks_like_codes:
-        numbers = pc.cast(filled, pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-        scores.append(np.nan_to_num(numbers, nan=0.0, posinf=0.0, neginf=0.0))
-    elif column.distinct <= MAX_CLASSES:
-        codes = pc.dictionary_encode(filled.combine_chunks()).indices
-        codes = pc.fill_null(codes, column.distinct).to_numpy(zero_copy_only=False)
-        sums = np.bincount(codes, weights=is_positive)
-        scores.append((sums / np.maximum(np.bincount(codes), 1))[codes])
-    return any(_separation(score, is_positive) >= TELLTALE_AUC for score in scores)
-
-
-def _separation(score: NDArray[np.float64], is_positive: NDArray[np.bool_]) -> float:
-    if is_positive.all() or not is_positive.any() or score.min() == score.max():
-        return 0.5
-    found = auc(torch.from_numpy(score), torch.from_numpy(is_positive))
-    return max(found, 1 - found)
-
-
-def _is_rarest(text: Any, label: Label) -> NDArray[np.bool_]:
-    """Return which rows are of the positive or rarest class; of numbers, those above the median."""
-    if label.within is not None:
-        numbers = pc.cast(text, pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-        return np.asarray(numbers > np.median(numbers), np.bool_)
-    rarest = label.positive or ("1",)
-    if label.classes is not None:
-        rarest = (min(label.shares, key=lambda value: label.shares[value]),)
-    return np.asarray(pc.is_valid(places_of(text, rarest)).to_numpy(), np.bool_)
 
 
 def _named(columns: Sequence[Column], name: str, option: str) -> Column:

@@ -4,6 +4,8 @@ The readers of a run judge what the cells are. What is found is meant for the ta
 """
 
 import re
+import unicodedata
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -13,6 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from splitveil.common.data.columns import (
+    NEARLY_ALL,
     NUMBER,
     NUMBERS_BY_DECIMAL,
     CategoricalColumn,
@@ -22,26 +25,23 @@ from splitveil.common.data.columns import (
     is_text,
     read_categories,
     read_numbers,
+    without_units,
 )
 from splitveil.common.data.sources import list_rows
 from splitveil.common.data.timestamps import time_formats
 from splitveil.common.errors import DataError
+from splitveil.deploy.init.whole_numbers import LEAST_REPEATS, codes_or_quantities, why_identifiers
 
-_SIGN = "[%‰€$£¥]|EUR|USD|CHF|GBP"
-_FORMS = (
-    (
-        "numbers with commas or marks between thousands",
-        "|".join(NUMBERS_BY_DECIMAL.values()),
-        "--decimal . if a comma stands between thousands, --decimal , if it is a decimal one;",
-    ),
-    (
-        "numbers with a percent sign or a currency",
-        rf"^({_SIGN})?\s*[+-]?\d[\d.,' ]*\s*({_SIGN})?$",
-        "write the column without it, or",
-    ),
+_THOUSANDS = (
+    "numbers with commas or marks between thousands",
+    "|".join(NUMBERS_BY_DECIMAL.values()),
+    "--decimal . if a comma stands between thousands, --decimal , if it is a decimal one;",
 )
-"""Forms that no column of numbers has, each with what to do; of those that fit equally, the first.
-"""
+_BESIDE = (
+    r"^(?P<before>\D*?)(?P<number>[+-]?(?:\d[\d.,'\x{2019}\x{a0}\x{202f}\x{2009} ]*|[.,]\d+)"
+    r"(?:[eE][+-]?\d+)?)(?P<after>\D*)$"
+)
+"""A number, with what stands before and after it."""
 _MOST_TEXTS = 20
 _CODE = r"(?i)(?![+-]?(inf|infinity|nan)$)\D+"
 NO_NAME = "has no name of its own, like the row numbers of a pandas table: name it to use it"
@@ -76,19 +76,85 @@ def almost(
 
 def almost_numbers(column: CategoricalColumn, is_number: NDArray[np.bool_]) -> Almost | None:
     """Describe a column without gaps of which nearly all texts are numbers, in whatever form."""
-    found = [("numbers", is_number, "")]
+    what, form, remedy = _THOUSANDS
     is_other = is_number | ~matches(column.categories, NUMBER)
-    found += [
-        (what, matches(column.categories, form) & is_other, remedy) for what, form, remedy in _FORMS
+    found = [
+        ("numbers", is_number, ""),
+        (what, matches(column.categories, form) & is_other, remedy),
     ]
     likely = [one for one in found if column.is_nearly_all(one[1])]
-    best = max(likely, key=lambda one: column.rows_of(one[1]).sum(), default=None)
-    return None if best is None else almost(column, *best)
+    is_beside = ~is_number & matches(column.categories, _BESIDE)
+    is_beside &= matches(column.categories, r"^[^\pL\d]*\d|\p{Sc}")  # and no name, as red 5
+    num_cells, num_numbers = (column.codes >= 0).sum(), column.rows_of(is_number).sum()
+    are_most = num_numbers * 2 >= num_cells and not _are_few(column)
+    if not likely and are_most and column.is_nearly_all(is_number | is_beside):
+        likely = [("numbers alone", is_number, "")]
+    if not likely:
+        return None
+    best = max(likely, key=lambda one: column.rows_of(one[1]).sum())
+    found_almost = almost(column, *best)
+    if best[1] is is_number and column.rows_of(is_beside).sum() > 1:
+        is_negative = matches(column.categories, r"-$|^\(") & is_beside
+        do = "write the sign of a number first," if is_negative.any() else _DROP
+        return found_almost._replace(remedy=f"{found_almost.remedy} {do}")
+    return found_almost
+
+
+_DROP = "--numeric NAME for the number without the text beside it,"
+
+
+def _are_few(column: CategoricalColumn) -> bool:
+    return bool(LEAST_REPEATS * len(column.categories) <= (column.codes >= 0).sum())
+
+
+def units_of(text: Any, *, is_wanted: bool = False) -> tuple[str, ...]:
+    """Return the texts beside the numbers of a column: the same in nearly all cells.
+
+    They are any that several cells have if the user wants numbers. Names with a number (``K17``),
+    codes (``#007``) and negative numbers in the way of accountants (``35-``, ``(35)``) have none.
+    """
+    some = without_gaps(without_units(text[:_LOOKED_AT], ()), GAPS).drop_null()
+    may_be = is_wanted or (are_mostly(some, _BESIDE) and not are_mostly(some, NUMBER))
+    if len(some) and not may_be:
+        return ()
+    column = read_categories(WrittenColumn(without_units(text, ()), "", GAPS))
+    is_like_one = matches(column.categories, _BESIDE)
+    if not len(is_like_one) or not (is_wanted or column.is_nearly_all(is_like_one)):
+        return ()
+    counts = np.bincount(column.codes + 1)[1:]
+    parts = pc.extract_regex(column.categories, _BESIDE).to_pylist()
+    rows, is_padded, num_fractions = Counter[tuple[str, str]](), False, 0
+    for one, count in zip(parts, counts.tolist(), strict=True):
+        if one is not None:
+            rows[one["before"].lstrip(" +-"), one["after"].strip()] += count
+            is_padded |= re.match(r"[+-]?0\d", one["number"]) is not None
+            num_fractions += re.search(r"[.,]\d", one["number"]) is not None
+    del rows["", ""]
+    enough = 2 if is_wanted else NEARLY_ALL * counts.sum()
+    forms = [form for form, count in rows.items() if count >= enough]
+    if is_wanted:
+        forms = [one for one in forms if not set("-()") & set("".join(one))]
+    elif not forms or is_padded or set("-()") & set("".join(forms[0])):
+        return ()
+    elif re.search(r"[^\W\d_]", before := forms[0][0]):
+        are_amounts = before.endswith(" ") and num_fractions * 2 >= len(parts)
+        if not (are_amounts or is_currency(before)):
+            return ()
+    return tuple(sorted({part.strip() for form in forms for part in form} - {""}))
+
+
+def is_currency(text: str) -> bool:
+    return bool(re.fullmatch("[A-Z]{3} ", text)) or "Sc" in map(unicodedata.category, text)
 
 
 def matches(texts: Any, pattern: str) -> NDArray[np.bool_]:
     found = pc.match_substring_regex(texts, pattern)
     return np.asarray(found.to_numpy(zero_copy_only=False), np.bool_)
+
+
+def are_mostly(text: Any, form: str) -> bool:
+    share = pc.mean(pc.match_substring_regex(text, form)).as_py()
+    return share is not None and share >= 0.5
 
 
 Kind = Literal["empty", "constant", "whole", "number", "time", "other time", "text", "other"]
@@ -110,18 +176,11 @@ def words_of(name: str) -> set[str]:
     return set(re.split(r"[^a-z0-9]+", spaced.lower()))
 
 
-CODE_WORDS = words_of(
-    "agent app area branch brand category channel city class code country county device district "
-    "id ids ip kind merchant model os plz postcode product region sector shop sku state store "
-    "terminal type vendor zip zipcode"
-)
-"""Words in the names of columns whose whole numbers are codes and not quantities."""
-
 _WHOLE = r"^[+-]?\d+$"
 _COMPACT_DATE = r"^(19|20)\d\d(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])$"
-_MOST_CODES = 1000
-LEAST_REPEATS = 20
-_SPARSE = 0.5
+_PADDED = r"^0\d\d+$"
+_MOST_SHAPES = 12
+_LOOKED_AT = 1000  # cells that decide whether a column is worth adding up
 
 
 class Column(NamedTuple):
@@ -136,9 +195,12 @@ class Column(NamedTuple):
     values: tuple[str, ...]  # distinct, the most frequent first; at most ``MOST_VALUES``
     counts: tuple[int, ...]  # rows of each of them
     reason: str  # why the whole numbers look like codes and not quantities; empty if they do not
+    doubt: tuple[str, str] = ("", "")  # what was decided, and the option that decides otherwise
+    identifies: str = ""  # why the values seem to be drawn without replacement, as identifiers are
     low: float = 0.0  # the least of the numbers; 0 for other cells
     high: float = 0.0
     variance: float = 0.0  # of the numbers over the rows
+    total: float = 0.0  # of the numbers, if more than five are not 0
     almost: Almost | None = None  # what nearly all cells are, if others prevent reading it so
     time_formats: tuple[str | None, ...] = ()  # forms of strptime; None for ISO 8601
 
@@ -186,7 +248,7 @@ def describe(
     present = set(pc.unique(text).to_pylist())
     gaps = tuple(gap for gap in dict.fromkeys((*known, *missing_texts)) if gap in present)
     found = read_categories(WrittenColumn(text, name, gaps))
-    kind, nearly, formats = _kind_of(name, cells.type, found)
+    kind, nearly, formats = _kind_of(cells.type, found)
     values, counts = found.categories, np.bincount(found.codes + 1)[1:]
     numbers = np.zeros(0)
     if kind in {"whole", "number"}:
@@ -196,6 +258,17 @@ def describe(
         values, numbers = values.filter(pa.array(is_value)), numbers[is_value]
         counts = counts[is_value]
     order = np.argsort(-counts, kind="stable")[:MOST_VALUES]
+    reason, doubt = "", ("", "")
+    if kind == "whole":
+        widths = np.unique(pc.utf8_length(values).to_numpy())
+        is_padded = len(widths) == 1 and bool(matches(values, _PADDED).any())
+        reason, doubt = codes_or_quantities(numbers, counts, is_padded=is_padded)
+    elif kind == "text" and not nearly and not pa.types.is_dictionary(cells.type):
+        shapes = pc.replace_substring_regex(values, r"\d+([.,]\d+)*", "9").unique()
+        is_like_one = matches(values, r"^[^\pL\d]*\d")
+        if len(shapes) <= _MOST_SHAPES and found.is_nearly_all(is_like_one):
+            what = "texts that begin with a number, read as categories"
+            doubt = what, "for quantities, write one number and nothing else in each cell"
     return Column(
         name=name,
         kind=kind,
@@ -205,10 +278,13 @@ def describe(
         distinct=len(values),
         values=tuple(values.take(pa.array(order)).to_pylist()),
         counts=tuple(counts[order].tolist()),
-        reason=_reason_for_codes(name, kind, numbers, counts),
+        reason=reason,
+        doubt=doubt,
+        identifies="" if nearly else why_identifiers(numbers, counts),
         low=float(numbers.min()) if len(numbers) else 0.0,
         high=float(numbers.max()) if len(numbers) else 0.0,
         variance=_variance(numbers, counts) if len(numbers) and nearly is None else 0.0,
+        total=float(numbers @ counts) if counts[: len(numbers)] @ (numbers != 0) > 5 else 0.0,
         almost=nearly,
         time_formats=formats,
     )
@@ -222,6 +298,17 @@ def codes_for_gaps(columns: Sequence[Column], cells: Mapping[str, Any]) -> tuple
         if text is not None:
             codes = {code for code in codes if not pc.any(pc.equal(text, code)).as_py()}
     return tuple(sorted(codes))
+
+
+def columns_of_sums(columns: Sequence[Column], cells: Mapping[str, Any], row: int) -> list[str]:
+    """Return the columns of which a row is the sum of all others; one alone may be by chance."""
+    found = []
+    for column in columns:
+        if column.total:
+            own = WrittenColumn(cells[column.name][row:][:1], "", column.gaps)
+            if np.isclose(2 * read_numbers(own).values[0], column.total, rtol=1e-6, atol=0):
+                found.append(column.name)
+    return found if len(found) > 1 else []
 
 
 def as_text(cells: Any) -> Any | None:
@@ -242,7 +329,7 @@ def without_gaps(text: Any, gaps: Sequence[str]) -> Any:
 _Found = tuple[Kind, Almost | None, tuple[str | None, ...]]
 
 
-def _kind_of(name: str, written_as: Any, column: CategoricalColumn) -> _Found:
+def _kind_of(written_as: Any, column: CategoricalColumn) -> _Found:
     """Return what the cells are, what nearly all of them are, and in which form they are times."""
     texts = column.categories
     is_number = are_numbers(texts)
@@ -251,7 +338,9 @@ def _kind_of(name: str, written_as: Any, column: CategoricalColumn) -> _Found:
         return "number", almost(column, "finite numbers of float32", is_number), ()
     if len(texts) <= 1:
         return "constant" if len(texts) else "empty", None, ()
-    if pa.types.is_temporal(written_as):  # times of day and durations only have a text
+    # Times of day and durations only have a text, and a dictionary is its owner's own word for
+    # categories.
+    if pa.types.is_temporal(written_as) or pa.types.is_dictionary(written_as):
         is_time = pa.types.is_date(written_as) or pa.types.is_timestamp(written_as)
         return "time" if is_time else "text", None, ()
     if is_text(written_as) and matches(texts, _COMPACT_DATE).all():
@@ -259,10 +348,10 @@ def _kind_of(name: str, written_as: Any, column: CategoricalColumn) -> _Found:
     if is_typed or is_number.all():
         is_whole = matches(texts, _WHOLE).all() and not pa.types.is_floating(written_as)
         return "whole" if is_whole else "number", None, ()
-    return _kind_of_texts(name, column, is_number)
+    return _kind_of_texts(column, is_number)
 
 
-def _kind_of_texts(name: str, column: CategoricalColumn, is_number: NDArray[np.bool_]) -> _Found:
+def _kind_of_texts(column: CategoricalColumn, is_number: NDArray[np.bool_]) -> _Found:
     texts = column.categories
     forms = time_formats(texts)
     fitting = tuple(form for form, is_time in forms.items() if is_time.all())
@@ -271,32 +360,9 @@ def _kind_of_texts(name: str, column: CategoricalColumn, is_number: NDArray[np.b
     is_time = max(forms.values(), key=lambda one: int(one.sum()))
     if column.is_nearly_all(is_time):
         return "text", almost(column, "dates or times", is_time), ()
-    return "text", None if words_of(name) & CODE_WORDS else almost_numbers(column, is_number), ()
+    return "text", almost_numbers(column, is_number), ()
 
 
 def _variance(numbers: NDArray[np.float64], counts: NDArray[np.int64]) -> float:
     centred = numbers - np.average(numbers, weights=counts)
     return float(np.average(centred**2, weights=counts))
-
-
-def _reason_for_codes(
-    name: str, kind: Kind, numbers: NDArray[np.float64], counts: NDArray[np.int64]
-) -> str:
-    """Say why whole numbers are codes; empty if they are quantities.
-
-    Quantities use most of the numbers between their smallest and their largest, or are most often
-    at the smallest, as counts are; codes are used again and again, and leave most numbers out.
-    """
-    if kind != "whole" or len(numbers) < 3 or numbers.min() < 0:
-        return ""
-    if words_of(name) & CODE_WORDS:
-        return "named like a code"
-    steps = np.diff(np.unique(numbers))
-    unit = float(np.gcd.reduce(steps[steps < 2**53].astype(np.int64))) or 1.0
-    width = (numbers.max() - numbers.min()) / unit + 1
-    is_sparse = len(numbers) / width < _SPARSE
-    is_repeated = counts.sum() / len(numbers) >= LEAST_REPEATS
-    starts_highest = counts[np.argmin(numbers)] == counts.max()
-    if 5 <= len(numbers) <= _MOST_CODES and is_sparse and is_repeated and not starts_highest:
-        return "few of the numbers in their range are used, again and again"
-    return ""

@@ -37,6 +37,8 @@ def parser(program: str) -> argparse.ArgumentParser:
         metavar="TEXT",
         help="the label that stands for 1; again for each text that does",
     )
+    what = "labels that look alike, classes of a row or two and a row of sums are meant so"
+    init.add_argument("--as-written", action="store_true", help=what)
     what = "leave rows without a label out"
     init.add_argument("--unlabelled-rows", choices=["leave_out"], help=what)
     init.add_argument(
@@ -60,6 +62,12 @@ def parser(program: str) -> argparse.ArgumentParser:
     init.add_argument("--delimiter", metavar="CHARACTER", help="character between two cells")
     init.add_argument("--encoding", metavar="NAME", help="of a text file, such as cp1252")
     init.add_argument("--decimal", choices=[".", ","], help="decimal mark of a text file's numbers")
+    init.add_argument(
+        "--first-year",
+        type=int,
+        metavar="YEAR",
+        help="first of the hundred years that two digits stand for, such as 1927",
+    )
     init.add_argument("--party", default="passive", metavar="NAME", help="the passive party")
     init.add_argument("--run-name", metavar="NAME", help="default: the name of the file")
     init.add_argument("--address", default="127.0.0.1:50051", metavar="HOST:PORT")

@@ -23,8 +23,15 @@ from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.settings import validate
 from splitveil.common.text.visible_text import visible
 from splitveil.deploy.init.choices import Wishes
-from splitveil.deploy.init.columns import Column, codes_for_gaps, describe
-from splitveil.deploy.init.proposal import Proposal, Terms, propose, texts_of, write_files
+from splitveil.deploy.init.columns import Column, codes_for_gaps, columns_of_sums
+from splitveil.deploy.init.proposal import (
+    Proposal,
+    Terms,
+    described,
+    propose,
+    texts_of,
+    write_files,
+)
 from splitveil.deploy.init.tables import RawTable, read_raw
 from splitveil.passive_party.settings import PassiveSettings
 
@@ -75,6 +82,7 @@ class Written(NamedTuple):
             "categorical": [column.name for column in p.choices.categorical],
             "timestamps": [column.name for column in p.choices.timestamps],
             "read_as_gaps": self.codes,
+            "decided": p.choices.decided,
             "left_out": {column.name: column.why for column in p.choices.left_out},
             "columns": {
                 column.name: {
@@ -100,11 +108,27 @@ def initialise(
 ) -> Written:
     """Look at a table and write the settings that fit it."""
     named = (wishes.id_column, wishes.label_column, *wishes.numeric, *wishes.categorical)
-    table = read_raw(path, delimiter, encoding, decimal, has_header=any(named))
-    columns = _described(table, wishes)
+    as_written = {wishes.id_column or "", *wishes.categorical, *wishes.exclude}
+    table = read_raw(
+        path,
+        delimiter,
+        encoding,
+        decimal,
+        has_header=any(named),
+        numeric=wishes.numeric,
+        as_written=as_written,
+    )
+    columns = described(table.columns, wishes)
     codes = codes_for_gaps(columns, table.columns)
     wishes = wishes._replace(missing_texts=(*wishes.missing_texts, *codes))
-    columns = _described(table, wishes) if codes else columns
+    columns = described(table.columns, wishes) if codes else columns
+    for name, row in {"first": 0, "last": -1}.items() if not wishes.as_written else ():
+        found = columns_of_sums(columns, table.columns, row)
+        if found and table.is_whole:
+            raise SettingsError(
+                f"{path}: the {name} row seems to be a total: in {', '.join(found[:5])}, it is the "
+                f"sum of all others: delete it, or --as-written"
+            )
     with with_advice(table.settings, Path()):
         proposal = propose(table, columns, wishes, terms)
     texts = texts_of(proposal, terms.role)
@@ -117,19 +141,20 @@ def initialise(
     return Written(proposal, columns, files, doubts, codes)
 
 
-def _described(table: RawTable, wishes: Wishes) -> list[Column]:
-    return [
-        describe(name, cells, *([(), ("",)] if name in wishes.no_gaps else [wishes.missing_texts]))
-        for name, cells in table.columns.items()
-    ]
-
-
 def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> Table:
     """Refuse before anything is written what a run would refuse."""
     in_memory = {"source": {"kind": "csv", "path": "as read by init"}}
     settings = validate(DataSettings, yaml.safe_load(text)["data"] | in_memory, "data")
-    source = ColumnsInMemory(str(table.path), table.columns)
-    return table_of(source, settings, None, [proposal.ids.rule])
+    choices = proposal.choices
+    texts = {choices.id_column, *(column.name for column in choices.categorical)}
+    if choices.label is not None and choices.label.within is None:
+        texts.add(choices.label.column)
+    written = {name: cells for name, cells in table.written.items() if name in texts}
+    source = ColumnsInMemory(str(table.path), {**table.columns, **written})
+    rule = proposal.ids.rule
+    if choices.label is None:  # the contract, which this party does not write, may not fold case
+        rule = rule.model_copy(update={"fold_case": False})
+    return table_of(source, settings, None, [rule])
 
 
 def _check_loadable(terms: Terms) -> None:
@@ -175,10 +200,12 @@ def _wishes(options: argparse.Namespace) -> Wishes:
         label_column=options.label_column,
         positive_label=tuple(options.positive_label),
         leave_out_unlabelled=options.unlabelled_rows is not None,
+        as_written=options.as_written,
         label_range=None if options.label_range is None else (low, high),
         numeric=tuple(options.numeric),
         categorical=tuple(options.categorical),
         exclude=tuple(options.exclude),
+        first_year=options.first_year,
         missing_texts=tuple(options.missing_text),
         no_gaps=tuple(options.no_gaps),
     )
@@ -217,10 +244,8 @@ def _print(written: Written, role: str) -> None:
     say("categories", ", ".join(column.name for column in p.choices.categorical) or "none")
     if p.choices.timestamps:
         say("times", ", ".join(column.name for column in p.choices.timestamps))
-    for remark in written.remarks():
-        say(*remark)
-    for column in p.choices.left_out:
-        say("left out", f"{column.name}: {column.why}")
+    for what in (*written.remarks(), *p.choices.said):
+        say(*what)
     if p.forecast:
         say("defense", f"projected_labels at {p.leak_auc}. {p.forecast}")
     for path in written.files:

@@ -1,22 +1,35 @@
-"""Decides how the labels of a column are read: as one of two classes, of several, or as numbers."""
+"""Decides how labels are read: as one of two classes, of several, or as numbers; and what tells."""
 
 import math
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from decimal import Decimal
+from difflib import SequenceMatcher
 from shlex import quote
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from splitveil.active_party.defenses.projected.label_utility import share_of_variance
+from splitveil.common.data.label_columns import places_of
 from splitveil.common.data.settings import MAX_CLASSES, class_key
 from splitveil.common.errors import SettingsError
 from splitveil.common.text.wording import suggest
-from splitveil.deploy.init.columns import Column
+from splitveil.deploy.init.columns import Column, as_text, without_gaps
 
 POSITIVE_WORDS = ("1", "yes", "true", "y", "t", "positive", "pos", "ja", "j", "oui", "si", "sí")
 NEGATIVE_WORDS = ("0", "no", "false", "n", "f", "negative", "neg", "nein", "non")
 
 _MANTISSAS = (1, 2, 5, 10)
+_RARE = 0.05
+_FEW_ROWS = 2
+TELLTALE_AUC = 0.995  # AUC of a single column, from which it counts as another form of the label
+_ENOUGH_ROWS = 5  # of a class, and of all others, below which columns separate them by chance
+_AS_WRITTEN = "--as-written takes all labels as they are"
 
 
 class Within(NamedTuple):
@@ -86,15 +99,27 @@ def classes_of(column: Column, meaning: Callable[[str], Hashable] = class_key) -
     return rows
 
 
-def _folded(text: str) -> Hashable:
-    return class_key(text.casefold())
+def _folded(text: str) -> Decimal | str:
+    """Return a label without case, space and punctuation, but for signs and marks in numbers."""
+    if isinstance(class_key(text), Decimal):
+        return class_key(text)
+    visible = "".join(x for x in text if unicodedata.category(x) != "Cf")
+    plain = unicodedata.normalize("NFKC", visible).casefold().strip()
+    kept = "".join(
+        x
+        for before, x, after in zip(" " + plain, plain, plain[1:] + " ", strict=False)
+        if unicodedata.category(x)[0] not in "PZC"
+        or (before.isdigit() and after.isdigit())
+        or (x == "-" and " " in (before, after))
+    )
+    return class_key(kept or text)
 
 
 _MEANT = {class_key(one): words for words in (NEGATIVE_WORDS, POSITIVE_WORDS) for one in words}
 
 
 def yes_or_no(text: str) -> Hashable:
-    key = class_key(text.casefold())
+    key = _folded(text)
     return _MEANT.get(key, key)
 
 
@@ -106,6 +131,27 @@ def is_of_two(column: Column) -> bool:
         if len(found) > 2:  # most columns of a wide table have hundreds
             return False
     return len(found) == 2
+
+
+def _typing_errors(rows: Counter[str]) -> list[str]:
+    """Name the rare labels that differ from a frequent one by one letter, or two exchanged ones."""
+    return [
+        f"{rare!r} ({rows[rare]:,} rows) beside {usual!r}"
+        for rare in rows
+        for usual in rows
+        if rows[rare] <= _RARE * rows[usual] and len(rare) > 3 and _is_one_edit(rare, usual)
+    ]
+
+
+def _is_one_edit(one: str, other: str) -> bool:
+    edits = [
+        (one[a:b], other[c:d])
+        for what, a, b, c, d in SequenceMatcher(None, one, other, autojunk=False).get_opcodes()
+        if what != "equal"
+    ]
+    lost, new = map("".join, zip(*edits, strict=True))
+    is_small = len(edits) == 1 or lost == new
+    return is_small and max(len(lost), len(new)) == 1 and (lost + new).isalpha()
 
 
 def spellings(column: Column, positive: tuple[str, ...] = ()) -> tuple[str, ...]:
@@ -130,6 +176,7 @@ def label_of(
     bounds: tuple[float, float] | None = None,
     *,
     leave_out: bool = False,
+    as_written: bool = False,
 ) -> Label:
     """Return how labels are read; ``bounds`` are the user's, for labels that are numbers."""
     read, found = Label(column.name, (), None, {}), column.in_words()
@@ -153,10 +200,13 @@ def label_of(
             f"--label-column {column.name}: expected a label of 2 to {MAX_CLASSES} classes in "
             f"every row, or a number, found {found}"
         )
+    if not as_written:
+        _check_spelling(column, positive)
     return _of_classes(read, column, positive)
 
 
-def _of_classes(read: Label, column: Column, positive: tuple[str, ...]) -> Label:
+def _check_spelling(column: Column, positive: tuple[str, ...]) -> None:
+    """Ask about labels that seem to mean the same, and classes of next to no rows."""
     rows, alike = classes_of(column), spellings(column, positive)
     if not set(alike) <= set(positive):
         options = " ".join(f"--positive-label {quote(text)}" for text in alike)
@@ -164,7 +214,21 @@ def _of_classes(read: Label, column: Column, positive: tuple[str, ...]) -> Label
             f"--label-column {column.name}: some of the labels {', '.join(map(repr, rows))} seem "
             f"to mean the same: write these alike"
             + (f", or say which stand for 1: {options}" if len(alike) < len(rows) else "")
+            + f"; {_AS_WRITTEN}"
         )
+    doubts = _typing_errors(Counter({text: n for text, n in rows.items() if text not in positive}))
+    if not positive:
+        few = [text for text, n in rows.items() if n <= _FEW_ROWS and n <= _RARE * rows.total()]
+        doubts += [f"{text!r} ({rows[text]} row{'s' * (rows[text] > 1)} in all)" for text in few]
+    if doubts:
+        raise SettingsError(
+            f"--label-column {column.name}: expected no label by mistake, found "
+            f"{', '.join(doubts[:20])}: correct or delete these rows; {_AS_WRITTEN}"
+        )
+
+
+def _of_classes(read: Label, column: Column, positive: tuple[str, ...]) -> Label:
+    rows = classes_of(column)
     keys = {class_key(text): text for text in rows}
     if len(rows) > 2 and not positive:
         is_numbered = keys.keys() == set(map(Decimal, range(len(rows))))
@@ -215,3 +279,64 @@ def _positive_of(rows: Counter[str]) -> tuple[str, bool]:
     if len(said) == 1 and keys.keys() != {Decimal(1), Decimal(2)}:
         return said[0], False
     return rows.most_common()[-1][0], True
+
+
+def gives_label_away(cells: Any, column: Column, classes: NDArray[np.int64]) -> bool:
+    """Say whether a column's values or gaps tell a class of enough rows from all others."""
+    text = as_text(cells)
+    if text is None or column.kind in {"empty", "other"}:
+        return False
+    filled = without_gaps(text, column.gaps)
+    has_value = pc.is_valid(filled).to_numpy(zero_copy_only=False)
+    found = [has_value.astype(np.int64)]
+    if column.kind in {"whole", "number"} and not column.looks_like_codes:
+        numbers = pc.cast(filled, pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+        if _separates(np.nan_to_num(numbers, nan=0.0, posinf=0.0, neginf=0.0), classes):
+            return True
+    if column.distinct <= min(MAX_CLASSES, column.present // _ENOUGH_ROWS):
+        codes = pc.dictionary_encode(filled.combine_chunks()).indices
+        found.append(pc.fill_null(codes, column.distinct).to_numpy(zero_copy_only=False))
+    return any(_determine(codes, classes) for codes in found)
+
+
+def _separates(numbers: NDArray[np.float64], classes: NDArray[np.int64]) -> bool:
+    """Say whether the order of numbers tells a class from all others."""
+    _, places, counts = np.unique(numbers, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[places]
+    rows = np.bincount(classes)
+    pairs = rows * (len(classes) - rows)
+    higher = np.bincount(classes, weights=ranks) - rows * (rows + 1) / 2
+    return _is_telltale(higher / np.maximum(pairs, 1), rows)
+
+
+def _determine(codes: NDArray[np.int64], classes: NDArray[np.int64]) -> bool:
+    """Say whether codes tell a class from all others."""
+    width, num_classes = int(codes.max()) + 1, int(classes.max()) + 1
+    cells = np.bincount(classes * width + codes, minlength=num_classes * width)
+    own = cells.reshape(num_classes, width)
+    of_code, rows = own.sum(axis=0), own.sum(axis=1)
+    others = of_code - own
+    order = np.argsort(own / np.maximum(of_code, 1), axis=1)
+    own, others = (np.take_along_axis(one, order, axis=1) for one in (own, others))
+    pairs = rows * (len(classes) - rows)
+    higher = (own * (np.cumsum(others, axis=1) - others / 2)).sum(axis=1)
+    return _is_telltale(higher / np.maximum(pairs, 1), rows)
+
+
+def _is_telltale(aucs: NDArray[np.float64], rows: NDArray[np.int64]) -> bool:
+    is_enough = np.minimum(rows, rows.sum() - rows) >= _ENOUGH_ROWS
+    return bool((np.maximum(aucs, 1 - aucs)[is_enough] >= TELLTALE_AUC).any())
+
+
+def classes_of_rows(text: Any, label: Label) -> NDArray[np.int64]:
+    """Return each row's class; of numbers, whether it is above the median."""
+    if label.within is not None:
+        numbers = pc.cast(text, pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+        return np.asarray(numbers > np.median(numbers), np.int64)
+    if label.classes is None:
+        is_positive = pc.is_valid(places_of(text, label.positive or ("1",)))
+        return np.asarray(is_positive.to_numpy(), np.int64)
+    names = (
+        [*map(str, range(label.num_classes))] if isinstance(label.classes, int) else label.classes
+    )
+    return np.asarray(places_of(text, names).to_numpy(), np.int64)

@@ -18,7 +18,8 @@ from splitveil.common.data.id_forms import SHORTENED
 from splitveil.common.data.ids import unusable_rows
 from splitveil.common.errors import DataError
 from splitveil.common.run.id_rules import TextId
-from splitveil.deploy.init.columns import LEAST_REPEATS, Column
+from splitveil.deploy.init.columns import Column
+from splitveil.deploy.init.whole_numbers import LEAST_REPEATS
 
 _POINTED = r"[+-]?\d+\.0*"
 _IDENTIFIERS = {
@@ -62,6 +63,7 @@ def identifiers_in(column: Column) -> str:
     found = next((x for x in kinds if _are_nearly_all(column.values, _IDENTIFIERS[x])), None)
     if found is None and _is_long_number(column):
         found = f"numbers of {len(str(int(column.low)))} digits, such as telephone or card numbers"
+    found = found or column.identifies * (column.kind in {"text", "whole", "number"})
     return f"{found}: they identify, and are neither quantities nor categories" if found else ""
 
 

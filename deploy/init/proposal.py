@@ -3,16 +3,19 @@
 import math
 import os
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import pyarrow.compute as pc
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from splitveil.active_party.defenses.dp_bounds import mu_of_leak_auc
 from splitveil.active_party.defenses.projected.label_utility import label_utility
 from splitveil.common.data.label_columns import others_in_words
+from splitveil.common.data.settings import MAX_CLASSES
 from splitveil.common.data.source_settings import not_expanded
 from splitveil.common.errors import SettingsError
 from splitveil.common.record.run_folder import storage_errors, write_text_atomically
@@ -27,7 +30,7 @@ from splitveil.deploy.init.choices import (
     choose_id,
     choose_label,
 )
-from splitveil.deploy.init.columns import Column
+from splitveil.deploy.init.columns import Column, as_text, describe
 from splitveil.deploy.init.labels import Label
 from splitveil.deploy.init.own_ids import OwnIds
 from splitveil.deploy.init.tables import RawTable
@@ -91,6 +94,7 @@ _LARGE_VOCABULARY = 100_000  # the default of ``optimizer.sparse_from_rows``
 _ROWS_PER_COUNT = 4000
 _MOST_MIN_COUNT = 20
 _WIDE_OPEN = 0o644
+_YEARS_AHEAD = 20
 
 
 class Terms(NamedTuple):
@@ -166,18 +170,54 @@ class Proposal(NamedTuple):
         return f"{found}.{left_out}"
 
 
+def _first_year(columns: Sequence[Any], time_format: str | None, wishes: Wishes) -> int | None:
+    """Return the first of the hundred years that two digits stand for; None if none have two.
+
+    The last is this year, or the last of those in the columns that follow it without a gap.
+    """
+    if not columns or "%y" not in str(time_format) or wishes.first_year is not None:
+        return wishes.first_year if columns else None
+    this = last = datetime.now(tz=UTC).year
+    found = set[int]()
+    for texts in map(pc.unique, map(as_text, columns)):
+        times = pc.strptime(texts, format=time_format, unit="s", error_is_null=True)
+        found |= {year % 100 for year in pc.year(times).drop_null().to_pylist()}
+    while last % 100 in found and last <= this + _YEARS_AHEAD:
+        last += 1
+    return (last - 1 if this < last <= this + _YEARS_AHEAD else this) - 99
+
+
+def described(cells: Mapping[str, Any], wishes: Wishes) -> list[Column]:
+    return [
+        describe(name, own, *([(), ("",)] if name in wishes.no_gaps else [wishes.missing_texts]))
+        for name, own in cells.items()
+    ]
+
+
 def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: Terms) -> Proposal:
     """Decide about every column of a table, and about the sizes of a run."""
+    # Ids and classes are texts, with what stands beside their numbers.
+    written = {**table.columns, **table.written}
     try:
-        id_column, ids = choose_id(columns, table.columns, wishes)
-        others = [column for column in columns if column.name != id_column]
+        id_column, ids = choose_id(columns, written, wishes)
+        few = {x.name for x in columns if x.distinct <= MAX_CLASSES}
+        few_written = {name: x for name, x in table.written.items() if name in few}
+        own = {x.name: x for x in described(few_written, wishes)}
+        others = [own.get(x.name, x) for x in columns if x.name != id_column]
         label = choose_label(others, wishes) if terms.role == ACTIVE else None
     except SettingsError as error:
         others_are = "".join(f"; {name}: {why}" for name, why in table.left_out.items())
         raise SettingsError(f"{error}{others_are}") from error
-    choices = choose_features(columns, table.columns, wishes, id_column, label, table.index_columns)
+    cells = dict(table.columns)
+    if label is not None and label.within is None:
+        cells[label.column] = written[label.column]
+    choices = choose_features(
+        columns, cells, wishes, id_column, label, table.index_columns, table.units
+    )
     unread = tuple(LeftOut(name, why) for name, why in table.left_out.items())
-    choices = choices._replace(left_out=unread + choices.left_out)
+    times = [cells[x.name] for x in choices.timestamps if x.time_formats]
+    first_year = _first_year(times, choices.time_format, wishes)
+    choices = choices._replace(left_out=unread + choices.left_out, first_year=first_year)
     if label is None and not choices.features:
         one = "; --delimiter names the character between two cells" * (len(columns) == 1)
         raise SettingsError(

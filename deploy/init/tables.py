@@ -1,7 +1,7 @@
 """Reads a party's own file for ``splitveil init``, or the beginning of a very large one."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +9,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import TypeAdapter
 
-from splitveil.common.data.columns import NUMBER, NUMBERS_BY_DECIMAL, with_points
+from splitveil.common.data.columns import (
+    NUMBER,
+    NUMBERS_BY_DECIMAL,
+    is_text,
+    with_points,
+    without_units,
+)
 from splitveil.common.data.csv_file import CODECS, PARQUET
 from splitveil.common.data.kinds import open_source, text_file, with_advice
 from splitveil.common.data.source_settings import CsvSource, Source, not_expanded
@@ -18,7 +24,7 @@ from splitveil.common.data.table_paths import find_files, local_table_path
 from splitveil.common.data.text_forms import NO_HEADER, delimiter_of, form_of, looks_like_data
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.settings import validate
-from splitveil.deploy.init.columns import GAPS, NO_NAME, as_text, without_gaps
+from splitveil.deploy.init.columns import GAPS, NO_NAME, are_mostly, as_text, units_of, without_gaps
 
 MOST_ROWS = 1_000_000  # that are looked at; in a larger table, they stand for the others
 
@@ -36,6 +42,8 @@ class RawTable(NamedTuple):
     is_whole: bool
     left_out: Mapping[str, str]  # the reasons not to use a column that is not among ``columns``
     index_columns: Sequence[str]  # those that held the rows' labels in pandas
+    written: Mapping[str, Any]  # the columns among ``columns`` that are without units there
+    units: Mapping[str, Sequence[str]]  # the texts beside their numbers
 
 
 def read_raw(
@@ -46,11 +54,14 @@ def read_raw(
     *,
     has_header: bool = False,
     most_rows: int = MOST_ROWS,
+    numeric: Collection[str] = (),
+    as_written: Collection[str] = (),
 ) -> RawTable:
     """Read a CSV, TSV or Parquet file, or a folder of them; rows beyond ``most_rows`` are not read.
 
     The delimiter, the encoding and the decimal mark of a text are found out by default. With
-    ``has_header``, its first line surely holds the column names.
+    ``has_header``, its first line surely holds the column names. ``numeric`` columns are numbers
+    for the user, and those ``as_written`` are none.
     """
     where = not_expanded(str(path.absolute()))
     source: dict[str, Any] = {"kind": _kind_of(path)}
@@ -69,7 +80,21 @@ def read_raw(
             raise DataError(f"{path}: {NO_HEADER}; if it does name them, name one: --id-column")
     settings: Source = TypeAdapter(Source).validate_python({**source, "path": where})
     with with_advice(settings, Path()):
-        return _read(path, source, settings, most_rows)
+        raw = _read(path, source, settings, most_rows)
+    units: dict[str, Sequence[str]] = {}
+    plain: dict[str, Any] = {}
+    for name, cells in raw.columns.items():
+        own = as_text(cells) if name not in as_written and is_text(cells.type) else None
+        if own is None:
+            continue
+        if beside := units_of(own, is_wanted=name in numeric):
+            units[name] = beside
+        bare = without_units(own, beside)
+        if beside or (bare is not own and are_mostly(bare, NUMBER)):
+            plain[name] = bare
+    written = {name: raw.columns[name] for name in plain}
+    raw = raw._replace(columns={**raw.columns, **plain}, written=written, units=units)
+    return _with_decimals(raw, settings, source, as_written)
 
 
 def _read(path: Path, source: dict[str, Any], settings: Source, most_rows: int) -> RawTable:
@@ -95,15 +120,35 @@ def _read(path: Path, source: dict[str, Any], settings: Source, most_rows: int) 
         f"column {n}": NO_NAME for n, name in enumerate(table.column_names(), 1) if not name
     }
     left_out |= {name: f"{found[name]} columns have this name: rename them" for name in repeated}
-    if isinstance(settings, CsvSource):
-        texts = {name: without_gaps(cells, GAPS) for name, cells in columns.items()}
-        forms = {name: _decimals_of(text) for name, text in texts.items()}
-        decimal = settings.decimal or _decimal_of(texts, forms)
-        source |= {"decimal": decimal} if decimal else {}
-        for name in (name for name in columns if decimal in forms[name]):
-            columns[name] = with_points(as_text(columns[name]), str(decimal))
+    for name in set(getattr(table, "category_columns", ())) & set(columns):
+        if pa.types.is_integer(columns[name].type):
+            columns[name] = columns[name].dictionary_encode()
     index = getattr(table, "index_columns", ())
-    return RawTable(path, source, settings, columns, estimate, is_whole, left_out, index)
+    return RawTable(path, source, settings, columns, estimate, is_whole, left_out, index, {}, {})
+
+
+def _with_decimals(
+    raw: RawTable, settings: Source, source: dict[str, Any], as_written: Collection[str]
+) -> RawTable:
+    """Return the table with decimal points, and note in the source what the file has."""
+    if not isinstance(settings, CsvSource):
+        return raw
+    texts = {
+        name: without_gaps(cells, GAPS)
+        for name, cells in raw.columns.items()
+        if name not in as_written
+    }
+    forms = {name: _decimals_of(text) for name, text in texts.items()}
+    decimal = settings.decimal or _decimal_of(texts, forms)
+    if not decimal:
+        return raw
+    source["decimal"] = decimal
+    plain = {
+        name: with_points(as_text(raw.columns[name]), decimal)
+        for name, form in forms.items()
+        if decimal in form
+    }
+    return raw._replace(columns={**raw.columns, **plain})
 
 
 def _decimals_of(text: Any) -> set[str]:

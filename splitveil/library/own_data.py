@@ -1,16 +1,16 @@
 """Tables in memory as the data of simulated parties: arrays, data frames, tables of pyarrow.
 
 Each table is written as a Parquet file beside settings made for it, so that a simulation reads it
-as two processes would. Numbers become numeric features, dates and times timestamps, texts
-categories, and lists of whole numbers sequences. Gaps in numbers and times become the mean of the
-training rows, as ``init`` proposes.
+as two processes would. Numbers become numeric features, dates and times timestamps, texts what
+``init`` takes them for, and lists of whole numbers sequences. Gaps in numbers and times become the
+mean of the training rows, as ``init`` proposes.
 """
 
 import hashlib
-import logging
+import math
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,13 @@ import pyarrow.compute as pc
 import yaml
 from pyarrow import parquet
 
-from splitveil.common.data.category_lists import is_list
-from splitveil.common.data.columns import (
-    WILDCARDS,
-    WrittenColumn,
-    almost_numbers,
-    is_numeric,
-    is_unnamed_index,
-    read_categories,
-)
+from splitveil.common.data.columns import WILDCARDS, is_numeric, is_unnamed_index
 from splitveil.common.data.sources import list_rows
 from splitveil.common.errors import SettingsError
 from splitveil.common.record.run_folder import write_text_atomically
 from splitveil.deploy.init.columns import describe
 from splitveil.deploy.init.labels import label_of
-
-_logger = logging.getLogger(__name__)
+from splitveil.library.judged_columns import judged_features
 
 CONTRACT: Mapping[str, Any] = {
     "run_name": "simulated",
@@ -121,6 +112,8 @@ def as_table(given: Any, name: str) -> pa.Table:
         is_column = hasattr(given, "dtype")
         if hasattr(given, "__arrow_c_stream__") and not is_column:  # of polars, DuckDB and others
             table = pa.table(given)
+            if "Object" in map(str, getattr(given, "dtypes", ())):
+                raise TypeError("a column holds objects")  # polars hands their addresses over
             if twice := [one for one, n in Counter(table.column_names).items() if n > 1]:
                 raise ValueError(f"several columns are named {', '.join(map(repr, twice))}")
             plain = pa.table({one: _without_views(table[one]) for one in table.column_names})
@@ -128,7 +121,8 @@ def as_table(given: Any, name: str) -> pa.Table:
         rows = np.asarray(given)
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
         # The last argument is pyarrow's name of the column; the first may quote a cell.
-        raise SettingsError(f"{name}: cannot be read as a table: {error.args[-1]}") from error
+        why = next(filter(None, map(_in_other_kinds, _objects(given))), error.args[-1])
+        raise SettingsError(f"{name}: cannot be read as a table: {why}") from error
     if rows.ndim != 2 or rows.dtype.kind not in "biuf":
         raise SettingsError(
             f"{name}: expected a data frame, a pyarrow table, a mapping of columns or an array "
@@ -138,21 +132,50 @@ def as_table(given: Any, name: str) -> pa.Table:
 
 
 def _cells(table: str, column: object, values: Any) -> pa.Array:
+    if isinstance(values, pa.Array | pa.ChunkedArray):
+        return values
     try:
+        if str(getattr(values, "dtype", "")) == "category":  # an array would hold only its texts
+            return pa.array(values)
         # An array would make texts of numbers beside texts.
         is_plain = isinstance(values, list) and not isinstance((values or [0])[0], np.generic)
         return pa.array(values if is_plain else np.asarray(values))
     except (ValueError, TypeError, NotImplementedError, OverflowError) as error:
-        raise SettingsError(
-            f"{table}: column {column!r}: expected cells of one kind, and not nested"
-        ) from error
+        no_table = f"column {column!r}: expected cells of one kind, and not nested"
+        raise SettingsError(f"{table}: {_in_other_kinds((column, values)) or no_table}") from error
+
+
+def _objects(given: Any) -> Iterator[tuple[object, Any]]:
+    """Yield the columns of Python objects of a data frame of pandas or polars."""
+    for name in given.columns if hasattr(given, "dtypes") else ():
+        if str(getattr(given[name], "dtype", "")).lower() == "object":
+            yield name, given[name]
+
+
+def _in_other_kinds(column: tuple[object, Any]) -> str:
+    """Name a column's rows whose cells are of another kind than most; empty if there are none."""
+    names = {str: "texts", **dict.fromkeys((int, float, bool), "numbers")}
+    cells = [one.item() if isinstance(one, np.generic) else one for one in column[1]]
+    kinds = np.array([names.get(type(one), type(one).__name__) for one in cells])
+    kinds[[one is None or (isinstance(one, float) and math.isnan(one)) for one in cells]] = ""
+    usual = Counter(kinds[kinds != ""].tolist()).most_common(1)[0][0]
+    is_other = (kinds != usual) & (kinds != "")
+    if not is_other.any():
+        return ""
+    where = list_rows(np.flatnonzero(is_other) + 1)
+    return f"column {column[0]!r}: expected cells of one kind: {usual} in most rows, not in {where}"
 
 
 def _without_views(cells: pa.ChunkedArray) -> pa.ChunkedArray:
     """Return texts as Parquet can hold them: categories of polars are views, which it cannot."""
     if pa.types.is_dictionary(cells.type) and cells.type.value_type == pa.string_view():
-        texts = [one.dictionary.cast(pa.string()).take(one.indices) for one in cells.chunks]
-        return pa.chunked_array(texts, pa.string())
+        parts = [
+            pa.DictionaryArray.from_arrays(
+                one.indices.cast(pa.int32()), one.dictionary.cast(pa.string())
+            )
+            for one in cells.chunks
+        ]
+        return pa.chunked_array(parts, pa.dictionary(pa.int32(), pa.string()))
     return cells.cast(pa.string()) if cells.type == pa.string_view() else cells
 
 
@@ -240,12 +263,7 @@ def _is_by_party(passive: Any) -> bool:
 def _data(
     folder: Path, name: str, table: pa.Table, own: Sequence[str], id_column: str | None
 ) -> dict[str, Any]:
-    ways = ("numeric", "categorical", "timestamps", "sequences")
-    features: dict[str, list[str]] = {way: [] for way in ways}
-    others = {*own, id_column, *_index_of(table)}
-    for column in table.schema:
-        if column.name not in others and not is_unnamed_index(column.name):
-            features[_way_of(column, name)].append(column.name)
+    features, units, gaps = judged_features(name, table, {*own, id_column, *_index_of(table)})
     written = folder / f"{name}.parquet"
     parquet.write_table(table, written)
     written.chmod(0o600)
@@ -253,47 +271,23 @@ def _data(
     with written.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     path = written.rename(folder / f"{name}-{digest}.parquet")
-    for text in features["categorical"]:
-        where = f"{name}: column {text!r}"
-        found = read_categories(WrittenColumn(table.column(text), where, ("",)))
-        if len(rows := np.flatnonzero(almost_numbers(found))):
-            _logger.warning(
-                "%s: each text is a category, but %d of %d cells are numbers, and those in %s are "
-                "not; if those are mistakes, convert the column to numbers",
-                where,
-                (num_cells := np.count_nonzero(found.codes >= 0)) - len(rows),
-                num_cells,
-                list_rows(rows + 1),
-            )
     chosen: dict[str, Any] = {kind: names for kind, names in features.items() if names}
     if any(WILDCARDS & set(name) for names in chosen.values() for name in names):
         chosen["patterns"] = False
     if sequences := chosen.get("sequences"):
         chosen["sequences"] = {one: _sequence(table.column(one)) for one in sequences}
-    if any(map(_has_gaps, table.select(features["numeric"] + features["timestamps"]).columns)):
+    if len(gaps) > 1:
+        chosen["missing_texts"] = sorted(gaps)
+    if gaps or any(
+        map(_has_gaps, table.select(features["numeric"] + features["timestamps"]).columns)
+    ):
         chosen |= {"missing_numeric": "mean", "missing_indicator": True}
     return {
         "source": {"kind": "parquet", "path": path.name},
         **({} if id_column is None else {"id_column": id_column}),
         **({"features": chosen} if chosen else {}),
+        **({"units": units} if units else {}),
     }
-
-
-def _way_of(column: pa.Field, table: str) -> str:
-    kind, types = column.type, pa.types
-    if types.is_date(kind) or types.is_timestamp(kind):
-        return "timestamps"
-    if is_list(kind) and types.is_integer(kind.value_type):
-        return "sequences"
-    cells = kind.value_type if types.is_dictionary(kind) else kind
-    is_other = isinstance(cells, pa.BaseExtensionType) and cells.extension_name != "arrow.uuid"
-    is_time_of_no_day = types.is_duration(kind) or types.is_time(kind) or types.is_interval(kind)
-    if is_time_of_no_day or types.is_nested(cells) or is_other:
-        raise SettingsError(
-            f"{table}: column {column.name!r}: expected numbers, dates, times, texts or lists of "
-            f"whole numbers, not {cells}: convert the column or leave it out"
-        )
-    return "numeric" if is_numeric(kind) or types.is_boolean(kind) else "categorical"
 
 
 def _sequence(cells: pa.ChunkedArray) -> dict[str, int]:

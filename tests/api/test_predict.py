@@ -131,8 +131,9 @@ IDS = [f"person-{row}" for row in range(200)]
 
 @pytest.fixture(scope="module")
 def with_plans(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Return a run whose parties have numbers as texts, with gaps, as a category."""
-    table = pa.table({"id": IDS, "plan": [("1.0", "2.0", None)[row % 3] for row in range(200)]})
+    """Return a run whose parties have numbers as texts, with gaps, whose type is categories."""
+    plans = pa.array([("1.0", "2.0", None)[row % 3] for row in range(200)]).dictionary_encode()
+    table = pa.table({"id": IDS, "plan": plans})
     labelled = table.append_column("y", [[row % 2 for row in range(200)]])
     runs = tmp_path_factory.mktemp("plans")
     (run,) = simulate(

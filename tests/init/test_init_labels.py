@@ -106,7 +106,7 @@ def assert_read(
 def test_numbers_in_parquet_may_have_gaps(tmp_path: Path, value: float) -> None:
     labels = [None if i % 60 == 0 else float("nan") if i % 60 == 1 else value * (i % 2)
               for i in range(ROWS)]  # fmt: skip
-    table = pa.table({"id": range(ROWS), "y": labels, "x": range(ROWS)})
+    table = pa.table({"id": range(ROWS), "y": labels, "x": np.arange(ROWS) / 7})
     parquet.write_table(table, tmp_path / "t.parquet")
     wishes = Wishes(leave_out_unlabelled=True, label_range=(0, 10) if value > 1 else None)
     wishes = wishes._replace(id_column="id", label_column="y")

@@ -24,7 +24,7 @@ def test_texts_that_look_like_gaps_are_values_where_an_option_says_so(
     """In categories and in labels, beside a column of numbers in which they are gaps."""
     lines = ["id,country,fee,outcome"]
     for row in range(60):
-        country, fee = ("NA", "DE", "ZA")[row % 3], "NA" if row % 9 == 0 else row
+        country, fee = ("NA", "DE", "ZA")[row % 3], "NA" if row % 9 == 0 else row * row % 17
         lines.append(f"c{row},{country},{fee},{'-+'[row % 2]}")
     path = tmp_path / "t.csv"
     path.write_text("\n".join([*lines, ""]))

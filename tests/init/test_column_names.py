@@ -141,6 +141,13 @@ def test_a_simulated_run_and_its_predictions_read_the_same_columns(tmp_path: Pat
         predict(run, tables={"passive": theirs.drop_columns(["a*"])})
     settings = load_party_settings(ActiveSettings, run.path / "active" / "settings.yaml")
     assert {*GivenFeatures(settings.data, encoder).columns} == {*USED}
+    folder = run.export_settings(tmp_path / "exported")
+    again = load_party_settings(ActiveSettings, folder / "active.yaml")
+    assert features_of(read_table(again.data, folder)) == {*USED}
+    run.export(tmp_path / "halves")
+    for file in (tmp_path / "halves").glob("*.encoder.json"):
+        assert FeatureEncoder.from_state(json.loads(file.read_text())).columns == {*USED}
+    assert len(list((tmp_path / "halves").glob("*.encoder.json"))) == 2
 
 
 def test_a_copy_on_disk_follows_the_table(tmp_path: Path) -> None:

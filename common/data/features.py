@@ -139,7 +139,7 @@ class NumericScaler(Section):
     """Whether a training row had a gap that was filled."""
 
     low: float | None = None
-    """The least number of the training rows, before the scaling."""
+    """No number of a training row is below, before the scaling; rounded."""
 
     high: float | None = None
 

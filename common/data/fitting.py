@@ -83,9 +83,16 @@ class Fitted:
         return tuple(found)
 
     def bounds(self, name: str) -> dict[str, float]:
-        """Return the least and the largest number of a column; empty if there are only gaps."""
+        """Return a column's range, empty if there are only gaps.
+
+        It is rounded outwards: what a model's files hold is the number of no single row.
+        """
         low, high = self._ranges[name].low, self._ranges[name].high
-        return {"low": low, "high": high} if low <= high else {}
+        if low > high:
+            return {}
+        width = min(high - low or abs(high) or 1.0, 1e300)
+        step = 10.0 ** (math.floor(math.log10(max(width, 1e-300))) - 2)
+        return {"low": math.floor(low / step) * step, "high": math.ceil(high / step) * step}
 
     def with_gaps(self) -> tuple[str, ...]:
         """Return the columns that had gaps which were kept."""

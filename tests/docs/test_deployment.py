@@ -37,7 +37,6 @@ from tests.support.deployed import (
     rendered,
     services_of,
 )
-from tests.support.inference import free_port
 from tests.support.markdown import ROOT, blocks
 
 PARTIES = ("active", "passive")
@@ -276,13 +275,16 @@ def test_systemd_finds_no_fault_with_a_unit(found: Deployed, tmp_path: Path) -> 
 def test_ranks_meet_under_the_filters_of_the_drop_in(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        "import torch.distributed as d\nd.init_process_group('gloo')\nd.barrier()\nprint('met')\n"
+        "from splitveil.common.models.ranks import Ranks\n"
+        "from splitveil.common.party.workers import Rank, _private_file\n"
+        "rank = Rank.of_environment()\n"
+        "ranks = Ranks(rank.number, rank.size, file=_private_file(rank))\n"
+        "ranks.compare({})\nprint('met')\nranks.close()\n"
     )
     filters = directives(TRAINING[0].unit_file, SYSTEMD / "ranks.conf")
     assert filters["KillMode"] == ["mixed"]
-    words = ["--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     done = subprocess.run(
-        [sys.executable, *LAUNCHER.split()[1:3], *words, str(program)],
+        [sys.executable, *LAUNCHER.split()[1:3], "--nproc-per-node=2", str(program)],
         preexec_fn=lambda: unit_sandbox.enter(filters),
         capture_output=True,
         text=True,

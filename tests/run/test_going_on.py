@@ -26,7 +26,7 @@ from splitveil.common.errors import (
     ProtocolError,
     StorageError,
 )
-from splitveil.common.record import run_store
+from splitveil.common.record import run_folder
 from splitveil.common.record.run_folder import write_bytes_atomically
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.messages import Activation, Answer, BatchId, Course, LeaveReason, Offer
@@ -294,7 +294,7 @@ def test_a_state_saved_soon_is_the_one_at_the_call_and_is_there_for_every_reader
 
     with RunStore(tmp_path, keep=2, in_background=True) as store:
         store.save_run({})
-        monkeypatch.setattr(run_store, "write_bytes_atomically", write_later)
+        monkeypatch.setattr(run_folder, "write_bytes_atomically", write_later)
         values = torch.tensor([1.0])
         store.save_soon(3, {"values": values})
         values += 1
@@ -328,7 +328,7 @@ def test_a_disk_that_fills_up_in_the_background_is_told_at_the_next_state(
 
     store = RunStore(tmp_path, keep=2, in_background=True)
     store.save_run({})
-    monkeypatch.setattr(run_store, "write_bytes_atomically", fail)
+    monkeypatch.setattr(run_folder, "write_bytes_atomically", fail)
     store.save_soon(3, {})
     with pytest.raises(StorageError, match=r"at-0000000003\.state: cannot be written: disk full"):
         store.save_soon(4, {})

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from splitveil.active_party.monitor.leak_guards import AlarmRecorder
+from splitveil.active_party.monitor.leak_alarm import AlarmRecorder
 from splitveil.active_party.monitor.row_covariates import NumberRowCovariates, RowCovariates
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation

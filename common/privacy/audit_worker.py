@@ -7,24 +7,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from splitveil.common.privacy.audit import AuditedBatch
+from splitveil.common.privacy.audit import AuditedBatch, LeakAudit
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.text.closing import Closing
 
 _NICENESS = 10  # niceness of the worker: about a tenth of the weight of a thread that trains
 
 _BURST_S = 1.0  # CPU time that the worker may take beyond its share: short runs are measured whole
-
-
-class Auditing(Protocol):
-    def wants(self, step: int) -> bool: ...
-    def observe(self, observation: Observation) -> AuditedBatch | None: ...
-    def leave_out(self) -> None: ...
 
 
 class CpuBudget:
@@ -66,7 +60,7 @@ class AuditWorker(Closing):
 
     def __init__(
         self,
-        audit: Auditing,
+        audit: LeakAudit,
         queue_batches: int = 8,
         on_result: Callable[[AuditedBatch], None] | None = None,
         max_cpu_share: float | None = None,

@@ -12,7 +12,7 @@ from splitveil.active_party.defenses import LeakCharge
 from splitveil.active_party.defenses.sum_kl import estimated_auc, leak_auc_bound
 from splitveil.active_party.ledger.bounds import LeakBounds, PeerBound, Spread
 from splitveil.active_party.ledger.ledger import LeakLedger, logged
-from splitveil.active_party.monitor.leak_guards import MIN_BATCHES, LeakAlarm
+from splitveil.active_party.monitor.leak_alarm import MIN_BATCHES, LeakAlarm
 from splitveil.active_party.monitor.stated_bounds import ledger_figures
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.audit import AuditedBatch

@@ -220,7 +220,7 @@ def request_of(
 ) -> PredictRequest:
     """Return what a body asks for, or raise RequestError, which repeats no value.
 
-    The model takes ``columns`` of this party, of which ``lists`` may have lists as values.
+    The model takes ``columns`` of this party, and ``lists`` of them may have lists as values.
     """
     # Counted first: parsing holds up all other requests, a hundred times as long for an empty list
     # as for two characters of a text. The 8 leave room for mistakes, which are then named.

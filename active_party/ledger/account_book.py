@@ -229,7 +229,7 @@ class AccountBook:
         return AccountBook(names, closed, self.id_rules, self.runs, person_of)
 
     def persons(self, length: int) -> Positions:
-        """Return a copy of ``person_of`` for so many accounts, of which the new ones have none."""
+        """Return a copy of ``person_of`` for so many accounts; the new ones have none."""
         persons = np.full(length, -1)
         if self.person_of is not None:
             persons[: len(self)] = self.person_of

@@ -70,7 +70,7 @@ class LeakWatch:
         self.monitor: LeakRecorder | None = None
         """None without a leak monitor in the settings, or before the rows are known."""
         self._handed: tuple[int, int] | None = None
-        """Epoch and step of the last batch of which this process has got the gradients."""
+        """Epoch and step of the last batch whose gradients this process has got."""
         self._covariates: RowCovariates | None = None
         self._numbers: NumberWatch | None = None
 

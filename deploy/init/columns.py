@@ -301,7 +301,7 @@ def codes_for_gaps(columns: Sequence[Column], cells: Mapping[str, Any]) -> tuple
 
 
 def columns_of_sums(columns: Sequence[Column], cells: Mapping[str, Any], row: int) -> list[str]:
-    """Return the columns of which a row is the sum of all others; one alone may be by chance."""
+    """Return the columns in which a row is the sum of all others; one alone may be by chance."""
     found = []
     for column in columns:
         if column.total:

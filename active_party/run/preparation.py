@@ -31,7 +31,7 @@ from splitveil.common.run.sample_order import NONCE_BYTES, Positions, Splits
 TrainerFactory = Callable[[AlignedRows], TopTrainer]
 
 Counting = Callable[[AccountBook], AbstractContextManager[AccountBook]]
-"""Counts earlier runs again, given the accounts counted before; no other run begins in this context."""
+"""Counts earlier runs again, given those counted before; no other run begins in this context."""
 
 
 class OwnRows(NamedTuple):

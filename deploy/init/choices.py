@@ -48,7 +48,7 @@ class Choices(NamedTuple):
     timestamps: tuple[Column, ...]
     left_out: tuple[LeftOut, ...]
     split_column: str | None  # a column that says train, validation or test
-    no_gaps: tuple[str, ...] = ()  # columns of which only empty cells mean "no value"
+    no_gaps: tuple[str, ...] = ()  # columns in which only empty cells mean "no value"
     time_format: str | None = None  # how texts of times are written; None for ISO 8601
     first_year: int | None = None  # of the hundred that two digits stand for
     units: Mapping[str, Sequence[str]] = {}  # texts beside the numbers of features and labels
@@ -120,7 +120,7 @@ class Wishes(NamedTuple):
     exclude: tuple[str, ...] = ()
     first_year: int | None = None  # of the hundred that two digits of a year stand for
     missing_texts: tuple[str, ...] = ()  # texts that mean "no value", beside those that are known
-    no_gaps: tuple[str, ...] = ()  # columns of which only empty cells mean "no value"
+    no_gaps: tuple[str, ...] = ()  # columns in which only empty cells mean "no value"
 
 
 def id_candidates(columns: Sequence[Column], cells: Mapping[str, Any]) -> dict[str, OwnIds]:

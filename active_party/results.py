@@ -117,6 +117,21 @@ def forget_account(folder: Path) -> None:
     model_files.delete_saved(folder, LEDGER)
 
 
+def fit_after_one_shot(
+    settings: ActiveSettings, session: ActiveSession, trainer: TopTrainer
+) -> None:
+    """Fit the top model of a one-shot run that has received all rows, and measure it."""
+    logger.info("fitting the top model to the true labels")
+    fitted = trainer.refitted(_fitting(settings, settings.optimizer))
+    if fitted is None:
+        return
+    trainer.model.load_state_dict(fitted.state_dict())
+    answering = session.lifecycle.answering
+    for evaluation in answering.measure_held_out():
+        session.lifecycle.observer.on_evaluation(evaluation)
+        logger.info("%s %s", evaluation.split, evaluation.in_short)
+
+
 def save_results(
     settings: ActiveSettings, folder: Path, session: ActiveSession, builder: TrainerBuilder
 ) -> PredictionFigures | None:
@@ -124,7 +139,11 @@ def save_results(
     trainer = session.lifecycle.phase.trainer
     if trainer is None:
         return None
-    learned_from = model_files.RELEASED_LABELS if builder.is_label_free else model_files.TRUE_LABELS
+    is_one_shot = settings.contract.is_one_shot
+    if is_one_shot and session.stage is Stage.FINISHED:
+        fit_after_one_shot(settings, session, trainer)
+    is_label_free = builder.is_label_free and not is_one_shot
+    learned_from = model_files.RELEASED_LABELS if is_label_free else model_files.TRUE_LABELS
     with session.lifecycle.stages:  # no handler that is still at work may charge meanwhile
         book = session.lifecycle.phase.account_book()
     result_of, noise = _identity(settings, session) | book.as_metadata(), _noise(settings)

@@ -288,6 +288,7 @@ class ActiveSettings(PartySettings):
             self.contract.epochs,
             bounds,
             repr((data.label_column, data.positive_label, data.class_names, bounds)),
+            self.contract.is_one_shot,
         )
 
     def label_uses(self) -> LabelUses:
@@ -331,11 +332,24 @@ class ActiveSettings(PartySettings):
                 )
         if self.serving.fallback and self.data.features is None:
             raise ValueError("serving.fallback: needs data.features: it predicts from them only")
-        refusal = refusal_of_weights(self.defense, self.data)
+        self._check_one_shot()
+        # The peer of a one-shot run sees no loss.
+        is_one_shot = self.contract.is_one_shot
+        refusal = None if is_one_shot else refusal_of_weights(self.defense, self.data)
         if refusal is not None:
             raise ValueError(f"defense: {refusal}")
         self._check_label_kind()
         return self
+
+    def _check_one_shot(self) -> None:
+        contract = self.contract
+        if not contract.is_one_shot:
+            return
+        refusal = self.defense.one_shot_refusal(releases=contract.noisy_labels)
+        if refusal is not None:
+            raise ValueError(f"defense: {refusal}")
+        if self.early_stopping is not None:
+            raise ValueError("early_stopping: a one-shot run ends with its last row; leave it out")
 
     def _check_label_kind(self) -> None:
         data = self.data
@@ -368,6 +382,8 @@ class ActiveSettings(PartySettings):
         if unbounded is not None:
             raise ValueError(f"run_budget: {unbounded}, or run_budget to null")
         described, why = self.defense.traits.coverage
+        if self.contract.is_one_shot:  # where it releases nothing, there is nothing to bound
+            described = Adversary.ANYBODY
         if not described.includes(peers):
             raise ValueError(
                 f"run_budget: {self.defense.name} has no bound for {peers.in_words}, only for "

@@ -99,7 +99,8 @@ class TrainerBuilder:
         if self._noise_key is not None and settings.defense.noise_seed is None:
             path, trained = settings.noise_key_file(), [ids[position] for position in train]
             labels[train] = labels_first_used(path, self._noise_key, trained, labels[train])
-        training = torch.from_numpy(train) if rows.has_survey else None
+        remembers = rows.has_survey or settings.contract.is_one_shot
+        training = torch.from_numpy(train) if remembers else None
         known = persons = subjects = None
         releases: Mapping[str, Tensor] = {}
         if self._known_targets is not None:

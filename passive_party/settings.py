@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints, model_validator
 
 from splitveil.common.data.settings import DataSettings
-from splitveil.common.models.settings import ModelSettings
+from splitveil.common.models.settings import BottomModelSettings, CustomModel, PcaModel, ScoreModel
 from splitveil.common.party.party_settings import Address, Insecure, PartySettings
 from splitveil.common.privacy.attacks import ATTACKS, CUT
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AttackChoice, AuditSettings
@@ -124,7 +124,7 @@ class PassiveSettings(PartySettings):
     """File with ``USER:PASSWORD`` for the proxy, mode 0600 or stricter, relative to this settings
     file; needs ``proxy: http://HOST:PORT``. Not for ``environment``, whose variable has them."""
 
-    bottom_model: ModelSettings
+    bottom_model: BottomModelSettings
     """The half of the network below the cut layer."""
 
     report: Annotated[PassiveReportSettings, Mark.MAY_CHANGE] = PassiveReportSettings()
@@ -139,6 +139,25 @@ class PassiveSettings(PartySettings):
     def folder_name(self) -> str:
         """Return the name of this party's folder among a run's results."""
         return self.party if len(self.contract.passive_parties) > 1 else "passive"
+
+    @model_validator(mode="after")
+    def _needs_no_gradient_that_is_not_sent(self) -> "PassiveSettings":
+        model, contract = self.bottom_model, self.contract
+        if isinstance(model, ScoreModel) and not contract.noisy_labels:
+            raise ValueError(
+                "bottom_model.kind: a score is fitted to noisy labels, and contract.noisy_labels "
+                "is false: agree on true with the label owner, or expected pca"
+            )
+        is_fitted = isinstance(model, PcaModel) or self.initial_weights is not None
+        if isinstance(model, CustomModel):
+            is_fitted |= bool(model.weights or model.frozen)
+        if contract.is_one_shot and not is_fitted:
+            raise ValueError(
+                f"bottom_model.kind: {model.kind} learns from gradients, and contract.exchange: "
+                f"one_shot sends none; expected pca or score, initial_weights, or custom with "
+                f"weights or frozen"
+            )
+        return self
 
     @model_validator(mode="after")
     def _shows_plain_text_to_no_proxy(self) -> "PassiveSettings":

@@ -254,6 +254,14 @@ class DefenseSection(Section):
         """
         return None
 
+    def one_shot_refusal(self, *, releases: bool) -> str | None:
+        """Explain why it cannot be the defense of a one-shot run; None if it can."""
+        expected = "noisy_label by gaussian noise" if releases else "none"
+        return (
+            f"{self.title} defends gradients, and a one-shot run sends none: expected {expected}, "
+            f"as contract.noisy_labels: {str(releases).lower()} says"
+        )
+
     def composition_refusal(self) -> str | None:
         """Say why the defense cannot follow a loss other than the cross entropy; None if it can."""
         return None

@@ -141,7 +141,8 @@ class ActiveRecorder(RunRecorder):
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         with self._status.phases(Phase.RECORD):
-            self._train_loss = sum(self._epoch_losses) / len(self._epoch_losses)
+            if self._epoch_losses:  # there are no steps in a one-shot run
+                self._train_loss = sum(self._epoch_losses) / len(self._epoch_losses)
             self._evaluations[evaluation.split] = evaluation
             self._watch.note_evaluation(evaluation)
             classes = evaluation.classes

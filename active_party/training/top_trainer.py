@@ -119,8 +119,14 @@ class TopTrainer:
         """Whether the last step was learned from, so that the state is whole."""
         return self._unlearned is None
 
+    def released_labels(self, positions: Positions) -> Defended:
+        """Return what the defense lets out of some training rows' labels, (rows, values)."""
+        rows = torch.from_numpy(positions.copy()).to(self._device)
+        with self._defending("labels cannot be released"):
+            return self.defense.released_labels(rows)
+
     def survey(self, positions: Positions, activation: Tensor) -> None:
-        """Take note of the activations of some training rows before the first step."""
+        """Take note of the activations of some rows, without a step."""
         self._note(torch.from_numpy(positions.copy()), activation)
 
     def pending_release(self, epoch: int) -> StageRelease | None:
@@ -229,10 +235,18 @@ class TopTrainer:
 
     def measure(self, model: nn.Module, positions: Positions) -> PredictionFigures | None:
         """Measure a model's predictions of some rows at their last activations, if known."""
+        found = self.logits(positions, model)
+        return None if found is None else self.kind.measure(*found)
+
+    def logits(
+        self, positions: Positions, model: nn.Module | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return logits and labels of some rows at their last activations, on the CPU, if known."""
         if self.memory is None or not self.memory.is_filled or not len(positions):
             return None
-        logits = self._known(self.memory).logits(model, torch.from_numpy(positions.copy()))
-        return self.kind.measure(logits.cpu(), self.labels_of(positions))
+        rows = torch.from_numpy(positions.copy())
+        logits = self._known(self.memory).logits(model or self.model, rows)
+        return logits.cpu(), self.labels_of(positions)
 
     def score_on_targets(self) -> float | None:
         """Return how well predictions agree with the defense's targets, if activations are kept."""

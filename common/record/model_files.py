@@ -27,7 +27,7 @@ from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.data.table import Table
 from splitveil.common.errors import SettingsError
-from splitveil.common.models.settings import CustomModel, ModelSettings
+from splitveil.common.models.settings import BottomModelSettings, CustomModel
 from splitveil.common.record import run_folder
 from splitveil.common.run.contract import Contract, first_difference
 from splitveil.common.run.messages import ModelIdentity
@@ -150,7 +150,7 @@ class PretrainedWeights:
     digest: str = ""
 
     @classmethod
-    def open(cls, model: ModelSettings, base_dir: Path) -> "PretrainedWeights":
+    def open(cls, model: BottomModelSettings, base_dir: Path) -> "PretrainedWeights":
         """Check the files that settings name; they are loaded when they are needed."""
         named = model.weights if isinstance(model, CustomModel) else {}
         files = {part: expand_path(PRETRAINED, name, base_dir) for part, name in named.items()}

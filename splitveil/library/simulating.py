@@ -142,8 +142,11 @@ def simulate(
 
     notify = _notifier(_several(callbacks), run_of)
     with naming_parties(source) if example is None else nullcontext():
-        base = _base(source, given, attacks)
-        chosen = _chosen(defense) or [named_defense(load(source, base).active.defense)]
+        chosen = _chosen(defense)
+        # The example's own may not fit to the settings.
+        fitting = {"active.defense": chosen[0].settings} if chosen else {}
+        base = _base(source, given | fitting, attacks)
+        chosen = chosen or [named_defense(load(source, base).active.defense)]
         planned = {
             (one.title, seed): _job(source, base, one, seed, folder, is_only=len(chosen) == 1)
             for seed in numbers

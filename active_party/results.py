@@ -1,7 +1,7 @@
 """The folder of a run: opens it, finds a run that is over, and leaves the results of one that ends.
 
 checkpoint/model.safetensors      the top model as it was trained
-checkpoint/refitted.safetensors   the same, fitted to the true labels afterwards; only for this
+checkpoint/refitted.safetensors   a top model fitted to the true labels afterwards; only for this
                                   party's own predictions, never for another run
 checkpoint/alone.safetensors      a model of this party's own features only, for predictions
                                   while a passive party is away
@@ -30,14 +30,13 @@ from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.active_party.training.evaluation import save_predictions
-from splitveil.active_party.training.own_models import Fitting, build_alone, train_alone
+from splitveil.active_party.training.own_models import Fitting, build_alone, fit
 from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.alignment.store import ExchangeStores
 from splitveil.common.errors import EndedForGood
 from splitveil.common.models.device import device_in_words, torch_device
 from splitveil.common.models.optimizers import build_optimizer
-from splitveil.common.models.settings import OptimizerSettings
 from splitveil.common.party import command_line
 from splitveil.common.record import model_files
 from splitveil.common.record.run_folder import clear_mark, end_of, mark_as_ended, open_run_folder
@@ -50,6 +49,8 @@ from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.text.version import VERSION
 
 logger = logging.getLogger("splitveil.active_party")
+
+_EPOCHS_ALONE = 50
 
 _WHAT_NOW = (
     "the same command trains nothing; a larger run_budget resumes the run, and "
@@ -140,7 +141,7 @@ def save_results(
         _save_targets(settings, folder, session, trainer.staged, book)
     model_files.delete_saved(folder, model_files.REFITTED)
     # A run that may resume is not over: its last activations are still to come.
-    if session.stage is not Stage.FINISHED or not settings.defense.traits.refits_top:
+    if session.stage is not Stage.FINISHED:
         return None
     return _refit(settings, folder, session, trainer)
 
@@ -160,12 +161,18 @@ def save_alone(
         return None
     splits = session.lifecycle.answering.rows.splits
     logger.info("training a model of this party's own features only")
-    model = train_alone(
+    # The rates are about modules of the top model.
+    optimizer = settings.optimizer.model_copy(update={"rates": {}})
+    model = fit(
         build_alone(encoder, settings.data.num_classes, settings.model_seed),
         rows,
         torch.from_numpy(splits["train"].copy()),
-        # The rates are about modules of the top model.
-        _fitting(settings, settings.optimizer.model_copy(update={"rates": {}})),
+        Fitting(
+            partial(build_optimizer, optimizer),
+            settings.contract.batch_size,
+            settings.model_seed,
+            _EPOCHS_ALONE,
+        ),
     )
     metadata = model_files.TRUE_LABELS | _identity(settings, session)
     model_files.save_tensors(folder, model_files.ALONE, model.state_dict(), metadata)
@@ -184,14 +191,6 @@ def _identity(settings: ActiveSettings, session: ActiveSession) -> dict[str, str
 
 def _noise(settings: ActiveSettings) -> dict[str, str]:
     return {} if settings.defense.noise_seed is None else model_files.KNOWN_NOISE
-
-
-def _fitting(settings: ActiveSettings, optimizer: OptimizerSettings) -> Fitting:
-    return Fitting(
-        partial(build_optimizer, optimizer),
-        settings.contract.batch_size,
-        settings.model_seed,
-    )
 
 
 def _save_targets(
@@ -216,8 +215,8 @@ def _save_targets(
 def _refit(
     settings: ActiveSettings, folder: Path, session: ActiveSession, trainer: TopTrainer
 ) -> PredictionFigures | None:
-    logger.info("fitting the top model to the true labels")
-    model = trainer.refitted(_fitting(settings, settings.optimizer))
+    logger.info("fitting a new top model to the true labels")
+    model = trainer.refitted()
     if model is None:
         return None
     metadata = model_files.TRUE_LABELS | _identity(settings, session)
@@ -225,8 +224,8 @@ def _refit(
     figures = trainer.measure(model, session.lifecycle.answering.rows.splits["test"])
     if figures is not None:
         logger.info(
-            "the top model was fitted to the true labels: test %s; this copy is for this party's "
-            "own predictions only",
+            "a top model was fitted to the true labels: test %s; it is for this party's own "
+            "predictions only",
             figures.in_short,
         )
     return figures

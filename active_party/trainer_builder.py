@@ -1,7 +1,9 @@
 """Builds the trainer of a run from the settings, the data, and the common rows."""
 
+import logging
 import math
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,8 +20,9 @@ from splitveil.active_party.named_inputs import (
     open_label_owners_model,
     subjects_of,
 )
-from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.settings import ActiveSettings, RefitSettings
 from splitveil.active_party.training.label_kinds import LabelKind, OrdinaryObjective, kind_of
+from splitveil.active_party.training.own_models import Fitting, KnownRows, fit
 from splitveil.active_party.training.predictions import LossWeights
 from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
 from splitveil.common.data.features import FeatureEncoder, Features, FeatureShapes
@@ -35,6 +38,12 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.workers import Rank
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.phases import Phases
+
+logger = logging.getLogger(__name__)
+
+_MOST_REMEMBERED_BYTES = 2**28
+"""Size of a run's last activations beyond which they are not remembered without a survey: each
+checkpoint holds them."""
 
 
 class TrainerBuilder:
@@ -99,7 +108,8 @@ class TrainerBuilder:
         if self._noise_key is not None and settings.defense.noise_seed is None:
             path, trained = settings.noise_key_file(), [ids[position] for position in train]
             labels[train] = labels_first_used(path, self._noise_key, trained, labels[train])
-        training = torch.from_numpy(train) if rows.has_survey else None
+        remembers = rows.has_survey or self._remembers_activations(len(labels))
+        training = torch.from_numpy(train) if remembers else None
         known = persons = subjects = None
         releases: Mapping[str, Tensor] = {}
         if self._known_targets is not None:
@@ -130,7 +140,19 @@ class TrainerBuilder:
             answer_keys,
             self.phases,
             gives_slopes=settings.defense.traits.needs_slopes or _knows_predictions(settings),
+            refit=None if settings.refit is None else partial(fitted_top, settings, self.encoder),
         )
+
+    def _remembers_activations(self, num_rows: int) -> bool:
+        shape = self._settings.contract.aggregate_shape
+        is_small = 4 * num_rows * math.prod(shape) <= _MOST_REMEMBERED_BYTES
+        if self._settings.refit is not None and not is_small:
+            logger.warning(
+                "no top model will be refitted: the activations of %d rows take more than %d MiB",
+                num_rows,
+                _MOST_REMEMBERED_BYTES // 2**20,
+            )
+        return self._settings.refit is not None and is_small
 
     def _model(self, rows: AlignedRows) -> nn.Module:
         settings = self._settings
@@ -211,6 +233,32 @@ def _fresh_model(
         num_classes=settings.data.num_classes,
         trial=trial,
     )
+
+
+def fitted_top(
+    settings: ActiveSettings,
+    encoder: FeatureEncoder | None,
+    known: KnownRows,
+    training: Tensor,
+    trained: nn.Module | None = None,
+) -> nn.Module:
+    """Fit a top model with new weights to the true labels of some rows; nothing of it is sent.
+
+    Returns ``trained`` in its place, if that is given and no worse on a tenth of the rows, which is
+    held out.
+    """
+    contract, refit = settings.contract, settings.refit or RefitSettings()
+    fresh = _fresh_model(settings, encoder).to(known.labels.device)
+    speed_up(fresh, settings.autocast, compiled=settings.compile)
+    fitting = Fitting(
+        partial(build_optimizer, settings.optimizer),
+        contract.batch_size,
+        settings.model_seed,
+        refit.epochs,
+        contract.schedule.factor,
+    )
+    found = fit(fresh, known, training, fitting, trained)
+    return found if found is trained else settings.defense.predicting(found)
 
 
 def check_processes(settings: ActiveSettings) -> None:

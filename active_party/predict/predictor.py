@@ -114,8 +114,8 @@ def _which(choice: ModelChoice, folder: Path) -> Literal["trained", "refitted"]:
     has_refitted = (folder / "checkpoint" / REFITTED).exists()
     if choice == "refitted" and not has_refitted:
         raise SettingsError(
-            f"inference.model: {folder} has no {REFITTED}: only a run whose defense has refit_top "
-            f"leaves one"
+            f"inference.model: {folder} has no {REFITTED}: only a run to its end with settings for "
+            f"refit leaves one"
         )
     if choice == "best":
         return "refitted" if has_refitted else "trained"

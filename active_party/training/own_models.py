@@ -3,7 +3,8 @@
 Nothing of them is ever sent, and no answer comes after them, so they cost no privacy: the bottom
 model stays as the released labels made it, and only this party's own predictions gain.
 
-- The refitted top model is a copy that was fitted at the activations of each row's last visit.
+- The refitted top model is a new one, fitted at the activations of each row's last visit. On the
+  held-out rows it has to be better than the trained one, or that one stays.
 - The model of this party's own features says what it can predict without any other party, and
   answers for it while a passive party is away.
 
@@ -21,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.active_party.defenses.objective import descend
 from splitveil.active_party.defenses.projected.features import CutMemory
@@ -34,6 +36,7 @@ from splitveil.common.models.settings import MlpModel, TabularModel
 HELD_OUT_SHARE = 0.1
 HIDDEN_ALONE = (64, 32)
 _PREDICTED_AT_ONCE = 16_384
+_PATIENCE_EPOCHS = 5
 
 
 class KnownRows(NamedTuple):
@@ -63,61 +66,58 @@ class KnownRows(NamedTuple):
 
 
 class Fitting(NamedTuple):
+    """How a model is trained on rows that are all at hand."""
+
     build_optimizer: Callable[[nn.Module], Optimizer]
     batch_size: int
     seed: int
     """Seed of the order of the rows and of the held-out tenth."""
+    epochs: int  # at most; fewer if the loss on the held-out rows no longer falls
+    schedule: Callable[[int, int], float] = lambda _step, _total_steps: 1.0
+    """Maps a step and the steps of all epochs to the multiplier of the learning rate."""
 
 
-def refit_top(model: nn.Module, known: KnownRows, training: Tensor, fitting: Fitting) -> nn.Module:
-    """Return a copy of the top model fitted to the true labels, or as it is if that is no worse."""
-    return _fitted(model, known, training, fitting, 20, 3, may_stay=True)
-
-
-def train_alone(
-    model: nn.Module, known: KnownRows, training: Tensor, fitting: Fitting
-) -> nn.Module:
-    """Return a trained copy of a model of own features."""
-    return _fitted(model, known, training, fitting, 50, 5, may_stay=False)
-
-
-def _fitted(
+def fit(
     model: nn.Module,
     known: KnownRows,
     training: Tensor,
     fitting: Fitting,
-    max_epochs: int,
-    patience_epochs: int,
-    *,
-    may_stay: bool,
+    trained: nn.Module | None = None,
 ) -> nn.Module:
-    """Return the best state of a copy by its loss on held-out rows, for at least 2 rows."""
+    """Fit a new model to the true labels of the training rows, at least 2.
+
+    Returns a copy of the model as it was after its best epoch, by the loss on held-out rows; or the
+    trained model, if there is one whose loss is no larger. What is given is changed in its mode
+    only.
+    """
     generator = torch.Generator().manual_seed(fitting.seed)
     shuffled = training[torch.randperm(len(training), generator=generator)]
     num_held_out = max(1, round(HELD_OUT_SHARE * len(training)))
     held_out, fitted = shuffled[:num_held_out], shuffled[num_held_out:]
+
+    def loss_of(one: nn.Module) -> float:
+        return float(known.loss(known.logits(one, held_out), held_out))
+
     candidate = copy.deepcopy(model)
     optimizer = fitting.build_optimizer(candidate)
-
-    def loss_now() -> float:
-        return float(known.loss(known.logits(candidate, held_out), held_out))
-
-    best, best_loss = copy.deepcopy(candidate), loss_now() if may_stay else math.inf
+    total_steps = fitting.epochs * math.ceil(len(fitted) / fitting.batch_size)
+    schedule = LambdaLR(optimizer, lambda step: fitting.schedule(step, total_steps))
+    best, best_loss = (model, math.inf) if trained is None else (trained, loss_of(trained))
     without_gain = 0
     with torch.random.fork_rng(devices=()):  # dropout must not disturb a run that goes on
         torch.default_generator.manual_seed(fitting.seed)
-        for _ in range(max_epochs):
+        for _ in range(fitting.epochs):
             candidate.train()
             order = fitted[torch.randperm(len(fitted), generator=generator)]
             for rows in torch.split(order, fitting.batch_size):
                 loss = known.loss(candidate(*known.inputs(rows)), rows)
                 descend(loss, candidate.parameters(), optimizer)
-            reached = loss_now()
+                schedule.step()
+            reached = loss_of(candidate)
+            without_gain += 1
             if reached < best_loss:
                 best, best_loss, without_gain = copy.deepcopy(candidate), reached, 0
-            else:
-                without_gain += 1
-            if without_gain == patience_epochs:
+            if without_gain == _PATIENCE_EPOCHS:
                 break
     return best
 

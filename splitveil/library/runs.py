@@ -171,7 +171,7 @@ class Run:
             party: ``active``, ``passive``, or the name of one of several passive parties.
             model: the top model: ``trained``, ``refitted`` or ``best``, the refitted one if there
                 is one. The refitted one was fitted to the true labels after training (see the
-                defense's ``refit_top``) and may reveal them: keep it within the label owner.
+                setting ``refit``) and may reveal them: keep it within the label owner.
 
         Raises:
             SettingsError: there is no such party or model, its folder with the trained weights is

@@ -3,6 +3,8 @@
 checkpoint/model.safetensors      the top model as it was trained
 checkpoint/refitted.safetensors   a top model fitted to the true labels afterwards; only for this
                                   party's own predictions, never for another run
+checkpoint/activations.safetensors
+                                  the last activation of each row, to fit others like it
 checkpoint/alone.safetensors      a model of this party's own features only, for predictions
                                   while a passive party is away
 checkpoint/ledger.safetensors     the account book
@@ -15,15 +17,21 @@ A run that its budget has ended for good is marked; the same limits never resume
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from splitveil.active_party.defenses.projected.stages import ProjectedLabels
-from splitveil.active_party.ledger.account_book import LEDGER, AccountBook, names_of
+from splitveil.active_party.ledger.account_book import LEDGER, AccountBook, Names, names_of
 from splitveil.active_party.ledger.stored_labels import TARGETS, ReleasedTargets
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
@@ -34,7 +42,7 @@ from splitveil.active_party.training.own_models import Fitting, build_alone, fit
 from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.alignment.store import ExchangeStores
-from splitveil.common.errors import EndedForGood
+from splitveil.common.errors import EndedForGood, SettingsError
 from splitveil.common.models.device import device_in_words, torch_device
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.party import command_line
@@ -46,11 +54,13 @@ from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.id_rules import rules_as_bytes
 from splitveil.common.run.messages import ModelIdentity
+from splitveil.common.run.sample_order import SPLITS
 from splitveil.common.text.version import VERSION
 
 logger = logging.getLogger("splitveil.active_party")
 
 _EPOCHS_ALONE = 50
+_ACTIVATIONS = "activations.safetensors"
 
 _WHAT_NOW = (
     "the same command trains nothing; a larger run_budget resumes the run, and "
@@ -128,7 +138,8 @@ def save_results(
     learned_from = model_files.RELEASED_LABELS if builder.is_label_free else model_files.TRUE_LABELS
     with session.lifecycle.stages:  # no handler that is still at work may charge meanwhile
         book = session.lifecycle.phase.account_book()
-    result_of, noise = _identity(settings, session) | book.as_metadata(), _noise(settings)
+    identity, noise = _identity(session), _noise(settings)
+    result_of = model_files.identity_metadata(identity, settings.contract) | book.as_metadata()
     saved = model_files.save_model(
         folder, trainer.model, builder.encoder, learned_from | result_of | noise
     )
@@ -139,7 +150,8 @@ def save_results(
         save_predictions(folder, session.ids, session.lifecycle.answering.rows, predictions)
     if trainer.staged is not None:
         _save_targets(settings, folder, session, trainer.staged, book)
-    model_files.delete_saved(folder, model_files.REFITTED)
+    for stale in (model_files.REFITTED, _ACTIVATIONS):
+        model_files.delete_saved(folder, stale)
     # A run that may resume is not over: its last activations are still to come.
     if session.stage is not Stage.FINISHED:
         return None
@@ -174,23 +186,67 @@ def save_alone(
             _EPOCHS_ALONE,
         ),
     )
-    metadata = model_files.TRUE_LABELS | _identity(settings, session)
+    identity = model_files.identity_metadata(_identity(session), settings.contract)
+    metadata = model_files.TRUE_LABELS | identity
     model_files.save_tensors(folder, model_files.ALONE, model.state_dict(), metadata)
-    if not len(splits["test"]):
-        return None
-    test = torch.from_numpy(splits["test"].copy())
-    figures = rows.kind.measure(rows.logits(model, test), rows.labels[test])
-    logger.info("this party's own features only: test %s", figures.in_short)
+    figures = rows.measure(model, splits["test"])
+    if figures is not None:
+        logger.info("this party's own features only: test %s", figures.in_short)
     return figures
 
 
-def _identity(settings: ActiveSettings, session: ActiveSession) -> dict[str, str]:
-    model = ModelIdentity(session.run_id, session.lifecycle.answering.batch_number)
-    return model_files.identity_metadata(model, settings.contract)
+def _identity(session: ActiveSession) -> ModelIdentity:
+    return ModelIdentity(session.run_id, session.lifecycle.answering.batch_number)
 
 
 def _noise(settings: ActiveSettings) -> dict[str, str]:
     return {} if settings.defense.noise_seed is None else model_files.KNOWN_NOISE
+
+
+def save_refitted(
+    settings: ActiveSettings, folder: Path, model: nn.Module, identity: ModelIdentity
+) -> None:
+    """Save a model that was fitted to true labels, as that of a run, and what builds it."""
+    built_by = {model_files.TOP_MODEL: settings.top_model.model_dump_json()}
+    of_run = model_files.identity_metadata(identity, settings.contract)
+    metadata = model_files.TRUE_LABELS | of_run | built_by
+    model_files.save_tensors(folder, model_files.REFITTED, model.state_dict(), metadata)
+
+
+def _save_activations(
+    settings: ActiveSettings, folder: Path, session: ActiveSession, trainer: TopTrainer
+) -> None:
+    rows = session.lifecycle.answering.rows
+    if trainer.memory is None:
+        return
+    of_split = torch.empty(len(rows), dtype=torch.uint8)
+    for number, name in enumerate(SPLITS):
+        of_split[torch.from_numpy(rows.splits[name].copy())] = number
+    tensors = {
+        "names": torch.from_numpy(names_of(session.ids[row] for row in rows.file_rows).copy()),
+        "splits": of_split,
+        "activations": trainer.memory.at(torch.arange(len(rows))),
+    }
+    metadata = model_files.identity_metadata(_identity(session), settings.contract)
+    model_files.save_tensors(folder, _ACTIVATIONS, tensors, metadata)
+
+
+def read_activations(
+    folder: Path, of_run: Mapping[str, str]
+) -> tuple[Names, NDArray[np.uint8], Tensor]:
+    """Return names, splits and last activations of a run's rows, in the common order.
+
+    ``of_run`` is what the weights of the run's model say. Raises SettingsError.
+    """
+    path = folder / "checkpoint" / _ACTIVATIONS
+    said = model_files.metadata_of(path.parent, _ACTIVATIONS, "refit")
+    if not of_run.items() >= said.items():
+        raise SettingsError(f"{path}: expected the activations of the run whose model is there")
+    try:
+        found = load_file(path)
+        return found["names"].numpy(), found["splits"].numpy(), found["activations"]
+    except (OSError, SafetensorError, KeyError) as error:
+        raise SettingsError(f"{path}: the activations of the run cannot be read") from error
 
 
 def _save_targets(
@@ -219,8 +275,8 @@ def _refit(
     model = trainer.refitted()
     if model is None:
         return None
-    metadata = model_files.TRUE_LABELS | _identity(settings, session)
-    model_files.save_tensors(folder, model_files.REFITTED, model.state_dict(), metadata)
+    save_refitted(settings, folder, model, _identity(session))
+    _save_activations(settings, folder, session, trainer)
     figures = trainer.measure(model, session.lifecycle.answering.rows.splits["test"])
     if figures is not None:
         logger.info(

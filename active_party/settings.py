@@ -189,9 +189,9 @@ class ActiveReportSettings(Section):
 class RefitSettings(Section):
     """A new top model for this party's own predictions, fitted after the last gradient.
 
-    It learns the true labels from the last activation of each row. Nothing of it is sent, and it is
-    no part of a later run. A tenth of the training rows is held out: if the trained model predicts
-    them better, it stays.
+    It learns the true labels from the last activation of each row, which stay in the ``checkpoint``
+    folder for ``splitveil active refit``. Nothing of it is sent, and no later run begins with it. A
+    tenth of the training rows is held out: if the trained model predicts them better, it stays.
     """
 
     epochs: int = Field(default=20, ge=1, le=100_000)

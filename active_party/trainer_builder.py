@@ -134,7 +134,7 @@ class TrainerBuilder:
                 persons,
                 self._loss_weights(rows),
                 training,
-                self._kind_of(rows, labels),
+                _kind_of(settings, rows, labels),
             ),
             self._device,
             answer_keys,
@@ -189,7 +189,7 @@ class TrainerBuilder:
         objective = OrdinaryObjective(
             top,
             learns_targets=defense.traits.top_learns_targets,
-            class_weights=self._class_weights(),
+            class_weights=_class_weights(settings, self._device),
             kind=kind_of(settings.data),
         )
         if self._ranks is not None:
@@ -200,20 +200,10 @@ class TrainerBuilder:
             objective.parallel = begin(self._ranks, learner, beginning, features, train)
         return objective
 
-    def _kind_of(self, rows: AlignedRows, labels: Tensor) -> LabelKind:
-        mean = math.nan
-        if self._settings.data.label_range is not None:
-            mean = float(labels[rows.splits["train"]].double().mean())
-        return kind_of(self._settings.data, mean)
-
     def _loss_weights(self, rows: AlignedRows) -> LossWeights:
         of_rows = self._data.weights_at(rows)
         on_device = None if of_rows is None else of_rows.to(self._device)
-        return LossWeights(on_device, self._class_weights())
-
-    def _class_weights(self) -> Tensor | None:
-        weights = self._settings.data.class_weights
-        return None if weights is None else torch.tensor(weights, device=self._device)
+        return LossWeights(on_device, _class_weights(self._settings, self._device))
 
 
 def schedule_of(settings: ActiveSettings, total_steps: int) -> Schedule:
@@ -259,6 +249,34 @@ def fitted_top(
     )
     found = fit(fresh, known, training, fitting, trained)
     return found if found is trained else settings.defense.predicting(found)
+
+
+def known_rows(
+    settings: ActiveSettings,
+    data: PartyData,
+    rows: AlignedRows,
+    features: Features | None,
+    device: torch.device,
+) -> KnownRows:
+    """Return what this party itself knows of some rows, on a device."""
+    labels, of_rows = data.labels_at(rows.file_rows), data.weights_at(rows)
+    weights = LossWeights(
+        None if of_rows is None else of_rows.to(device), _class_weights(settings, device)
+    )
+    own = None if features is None else features.to(device)
+    return KnownRows(labels.to(device), own, weights=weights, kind=_kind_of(settings, rows, labels))
+
+
+def _class_weights(settings: ActiveSettings, device: torch.device) -> Tensor | None:
+    weights = settings.data.class_weights
+    return None if weights is None else torch.tensor(weights, device=device)
+
+
+def _kind_of(settings: ActiveSettings, rows: AlignedRows, labels: Tensor) -> LabelKind:
+    mean = math.nan
+    if settings.data.label_range is not None:
+        mean = float(labels[rows.splits["train"]].double().mean())
+    return kind_of(settings.data, mean)
 
 
 def check_processes(settings: ActiveSettings) -> None:

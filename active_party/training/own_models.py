@@ -27,16 +27,18 @@ from torch.optim.lr_scheduler import LambdaLR
 from splitveil.active_party.defenses.objective import descend
 from splitveil.active_party.defenses.projected.features import CutMemory
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
-from splitveil.active_party.training.predictions import LossWeights
+from splitveil.active_party.training.predictions import LossWeights, PredictionFigures
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.models.settings import MlpModel, TabularModel
+from splitveil.common.run.sample_order import Positions
 
 HELD_OUT_SHARE = 0.1
 HIDDEN_ALONE = (64, 32)
 _PREDICTED_AT_ONCE = 16_384
 _PATIENCE_EPOCHS = 5
+_HELD_OUT_SEED = 0  # of every fit, so that a later one is not compared on rows of an earlier one
 
 
 class KnownRows(NamedTuple):
@@ -48,6 +50,12 @@ class KnownRows(NamedTuple):
     weights: LossWeights = LossWeights()
     kind: LabelKind = CLASS_LABELS
 
+    def remembering(self, activations: Tensor) -> "KnownRows":
+        """Return the same rows with their activations, (aligned, *cut_shape); NaN where unknown."""
+        memory = CutMemory(len(activations), self.labels.device)
+        memory.load_state_dict({"values": activations})
+        return self._replace(memory=memory)
+
     def inputs(self, rows: Tensor) -> tuple[Any, ...]:
         own = None if self.features is None else self.features.rows(rows.to(self.labels.device))
         return (own,) if self.memory is None else (self.memory.at(rows), own)
@@ -56,6 +64,14 @@ class KnownRows(NamedTuple):
         """Return a model's logits of some rows, (rows,) or (rows, classes), in evaluation mode."""
         parts = torch.split(rows, _PREDICTED_AT_ONCE)
         return torch.cat([predict_in_blocks(model, *self.inputs(part)) for part in parts])
+
+    def measure(self, model: nn.Module, positions: Positions) -> PredictionFigures | None:
+        """Measure a model's predictions of some rows; None without rows."""
+        if not len(positions):
+            return None
+        rows = torch.from_numpy(positions.copy())
+        labels = self.labels[rows.to(self.labels.device)].cpu()
+        return self.kind.measure(self.logits(model, rows).cpu(), labels)
 
     def loss(self, logits: Tensor, rows: Tensor) -> Tensor:
         """Return the loss of some rows, weighted as the training was."""
@@ -71,7 +87,7 @@ class Fitting(NamedTuple):
     build_optimizer: Callable[[nn.Module], Optimizer]
     batch_size: int
     seed: int
-    """Seed of the order of the rows and of the held-out tenth."""
+    """Seed of the order of the rows, and of what the model draws."""
     epochs: int  # at most; fewer if the loss on the held-out rows no longer falls
     schedule: Callable[[int, int], float] = lambda _step, _total_steps: 1.0
     """Maps a step and the steps of all epochs to the multiplier of the learning rate."""
@@ -90,8 +106,11 @@ def fit(
     trained model, if there is one whose loss is no larger. What is given is changed in its mode
     only.
     """
-    generator = torch.Generator().manual_seed(fitting.seed)
+    if known.memory is not None:
+        training = training[known.memory.is_noted(training)]
+    generator = torch.Generator().manual_seed(_HELD_OUT_SEED)
     shuffled = training[torch.randperm(len(training), generator=generator)]
+    generator.manual_seed(fitting.seed)
     num_held_out = max(1, round(HELD_OUT_SHARE * len(training)))
     held_out, fitted = shuffled[:num_held_out], shuffled[num_held_out:]
 

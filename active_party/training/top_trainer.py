@@ -226,8 +226,7 @@ class TopTrainer:
         if self._refit is None or self.memory is None or self._training is None:
             return None
         self.learn()
-        training = self._training[self.memory.is_noted(self._training)]
-        return self._refit(self._known(self.memory), training, self.model)
+        return self._refit(self._known(self.memory), self._training, self.model)
 
     def rows_alone(self) -> KnownRows | None:
         """Return what this party knows of all aligned rows by itself; None without features."""
@@ -239,10 +238,9 @@ class TopTrainer:
 
     def measure(self, model: nn.Module, positions: Positions) -> PredictionFigures | None:
         """Measure a model's predictions of some rows at their last activations, if known."""
-        if self.memory is None or not self.memory.is_filled or not len(positions):
+        if self.memory is None or not self.memory.is_filled:
             return None
-        logits = self._known(self.memory).logits(model, torch.from_numpy(positions.copy()))
-        return self.kind.measure(logits.cpu(), self.labels_of(positions))
+        return self._known(self.memory).measure(model, positions)
 
     def score_on_targets(self) -> float | None:
         """Return how well predictions agree with the defense's targets, if activations are kept."""

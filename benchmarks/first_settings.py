@@ -37,8 +37,6 @@ from sklearn.metrics import roc_auc_score
 
 from benchmarks.environment import in_a_process, print_environment, status_mib
 from benchmarks.step import StepTimes
-from splitveil.active_party.training.own_models import Fitting
-from splitveil.common.models.optimizers import build_optimizer
 from splitveil.deploy import flights
 from splitveil.deploy.init.choices import Wishes
 from splitveil.deploy.init.initialise import initialise
@@ -119,8 +117,8 @@ REFERENCES = {
 }
 """The columns: test AUCs on the same rows, and what each is compared with, seed by seed.
 
-*Refitted* is the same model with its top half fitted to the true labels, for the label owner's own
-use; every other model is that of the last epoch.
+*Refitted* is the same model with a new top half fitted to the true labels, for the label owner's
+own use; every other model is that of the last epoch.
 """
 
 COSTS = ("CPU", "memory")
@@ -245,13 +243,8 @@ def last_auc(run: simulation.Simulation) -> float:
 
 def refitted_auc(run: simulation.Simulation) -> float:
     """Return the test AUC of the top model that a run leaves for its owner's own predictions."""
-    settings, trainer = run.active.settings, known(run.active.session.lifecycle.phase.trainer)
-    fitting = Fitting(
-        lambda model: build_optimizer(settings.optimizer, model),
-        settings.contract.batch_size,
-        settings.model_seed,
-    )
-    model = known(trainer.refitted(fitting))
+    trainer = known(run.active.session.lifecycle.phase.trainer)
+    model = known(trainer.refitted())
     test = known(run.active.seen.rows).splits["test"]
     return known(known(trainer.measure(model, test)).auc)
 

@@ -95,7 +95,7 @@ class ComponentsBottom(nn.Module):
         found = torch.zeros(len(features), self.num_codes, device=self.weight.device)
         found[:, : self._num_dense] = self._dense(features)
         for slots, share in self._slots(features):
-            found.scatter_add_(1, slots, share.expand(slots.shape).squeeze(-1).to(found))
+            found.scatter_add_(1, slots, share.squeeze(-1).expand(slots.shape).to(found))
         return found
 
     def column_of_code(self) -> Tensor:

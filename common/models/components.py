@@ -85,16 +85,16 @@ class ComponentsBottom(nn.Module):
 
     def values(self, features: Features, weight: Tensor) -> Tensor:
         """Return codes times weights, (rows, width), without building the codes of categories."""
-        found = self._dense(features) @ weight[: self._num_dense]
-        for slots, share in self._slots(features):
+        found = self.dense(features) @ weight[: self._num_dense]
+        for slots, share in self.slots(features):
             found = found + (embedding(slots, weight) * share).sum(1)
         return found
 
     def codes(self, features: Features) -> Tensor:
         """Return the codes, (rows, codes) float32."""
         found = torch.zeros(len(features), self.num_codes, device=self.weight.device)
-        found[:, : self._num_dense] = self._dense(features)
-        for slots, share in self._slots(features):
+        found[:, : self._num_dense] = self.dense(features)
+        for slots, share in self.slots(features):
             found.scatter_add_(1, slots, share.squeeze(-1).expand(slots.shape).to(found))
         return found
 
@@ -104,7 +104,8 @@ class ComponentsBottom(nn.Module):
         widths = torch.tensor([*self._bins, *[1] * plain, *self._sizes])
         return torch.repeat_interleave(torch.arange(len(widths)), widths)
 
-    def _dense(self, features: Features) -> Tensor:
+    def dense(self, features: Features) -> Tensor:
+        """Return the codes of numbers and images, the first ones, (rows, codes)."""
         parts = [self.weight.new_empty(len(features), 0)]
         if features.numeric is not None:
             places = features.numeric
@@ -116,7 +117,7 @@ class ComponentsBottom(nn.Module):
             parts.append(image_as_float(features.image).flatten(1))
         return torch.cat(parts, dim=1)
 
-    def _slots(self, features: Features) -> Iterator[tuple[Tensor, Tensor]]:
+    def slots(self, features: Features) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield places of codes, (rows, entries), and the value that each has there."""
         starts = self.get_buffer("starts")
         categories = 0 if features.categorical is None else features.categorical.shape[1]
@@ -264,7 +265,15 @@ def _sparse_components(
     from scipy import sparse  # noqa: PLC0415
     from sklearn.decomposition import PCA  # noqa: PLC0415
 
-    parts = [sparse.csr_matrix(model.codes(part).numpy()) for part in blocks()]
+    parts = []
+    for part in blocks():
+        dense = sparse.csr_matrix(model.dense(part).numpy())
+        dense.resize(len(part), model.num_codes)
+        parts.append(dense)
+        for slots, share in model.slots(part):
+            values = share.squeeze(-1).expand(slots.shape).flatten().numpy()
+            places = np.repeat(np.arange(len(part)), slots.shape[1]), slots.flatten().numpy()
+            parts[-1] += sparse.csr_matrix((values, places), dense.shape, np.float32)
     found = PCA(width, svd_solver="arpack", random_state=0).fit(sparse.vstack(parts))
     return (
         torch.from_numpy(found.components_.T).double(),

@@ -348,6 +348,12 @@ class ActiveSettings(PartySettings):
         refusal = self.defense.one_shot_refusal(releases=contract.noisy_labels)
         if refusal is not None:
             raise ValueError(f"defense: {refusal}")
+        classes, values = self.data.num_classes, contract.cut_dim
+        if contract.noisy_labels and classes - 1 > values:
+            raise ValueError(
+                f"contract.cut_shape: a score of each of {classes} classes but one needs at least "
+                f"{classes - 1} values, got {values}"
+            )
         if self.early_stopping is not None:
             raise ValueError("early_stopping: a one-shot run ends with its last row; leave it out")
 

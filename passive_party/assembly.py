@@ -138,7 +138,8 @@ class BottomBuilder:
         if isinstance(model, ComponentsBottom) and own_rows is not None:
             blocks = partial(self._data.blocks, encoder, own_rows)
             if isinstance(settings.bottom_model, ScoreModel):
-                fit_score = partial(model.fit_score, blocks=blocks, names=encoder.names)
+                moments = model.before_labels(blocks, encoder.names)
+                fit_score = partial(model.fit_score, moments=moments, names=encoder.names)
             else:
                 model.fit(blocks, is_final=contract.is_one_shot)
         if self._earlier is not None:

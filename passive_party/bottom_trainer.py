@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from splitveil.common.data.features import Features
-from splitveil.common.errors import SettingsError
+from splitveil.common.errors import InvalidMessage, SettingsError
 from splitveil.common.models import training_state
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.conv import ConvBottom, ConvTop
@@ -170,8 +170,8 @@ class BottomTrainer:
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether no activation waits for its gradient, so that the state is whole."""
-        return not self._waiting
+        """Whether no gradient and no further labels are awaited, so that the state is whole."""
+        return not self._waiting and not self._noisy
 
     @property
     def num_rows(self) -> int:
@@ -224,12 +224,16 @@ class BottomTrainer:
     def take_labels(self, positions: Positions, noisy: Tensor, *, is_last: bool) -> None:
         """Take noisy labels of training rows, (rows, values), and fit the model after the last."""
         self._noisy.append((positions, noisy.float().numpy()))
-        if is_last and self._fit_score is not None:
+        if len({of_batch.shape[1:] for _, of_batch in self._noisy}) > 1:
+            raise InvalidMessage("the noisy labels of two batches have other numbers of values")
+        if not is_last:
+            return
+        if self._fit_score is not None:
             places, values = map(np.concatenate, zip(*self._noisy, strict=True))
             scores = self._fit_score(self.rows(places), values)
             self._scores = torch.full((self.num_rows, scores.shape[1]), math.nan)
             self._scores[torch.from_numpy(places)] = scores
-            self._noisy.clear()
+        self._noisy.clear()
 
     def state_dict(self) -> State:
         """Return everything that a step changes, or raise RuntimeError."""

@@ -156,8 +156,9 @@ MODES = {
 A width beyond the rank of the columns, which a run refuses, becomes the rank.
 """
 
-BOUNDS = {"no defense": "none", ".55": ".55"} | {
-    mode: ".60" if ".60" in mode or "score" in mode else ".50" for mode in MODES
+BOUNDS = {mode: ".60" if ".60" in mode or "score" in mode else ".50" for mode in MODES} | {
+    "no defense": "none",
+    ".55": ".55",
 }
 
 Figures = dict[str, Any]

@@ -42,6 +42,7 @@ from splitveil.deploy.overrides import party_kinds
 from splitveil.library.in_process import InProcessPeer, meet, start
 from splitveil.library.loading import PartiesSettings
 from splitveil.library.recorded import assemble_active, assemble_passive
+from splitveil.passive_party.assembly import BottomBuilder
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.opening import Peer
 from splitveil.passive_party.run import PassiveRun
@@ -161,6 +162,7 @@ class PassiveParty:
     settings: PassiveSettings
     run: PassiveRun
     seen: PassiveRecording
+    builder: BottomBuilder | None = None
 
 
 @dataclass
@@ -261,8 +263,8 @@ def build_passive(
     data = PartyData.of(settings)
     store = _store(settings, settings.folder_name(), runs)
     engine = build_engine(settings.contract.alignment)
-    run, _ = assemble_passive(settings, data, observer, engine, store=store, device=device)
-    return PassiveParty(settings, run, observer)
+    run, builder = assemble_passive(settings, data, observer, engine, store=store, device=device)
+    return PassiveParty(settings, run, observer, builder)
 
 
 def _store(

@@ -19,7 +19,7 @@ Both papers reconstruct images; here the known values are scaled numbers and one
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -89,18 +89,15 @@ def network(*widths: int) -> nn.Sequential:
 
 
 def guess(
-    given: Sequence[Tensor], columns: Columns, known: Tensor, asked: Tensor | None = None
+    given: Sequence[Tensor], columns: Columns, known: Tensor, asked: Tensor
 ) -> dict[str, float]:
-    """Return the share of the rows asked about, by default all others, guessed right by column.
+    """Return the share of the rows asked about that are guessed right, by column.
 
     ``given`` are alternatives of what the label owner has of each row, (rows, numbers) each, and
     ``known`` the rows whose columns it knows. A quarter of these decides for each column which
     alternative it is guessed from, and when its training ends.
     """
     truth, counts = columns.classes, columns.counts
-    if asked is None:
-        asked = torch.ones(len(truth), dtype=torch.bool)
-        asked[known] = False
     right = torch.zeros(len(counts), dtype=torch.float64)
     least = torch.full((len(counts),), torch.inf)
     with torch.random.fork_rng():
@@ -269,7 +266,7 @@ class InTurn(Reconstruct):
         return 10.0**turn * super().gradient(result, positions, epoch)
 
 
-ATTACKS: Mapping[str, Callable[[Facts], Attack]] = {
+ATTACKS: dict[str, Callable[[Facts], Attack]] = {
     "honest": Attack,
     "fsha": Fsha,
     "urvfl": Urvfl,
@@ -315,11 +312,13 @@ class Stolen(NamedTuple):
     last: Tensor
     """The trained bottom model's activation of each row, (rows, cut_dim)."""
     epochs: Tensor
-    """Those of every epoch, (epochs, rows, cut_dim); the last ones for rows not in training."""
+    """Those of every epoch, (epochs, rows, cut_dim); NaN for rows that are not in training."""
+    asked: Tensor
+    """Whether a row is in training and not known, (rows,)."""
 
     def right(self, *given: Tensor) -> dict[str, float]:
         """Guess each column from the trained model's activations, or from alternatives of these."""
-        return guess(given or (self.last,), self.columns, self.known)
+        return guess(given or (self.last,), self.columns, self.known, self.asked)
 
 
 def steal(
@@ -342,7 +341,8 @@ def steal(
         assert features is not None
         names = [name for name, _ in encoder.numeric_parts]
         names += [column.name for column in encoder.categorical]
-        known = [n for n, row in enumerate(rows.file_rows) if data.ids[row] in known_ids]
+        train = rows.splits["train"]
+        known = [int(n) for n in np.sort(train) if data.ids[rows.file_rows[n]] in known_ids]
         return columns_of(features, names), torch.tensor(known)
 
     def begin(trainer: TopTrainer) -> Attack:
@@ -368,10 +368,13 @@ def steal(
     assert bottom is not None
     assert isinstance(top, AttackingTrainer)
     last = bottom.embed(bottom.rows(np.arange(bottom.num_rows))).flatten(1).cpu()
-    epochs = last.repeat(max(map(len, top.received.values())), 1, 1)
+    epochs = torch.full((settings.active.contract.epochs, *last.shape), torch.nan)
     for row, received in top.received.items():
         epochs[:, row] = torch.stack(received)
-    return Stolen(run, *known_columns(), last, epochs)
+    columns, known = known_columns()
+    asked = epochs[0].isfinite().all(1)
+    asked[known] = False
+    return Stolen(run, columns, known, last, epochs, asked)
 
 
 # ---- a table ----
@@ -406,11 +409,12 @@ def write_people(folder: Path, *, lies_about_x6: bool = False) -> None:
     order = generator.permutation(ROWS)
     write_table(folder / "passive.csv", heads[1], order, ids, *x.T, *texts)
     size = {"epochs": 9, "batch_size": 128, "evaluation_batch_size": 500}
+    split = {"kind": "hash", "train": 0.8, "test": 0.2}
     features = {"numeric": "x*", "categorical": ["kind", "region"]}
     data = {"source": {"kind": "csv", "path": "passive.csv"}, "id_column": "id"}
     write_yaml(
         folder,
-        contract={**CONTRACT, **size},
+        contract={**CONTRACT, **size, "split": split},
         active={**ACTIVE, "leak_monitor": None, "top_model": {"kind": "mlp", "hidden": [32]}},
         passive={
             **PASSIVE,

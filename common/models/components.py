@@ -11,6 +11,7 @@ the later ones, which are mostly noise, do not count as much as the first.
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -177,6 +178,12 @@ class ComponentsBottom(nn.Module):
                     found[places[inside]] = values.clamp(-_CLIP, _CLIP).float()
             return found
 
+    def scores_of(self, rows: Features, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights, (codes, targets), and bias of a score for each target, float64."""
+        with torch.no_grad():
+            folds = self._folds(rows, targets).of_columns(None)
+            return folds.as_function(folds.weights(FOLDS))[:2]
+
     def _fit_beside(self, first: int, blocks: Blocks, folds: "Folds", names: Sequence[str]) -> None:
         width, codes = len(self.bias) - first, torch.arange(self.num_codes)
         if width < 0:
@@ -315,11 +322,11 @@ class Folds:
 
     def weights(self, left_out: int) -> Tensor:
         """Return a ridge regression's weights of scaled codes, (codes, targets), without a fold."""
-        return self._solved(left_out, self._strength()[1])
+        return self._solved(left_out, self._strength[1])
 
     def worth(self) -> float:
         """Return the correlation of what is predicted of a fold by the others with its targets."""
-        return self._strength()[0]
+        return self._strength[0]
 
     def as_function(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return weights of all codes, bias and deviations of standardised scores."""
@@ -337,6 +344,7 @@ class Folds:
         found: Tensor = torch.linalg.solve(gram + ridge, cross)
         return found
 
+    @cached_property
     def _strength(self) -> tuple[float, float]:
         tried = []
         for strength in _STRENGTHS:

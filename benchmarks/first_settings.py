@@ -59,7 +59,7 @@ from splitveil.deploy import flights
 from splitveil.deploy.init.choices import Wishes
 from splitveil.deploy.init.initialise import initialise
 from splitveil.deploy.init.proposal import Terms
-from splitveil.passive_party.feature_exposure import measure_exposure
+from splitveil.passive_party.feature_exposure import Sample, measure_exposure
 from tests.support import simulation
 
 FoundT = TypeVar("FoundT")
@@ -318,7 +318,8 @@ def measure(folder: Path, seed: int, mode: str, changed: Sequence[str]) -> Figur
     completed = LogisticRegression(max_iter=1000).fit(sent[few], own[few])
     figures["completion"] = float(roc_auc_score(labels, completed.decision_function(sent[test])))
     encoder = known(known(passive.builder).encoder)
-    found = known(measure_exposure(bottom, encoder, bottom.num_rows, 1_250))
+    sample = Sample.draw(np.arange(bottom.num_rows), 4_000)
+    found = known(measure_exposure(bottom, encoder, bottom.num_rows, sample))
     shares = {one.name: one.gain_fraction for one in found.columns}
     figures["column"] = max(shares, key=lambda name: shares[name])
     figures |= {"mean": statistics.mean(shares.values()), "strongest": max(shares.values())}

@@ -188,6 +188,12 @@ class ComponentsBottom(nn.Module):
             self._set(slice(0, scores.shape[1]), *every.as_function(scores))
             self._fit_beside(scores.shape[1], moments, folds, names)
 
+    def scores_of(self, rows: Features, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights, (codes, targets), and bias of a score for each target, float64."""
+        with torch.no_grad():
+            folds = self._folds(rows, targets).of_columns(None)
+            return folds.as_function(folds.weights())[:2]
+
     def _fit_beside(
         self, first: int, moments: Moments, folds: "Folds", names: Sequence[str]
     ) -> None:

@@ -31,6 +31,7 @@ from splitveil.passive_party.bottom_trainer import (
     named_layer,
     stashing_weights,
 )
+from splitveil.passive_party.exposure_plan import check_exposure
 from splitveil.passive_party.settings import PassiveSettings
 
 logger = logging.getLogger("splitveil.passive_party")
@@ -96,6 +97,7 @@ class BottomBuilder:
         device: torch.device,
         ranks: Ranks | None = None,
     ) -> None:
+        check_exposure(settings, data)  # before any id is exchanged
         self.encoder: FeatureEncoder | None = None
         self._ranks = ranks
         self._settings = settings

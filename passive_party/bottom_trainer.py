@@ -8,7 +8,6 @@ first layer's weights and embedding tables are not among it, however large they 
 dropout and all other values of the forward pass belong to the activation anyway.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -139,8 +138,8 @@ class LayerTap:
         self._gradient = gradient
 
 
-FitScore = Callable[[Features, NDArray[np.float32]], Tensor]
-"""Fits the bottom model to noisy labels of some rows, and returns what they send of it."""
+FitScore = Callable[[Features, NDArray[np.float32]], None]
+"""Fits the bottom model to noisy labels of some rows."""
 
 
 class BottomTrainer:
@@ -162,8 +161,6 @@ class BottomTrainer:
         self._features = features.to(self._device)
         self._fit_score = fit_score
         self._noisy: list[tuple[Positions, NDArray[np.float32]]] = []
-        self._scores = torch.empty(len(features), 0)
-        """Scores of the training rows by fits without them, (rows, scores); NaN for the others."""
         self._waiting: deque[Tensor] = deque()
         """Activations whose gradients are to come, with their graphs, in the order of the course.
         """
@@ -230,9 +227,7 @@ class BottomTrainer:
             return
         if self._fit_score is not None:
             places, values = map(np.concatenate, zip(*self._noisy, strict=True))
-            scores = self._fit_score(self.rows(places), values)
-            self._scores = torch.full((self.num_rows, scores.shape[1]), math.nan)
-            self._scores[torch.from_numpy(places)] = scores
+            self._fit_score(self.rows(places), values)
         self._noisy.clear()
 
     def state_dict(self) -> State:
@@ -246,7 +241,6 @@ class BottomTrainer:
             "random": training_state.random_state(self._device),
             "gpu": gpu_of(self._device),
             "ranks": [] if self._parallel is None else self._parallel.random_states(),
-            "scores": self._scores,
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -258,19 +252,9 @@ class BottomTrainer:
         training_state.set_random_state(self._device, state["random"])
         go_on(self._parallel, state["ranks"])
         self._noisy.clear()
-        self._scores = state["scores"]
 
     def embed(self, features: Features) -> Tensor:
         return predict_in_blocks(self.model, features)
-
-    def embed_rows(self, positions: Positions, features: Features) -> Tensor:
-        """Return what is sent of some aligned rows, (rows, *cut_shape)."""
-        found = self.embed(features)
-        scores = self._scores[torch.from_numpy(positions.copy())].to(found)
-        values = found.reshape(len(found), -1)
-        first = values[:, : scores.shape[1]]
-        values[:, : scores.shape[1]] = torch.where(scores.isnan(), first, scores)
-        return values.reshape(found.shape)
 
 
 def _with_gradient(activation: Tensor, received: Tensor) -> Tensor:

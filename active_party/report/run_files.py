@@ -121,7 +121,7 @@ def num_classes(run: RunFiles) -> int:
 
 
 def is_one_shot(run: RunFiles) -> bool:
-    return run.active.setting("contract", "exchange") == "one_shot"
+    return bool(run.active.setting("contract", "exchange") == "one_shot")
 
 
 def undefended_beside(run: RunFiles) -> Iterator[Path]:

@@ -173,14 +173,13 @@ class ComponentsBottom(nn.Module):
 
     def fit_score(
         self, rows: Features, noisy: NDArray[np.float32], moments: Moments, names: Sequence[str]
-    ) -> Tensor:
+    ) -> None:
         """Fit scores to noisy labels of training rows, and components to a table's moments.
 
         Shapes: ``noisy`` (rows, 1), or of several classes (rows, classes). ``names`` are those of
         the columns, in the order of the features.
 
-        Returns the scores of the training rows, (rows, scores), each by a fit without its fold: a
-        score that has seen a row's own noisy label repeats its noise.
+        A score that is fitted without a row's own noisy label was measured to be no better for it.
         """
         with torch.no_grad():
             targets = torch.from_numpy(noisy).double()
@@ -188,18 +187,15 @@ class ComponentsBottom(nn.Module):
                 targets = (targets - targets.mean(1, keepdim=True))[:, :-1]
             folds = self._folds(rows, targets)
             every = folds.of_columns(None)
-            scores = every.weights(FOLDS)
+            scores = every.weights()
             self._set(slice(0, scores.shape[1]), *every.as_function(scores))
             self._fit_beside(scores.shape[1], moments, folds, names)
-            found = torch.empty(len(noisy), scores.shape[1])
-            of_folds = [every.as_function(every.weights(fold)) for fold in range(FOLDS)]
-            for places in torch.split(torch.arange(len(noisy)), FIT_ROWS):
-                codes = self.codes(rows.rows(places)).double()
-                for fold, (weight, bias, _) in enumerate(of_folds):
-                    inside = places % FOLDS == fold
-                    values = codes[inside] @ weight + bias
-                    found[places[inside]] = values.clamp(-_CLIP, _CLIP).float()
-            return found
+
+    def scores_of(self, rows: Features, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights, (codes, targets), and bias of a score for each target, float64."""
+        with torch.no_grad():
+            folds = self._folds(rows, targets).of_columns(None)
+            return folds.as_function(folds.weights())[:2]
 
     def _fit_beside(
         self, first: int, moments: Moments, folds: "Folds", names: Sequence[str]
@@ -336,9 +332,9 @@ class Folds:
         """Return the same of some codes only."""
         return Folds(self._sums, self._num_codes, codes)
 
-    def weights(self, left_out: int) -> Tensor:
-        """Return a ridge regression's weights of scaled codes, (codes, targets), without a fold."""
-        return self._solved(left_out, self._strength[1])
+    def weights(self) -> Tensor:
+        """Return a ridge regression's weights of scaled codes, (codes, targets)."""
+        return self._solved(None, self._strength[1])
 
     def worth(self) -> float:
         """Return the correlation of what is predicted of a fold by the others with its targets."""
@@ -352,7 +348,7 @@ class Folds:
         of_all[self._codes] = scaled
         return of_all, -self._mean @ scaled, torch.ones(scaled.shape[1], dtype=torch.float64)
 
-    def _solved(self, left_out: int, strength: float) -> Tensor:
+    def _solved(self, left_out: int | None, strength: float) -> Tensor:
         kept = [fold for fold in range(FOLDS) if fold != left_out]
         gram, cross = self._gram[kept].sum(0), self._cross[kept].sum(0)
         share = len(kept) / FOLDS

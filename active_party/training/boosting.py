@@ -49,7 +49,8 @@ class WithTrees(nn.Module):
         for _ in range(_DEPTH):
             is_left = columns.gather(1, self.column[at]) <= self.threshold[at]
             at = torch.where(is_left, self.left[at], self.right[at])
-        found = self.value[at].unflatten(1, (-1, self.baseline.shape[0])).sum(1) + self.baseline
+        by_output = self.value[at].reshape(activation.shape[0], -1, self.baseline.shape[0])
+        found: Tensor = by_output.sum(1) + self.baseline
         return (outputs + found.view_as(outputs)) / 2
 
 

@@ -37,6 +37,7 @@ from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder
+from splitveil.active_party.training.boosting import WithTrees
 from splitveil.active_party.training.evaluation import save_predictions
 from splitveil.active_party.training.own_models import Fitting, build_alone, fit
 from splitveil.active_party.training.predictions import PredictionFigures
@@ -227,6 +228,9 @@ def save_refitted(
 ) -> None:
     """Save a model that was fitted to true labels, as that of a run, and what builds it."""
     built_by = {model_files.TOP_MODEL: settings.top_model.model_dump_json()}
+    for part in model.modules():
+        if isinstance(part, WithTrees):
+            built_by[model_files.TREES] = part.sizes
     of_run = model_files.identity_metadata(identity, settings.contract)
     metadata = model_files.TRUE_LABELS | of_run | built_by
     model_files.save_tensors(folder, model_files.REFITTED, model.state_dict(), metadata)

@@ -251,6 +251,7 @@ def fitted_top(
         settings.model_seed,
         refit.epochs,
         contract.schedule.factor,
+        refit.boosting,
     )
     found = fit(fresh, known, training, fitting, trained)
     return found if found is trained else settings.defense.predicting(found)

@@ -20,16 +20,20 @@ from splitveil.active_party.predict.table_client import TableClient
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.alignment.store import ExchangeStores, digest_of_ids, storing
 from splitveil.common.errors import AlignmentError, DataError, SplitveilError
 from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
+from splitveil.common.record.run_folder import write_bytes_atomically
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.messages import Activation, LeaveReason, ModelIdentity, Offer
 from splitveil.common.run.phases import Phase
+from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
+from splitveil.common.run.state_bytes import state_from_bytes, state_to_bytes
 from splitveil.common.wire.connection import Retrying
-from splitveil.common.wire.recorded_calls import AllNotes
+from splitveil.common.wire.recorded_calls import AllNotes, Notes
 
 logger = logging.getLogger("splitveil.active_party")
 
@@ -46,52 +50,72 @@ def _follow_course(
     settings: ActiveSettings,
     session: ActiveSession,
     _data: PartyData,
-    _folder: Path,
+    folder: Path,
     transcript: Transcript | None,
     status: ActiveStatus,
     interruption: Interruption,
 ) -> tuple[None, None]:
     notes = status if transcript is None else AllNotes(transcript, status)
+    stores = ExchangeStores(folder)
+    path = stores.folder_of(settings.contract.passive_parties[0]) / "table"
     with status.serving(session):
         try:
             if session.stage is not Stage.FINISHED:
-                known = session.stage is Stage.REJOINING
-                model = ModelIdentity(session.run_id, 0) if known else None
-                (client,) = open_clients(settings, TableClient, model, notes)
-                with client, status.phases(Phase.ALIGNMENT):
-                    rows, values = _common_rows(settings, session, client, status, interruption)
+                with status.phases(Phase.ALIGNMENT):
+                    rows, values = _common_rows(settings, session, path, notes, interruption)
                 _open(settings, session, rows)
                 _send(session, rows, values, interruption)
         except SplitveilError as error:
             session.end(error)
             raise
+    stores.discard()
     return None, None
 
 
 def _common_rows(
     settings: ActiveSettings,
     session: ActiveSession,
-    client: TableClient,
-    status: ActiveStatus,
+    path: Path,
+    notes: Notes,
     interruption: Interruption,
 ) -> tuple[Positions, Tensor]:
-    """Return this party's rows of the common ids, and their activations, (rows, *cut_shape)."""
-    where, renew = client.connection.where, client.connection.renew
-    retrying = Retrying(settings.reconnect, interruption, where, renew)
-    logger.info("taking the sealed table of passive party %r at %s", client.party, where)
-    run_id = retrying.until_answered(client.check_model).model.run_id
-    status.name_run(run_id)
-    status.peers.heard(client.party)
-    retrying.until_answered(partial(client.take, session.ids, interruption))
-    session.lifecycle.run = session.lifecycle.run._replace(run_id=run_id)
-    embedded = client.submit(session.ids).result()
-    rows, least = np.flatnonzero(embedded.known), settings.contract.alignment.min_aligned
+    """Return this party's rows of the common ids, and their activations, (rows, *cut_shape).
+
+    They are kept until the run is over: were the table taken again after a failure, the passive
+    party could learn that there was one, for instance that too few ids are common.
+    """
+    asked = settings.contract.digest() + digest_of_ids(session.ids)
+    with storing(path):
+        kept = state_from_bytes(path.read_bytes()) if path.exists() else {}
+    if kept.get("asked") != asked:
+        kept = {"asked": asked, **_taken(settings, session, notes, interruption)}
+        with storing(path):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_bytes_atomically(path, state_to_bytes(kept))
+    session.lifecycle.run = session.lifecycle.run._replace(run_id=kept["run_id"])
+    rows, least = kept["rows"].numpy(), settings.contract.alignment.min_aligned
     if len(rows) < least:
         raise AlignmentError(
             f"too few ids to train on: {len(session.ids)} here, {len(rows)} in common, expected "
             f"at least {least}; the passive party is not told"
         )
-    return rows, embedded.values
+    return rows, kept["values"]
+
+
+def _taken(
+    settings: ActiveSettings, session: ActiveSession, notes: Notes, interruption: Interruption
+) -> State:
+    is_known = session.stage is Stage.REJOINING
+    model = ModelIdentity(session.run_id, 0) if is_known else None
+    (client,) = open_clients(settings, TableClient, model, notes)
+    with client:
+        where = client.connection.where
+        retrying = Retrying(settings.reconnect, interruption, where, client.connection.renew)
+        logger.info("taking the sealed table of passive party %r at %s", client.party, where)
+        run_id = retrying.until_answered(client.check_model).model.run_id
+        retrying.until_answered(partial(client.take, session.ids, interruption))
+        known, values = client.submit(session.ids).result()
+    return {"run_id": run_id, "rows": torch.from_numpy(np.flatnonzero(known)), "values": values}
 
 
 def _open(settings: ActiveSettings, session: ActiveSession, rows: Positions) -> None:

@@ -58,7 +58,7 @@ def _fit(
 ) -> None:
     """Fit the bottom model to the whole table, which ``splitveil passive serve`` then offers."""
     contract = settings.contract
-    data = PartyData.load(settings.data, settings.base_dir, id_rules=contract.ids)
+    data = PartyData.of(settings)
     if len(data.ids) > contract.alignment.max_set_size:
         raise DataError(
             f"{data.table.source}: expected at most {contract.alignment.max_set_size:,} ids "

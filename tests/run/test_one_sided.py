@@ -51,11 +51,8 @@ ROWS = 300
 OURS = [f"person-{number:05d}" for number in range(ROWS)]
 STRANGERS = [f"stranger-{number:05d}" for number in range(ROWS)]
 MANY, FEW, NONE = (OURS[:count] + STRANGERS[: 250 - count] for count in (200, 5, 0))
-ONE_SHOT = {
-    **runs.CONTRACT,
-    "exchange": "one_shot",
-    "alignment": {"kind": "one_sided", "min_aligned": 20, "max_set_size": 500},
-}
+ALIGNMENT = {"kind": "one_sided", "min_aligned": 20, "max_set_size": 500}
+ONE_SHOT = {**runs.CONTRACT, "exchange": "one_shot", "alignment": ALIGNMENT}
 QUICK = ("reconnect={max_s: 0.2, first_wait_s: 0.05, deadline_s: 60}", "leak_monitor=null")
 
 
@@ -223,7 +220,7 @@ def test_requests_hold_no_id_and_are_fresh_each_time(
 
 def spoil(monkeypatch: pytest.MonkeyPatch, of_nan: str, of_wrong_key: str) -> None:
     """Let the passive party send two rows that cannot be read, to see what follows from it."""
-    seal, secrets_of = served_model.seal, served_model.SealedTable._secrets_of
+    seal, secrets_of = inference_codec.seal, served_model.SealedTable._secrets_of
     owner: dict[inference_codec.Secret, str] = {}
 
     def noting(self: Any, number: int) -> Any:
@@ -330,7 +327,7 @@ def test_a_passive_party_that_is_away_is_waited_for(folder: Path) -> None:
 
 
 def test_a_table_beyond_the_agreed_size_is_not_fitted(tmp_path: Path) -> None:
-    write(tmp_path, MANY, alignment={**ONE_SHOT["alignment"], "max_set_size": 100})
+    write(tmp_path, MANY, alignment={**ALIGNMENT, "max_set_size": 100})
     with pytest.raises(SplitveilError, match="at most 100 ids"):
         fit(passive_settings(tmp_path))
 

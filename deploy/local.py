@@ -39,7 +39,6 @@ from splitveil.deploy.overrides import (
     NamedDefense,
     Overrides,
     contract_values,
-    override,
     parse_defense,
     party_kinds,
     refuse_unknown_settings,
@@ -168,8 +167,7 @@ def _plan(name: str, base: Overrides, defenses: Sequence[NamedDefense]) -> dict[
     runs = {}
     for defense in defenses:
         own_name = name if len(defenses) == 1 else defense.run_name(name)
-        own = override("active.defense", defense.settings)
-        overrides = base.adding(f"contract.run_name={own_name}", own)
+        overrides = base.adding(f"contract.run_name={own_name}", *defense.overrides)
         runs[defense.title] = PlannedRun(own_name, overrides)
     return runs
 
@@ -241,7 +239,7 @@ def held_port() -> Iterator[int]:
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    example = "deploy/examples/breast_cancer --defense none projected_labels"
+    example = "deploy/examples/breast_cancer --defense none one_shot"
     local = Parser(prog=program, example=example)
     local.add_argument(
         "example_dir",
@@ -260,8 +258,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="DEFENSE",
-        help="a name (marvell), a name with settings (iso:noise_ratio=2), or YAML in braces; if "
-        "more than one is given, they run one after another and are compared",
+        help="a name (marvell), a name with settings (iso:noise_ratio=2), YAML in braces, or "
+        "one_shot for a run without gradients; if more than one is given, they run one after "
+        "another and are compared",
     )
     parser.add_argument(
         "--set",

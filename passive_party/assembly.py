@@ -31,6 +31,7 @@ from splitveil.passive_party.bottom_trainer import (
     named_layer,
     stashing_weights,
 )
+from splitveil.passive_party.exposure_plan import check_exposure
 from splitveil.passive_party.settings import PassiveSettings
 
 logger = logging.getLogger("splitveil.passive_party")
@@ -96,6 +97,7 @@ class BottomBuilder:
         device: torch.device,
         ranks: Ranks | None = None,
     ) -> None:
+        check_exposure(settings, data)  # before any id is exchanged
         self.encoder: FeatureEncoder | None = None
         self._ranks = ranks
         self._settings = settings
@@ -140,7 +142,8 @@ class BottomBuilder:
         if isinstance(model, ComponentsBottom) and own_rows is not None:
             blocks = partial(self._data.blocks, encoder, own_rows)
             if isinstance(settings.bottom_model, ScoreModel):
-                fit_score = partial(model.fit_score, blocks=blocks, names=encoder.names)
+                moments = model.before_labels(blocks, encoder.names)
+                fit_score = partial(model.fit_score, moments=moments, names=encoder.names)
             else:
                 model.fit(blocks, is_final=contract.is_one_shot)
         if self._earlier is not None:

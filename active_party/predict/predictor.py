@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from splitveil.active_party.predict.embed_client import EmbedClient
@@ -26,9 +27,10 @@ from splitveil.common.data.stored_ids import ABSENT
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.factory import build_top_model
+from splitveil.common.models.settings import ModelSettings
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.served_rows import ServedRows
-from splitveil.common.record.model_files import REFITTED, WEIGHTS, TrainedModel
+from splitveil.common.record.model_files import REFITTED, TOP_MODEL, WEIGHTS, TrainedModel
 from splitveil.common.run.contract import ACTIVE, Aggregation
 from splitveil.common.run.messages import Embedded, ModelIdentity
 from splitveil.common.text.closing import Closing
@@ -39,6 +41,7 @@ from splitveil.common.wire.recorded_calls import Notes
 
 logger = logging.getLogger(__name__)
 
+_TOP_MODEL: TypeAdapter[ModelSettings] = TypeAdapter(ModelSettings)
 ModelChoice = Literal["best", "trained", "refitted"]
 ClientT = TypeVar("ClientT", bound=EmbedClient)
 
@@ -51,8 +54,9 @@ def load_top(
     kind = _which(choice or settings.inference.model, folder)
     weights = REFITTED if kind == "refitted" else WEIGHTS
     trained = TrainedModel.open(folder, contract, weights)
+    built_by = trained.saved.metadata.get(TOP_MODEL)  # ``active refit`` may have chosen another
     model = build_top_model(
-        settings.top_model,
+        settings.top_model if built_by is None else _TOP_MODEL.validate_json(built_by),
         contract.aggregate_shape,
         trained.encoder,
         seed=settings.model_seed,
@@ -115,8 +119,8 @@ def _which(choice: ModelChoice, folder: Path) -> Literal["trained", "refitted"]:
     has_refitted = (folder / "checkpoint" / REFITTED).exists()
     if choice == "refitted" and not has_refitted:
         raise SettingsError(
-            f"inference.model: {folder} has no {REFITTED}: only a run whose defense has refit_top "
-            f"leaves one"
+            f"inference.model: {folder} has no {REFITTED}: only a run to its end with settings for "
+            f"refit leaves one"
         )
     if choice == "best":
         return "refitted" if has_refitted else "trained"

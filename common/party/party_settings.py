@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, 
 
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import SettingsError
-from splitveil.common.models.settings import OptimizerSettings
+from splitveil.common.models.settings import AdamOptimizer, OptimizerSettings
 from splitveil.common.run.contract import Contract, SplitSettings
 from splitveil.common.settings import (
     Mark,
@@ -102,7 +102,7 @@ class PartySettings(Section):
     security: Annotated[SecuritySettings, Mark.MAY_CHANGE]
     """Protection of the connection."""
 
-    optimizer: OptimizerSettings
+    optimizer: OptimizerSettings = AdamOptimizer(kind="adam")
     """Optimizer of this party's half of the network."""
 
     device: Annotated[Device, Mark.MAY_CHANGE] = "auto"

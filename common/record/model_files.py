@@ -40,6 +40,7 @@ WEIGHTS = "model.safetensors"
 REFITTED = "refitted.safetensors"
 ALONE = "alone.safetensors"
 ENCODER = "encoder.json"
+TOP_MODEL = "top_model"  # metadata of weights: the settings of their model, as JSON
 
 
 def save_model(

@@ -218,7 +218,7 @@ def test_a_model_or_an_address_or_a_column_that_is_not_there_is_refused(
 ) -> None:
     with pytest.raises(errors.SettingsError, match=r"there is no model\.safetensors"):
         JointModel.load(small.active(f"runs_dir={tmp_path}"), CPU)
-    with pytest.raises(errors.SettingsError, match="refit_top"):
+    with pytest.raises(errors.SettingsError, match=r"no refitted\.safetensors"):
         JointModel.load(small.settings.active, CPU, "refitted")
     with pytest.raises(errors.SettingsError, match=r"add inference\.connect\.passive"):
         open_predictor(small.settings.active, CPU)

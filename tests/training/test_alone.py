@@ -1,5 +1,7 @@
 """The model of the active party's own features alone."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,9 +11,8 @@ from splitveil.active_party.training.own_models import (
     Fitting,
     KnownRows,
     build_alone,
+    fit,
     predictions_alone,
-    refit_top,
-    train_alone,
 )
 from splitveil.active_party.training.predictions import LossWeights
 from splitveil.common.data.features import FeatureEncoder, Features, NumericScaler
@@ -39,11 +40,11 @@ def features_of(own: KnownRows) -> Features:
 
 
 def trained(own: KnownRows, num_classes: int = 2) -> nn.Module:
-    return train_alone(
+    return fit(
         build_alone(ENCODER, num_classes, seed=3),
         own,
         torch.arange(0, len(own.labels), 2),
-        Fitting(lambda model: torch.optim.Adam(model.parameters(), lr=0.01), 32, seed=4),
+        Fitting(lambda model: torch.optim.Adam(model.parameters(), lr=0.01), 32, seed=4, epochs=50),
     )
 
 
@@ -133,7 +134,7 @@ def test_probabilities_do_not_depend_on_other_rows(num_classes: int) -> None:
         assert (one[0] == together[row]).all()
 
 
-# ---- the copy of the top model that is fitted to the true labels after the run ----
+# ---- the top model that is fitted to the true labels after the run ----
 
 
 def known(labels: Tensor, seed: int = 1) -> KnownRows:
@@ -157,35 +158,75 @@ class Top(nn.Module):
         return logits
 
 
-FITTING = Fitting(lambda model: torch.optim.Adam(model.parameters(), lr=0.05), 32, seed=5)
+FITTING = Fitting(
+    lambda model: torch.optim.Adam(model.parameters(), lr=0.05), 32, seed=5, epochs=20
+)
 
 
 def test_the_refit_learns_the_true_labels_and_leaves_the_model_alone() -> None:
     labels = (torch.arange(400) % 3 == 0).float()
     model, rows = Top(), known(labels)
-    found = refit_top(model, rows, torch.arange(0, 400, 2), FITTING)
+    found = fit(model, rows, torch.arange(0, 400, 2), FITTING)
     logits = rows.logits(found, torch.arange(1, 400, 2))
     others = labels[1::2]
     assert float(logits[others == 1].mean() - logits[others == 0].mean()) > 1.0
     assert all(bool((value == 0).all()) for value in model.state_dict().values())
-    again = refit_top(model, rows, torch.arange(0, 400, 2), FITTING)
+    again = fit(model, rows, torch.arange(0, 400, 2), FITTING)
     assert all(
         torch.equal(value, again.state_dict()[name]) for name, value in found.state_dict().items()
     )
+
+
+def test_the_trained_model_stays_only_where_the_new_one_is_no_better_on_held_out_rows() -> None:
+    labels = (torch.arange(400) % 3 == 0).float()
+    rows, training = known(labels), torch.arange(0, 400, 2)
+    fresh = fit(Top(), rows, training, FITTING)
+    poor, good = Top(), copy.deepcopy(fresh)
+    chosen = fit(Top(), rows, training, FITTING, poor)
+    for name, value in fresh.state_dict().items():  # nothing of the trained model is in it
+        assert torch.equal(value, chosen.state_dict()[name])
+    assert fit(Top(), rows, training, FITTING, good) is good
+    nn.init.constant_(poor.layer.bias, 9.0)
+    assert fit(Top(), rows, training, FITTING, poor) is not poor
+
+
+def test_the_schedule_goes_through_all_epochs_once() -> None:
+    """90 rows in batches of 32 are 3 steps an epoch."""
+    rates, asked = [], []
+
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        built = torch.optim.SGD(model.parameters(), lr=0.5)
+        built.register_step_pre_hook(
+            lambda one, _given, _named: rates.append(one.param_groups[0]["lr"])
+        )
+        return built
+
+    def halved(step: int, total_steps: int) -> float:
+        asked.append(total_steps)
+        return 0.5**step
+
+    fit(
+        Top(),
+        known((torch.arange(100) % 2).float()),
+        torch.arange(100),
+        Fitting(build, 32, 5, 4, halved),
+    )
+    assert rates == [0.5 * 0.5**step for step in range(12)]
+    assert set(asked) == {12}
 
 
 @pytest.mark.parametrize("rows", [2, 3, 10, 200])
 def test_the_refit_copes_with_one_positive_and_with_few_rows(rows: int) -> None:
     labels = torch.zeros(rows)
     labels[rows // 2] = 1
-    found = refit_top(Top(), known(labels), torch.arange(rows), FITTING)
+    found = fit(Top(), known(labels), torch.arange(rows), FITTING)
     assert all(bool(value.isfinite().all()) for value in found.state_dict().values())
 
 
 def test_the_refit_does_not_move_the_random_numbers_of_a_run_that_goes_on() -> None:
     model = Dropping()
     state = torch.get_rng_state()
-    refit_top(model, known((torch.arange(50) % 2).float()), torch.arange(50), FITTING)
+    fit(model, known((torch.arange(50) % 2).float()), torch.arange(50), FITTING)
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -32,6 +32,7 @@ from splitveil.common.record.run_folder import has_finished
 from splitveil.common.record.run_record import read_summary
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.settings import read_yaml
+from splitveil.common.text.values import as_mapping
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import cell, visible, visible_lines
 from splitveil.deploy.overrides import (
@@ -98,7 +99,7 @@ def run_example(example_dir: Path, options: argparse.Namespace) -> int:
     if unknown := base.without_file(kinds):
         raise SettingsError(f"--set: {example_dir} has no file {', '.join(unknown)}.yaml")
     settings = read_yaml(example_dir / f"{ACTIVE}.yaml")
-    name = str(contract_values(example_dir, settings, base.of(ACTIVE)).get("run_name"))
+    name = _run_name(contract_values(example_dir, settings, base.of(ACTIVE)))
     defenses = [parse_defense(text) for text in options.defense]
     if len(defenses) > 1:
         base = _sharing_batches(example_dir, kinds, name, base)
@@ -127,6 +128,15 @@ def run_example(example_dir: Path, options: argparse.Namespace) -> int:
     if not options.json and code in WITH_SUMMARY:
         _show(name, ended, page)
     return code
+
+
+def _run_name(contract: Mapping[str, object]) -> str:
+    if as_mapping(contract.get("alignment")).get("kind") == "one_sided":
+        raise SettingsError(
+            "contract.alignment.kind: one_sided: the active party's run needs splitveil passive "
+            "serve beside it; --set contract.alignment.kind=mutual tries the same run here"
+        )
+    return str(contract.get("run_name"))
 
 
 def _show(name: str, ended: Mapping[str, EndedRun], page: Path | None) -> None:

@@ -135,12 +135,12 @@ class TrainerBuilder:
                 self._loss_weights(rows),
                 training,
                 _kind_of(settings, rows, labels),
+                None if settings.refit is None else partial(fitted_top, settings, self.encoder),
             ),
             self._device,
             answer_keys,
             self.phases,
             gives_slopes=settings.defense.traits.needs_slopes or _knows_predictions(settings),
-            refit=None if settings.refit is None else partial(fitted_top, settings, self.encoder),
         )
 
     def _remembers_activations(self, num_rows: int) -> bool:

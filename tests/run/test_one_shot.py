@@ -25,11 +25,13 @@ from splitveil.common.errors import (
     OutOfStep,
     SettingsError,
 )
+from splitveil.common.party.party_status import RunStatus
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.messages import Activation, Answer, Course, DefendedGradient, LeaveReason
 from splitveil.library.recorded import clear_engine
 from splitveil.library.simulating import simulate
 from tests.support import simulation
+from tests.support.endpoints import value_of
 from tests.support.peers import DiesAt, InProcessPeer, Lost
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
 from tests.support.several import NAMES, build_several, write_several
@@ -427,3 +429,16 @@ def test_a_run_leaves_models_figures_and_a_report(tmp_path: Path, what: str) -> 
     assert run.overview()["strongest_attack"] == "no gradient to attack"
     if not is_noisy:
         assert {one.name for one in run.export(tmp_path)} == {"active.pt2", "passive.pt2"}
+
+
+def test_operators_see_a_run_without_steps(example: Path) -> None:
+    parties = one_shot(example, noisy=False)
+    run_in_process(parties)
+    rows = parties.active.rows
+    assert rows is not None
+    status = RunStatus("passive", parties.passive_settings.contract)
+    status.note_aligned(rows)
+    for epoch in (0, None):
+        status.note_resumed(epoch)
+        shown = [value_of(status, f"splitveil_{name}") for name in ("course_steps", "epochs", "epoch")]
+        assert shown == [0, 1, 1]

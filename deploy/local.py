@@ -32,13 +32,13 @@ from splitveil.common.record.run_folder import has_finished
 from splitveil.common.record.run_record import read_summary
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.settings import read_yaml
+from splitveil.common.text.values import as_mapping
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import cell, visible, visible_lines
 from splitveil.deploy.overrides import (
     NamedDefense,
     Overrides,
     contract_values,
-    override,
     parse_defense,
     party_kinds,
     refuse_unknown_settings,
@@ -99,7 +99,7 @@ def run_example(example_dir: Path, options: argparse.Namespace) -> int:
     if unknown := base.without_file(kinds):
         raise SettingsError(f"--set: {example_dir} has no file {', '.join(unknown)}.yaml")
     settings = read_yaml(example_dir / f"{ACTIVE}.yaml")
-    name = str(contract_values(example_dir, settings, base.of(ACTIVE)).get("run_name"))
+    name = _run_name(contract_values(example_dir, settings, base.of(ACTIVE)))
     defenses = [parse_defense(text) for text in options.defense]
     if len(defenses) > 1:
         base = _sharing_batches(example_dir, kinds, name, base)
@@ -130,6 +130,15 @@ def run_example(example_dir: Path, options: argparse.Namespace) -> int:
     return code
 
 
+def _run_name(contract: Mapping[str, object]) -> str:
+    if as_mapping(contract.get("alignment")).get("kind") == "one_sided":
+        raise SettingsError(
+            "contract.alignment.kind: one_sided: the active party's run needs splitveil passive "
+            "serve beside it; --set contract.alignment.kind=mutual tries the same run here"
+        )
+    return str(contract.get("run_name"))
+
+
 def _show(name: str, ended: Mapping[str, EndedRun], page: Path | None) -> None:
     # It imports torch, which help does not need.
     from splitveil.active_party.report.comparison_table import comparison_table  # noqa: PLC0415
@@ -158,8 +167,7 @@ def _plan(name: str, base: Overrides, defenses: Sequence[NamedDefense]) -> dict[
     runs = {}
     for defense in defenses:
         own_name = name if len(defenses) == 1 else defense.run_name(name)
-        own = override("active.defense", defense.settings)
-        overrides = base.adding(f"contract.run_name={own_name}", own)
+        overrides = base.adding(f"contract.run_name={own_name}", *defense.overrides)
         runs[defense.title] = PlannedRun(own_name, overrides)
     return runs
 
@@ -231,7 +239,7 @@ def held_port() -> Iterator[int]:
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    example = "deploy/examples/breast_cancer --defense none projected_labels"
+    example = "deploy/examples/breast_cancer --defense none one_shot"
     local = Parser(prog=program, example=example)
     local.add_argument(
         "example_dir",
@@ -250,8 +258,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="DEFENSE",
-        help="a name (marvell), a name with settings (iso:noise_ratio=2), or YAML in braces; if "
-        "more than one is given, they run one after another and are compared",
+        help="a name (marvell), a name with settings (iso:noise_ratio=2), YAML in braces, or "
+        "one_shot for a run without gradients; if more than one is given, they run one after "
+        "another and are compared",
     )
     parser.add_argument(
         "--set",

@@ -12,11 +12,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.common.data.features import FeatureEncoder, FeatureShapes
 from splitveil.common.errors import SettingsError
+from splitveil.common.models.components import ComponentsBottom
 from splitveil.common.models.data_parallel import Beginning, Learner, Take, begin
 from splitveil.common.models.factory import Trial, build_bottom_model
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.ranks import Ranks
-from splitveil.common.models.settings import bins_of
+from splitveil.common.models.settings import PcaModel, ScoreModel, bins_of
 from splitveil.common.models.speed import speed_up
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
@@ -25,10 +26,12 @@ from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import ModelIdentity
 from splitveil.passive_party.bottom_trainer import (
     BottomTrainer,
+    FitScore,
     LayerTap,
     named_layer,
     stashing_weights,
 )
+from splitveil.passive_party.exposure_plan import check_exposure
 from splitveil.passive_party.settings import PassiveSettings
 
 logger = logging.getLogger("splitveil.passive_party")
@@ -94,6 +97,7 @@ class BottomBuilder:
         device: torch.device,
         ranks: Ranks | None = None,
     ) -> None:
+        check_exposure(settings, data)  # before any id is exchanged
         self.encoder: FeatureEncoder | None = None
         self._ranks = ranks
         self._settings = settings
@@ -117,7 +121,13 @@ class BottomBuilder:
 
     def __call__(self, rows: AlignedRows) -> BottomTrainer:
         settings, contract = self._settings, self._settings.contract
-        encoder, features = self._data.encode(rows, self._earlier, bins_of(settings.bottom_model))
+        is_computed = isinstance(settings.bottom_model, PcaModel)
+        own_rows = self._data.rows_without_test(rows) if is_computed else None
+        if contract.is_one_sided:  # this party does not know which rows are held out
+            own_rows = np.arange(len(self._data.ids))
+        encoder, features = self._data.encode(
+            rows, self._earlier, bins_of(settings.bottom_model), own_rows
+        )
         if encoder is None or features is None:
             raise SettingsError("data.features: the passive party needs features")
         self.encoder = encoder
@@ -128,6 +138,14 @@ class BottomBuilder:
         )
         model = _fresh_model(settings, encoder, trial)
         self._pretrained.put_into(model)
+        fit_score: FitScore | None = None
+        if isinstance(model, ComponentsBottom) and own_rows is not None:
+            blocks = partial(self._data.blocks, encoder, own_rows)
+            if isinstance(settings.bottom_model, ScoreModel):
+                moments = model.before_labels(blocks, encoder.names)
+                fit_score = partial(model.fit_score, moments=moments, names=encoder.names)
+            else:
+                model.fit(blocks, is_final=contract.is_one_shot)
         if self._earlier is not None:
             self._earlier.put_into(model)
         model.to(self._device)
@@ -136,4 +154,6 @@ class BottomBuilder:
         if self._ranks is not None:
             beginning = Beginning(encoder.shapes, None, rows.total_steps(contract))
             parallel = begin(self._ranks, learner, beginning, features, rows.splits["train"])
-        return BottomTrainer(learner, features, data_digest=digest, parallel=parallel)
+        return BottomTrainer(
+            learner, features, data_digest=digest, parallel=parallel, fit_score=fit_score
+        )

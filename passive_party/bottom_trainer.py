@@ -9,17 +9,19 @@ dropout and all other values of the forward pass belong to the activation anyway
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from splitveil.common.data.features import Features
-from splitveil.common.errors import SettingsError
+from splitveil.common.errors import InvalidMessage, SettingsError
 from splitveil.common.models import training_state
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.conv import ConvBottom, ConvTop
@@ -136,6 +138,10 @@ class LayerTap:
         self._gradient = gradient
 
 
+FitScore = Callable[[Features, NDArray[np.float32]], None]
+"""Fits the bottom model to noisy labels of some rows."""
+
+
 class BottomTrainer:
     """Bottom model, optimiser and features; the model's activations are (batch, *cut_shape)."""
 
@@ -146,20 +152,23 @@ class BottomTrainer:
         *,
         data_digest: str = "",
         parallel: DataParallelModel | None = None,
+        fit_score: FitScore | None = None,
     ) -> None:
         self.model, self._optimizer, self._schedule, self._device = learner[:4]
         self.data_digest = data_digest
         self._taps = (parallel or learner).taps
         self._parallel = parallel
         self._features = features.to(self._device)
+        self._fit_score = fit_score
+        self._noisy: list[tuple[Positions, NDArray[np.float32]]] = []
         self._waiting: deque[Tensor] = deque()
         """Activations whose gradients are to come, with their graphs, in the order of the course.
         """
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether no activation waits for its gradient, so that the state is whole."""
-        return not self._waiting
+        """Whether no gradient and no further labels are awaited, so that the state is whole."""
+        return not self._waiting and not self._noisy
 
     @property
     def num_rows(self) -> int:
@@ -209,6 +218,18 @@ class BottomTrainer:
         taken = {name: take() for name, take in self._taps.items()}
         return {name: gradient for name, gradient in taken.items() if gradient is not None}
 
+    def take_labels(self, positions: Positions, noisy: Tensor, *, is_last: bool) -> None:
+        """Take noisy labels of training rows, (rows, values), and fit the model after the last."""
+        self._noisy.append((positions, noisy.float().numpy()))
+        if len({of_batch.shape[1:] for _, of_batch in self._noisy}) > 1:
+            raise InvalidMessage("the noisy labels of two batches have other numbers of values")
+        if not is_last:
+            return
+        if self._fit_score is not None:
+            places, values = map(np.concatenate, zip(*self._noisy, strict=True))
+            self._fit_score(self.rows(places), values)
+        self._noisy.clear()
+
     def state_dict(self) -> State:
         """Return everything that a step changes, or raise RuntimeError."""
         if not self.is_between_steps:
@@ -230,6 +251,7 @@ class BottomTrainer:
         self._schedule.load_state_dict(state["schedule"])
         training_state.set_random_state(self._device, state["random"])
         go_on(self._parallel, state["ranks"])
+        self._noisy.clear()
 
     def embed(self, features: Features) -> Tensor:
         return predict_in_blocks(self.model, features)

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from splitveil.common.errors import InvalidMessage
@@ -118,6 +119,8 @@ class Training:
                 stop_if_interrupted()
                 if batch.split == "train":
                     self._train(peer)
+                elif batch.split == "labels":
+                    self._take_labels(peer, batch)
                 else:
                     self._evaluate(peer, batch)
                     if batch.closes_epoch:
@@ -153,6 +156,16 @@ class Training:
             )
         self._unanswered.append(_Sent(batch, activation))
         peer.send_activation(Activation(batch.identity(self._run_id), to_host(activation)))
+
+    def _take_labels(self, peer: Peer, batch: Batch) -> None:
+        question = Activation(batch.identity(self._run_id), torch.empty(len(batch.positions), 0))
+        peer.send_activation(question)
+        with self._phases(Phase.WAIT):
+            answer = peer.receive_gradient()
+        self._check(answer, batch)
+        with self._phases(Phase.BACKWARD):
+            self.trainer.take_labels(batch.positions, answer.values, is_last=batch.closes_split)
+        self.progress.advance()
 
     def _evaluate(self, peer: Peer, batch: Batch) -> None:
         self._report_step()

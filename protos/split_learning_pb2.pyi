@@ -21,6 +21,7 @@ class Split(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SPLIT_VALIDATION: _ClassVar[Split]
     SPLIT_TEST: _ClassVar[Split]
     SPLIT_SURVEY: _ClassVar[Split]
+    SPLIT_LABELS: _ClassVar[Split]
 
 class Course(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -44,6 +45,7 @@ SPLIT_TRAIN: Split
 SPLIT_VALIDATION: Split
 SPLIT_TEST: Split
 SPLIT_SURVEY: Split
+SPLIT_LABELS: Split
 COURSE_UNSPECIFIED: Course
 COURSE_CONTINUE: Course
 COURSE_STOP: Course

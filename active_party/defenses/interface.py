@@ -85,6 +85,7 @@ class DefenseContext(NamedTuple):
     epochs: int = 1  # number of epochs of the run
     label_bounds: tuple[float, float] | None = None  # of numbers, in their unit
     labels: str = ""  # what they are: their column, and what 0, 1 or a class stands for
+    is_one_shot: bool = False  # whether there are no gradients, but at most a release of labels
 
     @property
     def is_number(self) -> bool:
@@ -208,6 +209,10 @@ class Defense(ABC):
     def targets(self, batch: LabelledRows, /) -> Tensor:
         """Return the labels behind the batch's gradient, (batch,); called once a step, in order."""
         return batch.labels
+
+    def released_labels(self, _rows: Tensor, /) -> Defended:
+        """Return noisy labels of some rows by position, (rows, values) on the CPU, to be sent."""
+        raise ValueError("this defense releases no labels")
 
     def charge_covering(self, _move: LabelMove, /) -> LeakCharge:
         """Return a charge that also holds for a peer that knows all but the example's own label.

@@ -140,6 +140,8 @@ class NoisyLabelDefense(SeededDefense):
 
     def _refusal(self, context: interface.DefenseContext, /) -> str | None:
         mechanism = self.mechanism
+        if context.is_one_shot:
+            return self.one_shot_refusal(releases=True)
         if context.is_number:
             adds_noise = isinstance(mechanism, GaussianLabels | LaplaceLabels)
             if adds_noise and mechanism.posterior != "model":
@@ -164,6 +166,10 @@ class NoisyLabelDefense(SeededDefense):
             return None
         mechanism = at_leak_auc(self.mechanism, leak_auc, context.num_classes)
         return self.model_copy(update={"mechanism": mechanism})
+
+    def one_shot_refusal(self, *, releases: bool) -> str | None:
+        is_usable = isinstance(self.mechanism, GaussianLabels) and self.top_labels == "noisy"
+        return None if releases and is_usable else super().one_shot_refusal(releases=releases)
 
     def composition_refusal(self) -> str | None:
         if (
@@ -210,6 +216,13 @@ class NoisyLabel(interface.Defense):
             return self.noisy_labels[batch.rows]
         likely = batch.logits() + self._evidence[batch.rows]
         return torch.sigmoid(likely) if likely.ndim == 1 else torch.softmax(likely, dim=1)
+
+    def released_labels(self, rows: Tensor, /) -> interface.Defended:
+        """Return the noisy labels, (rows, 1), or of several classes (rows, classes)."""
+        if self.noisy_labels is None:
+            raise ValueError("noisy_label was built without examples: there are no noisy labels")
+        values = self.noisy_labels[rows].reshape(len(rows), -1).cpu()
+        return interface.Defended(interface.DefendedGradient(values), self._report)
 
     def defend(self, batch: interface.RawBatch) -> interface.Defended:
         """Return the values unchanged. The labels' values are checked but not used."""

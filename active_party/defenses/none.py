@@ -7,6 +7,7 @@ from splitveil.active_party.defenses import interface
 from splitveil.active_party.defenses.forecast import Forecast, exactly
 from splitveil.active_party.defenses.rows import as_rows, check_labels
 from splitveil.active_party.defenses.section import DefenseSection, Traits
+from splitveil.common.privacy.adversary import Adversary
 
 
 class NoDefense(DefenseSection):
@@ -21,12 +22,23 @@ class NoDefense(DefenseSection):
     def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
         return Undefended(given.context.num_classes)
 
-    def forecast(self, _context: interface.DefenseContext) -> Forecast:
+    def one_shot_refusal(self, *, releases: bool) -> str | None:
+        return super().one_shot_refusal(releases=releases) if releases else None
+
+    def forecast(self, context: interface.DefenseContext) -> Forecast:
+        if context.is_one_shot:
+            nothing = interface.LeakCharge(0.0, adversary=Adversary.ANYBODY, is_gaussian=True)
+            said = "Nothing that depends on a label is sent."
+            return Forecast({"fresh": exactly(nothing)}, "fresh", said)
         said = "Raw gradients reveal the label outright."
         return Forecast({"fresh": exactly(math.inf)}, "fresh", said)
 
-    def budget_refusal(self, _context: interface.DefenseContext, /) -> str | None:
-        return "the first answer without a defense would pass every budget; set a defense"
+    def budget_refusal(self, context: interface.DefenseContext, /) -> str | None:
+        return (
+            None
+            if context.is_one_shot
+            else "the first answer without a defense would pass every budget; set a defense"
+        )
 
 
 class Undefended(interface.Defense):

@@ -77,7 +77,6 @@ class Traits(NamedTuple):
     """Whether it is `ProjectedLabels`: the run begins with a survey of the training rows, and
     nothing else that the peer sees may depend on true labels, not even the moment at which the run
     ends."""
-    refits_top: bool = False  # whether it is fitted to true labels after the last answer
     subject_column: str | None = None  # names the person whom a row is about, if one does
     earlier_targets: tuple[str, ...] = ()  # folders of earlier runs whose targets are used again
 
@@ -253,6 +252,14 @@ class DefenseSection(Section):
         of this defense holds against everybody.
         """
         return None
+
+    def one_shot_refusal(self, *, releases: bool) -> str | None:
+        """Explain why it cannot be the defense of a one-shot run; None if it can."""
+        expected = "noisy_label by gaussian noise" if releases else "none"
+        return (
+            f"{self.title} defends gradients, and a one-shot run sends none: expected {expected}, "
+            f"as contract.noisy_labels: {str(releases).lower()} says"
+        )
 
     def composition_refusal(self) -> str | None:
         """Say why the defense cannot follow a loss other than the cross entropy; None if it can."""

@@ -24,9 +24,9 @@ from splitveil.active_party.training.top_trainer import StepResult, TopTrainer
 from splitveil.common.errors import OutOfStep, SplitveilError
 from splitveil.common.record.answer_log import FIRST_RELEASE_NUMBER, ChargedAnswer
 from splitveil.common.run.contract import Contract
-from splitveil.common.run.course import AlignedRows, Batch, batch_in_words, run_course
+from splitveil.common.run.course import HELD_OUT, AlignedRows, Batch, batch_in_words, run_course
 from splitveil.common.run.host_copies import to_host
-from splitveil.common.run.messages import Activation, Answer, Course
+from splitveil.common.run.messages import Activation, Answer, Course, DefendedGradient
 from splitveil.common.run.progress import IMMUTABLE, Progress, State
 from splitveil.common.run.sample_order import Positions
 
@@ -120,7 +120,7 @@ class Answering:
         due = self.progress.due
         if due is None:
             raise OutOfStep("a tensor after the last batch")
-        if (due.split == "train") is not is_training:
+        if due.is_answered is not is_training:
             raise OutOfStep(f"expected the {due.split} rows now")
         self._check_batch(activation, due)
         number = self.batch_number
@@ -147,23 +147,29 @@ class Answering:
         """
         asked, aggregation = self._parties.questions, self.contract.aggregation
         fingerprints = [question.fingerprint for question in asked]
-        cut = aggregate(aggregation, [question.activation.values for question in asked])
         where = batch_in_words(batch.epoch, batch.step)
         questions = self.questions.of_batch(self.batch_number, fingerprints)
+        result: StepResult | None = None
         with self.changing():
-            pending = self._pending or self.trainer.pending_release(batch.epoch)
-            if pending is not None:
-                self._releases.begin(pending)
-                self._pending = None
-            result = self.trainer.gradient(batch.positions, cut, questions.answer_key)
-            defended = to_host(result.defended)
-            entry = self.budget.entry_of(result.report.charge)
+            if batch.split == "labels":
+                defended, report = self.trainer.released_labels(batch.positions)
+                parts: Sequence[DefendedGradient] = [defended] * len(asked)
+            else:
+                cut = aggregate(aggregation, [question.activation.values for question in asked])
+                pending = self._pending or self.trainer.pending_release(batch.epoch)
+                if pending is not None:
+                    self._releases.begin(pending)
+                    self._pending = None
+                result = self.trainer.gradient(batch.positions, cut, questions.answer_key)
+                defended, report = to_host(result.defended), result.report
+                parts = parts_of(aggregation, defended, len(asked))
+            entry = self.budget.entry_of(report.charge)
             is_repeated, log = questions.admission(entry, defended, where)
             self.budget.admit(batch.positions, entry, where, is_repeated=is_repeated, log=log)
-            parts = parts_of(aggregation, defended, len(asked))
             replies = [Answer(q.activation.batch, p) for q, p in zip(asked, parts, strict=True)]
             self._reply(replies)
-        self.unlearned = AnsweredStep(batch, result)
+        if result is not None:
+            self.unlearned = AnsweredStep(batch, result)
         return replies
 
     def evaluate(self, batch: Batch) -> tuple[Evaluation | None, Sequence[Reply]]:
@@ -174,7 +180,7 @@ class Answering:
         self.questions.of_batch(self.batch_number, fingerprints).record()
         evaluation, stops = None, False
         with self.changing():
-            if batch.split == "survey":
+            if batch.split == "survey" or self.contract.is_one_shot:
                 self.trainer.survey(batch.positions, cut)
             else:
                 predicted = self.trainer.predict(batch.positions, cut)
@@ -185,6 +191,13 @@ class Answering:
             if stops:
                 self.progress.finish()
         return evaluation, replies
+
+    def measure_held_out(self) -> Iterator[Evaluation]:
+        """Measure the top model on the held-out rows whose activations are remembered."""
+        for split in HELD_OUT:
+            found = self.trainer.logits(self.rows.splits[split])
+            if found is not None:
+                yield self._evaluator.measure(split, self.contract.epochs - 1, *found)
 
     def _reply(self, replies: Sequence[Reply]) -> None:
         self._parties.answer(replies)
@@ -262,7 +275,7 @@ class Answering:
             if record.number != following:  # rare: numbers ascend until the run goes back
                 course = run_course(self.contract, self.rows, record.number)
             batch, following = next(course), record.number + 1
-            if batch.split == "train":
+            if batch.is_answered:
                 yield batch.positions, record.charge
 
     def _catch_up(self) -> None:

@@ -242,6 +242,8 @@ class Lifecycle:
             if evaluation is not None:
                 self.observer.on_evaluation(evaluation)
             if batch.closes_epoch:
+                if answering.contract.is_one_shot:
+                    self._report_ledger(batch.epoch)
                 self.observer.on_epoch(batch.epoch)
         if answering.progress.is_over:
             # Before the answer leaves: a peer that has it may never return.

@@ -152,4 +152,6 @@ def _keyed(secret: bytes, purpose: bytes, message: bytes) -> bytes:
 
 def _tag(secret: bytes, number: int, values: Tensor, purpose: bytes) -> bytes:
     key = _keyed(secret, purpose, number.to_bytes(8, "little"))
-    return Poly1305.generate_tag(key, values.contiguous().view(torch.uint8).numpy().data.cast("B"))
+    return Poly1305.generate_tag(
+        key, values.contiguous().view(torch.uint8).numpy().reshape(-1).data
+    )

@@ -89,21 +89,24 @@ class Evaluator:
 
     def add(self, batch: Batch, logits: Tensor, labels: Tensor) -> Evaluation | None:
         """Take in the predictions for one batch; return the split's figures if it is the last."""
-        if batch.split == "survey":
-            raise ValueError("a survey is not evaluated")
+        if batch.split not in ("validation", "test"):
+            raise ValueError(f"{batch.split} rows are not evaluated")
         self._scores.append((logits, labels))
         if not batch.closes_split:
             return None
         every_logit = torch.cat([logits for logits, _ in self._scores])
         every_label = torch.cat([labels for _, labels in self._scores])
         self._scores.clear()
-        if batch.split == "test":
-            self.test_predictions = HeldOutPredictions(every_logit, every_label)
-        figures = self._kind.measure(every_logit, every_label)
-        evaluation = Evaluation(**vars(figures), epoch=batch.epoch, split=batch.split)
-        if batch.split == "validation":
+        return self.measure(batch.split, batch.epoch, every_logit, every_label)
+
+    def measure(self, split: SplitName, epoch: int, logits: Tensor, labels: Tensor) -> Evaluation:
+        """Measure the predictions of a whole split."""
+        if split == "test":
+            self.test_predictions = HeldOutPredictions(logits, labels)
+        figures = self._kind.measure(logits, labels)
+        if split == "validation":
             self._validation_score = figures.score
-        return evaluation
+        return Evaluation(**vars(figures), epoch=epoch, split=split)
 
     def ends_training(
         self, batch: Batch, score_on_targets: Callable[[], float | None] = lambda: None

@@ -14,6 +14,7 @@ The encoder is fitted on a party's own training rows only and saved with its mod
 - Images are not changed.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -251,6 +252,15 @@ class FeatureEncoder(Section):
         """The names of all columns from which features are made."""
         kinds = (self.numeric, self.categorical, self.lists, self.sequences)
         return {column.name for kind in kinds for column in kind}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the columns, in the order of the tensors' columns; "" for an image."""
+        numbers = (name.removesuffix(": gap") for name, n in self.numeric_parts for _ in range(n))
+        categories = (column.name for column in self.categorical)
+        sequences = (column.name for column in self.sequences)
+        image = () if self.image is None else ("",) * math.prod(self.image.shape)
+        return (*numbers, *image, *categories, *sequences)
 
     @property
     def numeric_parts(self) -> tuple[tuple[str, int], ...]:

@@ -15,15 +15,18 @@ from torch.nn.parameter import is_lazy
 
 from splitveil.common.data.features import FeatureEncoder, FeatureShapes
 from splitveil.common.errors import SettingsError, SplitveilError
+from splitveil.common.models.components import ComponentsBottom
 from splitveil.common.models.conv import ConvBottom, ConvTop
 from splitveil.common.models.custom import build_custom
 from splitveil.common.models.dense import MlpBottom, MlpTop, WideDeepBottom, WideDeepTop
 from splitveil.common.models.settings import (
+    BottomModelSettings,
     ConvModel,
     CustomModel,
     DenseModel,
     MlpModel,
     ModelSettings,
+    PcaModel,
     TabularModel,
     WideDeepModel,
 )
@@ -44,7 +47,7 @@ class Trial(NamedTuple):
 
 
 def build_bottom_model(
-    settings: ModelSettings,
+    settings: BottomModelSettings,
     encoder: FeatureEncoder | FeatureShapes,
     cut_shape: Sequence[int],
     *,
@@ -67,6 +70,8 @@ def build_bottom_model(
         match settings:
             case MlpModel() | TabularModel():
                 return MlpBottom(settings, shapes, cut_shape)
+            case PcaModel():
+                return ComponentsBottom(settings, shapes, cut_shape)
             case WideDeepModel():
                 return WideDeepBottom(settings, shapes, cut_shape)
             case ConvModel():
@@ -131,7 +136,7 @@ def build_top_model(
     return _build_and_probe(build, probe, row_shape, seed, "top_model", trial)
 
 
-def _own_trial(settings: ModelSettings, trial: Trial | None) -> Trial | None:
+def _own_trial(settings: BottomModelSettings, trial: Trial | None) -> Trial | None:
     if not isinstance(settings, CustomModel):
         return None
     import_named(settings.module, "class")  # before the seed: an import may draw numbers

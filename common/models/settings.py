@@ -56,6 +56,37 @@ class TabularModel(DenseModel):
     """Length of the vector that stands for a number."""
 
 
+class PcaModel(Section):
+    """Principal components of a bottom model's columns, fitted to the table without any label.
+
+    Each number is cumulative over bins between quantiles, each category one-hot; ``cut_shape`` says
+    how many components there are. In a run with gradients it trains, and begins as these.
+    """
+
+    kind: Literal["pca"]
+
+    num_bins: int = Field(default=16, ge=2, le=1024)
+    """Most intervals between quantiles of a column of numbers."""
+
+
+class ScoreModel(PcaModel):
+    """A score that predicts the label, and principal components in the rest of ``cut_shape``.
+
+    The score is a ridge regression on the noisy labels with which a one-shot run begins
+    (``contract.noisy_labels``): one number for two classes and for numbers, otherwise one for each
+    class but one.
+    """
+
+    kind: Literal["score"]  # type: ignore[assignment]
+
+    columns: int | None = Field(default=None, ge=1)
+    """Columns whose components stand beside the score: so many, those which the noisy labels say
+    are worth most. By default the components are those of all columns."""
+
+    columns_from: tuple[str, ...] | None = None
+    """Names of the columns that ``columns`` may choose; by default all."""
+
+
 class WideDeepModel(Section):
     """A wide and deep model, as used for advertisements: many categories, a few numbers.
 
@@ -144,10 +175,15 @@ ModelSettings = Annotated[
     MlpModel | TabularModel | WideDeepModel | ConvModel | CustomModel, Field(discriminator="kind")
 ]
 
+BottomModelSettings = Annotated[
+    MlpModel | TabularModel | PcaModel | ScoreModel | WideDeepModel | ConvModel | CustomModel,
+    Field(discriminator="kind"),
+]
 
-def bins_of(settings: ModelSettings) -> int:
+
+def bins_of(settings: BottomModelSettings) -> int:
     """Return how many bins a model needs for each column of numbers; 0 for none."""
-    return settings.num_bins if isinstance(settings, TabularModel) else 0
+    return settings.num_bins if isinstance(settings, TabularModel | PcaModel) else 0
 
 
 class StepSettings(Section):

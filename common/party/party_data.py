@@ -29,7 +29,7 @@ from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.record.model_files import SETTING, EarlierModel
 from splitveil.common.record.progress import CountProgress
 from splitveil.common.run.contract import ColumnSplit, Contract, SplitSettings
-from splitveil.common.run.course import AlignedRows
+from splitveil.common.run.course import HELD_OUT, AlignedRows
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
 from splitveil.common.run.messages import IdForm
 from splitveil.common.run.sample_order import SPLITS, Positions
@@ -37,6 +37,7 @@ from splitveil.common.run.sample_order import SPLITS, Positions
 _logger = logging.getLogger(__name__)
 
 LARGE_FILE_BYTES = 2**30
+FIT_ROWS = 2**14
 _IDS_AT_ONCE = 2**16
 _ROWS_AT_ONCE = 2**12
 _NAMED = 50
@@ -62,8 +63,7 @@ class PartyData:
 
     @classmethod
     def of(cls, settings: PartySettings) -> "PartyData":
-        contract = settings.contract
-        return cls.load(settings.data, settings.base_dir, contract.split, contract.ids)
+        return cls.load(settings.data, settings.base_dir, settings.split, settings.contract.ids)
 
     @classmethod
     def load(
@@ -109,11 +109,35 @@ class PartyData:
             self.settings.features, self.table, training_rows, num_bins, self.sequences
         )
 
+    def rows_without_test(self, rows: AlignedRows) -> Positions:
+        """Return all rows of this party's own table that are not held out, ascending."""
+        is_kept = np.ones(len(self.ids), dtype=np.bool_)
+        if self.table.splits is not None:
+            is_kept[self.table.splits != SPLITS.index("train")] = False
+        for name in HELD_OUT:
+            is_kept[rows.file_rows[rows.splits[name]]] = False
+        return np.flatnonzero(is_kept)
+
+    def blocks(self, encoder: FeatureEncoder, file_rows: Positions) -> Iterator[Features]:
+        """Yield the features of some rows, part by part."""
+        encode = RowEncoder(encoder, self.table)
+        for start in range(0, len(file_rows), FIT_ROWS):
+            yield encode(file_rows[start : start + FIT_ROWS])
+
     def encode(
-        self, rows: AlignedRows, earlier: EarlierModel | None = None, num_bins: int = 0
+        self,
+        rows: AlignedRows,
+        earlier: EarlierModel | None = None,
+        num_bins: int = 0,
+        fitted_to: Positions | None = None,
     ) -> tuple[FeatureEncoder | None, Features | None]:
-        """Fit on the training rows, unless there is an earlier model, and encode all rows."""
-        encoder = self.fit(rows.file_rows[rows.splits["train"]], earlier, num_bins)
+        """Encode all rows by what an earlier model was fitted to, or this one is.
+
+        By default these are the training rows.
+        """
+        if fitted_to is None:
+            fitted_to = rows.file_rows[rows.splits["train"]]
+        encoder = self.fit(fitted_to, earlier, num_bins)
         if encoder is None:
             return None, None
         if self.table.is_on_disk:
@@ -141,7 +165,8 @@ class PartyData:
     def training_rows(self, split: SplitSettings) -> int:
         """Return the number of training rows if all rows were aligned; approximate with a hash."""
         if self.table.splits is None:
-            return 0 if isinstance(split, ColumnSplit) else round(split.train * len(self.ids))
+            share = 1 if isinstance(split, ColumnSplit) else split.train
+            return round(share * len(self.ids))
         return int(np.count_nonzero(self.table.splits == SPLITS.index("train")))
 
     def summary(self, contract: Contract) -> str:

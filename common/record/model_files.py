@@ -27,7 +27,7 @@ from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.data.table import Table
 from splitveil.common.errors import SettingsError
-from splitveil.common.models.settings import CustomModel, ModelSettings
+from splitveil.common.models.settings import BottomModelSettings, CustomModel
 from splitveil.common.record import run_folder
 from splitveil.common.run.contract import Contract, first_difference
 from splitveil.common.run.messages import ModelIdentity
@@ -40,6 +40,8 @@ WEIGHTS = "model.safetensors"
 REFITTED = "refitted.safetensors"
 ALONE = "alone.safetensors"
 ENCODER = "encoder.json"
+TOP_MODEL = "top_model"  # metadata of weights: the settings of their model, as JSON
+TREES = "trees"  # the same: how large the trees beside it are, if there are any
 
 
 def save_model(
@@ -150,7 +152,7 @@ class PretrainedWeights:
     digest: str = ""
 
     @classmethod
-    def open(cls, model: ModelSettings, base_dir: Path) -> "PretrainedWeights":
+    def open(cls, model: BottomModelSettings, base_dir: Path) -> "PretrainedWeights":
         """Check the files that settings name; they are loaded when they are needed."""
         named = model.weights if isinstance(model, CustomModel) else {}
         files = {part: expand_path(PRETRAINED, name, base_dir) for part, name in named.items()}
@@ -264,9 +266,11 @@ _RUN, _BATCHES, _CONTRACT = "run_id", "batch_number", "contract"
 
 
 def identity_metadata(model: ModelIdentity, contract: Contract) -> dict[str, str]:
+    # A passive party that does not learn the common rows follows no course.
+    batches = 0 if contract.is_one_sided else model.batch_number
     return {
         _RUN: model.run_id,
-        _BATCHES: str(model.batch_number),
+        _BATCHES: str(batches),
         _CONTRACT: contract.digest().hex(),
     }
 

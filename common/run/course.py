@@ -76,6 +76,14 @@ class AlignedRows:
         )
         return cls(file_rows, splits, samples, digests, has_survey)
 
+    @classmethod
+    def of_whole_table(cls, contract: Contract, num_rows: int) -> "AlignedRows":
+        """Take all rows of a party that does not learn which are common."""
+        rows, none = np.arange(num_rows), np.empty(0, np.int64)
+        order = sample_order.SampleOrder(bytes(32), rows, contract.batch_size, drop_last=False)
+        digests = np.zeros((num_rows, 16), np.uint8)
+        return cls(rows, {"train": rows, "validation": none, "test": none}, order, digests)
+
     def total_steps(self, contract: Contract) -> int:
         """Return the number of training steps of the whole run, unless it stops early."""
         return self.order.steps_per_epoch * contract.epochs
@@ -116,6 +124,11 @@ class Batch:
     closes_epoch: bool  # whether it is the last batch of its epoch
 
     @property
+    def is_answered(self) -> bool:
+        """Whether the reply is a tensor that depends on labels."""
+        return self.split in ("train", "labels")
+
+    @property
     def key(self) -> tuple[int, sample_order.PassName, int]:
         return (self.epoch, self.split, self.step)
 
@@ -126,10 +139,15 @@ class Batch:
 def run_course(contract: Contract, rows: AlignedRows, batch_number: int = 0) -> Iterator[Batch]:
     """Yield the batches of a run: each epoch's training rows, then its held-out rows.
 
-    A survey comes before the first epoch, and its batches count as the first epoch's.
+    A survey comes before the first epoch, and its batches count as the first epoch's. A one-shot
+    run has one epoch, in which each row comes once.
     """
     held_out = [name for name in HELD_OUT if len(rows.splits[name])]
     size = contract.evaluation_batch_size
+    if contract.is_one_shot:
+        passes: list[sample_order.PassName] = ["labels"] if contract.noisy_labels else []
+        yield from islice(_one_shot(rows, size, [*passes, "survey", *held_out]), batch_number, None)
+        return
     held_out_batches = sum(math.ceil(len(rows.splits[name]) / size) for name in held_out)
     survey = list(_parts(rows.splits["train"], size)) if rows.has_survey else []
     surveyed = _batches(rows, 0, "survey", survey, closes_epoch=False)
@@ -141,9 +159,19 @@ def run_course(contract: Contract, rows: AlignedRows, batch_number: int = 0) -> 
         yield from islice(batches, left_out if epoch == first_epoch else 0, None)
 
 
+def _one_shot(
+    rows: AlignedRows, size: int, passes: Sequence[sample_order.PassName]
+) -> Iterator[Batch]:
+    for name in passes:
+        of_training = name in ("labels", "survey")
+        positions = rows.splits["train" if of_training else name]  # type: ignore[index]
+        parts = list(_parts(positions, size))
+        yield from _batches(rows, 0, name, parts, closes_epoch=name == passes[-1])
+
+
 def is_checkpoint(contract: Contract, rows: AlignedRows, batch: Batch) -> bool:
     if batch.split != "train":
-        return batch.closes_epoch
+        return batch.closes_epoch or (batch.split == "labels" and batch.closes_split)
     steps = batch.epoch * rows.order.steps_per_epoch + batch.step + 1
     return steps % contract.checkpoints.every_steps == 0 and not batch.closes_split
 

@@ -126,7 +126,7 @@ class Progress:
     def to_evaluate(self, unanswered: int) -> course.Batch | None:
         """Return the batch without gradient that is sent now; None before a reply has come."""
         batch = self.ahead(unanswered)
-        if batch is None or batch.split == "train" or unanswered >= self._evaluations_ahead:
+        if batch is None or batch.is_answered or unanswered >= self._evaluations_ahead:
             return None
         before = self.ahead(unanswered - 1) if unanswered else None
         return None if before is not None and before.closes_epoch else batch

@@ -199,8 +199,15 @@ class TensorAssembler(Generic[MessageT]):
     allows.
     """
 
-    def __init__(self, limits: TensorLimits, build: Callable[[BatchId, Tensor], MessageT]) -> None:
+    def __init__(
+        self,
+        limits: TensorLimits,
+        build: Callable[[BatchId, Tensor], MessageT],
+        *,
+        most_label_values: int = 0,
+    ) -> None:
         self._limits = limits
+        self._most_label_values = most_label_values
         self._build = build
         self._begun: pb.TensorFrame | None = None
         self._buffer = bytearray()
@@ -208,7 +215,9 @@ class TensorAssembler(Generic[MessageT]):
 
     @staticmethod
     def of_answers(limits: TensorLimits) -> "TensorAssembler[Answer]":
-        return TensorAssembler(limits, _received_answer)
+        # Of noisy labels, a bottom model has a score for each class but one.
+        most = math.prod(limits.cut_shape) + 1
+        return TensorAssembler(limits, _received_answer, most_label_values=most)
 
     def add(self, frame: Frame) -> MessageT | None:
         """Take a frame; return the message if it is complete, or raise ProtocolError."""
@@ -231,6 +240,9 @@ class TensorAssembler(Generic[MessageT]):
     def _check_first(self, fields: pb.TensorFrame) -> None:
         limits = self._limits
         shape = (fields.rows, *limits.cut_shape)
+        if fields.split == pb.SPLIT_LABELS:  # a question about labels is empty
+            wanted = fields.shape[-1] if len(fields.shape) == 2 else 1
+            shape = (fields.rows, min(max(wanted, 1), self._most_label_values))
         if fields.dtype != WIRE_DTYPES[limits.dtype]:
             raise InvalidMessage(f"dtype: expected {limits.dtype}, got {fields.dtype}")
         if fields.rows > limits.max_rows:
@@ -257,7 +269,7 @@ class TensorAssembler(Generic[MessageT]):
         dtype = TORCH_DTYPES[self._limits.dtype]
         # The copy makes the tensor writable and independent of the message's memory, and gives it
         # torch's alignment, on which the bits of a product may depend.
-        values = torch.empty(fields.rows, *self._limits.cut_shape, dtype=dtype)
+        values = torch.empty(*fields.shape, dtype=dtype)
         values.view(torch.uint8).numpy().reshape(-1)[:] = np.frombuffer(data, dtype=np.uint8)
         if not _all_finite(values):
             raise InvalidMessage("values: expected finite numbers, got NaN or infinity")

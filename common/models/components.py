@@ -1,0 +1,369 @@
+"""Bottom models that are computed from a party's own table instead of being trained.
+
+A row becomes codes X: each number is cumulative over quantile bins, min(max(place - j, 0), 1) for
+bin j, and each category one-hot. The activation is a linear function of the codes, clipped at five
+standard deviations: principal components, X V L^(-1/4) with V and L the largest eigenvectors and
+eigenvalues of the codes' covariance, or before these a score, which is a ridge regression on noisy
+labels. Components are scaled by the fourth root of their variance: half way to whitening, so that
+the later ones, which are mostly noise, do not count as much as the first.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+
+from splitveil.common.data.features import Features, FeatureShapes, image_as_float
+from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.models.settings import PcaModel, ScoreModel
+
+_logger = logging.getLogger(__name__)
+
+MOST_DENSE = 4096
+"""Codes beyond which their covariance is not held, and a sparse solver is used."""
+
+FOLDS = 5
+_STRENGTHS = np.logspace(-3, 2, 16).tolist()  # of a ridge regression, by row and unit of variance
+_LEAST_DEVIATION = 0.05
+_CLIP = 5.0
+FIT_ROWS = 2**14  # rows whose codes are held at once
+_TINY = 1e-9  # share of the largest variance below which a component is rounding
+
+Blocks = Callable[[], Iterable[Features]]
+"""Yields a table's rows in parts, the same at every call."""
+
+
+class Moments(NamedTuple):
+    """Sums over rows of codes, in float64."""
+
+    num_rows: int
+    total: Tensor  # (codes,)
+    products: Tensor  # (codes, codes)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.total / self.num_rows
+
+    @property
+    def covariance(self) -> Tensor:
+        return self.products / self.num_rows - torch.outer(self.mean, self.mean)
+
+
+class ComponentsBottom(nn.Module):
+    """A linear function of codes, (rows, *cut_shape); zero before it is fitted."""
+
+    def __init__(
+        self, settings: PcaModel | ScoreModel, shapes: FeatureShapes, cut_shape: Sequence[int]
+    ) -> None:
+        super().__init__()
+        self.settings = settings
+        self.cut_shape = tuple(cut_shape)
+        self._bins = list(shapes.bins)
+        image = math.prod(shapes.image_shape) if shapes.image_shape else 0
+        self._num_dense = sum(self._bins) + shapes.numeric_dim - len(self._bins) + image
+        self._sizes = [*shapes.vocabulary_sizes, *shapes.num_tokens]
+        self._max_lengths = list(shapes.max_lengths)
+        self.num_codes = self._num_dense + sum(self._sizes)
+        width = math.prod(cut_shape)
+        self.weight = nn.Parameter(torch.zeros(self.num_codes, width))
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.register_buffer("limit", torch.full((width,), math.inf))
+        starts = torch.tensor([0, *accumulate(self._sizes)][:-1], dtype=torch.int64)
+        self.register_buffer("starts", starts + self._num_dense, persistent=False)
+
+    def forward(self, features: Features) -> Tensor:
+        activation = self.values(features, self.weight) + self.bias
+        limit = self.get_buffer("limit")
+        return activation.clamp(-limit, limit).reshape(-1, *self.cut_shape)
+
+    def values(self, features: Features, weight: Tensor) -> Tensor:
+        """Return codes times weights, (rows, width), without building the codes of categories."""
+        found = weight.new_zeros(())
+        if self._num_dense:
+            found = self.dense(features) @ weight[: self._num_dense]
+        for slots, share in self.slots(features):
+            found = found + (embedding(slots, weight) * share).sum(1)
+        return found
+
+    def codes(self, features: Features) -> Tensor:
+        """Return the codes, (rows, codes) float32."""
+        found = torch.zeros(len(features), self.num_codes, device=self.weight.device)
+        found[:, : self._num_dense] = self.dense(features)
+        for slots, share in self.slots(features):
+            found.scatter_add_(1, slots, share.squeeze(-1).expand(slots.shape).to(found))
+        return found
+
+    def column_of_code(self) -> Tensor:
+        """Return the number of each code's column, (codes,), in the order of the features."""
+        plain = self._num_dense - sum(self._bins)
+        widths = torch.tensor([*self._bins, *[1] * plain, *self._sizes])
+        return torch.repeat_interleave(torch.arange(len(widths)), widths)
+
+    def dense(self, features: Features) -> Tensor:
+        """Return the codes of numbers and images, the first ones, (rows, codes)."""
+        parts: list[Tensor] = []
+        if features.numeric is not None:
+            places = features.numeric
+            for column, bins in enumerate(self._bins):
+                steps = torch.arange(bins, device=places.device)
+                parts.append((places[:, column, None] - steps).clamp(0, 1))
+            parts.append(places[:, len(self._bins) :])
+        if features.image is not None:
+            parts.append(image_as_float(features.image).flatten(1))
+        # The number of rows stays open, as an export needs it.
+        return torch.cat(parts, dim=1) if parts else self.weight.new_empty(len(features), 0)
+
+    def slots(self, features: Features) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield places of codes, (rows, entries), and the value that each has there."""
+        starts = self.get_buffer("starts")
+        categories = 0 if features.categorical is None else features.categorical.shape[1]
+        if features.categorical is not None:
+            slots = features.categorical + starts[:categories]
+            yield slots, torch.ones(1, 1, 1, device=slots.device)
+        if features.tokens is not None and features.lengths is not None:
+            columns = torch.split(features.tokens, self._max_lengths, dim=1)
+            for column, tokens in enumerate(columns):
+                lengths = features.lengths[:, column, None]
+                is_there = torch.arange(tokens.shape[1], device=tokens.device) < lengths
+                share = is_there / lengths.clamp(min=1)
+                yield tokens + starts[categories + column], share[:, :, None]
+
+    # ---- fitting ----
+
+    def fit(self, blocks: Blocks, *, is_final: bool) -> None:
+        """Fit principal components to a table's rows, from no label.
+
+        They are clipped if they are final; a model that trains afterwards is not clipped.
+
+        Raises SettingsError if there are fewer independent directions than components.
+        """
+        with torch.no_grad():
+            directions, variances, mean = self.components(blocks, len(self.bias))
+            scaled = directions * variances ** (-1 / 4)
+            deviations = variances ** (1 / 4) if is_final else torch.full_like(variances, math.inf)
+            self._set(slice(None), scaled, -mean @ scaled, deviations)
+
+    def before_labels(self, blocks: Blocks, names: Sequence[str]) -> Moments:
+        """Return what ``fit_score`` needs of a table's rows and the names of its columns.
+
+        Raises SettingsError for what could not be fitted to any labels: their release is charged.
+        """
+        settings = self.settings
+        chosen = settings.columns_from or () if isinstance(settings, ScoreModel) else ()
+        if unknown := sorted({*chosen} - {*names}):
+            raise SettingsError(
+                f"bottom_model.columns_from: no columns of data.features: {', '.join(unknown)}"
+            )
+        if self.num_codes > MOST_DENSE:
+            raise SettingsError(
+                f"bottom_model: a score is fitted to at most {MOST_DENSE:,} codes, and the columns "
+                f"have {self.num_codes:,}: leave out those of many categories, or set min_count"
+            )
+        moments = self.moments(blocks)
+        self._require_directions(_principal(moments.covariance, len(self.bias))[1])
+        return moments
+
+    def fit_score(
+        self, rows: Features, noisy: NDArray[np.float32], moments: Moments, names: Sequence[str]
+    ) -> None:
+        """Fit scores to noisy labels of training rows, and components to a table's moments.
+
+        Shapes: ``noisy`` (rows, 1), or of several classes (rows, classes). ``names`` are those of
+        the columns, in the order of the features.
+
+        A score that is fitted without a row's own noisy label was measured to be no better for it.
+        """
+        with torch.no_grad():
+            targets = torch.from_numpy(noisy).double()
+            if targets.shape[1] > 1:  # shares of classes add up to 1, and the noise does not
+                targets = (targets - targets.mean(1, keepdim=True))[:, :-1]
+            folds = self._folds(rows, targets)
+            every = folds.of_columns(None)
+            scores = every.weights()
+            self._set(slice(0, scores.shape[1]), *every.as_function(scores))
+            self._fit_beside(scores.shape[1], moments, folds, names)
+
+    def scores_of(self, rows: Features, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights, (codes, targets), and bias of a score for each target, float64."""
+        with torch.no_grad():
+            folds = self._folds(rows, targets).of_columns(None)
+            return folds.as_function(folds.weights())[:2]
+
+    def _fit_beside(
+        self, first: int, moments: Moments, folds: "Folds", names: Sequence[str]
+    ) -> None:
+        width, covariance, settings = len(self.bias) - first, moments.covariance, self.settings
+        if width == 0:
+            return
+        if isinstance(settings, ScoreModel) and settings.columns is not None:
+            of_code = np.array(names, dtype=object)[self.column_of_code()]
+            worth = {
+                name: folds.of_columns(torch.from_numpy(np.flatnonzero(of_code == name))).worth()
+                for name in settings.columns_from or sorted({*names})
+            }
+            best = sorted(worth, key=lambda name: -worth[name])[: settings.columns]
+            _logger.info("beside the score: components of %s", ", ".join(best))
+            is_used = torch.from_numpy(np.isin(of_code, best)).double()
+            covariance = covariance * torch.outer(is_used, is_used)  # what is 0 has no variance
+        # Some columns may have fewer directions: the values that are left are 0.
+        directions, variances = _principal(covariance, width)
+        scaled = directions * variances.clamp(min=1e-30) ** (-1 / 4)
+        self._set(slice(first, None), scaled, -moments.mean @ scaled, variances ** (1 / 4))
+
+    def _folds(self, rows: Features, targets: Tensor) -> "Folds":
+        width = self.num_codes + targets.shape[1] + 1
+        sums = torch.zeros(FOLDS, width, width, dtype=torch.float64)
+        for places in torch.split(torch.arange(len(targets)), FIT_ROWS):
+            codes = self.codes(rows.rows(places)).double()
+            joined = torch.cat([torch.ones(len(codes), 1), codes, targets[places]], dim=1)
+            for fold in range(FOLDS):
+                part = joined[places % FOLDS == fold]
+                sums[fold].addmm_(part.T, part)
+        return Folds(sums, self.num_codes)
+
+    def components(self, blocks: Blocks, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return directions, (codes, width), their variances, and the codes' mean, float64."""
+        if self.num_codes > MOST_DENSE:
+            directions, variances, mean = _sparse_components(self, blocks, width)
+        else:
+            moments = self.moments(blocks)
+            mean, (directions, variances) = moments.mean, _principal(moments.covariance, width)
+        self._require_directions(variances)
+        return directions, variances, mean
+
+    def _require_directions(self, variances: Tensor) -> None:
+        rank, width = int((variances > 0).sum()), len(self.bias)
+        if rank < width:
+            raise SettingsError(
+                f"bottom_model: the columns of data.features have {rank} independent directions; "
+                f"expected contract.cut_shape of at most [{rank}], got {list(self.cut_shape)}"
+            )
+
+    def moments(self, blocks: Blocks) -> Moments:
+        """Return the sums of the codes and of their products."""
+        count = 0
+        total = torch.zeros(self.num_codes, dtype=torch.float64)
+        products = torch.zeros(self.num_codes, self.num_codes, dtype=torch.float64)
+        for part in blocks():
+            codes = self.codes(part).double()
+            count += len(codes)
+            total += codes.sum(0)
+            products.addmm_(codes.T, codes)
+        if not count:
+            raise DataError("bottom_model: there is no row to fit it to")
+        return Moments(count, total, products)
+
+    def _set(self, columns: slice, weight: Tensor, bias: Tensor, deviations: Tensor) -> None:
+        self.weight[:, columns] = weight.to(self.weight)
+        self.bias[columns] = bias.to(self.bias)
+        self.get_buffer("limit")[columns] = (_CLIP * deviations).to(self.bias)
+
+
+def _principal(covariance: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    variances, directions = torch.linalg.eigh(covariance)
+    return _signed(directions.flip(1)[:, :width], variances.flip(0)[:width])
+
+
+def _signed(directions: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
+    """Return directions with signs of their own; those of rounding alone are 0, with variance 0."""
+    is_there = variances > _TINY * variances[0].clamp(min=_TINY)
+    signs = torch.sign(directions.gather(0, directions.abs().argmax(0, keepdim=True)))
+    return directions * signs * is_there, variances * is_there
+
+
+def _sparse_components(
+    model: ComponentsBottom, blocks: Blocks, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    from scipy import sparse  # noqa: PLC0415
+    from sklearn.decomposition import PCA  # noqa: PLC0415
+
+    parts = []
+    for part in blocks():
+        dense = sparse.csr_matrix(model.dense(part).numpy())
+        dense.resize(len(part), model.num_codes)
+        parts.append(dense)
+        for slots, share in model.slots(part):
+            values = share.squeeze(-1).expand(slots.shape).flatten().numpy()
+            places = np.repeat(np.arange(len(part)), slots.shape[1]), slots.flatten().numpy()
+            parts[-1] += sparse.csr_matrix((values, places), dense.shape, np.float32)
+    found = PCA(width, svd_solver="arpack", random_state=0).fit(sparse.vstack(parts))
+    directions = torch.from_numpy(found.components_.T.copy()).double()
+    variances = torch.from_numpy(np.asarray(found.explained_variance_)).double()
+    mean = torch.from_numpy(np.asarray(found.mean_)).double().flatten()
+    return *_signed(directions, variances), mean
+
+
+class Folds:
+    """Sums of products of [1, codes, targets] over the rows of each fold, for ridge regressions."""
+
+    def __init__(self, sums: Tensor, num_codes: int, of_codes: Tensor | None = None) -> None:
+        codes = torch.arange(num_codes) if of_codes is None else of_codes
+        total = sums.sum(0)
+        self._count = total[0, 0]
+        self._sums, self._num_codes, self._codes = sums, num_codes, codes
+        self._mean = total[0, 1 : 1 + num_codes][codes] / self._count
+        variance = total.diagonal()[1 : 1 + num_codes][codes] / self._count - self._mean**2
+        # A rare category would otherwise count as much as a frequent one.
+        self._scale = variance.clamp(min=_LEAST_DEVIATION**2).sqrt()
+        mean_target = total[0, 1 + num_codes :] / self._count
+        place = torch.cat([codes, torch.arange(num_codes, len(total) - 1)]) + 1
+        centre = torch.cat([self._mean, mean_target])
+        inside = sums[:, place][:, :, place]
+        ones, first = sums[:, 0, 0], sums[:, 0, place]
+        products = (
+            inside
+            - torch.einsum("fi,j->fij", first, centre)
+            - torch.einsum("i,fj->fij", centre, first)
+            + ones[:, None, None] * torch.outer(centre, centre)
+        )
+        num = len(codes)
+        self._gram = products[:, :num, :num] / torch.outer(self._scale, self._scale)
+        self._cross = products[:, :num, num:] / self._scale[:, None]
+
+    def of_columns(self, codes: Tensor | None) -> "Folds":
+        """Return the same of some codes only."""
+        return Folds(self._sums, self._num_codes, codes)
+
+    def weights(self) -> Tensor:
+        """Return a ridge regression's weights of scaled codes, (codes, targets)."""
+        return self._solved(None, self._strength[1])
+
+    def worth(self) -> float:
+        """Return the correlation of what is predicted of a fold by the others with its targets."""
+        return self._strength[0]
+
+    def as_function(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return weights of all codes, bias and deviations of standardised scores."""
+        deviation = (weights * (self._gram.sum(0) @ weights)).sum(0) / self._count
+        scaled = weights / deviation.clamp(min=1e-30).sqrt() / self._scale[:, None]
+        of_all = torch.zeros(self._num_codes, scaled.shape[1], dtype=torch.float64)
+        of_all[self._codes] = scaled
+        return of_all, -self._mean @ scaled, torch.ones(scaled.shape[1], dtype=torch.float64)
+
+    def _solved(self, left_out: int | None, strength: float) -> Tensor:
+        kept = [fold for fold in range(FOLDS) if fold != left_out]
+        gram, cross = self._gram[kept].sum(0), self._cross[kept].sum(0)
+        share = len(kept) / FOLDS
+        ridge = strength * share * self._count * torch.eye(len(gram), dtype=torch.float64)
+        found: Tensor = torch.linalg.solve(gram + ridge, cross)
+        return found
+
+    @cached_property
+    def _strength(self) -> tuple[float, float]:
+        tried = []
+        for strength in _STRENGTHS:
+            hits, sizes = 0.0, 1e-30
+            for fold in range(FOLDS):
+                weights = self._solved(fold, strength)
+                hits += float((weights * self._cross[fold]).sum())
+                sizes += float((weights * (self._gram[fold] @ weights)).sum())
+            tried.append((hits / sizes**0.5, strength))
+        return max(tried)

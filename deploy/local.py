@@ -144,12 +144,26 @@ def _show(name: str, ended: Mapping[str, EndedRun], page: Path | None) -> None:
     from splitveil.active_party.report.comparison_table import comparison_table  # noqa: PLC0415
 
     results = {title: read_summary(one.folder / ACTIVE) for title, one in ended.items()}
-    Console().print(comparison_table(name, results))
+    disclosed = {title: text for title, one in ended.items() if (text := _disclosed(one.folder))}
+    Console().print(comparison_table(name, results, disclosed))
     console = Console(soft_wrap=True, highlight=False)
     for path in filter(None, [*(one.report for one in ended.values()), page]):
         if path.exists():  # a terminal that can opens it by a click
             shown = Text(visible(str(path)), style=f"link {path.resolve().as_uri()}")
             console.print(Text("report  ").append_text(shown))
+
+
+def _disclosed(folder: Path) -> Text | None:
+    """Return what a run has given away of the columns of its passive party, if there is one."""
+    from splitveil.passive_party.report_page import read_files  # noqa: PLC0415
+
+    if not (folder / "passive").is_dir():
+        return None
+    found = read_files(folder / "passive").exposure
+    if found is None or found.strongest is None:
+        return None
+    strongest = f"{found.strongest.name} {found.strongest_disclosure:.2f}"
+    return cell(f"{found.disclosure:.2f}", strongest)
 
 
 def _try_to_write(function: str, *arguments: object) -> None:

@@ -161,7 +161,13 @@ class PassiveSettings(PartySettings):
                 "bottom_model.kind: a score is fitted to noisy labels, and contract.noisy_labels "
                 "is false: agree on true with the label owner, or expected pca"
             )
-        is_fitted = isinstance(model, PcaModel) or self.initial_weights is not None
+        is_computed, others = isinstance(model, PcaModel), len(contract.passive_parties) > 1
+        if contract.is_one_shot and is_computed and others and contract.aggregation == "mean":
+            raise ValueError(
+                "contract.aggregation: expected concat: bottom models that are not trained "
+                "together have nothing in common whose mean could be taken"
+            )
+        is_fitted = is_computed or self.initial_weights is not None
         if isinstance(model, CustomModel):
             is_fitted |= bool(model.weights or model.frozen)
         if contract.is_one_shot and not is_fitted:

@@ -21,6 +21,7 @@ from splitveil.active_party.predict.embed_client import EmbedClient
 from splitveil.active_party.predict.table_client import TableClient
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.aggregation import aggregate
+from splitveil.active_party.training.boosting import WithTrees
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind, kind_of
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.data.stored_ids import ABSENT
@@ -30,7 +31,7 @@ from splitveil.common.models.factory import build_top_model
 from splitveil.common.models.settings import ModelSettings
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.served_rows import ServedRows
-from splitveil.common.record.model_files import REFITTED, TOP_MODEL, WEIGHTS, TrainedModel
+from splitveil.common.record.model_files import REFITTED, TOP_MODEL, TREES, WEIGHTS, TrainedModel
 from splitveil.common.run.contract import ACTIVE, Aggregation
 from splitveil.common.run.messages import Embedded, ModelIdentity
 from splitveil.common.text.closing import Closing
@@ -62,6 +63,8 @@ def load_top(
         seed=settings.model_seed,
         num_classes=settings.data.num_classes,
     )
+    if (sizes := trained.saved.metadata.get(TREES)) is not None:
+        model = WithTrees(model, *map(int, sizes.split()))
     model = settings.defense.predicting(model)
     trained.put_into(model)
     return trained, model, kind

@@ -41,6 +41,7 @@ REFITTED = "refitted.safetensors"
 ALONE = "alone.safetensors"
 ENCODER = "encoder.json"
 TOP_MODEL = "top_model"  # metadata of weights: the settings of their model, as JSON
+TREES = "trees"  # the same: how large the trees beside it are, if there are any
 
 
 def save_model(

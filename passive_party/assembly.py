@@ -31,6 +31,7 @@ from splitveil.passive_party.bottom_trainer import (
     named_layer,
     stashing_weights,
 )
+from splitveil.passive_party.exposure_plan import check_exposure
 from splitveil.passive_party.settings import PassiveSettings
 
 logger = logging.getLogger("splitveil.passive_party")
@@ -96,6 +97,7 @@ class BottomBuilder:
         device: torch.device,
         ranks: Ranks | None = None,
     ) -> None:
+        check_exposure(settings, data)  # before any id is exchanged
         self.encoder: FeatureEncoder | None = None
         self._ranks = ranks
         self._settings = settings
@@ -121,6 +123,8 @@ class BottomBuilder:
         settings, contract = self._settings, self._settings.contract
         is_computed = isinstance(settings.bottom_model, PcaModel)
         own_rows = self._data.rows_without_test(rows) if is_computed else None
+        if contract.is_one_sided:  # this party does not know which rows are held out
+            own_rows = np.arange(len(self._data.ids))
         encoder, features = self._data.encode(
             rows, self._earlier, bins_of(settings.bottom_model), own_rows
         )

@@ -86,7 +86,9 @@ class ComponentsBottom(nn.Module):
 
     def values(self, features: Features, weight: Tensor) -> Tensor:
         """Return codes times weights, (rows, width), without building the codes of categories."""
-        found = self.dense(features) @ weight[: self._num_dense]
+        found = weight.new_zeros(())
+        if self._num_dense:
+            found = self.dense(features) @ weight[: self._num_dense]
         for slots, share in self.slots(features):
             found = found + (embedding(slots, weight) * share).sum(1)
         return found
@@ -107,7 +109,7 @@ class ComponentsBottom(nn.Module):
 
     def dense(self, features: Features) -> Tensor:
         """Return the codes of numbers and images, the first ones, (rows, codes)."""
-        parts = [self.weight.new_empty(len(features), 0)]
+        parts: list[Tensor] = []
         if features.numeric is not None:
             places = features.numeric
             for column, bins in enumerate(self._bins):
@@ -116,7 +118,8 @@ class ComponentsBottom(nn.Module):
             parts.append(places[:, len(self._bins) :])
         if features.image is not None:
             parts.append(image_as_float(features.image).flatten(1))
-        return torch.cat(parts, dim=1)
+        # The number of rows stays open, as an export needs it.
+        return torch.cat(parts, dim=1) if parts else self.weight.new_empty(len(features), 0)
 
     def slots(self, features: Features) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield places of codes, (rows, entries), and the value that each has there."""
@@ -187,6 +190,12 @@ class ComponentsBottom(nn.Module):
             scores = every.weights()
             self._set(slice(0, scores.shape[1]), *every.as_function(scores))
             self._fit_beside(scores.shape[1], moments, folds, names)
+
+    def scores_of(self, rows: Features, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights, (codes, targets), and bias of a score for each target, float64."""
+        with torch.no_grad():
+            folds = self._folds(rows, targets).of_columns(None)
+            return folds.as_function(folds.weights())[:2]
 
     def _fit_beside(
         self, first: int, moments: Moments, folds: "Folds", names: Sequence[str]

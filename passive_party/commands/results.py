@@ -4,6 +4,8 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.errors import PeerEndedForGood, SplitveilError
 from splitveil.common.record.run_folder import mark_as_ended
@@ -13,7 +15,7 @@ from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.text.version import VERSION
 from splitveil.passive_party.bottom_trainer import BottomTrainer
-from splitveil.passive_party.feature_exposure import measure_exposure
+from splitveil.passive_party.feature_exposure import Sample, measure_exposure
 from splitveil.passive_party.settings import PassiveReportSettings
 
 _logger = logging.getLogger(__name__)
@@ -29,7 +31,12 @@ def try_to_measure(
     from splitveil.passive_party.report_page import write_exposure  # noqa: PLC0415
 
     try:
-        found = measure_exposure(trainer, encoder, own_rows, settings.probe_rows)
+        found = measure_exposure(
+            trainer,
+            encoder,
+            own_rows,
+            Sample.draw(np.arange(trainer.num_rows), settings.probe_rows),
+        )
         if found is not None:
             write_exposure(folder, found)
     except SplitveilError as error:  # a full disk needs no traceback

@@ -4,19 +4,37 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+import yaml
+from scipy import stats
 from torch import Tensor
 
-from splitveil.common.errors import Interrupted, InvalidMessage, OutOfStep, SettingsError
+from splitveil.active_party.defenses import AnswerKeys, Examples, NoiseSecrets, NoisyLabelDefense
+from splitveil.active_party.defenses.dp_bounds import leak_auc_of_mu
+from splitveil.active_party.defenses.interface import DefenseContext
+from splitveil.active_party.ledger.account_book import LEDGER
+from splitveil.common.errors import (
+    BudgetExhausted,
+    Interrupted,
+    InvalidMessage,
+    OutOfStep,
+    SettingsError,
+)
+from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.messages import Activation, Answer, Course, DefendedGradient, LeaveReason
 from splitveil.library.recorded import clear_engine
+from splitveil.library.simulating import simulate
 from tests.support import simulation
 from tests.support.peers import DiesAt, InProcessPeer, Lost
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
+from tests.support.several import NAMES, build_several, write_several
+from tests.support.several import run_in_process as run_several
+from tests.support.tables import swap_labels, write_classes, write_numbers
 
 ONE_SHOT = ("contract.exchange=one_shot",)
 PCA = "bottom_model={kind: pca}"
@@ -243,3 +261,169 @@ def test_labels_of_another_width_than_before_end_the_run(example: Path) -> None:
 
     with pytest.raises(InvalidMessage, match="other numbers of values"):
         run_in_process(one_shot(example), Widens)
+
+
+# ---- what a release is, and what it is charged ----
+
+
+class Notes(InProcessPeer):
+    """Keeps the labels that come down."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.labels: list[Tensor] = []
+
+    def receive_gradient(self) -> Answer:
+        found = super().receive_gradient()
+        self.labels.append(found.values)
+        return found
+
+
+def released_to(parties: Parties) -> Tensor:
+    """Run, and return the noisy labels, (training rows, values), in the common order."""
+    peers: list[Notes] = []
+
+    def connect(*given: Any) -> Notes:
+        peers.append(Notes(*given))
+        return peers[-1]
+
+    run_in_process(parties, connect)
+    return torch.cat(peers[0].labels)
+
+
+def released(label: float, seed: int) -> Tensor:
+    """Return what is released of three rows, of which the second has a label, (3,)."""
+    context = DefenseContext((4,), is_one_shot=True)
+    defense = NoisyLabelDefense(insecure_noise_seed=seed)
+    key = defense.open_noise_key(context, Path("none"))
+    labels = torch.tensor([0.0, label, 1.0])
+    examples = Examples(["ann", "bob", "cid"], labels, torch.device("cpu"))
+    built = defense.build(context, NoiseSecrets(key, AnswerKeys()), examples)
+    return torch.as_tensor(built.released_labels(torch.arange(3)).gradient).flatten()
+
+
+def test_of_tables_that_differ_in_one_label_all_but_its_noisy_value_is_equal() -> None:
+    """That value is the label and noise of one law, which an unshifted comparison rejects."""
+    seeds = range(250)
+    of_zero = torch.stack([released(0, seed) for seed in seeds])
+    assert torch.equal(
+        of_zero[:, [0, 2]], torch.stack([released(1, seed) for seed in seeds])[:, [0, 2]]
+    )
+    of_one = torch.stack([released(1, 1000 + seed) for seed in seeds])[:, 1]
+    values = of_zero[:, 1].numpy()
+    assert stats.ks_2samp(values, of_one.numpy() - 1).pvalue > 0.01
+    assert stats.ks_2samp(values, of_one.numpy()).pvalue < 0.01
+    assert stats.kstest(values / 2, "norm").pvalue > 0.01  # noise_ratio 2
+
+
+def test_a_release_is_charged_once_and_one_of_another_strength_besides(
+    example: Path, tmp_path: Path
+) -> None:
+    first = one_shot(example)
+    noisy = released_to(first)
+    trained = first.session.lifecycle.answering.rows.splits["train"]
+    assert len(noisy) == len(trained)
+    bounds = first.session.leak_bounds()
+    assert bounds.sum_kl.max == bounds.sum_kl.mean == 0.25
+    assert bounds.guarantee.max == pytest.approx(leak_auc_of_mu(0.5))
+    book = first.session.lifecycle.phase.account_book()
+    save_tensors(tmp_path, LEDGER, book.state_dict())
+    after = f"earlier_ledgers=[{tmp_path}/checkpoint]"
+    again = build_parties(example, [*NOISY, RELEASE, after], [*NOISY, SCORE])
+    assert torch.equal(released_to(again), noisy)
+    assert again.session.leak_bounds().sum_kl.max == 0.25
+    stronger = RELEASE.replace("gaussian", "gaussian, noise_ratio: 1")
+    other = build_parties(example, [*NOISY, stronger, after], [*NOISY, SCORE])
+    run_in_process(other)
+    assert other.session.leak_bounds().sum_kl.max == 0.25 + 1
+
+
+def test_a_budget_forbids_a_release_above_it_and_none_where_nothing_is_released(
+    example: Path,
+) -> None:
+    enough, too_little = "run_budget={leak_auc: 0.65}", "run_budget={leak_auc: 0.6}"
+    run_in_process(build_parties(example, [*NOISY, RELEASE, enough], [*NOISY, SCORE]))
+    refused = build_parties(example, [*NOISY, RELEASE, too_little], [*NOISY, SCORE])
+    with pytest.raises(BudgetExhausted, match="epoch 1 step 1"):
+        run_in_process(refused)
+    assert refused.session.leak_bounds().sum_kl.max == 0
+    free = build_parties(example, [*ONE_SHOT, "run_budget={leak_auc: 0.51}"], [*ONE_SHOT, PCA])
+    run_in_process(free)
+    assert free.session.leak_bounds().guarantee.max == 0.5
+
+
+def test_a_label_that_is_corrected_after_its_release_is_released_as_before(tmp_path: Path) -> None:
+    """Otherwise the same noise on both labels would reveal both."""
+    write_example(tmp_path)
+    keyed = RELEASE.replace("seed: 7", "seed: null")
+    parties = partial(
+        build_parties, tmp_path, [*NOISY, keyed, f"noise_key_path={tmp_path}/noise.key"]
+    )
+    before = released_to(parties([*NOISY, SCORE]))
+    swap_labels(tmp_path / "active.csv")
+    assert torch.equal(released_to(parties([*NOISY, SCORE])), before)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_noisy_labels_are_one_release_whoever_receives_them(tmp_path: Path, count: int) -> None:
+    """Each party has a bottom model of its own kind, and their values stand side by side."""
+    write_several(tmp_path, count)
+    for name, kind in zip(NAMES[:count], ("score", "pca", "score"), strict=False):
+        path = tmp_path / f"{name}.yaml"
+        written = yaml.safe_load(path.read_text()) | {"bottom_model": {"kind": kind}}
+        path.write_text(yaml.safe_dump(written))
+    both = [*NOISY, "contract.aggregation=concat"]
+    several = build_several(tmp_path, both, [RELEASE])
+    run_several(several)
+    assert several.session.leak_bounds().sum_kl.max == 0.25
+    trainer = several.session.lifecycle.answering.trainer
+    assert trainer.memory is not None
+    assert trainer.memory.state_dict()["values"].shape[1] == 4 * count
+    with pytest.raises(SettingsError, match=r"contract\.aggregation: expected concat"):
+        build_several(tmp_path, NOISY, [RELEASE])
+
+
+# ---- runs with their results ----
+
+KINDS: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
+    "a score alone": (partial(write_example, rows=1500), {"contract.cut_shape": [1]}),
+    "a score and a column": (
+        partial(write_example, rows=1500),
+        {"passive.bottom_model": {"kind": "score", "columns": 1, "columns_from": ["x1", "x2"]}},
+    ),
+    "components": (
+        write_example,
+        {"passive.bottom_model": {"kind": "pca"}, "contract.drop_last": True},
+    ),
+    "classes": (write_classes, {}),
+    "numbers": (write_numbers, {"contract.cut_shape": [2]}),
+}
+
+
+@pytest.mark.parametrize("what", KINDS)
+def test_a_run_leaves_models_figures_and_a_report(tmp_path: Path, what: str) -> None:
+    write, changed = KINDS[what]
+    write(tmp_path)
+    is_noisy = changed.get("passive.bottom_model", {}).get("kind") != "pca"
+    settings = {
+        "contract.exchange": "one_shot",
+        "contract.noisy_labels": is_noisy,
+        "passive.bottom_model": {"kind": "score"},
+        "active.serving.fallback": True,
+        "active.optimizer.learning_rate": 0.02,
+    } | changed
+    defense = "noisy_label" if is_noisy else "none"
+    (run,) = simulate(tmp_path, defense=defense, settings=settings, threads=1)
+    assert run.bounds["anybody"] == pytest.approx(leak_auc_of_mu(0.5) if is_noisy else 0.5)
+    figures = run.summary
+    if what == "numbers":
+        assert figures["test_rmse"] < figures["test_rmse_alone"]
+    else:
+        assert figures["test_auc"] > figures["test_auc_alone"]
+    assert figures["steps"] is None
+    page = run.report().read_text()
+    assert ("Nothing that depends on a label was sent." in page) is not is_noisy
+    assert "was not measured" not in page
+    assert run.overview()["strongest_attack"] == "no gradient to attack"
+    if not is_noisy:
+        assert {one.name for one in run.export(tmp_path)} == {"active.pt2", "passive.pt2"}

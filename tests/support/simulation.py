@@ -182,6 +182,19 @@ class Simulation:
     ) -> threading.Thread:
         return start(name, self.passive[name].run, partial(connect, self), on_error)
 
+    def fit_top(self) -> None:
+        """Fit the top model of a one-shot run that is over, as its process does."""
+        session = self.active.session
+        trainer = session.lifecycle.phase.trainer
+        if trainer is None:
+            raise RuntimeError("nothing to fit before the alignment")
+        fitted = trainer.refitted(may_stay=False)
+        if fitted is None:
+            raise RuntimeError("nothing to fit before the last row")
+        trainer.model.load_state_dict(fitted.state_dict())
+        for evaluation in session.lifecycle.answering.measure_held_out():
+            session.lifecycle.observer.on_evaluation(evaluation)
+
     def weights(self) -> dict[str, Tensor]:
         """Return the weights of all models, ``top.<parameter>`` and ``<party>.<parameter>``."""
         trainers = {name: party.run.trainer for name, party in self.passive.items()}

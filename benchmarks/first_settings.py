@@ -346,11 +346,8 @@ def train(folder: Path, seed: int, *changed: str) -> simulation.Simulation:
     both.append("contract.split={kind: column, column: split}")
     active, passive = [*both, "leak_monitor=null"], list(both)
     for setting in changed:
-        whose = setting.partition(".")[0].partition("=")[0]
-        if whose in {"contract", "optimizer"} or whose.startswith("bottom"):
-            passive.append(setting)
-        if not whose.startswith("bottom"):
-            active.append(setting)
+        active += [setting] * is_of(setting, "active")
+        passive += [setting] * is_of(setting, "passive")
     if UNDEFENDED not in changed:
         active.append(f"defense.insecure_noise_seed={seed}")
     seen = simulation.ActiveRecording()
@@ -361,6 +358,14 @@ def train(folder: Path, seed: int, *changed: str) -> simulation.Simulation:
     run = simulation.build(settings, active_seen=seen, passive_seen={"passive": nothing})
     run.meet()
     return run
+
+
+def is_of(setting: str, party: str) -> bool:
+    """Return whether a party's file takes a setting ``name=value``."""
+    whose = setting.partition(".")[0].partition("=")[0]
+    is_of_bottom = whose.startswith("bottom")
+    is_of_both = whose in {"contract", "optimizer"}
+    return is_of_both or is_of_bottom is (party == "passive")
 
 
 def refitted(run: simulation.Simulation) -> nn.Module:

@@ -200,13 +200,13 @@ def _with_scores(
     for width in sorted(widths):
         model = ComponentsBottom(settings, encoder.shapes, (width,))
         try:
-            scores = model.fit_score(of_known, target.numpy(), blocks, encoder.names)
+            moments = model.before_labels(blocks, encoder.names)
+            model.fit_score(of_known, target.numpy(), moments, encoder.names)
         except SettingsError:
             if width <= own_width:
                 raise
             continue
         sent[width] = predict_in_blocks(model, features)
-        sent[width][:known, :1] = scores
     return by_score, best, sent
 
 

@@ -242,9 +242,7 @@ def exposure_from_json(document: object) -> FeatureExposure | None:
 
 def _embedded(trainer: BottomTrainer, positions: Positions) -> tuple[_Numbers, Features]:
     parts = np.array_split(positions, range(_EMBEDDED_AT_ONCE, len(positions), _EMBEDDED_AT_ONCE))
-    activations = [
-        trainer.embed_rows(part, trainer.rows(part)).flatten(1).double().cpu() for part in parts
-    ]
+    activations = [trainer.embed(trainer.rows(part)).flatten(1).double().cpu() for part in parts]
     return (
         np.concatenate([part.numpy() for part in activations]),
         trainer.rows(positions).to(activations[0].device),

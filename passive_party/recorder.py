@@ -110,7 +110,7 @@ class PassiveRecorder(RunRecorder):
         strongest = max(latest, key=lambda name: latest[name], default=None)
         figures = {} if strongest is None else {strongest: latest[strongest]}
         shown = [f"{figure} (features included)" for figure in each_in_words(figures)]
-        self._log_epoch(epoch, self._settings.contract.epochs, shown)
+        self._log_epoch(epoch, self._settings.contract, shown)
 
     def on_resumed(self, epoch: int | None) -> None:
         self._status.note_resumed(epoch)
@@ -120,8 +120,10 @@ class PassiveRecorder(RunRecorder):
     def summary(self, features: FeaturesOf | None = None) -> Summary:
         """Return the figures; with features, also those of model completion on these."""
         speed = self._progress.steps_per_s if self._progress else None
+        of_steps = self._epochs, self._steps, speed
+        is_one_shot = self._settings.contract.is_one_shot
         return Summary(
-            counts=RunCounts(self.aligned_rows, self._epochs, self._steps, speed),
+            counts=RunCounts(self.aligned_rows, *(() if is_one_shot else of_steps)),
             leak=None if self._leaks is None else self._leaks.summary(features=features),
         )
 
@@ -203,7 +205,7 @@ class PassiveRecorder(RunRecorder):
             self._labels = self._evaluation_labels.labels_of(ids)
             names = self._evaluation_labels.settings.class_names
         chosen = self._settings.adversary
-        if chosen is None:
+        if chosen is None or self._settings.contract.is_one_shot:  # no gradient comes
             return
         if self._labels is not None:
             self._leaks = self._of_run.enter_context(

@@ -77,7 +77,6 @@ class Traits(NamedTuple):
     """Whether it is `ProjectedLabels`: the run begins with a survey of the training rows, and
     nothing else that the peer sees may depend on true labels, not even the moment at which the run
     ends."""
-    refits_top: bool = False  # whether it is fitted to true labels after the last answer
     subject_column: str | None = None  # names the person whom a row is about, if one does
     earlier_targets: tuple[str, ...] = ()  # folders of earlier runs whose targets are used again
 

@@ -64,7 +64,7 @@ def decide(run: RunFiles, assessment: LeakAssessment) -> Decision:
     target, where = target_of(run)
     predictions = read_predictions(run.active.folder)
     size = _table_size(run, predictions)
-    prices = advice.price_list(run, target, size)
+    prices = advice.price_list(run, target, size) if assessment.has_gradients else []
     passed = list(_passed(run, assessment))
     checks = [*_ledger_checks(run, assessment, passed), *_quality_checks(run, predictions)]
     if not run.active.has_ended:
@@ -144,6 +144,8 @@ def _bound_check(run: RunFiles, target: float) -> Check:
 def _measured_checks(run: RunFiles, target: float, assessment: LeakAssessment) -> Iterator[Check]:
     """Yield the strongest attack; attacks on numbers reach no AUC to hold against the target."""
     accepted, strongest = f"≤ {target:g}", assessment.strongest
+    if not assessment.has_gradients:
+        return
     if num_classes(run) == ONE_NUMBER:
         if strongest_beyond(run.active.summary.of_leak.of_numbers) is None:
             yield Check(_MEASURED, "open", "–", accepted, "Nothing was measured beyond features.")

@@ -9,8 +9,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, 
 
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import SettingsError
-from splitveil.common.models.settings import OptimizerSettings
-from splitveil.common.run.contract import Contract
+from splitveil.common.models.settings import AdamOptimizer, OptimizerSettings
+from splitveil.common.run.contract import Contract, SplitSettings
 from splitveil.common.settings import (
     Mark,
     Section,
@@ -102,7 +102,7 @@ class PartySettings(Section):
     security: Annotated[SecuritySettings, Mark.MAY_CHANGE]
     """Protection of the connection."""
 
-    optimizer: OptimizerSettings
+    optimizer: OptimizerSettings = AdamOptimizer(kind="adam")
     """Optimizer of this party's half of the network."""
 
     device: Annotated[Device, Mark.MAY_CHANGE] = "auto"
@@ -167,6 +167,11 @@ class PartySettings(Section):
 
     base_dir: Path = Field(default=Path(), exclude=True)
     """Folder of the settings file, to which relative paths in ``data`` refer."""
+
+    @property
+    def split(self) -> SplitSettings | None:
+        """What divides this party's rows; None if it does not learn which are common."""
+        return self.contract.split
 
     def run_folder(self, party: str) -> Path:
         return self.runs_dir / self.contract.run_name / party

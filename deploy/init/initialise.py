@@ -246,8 +246,8 @@ def _print(written: Written, role: str) -> None:
         say("times", ", ".join(column.name for column in p.choices.timestamps))
     for what in (*written.remarks(), *p.choices.said):
         say(*what)
-    if p.forecast:
-        say("defense", f"projected_labels at {p.leak_auc}. {p.forecast}")
+    if label is not None:
+        say("exchange", "one_shot: nothing that depends on a label is sent")
     for path in written.files:
         say("written", str(path))
     own = next(path for path in written.files if path.name != "contract.yaml")

@@ -12,8 +12,6 @@ import pyarrow.compute as pc
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from splitveil.active_party.defenses.dp_bounds import mu_of_leak_auc
-from splitveil.active_party.defenses.projected.label_utility import label_utility
 from splitveil.common.data.label_columns import others_in_words
 from splitveil.common.data.settings import MAX_CLASSES
 from splitveil.common.data.source_settings import not_expanded
@@ -31,17 +29,13 @@ from splitveil.deploy.init.choices import (
     choose_label,
 )
 from splitveil.deploy.init.columns import Column, as_text, describe
-from splitveil.deploy.init.labels import Label
 from splitveil.deploy.init.own_ids import OwnIds
 from splitveil.deploy.init.tables import RawTable
 
 LEAK_AUC = 0.6
-RANK = 160  # sums in the first stage of `projected_labels`, for a cut layer of 64 numbers
-
 TRAIN_SHARE = 0.8
 _BATCHES = ((16_000, 1024), (2_000, 256), (500, 128), (0, 32))
 _EPOCHS = ((5_000_000, 2), (500_000, 4), (50_000, 10), (0, 20))
-_STAGES = 8
 
 
 class Sizes(NamedTuple):
@@ -49,7 +43,6 @@ class Sizes(NamedTuple):
     epochs: int
     min_aligned: int
     max_set_size: int
-    stages: int
     warmup_steps: int
 
 
@@ -61,8 +54,7 @@ def recommended_sizes(num_rows: int) -> Sizes:
         batch_size=batch_size,
         epochs=epochs,
         min_aligned=min(100, max(num_rows // 2, 1)),
-        max_set_size=_rounded_up(10 * num_rows),
-        stages=min(_STAGES, epochs),
+        max_set_size=_rounded_up(2 * num_rows),
         warmup_steps=steps // 20,
     )
 
@@ -76,20 +68,8 @@ def _rounded_up(number: int) -> int:
     return int(min(math.ceil(number / unit) * unit, 2**31))
 
 
-def _forecast(num_rows: int, label: Label) -> str:
-    training = max(round(TRAIN_SHARE * num_rows), 1)
-    # Of numbers (one class), the share is that of labels of 0 and 1 with the same variance.
-    share = label.rarest_share if label.num_classes <= 2 else 1 / label.num_classes
-    left = label_utility(training, share, mu_of_leak_auc(LEAK_AUC), RANK, label.num_classes)
-    return (
-        f"If all rows are common, the training rows keep at most {left.share:.0%} of their "
-        f"worth (half at {left.half_at_rows:,} training rows); see splitveil active plan -v."
-    )
-
-
 Role = Literal["active", "passive"]
 
-_MANY_CATEGORIES = 1000
 _LARGE_VOCABULARY = 100_000  # the default of ``optimizer.sparse_from_rows``
 _ROWS_PER_COUNT = 4000
 _MOST_MIN_COUNT = 20
@@ -119,10 +99,8 @@ class Proposal(NamedTuple):
     is_whole: bool
     choices: Choices
     sizes: Sizes
-    forecast: str  # what the recommended defense leaves of the labels; empty without labels
     ids: OwnIds
     leak_auc: float = LEAK_AUC
-    rank: int = RANK
     learning_rate: float = 0.004
     train: float = TRAIN_SHARE
     test: float = round(1 - TRAIN_SHARE, 2)
@@ -143,11 +121,6 @@ class Proposal(NamedTuple):
         """Return 0 where it would make every step touch all rows of a large embedding table."""
         columns = self.choices.categorical
         return 0.0 if any(column.distinct >= _LARGE_VOCABULARY for column in columns) else 0.01
-
-    @property
-    def embedding_dim(self) -> int:
-        most = max((column.distinct for column in self.choices.categorical), default=0)
-        return 8 if most > _MANY_CATEGORIES else 4
 
     @property
     def balance(self) -> str:
@@ -223,17 +196,15 @@ def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: T
         raise SettingsError(
             f"{table.path}: no column is left for the model of a passive party{one}"
         )
-    forecast, rows = "", table.num_rows
+    rows = table.num_rows
     rows -= round(rows * (ids.num_rows - ids.num_ids) / max(ids.num_rows, 1))
-    if label is not None:
-        if label.unlabelled:
-            if id_column is None or (set(label.gaps) - {""} and not choices.features):
-                raise SettingsError(
-                    "--unlabelled-rows leave_out needs a column of ids, and features if a gap is "
-                    "not an empty cell"
-                )
-            rows -= round(rows * label.unlabelled / columns[0].num_rows)
-        forecast = _forecast(rows, label)
+    if label is not None and label.unlabelled:
+        if id_column is None or (set(label.gaps) - {""} and not choices.features):
+            raise SettingsError(
+                "--unlabelled-rows leave_out needs a column of ids, and features if a gap is "
+                "not an empty cell"
+            )
+        rows -= round(rows * label.unlabelled / columns[0].num_rows)
     return Proposal(
         party=terms.party,
         run_name=terms.run_name or _run_name(table.path),
@@ -244,7 +215,6 @@ def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: T
         is_whole=table.is_whole,
         choices=choices,
         sizes=recommended_sizes(rows),
-        forecast=forecast,
         ids=ids,
     )
 

@@ -13,7 +13,7 @@ from splitveil.common.alignment.exchange import build_engine
 from splitveil.common.errors import BudgetExhausted, SettingsError
 from splitveil.common.record.model_files import REFITTED, WEIGHTS
 from tests.support.peers import InProcessPeer
-from tests.support.projected import DEFENSE, SMALL, defense
+from tests.support.projected import DEFENSE, SMALL
 from tests.support.runs import write_example
 from tests.support.simulation import ActiveRecording, assemble_active, build_passive, read_settings
 
@@ -70,7 +70,7 @@ def test_the_refitted_model_is_another_one_and_says_so(folder: Path) -> None:
     assert trained.keys() == fitted.keys()
     assert any(not torch.equal(trained[name], fitted[name]) for name in trained)
     assert (checkpoint / REFITTED).stat().st_mode & 0o777 == 0o600
-    again = left_by(folder, "second", defense(refit_top="false"))
+    again = left_by(folder, "second", DEFENSE, "refit=null")
     assert not (again / REFITTED).exists()
     unfitted = load_file(again / WEIGHTS)
     assert all(torch.equal(trained[name], unfitted[name]) for name in trained)

@@ -42,7 +42,7 @@ from tests.support.several import build_several, write_several
         ((defense(memory=1, stages=4), "data.features=null"), ("contract.epochs=4",)),
         (("top_model={kind: mlp, hidden: []}", "optimizer={kind: sgd}"), ()),
         ((), ("contract.split={kind: hash, train: 0.8, validation: 0, test: 0.2}",)),
-        ((defense(refit_top="false"),), ("contract.schedule={warmup_steps: 3}",)),
+        (("refit={epochs: 3}",), ("contract.schedule={warmup_steps: 3}",)),
     ],
 )
 def test_a_run_of_any_form_keeps_its_bound(

@@ -393,7 +393,7 @@ def test_a_release_is_held_against_the_budget_by_its_exact_figure(
 ) -> None:
     projected = (
         "defense={name: projected_labels, strength: {leak_auc: 0.6}, stages: 2, rank: 4, "
-        "refit_top: false, insecure_noise_seed: 1}"
+        "insecure_noise_seed: 1}"
     )
     fits = summary_of(parties_with(example, projected, "run_budget={leak_auc: 0.6}"), tmp_path)
     mu = math.sqrt(2) * NormalDist().inv_cdf(0.6)

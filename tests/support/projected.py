@@ -16,9 +16,7 @@ from splitveil.active_party.defenses.projected.stages import ProjectedLabels, St
 from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.training.evaluation import Evaluation
-from splitveil.active_party.training.own_models import Fitting
 from splitveil.active_party.training.top_trainer import TopTrainer
-from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.record.release_file import ReleaseFile
 from tests.support.peers import Lost, Silent
 from tests.support.runs import Parties, build_parties, run_in_process
@@ -69,13 +67,7 @@ def projected(parties: Parties) -> ProjectedLabels:
 
 def refitted(parties: Parties) -> dict[str, Tensor]:
     """Return the weights of the top model that is fitted to the true labels after the run."""
-    settings = parties.active_settings
-    fitting = Fitting(
-        lambda model: build_optimizer(settings.optimizer, model),
-        settings.contract.batch_size,
-        settings.model_seed,
-    )
-    model = trainer_of(parties).refitted(fitting)
+    model = trainer_of(parties).refitted()
     assert model is not None
     return dict(model.state_dict())
 

@@ -122,11 +122,6 @@ class ProjectedLabelsDefense(SeededDefense):
     """MiB for the weights of earlier stages, which are combined with the newest; the oldest are
     forgotten first."""
 
-    refit_top: bool = True
-    """Whether to fit a copy of the top model to the true labels after the last gradient, for this
-    party's own predictions. The model without it is kept as well, and only that one may begin a
-    later run."""
-
     subject_column: str | None = None
     """Column of this party's file that names the person whom a row is about; rows of one person
     then share one bound, and one account over all runs that name it. ``null`` if each row has a
@@ -153,7 +148,6 @@ class ProjectedLabelsDefense(SeededDefense):
             takes_numbers=True,
             model_is_label_free=True,
             is_staged=True,
-            refits_top=self.refit_top,
             subject_column=self.subject_column,
             earlier_targets=self.earlier,
         )

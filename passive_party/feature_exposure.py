@@ -15,7 +15,9 @@ the label owner knows besides.
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -43,7 +45,7 @@ _QUARTERS = np.arange(4)
 _RIDGE = 1e-6
 _SEED = 0
 _EMBEDDED_AT_ONCE = 1024
-_HIDDEN, _STEPS, _BATCH, _MOST_GUESSED, _LEARNING_RATE = 128, 400, 100, 32, 3e-3  # of the network
+_HIDDEN, _EPOCHS, _BATCH, _MOST_GUESSED, _LEARNING_RATE = 128, 40, 100, 32, 3e-3  # of the network
 
 _TARGET_LEVELS = 7  # that a score's target tells apart; rarer ones are taken together
 
@@ -123,25 +125,29 @@ class Sample(NamedTuple):
         return cls(known, drawn[: known + most_rows])
 
 
+class SentInEpochs(NamedTuple):
+    """Activations of a run with gradients, which sends each row anew in every epoch."""
+
+    epochs: int
+    dimensions: int  # values per row
+    values: npt.NDArray[np.float32]  # side by side, or projected, (rows of the sample, values)
+
+
 def measure_exposure(
     trainer: BottomTrainer,
     encoder: FeatureEncoder,
     own_rows: int,
     sample: Sample | None,
-    of_epochs: tuple[int, int, _Numbers] | None = None,
+    of_epochs: SentInEpochs | None = None,
 ) -> FeatureExposure | None:
-    """Guess features of aligned rows from what was sent; None if too few, or not finite.
-
-    ``of_epochs``: how many epochs the activations of a run with gradients are of, how many values
-    per row these are, and the values, (rows, values).
-    """
+    """Guess features of aligned rows from what was sent; None if too few, or not finite."""
     if sample is None:
         return None
     activations, features = _embedded(trainer, sample.positions)
     sent, epochs, dimensions = [activations], 0, activations.shape[1]
     if of_epochs is not None:
         epochs, dimensions = of_epochs[:2]
-        sent.append(of_epochs[2])
+        sent.append(of_epochs.values.astype(np.float64))
     return exposure_of(sent, features, encoder, sample.known, own_rows, dimensions, epochs)
 
 
@@ -321,6 +327,7 @@ def _right(
         yield [column.judged_as[one] == column.judged[known:] for one in guesses]
 
 
+@lru_cache(maxsize=2)
 def random_directions(dimensions: int, seed: int) -> _Numbers:
     """Return directions onto which wide activations are projected, (dimensions, fewer)."""
     drawn = np.random.default_rng([_SEED, seed]).normal(size=(dimensions, MOST_DIMENSIONS))
@@ -353,7 +360,7 @@ def _by_network(activations: _Numbers, columns: Sequence[_Column], known: int) -
     classes = [np.minimum(column.classes[:known], most - 1) for column in columns]
     targets = torch.from_numpy(np.stack(classes, axis=1)) if columns else torch.empty(known, 0)
     inputs = torch.from_numpy(activations).float()
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(_SEED)
         model = nn.Sequential(
             nn.Linear(inputs.shape[1], _HIDDEN),
@@ -364,9 +371,10 @@ def _by_network(activations: _Numbers, columns: Sequence[_Column], known: int) -
             nn.Linear(_HIDDEN, len(columns) * most),
         )
         optimizer = torch.optim.Adam(model.parameters(), _LEARNING_RATE)
-        for step in range(_STEPS if columns else 0):
+        steps = -(-_EPOCHS * known // _BATCH) if columns else 0
+        for step in range(steps):
             for group in optimizer.param_groups:
-                group["lr"] = _LEARNING_RATE * (1 + math.cos(math.pi * step / _STEPS)) / 2
+                group["lr"] = _LEARNING_RATE * (1 + math.cos(math.pi * step / steps)) / 2
             rows = torch.randint(known, (min(known, _BATCH),))
             logits = model(inputs[rows]).reshape(-1, most)
             optimizer.zero_grad()
@@ -377,6 +385,17 @@ def _by_network(activations: _Numbers, columns: Sequence[_Column], known: int) -
             logits = model(inputs[known:]).reshape(-1, len(columns), most)
     guessed: _Rows = logits.argmax(2).T.numpy()
     return guessed
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch use one thread: more gain nothing on small batches, and wait on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _nearest_rows(activations: _Numbers, known: int) -> tuple[_Rows, _Numbers]:

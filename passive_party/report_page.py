@@ -101,14 +101,17 @@ def read_files(folder: Path) -> PassiveFiles:
     )
     if not (folder / METRICS).is_file() or "bottom_model" not in settings:
         raise SettingsError(f"{folder}: expected a passive party's folder of a run")
+    exposure = read_exposure(folder)
+    summary = find_summary(folder) or Summary()
+    return PassiveFiles(folder, settings, summary, report_parts.read_traffic(folder), exposure)
+
+
+def read_exposure(folder: Path) -> FeatureExposure | None:
     try:
         written = json.loads(text_of(folder / EXPOSURE) or "{}")
     except (ValueError, RecursionError) as error:
         raise SettingsError(f"{folder / EXPOSURE}: not valid JSON") from error
-    summary = find_summary(folder) or Summary()
-    return PassiveFiles(
-        folder, settings, summary, report_parts.read_traffic(folder), exposure_from_json(written)
-    )
+    return exposure_from_json(written)
 
 
 def passive_page(files: PassiveFiles) -> str:

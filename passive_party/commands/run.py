@@ -152,7 +152,7 @@ def _train(
         logger.warning(ENDED)
         return
     if run.trainer is not None and build_trainer.encoder is not None:
-        try_to_measure(settings.report, folder, run.trainer, build_trainer.encoder, len(data.ids))
+        try_to_measure(folder, run.trainer, build_trainer.encoder, len(data.ids), recorder)
     features = None if run.trainer is None else run.trainer.feature_values
     leave_results(folder, recorder.summary(features), transcript, stopped, device)
     aligner.tried.forget()

@@ -34,10 +34,11 @@ from splitveil.common.text.visible_text import visible
 from splitveil.library.example_ledger import Ledger
 from splitveil.library.frames import Frame, Row, as_html, frame
 from splitveil.library.trained import Format, Half, export, own_modules, settings_of
+from splitveil.passive_party.report_page import read_exposure
 
 Kind: TypeAlias = Literal["epochs", "attacks", "steps", "batches"]
 KindOfRuns: TypeAlias = Literal["runs", "defenses"] | Kind
-_MEASURED = ("test_auc", "leak_auc", *(peers.column for peers in Adversary))
+_MEASURED = ("test_auc", "leak_auc", *(peers.column for peers in Adversary), "disclosure")
 _FIGURES = {
     "features": {"leak_auc": "value", "low": "low", "high": "high"},
     "batches": {"leak_auc": "mean", "q95": "q95", "random_q95": "random_q95"},
@@ -286,6 +287,7 @@ class Run:
             "strongest_attack": leak.not_measured if strongest is None else strongest.attack,
             **dict(zip(("leak_auc", "leak_auc_low", "leak_auc_high"), low_high, strict=True)),
             **{peers.column: bounds.get(str(peers)) for peers in Adversary},
+            **self._exposure(),
         }
 
     def __repr__(self) -> str:
@@ -296,6 +298,16 @@ class Run:
         stopped = "This run has no summary: it is running, or was stopped."
         note = f"Strongest attack: {self.leak.in_words}" if self.has_ended else stopped
         return as_html(self.name, [self.overview()], note)
+
+    def _exposure(self) -> Row:
+        """Return the disclosure of the passive party that gives away most of its columns."""
+        found = (read_exposure(party.folder) for party in self._files().passives)
+        most = max(filter(None, found), key=lambda one: one.disclosure, default=None)
+        strongest = None if most is None else most.strongest
+        return {
+            "disclosure": None if most is None else most.disclosure,
+            "strongest_column": None if strongest is None else strongest.name,
+        }
 
     def _files(self) -> RunFiles:
         return read_run(self.path)

@@ -137,19 +137,15 @@ def fit_after_one_shot(
     Returns the figures of its mean with trees, which is saved as the refitted model, if any.
     """
     logger.info("fitting the top model to the true labels, without any other party")
-    fitted = trainer.refitted(may_stay=False)
-    if fitted is None:
-        raise RuntimeError("a one-shot run is over, and its activations are not there")
-    network = fitted.model if isinstance(fitted, WithTrees) else fitted
-    trainer.model.load_state_dict(network.state_dict())
+    mean = trainer.fit_alone()
     _save_activations(settings, folder, session, trainer)
     for evaluation in session.lifecycle.answering.measure_held_out():
         session.lifecycle.observer.on_evaluation(evaluation)
         logger.info("%s %s", evaluation.split, evaluation.in_short)
-    if network is fitted:
+    if mean is None:
         return None
-    save_refitted(settings, folder, fitted, _identity(session))
-    figures = trainer.measure(fitted, session.lifecycle.answering.rows.splits["test"])
+    save_refitted(settings, folder, mean, _identity(session))
+    figures = trainer.measure(mean, session.lifecycle.answering.rows.splits["test"])
     if figures is not None:
         logger.info("its mean with boosted trees: test %s", figures.in_short)
     return figures

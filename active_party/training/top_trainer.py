@@ -22,6 +22,7 @@ from splitveil.active_party.defenses.interface import LabelledRows
 from splitveil.active_party.defenses.objective import BatchLabels, Objective, StepOutcome
 from splitveil.active_party.defenses.projected.features import CutMemory, LabelFreeFacts
 from splitveil.active_party.defenses.projected.stages import ProjectedLabels, StageRelease
+from splitveil.active_party.training.boosting import WithTrees
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.active_party.training.own_models import KnownRows
 from splitveil.active_party.training.predictions import LossWeights, PredictionFigures
@@ -234,6 +235,15 @@ class TopTrainer:
         self.learn()
         trained = self.model if may_stay else None
         return self._refit(self._known(self.memory), self._training, trained)
+
+    def fit_alone(self) -> nn.Module | None:
+        """Fit the model of a one-shot run that is over; return its mean with trees, if better."""
+        fitted = self.refitted(may_stay=False)
+        if fitted is None:
+            raise RuntimeError("a one-shot run is over, and its activations are not there")
+        network = fitted.model if isinstance(fitted, WithTrees) else fitted
+        self.model.load_state_dict(network.state_dict())
+        return None if network is fitted else fitted
 
     def rows_alone(self) -> KnownRows | None:
         """Return what this party knows of all aligned rows by itself; None without features."""

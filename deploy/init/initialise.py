@@ -36,7 +36,7 @@ from splitveil.deploy.init.proposal import (
     write_files,
 )
 from splitveil.deploy.init.tables import RawTable, read_raw
-from splitveil.passive_party.exposure_plan import exposure_plan_of, numbers_in_words
+from splitveil.passive_party.exposure_plan import exposure_plan_of
 from splitveil.passive_party.settings import PassiveSettings
 
 

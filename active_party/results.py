@@ -37,6 +37,7 @@ from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder
+from splitveil.active_party.training.boosting import WithTrees
 from splitveil.active_party.training.evaluation import save_predictions
 from splitveil.active_party.training.own_models import Fitting, build_alone, fit
 from splitveil.active_party.training.predictions import PredictionFigures
@@ -130,17 +131,28 @@ def forget_account(folder: Path) -> None:
 
 def fit_after_one_shot(
     settings: ActiveSettings, folder: Path, session: ActiveSession, trainer: TopTrainer
-) -> None:
-    """Fit the top model of a one-shot run that has received all rows, and measure it."""
+) -> PredictionFigures | None:
+    """Fit the top model of a one-shot run that has received all rows, and measure it.
+
+    Returns the figures of its mean with trees, which is saved as the refitted model, if any.
+    """
     logger.info("fitting the top model to the true labels, without any other party")
     fitted = trainer.refitted(may_stay=False)
     if fitted is None:
         raise RuntimeError("a one-shot run is over, and its activations are not there")
-    trainer.model.load_state_dict(fitted.state_dict())
+    network = fitted.model if isinstance(fitted, WithTrees) else fitted
+    trainer.model.load_state_dict(network.state_dict())
     _save_activations(settings, folder, session, trainer)
     for evaluation in session.lifecycle.answering.measure_held_out():
         session.lifecycle.observer.on_evaluation(evaluation)
         logger.info("%s %s", evaluation.split, evaluation.in_short)
+    if network is fitted:
+        return None
+    save_refitted(settings, folder, fitted, _identity(session))
+    figures = trainer.measure(fitted, session.lifecycle.answering.rows.splits["test"])
+    if figures is not None:
+        logger.info("its mean with boosted trees: test %s", figures.in_short)
+    return figures
 
 
 def save_results(
@@ -153,8 +165,9 @@ def save_results(
     for stale in (model_files.REFITTED, _ACTIVATIONS):
         model_files.delete_saved(folder, stale)
     is_one_shot, is_over = settings.contract.is_one_shot, session.stage is Stage.FINISHED
+    refit: PredictionFigures | None = None
     if is_one_shot and is_over:
-        fit_after_one_shot(settings, folder, session, trainer)
+        refit = fit_after_one_shot(settings, folder, session, trainer)
     is_label_free = builder.is_label_free and not is_one_shot
     learned_from = model_files.RELEASED_LABELS if is_label_free else model_files.TRUE_LABELS
     with session.lifecycle.stages:  # no handler that is still at work may charge meanwhile
@@ -173,7 +186,7 @@ def save_results(
         _save_targets(settings, folder, session, trainer.staged, book)
     # A run that may resume is not over: its last activations are still to come.
     if is_one_shot or not is_over:
-        return None
+        return refit
     return _refit(settings, folder, session, trainer)
 
 
@@ -227,6 +240,9 @@ def save_refitted(
 ) -> None:
     """Save a model that was fitted to true labels, as that of a run, and what builds it."""
     built_by = {model_files.TOP_MODEL: settings.top_model.model_dump_json()}
+    for part in model.modules():
+        if isinstance(part, WithTrees):
+            built_by[model_files.TREES] = part.sizes
     of_run = model_files.identity_metadata(identity, settings.contract)
     metadata = model_files.TRUE_LABELS | of_run | built_by
     model_files.save_tensors(folder, model_files.REFITTED, model.state_dict(), metadata)

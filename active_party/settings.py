@@ -198,6 +198,11 @@ class RefitSettings(Section):
     """Most passes over the training rows, through which the contract's schedule of the learning
     rate runs once; five without a smaller loss on the held-out rows are the last."""
 
+    boosting: bool = False
+    """Whether to try the mean of its outputs and those of scikit-learn's gradient boosting, on the
+    activation and the own numbers and categories, at most 1,024 columns together. It is taken if it
+    predicts the held-out rows better."""
+
 
 class InferenceSettings(Section):
     """Predictions with the trained model, for which this party calls the passive parties."""

@@ -136,16 +136,14 @@ class TrainerBuilder:
                 self._loss_weights(rows),
                 training,
                 _kind_of(settings, rows, labels),
+                partial(fitted_top, settings, self.encoder)
+                if is_one_shot or settings.refit is not None
+                else None,
             ),
             self._device,
             answer_keys,
             self.phases,
             gives_slopes=settings.defense.traits.needs_slopes or _knows_predictions(settings),
-            refit=(
-                partial(fitted_top, settings, self.encoder)
-                if is_one_shot or settings.refit is not None
-                else None
-            ),
         )
 
     def _remembers_activations(self, num_rows: int) -> bool:
@@ -251,6 +249,7 @@ def fitted_top(
         settings.model_seed,
         refit.epochs,
         contract.schedule.factor,
+        refit.boosting,
     )
     found = fit(fresh, known, training, fitting, trained)
     return found if found is trained else settings.defense.predicting(found)

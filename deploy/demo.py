@@ -18,7 +18,7 @@ DEMO, WITHOUT_PACKAGE = "flights", "breast_cancer"
 DEMO_DEFENSES = (
     "none",
     "marvell",
-    "noisy_label:mechanism.kind=gaussian,mechanism.noise_ratio=2.8",
+    "noisy_label",
     ONE_SHOT,
 )
 """Run one after the other and compared where the command line names no defense."""

@@ -123,6 +123,8 @@ class BottomBuilder:
         settings, contract = self._settings, self._settings.contract
         is_computed = isinstance(settings.bottom_model, PcaModel)
         own_rows = self._data.rows_without_test(rows) if is_computed else None
+        if contract.is_one_sided:  # this party does not know which rows are held out
+            own_rows = np.arange(len(self._data.ids))
         encoder, features = self._data.encode(
             rows, self._earlier, bins_of(settings.bottom_model), own_rows
         )

@@ -10,6 +10,7 @@ from splitveil.common.models.settings import BottomModelSettings, CustomModel, P
 from splitveil.common.party.party_settings import Address, Insecure, PartySettings
 from splitveil.common.privacy.attacks import ATTACKS, CUT
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AttackChoice, AuditSettings
+from splitveil.common.run.contract import SplitSettings
 from splitveil.common.settings import Mark, Section
 
 
@@ -142,6 +143,11 @@ class PassiveSettings(PartySettings):
 
     answers: Annotated[AnswerSettings, Mark.MAY_CHANGE] = AnswerSettings()
     """Answers about rows for predictions with the trained model."""
+
+    @property
+    def split(self) -> SplitSettings | None:
+        """What divides this party's rows; None if it does not learn which are common."""
+        return None if self.contract.is_one_sided else self.contract.split
 
     def folder_name(self) -> str:
         """Return the name of this party's folder among a run's results."""

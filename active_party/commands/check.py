@@ -130,7 +130,8 @@ def _data_and_model(settings: ActiveSettings, data: PartyData) -> str:
 
 def check_files_and_address(settings: ActiveSettings) -> None:
     """Check what would end a run, before its folder is opened and earlier results move aside."""
-    _free_address(settings)
+    if not settings.contract.is_one_sided:
+        _free_address(settings)
     check_free(settings.status)
     _noise_key(settings)
     open_label_owners_model(settings)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from splitveil.active_party.predict.embed_client import EmbedClient
 from splitveil.active_party.predict.table_client import TableClient
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.aggregation import aggregate
+from splitveil.active_party.training.boosting import WithTrees
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind, kind_of
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.data.stored_ids import ABSENT
@@ -30,7 +31,7 @@ from splitveil.common.models.factory import build_top_model
 from splitveil.common.models.settings import ModelSettings
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.served_rows import ServedRows
-from splitveil.common.record.model_files import REFITTED, TOP_MODEL, WEIGHTS, TrainedModel
+from splitveil.common.record.model_files import REFITTED, TOP_MODEL, TREES, WEIGHTS, TrainedModel
 from splitveil.common.run.contract import ACTIVE, Aggregation
 from splitveil.common.run.messages import Embedded, ModelIdentity
 from splitveil.common.text.closing import Closing
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 _TOP_MODEL: TypeAdapter[ModelSettings] = TypeAdapter(ModelSettings)
 ModelChoice = Literal["best", "trained", "refitted"]
+ClientT = TypeVar("ClientT", bound=EmbedClient)
 
 
 def load_top(
@@ -61,6 +63,8 @@ def load_top(
         seed=settings.model_seed,
         num_classes=settings.data.num_classes,
     )
+    if (sizes := trained.saved.metadata.get(TREES)) is not None:
+        model = WithTrees(model, *map(int, sizes.split()))
     model = settings.defense.predicting(model)
     trained.put_into(model)
     return trained, model, kind
@@ -242,26 +246,37 @@ def open_predictor(
     whole_table: bool = False,
 ) -> Predictor:
     """Load this half of the model; nothing is asked yet: ``check_models`` has to come first."""
-    contract = settings.contract
-    addresses = settings.inference.connect
-    _check_addresses(contract.passive_parties, addresses)
+    whole_table |= settings.contract.is_one_sided
     model = JointModel.load(settings, device, choice)
     own_rows = None if model.encoder is None else ServedRows.load(settings, model.encoder, table)
     if table is not None and own_rows is None:
         raise SettingsError("--data: the model has no features of this party")
+    kind = TableClient if whole_table else EmbedClient
+    clients = open_clients(settings, kind, model.identity, notes)
+    return Predictor(model, clients, own_rows)
+
+
+def open_clients(
+    settings: ActiveSettings,
+    kind: Callable[[PeerConnection, ModelIdentity | None, float], ClientT],
+    model: ModelIdentity | None,
+    notes: Notes | None = None,
+) -> list[ClientT]:
+    """Open a client for each passive party, in the contract's order."""
+    contract, addresses = settings.contract, settings.inference.connect
+    _check_addresses(contract.passive_parties, addresses)
     credentials = credential_files(settings, ACTIVE)
     uses_proxy = settings.inference.proxy is not None
     with ExitStack() as opened:
-        kind = TableClient if whole_table else EmbedClient
-        clients: list[EmbedClient] = []
+        clients: list[ClientT] = []
         for party in contract.passive_parties:
             address = addresses[party]
             proxy = proxy_of_environment(address) if uses_proxy else None
             connection = PeerConnection(address, contract, credentials, notes, proxy, party)
-            client = kind(connection, model.identity, settings.reconnect.deadline_s)
-            clients.append(opened.enter_context(client))
+            clients.append(kind(connection, model, settings.reconnect.deadline_s))
+            opened.enter_context(clients[-1])
         opened.pop_all()
-    return Predictor(model, clients, own_rows)
+    return clients
 
 
 def _check_addresses(parties: Sequence[str], addresses: dict[str, str]) -> None:

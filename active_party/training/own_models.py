@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.active_party.defenses.objective import descend
 from splitveil.active_party.defenses.projected.features import CutMemory
+from splitveil.active_party.training.boosting import columns_of, with_trees
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.active_party.training.predictions import LossWeights, PredictionFigures
 from splitveil.common.data.features import FeatureEncoder, Features
@@ -38,6 +39,8 @@ HELD_OUT_SHARE = 0.1
 HIDDEN_ALONE = (64, 32)
 _PREDICTED_AT_ONCE = 16_384
 _PATIENCE_EPOCHS = 5
+_MOST_COLUMNS_OF_TREES = 1024  # images would take hours
+_MOST_NUMBERS_OF_TREES = 2**26  # of all rows, each 8 bytes while trees are grown
 _HELD_OUT_SEED = 0  # of every fit, so that a later one is not compared on rows of an earlier one
 
 
@@ -73,6 +76,20 @@ class KnownRows(NamedTuple):
         labels = self.labels[rows.to(self.labels.device)].cpu()
         return self.kind.measure(self.logits(model, rows).cpu(), labels)
 
+    def with_trees(self, model: nn.Module, rows: Tensor, seed: int) -> nn.Module | None:
+        """Grow trees on some rows, in any order; return the mean with a model, if rows suffice."""
+        width = columns_of(*self.inputs(rows[:1])).shape[1]
+        if width > _MOST_COLUMNS_OF_TREES:
+            return None
+        rows = rows[: _MOST_NUMBERS_OF_TREES // max(width, 1)]
+        parts = torch.split(rows, _PREDICTED_AT_ONCE)
+        columns = torch.cat([columns_of(*self.inputs(part)).cpu() for part in parts])
+        of_rows, of_classes = (None if one is None else one.cpu() for one in self.weights)
+        weights = LossWeights(None if of_rows is None else of_rows[rows], of_classes)
+        labels = self.labels.cpu()[rows]
+        found = with_trees(model, columns, labels, self.kind, weights, seed)
+        return None if found is None else found.to(self.labels.device)
+
     def loss(self, logits: Tensor, rows: Tensor) -> Tensor:
         """Return the loss of some rows, weighted as the training was."""
         of_rows, labels = self.weights.of_rows, self.labels[rows.to(self.labels.device)]
@@ -91,6 +108,8 @@ class Fitting(NamedTuple):
     epochs: int  # at most; fewer if the loss on the held-out rows no longer falls
     schedule: Callable[[int, int], float] = lambda _step, _total_steps: 1.0
     """Maps a step and the steps of all epochs to the multiplier of the learning rate."""
+    boosting: bool = False
+    """Whether to try the mean with boosted trees."""
 
 
 def fit(
@@ -102,9 +121,9 @@ def fit(
 ) -> nn.Module:
     """Fit a new model to the true labels of the training rows, at least 2.
 
-    Returns a copy of the model as it was after its best epoch, by the loss on held-out rows; or the
-    trained model, if there is one whose loss is no larger. What is given is changed in its mode
-    only.
+    Returns a copy of the model as it was after its best epoch, by the loss on held-out rows, or its
+    mean with boosted trees, if that is better; or the trained model, if there is one whose loss is
+    no larger. What is given is changed in its mode only.
     """
     if known.memory is not None:
         training = training[known.memory.is_noted(training)]
@@ -121,8 +140,7 @@ def fit(
     optimizer = fitting.build_optimizer(candidate)
     total_steps = fitting.epochs * math.ceil(len(fitted) / fitting.batch_size)
     schedule = LambdaLR(optimizer, lambda step: fitting.schedule(step, total_steps))
-    best, best_loss = (model, math.inf) if trained is None else (trained, loss_of(trained))
-    without_gain = 0
+    best, best_loss, without_gain = model, math.inf, 0
     with torch.random.fork_rng(devices=()):  # dropout must not disturb a run that goes on
         torch.default_generator.manual_seed(fitting.seed)
         for _ in range(fitting.epochs):
@@ -138,7 +156,10 @@ def fit(
                 best, best_loss, without_gain = copy.deepcopy(candidate), reached, 0
             if without_gain == _PATIENCE_EPOCHS:
                 break
-    return best
+    mean = known.with_trees(best, fitted, fitting.seed) if fitting.boosting else None
+    if mean is not None and (reached := loss_of(mean)) < best_loss:
+        best, best_loss = mean, reached
+    return best if trained is None or best_loss < loss_of(trained) else trained
 
 
 class LogitsAlone(nn.Module):

@@ -58,6 +58,7 @@ class TrainingRows(NamedTuple):
     """Positions of the training rows, (training rows,) int64, ascending, if the activations of all
     rows are to be remembered; None if nothing needs them."""
     kind: LabelKind = CLASS_LABELS
+    refit: Refit | None = None  # what fits a new top model to these rows once the run is over
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,6 @@ class TopTrainer:
         phases: Phases | None = None,
         *,
         gives_slopes: bool = False,
-        refit: Refit | None = None,
     ) -> None:
         self.data_digest = rows.digest
         self.noise_key = rows.noise_key
@@ -110,7 +110,7 @@ class TopTrainer:
         self._example_keys = rows.example_keys
         self._answer_keys = answer_keys
         self._gives_slopes = gives_slopes
-        self._refit = refit
+        self._refit = rows.refit
         self._unlearned: tuple[StepOutcome, Tensor, Tensor] | None = None
         self._training = rows.training
         self.memory = None if rows.training is None else CutMemory(len(rows.labels), device)

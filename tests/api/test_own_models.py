@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from splitveil import Run, models, predict, simulate
 from splitveil.active_party.commands.program import parser
 from splitveil.active_party.commands.program import run as command
+from splitveil.active_party.training.boosting import WithTrees
 from splitveil.common.data.features import FeatureEncoder, ImageInfo
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.models.factory import build_bottom_model
@@ -334,6 +335,34 @@ def test_a_top_model_is_fitted_again_to_what_a_run_has_left_without_any_peer(
     assert command(parser().parse_args(["refit", str(file), "--runs", str(tmp_path)])) == 0
     assert "it stays" in capsys.readouterr().out
     assert (checkpoint / "refitted.safetensors").read_bytes() == now["refitted.safetensors"]
+
+
+def test_trees_beside_the_refitted_top_predict_and_come_out(tmp_path: Path) -> None:
+    """The label is whether two numbers have the same sign, which one epoch of a network misses."""
+    numbers = np.random.default_rng(1).normal(size=(900, 2))
+    ids = [f"person-{row}" for row in range(900)]
+    label = (numbers[:, 0] * numbers[:, 1] > 0).astype(int)
+    passive = {"id": ids, "x": numbers[:, 0], "y": numbers[:, 1]}
+    settings = {**SHORT, "active.refit": {"epochs": 1, "boosting": True}}
+    (run,) = simulate(
+        active={"id": ids, "label": label, "z": numbers[:, 0]},
+        passive=passive,
+        key="id",
+        attacks=[],
+        runs=tmp_path,
+        settings=settings,
+    )
+    top = run.model("active", "refitted")
+    assert isinstance(top, WithTrees)
+    assert run.summary["test_auc_refit"] > run.summary["test_auc"] + 0.1
+    activation = run.model("passive")(run.features("passive", ids[:5])).detach()
+    logits = top(activation, run.features("active", ids[:5])).detach()
+    found = columns_of(predict(run, ids[:5]))["probability"]
+    torch.testing.assert_close(torch.tensor(found), logits.sigmoid(), rtol=1e-4, atol=1e-5)
+    exported = run.export(tmp_path / "out", model="refitted")[0]
+    own = torch.from_numpy(numbers[:5, :1].copy())
+    again = call_of(exported)(activation=activation, numeric=own)
+    torch.testing.assert_close(again, logits, rtol=1e-4, atol=1e-5)
 
 
 def test_no_top_model_is_fitted_to_what_is_not_there(columns: Columns, tmp_path: Path) -> None:

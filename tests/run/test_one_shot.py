@@ -440,5 +440,7 @@ def test_operators_see_a_run_without_steps(example: Path) -> None:
     status.note_aligned(rows)
     for epoch in (0, None):
         status.note_resumed(epoch)
-        shown = [value_of(status, f"splitveil_{name}") for name in ("course_steps", "epochs", "epoch")]
+        shown = [
+            value_of(status, f"splitveil_{name}") for name in ("course_steps", "epochs", "epoch")
+        ]
         assert shown == [0, 1, 1]

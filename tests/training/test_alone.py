@@ -1,12 +1,18 @@
 """The model of the active party's own features alone."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from sklearn import ensemble
 from torch import Tensor, nn
 
 from splitveil.active_party.defenses.projected.features import CutMemory
+from splitveil.active_party.training.boosting import WithTrees, columns_of, with_trees
+from splitveil.active_party.training.label_kinds import ClassLabels, NumberLabels
 from splitveil.active_party.training.own_models import (
     Fitting,
     KnownRows,
@@ -16,6 +22,7 @@ from splitveil.active_party.training.own_models import (
 )
 from splitveil.active_party.training.predictions import LossWeights
 from splitveil.common.data.features import FeatureEncoder, Features, NumericScaler
+from splitveil.common.data.label_range import LabelRange
 from splitveil.common.privacy.leakage import auc
 
 ENCODER = FeatureEncoder(
@@ -213,6 +220,69 @@ def test_the_schedule_goes_through_all_epochs_once() -> None:
     )
     assert rates == [0.5 * 0.5**step for step in range(12)]
     assert set(asked) == {12}
+
+
+@pytest.mark.parametrize("labels", ["two classes", "three classes", "numbers"])
+def test_trees_of_tensors_give_what_the_library_gives(
+    labels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a top model that says nothing, whose mean with them is half of theirs."""
+    grown: list[Any] = []
+    for name in ("HistGradientBoostingClassifier", "HistGradientBoostingRegressor"):
+        noting = partial(grow, getattr(ensemble, name), grown)
+        monkeypatch.setattr(ensemble, name, noting)
+    generator = torch.Generator().manual_seed(1)
+    cut = torch.randn(500, 3, generator=generator)
+    own = Features(cut.flip(1).abs(), torch.randint(4, (500, 2), generator=generator))
+    given: dict[str, Any] = {
+        "two classes": ((cut[:, 0] * cut[:, 1] > 0).float(), ClassLabels()),
+        "three classes": (cut.argmax(dim=1).float(), ClassLabels(3)),
+        "numbers": (cut[:, 0].sigmoid(), NumberLabels(LabelRange(low=0, high=1))),
+    }
+    found, kind = given[labels]
+    columns, width = columns_of(cut, own), kind.shape_of_row
+    model = with_trees(Silent(width), columns, found, kind, LossWeights(torch.rand(500)), seed=3)
+    assert isinstance(model, WithTrees)
+    expected = torch.from_numpy(grown[0]._raw_predict(columns.numpy())).float()
+    halves = model(cut, own)
+    assert halves.shape == (500, *width)
+    torch.testing.assert_close(2 * halves, expected.view_as(halves), rtol=1e-5, atol=1e-6)
+    assert float(halves.std()) > 0.01
+    again = WithTrees(Silent(width), *map(int, model.sizes.split()))
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(cut, own), halves)
+
+
+def test_no_trees_grow_on_a_class_of_few_rows() -> None:
+    labels = (torch.arange(500) < 19).float()
+    columns = torch.randn(500, 2)
+    assert with_trees(Top(), columns, labels, ClassLabels(), LossWeights(), seed=3) is None
+
+
+def test_the_mean_with_trees_is_taken_where_it_is_better() -> None:
+    labels = (torch.arange(1000) % 2).float()
+    rows = known(labels)
+    assert rows.memory is not None
+    rows.memory.note(
+        torch.arange(1000), torch.rand(1000, 3).sub(0.5) * (2 * labels[:, None] - 1 + 2)
+    )
+    found = fit(Top(), rows, torch.arange(1000), FITTING._replace(boosting=True))
+    assert isinstance(found, WithTrees)
+    assert not isinstance(fit(Top(), rows, torch.arange(1000), FITTING), WithTrees)
+
+
+def grow(real: Callable[..., Any], grown: list[Any], **given: Any) -> Any:
+    grown.append(real(**given))
+    return grown[-1]
+
+
+class Silent(nn.Module):
+    def __init__(self, shape_of_row: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape_of_row = shape_of_row
+
+    def forward(self, activation: Tensor, _own: object) -> Tensor:
+        return activation.new_zeros(len(activation), *self.shape_of_row)
 
 
 @pytest.mark.parametrize("rows", [2, 3, 10, 200])

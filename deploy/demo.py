@@ -15,7 +15,7 @@ from splitveil.deploy.overrides import override
 EXAMPLES = Path(__file__).parent / "examples"
 
 DEMO, WITHOUT_PACKAGE = "flights", "breast_cancer"
-DEMO_DEFENSES = ("none", "marvell", "projected_labels")
+DEMO_DEFENSES = ("none", "marvell", "noisy_label")
 """Run one after the other and compared where the command line names no defense."""
 
 _INSTALL = f"pip install {flights.PACKAGE}, or this package as splitveil[demo]"

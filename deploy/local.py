@@ -231,7 +231,7 @@ def held_port() -> Iterator[int]:
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    example = "deploy/examples/breast_cancer --defense none projected_labels"
+    example = "deploy/examples/breast_cancer --defense none noisy_label"
     local = Parser(prog=program, example=example)
     local.add_argument(
         "example_dir",

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from splitveil.active_party.defenses.objective import descend
-from splitveil.active_party.defenses.projected.features import CutMemory
+from splitveil.active_party.training.cut_memory import CutMemory
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.active_party.training.predictions import LossWeights
 from splitveil.common.data.features import FeatureEncoder, Features

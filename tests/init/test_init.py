@@ -101,7 +101,7 @@ def test_what_is_written_can_be_used_as_it_is(tmp_path: Path) -> None:
     short = ["contract.epochs=1"]
     run = simulation.build(simulation.read_settings(tmp_path, short, short))
     assert run.active.settings.data.positive_label == "yes"
-    assert run.active.settings.defense.name == "projected_labels"
+    assert run.active.settings.defense.name == "none"
     models = run.active.settings.top_model, run.passive["passive"].settings.bottom_model
     assert [model.kind for model in models] == ["tabular"] * 2
     assert run.active.settings.optimizer.kind == "adamw"

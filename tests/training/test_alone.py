@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitveil.active_party.defenses.projected.features import CutMemory
+from splitveil.active_party.training.cut_memory import CutMemory
 from splitveil.active_party.training.own_models import (
     Fitting,
     KnownRows,

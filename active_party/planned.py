@@ -182,11 +182,12 @@ def plan_of(
     narrowed = {noise: charge.narrowed(widest) for noise, charge in forecast.charges.items()}
     forecast = forecast._replace(charges=narrowed)
     said = [signal.why for signal in signals]
-    of_run = tuple(_answers(forecast, contract.epochs))
+    of_run = tuple(_answers(forecast, 1 if contract.is_one_shot else contract.epochs))
     together = _with_earlier(book, next(one for one in of_run[1::2] if one.is_configured).charge)
     brief = tuple(filter(None, _brief(settings, forecast, book, together)))
     said.append(forecast.honesty)
-    if forecast.charge.certainty == "unknown" or math.isfinite(forecast.charge.high):
+    is_known = forecast.charge.certainty == "unknown" or math.isfinite(forecast.charge.high)
+    if is_known and not contract.is_one_shot:
         said.append(settings.defense.traits.coverage.why)
     if settings.run_budget is None:
         said.append("run_budget: none is set")

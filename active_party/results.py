@@ -1,8 +1,10 @@
 """The folder of a run: opens it, finds a run that is over, and leaves the results of one that ends.
 
 checkpoint/model.safetensors      the top model as it was trained
-checkpoint/refitted.safetensors   the same, fitted to the true labels afterwards; only for this
+checkpoint/refitted.safetensors   a top model fitted to the true labels afterwards; only for this
                                   party's own predictions, never for another run
+checkpoint/activations.safetensors
+                                  the last activation of each row, to fit others like it
 checkpoint/alone.safetensors      a model of this party's own features only, for predictions
                                   while a passive party is away
 checkpoint/ledger.safetensors     the account book
@@ -13,27 +15,33 @@ A run that its budget has ended for good is marked; the same limits never resume
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
-from splitveil.active_party.ledger.account_book import LEDGER
+from splitveil.active_party.ledger.account_book import LEDGER, Names, names_of
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder
+from splitveil.active_party.training.boosting import WithTrees
 from splitveil.active_party.training.evaluation import save_predictions
-from splitveil.active_party.training.own_models import Fitting, build_alone, train_alone
+from splitveil.active_party.training.own_models import Fitting, build_alone, fit
 from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.alignment.store import ExchangeStores
-from splitveil.common.errors import EndedForGood
+from splitveil.common.errors import EndedForGood, SettingsError
 from splitveil.common.models.device import device_in_words, torch_device
 from splitveil.common.models.optimizers import build_optimizer
-from splitveil.common.models.settings import OptimizerSettings
 from splitveil.common.party import command_line
 from splitveil.common.record import model_files
 from splitveil.common.record.run_folder import clear_mark, end_of, mark_as_ended, open_run_folder
@@ -42,9 +50,13 @@ from splitveil.common.record.summary import Summary, provenance_of_process
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.messages import ModelIdentity
+from splitveil.common.run.sample_order import SPLITS
 from splitveil.common.text.version import VERSION
 
 logger = logging.getLogger("splitveil.active_party")
+
+_EPOCHS_ALONE = 50
+_ACTIVATIONS = "activations.safetensors"
 
 _WHAT_NOW = (
     "the same command trains nothing; a larger run_budget resumes the run, and "
@@ -113,18 +125,29 @@ def forget_account(folder: Path) -> None:
 
 
 def fit_after_one_shot(
-    settings: ActiveSettings, session: ActiveSession, trainer: TopTrainer
-) -> None:
-    """Fit the top model of a one-shot run that has received all rows, and measure it."""
-    logger.info("fitting the top model to the true labels")
-    fitted = trainer.refitted(_fitting(settings, settings.optimizer))
+    settings: ActiveSettings, folder: Path, session: ActiveSession, trainer: TopTrainer
+) -> PredictionFigures | None:
+    """Fit the top model of a one-shot run that has received all rows, and measure it.
+
+    Returns the figures of its mean with trees, which is saved as the refitted model, if any.
+    """
+    logger.info("fitting the top model to the true labels, without any other party")
+    fitted = trainer.refitted(may_stay=False)
     if fitted is None:
-        return
-    trainer.model.load_state_dict(fitted.state_dict())
-    answering = session.lifecycle.answering
-    for evaluation in answering.measure_held_out():
+        raise RuntimeError("a one-shot run is over, and its activations are not there")
+    network = fitted.model if isinstance(fitted, WithTrees) else fitted
+    trainer.model.load_state_dict(network.state_dict())
+    _save_activations(settings, folder, session, trainer)
+    for evaluation in session.lifecycle.answering.measure_held_out():
         session.lifecycle.observer.on_evaluation(evaluation)
         logger.info("%s %s", evaluation.split, evaluation.in_short)
+    if network is fitted:
+        return None
+    save_refitted(settings, folder, fitted, _identity(session))
+    figures = trainer.measure(fitted, session.lifecycle.answering.rows.splits["test"])
+    if figures is not None:
+        logger.info("its mean with boosted trees: test %s", figures.in_short)
+    return figures
 
 
 def save_results(
@@ -134,14 +157,18 @@ def save_results(
     trainer = session.lifecycle.phase.trainer
     if trainer is None:
         return None
-    is_one_shot = settings.contract.is_one_shot
-    if is_one_shot and session.stage is Stage.FINISHED:
-        fit_after_one_shot(settings, session, trainer)
+    for stale in (model_files.REFITTED, _ACTIVATIONS):
+        model_files.delete_saved(folder, stale)
+    is_one_shot, is_over = settings.contract.is_one_shot, session.stage is Stage.FINISHED
+    refit: PredictionFigures | None = None
+    if is_one_shot and is_over:
+        refit = fit_after_one_shot(settings, folder, session, trainer)
     is_label_free = builder.is_label_free and not is_one_shot
     learned_from = model_files.RELEASED_LABELS if is_label_free else model_files.TRUE_LABELS
     with session.lifecycle.stages:  # no handler that is still at work may charge meanwhile
         book = session.lifecycle.phase.account_book()
-    result_of, noise = _identity(settings, session) | book.as_metadata(), _noise(settings)
+    identity, noise = _identity(session), _noise(settings)
+    result_of = model_files.identity_metadata(identity, settings.contract) | book.as_metadata()
     saved = model_files.save_model(
         folder, trainer.model, builder.encoder, learned_from | result_of | noise
     )
@@ -150,10 +177,9 @@ def save_results(
     predictions = session.lifecycle.answering.test_predictions
     if predictions is not None:
         save_predictions(folder, session.ids, session.lifecycle.answering.rows, predictions)
-    model_files.delete_saved(folder, model_files.REFITTED)
     # A run that may resume is not over: its last activations are still to come.
-    if session.stage is not Stage.FINISHED or not settings.defense.traits.refits_top:
-        return None
+    if is_one_shot or not is_over:
+        return refit
     return _refit(settings, folder, session, trainer)
 
 
@@ -172,54 +198,99 @@ def save_alone(
         return None
     splits = session.lifecycle.answering.rows.splits
     logger.info("training a model of this party's own features only")
-    model = train_alone(
+    # The rates are about modules of the top model.
+    optimizer = settings.optimizer.model_copy(update={"rates": {}})
+    model = fit(
         build_alone(encoder, settings.data.num_classes, settings.model_seed),
         rows,
         torch.from_numpy(splits["train"].copy()),
-        # The rates are about modules of the top model.
-        _fitting(settings, settings.optimizer.model_copy(update={"rates": {}})),
+        Fitting(
+            partial(build_optimizer, optimizer),
+            settings.contract.batch_size,
+            settings.model_seed,
+            _EPOCHS_ALONE,
+        ),
     )
-    metadata = model_files.TRUE_LABELS | _identity(settings, session)
+    identity = model_files.identity_metadata(_identity(session), settings.contract)
+    metadata = model_files.TRUE_LABELS | identity
     model_files.save_tensors(folder, model_files.ALONE, model.state_dict(), metadata)
-    if not len(splits["test"]):
-        return None
-    test = torch.from_numpy(splits["test"].copy())
-    figures = rows.kind.measure(rows.logits(model, test), rows.labels[test])
-    logger.info("this party's own features only: test %s", figures.in_short)
+    figures = rows.measure(model, splits["test"])
+    if figures is not None:
+        logger.info("this party's own features only: test %s", figures.in_short)
     return figures
 
 
-def _identity(settings: ActiveSettings, session: ActiveSession) -> dict[str, str]:
-    model = ModelIdentity(session.run_id, session.lifecycle.answering.batch_number)
-    return model_files.identity_metadata(model, settings.contract)
+def _identity(session: ActiveSession) -> ModelIdentity:
+    return ModelIdentity(session.run_id, session.lifecycle.answering.batch_number)
 
 
 def _noise(settings: ActiveSettings) -> dict[str, str]:
     return {} if settings.defense.noise_seed is None else model_files.KNOWN_NOISE
 
 
-def _fitting(settings: ActiveSettings, optimizer: OptimizerSettings) -> Fitting:
-    return Fitting(
-        partial(build_optimizer, optimizer),
-        settings.contract.batch_size,
-        settings.model_seed,
-    )
+def save_refitted(
+    settings: ActiveSettings, folder: Path, model: nn.Module, identity: ModelIdentity
+) -> None:
+    """Save a model that was fitted to true labels, as that of a run, and what builds it."""
+    built_by = {model_files.TOP_MODEL: settings.top_model.model_dump_json()}
+    for part in model.modules():
+        if isinstance(part, WithTrees):
+            built_by[model_files.TREES] = part.sizes
+    of_run = model_files.identity_metadata(identity, settings.contract)
+    metadata = model_files.TRUE_LABELS | of_run | built_by
+    model_files.save_tensors(folder, model_files.REFITTED, model.state_dict(), metadata)
+
+
+def _save_activations(
+    settings: ActiveSettings, folder: Path, session: ActiveSession, trainer: TopTrainer
+) -> None:
+    rows = session.lifecycle.answering.rows
+    if trainer.memory is None:
+        return
+    of_split = torch.empty(len(rows), dtype=torch.uint8)
+    for number, name in enumerate(SPLITS):
+        of_split[torch.from_numpy(rows.splits[name].copy())] = number
+    tensors = {
+        "names": torch.from_numpy(names_of(session.ids[row] for row in rows.file_rows).copy()),
+        "splits": of_split,
+        "activations": trainer.memory.at(torch.arange(len(rows))),
+    }
+    metadata = model_files.identity_metadata(_identity(session), settings.contract)
+    model_files.save_tensors(folder, _ACTIVATIONS, tensors, metadata)
+
+
+def read_activations(
+    folder: Path, of_run: Mapping[str, str]
+) -> tuple[Names, NDArray[np.uint8], Tensor]:
+    """Return names, splits and last activations of a run's rows, in the common order.
+
+    ``of_run`` is what the weights of the run's model say. Raises SettingsError.
+    """
+    path = folder / "checkpoint" / _ACTIVATIONS
+    said = model_files.metadata_of(path.parent, _ACTIVATIONS, "refit")
+    if not of_run.items() >= said.items():
+        raise SettingsError(f"{path}: expected the activations of the run whose model is there")
+    try:
+        found = load_file(path)
+        return found["names"].numpy(), found["splits"].numpy(), found["activations"]
+    except (OSError, SafetensorError, KeyError) as error:
+        raise SettingsError(f"{path}: the activations of the run cannot be read") from error
 
 
 def _refit(
     settings: ActiveSettings, folder: Path, session: ActiveSession, trainer: TopTrainer
 ) -> PredictionFigures | None:
-    logger.info("fitting the top model to the true labels")
-    model = trainer.refitted(_fitting(settings, settings.optimizer))
+    logger.info("fitting a new top model to the true labels")
+    model = trainer.refitted()
     if model is None:
         return None
-    metadata = model_files.TRUE_LABELS | _identity(settings, session)
-    model_files.save_tensors(folder, model_files.REFITTED, model.state_dict(), metadata)
+    save_refitted(settings, folder, model, _identity(session))
+    _save_activations(settings, folder, session, trainer)
     figures = trainer.measure(model, session.lifecycle.answering.rows.splits["test"])
     if figures is not None:
         logger.info(
-            "the top model was fitted to the true labels: test %s; this copy is for this party's "
-            "own predictions only",
+            "a top model was fitted to the true labels: test %s; it is for this party's own "
+            "predictions only",
             figures.in_short,
         )
     return figures

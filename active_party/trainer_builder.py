@@ -1,6 +1,8 @@
 """Builds the trainer of a run from the settings, the data, and the common rows."""
 
+import logging
 import math
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,8 +15,9 @@ from splitveil.active_party.defenses.objective import Objective, Schedule, TopMo
 from splitveil.active_party.ledger.account_book import persons_of
 from splitveil.active_party.ledger.stored_labels import labels_first_used
 from splitveil.active_party.named_inputs import subjects_of
-from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.settings import ActiveSettings, RefitSettings
 from splitveil.active_party.training.label_kinds import LabelKind, OrdinaryObjective, kind_of
+from splitveil.active_party.training.own_models import Fitting, KnownRows, fit
 from splitveil.active_party.training.predictions import LossWeights
 from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
 from splitveil.common.data.features import FeatureEncoder, Features, FeatureShapes
@@ -29,6 +32,12 @@ from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.workers import Rank
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.phases import Phases
+
+logger = logging.getLogger(__name__)
+
+_MOST_REMEMBERED_BYTES = 2**28
+"""Size of a run's last activations beyond which they are not remembered without a survey: each
+checkpoint holds them."""
 
 
 class TrainerBuilder:
@@ -92,7 +101,9 @@ class TrainerBuilder:
         if self._noise_key is not None and settings.defense.noise_seed is None:
             path, trained = settings.noise_key_file(), [ids[position] for position in train]
             labels[train] = labels_first_used(path, self._noise_key, trained, labels[train])
-        training = torch.from_numpy(train) if settings.contract.is_one_shot else None
+        is_one_shot = settings.contract.is_one_shot
+        remembers = is_one_shot or self._remembers_activations(len(labels))
+        training = torch.from_numpy(train) if remembers else None
         persons = None
         if self._subjects is not None:
             of_rows = self._subjects[rows.file_rows]
@@ -111,13 +122,27 @@ class TrainerBuilder:
                 persons,
                 self._loss_weights(rows),
                 training,
-                self._kind_of(rows, labels),
+                _kind_of(settings, rows, labels),
+                partial(fitted_top, settings, self.encoder)
+                if is_one_shot or settings.refit is not None
+                else None,
             ),
             self._device,
             answer_keys,
             self.phases,
             gives_slopes=settings.defense.traits.needs_slopes or _knows_predictions(settings),
         )
+
+    def _remembers_activations(self, num_rows: int) -> bool:
+        shape = self._settings.contract.aggregate_shape
+        is_small = 4 * num_rows * math.prod(shape) <= _MOST_REMEMBERED_BYTES
+        if self._settings.refit is not None and not is_small:
+            logger.warning(
+                "no top model will be refitted: the activations of %d rows take more than %d MiB",
+                num_rows,
+                _MOST_REMEMBERED_BYTES // 2**20,
+            )
+        return self._settings.refit is not None and is_small
 
     def _model(self, rows: AlignedRows) -> nn.Module:
         settings = self._settings
@@ -154,7 +179,7 @@ class TrainerBuilder:
         objective = OrdinaryObjective(
             top,
             learns_targets=defense.traits.top_learns_targets,
-            class_weights=self._class_weights(),
+            class_weights=_class_weights(settings, self._device),
             kind=kind_of(settings.data),
         )
         if self._ranks is not None:
@@ -165,20 +190,10 @@ class TrainerBuilder:
             objective.parallel = begin(self._ranks, learner, beginning, features, train)
         return objective
 
-    def _kind_of(self, rows: AlignedRows, labels: Tensor) -> LabelKind:
-        mean = math.nan
-        if self._settings.data.label_range is not None:
-            mean = float(labels[rows.splits["train"]].double().mean())
-        return kind_of(self._settings.data, mean)
-
     def _loss_weights(self, rows: AlignedRows) -> LossWeights:
         of_rows = self._data.weights_at(rows)
         on_device = None if of_rows is None else of_rows.to(self._device)
-        return LossWeights(on_device, self._class_weights())
-
-    def _class_weights(self) -> Tensor | None:
-        weights = self._settings.data.class_weights
-        return None if weights is None else torch.tensor(weights, device=self._device)
+        return LossWeights(on_device, _class_weights(self._settings, self._device))
 
 
 def schedule_of(settings: ActiveSettings, total_steps: int) -> Schedule:
@@ -198,6 +213,61 @@ def _fresh_model(
         num_classes=settings.data.num_classes,
         trial=trial,
     )
+
+
+def fitted_top(
+    settings: ActiveSettings,
+    encoder: FeatureEncoder | None,
+    known: KnownRows,
+    training: Tensor,
+    trained: nn.Module | None = None,
+) -> nn.Module:
+    """Fit a top model with new weights to the true labels of some rows; nothing of it is sent.
+
+    Returns ``trained`` in its place, if that is given and no worse on a tenth of the rows, which is
+    held out.
+    """
+    contract, refit = settings.contract, settings.refit or RefitSettings()
+    fresh = _fresh_model(settings, encoder).to(known.labels.device)
+    speed_up(fresh, settings.autocast, compiled=settings.compile)
+    fitting = Fitting(
+        partial(build_optimizer, settings.optimizer),
+        contract.batch_size,
+        settings.model_seed,
+        refit.epochs,
+        contract.schedule.factor,
+        refit.boosting,
+    )
+    found = fit(fresh, known, training, fitting, trained)
+    return found if found is trained else settings.defense.predicting(found)
+
+
+def known_rows(
+    settings: ActiveSettings,
+    data: PartyData,
+    rows: AlignedRows,
+    features: Features | None,
+    device: torch.device,
+) -> KnownRows:
+    """Return what this party itself knows of some rows, on a device."""
+    labels, of_rows = data.labels_at(rows.file_rows), data.weights_at(rows)
+    weights = LossWeights(
+        None if of_rows is None else of_rows.to(device), _class_weights(settings, device)
+    )
+    own = None if features is None else features.to(device)
+    return KnownRows(labels.to(device), own, weights=weights, kind=_kind_of(settings, rows, labels))
+
+
+def _class_weights(settings: ActiveSettings, device: torch.device) -> Tensor | None:
+    weights = settings.data.class_weights
+    return None if weights is None else torch.tensor(weights, device=device)
+
+
+def _kind_of(settings: ActiveSettings, rows: AlignedRows, labels: Tensor) -> LabelKind:
+    mean = math.nan
+    if settings.data.label_range is not None:
+        mean = float(labels[rows.splits["train"]].double().mean())
+    return kind_of(settings.data, mean)
 
 
 def check_processes(settings: ActiveSettings) -> None:

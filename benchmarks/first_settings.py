@@ -1,13 +1,24 @@
-"""What do settings reach that ``splitveil init`` writes, if nobody edits them?
+"""What do settings reach that ``splitveil init`` writes, and what do one-pass runs reach?
 
     OMP_NUM_THREADS=1 SPLITVEIL_DATA=FOLDER python -m benchmarks.first_settings [TABLE ...]
 
 Cuts each table into the columns of two parties, runs ``splitveil init`` on both files, where the
-user names some categories, and trains with what it writes: without a defense, and with
-projected_labels at .60 and .55. Beside them stand gradient boosting with its defaults on all
-columns that either party uses and on those of the label owner only, both with unprotected labels
-and the same rows, and the settings that ``init`` wrote before there was ``kind: tabular``. Prints
-the table of docs/results.md.
+user names some categories, and trains with what it writes in several ways (``MODES``): with
+gradients and no defense, and in one pass, with principal components or with a score fitted to
+noisy labels. Of each way it prints
+
+- the test AUC of the network that the label owner predicts with, and of the mean of its logits and
+  those of gradient boosting on what was received;
+- the bound on what anybody learns of a label, and what a passive party with 400 labels predicts of
+  the test rows from its activations;
+- what somebody who knows 1,000 rows learns of each of the passive party's columns from the
+  activations of others (``passive_party.feature_exposure``): the share of what was unknown without
+  them, in the mean over columns and of the strongest one. In runs with gradients these are the
+  activations of the last epoch, which are less than what was sent.
+
+Gradient boosting with its defaults, on all columns that either party uses and on those of the label
+owner only, has unprotected labels and the same rows. ``--results`` keeps figures in a file, which
+later calls add to, and ``--picture`` draws test AUC over disclosure.
 
 The report rows, the last 20 % of the common ids in the order of their BLAKE2b digests, are the test
 rows. No setting was ever chosen by them: that is done with ``--development``, where the test rows
@@ -17,7 +28,9 @@ with ``--development`` the fold.
 
 import argparse
 import hashlib
+import json
 import logging
+import math
 import os
 import statistics
 import tempfile
@@ -30,19 +43,23 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 from numpy.typing import NDArray
 from pyarrow import csv
+from sklearn.datasets import load_digits
 from sklearn.ensemble import HistGradientBoostingClassifier
+from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
+from torch import nn
 
-from benchmarks.environment import in_a_process, print_environment, status_mib
-from benchmarks.step import StepTimes
-from splitveil.active_party.training.own_models import Fitting
-from splitveil.common.models.optimizers import build_optimizer
+from benchmarks.environment import print_environment
+from splitveil.common.data.features import Features
+from splitveil.common.errors import SettingsError
 from splitveil.deploy import flights
 from splitveil.deploy.init.choices import Wishes
 from splitveil.deploy.init.initialise import initialise
 from splitveil.deploy.init.proposal import Terms
+from splitveil.passive_party.feature_exposure import Sample, measure_exposure
 from tests.support import simulation
 
 FoundT = TypeVar("FoundT")
@@ -51,29 +68,17 @@ FILES = ("own.csv", "other.csv")
 
 
 class Cut(NamedTuple):
-    """Who knows which columns of a table; how it was trained before; what it should reach."""
+    """Who knows which columns of a table."""
 
     files: tuple[str, str]
     label: str
     columns: tuple[Sequence[str], Sequence[str]] = ((), ())
     """Those of the label owner and those of the other party; none for all of its file."""
     has_id: bool = True
-    before: tuple[str, ...] = ()
-    """What differs from BEFORE in the settings that init used to write."""
-    targets: tuple[float, ...] = (-0.002, -0.006, -0.012)
-    """The least difference from their references of "no defense", ".60" and ".55"."""
     categorical: tuple[str, ...] = ()
     """Whole numbers that are categories, as a user of ``init`` says with ``--categorical``."""
 
 
-BEFORE = (
-    "contract.batch_size=1024",
-    "contract.epochs=30",
-    "contract.schedule={}",
-    "optimizer={kind: adam, learning_rate: 0.003}",
-    "top_model={kind: mlp, hidden: [32]}",
-    "bottom_model={kind: mlp, hidden: [64], output_activation: relu}",
-)
 UNDEFENDED = "defense={name: none}"
 FLIGHTS = "flights x weather"
 
@@ -82,51 +87,78 @@ TAX_OFFICE = (
     *("id", "age", "marital_status", "relationship", "race", "sex", "capital_gain", "capital_loss"),
 )
 CLICK = ("os", "channel", "click_time", "attributed_time", "is_attributed")
+ADVERTISER = (
+    *("id", "click", "C1", "banner_pos", "device_type", "device_conn_type"),
+    *(f"C{number}" for number in range(14, 22)),
+)
+PUBLISHER = (
+    *("id", "site_id", "site_domain", "site_category", "app_id", "app_domain", "app_category"),
+    *("device_id", "device_ip", "device_model"),
+)
+COUNTS = tuple(f"I{number}" for number in range(1, 14))
+CODES = tuple(f"C{number}" for number in range(1, 27))
 
 CUTS = {
     "default_credit": Cut(("default_credit/guest", "default_credit/host"), "y"),
+    FLIGHTS: Cut(("", ""), "late", categorical=("distance",)),
+    "imdb": Cut(("", ""), "positive"),
+    "bank": Cut(("bank/alice", "bank/bob"), "y"),
     "give_credit": Cut(("give_credit/guest", "give_credit/host"), "y"),
-    "adult": Cut(
-        ("adult/adult",) * 2, "income", (EMPLOYER, TAX_OFFICE), targets=(-0.010, -0.006, -0.012)
-    ),
-    "bank": Cut(
-        ("bank/alice", "bank/bob"),
-        "y",
-        before=("contract.batch_size=256",),
-        targets=(-0.002, -0.025),
-    ),
+    "spambase": Cut(("spambase/spambase",) * 2, "label", has_id=False),
     "talkingdata": Cut(
         ("talkingdata/talkingdata",) * 2,
         "is_attributed",
         (CLICK, ("ip", "app", "device")),
         has_id=False,
-        before=("contract.epochs=10", "bottom_model.embedding_dim=8"),
-        targets=(-0.002,),
         categorical=("ip", "app", "device", "os", "channel"),
     ),
-    FLIGHTS: Cut(("", ""), "late", targets=(-0.012, -0.006, -0.012), categorical=("distance",)),
+    "criteo": Cut(("criteo/criteo",) * 2, "click", (("click", *COUNTS), CODES), has_id=False),
+    "avazu": Cut(
+        ("avazu/avazu",) * 2,
+        "click",
+        (ADVERTISER, PUBLISHER),
+        categorical=(*ADVERTISER[2:], *PUBLISHER[1:]),
+    ),
+    "digits": Cut(("", ""), "is_odd"),
+    "adult": Cut(("adult/adult",) * 2, "income", (EMPLOYER, TAX_OFFICE)),
 }
 
-REFERENCES = {
-    "boosting": "",
-    "own columns": "",
-    "mlp": "",
-    "no defense": "boosting",
-    ".60": "no defense",
-    ".60 refitted": "no defense",
-    ".55": "no defense",
-    ".55 refitted": "no defense",
-}
-"""The columns: test AUCs on the same rows, and what each is compared with, seed by seed.
+NOISE_RATIO = 1 / (math.sqrt(2) * statistics.NormalDist().inv_cdf(0.6))
+RELEASE = (
+    "contract.noisy_labels=true",
+    f"defense={{name: noisy_label, mechanism: {{kind: gaussian, noise_ratio: {NOISE_RATIO:.4f}}}}}",
+)
 
-*Refitted* is the same model with its top half fitted to the true labels, for the label owner's own
-use; every other model is that of the last epoch.
+
+def one_pass(width: int, model: str, *others: str) -> tuple[str, ...]:
+    """Return settings of a run that sends so many numbers of each row once."""
+    cut = ("contract.exchange=one_shot", f"contract.cut_shape=[{width}]")
+    return (*cut, f"bottom_model={{kind: {model}}}", *(others or [UNDEFENDED]))
+
+
+MODES = {
+    "no defense": (
+        "contract.exchange=gradients",
+        "bottom_model={kind: tabular, hidden: [], output_activation: relu}",
+        "optimizer={kind: adamw, learning_rate: 0.004, weight_decay: 0.01}",
+        UNDEFENDED,
+    ),
+    "PCA 64": one_pass(64, "pca"),
+    "score": one_pass(1, "score", *RELEASE),
+    "PCA 16": one_pass(16, "pca"),
+    "PCA 4": one_pass(4, "pca"),
+    "score + 3 components": one_pass(4, "score", *RELEASE),
+    "score + 2 columns": one_pass(9, "score, columns: 2", *RELEASE),
+    "PCA 1": one_pass(1, "pca"),
+}
+"""Settings of each way; those with two components of two columns leave out columns of few values.
+
+A width beyond the rank of the columns, which a run refuses, becomes the rank.
 """
 
-COSTS = ("CPU", "memory")
-"""Of a step and of a run, as multiples of those of ``mlp``."""
+BOUNDS = {mode: ".60" if "score" in mode else ".50" for mode in MODES} | {"no defense": "none"}
 
-Figures = dict[str, float]
+Figures = dict[str, Any]
 
 
 class Rows(NamedTuple):
@@ -139,121 +171,214 @@ class Rows(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("tables", nargs="*", metavar="TABLE", help=", ".join(CUTS))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tables", nargs="*", choices=[[], *CUTS], metavar="TABLE")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rows", type=int, help="use only so many training rows of each table")
+    parser.add_argument("--rows", type=int, help="at most so many training rows")
     parser.add_argument("--development", action="store_true", help="leave the report rows alone")
-    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="of any party")
-    parser.add_argument("--only", nargs="+", choices=(*REFERENCES, "cost"), help="some columns")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--only", nargs="*", default=list(MODES), choices=MODES, metavar="MODE")
+    parser.add_argument("--results", type=Path, help="figures as lines of JSON; those in it stand")
+    parser.add_argument("--picture", type=Path, help="an SVG of what --results holds")
     given = parser.parse_args()
     print_environment("scikit-learn")
     # Every run would warn of its seeds.
     logging.getLogger("splitveil").setLevel(logging.ERROR)
-    columns = given.only or [*REFERENCES, "cost"]
-    lines = []
+    lines: list[Figures] = []
+    if given.results is not None and given.results.exists():
+        lines = [json.loads(line) for line in given.results.read_text().splitlines()]
+    done = {(line["table"], line["seed"], line["mode"]) for line in lines}
     for name in given.tables or CUTS:
-        reached: list[Figures] = []
         for seed in range(1, given.seeds + 1):
+            modes = [mode for mode in given.only if (name, seed, mode) not in done]
             with tempfile.TemporaryDirectory() as folder:
-                prepare(name, Path(folder), Rows(seed, given.development, given.rows))
-                cpu_s = time.process_time()
-                reached.append(measure(name, Path(folder), seed, given.set, columns))
-                if "cost" in columns and seed == given.seeds:
-                    reached[-1] |= costs(name, Path(folder), given.set, reached[-1]["rows"])
-                took = time.process_time() - cpu_s
-                print(f"{name}, seed {seed}: {reached[-1]}, {took:.0f} s of CPU", flush=True)
-        lines.append(row(name, reached))
-    print(f"\n| table | training rows | {' | '.join((*REFERENCES, *COSTS))} |")
-    print("|---" * (2 + len(REFERENCES) + len(COSTS)) + "|")
-    print("\n".join(lines))
+                if modes:
+                    prepare(name, Path(folder), Rows(seed, given.development, given.rows))
+                for mode in modes:
+                    cpu_s = time.process_time()
+                    found = {"table": name, "seed": seed, "mode": mode}
+                    found |= measure(Path(folder), seed, mode, given.set)
+                    found["cpu_s"] = round(time.process_time() - cpu_s)
+                    lines.append(found)
+                    print(json.dumps(found), flush=True)
+                    if given.results is not None:
+                        with given.results.open("a") as file:
+                            print(json.dumps(found), file=file)
+        print_table(name, [line for line in lines if line["table"] == name])
+    if given.picture is not None:
+        draw(lines, given.picture)
 
 
-def row(name: str, reached: Sequence[Figures]) -> str:
-    """Return a line: each figure, and what it differs from its reference by, bold if too much."""
-    cells = [f"`{name}`", f"{reached[0]['rows']:,.0f}"]
-    targets = dict(zip(("no defense", ".60", ".55"), CUTS[name].targets, strict=False))
-    for column, reference in REFERENCES.items():
-        values = [figures[column] for figures in reached if column in figures]
-        cell = mean_and_spread(values)
-        if values and reference in reached[0]:
-            less = [figures[column] - figures[reference] for figures in reached]
-            target = targets.get(column.removesuffix(" refitted"), -1)
-            bold = "**" * (statistics.mean(less) < target)
-            cell += f" ({bold}{mean_and_spread(less, '+')}{bold})"
-        cells.append(cell)
-    cells += (f"{reached[-1][cost]:.2f}" if cost in reached[-1] else "" for cost in COSTS)
-    return f"| {' | '.join(cells)} |"
+def print_table(name: str, lines: Sequence[Figures]) -> None:
+    """Print what each way reaches, and what it differs from no defense by, seed by seed."""
+    of = {(line["mode"], line["seed"]): line for line in lines}
+    plain = [line for line in lines if "boosting" in line]
+    if plain:
+        alone, joined = (
+            mean_and_spread([line[key] for line in plain]) for key in ("own columns", "boosting")
+        )
+        print(
+            f"\n`{name}`, {plain[0]['rows']:,} training rows; boosting: label owner's columns ",
+            end="",
+        )
+        print(f"{alone}, all columns {joined}\n")
+    print("| sent | label bound | test AUC | less no defense | with boosting | 400 labels", end="")
+    print(" | columns: mean | strongest |\n|---|---|---|---|---|---|---|---|")
+    for mode in MODES:
+        found = [line for line in lines if line["mode"] == mode and "auc" in line]
+        if not found:
+            continue
+        less: list[list[float]] = [[], []]
+        for line in found:
+            if ("no defense", line["seed"]) in of:
+                reference = of["no defense", line["seed"]]["auc"]
+                less[0].append(line["auc"] - reference)
+                less[1].append(line["mixed"] - reference)
+        cells = [mode, BOUNDS[mode], mean_and_spread([line["auc"] for line in found])]
+        cells += (mean_and_spread(part, "+") for part in less)
+        cells += (mean_and_spread([line[key] for line in found]) for key in ("completion", "mean"))
+        strongest = mean_and_spread([line["strongest"] for line in found])
+        print(f"| {' | '.join(cells)} | {strongest} `{found[0]['column']}` |")
+    for line in lines:
+        if "informed" in line:
+            print(
+                f"\n{line['mode']}, seed {line['seed']}: the noisy label has AUC "
+                f"{line['noisy']:.3f}, with the score {line['informed']:.3f}, and the score of "
+                f"rows whose labels were not released {line['score']:.3f}"
+            )
 
 
-def mean_and_spread(aucs: Sequence[float], sign: str = "") -> str:
+def mean_and_spread(values: Sequence[float], sign: str = "") -> str:
     """Return ``.899 ± .003``, or the only figure."""
-    if not aucs:
+    if not values:
         return ""
-    mean = f"{statistics.mean(aucs):{sign}.3f}".replace("0.", ".", 1)
-    if len(aucs) < 2:
+    mean = f"{statistics.mean(values):{sign}.3f}".replace("0.", ".", 1)
+    if len(values) < 2:
         return mean
-    return f"{mean} ± {statistics.stdev(aucs):.3f}".replace("± 0", "± ")
+    return f"{mean} ± {statistics.stdev(values):.3f}".replace("± 0", "± ")
 
 
-def measure(
-    name: str, folder: Path, seed: int, changed: Sequence[str], columns: Sequence[str]
-) -> Figures:
-    """Return the figures of one seed."""
-    run = train(folder, seed, *changed, UNDEFENDED)
-    figures = {"rows": float(len(known(run.active.seen.rows).splits["train"]))}
-    figures["no defense"] = last_auc(run)
-    if "boosting" in columns:
+def draw(lines: Sequence[Figures], path: Path) -> None:
+    """Draw test AUC over the mean disclosure of columns, a panel for each table."""
+    import matplotlib as mpl  # noqa: PLC0415 (an extra)
+
+    mpl.use("svg")
+    mpl.rcParams.update({"svg.hashsalt": "splitveil", "svg.fonttype": "none", "font.size": 8})
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    names = [name for name in CUTS if any(line["table"] == name for line in lines)]
+    height = -(-len(names) // 3)
+    figure, grid = pyplot.subplots(height, 3, figsize=(12, 3.2 * height), squeeze=False)
+    for axes in grid.flat[len(names) :]:
+        axes.set_axis_off()
+    for name, axes in zip(names, grid.flat, strict=False):
+        axes.set(
+            title=name, xlabel="columns given away, mean", ylabel="test AUC", xlim=(-0.03, 1.3)
+        )
+        axes.grid(alpha=0.25)
+        for mode in MODES:
+            found = [line for line in lines if (line["table"], line["mode"]) == (name, mode)]
+            found = [line for line in found if "auc" in line]
+            if not found:
+                continue
+            x, y = (statistics.mean(line[key] for line in found) for key in ("mean", "auc"))
+            axes.plot(x, y, "os^"[("score" in mode) + 2 * (BOUNDS[mode] == ".50")], color="C0")
+            axes.annotate(mode, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=7)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def measure(folder: Path, seed: int, mode: str, changed: Sequence[str]) -> Figures:
+    """Return the figures of one way; only why, if its settings are refused."""
+    try:
+        run = train(folder, seed, *changed, *MODES[mode])
+    except SettingsError as error:
+        return {"refused": str(error)}
+    trainer = known(run.active.session.lifecycle.phase.trainer)
+    rows = known(run.active.seen.rows).splits
+    (passive,) = run.passive.values()
+    bottom = known(passive.run.trainer)
+    test = rows["test"]
+    logits, labels = (part.numpy() for part in known(trainer.logits(test, refitted(run))))
+    sent = np.concatenate(
+        [
+            bottom.embed(bottom.rows(part)).flatten(1).numpy()
+            for part in np.array_split(np.arange(bottom.num_rows), 20)
+        ]
+    )
+    figures: Figures = {"rows": len(rows["train"]), "auc": float(roc_auc_score(labels, logits))}
+    if mode == "no defense":
         figures["boosting"] = boosted_auc(run, seed)
         figures["own columns"] = boosted_auc(run, seed, own_only=True)
-    if "mlp" in columns:
-        figures["mlp"] = last_auc(train(folder, seed, *BEFORE, *CUTS[name].before, UNDEFENDED))
-    for column in {".60", ".55"} & set(columns):
-        run = train(folder, seed, *changed, f"defense.strength.leak_auc={column}")
-        figures |= {column: last_auc(run), f"{column} refitted": refitted_auc(run)}
+    mixed = logits + boosted(run, seed, sent)
+    figures["mixed"] = float(roc_auc_score(labels, mixed))
+    own = known(trainer.rows_alone()).labels.numpy()
+    few = np.random.default_rng(seed).permutation(rows["train"])[:400]
+    completed = LogisticRegression(max_iter=1000).fit(sent[few], own[few])
+    figures["completion"] = float(roc_auc_score(labels, completed.decision_function(sent[test])))
+    encoder = known(known(passive.builder).encoder)
+    sample = Sample.draw(np.arange(bottom.num_rows), 4_000)
+    found = known(measure_exposure(bottom, encoder, bottom.num_rows, sample))
+    shares = {one.name: one.gain_fraction for one in found.columns}
+    figures["column"] = max(shares, key=lambda name: shares[name])
+    figures |= {"mean": statistics.mean(shares.values()), "strongest": max(shares.values())}
+    if mode == "score":
+        noisy = known(trainer.defense.released_labels(torch.from_numpy(rows["train"].copy()))[0])
+        figures |= informed(noisy.numpy().ravel(), sent[rows["train"], :1], own[rows["train"]])
+        figures["score"] = float(roc_auc_score(labels, sent[test, 0]))
     return figures
 
 
-def train(
-    folder: Path, seed: int, *changed: str, times: StepTimes | None = None
-) -> simulation.Simulation:
+def informed(noisy: NDArray[Any], score: NDArray[Any], labels: NDArray[Any]) -> Figures:
+    """Return with which AUC noisy labels tell labels, and with the score beside them."""
+    both = np.column_stack([noisy, score])
+    guess = LogisticRegression().fit(both, labels).decision_function(both)
+    return {
+        "noisy": float(roc_auc_score(labels, noisy)),
+        "informed": float(roc_auc_score(labels, guess)),
+    }
+
+
+def train(folder: Path, seed: int, *changed: str) -> simulation.Simulation:
     """Run both parties in this process, with a seed and perhaps with other settings."""
     both = [f"insecure_nonce_seed={seed}", "torch_threads=1", f"model_seed={seed}"]
     both.append("contract.split={kind: column, column: split}")
     active, passive = [*both, "leak_monitor=null"], list(both)
     for setting in changed:
-        whose = setting.partition(".")[0].partition("=")[0]
-        if whose in {"contract", "optimizer"} or whose.startswith("bottom"):
-            passive.append(setting)
-        if not whose.startswith("bottom"):
-            active.append(setting)
+        active += [setting] * is_of(setting, "active")
+        passive += [setting] * is_of(setting, "passive")
     if UNDEFENDED not in changed:
         active.append(f"defense.insecure_noise_seed={seed}")
     seen = simulation.ActiveRecording()
     seen.on_step = lambda batch, result: None  # type: ignore[method-assign]
     settings = simulation.read_settings(folder, active, passive)
-    run = simulation.build(
-        settings, active_seen=seen, passive_seen={"passive": times or StepTimes()}
-    )
+    nothing = simulation.PassiveRecording()
+    nothing.on_step = lambda batch, sent, received, layers: None  # type: ignore[method-assign]
+    run = simulation.build(settings, active_seen=seen, passive_seen={"passive": nothing})
     run.meet()
     return run
 
 
-def last_auc(run: simulation.Simulation) -> float:
-    return known(run.active.seen.evaluations[-1].auc)
+def is_of(setting: str, party: str) -> bool:
+    """Return whether a party's file takes a setting ``name=value``."""
+    whose = setting.partition(".")[0].partition("=")[0]
+    is_of_bottom = whose.startswith("bottom")
+    is_of_both = whose in {"contract", "optimizer"}
+    return is_of_both or is_of_bottom is (party == "passive")
+
+
+def refitted(run: simulation.Simulation) -> nn.Module:
+    """Return the top model that a run leaves for its owner's own predictions."""
+    trainer, contract = run.active.session.lifecycle.phase.trainer, run.active.settings.contract
+    return known(known(trainer).refitted(may_stay=not contract.is_one_shot))
 
 
 def refitted_auc(run: simulation.Simulation) -> float:
-    """Return the test AUC of the top model that a run leaves for its owner's own predictions."""
-    settings, trainer = run.active.settings, known(run.active.session.lifecycle.phase.trainer)
-    fitting = Fitting(
-        lambda model: build_optimizer(settings.optimizer, model),
-        settings.contract.batch_size,
-        settings.model_seed,
-    )
-    model = known(trainer.refitted(fitting))
+    """Return the test AUC of that model."""
+    trainer = known(run.active.session.lifecycle.phase.trainer)
     test = known(run.active.seen.rows).splits["test"]
-    return known(known(trainer.measure(model, test)).auc)
+    return known(known(trainer.measure(refitted(run), test)).auc)
 
 
 def known(found: FoundT | None) -> FoundT:
@@ -265,16 +390,28 @@ def known(found: FoundT | None) -> FoundT:
 
 def boosted_auc(run: simulation.Simulation, seed: int, *, own_only: bool = False) -> float:
     """Return the test AUC of gradient boosting with its defaults, on a run's own rows."""
-    rows = known(run.active.seen.rows).splits
+    test = known(run.active.seen.rows).splits["test"]
     own = known(known(run.active.session.lifecycle.phase.trainer).rows_alone())
-    parts = [known(own.features)]
+    others: list[Features | NDArray[Any]] = []
     if not own_only:
         (other,) = run.passive.values()
         trainer = known(other.run.trainer)
-        parts.append(trainer.rows(np.arange(trainer.num_rows)))
+        others.append(trainer.rows(np.arange(trainer.num_rows)))
+    return float(roc_auc_score(own.labels.numpy()[test], boosted(run, seed, *others)))
+
+
+def boosted(
+    run: simulation.Simulation, seed: int, *others: Features | NDArray[Any]
+) -> NDArray[Any]:
+    """Return the test rows' logits by boosting on the label owner's columns and on others."""
+    rows = known(run.active.seen.rows).splits
+    own = known(known(run.active.session.lifecycle.phase.trainer).rows_alone())
     columns: list[NDArray[Any]] = []
     is_category: list[bool] = []
-    for part in parts:
+    for part in [known(own.features), *others]:
+        if isinstance(part, np.ndarray):
+            columns += list(part.T)
+            continue
         if part.numeric is not None:
             columns += list(part.numeric.numpy().T)
         is_category += [False] * (len(columns) - len(is_category))
@@ -284,37 +421,12 @@ def boosted_auc(run: simulation.Simulation, seed: int, *, own_only: bool = False
             by_frequency = np.argsort(np.argsort(-counts, kind="stable"))
             columns.append(np.minimum(by_frequency[slots], 254))
             is_category.append(True)
-    joined, labels = np.column_stack(columns), own.labels.numpy()
+    is_category += [False] * (len(columns) - len(is_category))
+    joined = np.column_stack(columns)
     trees = HistGradientBoostingClassifier(categorical_features=is_category, random_state=seed)
-    trees.fit(joined[rows["train"]], labels[rows["train"]])
-    scores = trees.predict_proba(joined[rows["test"]])[:, 1]
-    return float(roc_auc_score(labels[rows["test"]], scores))
-
-
-# ---- what a step costs --------------------------------------------------------------------------
-
-
-def costs(name: str, folder: Path, changed: Sequence[str], num_rows: float) -> Figures:
-    """Return CPU time and memory at batch 1,024 as multiples of those of ``mlp``."""
-    epochs = 3 + 60_000 // int(num_rows)
-    size = ("contract.batch_size=1024", f"contract.epochs={epochs}", UNDEFENDED)
-    new, old = (*changed, *size), (*BEFORE, *CUTS[name].before, *size)
-    cpu: dict[tuple[str, ...], list[float]] = {new: [], old: []}
-    for _ in range(3):
-        for each, found in cpu.items():
-            times = StepTimes(time.process_time)
-            train(folder, 1, *each, times=times)
-            found.extend(times.step_ms())
-    ms = [statistics.median(found) for found in cpu.values()]
-    mib = [in_a_process(memory_of_run, folder, each) for each in cpu]
-    print(f"CPU ms of a step: {ms[0]:.1f}, mlp {ms[1]:.1f}; MiB: {mib[0]:.0f}, mlp {mib[1]:.0f}")
-    return {"CPU": ms[0] / ms[1], "memory": mib[0] / mib[1]}
-
-
-def memory_of_run(folder: Path, changed: tuple[str, ...]) -> float:
-    logging.getLogger("splitveil").setLevel(logging.ERROR)
-    train(folder, 1, *changed, "contract.epochs=1")
-    return status_mib("self", "VmHWM")
+    trees.fit(joined[rows["train"]], own.labels.numpy()[rows["train"]])
+    logits: NDArray[Any] = trees.decision_function(joined[rows["test"]])
+    return logits
 
 
 # ---- tables -------------------------------------------------------------------------------------
@@ -386,20 +498,46 @@ def splits_of(
 
 def tables_of(name: str) -> Tables:
     """Return both parties' tables, with ids even where rows are known by their numbers."""
+    cut = CUTS[name]
     if name == FLIGHTS:
         return flights_and_weather()
-    own, other = map(read, CUTS[name].files, CUTS[name].columns)
-    if not CUTS[name].has_id:
+    if name == "imdb":
+        packed = np.load(Path(os.environ["SPLITVEIL_DATA"]) / "imdb/imdb_top500.npz")
+        words = np.unpackbits(packed["x_bits"][:25_000], axis=1, count=500)
+        return in_halves(words, cut.label, packed["y"][:25_000])
+    if name == "digits":
+        images, digits = load_digits(return_X_y=True)
+        return in_halves(images, cut.label, digits % 2)
+    own, other = map(read, cut.files, cut.columns)
+    if name == "spambase":
+        own, other = own.select([*range(28), cut.label]), other.select(range(28, 57))
+    if not cut.has_id:
         ids = pa.array(map(str, range(1, len(own) + 1)))
         own, other = own.append_column("id", ids), other.append_column("id", ids)
     return own, other
 
 
+def in_halves(values: NDArray[Any], label: str, labels: NDArray[Any]) -> Tables:
+    """Return tables of the first and of the second half of the columns."""
+    names = [f"x{number}" for number in range(values.shape[1])]
+    whole = pa.table([pa.array(column) for column in values.T], names)
+    whole = whole.append_column("id", pa.array(f"r{row}" for row in range(len(labels))))
+    half = len(names) // 2
+    own = whole.select([*names[:half], "id"]).append_column(label, pa.array(labels))
+    return own, whole.select([*names[half:], "id"])
+
+
 def read(name: str, columns: Sequence[str]) -> pa.Table:
     """Read columns of a table below SPLITVEIL_DATA; none means all."""
     options = csv.ConvertOptions(strings_can_be_null=False)
-    path = Path(os.environ["SPLITVEIL_DATA"]) / f"{name}.csv.gz"
-    table = csv.read_csv(path, convert_options=options)
+    folder = Path(os.environ["SPLITVEIL_DATA"])
+    reading, parsing = csv.ReadOptions(), csv.ParseOptions()
+    is_criteo = name == "criteo/criteo"
+    path = folder / f"{name}.{'tsv' if is_criteo else 'csv'}.gz"
+    if is_criteo:  # which has no header line
+        reading = csv.ReadOptions(column_names=["click", *COUNTS, *CODES])
+        parsing = csv.ParseOptions(delimiter="\t")
+    table = csv.read_csv(path, reading, parsing, options)
     return table.select(columns) if columns else table
 
 

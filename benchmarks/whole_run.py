@@ -3,6 +3,7 @@
     python -m benchmarks.whole_run [--rounds 3] [--only shipped mtls] [--threads]
         [--rows 67000] [--features 64] [--epochs 20] [--rtt 40 --rate 100]
     python -m benchmarks.whole_run --sizes 10000 100000 1000000 --features 16 --epochs 3
+    SPLITVEIL_DATA=FOLDER python -m benchmarks.whole_run --init 20000 [--rounds 3]
 
 A split MLP 64-256-128 | 128-64-1 on 67,000 synthetic rows, batch 1,024, Adam, float32, one torch
 thread per process. Each round runs, one after the other:
@@ -22,11 +23,16 @@ medians over the rounds.
 
 ``--sizes`` runs ``shipped`` once with each number of rows, and prints what each part of a run costs
 and how it grows: with exponent 1, ten times the rows cost ten times as much.
+
+``--init`` compares one pass with gradients, both of cut 64, over a whole job: with the settings
+that ``splitveil init`` writes for so many rows of ``default_credit``, from the start of the first
+process to both reports, over mutual TLS.
 """
 
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import resource
 import statistics
@@ -46,6 +52,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from benchmarks.environment import free_port, in_a_process, print_environment, status_mib
+from benchmarks.first_settings import MODES, Rows, is_of, prepare
 from benchmarks.slow_line import Line, between
 from splitveil.deploy.authority import PartyFolder, make_certificates
 from splitveil.experiments.preparation import write_columns
@@ -301,6 +308,53 @@ def wait_for_end(parties: Parties) -> tuple[float, ...]:
     return tuple(most.values())
 
 
+# ---- with the settings of init -------------------------------------------------------------------
+
+
+def print_jobs(num_rows: int, rounds: int) -> None:
+    """Print wall and CPU time of both parties, and the bytes that they exchange."""
+    found: dict[str, list[tuple[float, ...]]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        prepare("default_credit", folder, Rows(1, training=round(0.8 * num_rows)))
+        make_certificates(folder / "certificates", NAMES)
+        for _ in range(rounds):
+            for mode in ("PCA 64", "no defense", ".60"):
+                found.setdefault(mode, []).append(job(folder, MODES[mode]))
+                print(mode, found[mode][-1], flush=True)
+    print("\n| | wall, s | of .60 | CPU s | of .60 | MB on the wire | of .60 |")
+    print("|---" * 7 + "|")
+    first = [statistics.median(values) for values in zip(*found[".60"], strict=True)]
+    for mode, measured in found.items():
+        middle = [statistics.median(values) for values in zip(*measured, strict=True)]
+        cells = (f"{x:.1f} | {x / y:.3f}" for x, y in zip(middle, first, strict=True))
+        print(f"| {mode} | {' | '.join(cells)} |")
+
+
+def job(folder: Path, changed: Sequence[str]) -> tuple[float, float, float]:
+    """Run both parties with their files and changed settings; return seconds, CPU s and MB."""
+    port, carried = free_port(), multiprocessing.Value("Q")
+    begun, ended_before_s = time.monotonic(), cpu_of_ended()
+    with tempfile.TemporaryDirectory() as runs, between(port, Line(carried=carried)) as nearest:
+        addresses = {
+            "active": f"listen=127.0.0.1:{port}",
+            "passive": f"connect=127.0.0.1:{nearest}",
+        }
+        parties = {}
+        for party, address in addresses.items():
+            chosen = [address, "contract.split={kind: column, column: split}"]
+            chosen += [one for one in changed if is_of(one, party)]
+            options = ["--runs", runs, *(f"--set={one}" for one in chosen)]
+            parties[party] = start(party, folder / f"{party}.yaml", options)
+        try:
+            wait_for_end(parties)
+        finally:
+            for process in parties.values():
+                process.kill()
+        took_s = time.monotonic() - begun
+    return took_s, cpu_of_ended() - ended_before_s, carried.value / 1e6
+
+
 # ---- the table ----------------------------------------------------------------------------------
 
 
@@ -319,6 +373,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="names of the runs")
     parser.add_argument("--threads", action="store_true", help="CPU time by thread, too")
     parser.add_argument("--sizes", type=int, nargs="+", help="numbers of rows to compare")
+    parser.add_argument("--init", type=int, metavar="ROWS", help="whole jobs of so many rows")
     for name, value in Work()._asdict().items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--rtt", type=float, default=0.0, help="of the line, in milliseconds")
@@ -329,6 +384,9 @@ def main() -> None:
     torch.set_num_threads(1)
     print_environment("grpcio")
     work = Work(given.rows, given.features, given.epochs)
+    if given.init:
+        print_jobs(given.init, given.rounds)
+        return
     if given.sizes:
         print_growth(work, given.sizes)
         return

@@ -10,12 +10,17 @@ from pathlib import Path
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.arguments import Parser
 from splitveil.deploy import flights, local
-from splitveil.deploy.overrides import override
+from splitveil.deploy.overrides import ONE_SHOT, override
 
 EXAMPLES = Path(__file__).parent / "examples"
 
 DEMO, WITHOUT_PACKAGE = "flights", "breast_cancer"
-DEMO_DEFENSES = ("none", "marvell", "noisy_label")
+DEMO_DEFENSES = (
+    "none",
+    "marvell",
+    "noisy_label",
+    ONE_SHOT,
+)
 """Run one after the other and compared where the command line names no defense."""
 
 _INSTALL = f"pip install {flights.PACKAGE}, or this package as splitveil[demo]"

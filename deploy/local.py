@@ -32,13 +32,13 @@ from splitveil.common.record.run_folder import has_finished
 from splitveil.common.record.run_record import read_summary
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.settings import read_yaml
+from splitveil.common.text.values import as_mapping
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import cell, visible, visible_lines
 from splitveil.deploy.overrides import (
     NamedDefense,
     Overrides,
     contract_values,
-    override,
     parse_defense,
     party_kinds,
     refuse_unknown_settings,
@@ -99,7 +99,7 @@ def run_example(example_dir: Path, options: argparse.Namespace) -> int:
     if unknown := base.without_file(kinds):
         raise SettingsError(f"--set: {example_dir} has no file {', '.join(unknown)}.yaml")
     settings = read_yaml(example_dir / f"{ACTIVE}.yaml")
-    name = str(contract_values(example_dir, settings, base.of(ACTIVE)).get("run_name"))
+    name = _run_name(contract_values(example_dir, settings, base.of(ACTIVE)))
     defenses = [parse_defense(text) for text in options.defense]
     if len(defenses) > 1:
         base = _sharing_batches(example_dir, kinds, name, base)
@@ -130,17 +130,40 @@ def run_example(example_dir: Path, options: argparse.Namespace) -> int:
     return code
 
 
+def _run_name(contract: Mapping[str, object]) -> str:
+    if as_mapping(contract.get("alignment")).get("kind") == "one_sided":
+        raise SettingsError(
+            "contract.alignment.kind: one_sided: the active party's run needs splitveil passive "
+            "serve beside it; --set contract.alignment.kind=mutual tries the same run here"
+        )
+    return str(contract.get("run_name"))
+
+
 def _show(name: str, ended: Mapping[str, EndedRun], page: Path | None) -> None:
     # It imports torch, which help does not need.
     from splitveil.active_party.report.comparison_table import comparison_table  # noqa: PLC0415
 
     results = {title: read_summary(one.folder / ACTIVE) for title, one in ended.items()}
-    Console().print(comparison_table(name, results))
+    disclosed = {title: text for title, one in ended.items() if (text := _disclosed(one.folder))}
+    Console().print(comparison_table(name, results, disclosed))
     console = Console(soft_wrap=True, highlight=False)
     for path in filter(None, [*(one.report for one in ended.values()), page]):
         if path.exists():  # a terminal that can opens it by a click
             shown = Text(visible(str(path)), style=f"link {path.resolve().as_uri()}")
             console.print(Text("report  ").append_text(shown))
+
+
+def _disclosed(folder: Path) -> Text | None:
+    """Return what a run has given away of the columns of its passive party, if there is one."""
+    from splitveil.passive_party.report_page import read_files  # noqa: PLC0415
+
+    if not (folder / "passive").is_dir():
+        return None
+    found = read_files(folder / "passive").exposure
+    if found is None or found.strongest is None:
+        return None
+    strongest = f"{found.strongest.name} {found.strongest_disclosure:.2f}"
+    return cell(f"{found.disclosure:.2f}", strongest)
 
 
 def _try_to_write(function: str, *arguments: object) -> None:
@@ -158,8 +181,7 @@ def _plan(name: str, base: Overrides, defenses: Sequence[NamedDefense]) -> dict[
     runs = {}
     for defense in defenses:
         own_name = name if len(defenses) == 1 else defense.run_name(name)
-        own = override("active.defense", defense.settings)
-        overrides = base.adding(f"contract.run_name={own_name}", own)
+        overrides = base.adding(f"contract.run_name={own_name}", *defense.overrides)
         runs[defense.title] = PlannedRun(own_name, overrides)
     return runs
 
@@ -231,7 +253,7 @@ def held_port() -> Iterator[int]:
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    example = "deploy/examples/breast_cancer --defense none noisy_label"
+    example = "deploy/examples/breast_cancer --defense none one_shot"
     local = Parser(prog=program, example=example)
     local.add_argument(
         "example_dir",
@@ -250,8 +272,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="DEFENSE",
-        help="a name (marvell), a name with settings (iso:noise_ratio=2), or YAML in braces; if "
-        "more than one is given, they run one after another and are compared",
+        help="a name (marvell), a name with settings (iso:noise_ratio=2), YAML in braces, or "
+        "one_shot for a run without gradients; if more than one is given, they run one after "
+        "another and are compared",
     )
     parser.add_argument(
         "--set",

@@ -116,9 +116,21 @@ def _settings_of(owner: str) -> Any:
     return None
 
 
+ONE_SHOT = "one_shot"
+"""Named in the place of a defense: no gradient, and each row once, from principal components."""
+
+
 class NamedDefense(NamedTuple):
     title: str
     settings: dict[str, Any]
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The settings of all parties with which a run has this defense."""
+        own = override("active.defense", self.settings)
+        if self.title != ONE_SHOT:
+            return (own,)
+        return (own, f"contract.exchange={ONE_SHOT}", "passive.bottom_model={kind: pca}")
 
     def run_name(self, name: str) -> str:
         """Return the name of the run of an example (by its own name) with this defense."""
@@ -131,7 +143,9 @@ class NamedDefense(NamedTuple):
 
 
 def parse_defense(text: str) -> NamedDefense:
-    """Parse a defense: a name, ``name:setting=value,...``, or YAML."""
+    """Parse a defense: a name, ``name:setting=value,...``, YAML, or `ONE_SHOT`."""
+    if text == ONE_SHOT:
+        return NamedDefense(ONE_SHOT, {"name": "none"})
     if text.lstrip().startswith("{"):
         settings = load_yaml(text, "--defense")
         if not isinstance(settings, dict) or "name" not in settings:

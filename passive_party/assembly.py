@@ -31,6 +31,7 @@ from splitveil.passive_party.bottom_trainer import (
     named_layer,
     stashing_weights,
 )
+from splitveil.passive_party.exposure_plan import check_exposure
 from splitveil.passive_party.settings import PassiveSettings
 
 logger = logging.getLogger("splitveil.passive_party")
@@ -96,6 +97,7 @@ class BottomBuilder:
         device: torch.device,
         ranks: Ranks | None = None,
     ) -> None:
+        check_exposure(settings, data)  # before any id is exchanged
         self.encoder: FeatureEncoder | None = None
         self._ranks = ranks
         self._settings = settings
@@ -121,6 +123,8 @@ class BottomBuilder:
         settings, contract = self._settings, self._settings.contract
         is_computed = isinstance(settings.bottom_model, PcaModel)
         own_rows = self._data.rows_without_test(rows) if is_computed else None
+        if contract.is_one_sided:  # this party does not know which rows are held out
+            own_rows = np.arange(len(self._data.ids))
         encoder, features = self._data.encode(
             rows, self._earlier, bins_of(settings.bottom_model), own_rows
         )
@@ -138,7 +142,8 @@ class BottomBuilder:
         if isinstance(model, ComponentsBottom) and own_rows is not None:
             blocks = partial(self._data.blocks, encoder, own_rows)
             if isinstance(settings.bottom_model, ScoreModel):
-                fit_score = partial(model.fit_score, blocks=blocks, names=encoder.names)
+                moments = model.before_labels(blocks, encoder.names)
+                fit_score = partial(model.fit_score, moments=moments, names=encoder.names)
             else:
                 model.fit(blocks, is_final=contract.is_one_shot)
         if self._earlier is not None:

@@ -8,7 +8,6 @@ first layer's weights and embedding tables are not among it, however large they 
 dropout and all other values of the forward pass belong to the activation anyway.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from splitveil.common.data.features import Features
-from splitveil.common.errors import SettingsError
+from splitveil.common.errors import InvalidMessage, SettingsError
 from splitveil.common.models import training_state
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.conv import ConvBottom, ConvTop
@@ -139,8 +138,8 @@ class LayerTap:
         self._gradient = gradient
 
 
-FitScore = Callable[[Features, NDArray[np.float32]], Tensor]
-"""Fits the bottom model to noisy labels of some rows, and returns what they send of it."""
+FitScore = Callable[[Features, NDArray[np.float32]], None]
+"""Fits the bottom model to noisy labels of some rows."""
 
 
 class BottomTrainer:
@@ -162,16 +161,14 @@ class BottomTrainer:
         self._features = features.to(self._device)
         self._fit_score = fit_score
         self._noisy: list[tuple[Positions, NDArray[np.float32]]] = []
-        self._scores = torch.empty(len(features), 0)
-        """Scores of the training rows by fits without them, (rows, scores); NaN for the others."""
         self._waiting: deque[Tensor] = deque()
         """Activations whose gradients are to come, with their graphs, in the order of the course.
         """
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether no activation waits for its gradient, so that the state is whole."""
-        return not self._waiting
+        """Whether no gradient and no further labels are awaited, so that the state is whole."""
+        return not self._waiting and not self._noisy
 
     @property
     def num_rows(self) -> int:
@@ -224,12 +221,14 @@ class BottomTrainer:
     def take_labels(self, positions: Positions, noisy: Tensor, *, is_last: bool) -> None:
         """Take noisy labels of training rows, (rows, values), and fit the model after the last."""
         self._noisy.append((positions, noisy.float().numpy()))
-        if is_last and self._fit_score is not None:
+        if len({of_batch.shape[1:] for _, of_batch in self._noisy}) > 1:
+            raise InvalidMessage("the noisy labels of two batches have other numbers of values")
+        if not is_last:
+            return
+        if self._fit_score is not None:
             places, values = map(np.concatenate, zip(*self._noisy, strict=True))
-            scores = self._fit_score(self.rows(places), values)
-            self._scores = torch.full((self.num_rows, scores.shape[1]), math.nan)
-            self._scores[torch.from_numpy(places)] = scores
-            self._noisy.clear()
+            self._fit_score(self.rows(places), values)
+        self._noisy.clear()
 
     def state_dict(self) -> State:
         """Return everything that a step changes, or raise RuntimeError."""
@@ -242,7 +241,6 @@ class BottomTrainer:
             "random": training_state.random_state(self._device),
             "gpu": gpu_of(self._device),
             "ranks": [] if self._parallel is None else self._parallel.random_states(),
-            "scores": self._scores,
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -254,19 +252,9 @@ class BottomTrainer:
         training_state.set_random_state(self._device, state["random"])
         go_on(self._parallel, state["ranks"])
         self._noisy.clear()
-        self._scores = state["scores"]
 
     def embed(self, features: Features) -> Tensor:
         return predict_in_blocks(self.model, features)
-
-    def embed_rows(self, positions: Positions, features: Features) -> Tensor:
-        """Return what is sent of some aligned rows, (rows, *cut_shape)."""
-        found = self.embed(features)
-        scores = self._scores[torch.from_numpy(positions.copy())].to(found)
-        values = found.reshape(len(found), -1)
-        first = values[:, : scores.shape[1]]
-        values[:, : scores.shape[1]] = torch.where(scores.isnan(), first, scores)
-        return values.reshape(found.shape)
 
 
 def _with_gradient(activation: Tensor, received: Tensor) -> Tensor:

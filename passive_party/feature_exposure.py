@@ -1,32 +1,39 @@
-"""Measures how well this party's columns can be guessed from its activations, without any label.
+"""Measures how well this party's columns can be guessed from what was sent, without any label.
 
-Somebody who knows a column for some rows guesses it for others. Each row's guess is made from rows
-of the other folds: by the nearest class mean under one covariance, with the classes' shares (linear
-discriminant analysis), by a vote of the nearest rows, and for a number by ridge regression; the way
-that is right most often counts. A number's classes are its quarters, from lowest to highest; a
-category's are its levels, each by itself, and those that are too rare count as one. The figure is
-the share of rows that are guessed right, beside the share of the most frequent class, which needs
-no activation.
+Somebody who knows the columns of some rows guesses those of others: by a network that is trained on
+all columns at once, by the nearest class mean under one covariance, with the classes' shares
+(linear discriminant analysis), by a vote of the nearest rows, and for a number by ridge regression;
+the way that is right most often counts. A number's classes are its quarters, from lowest to
+highest; a category's are its levels, each by itself, and those that are too rare count as one. The
+figure is the share of rows that are guessed right, beside the share of the most frequent class,
+which needs nothing that was sent.
 
-It is a lower bound: another method, or the bottom model itself, may reveal more, and so may several
-columns together.
+It is a lower bound: another method, or the bottom model itself, may reveal more, and so may what
+the label owner knows besides.
 """
 
+import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
+from torch import nn
+from torch.nn.functional import cross_entropy
 
 from splitveil.common.data.features import FeatureEncoder, Features
+from splitveil.common.errors import DataError
 from splitveil.common.run.sample_order import Positions
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 
-FOLDS = 5
+KNOWN_ROWS = 1000  # whose columns the guesser knows; of a small table, half of the rows
 LEAST_ROWS = 50  # fewer rows say nothing
 MOST_DIMENSIONS = 512  # wider activations are projected onto as many random directions first
 RARE_ROWS = 5  # levels in fewer of the rows are taken together
@@ -38,6 +45,9 @@ _QUARTERS = np.arange(4)
 _RIDGE = 1e-6
 _SEED = 0
 _EMBEDDED_AT_ONCE = 1024
+_HIDDEN, _EPOCHS, _BATCH, _MOST_GUESSED, _LEARNING_RATE = 128, 40, 100, 32, 3e-3  # of the network
+
+_TARGET_LEVELS = 7  # that a score's target tells apart; rarer ones are taken together
 
 _Numbers = npt.NDArray[np.float64]
 _Rows = npt.NDArray[np.int64]  # a class or the number of a row, for each row
@@ -76,50 +86,140 @@ class ColumnExposure:
 
 @dataclass(frozen=True)
 class FeatureExposure:
-    rows: NonNegativeInt
-    dimensions: NonNegativeInt  # values per activation
+    rows: NonNegativeInt  # that were guessed
+    dimensions: NonNegativeInt  # values that were sent of each row
     columns: tuple[ColumnExposure, ...]
     own_rows: NonNegativeInt  # rows of this party's file, whose blinded ids were offered
     unjudged: tuple[str, ...]  # of one value, of sequences, or whose levels are mostly too rare
     has_images: bool = False  # whether there are images, whose reconstruction is not measured
+    known_rows: NonNegativeInt = KNOWN_ROWS
+    epochs: NonNegativeInt = 0  # whose activations are counted; 0 if each row was sent once
+
+    @property
+    def disclosure(self) -> float:
+        """Mean over columns of what is revealed of what was unknown, 0 to 1."""
+        return sum(one.gain_fraction for one in self.columns) / max(len(self.columns), 1)
+
+    @property
+    def strongest(self) -> ColumnExposure | None:
+        return max(self.columns, key=_merit, default=None)
+
+    @property
+    def strongest_disclosure(self) -> float:
+        return max((one.gain_fraction for one in self.columns), default=0.0)
+
+
+class Sample(NamedTuple):
+    """Rows whose columns are known, then rows whose columns are guessed."""
+
+    known: int
+    positions: Positions
+
+    @classmethod
+    def draw(cls, among: Positions, most_rows: int) -> "Sample | None":
+        """Draw rows at random, always the same; None if there are too few, or none is wanted."""
+        if len(among) < LEAST_ROWS or not most_rows:
+            return None
+        known = min(KNOWN_ROWS, len(among) // 2)
+        drawn = np.random.default_rng(_SEED).permutation(among)
+        return cls(known, drawn[: known + most_rows])
+
+
+class SentInEpochs(NamedTuple):
+    """Activations of a run with gradients, which sends each row anew in every epoch."""
+
+    epochs: int
+    dimensions: int  # values per row
+    values: npt.NDArray[np.float32]  # side by side, or projected, (rows of the sample, values)
 
 
 def measure_exposure(
-    trainer: BottomTrainer, encoder: FeatureEncoder, own_rows: int, most_rows: int
+    trainer: BottomTrainer,
+    encoder: FeatureEncoder,
+    own_rows: int,
+    sample: Sample | None,
+    of_epochs: SentInEpochs | None = None,
 ) -> FeatureExposure | None:
-    """Guess features of aligned rows from activations; None if too few, or not finite."""
-    aligned_rows = trainer.num_rows
-    count = min(aligned_rows, most_rows)
-    if count < LEAST_ROWS:
+    """Guess features of aligned rows from what was sent; None if too few, or not finite."""
+    if sample is None:
         return None
-    generator = np.random.default_rng(_SEED)
-    positions = np.sort(generator.choice(aligned_rows, count, replace=False))
-    activations, features = _embedded(trainer, positions)
-    if not np.isfinite(activations).all():  # training has diverged
-        return None
-    dimensions = activations.shape[1]
-    if dimensions > MOST_DIMENSIONS:
-        directions = generator.normal(size=(dimensions, MOST_DIMENSIONS))
-        activations = activations @ directions / MOST_DIMENSIONS**0.5
-    spread = activations.std(axis=0)
-    # A unit that is silent on these rows says nothing.
-    activations = (activations - activations.mean(axis=0)) / np.where(spread > 0, spread, np.inf)
-    folds = generator.permutation(count) % FOLDS
-    nearest = _nearest_rows(activations, folds)
-    best: dict[str, ColumnExposure | None] = {}
-    best |= {column.name: None for column in encoder.sequences}
-    for name, kind, values in _columns(features, encoder):
-        found, earlier = _exposure(name, kind, values, activations, nearest, folds), best.get(name)
+    activations, features = _embedded(trainer, sample.positions)
+    sent, epochs, dimensions = [activations], 0, activations.shape[1]
+    if of_epochs is not None:
+        epochs, dimensions = of_epochs[:2]
+        sent.append(of_epochs.values.astype(np.float64))
+    return exposure_of(sent, features, encoder, sample.known, own_rows, dimensions, epochs)
+
+
+def exposure_of(
+    sent: Sequence[_Numbers],
+    features: Features,
+    encoder: FeatureEncoder,
+    known: int,
+    own_rows: int,
+    dimensions: int = 0,
+    epochs: int = 0,
+) -> FeatureExposure | None:
+    """Guess features of all rows but the first, which are known; None unless all is finite.
+
+    The columns are guessed from each of the arrays in ``sent``, (rows, values); the best counts.
+    """
+    columns = [_Column.of(*one) for one in _columns(features, encoder)]
+    judged = [column for column in columns if column.is_judged]
+    right: list[list[npt.NDArray[np.bool_]]] = [[] for _ in judged]
+    for values in sent:
+        if not np.isfinite(values).all():  # training has diverged
+            return None
+        for found, of_column in zip(right, _right(values, judged, known), strict=True):
+            found.extend(of_column)
+    best: dict[str, ColumnExposure | None] = {column.name: None for column in encoder.sequences}
+    best |= {column.name: None for column in columns}
+    for column, guesses in zip(judged, right, strict=True):
         # Of a list, the category that is guessed best.
-        best[name] = max(filter(None, (found, earlier)), key=_merit, default=None)
+        one, earlier = column.exposure(guesses, known), best[column.name]
+        best[column.name] = max(filter(None, (one, earlier)), key=_merit)
     return FeatureExposure(
-        count,
-        dimensions,
+        len(features) - known,
+        dimensions or sent[0].shape[1],
         tuple(column for column in best.values() if column is not None),
         own_rows,
         tuple(name for name, column in best.items() if column is None),
         encoder.image is not None,
+        known,
+        epochs,
     )
+
+
+def by_targets(
+    features: Features,
+    encoder: FeatureEncoder,
+    known: int,
+    fit: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[tuple[ColumnExposure, ...], str, torch.Tensor]:
+    """Guess each column from one number that is fitted to it.
+
+    ``fit`` returns of the columns of the known rows as numbers, (known, columns), what is sent of
+    all rows, (rows, columns).
+
+    Returns the figures, the column that is guessed best, and its numbers, (known, 1) float32.
+    """
+    every = (_Column.of(*one) for one in _columns(features, encoder))
+    columns = [column for column in every if column.is_judged]
+    if not columns:
+        raise DataError("data.features: no column can be judged")
+    levels = np.stack([np.minimum(one.classes[:known], _TARGET_LEVELS) for one in columns], axis=1)
+    spread = np.maximum(levels.std(axis=0), 1e-9)
+    targets = torch.from_numpy((levels - levels.mean(axis=0)) / spread)
+    values = fit(targets).double().numpy()
+    best: dict[str, ColumnExposure] = {}
+    places: dict[str, int] = {}
+    for place, column in enumerate(columns):
+        (right,) = _right(values[:, [place]], [column], known, has_network=False)
+        found = column.exposure(right, known)
+        if column.name not in best or _merit(found) > _merit(best[column.name]):
+            best[column.name], places[column.name] = found, place
+    name = max(best, key=lambda one: _merit(best[one]))
+    return tuple(best.values()), name, targets[:, [places[name]]].float()
 
 
 def _merit(column: ColumnExposure) -> tuple[bool, float]:
@@ -168,28 +268,70 @@ def _columns(
             yield vocabulary.name, "category", slots
 
 
-def _exposure(
-    name: str,
-    kind: Kind,
-    values: npt.NDArray[Any],
-    activations: _Numbers,
-    nearest: tuple[_Rows, _Numbers],
-    folds: _Rows,
-) -> ColumnExposure | None:
-    classes, judged_as = _levels(values) if kind == "category" else (_quarters(values), _QUARTERS)
-    judged = judged_as[classes]
-    counts = np.bincount(judged)
-    if np.count_nonzero(counts) < 2 or (kind == "category" and counts[0] > len(judged) / 2):
-        return None
-    is_most_frequent = judged == counts.argmax()
-    guesses = [_by_class_means(activations, classes, folds), _by_vote(classes, *nearest)]
-    if kind == "number":
-        guesses.append(_by_regression(activations, values, classes, folds))
-    is_right = max((judged_as[guess] == judged for guess in guesses), key=np.count_nonzero)
-    gains = is_right.astype(np.float64) - is_most_frequent
-    without = float(is_most_frequent.mean())
-    error = float(gains.std() / len(gains) ** 0.5)
-    return ColumnExposure(name, kind, max(float(is_right.mean()), without), without, error)
+class _Column(NamedTuple):
+    name: str
+    kind: Kind
+    values: npt.NDArray[Any]  # (rows,)
+    classes: _Rows
+    judged_as: _Rows  # of each class
+
+    @classmethod
+    def of(cls, name: str, kind: Kind, values: npt.NDArray[Any]) -> "_Column":
+        found = _levels(values) if kind == "category" else (_quarters(values), _QUARTERS)
+        return cls(name, kind, values, *found)
+
+    @property
+    def judged(self) -> _Rows:
+        found: _Rows = self.judged_as[self.classes]
+        return found
+
+    @property
+    def is_judged(self) -> bool:
+        counts = np.bincount(self.judged)
+        is_rare = self.kind == "category" and counts[0] > len(self.values) / 2
+        return np.count_nonzero(counts) > 1 and not is_rare
+
+    def exposure(self, right: Sequence[npt.NDArray[np.bool_]], known: int) -> ColumnExposure:
+        judged = self.judged
+        is_most_frequent = judged[known:] == np.bincount(judged[:known]).argmax()
+        is_right = max([is_most_frequent, *right], key=np.count_nonzero)
+        gains = is_right.astype(np.float64) - is_most_frequent
+        # Below 1, so that there is something to reveal, though no guessed row differs.
+        without = min(float(is_most_frequent.mean()), 1 - 1e-9)
+        error = float(gains.std() / len(gains) ** 0.5)
+        return ColumnExposure(
+            self.name, self.kind, max(float(is_right.mean()), without), without, error
+        )
+
+
+def _right(
+    activations: _Numbers, columns: Sequence[_Column], known: int, *, has_network: bool = True
+) -> Iterator[list[npt.NDArray[np.bool_]]]:
+    """Yield for each column which of the other rows every way of guessing is right about."""
+    dimensions = activations.shape[1]
+    if dimensions > MOST_DIMENSIONS:
+        activations = activations @ random_directions(dimensions, 0)
+    spread = activations.std(axis=0)
+    # A unit that is silent on these rows says nothing.
+    activations = (activations - activations.mean(axis=0)) / np.where(spread > 0, spread, np.inf)
+    nearest = _nearest_rows(activations, known)
+    of_network = _by_network(activations, columns, known) if has_network else [None] * len(columns)
+    for column, guess in zip(columns, of_network, strict=True):
+        guesses = [
+            *(() if guess is None else (guess,)),
+            _by_class_means(activations, column.classes, known),
+            _by_vote(column.classes, *nearest),
+        ]
+        if column.kind == "number":
+            guesses.append(_by_regression(activations, column.values, column.classes, known))
+        yield [column.judged_as[one] == column.judged[known:] for one in guesses]
+
+
+@lru_cache(maxsize=2)
+def random_directions(dimensions: int, seed: int) -> _Numbers:
+    """Return directions onto which wide activations are projected, (dimensions, fewer)."""
+    drawn = np.random.default_rng([_SEED, seed]).normal(size=(dimensions, MOST_DIMENSIONS))
+    return drawn / MOST_DIMENSIONS**0.5
 
 
 def _quarters(values: npt.NDArray[Any]) -> _Rows:
@@ -212,18 +354,57 @@ def _levels(values: npt.NDArray[Any]) -> tuple[_Rows, _Rows]:
     return np.minimum(rank[members], MOST_LEVELS), judged_as
 
 
-def _nearest_rows(activations: _Numbers, folds: _Rows) -> tuple[_Rows, _Numbers]:
+def _by_network(activations: _Numbers, columns: Sequence[_Column], known: int) -> _Rows:
+    """Return the classes that a network guesses, (columns, rows): one for all columns at once."""
+    most = min(_MOST_GUESSED, max((int(c.classes.max()) + 1 for c in columns), default=1))
+    classes = [np.minimum(column.classes[:known], most - 1) for column in columns]
+    targets = torch.from_numpy(np.stack(classes, axis=1)) if columns else torch.empty(known, 0)
+    inputs = torch.from_numpy(activations).float()
+    with torch.random.fork_rng(devices=[]), _one_thread():
+        torch.manual_seed(_SEED)
+        model = nn.Sequential(
+            nn.Linear(inputs.shape[1], _HIDDEN),
+            nn.ReLU(),
+            nn.Dropout(0.1),
+            nn.Linear(_HIDDEN, _HIDDEN),
+            nn.ReLU(),
+            nn.Linear(_HIDDEN, len(columns) * most),
+        )
+        optimizer = torch.optim.Adam(model.parameters(), _LEARNING_RATE)
+        steps = -(-_EPOCHS * known // _BATCH) if columns else 0
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = _LEARNING_RATE * (1 + math.cos(math.pi * step / steps)) / 2
+            rows = torch.randint(known, (min(known, _BATCH),))
+            logits = model(inputs[rows]).reshape(-1, most)
+            optimizer.zero_grad()
+            cross_entropy(logits, targets[rows].flatten()).backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            logits = model(inputs[known:]).reshape(-1, len(columns), most)
+    guessed: _Rows = logits.argmax(2).T.numpy()
+    return guessed
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch use one thread: more gain nothing on small batches, and wait on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _nearest_rows(activations: _Numbers, known: int) -> tuple[_Rows, _Numbers]:
     # Importing it takes time that only a run that is measured should pay.
     from sklearn.neighbors import NearestNeighbors  # noqa: PLC0415
 
-    rows = np.empty((len(activations), _NEIGHBOURS), dtype=np.int64)
-    weights = np.empty(rows.shape)
-    for fold in range(FOLDS):
-        known, asked = np.flatnonzero(folds != fold), folds == fold
-        nearest = NearestNeighbors(n_neighbors=_NEIGHBOURS).fit(activations[known])
-        distances, places = nearest.kneighbors(activations[asked])
-        rows[asked], weights[asked] = known[places], 1 / (distances + 1e-6)
-    return rows, weights
+    nearest = NearestNeighbors(n_neighbors=_NEIGHBOURS).fit(activations[:known])
+    distances, rows = nearest.kneighbors(activations[known:])
+    return rows, 1 / (distances + 1e-6)
 
 
 def _by_vote(classes: _Rows, rows: _Rows, weights: _Numbers) -> _Rows:
@@ -234,39 +415,28 @@ def _by_vote(classes: _Rows, rows: _Rows, weights: _Numbers) -> _Rows:
 
 
 def _by_regression(
-    activations: _Numbers, values: npt.NDArray[Any], classes: _Rows, folds: _Rows
+    activations: _Numbers, values: npt.NDArray[Any], classes: _Rows, known: int
 ) -> _Rows:
     """Return the class of the number that is nearest to the one that ridge regression predicts."""
     from sklearn.linear_model import Ridge  # noqa: PLC0415
 
     order = np.argsort(values)
     ordered = values[order].astype(np.float64)
-    predicted = _predicted(Ridge(_RIDGE), activations, values, folds)
+    predicted = Ridge(_RIDGE).fit(activations[:known], values[:known]).predict(activations[known:])
     nearest = np.searchsorted((ordered[1:] + ordered[:-1]) / 2, predicted)
     guessed: _Rows = classes[order[nearest]]
     return guessed
 
 
-def _by_class_means(activations: _Numbers, classes: _Rows, folds: _Rows) -> _Rows:
+def _by_class_means(activations: _Numbers, classes: _Rows, known: int) -> _Rows:
     from sklearn.discriminant_analysis import LinearDiscriminantAnalysis  # noqa: PLC0415
 
+    if (classes[:known] == classes[0]).all():
+        return np.full(len(classes) - known, classes[0])
     model = LinearDiscriminantAnalysis(solver="lsqr", shrinkage=_RIDGE)
-    guessed: _Rows = _predicted(model, activations, classes, folds)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a class with one known row
+        guessed: _Rows = model.fit(activations[:known], classes[:known]).predict(
+            activations[known:]
+        )
     return guessed
-
-
-def _predicted(
-    model: Any, activations: _Numbers, values: npt.NDArray[Any], folds: _Rows
-) -> npt.NDArray[Any]:
-    predicted = np.empty_like(values)
-    for fold in range(FOLDS):
-        known, asked = folds != fold, folds == fold
-        if (values[known] == values[known][0]).all():
-            predicted[asked] = values[known][0]
-            continue
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a class with one row in the other folds
-            predicted[asked] = model.fit(activations[known], values[known]).predict(
-                activations[asked]
-            )
-    return predicted

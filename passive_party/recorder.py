@@ -21,6 +21,12 @@ from splitveil.common.record.run_folder import clear_mark, storage_errors
 from splitveil.common.record.summary import RunCounts, Summary
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.text.files import replacing_file
+from splitveil.passive_party.feature_exposure import (
+    MOST_DIMENSIONS,
+    Sample,
+    SentInEpochs,
+    random_directions,
+)
 from splitveil.passive_party.settings import PassiveSettings
 
 logger = logging.getLogger(__name__)
@@ -51,6 +57,10 @@ class PassiveRecorder(RunRecorder):
         self._epochs = 0
         self._leaks: LeakRecorder | None = None  # only with labels
         self._received: list[dict[str, npt.NDArray[Any]]] = []  # by batch, if stored
+        self.sample: Sample | None = None  # rows by which the report measures what was sent
+        self._places = np.empty(0, dtype=np.int64)  # in the sample, of each position; -1 outside
+        self._sent = np.empty((0, 0), dtype=np.float32)  # of the sample's rows, over all epochs
+        self._epochs_sent: set[int] = set()
 
     def on_opened(self, run_id: str) -> None:
         """Unmark a run that had ended for good: the active party has opened it again."""
@@ -66,6 +76,7 @@ class PassiveRecorder(RunRecorder):
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
         self._begin_run(rows)
         self._start_attacks(rows, seed)
+        self._draw_sample(rows)
         self._show_progress("passive", rows, self._settings.contract)
         self._status.note_aligned(rows)
         self._status.enter_stage("training")
@@ -75,6 +86,7 @@ class PassiveRecorder(RunRecorder):
     ) -> None:
         self._steps += 1
         self._attack(batch, sent, received, layers)
+        self._keep_of_sample(batch, sent)
         if self._settings.adversary is not None and self._settings.adversary.store_received:
             self._received.append(self._rows_of(batch, sent, received))
         if self._progress is not None:
@@ -98,7 +110,7 @@ class PassiveRecorder(RunRecorder):
         strongest = max(latest, key=lambda name: latest[name], default=None)
         figures = {} if strongest is None else {strongest: latest[strongest]}
         shown = [f"{figure} (features included)" for figure in each_in_words(figures)]
-        self._log_epoch(epoch, self._settings.contract.epochs, shown)
+        self._log_epoch(epoch, self._settings.contract, shown)
 
     def on_resumed(self, epoch: int | None) -> None:
         self._status.note_resumed(epoch)
@@ -108,8 +120,10 @@ class PassiveRecorder(RunRecorder):
     def summary(self, features: FeaturesOf | None = None) -> Summary:
         """Return the figures; with features, also those of model completion on these."""
         speed = self._progress.steps_per_s if self._progress else None
+        of_steps = self._epochs, self._steps, speed
+        is_one_shot = self._settings.contract.is_one_shot
         return Summary(
-            counts=RunCounts(self.aligned_rows, self._epochs, self._steps, speed),
+            counts=RunCounts(self.aligned_rows, *(() if is_one_shot else of_steps)),
             leak=None if self._leaks is None else self._leaks.summary(features=features),
         )
 
@@ -137,6 +151,41 @@ class PassiveRecorder(RunRecorder):
             self._leaks.load_state_dict(state["leaks"])
         self._metrics.load_state_dict(state["metrics"])
 
+    def sent_in_epochs(self) -> SentInEpochs | None:
+        """Return what was sent of the sample's rows in all epochs since the process began.
+
+        None if gradients came back in none.
+        """
+        if not self._epochs_sent:
+            return None
+        count = len(self._epochs_sent)
+        return SentInEpochs(count, count * self._settings.contract.cut_dim, self._sent)
+
+    def _draw_sample(self, rows: AlignedRows) -> None:
+        contract = self._settings.contract
+        among = np.arange(len(rows)) if contract.is_one_shot else rows.splits["train"]
+        self.sample = Sample.draw(among, self._settings.report.probe_rows)
+        self._epochs_sent.clear()
+        if self.sample is not None and not contract.is_one_shot:
+            self._places = np.full(len(rows), -1)
+            self._places[self.sample.positions] = np.arange(len(self.sample.positions))
+            values = min(contract.epochs * contract.cut_dim, MOST_DIMENSIONS)
+            self._sent = np.zeros((len(self.sample.positions), values), dtype=np.float32)
+
+    def _keep_of_sample(self, batch: Batch, sent: Tensor) -> None:
+        """Put this epoch's activations beside those of earlier ones, or add their projection."""
+        if self.sample is None:
+            return
+        places = self._places[batch.positions]
+        inside = torch.from_numpy(np.flatnonzero(places >= 0)).to(sent.device)
+        values = sent.detach()[inside].flatten(1).float().cpu().numpy()
+        places, width = places[places >= 0], values.shape[1]
+        self._epochs_sent.add(batch.epoch)
+        if self._settings.contract.epochs * width <= MOST_DIMENSIONS:
+            self._sent[places, batch.epoch * width : (batch.epoch + 1) * width] = values
+        else:
+            self._sent[places] += values @ random_directions(width, batch.epoch + 1)
+
     def _rows_of(self, batch: Batch, sent: Tensor, received: Tensor) -> dict[str, npt.NDArray[Any]]:
         number = (batch.epoch << 32) + batch.step
         rows = {
@@ -156,7 +205,7 @@ class PassiveRecorder(RunRecorder):
             self._labels = self._evaluation_labels.labels_of(ids)
             names = self._evaluation_labels.settings.class_names
         chosen = self._settings.adversary
-        if chosen is None:
+        if chosen is None or self._settings.contract.is_one_shot:  # no gradient comes
             return
         if self._labels is not None:
             self._leaks = self._of_run.enter_context(

@@ -101,19 +101,23 @@ def read_files(folder: Path) -> PassiveFiles:
     )
     if not (folder / METRICS).is_file() or "bottom_model" not in settings:
         raise SettingsError(f"{folder}: expected a passive party's folder of a run")
+    exposure = read_exposure(folder)
+    summary = find_summary(folder) or Summary()
+    return PassiveFiles(folder, settings, summary, report_parts.read_traffic(folder), exposure)
+
+
+def read_exposure(folder: Path) -> FeatureExposure | None:
     try:
         written = json.loads(text_of(folder / EXPOSURE) or "{}")
     except (ValueError, RecursionError) as error:
         raise SettingsError(f"{folder / EXPOSURE}: not valid JSON") from error
-    summary = find_summary(folder) or Summary()
-    return PassiveFiles(
-        folder, settings, summary, report_parts.read_traffic(folder), exposure_from_json(written)
-    )
+    return exposure_from_json(written)
 
 
 def passive_page(files: PassiveFiles) -> str:
     contract = as_mapping(files.settings.get("contract"))
     exposure = files.exposure
+    one_sided = as_mapping(contract.get("alignment")).get("kind") == "one_sided"
     columns = () if exposure is None else exposure.columns
     left = list(_left(files.traffic))
     return report_parts.render(
@@ -122,7 +126,8 @@ def passive_page(files: PassiveFiles) -> str:
         title=f"{contract.get('run_name', files.folder.name)}",
         party=str(files.settings.get("party", "passive")),
         peer=_peer(files.settings, contract),
-        assessment=_assessment(exposure),
+        assessment=_assessment(exposure, "is" if one_sided else "was"),
+        one_sided=one_sided,
         exposure=exposure,
         columns=sorted(columns, key=lambda one: -one.gain),
         most_bars=_MOST_BARS,
@@ -147,12 +152,13 @@ def _peer(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> str:
     return f"{identity} (by its certificate, over TLS 1.3)"
 
 
-def _assessment(exposure: FeatureExposure | None) -> Assessment:
+def _assessment(exposure: FeatureExposure | None, is_or_was: str) -> Assessment:
     if exposure is None or not exposure.columns:
         return Assessment(
             "unknown",
             "Not measured",
-            "What was sent may reveal our columns: how well they can be guessed was not measured.",
+            f"What {is_or_was} sent may reveal our columns: how well they can be guessed was not "
+            f"measured.",
             f"Let a run end with at least {LEAST_ROWS} common records and finite activations, "
             "and with report.probe_rows above 0 in passive.yaml.",
             "some seconds at the end of a run. No label is needed.",
@@ -170,7 +176,7 @@ def _assessment(exposure: FeatureExposure | None) -> Assessment:
         return Assessment(
             "unknown",
             "No gain measured, none excluded",
-            "From what was sent, no column was guessed better than without it. "
+            f"From what {is_or_was} sent, no column was guessed better than without it. "
             "No bound says that nobody guesses better.",
             next_step.replace("so well", "at all"),
             price,
@@ -179,9 +185,9 @@ def _assessment(exposure: FeatureExposure | None) -> Assessment:
     return Assessment(
         "fail" if is_mostly_known else "open",
         "Columns can be guessed" if is_mostly_known else "Columns can be guessed in part",
-        f"From what was sent, the label owner can guess “{best.name}”{_GUESSED[best.kind]} right "
-        f"for {best.of_100(best.right)} of 100 records; without it, for "
-        f"{best.of_100(best.without)}.",
+        f"From what {is_or_was} sent, the label owner can guess “{best.name}”"
+        f"{_GUESSED[best.kind]} right for {best.of_100(best.right)} of 100 records; without it, "
+        f"for {best.of_100(best.without)}.",
         next_step,
         price,
     )

@@ -10,6 +10,7 @@ from splitveil.common.models.settings import BottomModelSettings, CustomModel, P
 from splitveil.common.party.party_settings import Address, Insecure, PartySettings
 from splitveil.common.privacy.attacks import ATTACKS, CUT
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AttackChoice, AuditSettings
+from splitveil.common.run.contract import SplitSettings
 from splitveil.common.settings import Mark, Section
 
 
@@ -130,11 +131,23 @@ class PassiveSettings(PartySettings):
     report: Annotated[PassiveReportSettings, Mark.MAY_CHANGE] = PassiveReportSettings()
     """The contents of this party's report; they change nothing of the run."""
 
+    max_exposure: float | None = Field(default=None, gt=0, le=1)
+    """The most that what is sent may disclose of this party's columns, as ``splitveil passive
+    plan`` measures it: the share of what a guesser without any column does not know, as a mean over
+    columns. A run above it is refused before anything is sent. By default there is no limit. The
+    strongest column is no limit: leaving it out of ``data.features`` is its remedy, not a narrower
+    cut."""
+
     adversary: AdversarySettings | None = None
     """Red team: measure the leakage of the received gradients; ``null`` disables it."""
 
     answers: Annotated[AnswerSettings, Mark.MAY_CHANGE] = AnswerSettings()
     """Answers about rows for predictions with the trained model."""
+
+    @property
+    def split(self) -> SplitSettings | None:
+        """What divides this party's rows; None if it does not learn which are common."""
+        return None if self.contract.is_one_sided else self.contract.split
 
     def folder_name(self) -> str:
         """Return the name of this party's folder among a run's results."""
@@ -148,7 +161,13 @@ class PassiveSettings(PartySettings):
                 "bottom_model.kind: a score is fitted to noisy labels, and contract.noisy_labels "
                 "is false: agree on true with the label owner, or expected pca"
             )
-        is_fitted = isinstance(model, PcaModel) or self.initial_weights is not None
+        is_computed, others = isinstance(model, PcaModel), len(contract.passive_parties) > 1
+        if contract.is_one_shot and is_computed and others and contract.aggregation == "mean":
+            raise ValueError(
+                "contract.aggregation: expected concat: bottom models that are not trained "
+                "together have nothing in common whose mean could be taken"
+            )
+        is_fitted = is_computed or self.initial_weights is not None
         if isinstance(model, CustomModel):
             is_fitted |= bool(model.weights or model.frozen)
         if contract.is_one_shot and not is_fitted:

@@ -183,7 +183,7 @@ class Training:
     def _send_held_out(self, peer: Peer, batch: Batch) -> None:
         features = self._given(batch)
         with self._phases(Phase.EVALUATION):
-            embedded = to_host(self.trainer.embed_rows(batch.positions, features))
+            embedded = to_host(self.trainer.embed(features))
         held_out = Activation(batch.identity(self._run_id), embedded)
         peer.send_held_out(held_out)
         self._held_out_sent += 1

@@ -13,6 +13,8 @@ from splitveil.active_party.earlier_runs import answers_before
 from splitveil.active_party.grpc_server.probe_server import probe_checks
 from splitveil.active_party.named_inputs import subjects_of
 from splitveil.active_party.planned import plan_of
+from splitveil.active_party.predict.predictor import open_clients
+from splitveil.active_party.predict.table_client import TableClient
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.alignment.buckets import padded_size
 from splitveil.common.data.ids import numbered_subjects
@@ -37,9 +39,10 @@ def check(parsed: argparse.Namespace) -> None:
     settings = command_line.load_settings(ActiveSettings, parsed, "active")
 
     monitor = settings.leak_monitor
+    at_address = _table if settings.contract.is_one_sided else _free_address
     checks: list[Check] = [
         partial(_security, settings),
-        partial(_free_address, settings),
+        partial(at_address, settings),
         lambda: f"device: {device_in_words(command_line.device_of(settings))}",
         partial(_defense, settings),
     ]
@@ -65,6 +68,13 @@ def check(parsed: argparse.Namespace) -> None:
 def _security(settings: ActiveSettings) -> str:
     found = check_security(credential_files(settings, ACTIVE), settings.listen, "listen")
     return f"security: {found}"
+
+
+def _table(settings: ActiveSettings) -> str:
+    for client in open_clients(settings, TableClient, None):
+        client.close()
+    address = settings.inference.connect[settings.contract.passive_parties[0]]
+    return f"inference.connect: the sealed table is taken from {address}"
 
 
 def _noise_key(settings: ActiveSettings) -> str:
@@ -119,7 +129,8 @@ def _data_and_model(settings: ActiveSettings, data: PartyData) -> str:
 
 def check_files_and_address(settings: ActiveSettings) -> None:
     """Check what would end a run, before its folder is opened and earlier results move aside."""
-    _free_address(settings)
+    at_address = _table if settings.contract.is_one_sided else _free_address
+    at_address(settings)
     check_free(settings.status)
     _noise_key(settings)
     open_earlier_model(settings)

@@ -81,12 +81,12 @@ def _verdict(plan: Plan) -> str:
             f"defense: {{name: noisy_label}} limits it for anybody."
         )
     to = f"To a passive party that {_PEERS[peers].partition(' (')[0]}"
-    bound, epochs = bound_in_words(charge, peers).removeprefix("at most "), plan.data.epochs
+    bound, answers = bound_in_words(charge, peers).removeprefix("at most "), plan.of_run.answers
     if not charge.is_promise:
         return f"{to}, the leak AUC is {bound}: no promise, and only a run_budget sets a limit."
     return (
-        f"{to}, all {epochs} epochs together reveal the labels with a leak AUC of at most {bound}, "
-        f"beyond what features say anyway."
+        f"{to}, {'the run reveals' if answers == 1 else f'all {answers} epochs together reveal'} "
+        f"the labels with a leak AUC of at most {bound}, beyond what features say anyway."
     )
 
 
@@ -97,7 +97,7 @@ def _forecast_table(plan: Plan) -> PlainTable:
     for heading in ("answers", "sum_kl", "leak AUC, estimated", *bounds):
         table.add_column(heading, justify="right")
     named = ""
-    for one in plan.answers:
+    for one in dict.fromkeys(plan.answers):
         name = f"{one.noise} (configured)" if one.is_configured else one.noise
         table.add_row("" if name == named else name, str(one.answers), *_figures(one.charge))
         named = name

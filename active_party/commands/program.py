@@ -19,7 +19,7 @@ from splitveil.common.party.arguments import (
 from splitveil.common.party.json_output import add_json
 
 _OWN = "splitveil.active_party.commands"
-_NAMES = ("align", "run", "check", "plan", "predict", "report", "serve")
+_NAMES = ("align", "run", "check", "plan", "predict", "refit", "report", "serve")
 _ACTIONS = {
     **{name: f"{_OWN}.{name}:{name}" for name in _NAMES},
     "verify-transcript": "splitveil.common.party.command_line:verify_transcript",
@@ -42,6 +42,12 @@ def run(parsed: argparse.Namespace) -> int:
 def _add_own_commands(commands: Commands) -> None:
     _add_plan(commands)
     _add_predict(commands)
+    add_command(
+        commands,
+        "refit",
+        "fit another top model on what a finished run has left, without any other party",
+        "active.yaml --set model_seed=2 --set refit.epochs=50",
+    )
     _add_serve(commands)
     _add_report(commands)
 

@@ -15,6 +15,7 @@ from splitveil.active_party.grpc_server.server import Serve, checked_server
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.monitor.recorder import ActiveRecorder
+from splitveil.active_party.one_sided import checked_table
 from splitveil.active_party.planned import plan_of
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder, check_processes, learner_of_rank
@@ -37,7 +38,8 @@ def run(parsed: argparse.Namespace) -> None:
 
 
 def _take_part(settings: ActiveSettings, process: Process, *, fresh: bool) -> None:
-    serve = checked_server(settings)
+    is_one_sided = settings.contract.is_one_sided
+    serve = checked_table(settings) if is_one_sided else checked_server(settings)
     check_files_and_address(settings)
     status = ActiveStatus(settings)
     with serving_status(status, settings.status, process.interruption):
@@ -56,7 +58,7 @@ def _train(
     data: PartyData,
     folder: Path,
     process: Process,
-    serve: Serve,
+    serve: "Serve | partial[tuple[None, None]]",
     status: ActiveStatus,
 ) -> None:
     build_trainer = TrainerBuilder(settings, data, process.device, status.phases, process.ranks)
@@ -94,9 +96,11 @@ def _train(
             recorder.note_refit(results.save_results(settings, folder, session, build_trainer))
             recorder.note_alone(results.save_alone(settings, folder, session, build_trainer))
     end = None if transcript is None else transcript.summary()
-    summary = replace(recorder.summary(dict(service.refused)), transcript=end)
+    refused = {} if service is None else dict(service.refused)
+    summary = replace(recorder.summary(refused), transcript=end)
     results.leave_summary(settings, folder, summary, stopped)
-    service.settle()
+    if service is not None:
+        service.settle()
     store.forget_finished()  # last: a process that ends before this does not train from scratch
 
 

@@ -10,6 +10,7 @@ from splitveil.active_party.predict.predictor import Predictor, log_security, op
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.table_files import read_id_list
+from splitveil.common.errors import SettingsError
 from splitveil.common.party import command_line
 from splitveil.common.party.endpoint import endpoint_of
 from splitveil.common.party.interruption import Interruption
@@ -46,6 +47,11 @@ def serve(parsed: argparse.Namespace) -> None:
     interruption = Interruption()
     interruption.install()
     settings = command_line.load_settings(ActiveSettings, parsed, "active")
+    if settings.contract.is_one_sided:
+        raise SettingsError(
+            "contract.alignment.kind: one_sided: serve asks for single ids, which the passive "
+            "party is not to learn; expected splitveil active predict"
+        )
     access = access_of(settings)
     log_security(settings)
     device = command_line.prepare(settings)

@@ -73,7 +73,6 @@ class Traits(NamedTuple):
     has_own_objective: bool = False  # whether ``DefenseSection.objective`` returns one
     top_learns_targets: bool = True  # from ``Defense.targets``, and not from true labels
     model_is_label_free: bool = False  # depends on labels through releases only
-    refits_top: bool = False  # whether it is fitted to true labels after the last answer
     subject_column: str | None = None  # names the person whom a row is about, if one does
 
 

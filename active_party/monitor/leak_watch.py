@@ -59,8 +59,9 @@ class LeakWatch:
     def __init__(self, settings: ActiveSettings, metrics: MetricsLog) -> None:
         self._all_settings = settings
         # Its attacks separate classes; `NumberWatch` has those on numbers.
-        self._has_numbers = settings.data.label_range is not None
-        self._settings = None if self._has_numbers else settings.leak_monitor
+        is_one_shot = settings.contract.is_one_shot  # and sends no gradient to attack
+        self._has_numbers = settings.data.label_range is not None and not is_one_shot
+        self._settings = None if self._has_numbers or is_one_shot else settings.leak_monitor
         self._class_names: Sequence[str] = settings.data.class_names
         self._keeps_activations = settings.leak_monitor is not None and any(
             name in FINAL_ATTACKS for name in settings.leak_monitor.attack_names

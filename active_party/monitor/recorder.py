@@ -106,10 +106,11 @@ class ActiveRecorder(RunRecorder):
             self._watch.end_epoch(epoch)
             held_out = [self._evaluations.get(split) for split in ("validation", "test")]
             judged = next((one for one in held_out if one is not None and one.epoch == epoch), None)
-            figures = [f"loss {in_short(self._train_loss, 3)}"]
+            is_one_shot = self._settings.contract.is_one_shot
+            figures = [] if is_one_shot else [f"loss {in_short(self._train_loss, 3)}"]
             figures += [] if judged is None else [f"{judged.split} {judged.in_short}"]
             figures += self._bound_in_short()
-            self._log_epoch(epoch, self._settings.contract.epochs, figures)
+            self._log_epoch(epoch, self._settings.contract, figures)
 
     def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
         self._bounds, total = bounds, bounds.or_more(self._ahead)
@@ -223,7 +224,8 @@ class ActiveRecorder(RunRecorder):
             earlier_answers=self._earlier,
             leak_alarms=self._watch.alarms(),
         )
-        counts = RunCounts(self.aligned_rows, epochs, self._steps, speed)
+        of_steps = () if self._settings.contract.is_one_shot else (epochs, self._steps, speed)
+        counts = RunCounts(self.aligned_rows, *of_steps)
         return Summary(counts=counts, active=active, leak=self._leak_figures(total))
 
     @property
@@ -236,6 +238,8 @@ class ActiveRecorder(RunRecorder):
         return [] if bound is None or bound >= 1 else [f"bound {auc_at_most(bound)}"]
 
     def _leak_figures(self, total: LeakBounds | None) -> LeakFigures | None:
+        if self._settings.contract.is_one_shot:
+            return None
         logger.info("measuring what the attacks reveal beyond features")
         leak = self._watch.figures()
         if leak is not None and (left_out := leak.counts.much_left_out):

@@ -30,11 +30,14 @@ _LOOK_EVERY_S = 0.25
 class EmbedClient(Closing):
     """Asks a passive party for the activations of ids. Several threads may use it at a time."""
 
-    def __init__(self, connection: PeerConnection, model: ModelIdentity, deadline_s: float) -> None:
+    def __init__(
+        self, connection: PeerConnection, model: ModelIdentity | None, deadline_s: float
+    ) -> None:
+        """Expect a party that serves this model; None: whichever it serves at first."""
         self.party = connection.party
         self.connection = connection
         self._model = model
-        self._digest = inference_codec.model_digest(model)
+        self._digest = b"" if model is None else inference_codec.model_digest(model)
         self._deadline_s = deadline_s
         self.max_ids = inference_codec.most_ids(connection.contract)
         """The most ids that one request may name; smaller if the passive party says so."""
@@ -56,6 +59,9 @@ class EmbedClient(Closing):
         except grpc.RpcError as error:
             raise self.connection.error_of(error) from error
         described = inference_codec.decode_described(believed(reply))
+        if self._model is None:
+            self._model = described.model
+            self._digest = inference_codec.model_digest(described.model)
         if described.model != self._model:
             raise OtherModel(
                 f"the halves of the model do not belong together: this party's is of "

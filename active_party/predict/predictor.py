@@ -9,26 +9,29 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from splitveil.active_party.predict.embed_client import EmbedClient
 from splitveil.active_party.predict.table_client import TableClient
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.aggregation import aggregate
+from splitveil.active_party.training.boosting import WithTrees
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind, kind_of
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.data.stored_ids import ABSENT
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.factory import build_top_model
+from splitveil.common.models.settings import ModelSettings
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.served_rows import ServedRows
-from splitveil.common.record.model_files import REFITTED, WEIGHTS, TrainedModel
+from splitveil.common.record.model_files import REFITTED, TOP_MODEL, TREES, WEIGHTS, TrainedModel
 from splitveil.common.run.contract import ACTIVE, Aggregation
 from splitveil.common.run.messages import Embedded, ModelIdentity
 from splitveil.common.text.closing import Closing
@@ -39,7 +42,9 @@ from splitveil.common.wire.recorded_calls import Notes
 
 logger = logging.getLogger(__name__)
 
+_TOP_MODEL: TypeAdapter[ModelSettings] = TypeAdapter(ModelSettings)
 ModelChoice = Literal["best", "trained", "refitted"]
+ClientT = TypeVar("ClientT", bound=EmbedClient)
 
 
 def load_top(
@@ -50,13 +55,16 @@ def load_top(
     kind = _which(choice or settings.inference.model, folder)
     weights = REFITTED if kind == "refitted" else WEIGHTS
     trained = TrainedModel.open(folder, contract, weights)
+    built_by = trained.saved.metadata.get(TOP_MODEL)  # ``active refit`` may have chosen another
     model = build_top_model(
-        settings.top_model,
+        settings.top_model if built_by is None else _TOP_MODEL.validate_json(built_by),
         contract.aggregate_shape,
         trained.encoder,
         seed=settings.model_seed,
         num_classes=settings.data.num_classes,
     )
+    if (sizes := trained.saved.metadata.get(TREES)) is not None:
+        model = WithTrees(model, *map(int, sizes.split()))
     model = settings.defense.predicting(model)
     trained.put_into(model)
     return trained, model, kind
@@ -114,8 +122,8 @@ def _which(choice: ModelChoice, folder: Path) -> Literal["trained", "refitted"]:
     has_refitted = (folder / "checkpoint" / REFITTED).exists()
     if choice == "refitted" and not has_refitted:
         raise SettingsError(
-            f"inference.model: {folder} has no {REFITTED}: only a run whose defense has refit_top "
-            f"leaves one"
+            f"inference.model: {folder} has no {REFITTED}: only a run to its end with settings for "
+            f"refit leaves one"
         )
     if choice == "best":
         return "refitted" if has_refitted else "trained"
@@ -238,26 +246,37 @@ def open_predictor(
     whole_table: bool = False,
 ) -> Predictor:
     """Load this half of the model; nothing is asked yet: ``check_models`` has to come first."""
-    contract = settings.contract
-    addresses = settings.inference.connect
-    _check_addresses(contract.passive_parties, addresses)
+    whole_table |= settings.contract.is_one_sided
     model = JointModel.load(settings, device, choice)
     own_rows = None if model.encoder is None else ServedRows.load(settings, model.encoder, table)
     if table is not None and own_rows is None:
         raise SettingsError("--data: the model has no features of this party")
+    kind = TableClient if whole_table else EmbedClient
+    clients = open_clients(settings, kind, model.identity, notes)
+    return Predictor(model, clients, own_rows)
+
+
+def open_clients(
+    settings: ActiveSettings,
+    kind: Callable[[PeerConnection, ModelIdentity | None, float], ClientT],
+    model: ModelIdentity | None,
+    notes: Notes | None = None,
+) -> list[ClientT]:
+    """Open a client for each passive party, in the contract's order."""
+    contract, addresses = settings.contract, settings.inference.connect
+    _check_addresses(contract.passive_parties, addresses)
     credentials = credential_files(settings, ACTIVE)
     uses_proxy = settings.inference.proxy is not None
     with ExitStack() as opened:
-        kind = TableClient if whole_table else EmbedClient
-        clients: list[EmbedClient] = []
+        clients: list[ClientT] = []
         for party in contract.passive_parties:
             address = addresses[party]
             proxy = proxy_of_environment(address) if uses_proxy else None
             connection = PeerConnection(address, contract, credentials, notes, proxy, party)
-            client = kind(connection, model.identity, settings.reconnect.deadline_s)
-            clients.append(opened.enter_context(client))
+            clients.append(kind(connection, model, settings.reconnect.deadline_s))
+            opened.enter_context(clients[-1])
         opened.pop_all()
-    return Predictor(model, clients, own_rows)
+    return clients
 
 
 def _check_addresses(parties: Sequence[str], addresses: dict[str, str]) -> None:

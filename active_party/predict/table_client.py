@@ -3,8 +3,10 @@
 All ids have to be known in advance, and are then answered from memory.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -22,11 +24,15 @@ from splitveil.common.wire.limits import CHUNK_IDS, believed, reader
 from splitveil.common.wire.tensor_codec import TensorLimits
 from splitveil.protos import split_learning_pb2 as pb
 
+logger = logging.getLogger(__name__)
+
 
 class TableClient(EmbedClient):
     """Answers ids from a table that was taken as a whole; no single id is ever asked for."""
 
-    def __init__(self, connection: PeerConnection, model: ModelIdentity, deadline_s: float) -> None:
+    def __init__(
+        self, connection: PeerConnection, model: ModelIdentity | None, deadline_s: float
+    ) -> None:
         super().__init__(connection, model, deadline_s)
         self._limits = TensorLimits.of(connection.contract)
         self._index: IdIndex | None = None
@@ -34,6 +40,12 @@ class TableClient(EmbedClient):
         self._values = torch.empty(0)
 
     def take(self, ids: Sequence[str], interruption: Callable[[], int | None]) -> None:
+        """Take the table, and open the rows of some ids.
+
+        No row is opened before the stream has ended, and one that does not open or has no finite
+        values counts as missing: a passive party that saw this party stop, or ask again, because of
+        a row would learn that its id was asked for.
+        """
         distinct = list(dict.fromkeys(ids))
         stream = self.open_table(interruption)
         try:
@@ -42,13 +54,25 @@ class TableClient(EmbedClient):
                 secret.tag: (row, secret.key)
                 for row, secret in enumerate(inference_codec.secrets_of(points))
             }
-            opened = dict(self._rows_in(stream, key_of))
+            sealed = dict(self._rows_in(stream, key_of))
         finally:
             stream.drop()
+        opened: dict[int, torch.Tensor] = {}
+        for tag, row in sealed.items():
+            number, key = key_of[tag]
+            with suppress(InvalidMessage):
+                plain = inference_codec.open_row(row, key)
+                opened[number] = inference_codec.decode_rows([plain], self._limits)
+        if unread := len(sealed) - len(opened):
+            logger.warning(
+                "%d rows of passive party %r cannot be read, and count as missing",
+                *(unread, self.party),
+            )
         place = np.full(len(distinct), ABSENT, np.int64)
         rows = np.fromiter(opened, np.int64, len(opened))
         place[rows] = np.arange(len(rows))
-        self._values = inference_codec.decode_rows(list(opened.values()), self._limits)
+        empty = inference_codec.decode_rows([], self._limits)
+        self._values = torch.cat([empty, *opened.values()])
         self._place = place
         self._index = IdIndex(distinct)
 
@@ -94,12 +118,11 @@ class TableClient(EmbedClient):
 
     def _rows_in(
         self, stream: MessageStream, key_of: dict[bytes, tuple[int, bytes]]
-    ) -> Iterator[tuple[int, bytes]]:
+    ) -> Iterator[tuple[bytes, bytes]]:
         while True:
             reply: pb.TableReply = believed(stream.receive())
             for tag, sealed in inference_codec.sealed_rows(reply, self._limits):
                 if tag in key_of:
-                    row, key = key_of[tag]
-                    yield row, inference_codec.open_row(sealed, key)
+                    yield tag, sealed
             if reply.last:
                 return

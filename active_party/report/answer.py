@@ -75,6 +75,10 @@ def answer(assessment: LeakAssessment, num_classes: int, passed: str) -> str:
 def strongest_in_words(assessment: LeakAssessment) -> str:
     """Say what the strongest attack reaches, in pairs."""
     strongest = assessment.strongest
+    if not assessment.has_gradients:
+        if assessment.bound == 0.5:
+            return "Nothing that depends on a label was sent."
+        return "A noisy label of each training row was sent, and no gradient to attack."
     if strongest is None:
         was = "" if assessment.is_measured else "was "
         return f"What attacks reach beyond these data {was}{assessment.not_measured}."
@@ -120,6 +124,9 @@ def pictures(assessment: LeakAssessment, measured: Mapping[str, NumberLeak]) -> 
             yield _picture(_SHARE, [row], f"On a scale from 0 to 1. {words}.")
         return
     strongest = assessment.strongest
+    if not assessment.has_gradients:
+        yield _picture(_AUC, rows, f"On a scale from 0.5 to 1. {rows[0].words}.")
+        return
     figures = assessment.not_measured if strongest is None else strongest.figures
     words = f"Strongest attack {figures}"
     rows.append(

@@ -5,6 +5,7 @@ Figures beyond features are of the cut layer.
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -12,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from splitveil.active_party.defenses import DefenseSettings
 from splitveil.active_party.defenses.section import AGAINST_CLASS_MEANS, Coverage
 from splitveil.active_party.report.figures import ABSENT, TableRow, figure
-from splitveil.active_party.report.run_files import RunFiles
+from splitveil.active_party.report.run_files import RunFiles, is_one_shot
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import CUT, needs_of
 from splitveil.common.privacy.figures import BeyondFigures, LedgerFigures
@@ -35,7 +36,8 @@ def guarantee_of(run: RunFiles) -> float:
 def assessment_of(run: RunFiles) -> LeakAssessment:
     """Judge a run's leak, by the ledger's last entry if the run has no summary."""
     defense = run.active.setting("defense") or {}
-    return assess_figures(run.active.summary.of_leak.beyond, ledger_of(run), defense)
+    found = assess_figures(run.active.summary.of_leak.beyond, ledger_of(run), defense)
+    return replace(found, has_gradients=not is_one_shot(run))
 
 
 def bounds_of(run: RunFiles) -> dict[Adversary, float]:
@@ -74,6 +76,8 @@ def coverage_of(defense: Mapping[str, Any]) -> Coverage:
 
 def why_not_anybody(run: RunFiles, peers: Adversary) -> str:
     """Return in words why the ledger's bound holds for some peers only."""
+    if is_one_shot(run) and not run.active.setting("contract", "noisy_labels"):
+        return ""
     adversary, why = coverage_of(run.active.settings.get("defense", {}))
     if adversary is peers or not adversary.includes(peers):
         return why

@@ -7,17 +7,23 @@ from rich.text import Text
 
 from splitveil.common.record.assessment import LeakAssessment, assess
 from splitveil.common.record.summary import Summary
+from splitveil.common.text.upper_bounds import auc_at_most
 from splitveil.common.text.visible_text import PlainTable, cell
 from splitveil.common.text.wording import label
 
 
-def comparison_table(title: str, summaries: Mapping[str, Summary]) -> Group:
-    """Return a table with a row for each run's active party, and lines that explain it."""
+def comparison_table(
+    title: str, summaries: Mapping[str, Summary], disclosed: Mapping[str, Text] | None = None
+) -> Group:
+    """Return a table with a row for each run's active party, and lines that explain it.
+
+    ``disclosed`` says what each run has given away of the feature owner's columns, if that is here.
+    """
     found = {name: assess(summary) for name, summary in summaries.items()}
     models = [summary.of_active.model for summary in summaries.values()]
     alone = sorted({f"{one.test_auc_alone:.4f}" for one in models if one.test_auc_alone})
     notes = [
-        "feature-adjusted leak AUC (99.99 % interval) of that attack; .5 is guessing",
+        "labels: feature-adjusted leak AUC (99.99 % interval); .5 is guessing",
         *(
             f"{name}, {label(one.strongest.attack)}: {one.strongest.why}"
             for name, one in found.items()
@@ -30,9 +36,14 @@ def comparison_table(title: str, summaries: Mapping[str, Summary]) -> Group:
         ),
         *([f"test AUC without the feature owner's columns: {', '.join(alone)}"] if alone else []),
     ]
+    if disclosed:
+        notes.append("columns: share of what they hide that was given away: mean, strongest")
     table = PlainTable(
         title,
-        ("run", "test AUC", "strongest attack", "bound of the whole run"),
+        (
+            *("run", "test AUC", "labels: attack", "labels: bound"),
+            *(["columns"] if disclosed else []),
+        ),
         lead=1,
         framed=False,
     )
@@ -42,9 +53,16 @@ def comparison_table(title: str, summaries: Mapping[str, Summary]) -> Group:
             cell(name, f"{summary.counts.aligned_rows or 0:,} rows"),
             "-" if auc is None else f"{auc:.4f}",
             _strongest(summary, found[name]),
-            found[name].bound_in_words,
+            _bound(found[name]),
+            *([disclosed.get(name, cell("-"))] if disclosed else []),
         )
     return Group(table, *map(cell, notes))
+
+
+def _bound(found: LeakAssessment) -> Text:
+    if found.bound is None or found.adversary is None:
+        return cell("none")
+    return cell(f"≤ {auc_at_most(found.bound)}", found.adversary)
 
 
 def _strongest(summary: Summary, found: LeakAssessment) -> Text:

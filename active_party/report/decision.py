@@ -139,6 +139,8 @@ def _bound_check(run: RunFiles, target: float) -> Check:
 def _measured_checks(run: RunFiles, target: float, assessment: LeakAssessment) -> Iterator[Check]:
     """Yield the strongest attack; attacks on numbers reach no AUC to hold against the target."""
     accepted, strongest = f"≤ {target:g}", assessment.strongest
+    if not assessment.has_gradients:
+        return
     if num_classes(run) == ONE_NUMBER:
         if strongest_beyond(run.active.summary.of_leak.of_numbers) is None:
             yield Check(_MEASURED, "open", "–", accepted, "Nothing was measured beyond features.")

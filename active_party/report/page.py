@@ -109,7 +109,7 @@ def report_page(run: RunFiles) -> str:
         question=answer.QUESTION,
         answer=answer.answer(leak, classes, decided.passed),
         strongest=answer.number_in_words(of_leak.of_numbers)
-        if numbers.is_of_numbers(run)
+        if numbers.is_of_numbers(run) and leak.has_gradients
         else answer.strongest_in_words(leak),
         pictures=list(answer.pictures(leak, of_leak.of_numbers)),
         epsilon=of_leak.beyond and of_leak.beyond.epsilon,
@@ -120,7 +120,9 @@ def report_page(run: RunFiles) -> str:
         not_run=sorted(set(map(str, ATTACKS)) - {found.attack for found in findings}),
         has_passives=bool(run.passives),
         ledger=bounds.ledger_of(run),
-        training=[*panels.training_panels(run), *numbers.number_panels(run)],
+        training=[*panels.training_panels(run), *numbers.number_panels(run)]
+        if leak.has_gradients
+        else [],
         number_rows=list(numbers.number_rows(run)),
         of_numbers=numbers.is_of_numbers(run),
         leak_panels=panels.leak_panels(run, series, leak.feature_auc),

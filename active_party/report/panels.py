@@ -100,7 +100,7 @@ def leak_panels(
 def ledger_panel(run: run_files.RunFiles, assessment: LeakAssessment) -> Panel | None:
     """Return the ledger over epochs beside the strongest attack; None if it bounds nothing."""
     lines = run.active.metrics.of(LedgerLine)
-    if not lines or assessment.adversary is None:
+    if not lines or assessment.adversary is None or not assessment.has_gradients:
         return None
     epochs = run_files.column(line.epoch for line in lines) + 1
     estimates = [line.bounds.estimate for line in lines]

@@ -120,11 +120,17 @@ def num_classes(run: RunFiles) -> int:
     return len(declared) if isinstance(declared, list) else 2
 
 
+def is_one_shot(run: RunFiles) -> bool:
+    return bool(run.active.setting("contract", "exchange") == "one_shot")
+
+
 def undefended_beside(run: RunFiles) -> Iterator[Path]:
     """Yield the active party's folder of each run beside this one that has no defense."""
     for folder in sorted(run.folder.resolve().parent.glob("*/active")):
         settings = _settings_of(folder)
-        is_undefended = _mapping(settings.get("defense")).get("name") == "none"
+        names = settings.get("defense"), settings.get("contract")
+        defense, contract = map(_mapping, names)
+        is_undefended = defense.get("name") == "none" and contract.get("exchange") != "one_shot"
         if is_undefended and folder != run.active.folder.resolve():
             yield folder
 

@@ -7,7 +7,7 @@ from splitveil.common.run.progress import State
 
 
 class CutMemory:
-    """The last activation of each aligned row; zeros for a row that was not visited yet."""
+    """The last activation of each aligned row; NaN for a row that was not visited yet."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self._num_rows = num_rows
@@ -25,7 +25,7 @@ class CutMemory:
         """
         if self._values is None:
             shape = (self._num_rows, *activation.shape[1:])
-            self._values = torch.zeros(shape, dtype=torch.float32, device=self._device)
+            self._values = torch.full(shape, torch.nan, device=self._device)
         self._values[rows.to(self._device)] = activation.detach().to(self._values)
 
     def at(self, rows: Tensor) -> Tensor:
@@ -33,6 +33,11 @@ class CutMemory:
         if self._values is None:
             raise RuntimeError("no activation was noted yet")
         return self._values[rows.to(self._device)]
+
+    def is_noted(self, rows: Tensor) -> Tensor:
+        """Return which rows were visited, (rows,) bool on the CPU; no peer may send NaN."""
+        first: Tensor = self.at(rows).flatten(1)[:, 0]
+        return ~first.isnan().cpu()
 
     def state_dict(self) -> State:
         return {} if self._values is None else {"values": self._values}

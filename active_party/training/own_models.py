@@ -3,7 +3,8 @@
 Nothing of them is ever sent, and no answer comes after them, so they cost no privacy: the bottom
 model stays as the released labels made it, and only this party's own predictions gain.
 
-- The refitted top model is a copy that was fitted at the activations of each row's last visit.
+- The refitted top model is a new one, fitted at the activations of each row's last visit. On the
+  held-out rows it has to be better than the trained one, or that one stays.
 - The model of this party's own features says what it can predict without any other party, and
   answers for it while a passive party is away.
 
@@ -21,19 +22,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.active_party.defenses.objective import descend
+from splitveil.active_party.training.boosting import columns_of, with_trees
 from splitveil.active_party.training.cut_memory import CutMemory
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
-from splitveil.active_party.training.predictions import LossWeights
+from splitveil.active_party.training.predictions import LossWeights, PredictionFigures
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.models.settings import MlpModel, TabularModel
+from splitveil.common.run.sample_order import Positions
 
 HELD_OUT_SHARE = 0.1
 HIDDEN_ALONE = (64, 32)
 _PREDICTED_AT_ONCE = 16_384
+_PATIENCE_EPOCHS = 5
+_MOST_COLUMNS_OF_TREES = 1024  # images would take hours
+_MOST_NUMBERS_OF_TREES = 2**26  # of all rows, each 8 bytes while trees are grown
+_HELD_OUT_SEED = 0  # of every fit, so that a later one is not compared on rows of an earlier one
 
 
 class KnownRows(NamedTuple):
@@ -45,6 +53,12 @@ class KnownRows(NamedTuple):
     weights: LossWeights = LossWeights()
     kind: LabelKind = CLASS_LABELS
 
+    def remembering(self, activations: Tensor) -> "KnownRows":
+        """Return the same rows with their activations, (aligned, *cut_shape); NaN where unknown."""
+        memory = CutMemory(len(activations), self.labels.device)
+        memory.load_state_dict({"values": activations})
+        return self._replace(memory=memory)
+
     def inputs(self, rows: Tensor) -> tuple[Any, ...]:
         own = None if self.features is None else self.features.rows(rows.to(self.labels.device))
         return (own,) if self.memory is None else (self.memory.at(rows), own)
@@ -53,6 +67,28 @@ class KnownRows(NamedTuple):
         """Return a model's logits of some rows, (rows,) or (rows, classes), in evaluation mode."""
         parts = torch.split(rows, _PREDICTED_AT_ONCE)
         return torch.cat([predict_in_blocks(model, *self.inputs(part)) for part in parts])
+
+    def measure(self, model: nn.Module, positions: Positions) -> PredictionFigures | None:
+        """Measure a model's predictions of some rows; None without rows."""
+        if not len(positions):
+            return None
+        rows = torch.from_numpy(positions.copy())
+        labels = self.labels[rows.to(self.labels.device)].cpu()
+        return self.kind.measure(self.logits(model, rows).cpu(), labels)
+
+    def with_trees(self, model: nn.Module, rows: Tensor, seed: int) -> nn.Module | None:
+        """Grow trees on some rows, in any order; return the mean with a model, if rows suffice."""
+        width = columns_of(*self.inputs(rows[:1])).shape[1]
+        if width > _MOST_COLUMNS_OF_TREES:
+            return None
+        rows = rows[: _MOST_NUMBERS_OF_TREES // max(width, 1)]
+        parts = torch.split(rows, _PREDICTED_AT_ONCE)
+        columns = torch.cat([columns_of(*self.inputs(part)).cpu() for part in parts])
+        of_rows, of_classes = (None if one is None else one.cpu() for one in self.weights)
+        weights = LossWeights(None if of_rows is None else of_rows[rows], of_classes)
+        labels = self.labels.cpu()[rows]
+        found = with_trees(model, columns, labels, self.kind, weights, seed)
+        return None if found is None else found.to(self.labels.device)
 
     def loss(self, logits: Tensor, rows: Tensor) -> Tensor:
         """Return the loss of some rows, weighted as the training was."""
@@ -63,63 +99,67 @@ class KnownRows(NamedTuple):
 
 
 class Fitting(NamedTuple):
+    """How a model is trained on rows that are all at hand."""
+
     build_optimizer: Callable[[nn.Module], Optimizer]
     batch_size: int
     seed: int
-    """Seed of the order of the rows and of the held-out tenth."""
+    """Seed of the order of the rows, and of what the model draws."""
+    epochs: int  # at most; fewer if the loss on the held-out rows no longer falls
+    schedule: Callable[[int, int], float] = lambda _step, _total_steps: 1.0
+    """Maps a step and the steps of all epochs to the multiplier of the learning rate."""
+    boosting: bool = False
+    """Whether to try the mean with boosted trees."""
 
 
-def refit_top(model: nn.Module, known: KnownRows, training: Tensor, fitting: Fitting) -> nn.Module:
-    """Return a copy of the top model fitted to the true labels, or as it is if that is no worse."""
-    return _fitted(model, known, training, fitting, 20, 3, may_stay=True)
-
-
-def train_alone(
-    model: nn.Module, known: KnownRows, training: Tensor, fitting: Fitting
-) -> nn.Module:
-    """Return a trained copy of a model of own features."""
-    return _fitted(model, known, training, fitting, 50, 5, may_stay=False)
-
-
-def _fitted(
+def fit(
     model: nn.Module,
     known: KnownRows,
     training: Tensor,
     fitting: Fitting,
-    max_epochs: int,
-    patience_epochs: int,
-    *,
-    may_stay: bool,
+    trained: nn.Module | None = None,
 ) -> nn.Module:
-    """Return the best state of a copy by its loss on held-out rows, for at least 2 rows."""
-    generator = torch.Generator().manual_seed(fitting.seed)
+    """Fit a new model to the true labels of the training rows, at least 2.
+
+    Returns a copy of the model as it was after its best epoch, by the loss on held-out rows, or its
+    mean with boosted trees, if that is better; or the trained model, if there is one whose loss is
+    no larger. What is given is changed in its mode only.
+    """
+    if known.memory is not None:
+        training = training[known.memory.is_noted(training)]
+    generator = torch.Generator().manual_seed(_HELD_OUT_SEED)
     shuffled = training[torch.randperm(len(training), generator=generator)]
+    generator.manual_seed(fitting.seed)
     num_held_out = max(1, round(HELD_OUT_SHARE * len(training)))
     held_out, fitted = shuffled[:num_held_out], shuffled[num_held_out:]
+
+    def loss_of(one: nn.Module) -> float:
+        return float(known.loss(known.logits(one, held_out), held_out))
+
     candidate = copy.deepcopy(model)
     optimizer = fitting.build_optimizer(candidate)
-
-    def loss_now() -> float:
-        return float(known.loss(known.logits(candidate, held_out), held_out))
-
-    best, best_loss = copy.deepcopy(candidate), loss_now() if may_stay else math.inf
-    without_gain = 0
+    total_steps = fitting.epochs * math.ceil(len(fitted) / fitting.batch_size)
+    schedule = LambdaLR(optimizer, lambda step: fitting.schedule(step, total_steps))
+    best, best_loss, without_gain = model, math.inf, 0
     with torch.random.fork_rng(devices=()):  # dropout must not disturb a run that goes on
         torch.default_generator.manual_seed(fitting.seed)
-        for _ in range(max_epochs):
+        for _ in range(fitting.epochs):
             candidate.train()
             order = fitted[torch.randperm(len(fitted), generator=generator)]
             for rows in torch.split(order, fitting.batch_size):
                 loss = known.loss(candidate(*known.inputs(rows)), rows)
                 descend(loss, candidate.parameters(), optimizer)
-            reached = loss_now()
+                schedule.step()
+            reached = loss_of(candidate)
+            without_gain += 1
             if reached < best_loss:
                 best, best_loss, without_gain = copy.deepcopy(candidate), reached, 0
-            else:
-                without_gain += 1
-            if without_gain == patience_epochs:
+            if without_gain == _PATIENCE_EPOCHS:
                 break
-    return best
+    mean = known.with_trees(best, fitted, fitting.seed) if fitting.boosting else None
+    if mean is not None and (reached := loss_of(mean)) < best_loss:
+        best, best_loss = mean, reached
+    return best if trained is None or best_loss < loss_of(trained) else trained
 
 
 class LogitsAlone(nn.Module):

@@ -1,6 +1,6 @@
 """The active party's half of the network: its computations, without any rule of the protocol."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from splitveil.active_party.defenses.interface import LabelledRows
 from splitveil.active_party.defenses.objective import BatchLabels, Objective, StepOutcome
 from splitveil.active_party.training.cut_memory import CutMemory
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
-from splitveil.active_party.training.own_models import Fitting, KnownRows, refit_top
+from splitveil.active_party.training.own_models import KnownRows
 from splitveil.active_party.training.predictions import LossWeights, PredictionFigures
 from splitveil.common.data.features import Features
 from splitveil.common.errors import SplitveilError
@@ -34,6 +34,9 @@ from splitveil.common.run.phases import Phase, Phases
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.text.imports import fault_of_own_code
+
+Refit = Callable[[KnownRows, Tensor, nn.Module | None], nn.Module]
+"""Fits a new top model on some rows; returns it, or the given one if that is no worse."""
 
 
 class TrainingRows(NamedTuple):
@@ -52,8 +55,9 @@ class TrainingRows(NamedTuple):
     weights: LossWeights = LossWeights()
     training: Tensor | None = None
     """Positions of the training rows, (training rows,) int64, ascending, if the activations of all
-    rows are to be remembered; None if the defense does not need them."""
+    rows are to be remembered; None if nothing needs them."""
     kind: LabelKind = CLASS_LABELS
+    refit: Refit | None = None  # what fits a new top model to these rows once the run is over
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class TopTrainer:
         self._example_keys = rows.example_keys
         self._answer_keys = answer_keys
         self._gives_slopes = gives_slopes
+        self._refit = rows.refit
         self._unlearned: tuple[StepOutcome, Tensor, Tensor] | None = None
         self._training = rows.training
         self.memory = None if rows.training is None else CutMemory(len(rows.labels), device)
@@ -205,12 +210,17 @@ class TopTrainer:
         self._note(rows, cut)
         self._unlearned = None  # only now: half-learned weights must not count as a state
 
-    def refitted(self, fitting: Fitting) -> nn.Module | None:
-        """Return a copy fitted to true labels after the last answer; nothing of it may be sent."""
-        if self.memory is None or self._training is None or not self.memory.is_filled:
+    def refitted(self, *, may_stay: bool = True) -> nn.Module | None:
+        """Return a new top model fitted to true labels, or the trained one if that is no worse.
+
+        None without activations to learn from. Call it after the last answer; nothing of it may be
+        sent.
+        """
+        if self._refit is None or self.memory is None or self._training is None:
             return None
         self.learn()
-        return refit_top(self.model, self._known(self.memory), self._training, fitting)
+        trained = self.model if may_stay else None
+        return self._refit(self._known(self.memory), self._training, trained)
 
     def rows_alone(self) -> KnownRows | None:
         """Return what this party knows of all aligned rows by itself; None without features."""

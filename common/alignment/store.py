@@ -236,8 +236,11 @@ class ExchangeStores:
     def __init__(self, folder: Path) -> None:
         self._folder = folder.with_name(f".{folder.name}.exchanges")
 
+    def folder_of(self, peer: str) -> Path:
+        return self._folder / peer
+
     def of(self, peer: str) -> ExchangeStore:
-        return ExchangeStore(self._folder / peer)
+        return ExchangeStore(self.folder_of(peer))
 
     def discard(self) -> None:
         if self._folder.exists():

@@ -95,6 +95,10 @@ class TriedIds:
                     self._max.exchanges,
                 )
 
+    def charge(self, peer: str, num_ids: int) -> None:
+        """Charge ids that are about to be answered, in no exchange of both parties' ids."""
+        self._charge(peer, num_ids, "", exchanges=0)
+
     def forget(self) -> None:
         """Reset all counts, because the ids were exchanged for a run that has finished.
 
@@ -111,11 +115,11 @@ class TriedIds:
     def _count_of(self, peer: str) -> _Count:
         return self._counts.get(peer, _Count())
 
-    def _charge(self, peer: str, announced: int, number: str) -> None:
+    def _charge(self, peer: str, announced: int, number: str, exchanges: int = 1) -> None:
         with self._lock:
             before = self._count_of(peer)
             others = before.without(number)
-            ids, exchanges = others + announced, before.exchanges + 1
+            ids, exchanges = others + announced, before.exchanges + exchanges
             if ids > self._max.ids or exchanges > self._max.exchanges:
                 tried = Tried(others, before.exchanges)
                 raise AlignmentError(self._refusal(peer, tried, announced))
@@ -147,8 +151,8 @@ class TriedIds:
             f"{peer} has tried {before.ids:,} ids in {before.exchanges} exchanges without "
             f"finishing a run, and announces {announced:,} more: expected at most "
             f"{self._max.ids:,} (alignment_attempts times alignment.max_set_size) in "
-            f"{self._max.exchanges}. It may be guessing ids; if only its connection was bad, "
-            f"delete the count: {where}"
+            f"{self._max.exchanges}. It may be guessing ids; if only its connection was bad, or it "
+            f"asks for predictions, raise alignment_attempts or delete the count: {where}"
         )
 
 

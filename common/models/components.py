@@ -11,6 +11,7 @@ the later ones, which are mostly noise, do not count as much as the first.
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -85,7 +86,9 @@ class ComponentsBottom(nn.Module):
 
     def values(self, features: Features, weight: Tensor) -> Tensor:
         """Return codes times weights, (rows, width), without building the codes of categories."""
-        found = self.dense(features) @ weight[: self._num_dense]
+        found = weight.new_zeros(())
+        if self._num_dense:
+            found = self.dense(features) @ weight[: self._num_dense]
         for slots, share in self.slots(features):
             found = found + (embedding(slots, weight) * share).sum(1)
         return found
@@ -106,7 +109,7 @@ class ComponentsBottom(nn.Module):
 
     def dense(self, features: Features) -> Tensor:
         """Return the codes of numbers and images, the first ones, (rows, codes)."""
-        parts = [self.weight.new_empty(len(features), 0)]
+        parts: list[Tensor] = []
         if features.numeric is not None:
             places = features.numeric
             for column, bins in enumerate(self._bins):
@@ -115,7 +118,8 @@ class ComponentsBottom(nn.Module):
             parts.append(places[:, len(self._bins) :])
         if features.image is not None:
             parts.append(image_as_float(features.image).flatten(1))
-        return torch.cat(parts, dim=1)
+        # The number of rows stays open, as an export needs it.
+        return torch.cat(parts, dim=1) if parts else self.weight.new_empty(len(features), 0)
 
     def slots(self, features: Features) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield places of codes, (rows, entries), and the value that each has there."""
@@ -147,16 +151,35 @@ class ComponentsBottom(nn.Module):
             deviations = variances ** (1 / 4) if is_final else torch.full_like(variances, math.inf)
             self._set(slice(None), scaled, -mean @ scaled, deviations)
 
+    def before_labels(self, blocks: Blocks, names: Sequence[str]) -> Moments:
+        """Return what ``fit_score`` needs of a table's rows and the names of its columns.
+
+        Raises SettingsError for what could not be fitted to any labels: their release is charged.
+        """
+        settings = self.settings
+        chosen = settings.columns_from or () if isinstance(settings, ScoreModel) else ()
+        if unknown := sorted({*chosen} - {*names}):
+            raise SettingsError(
+                f"bottom_model.columns_from: no columns of data.features: {', '.join(unknown)}"
+            )
+        if self.num_codes > MOST_DENSE:
+            raise SettingsError(
+                f"bottom_model: a score is fitted to at most {MOST_DENSE:,} codes, and the columns "
+                f"have {self.num_codes:,}: leave out those of many categories, or set min_count"
+            )
+        moments = self.moments(blocks)
+        self._require_directions(_principal(moments.covariance, len(self.bias))[1])
+        return moments
+
     def fit_score(
-        self, rows: Features, noisy: NDArray[np.float32], blocks: Blocks, names: Sequence[str]
-    ) -> Tensor:
-        """Fit scores to noisy labels of training rows, and components to a table's rows.
+        self, rows: Features, noisy: NDArray[np.float32], moments: Moments, names: Sequence[str]
+    ) -> None:
+        """Fit scores to noisy labels of training rows, and components to a table's moments.
 
         Shapes: ``noisy`` (rows, 1), or of several classes (rows, classes). ``names`` are those of
         the columns, in the order of the features.
 
-        Returns the scores of the training rows, (rows, scores), each by a fit without its fold: a
-        score that has seen a row's own noisy label repeats its noise.
+        A score that is fitted without a row's own noisy label was measured to be no better for it.
         """
         with torch.no_grad():
             targets = torch.from_numpy(noisy).double()
@@ -164,27 +187,22 @@ class ComponentsBottom(nn.Module):
                 targets = (targets - targets.mean(1, keepdim=True))[:, :-1]
             folds = self._folds(rows, targets)
             every = folds.of_columns(None)
-            scores = every.weights(FOLDS)
+            scores = every.weights()
             self._set(slice(0, scores.shape[1]), *every.as_function(scores))
-            self._fit_beside(scores.shape[1], blocks, folds, names)
-            found = torch.empty(len(noisy), scores.shape[1])
-            of_folds = [every.as_function(every.weights(fold)) for fold in range(FOLDS)]
-            for places in torch.split(torch.arange(len(noisy)), FIT_ROWS):
-                codes = self.codes(rows.rows(places)).double()
-                for fold, (weight, bias, _) in enumerate(of_folds):
-                    inside = places % FOLDS == fold
-                    values = codes[inside] @ weight + bias
-                    found[places[inside]] = values.clamp(-_CLIP, _CLIP).float()
-            return found
+            self._fit_beside(scores.shape[1], moments, folds, names)
 
-    def _fit_beside(self, first: int, blocks: Blocks, folds: "Folds", names: Sequence[str]) -> None:
-        width, codes = len(self.bias) - first, torch.arange(self.num_codes)
-        if width < 0:
-            raise SettingsError(
-                f"bottom_model: {first} scores are more than the {len(self.bias)} values of "
-                f"contract.cut_shape"
-            )
-        settings = self.settings
+    def scores_of(self, rows: Features, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights, (codes, targets), and bias of a score for each target, float64."""
+        with torch.no_grad():
+            folds = self._folds(rows, targets).of_columns(None)
+            return folds.as_function(folds.weights())[:2]
+
+    def _fit_beside(
+        self, first: int, moments: Moments, folds: "Folds", names: Sequence[str]
+    ) -> None:
+        width, covariance, settings = len(self.bias) - first, moments.covariance, self.settings
+        if width == 0:
+            return
         if isinstance(settings, ScoreModel) and settings.columns is not None:
             of_code = np.array(names, dtype=object)[self.column_of_code()]
             worth = {
@@ -193,18 +211,14 @@ class ComponentsBottom(nn.Module):
             }
             best = sorted(worth, key=lambda name: -worth[name])[: settings.columns]
             _logger.info("beside the score: components of %s", ", ".join(best))
-            codes = torch.from_numpy(np.flatnonzero(np.isin(of_code, best)))
-        if width:
-            directions, variances, mean = self.components(blocks, width, codes)
-            scaled = directions * variances ** (-1 / 4)
-            self._set(slice(first, None), scaled, -mean @ scaled, variances ** (1 / 4))
+            is_used = torch.from_numpy(np.isin(of_code, best)).double()
+            covariance = covariance * torch.outer(is_used, is_used)  # what is 0 has no variance
+        # Some columns may have fewer directions: the values that are left are 0.
+        directions, variances = _principal(covariance, width)
+        scaled = directions * variances.clamp(min=1e-30) ** (-1 / 4)
+        self._set(slice(first, None), scaled, -moments.mean @ scaled, variances ** (1 / 4))
 
     def _folds(self, rows: Features, targets: Tensor) -> "Folds":
-        if self.num_codes > MOST_DENSE:
-            raise SettingsError(
-                f"bottom_model: a score is fitted to at most {MOST_DENSE:,} codes, and the columns "
-                f"have {self.num_codes:,}: leave out those of many categories, or set min_count"
-            )
         width = self.num_codes + targets.shape[1] + 1
         sums = torch.zeros(FOLDS, width, width, dtype=torch.float64)
         for places in torch.split(torch.arange(len(targets)), FIT_ROWS):
@@ -215,29 +229,23 @@ class ComponentsBottom(nn.Module):
                 sums[fold].addmm_(part.T, part)
         return Folds(sums, self.num_codes)
 
-    def components(
-        self, blocks: Blocks, width: int, of_codes: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def components(self, blocks: Blocks, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return directions, (codes, width), their variances, and the codes' mean, float64."""
         if self.num_codes > MOST_DENSE:
             directions, variances, mean = _sparse_components(self, blocks, width)
         else:
             moments = self.moments(blocks)
-            mean, covariance = moments.mean, moments.covariance
-            if of_codes is not None:  # what is 0 has no variance
-                is_used = torch.zeros(self.num_codes, dtype=torch.float64)
-                is_used[of_codes] = 1
-                covariance = covariance * torch.outer(is_used, is_used)
-            variances, directions = torch.linalg.eigh(covariance)
-            directions, variances = directions.flip(1)[:, :width], variances.flip(0)[:width]
-        rank = int((variances > _TINY * variances[0].clamp(min=_TINY)).sum())
+            mean, (directions, variances) = moments.mean, _principal(moments.covariance, width)
+        self._require_directions(variances)
+        return directions, variances, mean
+
+    def _require_directions(self, variances: Tensor) -> None:
+        rank, width = int((variances > 0).sum()), len(self.bias)
         if rank < width:
             raise SettingsError(
                 f"bottom_model: the columns of data.features have {rank} independent directions; "
                 f"expected contract.cut_shape of at most [{rank}], got {list(self.cut_shape)}"
             )
-        signs = torch.sign(directions.gather(0, directions.abs().argmax(0, keepdim=True)))
-        return directions * signs, variances, mean
 
     def moments(self, blocks: Blocks) -> Moments:
         """Return the sums of the codes and of their products."""
@@ -259,6 +267,18 @@ class ComponentsBottom(nn.Module):
         self.get_buffer("limit")[columns] = (_CLIP * deviations).to(self.bias)
 
 
+def _principal(covariance: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    variances, directions = torch.linalg.eigh(covariance)
+    return _signed(directions.flip(1)[:, :width], variances.flip(0)[:width])
+
+
+def _signed(directions: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
+    """Return directions with signs of their own; those of rounding alone are 0, with variance 0."""
+    is_there = variances > _TINY * variances[0].clamp(min=_TINY)
+    signs = torch.sign(directions.gather(0, directions.abs().argmax(0, keepdim=True)))
+    return directions * signs * is_there, variances * is_there
+
+
 def _sparse_components(
     model: ComponentsBottom, blocks: Blocks, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -275,11 +295,10 @@ def _sparse_components(
             places = np.repeat(np.arange(len(part)), slots.shape[1]), slots.flatten().numpy()
             parts[-1] += sparse.csr_matrix((values, places), dense.shape, np.float32)
     found = PCA(width, svd_solver="arpack", random_state=0).fit(sparse.vstack(parts))
-    return (
-        torch.from_numpy(found.components_.T).double(),
-        torch.from_numpy(np.asarray(found.explained_variance_)).double(),
-        torch.from_numpy(np.asarray(found.mean_)).double().flatten(),
-    )
+    directions = torch.from_numpy(found.components_.T.copy()).double()
+    variances = torch.from_numpy(np.asarray(found.explained_variance_)).double()
+    mean = torch.from_numpy(np.asarray(found.mean_)).double().flatten()
+    return *_signed(directions, variances), mean
 
 
 class Folds:
@@ -313,13 +332,13 @@ class Folds:
         """Return the same of some codes only."""
         return Folds(self._sums, self._num_codes, codes)
 
-    def weights(self, left_out: int) -> Tensor:
-        """Return a ridge regression's weights of scaled codes, (codes, targets), without a fold."""
-        return self._solved(left_out, self._strength()[1])
+    def weights(self) -> Tensor:
+        """Return a ridge regression's weights of scaled codes, (codes, targets)."""
+        return self._solved(None, self._strength[1])
 
     def worth(self) -> float:
         """Return the correlation of what is predicted of a fold by the others with its targets."""
-        return self._strength()[0]
+        return self._strength[0]
 
     def as_function(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return weights of all codes, bias and deviations of standardised scores."""
@@ -329,7 +348,7 @@ class Folds:
         of_all[self._codes] = scaled
         return of_all, -self._mean @ scaled, torch.ones(scaled.shape[1], dtype=torch.float64)
 
-    def _solved(self, left_out: int, strength: float) -> Tensor:
+    def _solved(self, left_out: int | None, strength: float) -> Tensor:
         kept = [fold for fold in range(FOLDS) if fold != left_out]
         gram, cross = self._gram[kept].sum(0), self._cross[kept].sum(0)
         share = len(kept) / FOLDS
@@ -337,6 +356,7 @@ class Folds:
         found: Tensor = torch.linalg.solve(gram + ridge, cross)
         return found
 
+    @cached_property
     def _strength(self) -> tuple[float, float]:
         tried = []
         for strength in _STRENGTHS:

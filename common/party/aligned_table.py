@@ -29,6 +29,10 @@ FOLDER = "alignment"  # folder of a run's alignments, in which each party has it
 
 
 def aligning(settings: PartySettingsT) -> PartySettingsT:
+    if settings.contract.is_one_sided:
+        raise SettingsError(
+            "contract.alignment.kind: one_sided: align tells all parties which ids are common"
+        )
     contract = AlignmentContract.of(settings.contract)
     return settings.model_copy(update={"contract": contract})
 

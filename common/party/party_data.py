@@ -63,8 +63,7 @@ class PartyData:
 
     @classmethod
     def of(cls, settings: PartySettings) -> "PartyData":
-        contract = settings.contract
-        return cls.load(settings.data, settings.base_dir, contract.split, contract.ids)
+        return cls.load(settings.data, settings.base_dir, settings.split, settings.contract.ids)
 
     @classmethod
     def load(
@@ -166,7 +165,8 @@ class PartyData:
     def training_rows(self, split: SplitSettings) -> int:
         """Return the number of training rows if all rows were aligned; approximate with a hash."""
         if self.table.splits is None:
-            return 0 if isinstance(split, ColumnSplit) else round(split.train * len(self.ids))
+            share = 1 if isinstance(split, ColumnSplit) else split.train
+            return round(share * len(self.ids))
         return int(np.count_nonzero(self.table.splits == SPLITS.index("train")))
 
     def summary(self, contract: Contract) -> str:

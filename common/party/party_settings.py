@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, 
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import AdamOptimizer, OptimizerSettings
-from splitveil.common.run.contract import Contract
+from splitveil.common.run.contract import Contract, SplitSettings
 from splitveil.common.settings import (
     Mark,
     Section,
@@ -167,6 +167,11 @@ class PartySettings(Section):
 
     base_dir: Path = Field(default=Path(), exclude=True)
     """Folder of the settings file, to which relative paths in ``data`` refer."""
+
+    @property
+    def split(self) -> SplitSettings | None:
+        """What divides this party's rows; None if it does not learn which are common."""
+        return self.contract.split
 
     def run_folder(self, party: str) -> Path:
         return self.runs_dir / self.contract.run_name / party

@@ -9,7 +9,7 @@ bounds hold only for peers who do no more than is said, and a figure above one i
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -59,6 +59,7 @@ class LeakAssessment:
     feature_auc: float | None  # AUC of what features reveal without any gradient, on the same rows
     is_measured: bool  # whether anything was measured beyond features, be it on too few rows
     is_proved: bool = False  # whether the bound holds whatever was measured
+    has_gradients: bool = True  # whether any were sent that could be attacked
 
     @property
     def is_complete(self) -> bool:
@@ -84,6 +85,8 @@ class LeakAssessment:
 
     @property
     def not_measured(self) -> str:
+        if not self.has_gradients:
+            return "no gradient to attack"
         if not self.is_measured:
             return "not measured"
         return "cannot be measured" + ("" if self.rows is None else f" on {self.rows:,} rows")
@@ -111,7 +114,10 @@ class LeakAssessment:
 
 def assess(summary: Summary) -> LeakAssessment:
     active = summary.of_active
-    return assess_figures(summary.of_leak.beyond, active.ledger, active.defense)
+    assessment = assess_figures(summary.of_leak.beyond, active.ledger, active.defense)
+    counts = summary.counts
+    has_gradients = counts.aligned_rows is None or counts.steps is not None
+    return replace(assessment, has_gradients=has_gradients)
 
 
 def passes_stated(epsilon: EpsilonBound, assessment: LeakAssessment) -> bool:

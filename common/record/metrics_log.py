@@ -263,13 +263,17 @@ class RunRecorder:
         splits = (f"{len(one)} {split}" for split, one in rows.splits.items() if len(one))
         _logger.info("%d rows are aligned: %s", len(rows), ", ".join(splits))
 
-    def _log_epoch(self, epoch: int, epochs: int, figures: Sequence[str]) -> None:
+    def _log_epoch(self, epoch: int, contract: Contract, figures: Sequence[str]) -> None:
         taken_s = 0.0 if self._progress is None else self._progress.end_epoch()
         shown = ", ".join([*figures, seconds_in_words(taken_s)])
         fields = log_fields(epoch=epoch + 1, seconds=round(taken_s, 3))
-        _logger.info("epoch %d/%d: %s", epoch + 1, epochs, shown, extra=fields)
+        done = (
+            "all rows exchanged" if contract.is_one_shot else f"epoch {epoch + 1}/{contract.epochs}"
+        )
+        _logger.info("%s: %s", done, shown, extra=fields)
 
     def _show_progress(self, party: str, rows: AlignedRows, contract: Contract) -> None:
         console = self.console or printing_console(stderr=True, plain=not shows_bars())
-        bar = TrainingProgress(party, rows.total_steps(contract), console=console)
+        steps = None if contract.is_one_shot else rows.total_steps(contract)
+        bar = TrainingProgress(party, steps, console=console)
         self._progress = self._of_run.enter_context(bar)

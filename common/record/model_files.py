@@ -40,6 +40,8 @@ WEIGHTS = "model.safetensors"
 REFITTED = "refitted.safetensors"
 ALONE = "alone.safetensors"
 ENCODER = "encoder.json"
+TOP_MODEL = "top_model"  # metadata of weights: the settings of their model, as JSON
+TREES = "trees"  # the same: how large the trees beside it are, if there are any
 
 
 def save_model(
@@ -264,9 +266,11 @@ _RUN, _BATCHES, _CONTRACT = "run_id", "batch_number", "contract"
 
 
 def identity_metadata(model: ModelIdentity, contract: Contract) -> dict[str, str]:
+    # A passive party that does not learn the common rows follows no course.
+    batches = 0 if contract.is_one_sided else model.batch_number
     return {
         _RUN: model.run_id,
-        _BATCHES: str(model.batch_number),
+        _BATCHES: str(batches),
         _CONTRACT: contract.digest().hex(),
     }
 

@@ -52,7 +52,7 @@ def _main_figures(summary: Summary) -> Iterator[tuple[str, str]]:
             yield label(name), in_words(number)
     if summary.active is not None:
         assessment = assess(summary)
-        if not summary.of_leak.of_numbers:
+        if assessment.has_gradients and not summary.of_leak.of_numbers:
             figure = assessment.figure_in_words(assessment.strongest)
             yield "strongest attack, feature-adjusted leak AUC", figure
         yield "bound for the whole run", assessment.bound_in_words

@@ -46,6 +46,13 @@ DTYPE_BYTES: dict[CutDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 class AlignmentSettings(Section):
     """Private set intersection by elliptic-curve Diffie-Hellman."""
 
+    kind: Literal["mutual", "one_sided"] = "mutual"
+    """Which parties learn the common ids.
+
+    ``mutual``: all. ``one_sided``: the active party alone, in a one-shot run without noisy labels
+    with one passive party, which fits its model to all rows of its own table, and serves them all,
+    sealed: the active party opens the rows whose ids it has."""
+
     min_aligned: int = Field(default=100, ge=1)
     """Fewest ids that the parties must have in common; with fewer, the run ends."""
 
@@ -88,7 +95,8 @@ class ColumnSplit(Section):
 
     column: str = Field(min_length=1)
     """Column with ``train``, ``validation`` or ``test`` in each row. Every party's table has it,
-    and all tables must agree on the common rows, or the run ends. It is never used as a feature."""
+    and all tables must agree on the common rows, or the run ends. With a one-sided alignment, only
+    the active party's has it. It is never used as a feature."""
 
 
 SplitSettings = Annotated[
@@ -188,8 +196,8 @@ class Contract(Section):
     evaluation_batch_size: int = Field(default=4096, ge=1, le=1_048_576)
     """Examples per message of an evaluation."""
 
-    epochs: int = Field(ge=1, le=100_000)
-    """Passes over the training rows; in a one-shot run, those of the active party by itself."""
+    epochs: int = Field(default=20, ge=1, le=100_000)
+    """Passes over the training rows, in a run with gradients."""
 
     pipeline_depth: Literal[1, 2, 4] = 1
     """Activations that a passive party has sent before it receives the gradient of the first of
@@ -248,6 +256,17 @@ class Contract(Section):
     def _labels_are_of_one_shot(self) -> "Contract":
         if self.noisy_labels and not self.is_one_shot:
             raise ValueError("noisy_labels: only a run with exchange: one_shot begins with them")
+        if not self.is_one_sided:
+            return self
+        if not self.is_one_shot:
+            raise ValueError("alignment.kind: one_sided needs exchange: one_shot")
+        if self.noisy_labels:
+            raise ValueError(
+                "alignment.kind: one_sided, and noisy_labels would name the common rows to the "
+                "passive party: expected false, or alignment.kind: mutual"
+            )
+        if len(self.passive_parties) > 1:
+            raise ValueError("alignment.kind: one_sided needs a single passive party")
         return self
 
     @field_validator("cut_shape")
@@ -261,6 +280,11 @@ class Contract(Section):
     def is_one_shot(self) -> bool:
         """Whether each common row's activation is sent once, and no gradient."""
         return self.exchange == "one_shot"
+
+    @property
+    def is_one_sided(self) -> bool:
+        """Whether the passive party does not learn which ids are common."""
+        return self.alignment.kind == "one_sided"
 
     @property
     def cut_dim(self) -> int:

@@ -71,6 +71,14 @@ class AlignedRows:
         )
         return cls(file_rows, splits, samples, digests)
 
+    @classmethod
+    def of_whole_table(cls, contract: Contract, num_rows: int) -> "AlignedRows":
+        """Take all rows of a party that does not learn which are common."""
+        rows, none = np.arange(num_rows), np.empty(0, np.int64)
+        order = sample_order.SampleOrder(bytes(32), rows, contract.batch_size, drop_last=False)
+        digests = np.zeros((num_rows, 16), np.uint8)
+        return cls(rows, {"train": rows, "validation": none, "test": none}, order, digests)
+
     def total_steps(self, contract: Contract) -> int:
         """Return the number of training steps of the whole run, unless it stops early."""
         return self.order.steps_per_epoch * contract.epochs

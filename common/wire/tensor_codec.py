@@ -25,8 +25,6 @@ from splitveil.common.wire.limits import TENSOR_HEADER_BYTES, check_fields
 from splitveil.common.wire.small_messages import SPLIT_TO_WIRE, split_from_wire
 from splitveil.protos import split_learning_pb2 as pb
 
-MOST_LABEL_VALUES = 1024  # of one row: noisy labels of so many classes
-
 _DATA_TAG = b"\x7a"  # field 15, wire type 2 (length-delimited)
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 
@@ -217,7 +215,9 @@ class TensorAssembler(Generic[MessageT]):
 
     @staticmethod
     def of_answers(limits: TensorLimits) -> "TensorAssembler[Answer]":
-        return TensorAssembler(limits, _received_answer, most_label_values=MOST_LABEL_VALUES)
+        # Of noisy labels, a bottom model has a score for each class but one.
+        most = math.prod(limits.cut_shape) + 1
+        return TensorAssembler(limits, _received_answer, most_label_values=most)
 
     def add(self, frame: Frame) -> MessageT | None:
         """Take a frame; return the message if it is complete, or raise ProtocolError."""
@@ -242,7 +242,7 @@ class TensorAssembler(Generic[MessageT]):
         shape = (fields.rows, *limits.cut_shape)
         if fields.split == pb.SPLIT_LABELS:  # a question about labels is empty
             wanted = fields.shape[-1] if len(fields.shape) == 2 else 1
-            shape = (fields.rows, min(wanted, self._most_label_values))
+            shape = (fields.rows, min(max(wanted, 1), self._most_label_values))
         if fields.dtype != WIRE_DTYPES[limits.dtype]:
             raise InvalidMessage(f"dtype: expected {limits.dtype}, got {fields.dtype}")
         if fields.rows > limits.max_rows:

@@ -20,7 +20,7 @@ from splitveil.common.party.json_output import add_json
 
 _OWN = "splitveil.passive_party.commands"
 _ACTIONS = {
-    **{name: f"{_OWN}.{name}:{name}" for name in ("align", "run", "check", "serve")},
+    **{name: f"{_OWN}.{name}:{name}" for name in ("align", "run", "check", "plan", "serve")},
     "report": "splitveil.passive_party.report_page:report",
     "verify-transcript": "splitveil.common.party.command_line:verify_transcript",
 }
@@ -36,6 +36,8 @@ def parser(program: str = "passive-party") -> argparse.ArgumentParser:
 
 def _add_own_commands(commands: Commands) -> None:
     _add_serve(commands)
+    about = "print what a run would reveal of this party's columns, before anything is sent"
+    add_json(add_command(commands, "plan", about, "passive.yaml"))
     purpose = "write a page that shows what left and what it reveals of this party's features"
     report = commands.add_parser(
         "report", help=purpose, description=purpose, example="runs/breast_cancer"

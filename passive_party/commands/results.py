@@ -14,22 +14,23 @@ from splitveil.common.record.transcript import Transcript
 from splitveil.common.text.version import VERSION
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.feature_exposure import measure_exposure
-from splitveil.passive_party.settings import PassiveReportSettings
+from splitveil.passive_party.recorder import PassiveRecorder
 
 _logger = logging.getLogger(__name__)
 
 
 def try_to_measure(
-    settings: PassiveReportSettings,
     folder: Path,
     trainer: BottomTrainer,
     encoder: FeatureEncoder,
     own_rows: int,
+    recorder: PassiveRecorder,
 ) -> None:
     from splitveil.passive_party.report_page import write_exposure  # noqa: PLC0415
 
     try:
-        found = measure_exposure(trainer, encoder, own_rows, settings.probe_rows)
+        of_epochs = recorder.sent_in_epochs()
+        found = measure_exposure(trainer, encoder, own_rows, recorder.sample, of_epochs)
         if found is not None:
             write_exposure(folder, found)
     except SplitveilError as error:  # a full disk needs no traceback

@@ -2,20 +2,27 @@
 
 import argparse
 import logging
+import secrets
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from pathlib import Path
 
-from splitveil.common.errors import ContractMismatch, PeerEndedForGood, PeerError
+from splitveil.common.errors import ContractMismatch, DataError, PeerEndedForGood, PeerError
 from splitveil.common.party import command_line
 from splitveil.common.party.endpoint import serving_status
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_status import RunStatus
 from splitveil.common.party.process import Process, run_as_party
 from splitveil.common.record.run_folder import end_of, open_run_folder
+from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.run_store import RunStore
+from splitveil.common.record.summary import Summary, provenance_of_process
 from splitveil.common.record.transcript import Transcript
+from splitveil.common.run.course import AlignedRows
+from splitveil.common.run.messages import ModelIdentity
+from splitveil.common.text.version import VERSION
 from splitveil.passive_party import assembly
-from splitveil.passive_party.commands.results import leave_results, try_to_measure
+from splitveil.passive_party.commands.results import leave_results, try_to_measure, try_to_report
 from splitveil.passive_party.connecting import ENDED, Connect, checked_connection, was_ended
 from splitveil.passive_party.opening import Aligner
 from splitveil.passive_party.recorder import PassiveRecorder
@@ -33,11 +40,60 @@ def run(parsed: argparse.Namespace) -> None:
 
 
 def _take_part(settings: PassiveSettings, process: Process, *, fresh: bool) -> None:
+    take_part = _fit if settings.contract.is_one_sided else _train
     connect = checked_connection(settings)
     assembly.check_named_code(settings)
     status = RunStatus(settings.party, settings.contract)
     with serving_status(status, settings.status, process.interruption):
-        _train(settings, connect, process, status, fresh=fresh and not process.restarts)
+        take_part(settings, connect, process, status, fresh=fresh and not process.restarts)
+
+
+def _fit(
+    settings: PassiveSettings,
+    _connect: Connect,
+    process: Process,
+    status: RunStatus,
+    *,
+    fresh: bool,
+) -> None:
+    """Fit the bottom model to the whole table, which ``splitveil passive serve`` then offers."""
+    contract = settings.contract
+    data = PartyData.of(settings)
+    if len(data.ids) > contract.alignment.max_set_size:
+        raise DataError(
+            f"{data.table.source}: expected at most {contract.alignment.max_set_size:,} ids "
+            f"(contract.alignment.max_set_size), got {len(data.ids):,}"
+        )
+    folder = _open_folder(settings, process, fresh=fresh)
+    if folder is None:
+        return
+    rows = AlignedRows.of_whole_table(contract, len(data.ids))
+    builder = assembly.BottomBuilder(settings, data, process.device, process.ranks)
+    with PassiveRecorder(settings, folder, data.ids, None, status):
+        trainer = builder(rows)
+        builder.save(folder, trainer.model, ModelIdentity(secrets.token_hex(8), 0))
+        if builder.encoder is not None:
+            try_to_measure(settings.report, folder, trainer, builder.encoder, len(data.ids))
+    provenance = provenance_of_process(process.device_in_words)
+    write_summary(folder, Summary(version=VERSION, provenance=provenance))
+    try_to_report(folder)
+    logger.info("the bottom model is fitted to %s rows", f"{len(rows):,}")
+    logger.info("next: splitveil passive serve, from which the active party takes the sealed table")
+
+
+def _open_folder(settings: PassiveSettings, process: Process, *, fresh: bool) -> Path | None:
+    """Open the run's folder; None if the run is over."""
+    process.interruption.check()
+    folder = open_run_folder(
+        settings.runs_dir,
+        settings.contract.run_name,
+        settings.folder_name(),
+        lambda folder: command_line.takes_up(settings, fresh=fresh, folder=folder),
+    )
+    if was_ended(settings, folder, process.interruption):
+        return None
+    command_line.save_resolved(settings, folder)
+    return folder
 
 
 def _train(
@@ -55,16 +111,9 @@ def _train(
     )
     logger.info("%d rows read from %s, device %s", len(data.ids), data.table.source, device)
     labels = assembly.evaluation_labels(settings)
-    interruption.check()
-    folder = open_run_folder(
-        settings.runs_dir,
-        settings.contract.run_name,
-        settings.folder_name(),
-        lambda folder: command_line.takes_up(settings, fresh=fresh, folder=folder),
-    )
-    if was_ended(settings, folder, interruption):
+    folder = _open_folder(settings, process, fresh=fresh)
+    if folder is None:
         return
-    command_line.save_resolved(settings, folder)
     aligner = Aligner.of(settings, data, folder, fresh=fresh)
     build_trainer = assembly.BottomBuilder(settings, data, process.device, process.ranks)
     with ExitStack() as resources:
@@ -103,7 +152,7 @@ def _train(
         logger.warning(ENDED)
         return
     if run.trainer is not None and build_trainer.encoder is not None:
-        try_to_measure(settings.report, folder, run.trainer, build_trainer.encoder, len(data.ids))
+        try_to_measure(folder, run.trainer, build_trainer.encoder, len(data.ids), recorder)
     features = None if run.trainer is None else run.trainer.feature_values
     leave_results(folder, recorder.summary(features), transcript, stopped, device)
     aligner.tried.forget()

@@ -6,6 +6,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from splitveil.common.alignment.exchange import records_of
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.endpoint import endpoint_of
@@ -67,11 +68,14 @@ def _service(
         len(model.rows),
         model.rows.source,
     )
+    is_one_sided = settings.contract.is_one_sided
+    _, tried = records_of(settings, settings.run_folder(settings.folder_name()))
     return InferenceService(
         model,
         settings.party,
         settings.contract,
         Throttle(settings.answers.ids_per_second),
-        gives_table=settings.answers.whole_table,
+        gives_table=settings.answers.whole_table or is_one_sided,
+        tried=tried if is_one_sided else None,
         status=status,
     )

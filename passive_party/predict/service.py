@@ -12,6 +12,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from splitveil.common import errors
+from splitveil.common.alignment.tried_ids import TriedIds
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.wire import limits
@@ -90,6 +91,7 @@ class InferenceService:
         throttle: Throttle,
         *,
         gives_table: bool = False,
+        tried: TriedIds | None = None,
         status: InferenceStatus | None = None,
     ) -> None:
         self.refused: Counter[str] = Counter()  # number of refused messages by kind of error
@@ -100,6 +102,7 @@ class InferenceService:
         self._contract = contract
         self._throttle = throttle
         self._gives_table = gives_table
+        self._tried = tried  # limits the ids of all tables together
         self._table: SealedTable | None = None
         self._limits = TensorLimits.of(contract)
         self._most_ids = most_ids(contract)
@@ -152,6 +155,8 @@ class InferenceService:
                 num_ids = len(points) // limits.POINT_BYTES
                 if not self._is_due(num_ids, context):
                     return
+                if self._tried is not None:
+                    self._tried.charge(ACTIVE, num_ids)
                 self.answered.update(requests=1, ids=num_ids)
                 self.status.note_masked(num_ids)
                 yield pb.TableReply(points=table.multiply(points))

@@ -48,7 +48,7 @@ SUB_COMMANDS = (
     ),
     SubCommand(
         "passive",
-        "a feature owner's commands: run, check, ...",
+        "a feature owner's commands: run, check, plan, report, ...",
         "splitveil.passive_party.commands.program",
     ),
     SubCommand(

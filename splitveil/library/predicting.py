@@ -83,8 +83,8 @@ def predict(
             the id.
         base_dir: the folder of the parties' settings files, to which the paths of their data are
             relative. A simulated run knows it; for others the current folder is the default.
-        model: ``trained``, ``refitted`` (see the defense's ``refit_top``) or ``best``; by default
-            that of the settings.
+        model: ``trained``, ``refitted`` (see ``refit``) or ``best``; by default that of the
+            settings.
 
     Returns:
         A data frame (a ``pyarrow.Table`` without pandas): ``id`` as given, ``canonical_id``,

@@ -1,6 +1,7 @@
 """Runs all parties of a run in this process, and leaves the files that their own processes leave.
 
     runs/<run name>/<party>/settings.yaml, metrics.jsonl, summary.json, checkpoint/
+    runs/<run name>/<passive party>/exposure.json
 
 What processes do beyond that are certificates, gRPC, checkpoints on the way, transcripts and
 private set intersection. None of it changes a bit of what is learned, except for models with
@@ -42,6 +43,7 @@ from splitveil.common.text.version import VERSION
 from splitveil.library.in_process import InProcessPeer, meet
 from splitveil.library.loading import PartiesSettings
 from splitveil.passive_party.assembly import BottomBuilder, evaluation_labels
+from splitveil.passive_party.commands.results import try_to_measure
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
@@ -103,6 +105,7 @@ class _Passive:
         self._settings = settings
         self._folder = _folder_with_settings(settings, run_folder / settings.folder_name())
         data = PartyData.of(settings)
+        self._own_rows = len(data.ids)
         observer = _Recorder(settings, self._folder, data.ids, evaluation_labels(settings))
         # The active party's bar shows every step, in a notebook, too.
         observer.console = Console(file=io.StringIO(), force_jupyter=False)
@@ -118,8 +121,10 @@ class _Passive:
             save_model(self._folder, self.run.trainer.model, self._builder.encoder, identity)
 
     def write_summary(self) -> None:
-        """Write the summary, after the recorder has been closed."""
-        trainer = self.run.trainer
+        """Write summary and exposure, after the recorder has been closed."""
+        trainer, encoder = self.run.trainer, self._builder.encoder
+        if trainer is not None and encoder is not None:
+            try_to_measure(self._folder, trainer, encoder, self._own_rows, self.recorder)
         summary = self.recorder.summary(None if trainer is None else trainer.feature_values)
         write_summary(self._folder, replace(summary, version=VERSION))
 

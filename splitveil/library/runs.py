@@ -1,5 +1,6 @@
 """Runs as their folders describe them, finished or still running: one, or several side by side."""
 
+import json
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,11 +11,14 @@ from typing import Any, Literal, TypeAlias, get_args, overload
 
 from torch import nn
 
+from splitveil.active_party.commands.refit import Refitted, refit_again
 from splitveil.active_party.predict.predictor import ModelChoice
 from splitveil.active_party.report import write_comparison, write_report
 from splitveil.active_party.report.bounds import assessment_of, ledger_of
 from splitveil.active_party.report.run_files import RunFiles, read_run
+from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.features import Features
+from splitveil.common.models.device import torch_device
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import CUT
 from splitveil.common.privacy.figures import LeakFigures
@@ -29,11 +33,12 @@ from splitveil.common.record.lines import (
 from splitveil.common.text.visible_text import visible
 from splitveil.library.example_ledger import Ledger
 from splitveil.library.frames import Frame, Row, as_html, frame
-from splitveil.library.trained import Format, Half, export
+from splitveil.library.trained import Format, Half, export, own_modules, settings_of
+from splitveil.passive_party.report_page import read_exposure
 
 Kind: TypeAlias = Literal["epochs", "attacks", "steps", "batches"]
 KindOfRuns: TypeAlias = Literal["runs", "defenses"] | Kind
-_MEASURED = ("test_auc", "leak_auc", *(peers.column for peers in Adversary))
+_MEASURED = ("test_auc", "leak_auc", *(peers.column for peers in Adversary), "disclosure")
 _FIGURES = {
     "features": {"leak_auc": "value", "low": "low", "high": "high"},
     "batches": {"leak_auc": "mean", "q95": "q95", "random_q95": "random_q95"},
@@ -171,7 +176,7 @@ class Run:
             party: ``active``, ``passive``, or the name of one of several passive parties.
             model: the top model: ``trained``, ``refitted`` or ``best``, the refitted one if there
                 is one. The refitted one was fitted to the true labels after training (see the
-                defense's ``refit_top``) and may reveal them: keep it within the label owner.
+                setting ``refit``) and may reveal them: keep it within the label owner.
 
         Raises:
             SettingsError: there is no such party or model, its folder with the trained weights is
@@ -196,6 +201,25 @@ class Run:
             SettingsError: as for ``model``, or the party has no features.
         """
         return Half.of(self.path, party, self.base_dir).features(ids, table)
+
+    def refit(self, settings: Mapping[str, Any] | None = None) -> Refitted:
+        """Fit another top model on what the run has left, as ``splitveil active refit`` does.
+
+        Nothing is sent, and nothing is charged. ``predict`` takes the new model if it is better on
+        held-out training rows than the refitted model before.
+
+        Args:
+            settings: what to change of the label owner's: ``model_seed``, ``refit.epochs``,
+                ``top_model``.
+
+        Raises:
+            SettingsError: the run has not ended, or has kept no activations (see ``refit``).
+            DataError: the table lacks the run's rows.
+        """
+        changed = [f"{name}={json.dumps(value)}" for name, value in (settings or {}).items()]
+        own = settings_of(ActiveSettings, self.path / "active", self.base_dir, *changed)
+        with own_modules(self.base_dir):
+            return refit_again(own, torch_device(own.device))
 
     def export(
         self,
@@ -263,6 +287,7 @@ class Run:
             "strongest_attack": leak.not_measured if strongest is None else strongest.attack,
             **dict(zip(("leak_auc", "leak_auc_low", "leak_auc_high"), low_high, strict=True)),
             **{peers.column: bounds.get(str(peers)) for peers in Adversary},
+            **self._exposure(),
         }
 
     def __repr__(self) -> str:
@@ -273,6 +298,16 @@ class Run:
         stopped = "This run has no summary: it is running, or was stopped."
         note = f"Strongest attack: {self.leak.in_words}" if self.has_ended else stopped
         return as_html(self.name, [self.overview()], note)
+
+    def _exposure(self) -> Row:
+        """Return the disclosure of the passive party that gives away most of its columns."""
+        found = (read_exposure(party.folder) for party in self._files().passives)
+        most = max(filter(None, found), key=lambda one: one.disclosure, default=None)
+        strongest = None if most is None else most.strongest
+        return {
+            "disclosure": None if most is None else most.disclosure,
+            "strongest_column": None if strongest is None else strongest.name,
+        }
 
     def _files(self) -> RunFiles:
         return read_run(self.path)

@@ -83,8 +83,8 @@ def simulate(
             default words for yes, and each of three or more texts is a class.
         defense: a defense or several: names (``marvell``), names with settings
             (``marvell:power_ratio=8``), mappings, sections of settings, subclasses of
-            ``splitveil.defenses.Defense``, or functions of gradients, labels and noise. By default
-            that of the example.
+            ``splitveil.defenses.Defense``, or functions of gradients, labels and noise; or
+            ``one_shot``, a run without gradients. By default that of the example.
         attacks: the attack or attacks to measure: names, or functions of a batch's gradients that
             return one score per row. By default those of the example.
         seeds: the number of seeds from 0, or the seeds themselves. A seed decides batches, split,
@@ -143,9 +143,7 @@ def simulate(
     notify = _notifier(_several(callbacks), run_of)
     with naming_parties(source) if example is None else nullcontext():
         chosen = _chosen(defense)
-        # The example's own may not fit to the settings.
-        fitting = {"active.defense": chosen[0].settings} if chosen else {}
-        base = _base(source, given | fitting, attacks)
+        base = _base(source, given, attacks, chosen)
         chosen = chosen or [named_defense(load(source, base).active.defense)]
         planned = {
             (one.title, seed): _job(source, base, one, seed, folder, is_only=len(chosen) == 1)
@@ -185,10 +183,14 @@ def _notifier(callbacks: Sequence[Callback], run_of: Callable[[Job], Run]) -> No
 
 
 def _base(
-    source: Path, settings: Mapping[str, Any], attacks: AttackChoice | Iterable[AttackChoice] | None
+    source: Path,
+    settings: Mapping[str, Any],
+    attacks: AttackChoice | Iterable[AttackChoice] | None,
+    defenses: Sequence[NamedDefense],
 ) -> Overrides:
     base = Overrides(override(name, model_settings(value)) for name, value in settings.items())
-    parties = load(source, base)
+    # The example's own defense may not fit to the settings.
+    parties = load(source, base.adding(*(defenses[0].overrides if defenses else ())))
     chosen = None if attacks is None else [attack_settings(one) for one in _several(attacks)]
     if parties.active.leak_monitor is not None or chosen:
         of_gradients = [one for one in chosen or [] if not _needs_activations(one)]
@@ -225,7 +227,7 @@ def _chosen(defense: DefenseChoice | Iterable[DefenseChoice] | None) -> list[Nam
 def _job(
     source: Path, base: Overrides, defense: NamedDefense, seed: int, runs: Path, *, is_only: bool
 ) -> Job:
-    name = load(source, base).active.contract.run_name
+    name = load(source, base.adding(*defense.overrides)).active.contract.run_name
     title = f"seed {seed}" if is_only else f"{defense.title} seed {seed}"
     own = NamedDefense(title, defense.settings).run_name(name)
     seeded = dict(defense.settings)
@@ -233,7 +235,7 @@ def _job(
         seeded.setdefault("insecure_noise_seed", seed)
     overrides = base.adding(
         override("contract.run_name", own),
-        override("active.defense", seeded),
+        *defense._replace(settings=seeded).overrides,
         *(override(f"{party}.model_seed", seed) for party in (ACTIVE, "passive")),
         *(override(f"{party}.runs_dir", runs) for party in (ACTIVE, "passive")),
         override("active.insecure_nonce_seed", seed),

@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from splitveil import Run, models, predict, simulate
+from splitveil.active_party.commands.program import parser
+from splitveil.active_party.commands.program import run as command
+from splitveil.active_party.training.boosting import WithTrees
 from splitveil.common.data.features import FeatureEncoder, ImageInfo
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.models.factory import build_bottom_model
@@ -169,7 +172,7 @@ def test_exported_halves_give_of_numbers_as_they_are_what_trained_ones_and_predi
 ) -> None:
     if kind == "onnx":
         pytest.importorskip("onnxscript")
-    predicted = columns_of(predict(run))
+    predicted = columns_of(predict(run, model="trained"))
     ids, places = predicted["id"][7:2:-1], np.arange(7, 2, -1)
     bottom, top = run.model("passive"), run.model("active")
     assert not bottom.training
@@ -278,3 +281,88 @@ def test_what_cannot_come_out_of_a_run_is_said(
     assert [path.name for path in run.export(tmp_path / "own")] == ["active.pt2"]
     with pytest.raises(SettingsError, match="expected a party's folder of a run"):
         run.model("passive")
+
+
+def test_a_top_model_is_fitted_again_to_what_a_run_has_left_without_any_peer(
+    columns: Columns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Labels may have been corrected since: nothing of the new model is sent."""
+    active, passive = columns
+    settings = {**SHORT, "active.refit.epochs": 1, "active.optimizer.learning_rate": 1e-4}
+    (run,) = simulate(
+        active=active, passive=passive, key="id", attacks=[], runs=tmp_path, settings=settings
+    )
+    checkpoint = run.path / "active" / "checkpoint"
+    left = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    assert (checkpoint / "activations.safetensors").stat().st_mode & 0o777 == 0o600
+    found = run.refit(
+        {
+            "optimizer.learning_rate": 0.05,
+            "refit.epochs": 40,
+            "top_model": {"kind": "mlp", "hidden": [5]},
+        }
+    )
+    assert found.is_better
+    assert found.before is not None
+    assert found.after is not None
+    assert found.before.loss > found.after.loss
+    assert run.summary["test_auc_refit"] == found.after.auc
+    now = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    assert {name for name in now if now[name] != left.get(name)} == {"refitted.safetensors"}
+    (width,) = (
+        one.out_features
+        for one in run.model("active", "refitted").modules()
+        if isinstance(one, nn.Linear) and one.out_features > 1
+    )
+    assert width == 5
+    assert None not in columns_of(predict(run))["probability"]  # by the model it says, as before
+    file = shutil.copy(run.path / "active" / "settings.yaml", run.base_dir / "again.yaml")
+    assert command(parser().parse_args(["refit", str(file), "--runs", str(tmp_path)])) == 0
+    assert "it stays" in capsys.readouterr().out
+    assert (checkpoint / "refitted.safetensors").read_bytes() == now["refitted.safetensors"]
+
+
+def test_trees_beside_the_refitted_top_predict_and_come_out(tmp_path: Path) -> None:
+    """The label is whether two numbers have the same sign, which one epoch of a network misses."""
+    numbers = np.random.default_rng(1).normal(size=(900, 2))
+    ids = [f"person-{row}" for row in range(900)]
+    label = (numbers[:, 0] * numbers[:, 1] > 0).astype(int)
+    passive = {"id": ids, "x": numbers[:, 0], "y": numbers[:, 1]}
+    settings = {**SHORT, "active.refit": {"epochs": 1, "boosting": True}}
+    (run,) = simulate(
+        active={"id": ids, "label": label, "z": numbers[:, 0]},
+        passive=passive,
+        key="id",
+        attacks=[],
+        runs=tmp_path,
+        settings=settings,
+    )
+    top = run.model("active", "refitted")
+    assert isinstance(top, WithTrees)
+    assert run.summary["test_auc_refit"] > run.summary["test_auc"] + 0.1
+    activation = run.model("passive")(run.features("passive", ids[:5])).detach()
+    logits = top(activation, run.features("active", ids[:5])).detach()
+    found = columns_of(predict(run, ids[:5]))["probability"]
+    torch.testing.assert_close(torch.tensor(found), logits.sigmoid(), rtol=1e-4, atol=1e-5)
+    exported = run.export(tmp_path / "out", model="refitted")[0]
+    own = torch.from_numpy(numbers[:5, :1].copy())
+    again = call_of(exported)(activation=activation, numeric=own)
+    torch.testing.assert_close(again, logits, rtol=1e-4, atol=1e-5)
+
+
+def test_no_top_model_is_fitted_to_what_is_not_there(columns: Columns, tmp_path: Path) -> None:
+    active, passive = columns
+    given: dict[str, Any] = {"key": "id", "attacks": [], "runs": tmp_path}
+    (run,) = simulate(active=active, passive=passive, settings=SHORT, **given)
+    checkpoint = run.path / "active" / "checkpoint"
+    (checkpoint / "activations.safetensors").write_bytes(b"of another kind")
+    with pytest.raises(SettingsError, match="cannot be read"):
+        run.refit()
+    (checkpoint / "activations.safetensors").unlink()
+    with pytest.raises(SettingsError, match=r"there is no activations\.safetensors"):
+        run.refit()
+    with pytest.raises(SettingsError, match="trained under another contract"):
+        run.refit({"contract.batch_size": 7})
+    (checkpoint / "refitted.safetensors").unlink()
+    with pytest.raises(SettingsError, match=r"has no refitted\.safetensors"):
+        run.refit()

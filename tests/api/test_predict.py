@@ -116,7 +116,7 @@ def test_halves_of_different_trainings_are_not_combined(
         ({"tables": {"actve": {}}}, "actve: expected active, passive"),
         ({"passive": {}}, "expected a folder of passive"),
         ({"passive": "/nowhere"}, "expected a party's folder of a run"),
-        ({"model": "refitted"}, "refitted"),
+        ({"model": "refitted"}, r"no refitted\.safetensors"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(
@@ -137,7 +137,13 @@ def with_plans(tmp_path_factory: pytest.TempPathFactory) -> Run:
     labelled = table.append_column("y", [[row % 2 for row in range(200)]])
     runs = tmp_path_factory.mktemp("plans")
     (run,) = simulate(
-        active=labelled, passive=table, label="y", key="id", settings=SHORT, threads=1, runs=runs
+        active=labelled,
+        passive=table,
+        label="y",
+        key="id",
+        settings={**SHORT, "active.refit": None},
+        threads=1,
+        runs=runs,
     )
     return run
 

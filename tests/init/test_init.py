@@ -98,16 +98,17 @@ def test_what_is_written_can_be_used_as_it_is(tmp_path: Path) -> None:
     passive(tmp_path, usage(tmp_path), Wishes(has_id=False))
     assert yaml.safe_load((tmp_path / "passive.yaml").read_text())["data"].get("id_column") is None
     initialise(usage(tmp_path), Wishes(), Terms("passive", tmp_path), force=True)
-    short = ["contract.epochs=1"]
-    run = simulation.build(simulation.read_settings(tmp_path, short, short))
+    run = simulation.build(simulation.read_settings(tmp_path, ["refit.epochs=2"]))
     assert run.active.settings.data.positive_label == "yes"
+    assert run.active.settings.contract.is_one_shot
     assert run.active.settings.defense.name == "none"
     models = run.active.settings.top_model, run.passive["passive"].settings.bottom_model
-    assert [model.kind for model in models] == ["tabular"] * 2
+    assert [model.kind for model in models] == ["tabular", "pca"]
     assert run.active.settings.optimizer.kind == "adamw"
     schedule = run.active.settings.contract.schedule
     assert (schedule.warmup_steps, schedule.decay) == (4, "cosine")  # of 20 epochs with 4 steps
     run.meet()
+    run.fit_top()
     assert run.active.seen.evaluations[-1].auc is not None
 
 

@@ -57,10 +57,9 @@ def test_what_is_written_for_numbers_trains_as_it_is(tmp_path: Path) -> None:
     initialise(tmp_path / "houses.csv", Wishes(), Terms("passive", tmp_path))
     settings = load_party_settings(ActiveSettings, tmp_path / "active.yaml")
     assert settings.data.label_range == LabelRange(low=0, high=5000, outside="clipped")
-    assert settings.defense.name == "none"
-    short = ["contract.epochs=2"]
-    run = simulation.build(simulation.read_settings(tmp_path, short, short[:1]))
+    run = simulation.build(simulation.read_settings(tmp_path, ["refit.epochs=2"]))
     run.meet()
+    run.fit_top()
     number = run.active.seen.evaluations[-1].number
     assert number is not None
     assert number.rmse > 0

@@ -232,10 +232,13 @@ def observed_in(folder: Path, active: Sequence[str], both: Sequence[str]) -> lis
     observed: list[Any] = []
     runs = folder / "runs"
     passive = [*both, "adversary=null"]
-    for place, goes_at in enumerate((3, 2, None)):
+    if ONE_SHOT in both:
+        kind = "score" if NOISY in both else "pca"
+        passive.append(f"bottom_model={{kind: {kind}}}")
+    results = folder / "results"
+    results.mkdir()
+    for goes_at in (3, 2, None):
         parties = build_parties(folder, [*both, *active], passive, runs=runs)
-        results = folder / f"results-{place}"
-        results.mkdir()
         torch.manual_seed(0)
         with ActiveRecorder(parties.active_settings, results) as recorder:
             parties.session.lifecycle.observer = recorder
@@ -262,6 +265,7 @@ def files_in(folder: Path) -> Iterator[tuple[str, str]]:
 # ---- the comparison ----
 
 BY_COLUMN = "contract.split={kind: column, column: part}"
+ONE_SHOT, NOISY = "contract.exchange=one_shot", "contract.noisy_labels=true"
 SMALL = ("contract.evaluation_batch_size=40", "contract.checkpoints={every_steps: 2, keep: 100}")
 
 
@@ -304,7 +308,7 @@ def assert_same_for_both_labels(
         with releasing(released, again=bool(runs)):
             runs.append(observed_in(into, [*KINDS[kind].settings, *active], [*SMALL, *both]))
     _, one, with_other = runs
-    assert released
+    assert bool(released) is (ONE_SHOT not in both or NOISY in both)
     assert [seen for seen in one if isinstance(seen, str)][-1].startswith(end)
     found = differences(one, with_other)
     assert not found, "\n".join(map(str, found))
@@ -334,6 +338,14 @@ def test_a_peer_that_picks_its_rows_observes_no_label(
 ) -> None:
     active = [defense, "leak_monitor=null"]
     assert_same_for_both_labels(tmp_path, kind, part, active, [BY_COLUMN])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nor_does_it_where_each_row_is_sent_once(tmp_path: Path, kind: str) -> None:
+    both = [BY_COLUMN, ONE_SHOT]
+    undefended = ["defense={name: none}", "leak_monitor=null"]
+    assert_same_for_both_labels(tmp_path / "none", kind, "train", undefended, both)
+    assert_same_for_both_labels(tmp_path / "noisy", kind, "train", [GAUSSIAN], [*both, NOISY])
 
 
 FURTHER: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {

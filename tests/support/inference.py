@@ -100,7 +100,7 @@ def train(folder: Path, runs: Path, *overrides: str, active: Sequence[str] = ())
         name: load_party_settings(PassiveSettings, file, [*both, *_security(certificates, name)])
         for name, file in zip(names[1:], files[1:], strict=True)
     }
-    own = [*both, *active, *_security(certificates, ACTIVE)]
+    own = ["refit=null", *both, *active, *_security(certificates, ACTIVE)]
     settings = simulation.PartiesSettings(
         load_party_settings(ActiveSettings, files[0], own), passive
     )

@@ -42,6 +42,7 @@ from splitveil.deploy.overrides import party_kinds
 from splitveil.library.in_process import InProcessPeer, meet, start
 from splitveil.library.loading import PartiesSettings
 from splitveil.library.recorded import assemble_active, assemble_passive
+from splitveil.passive_party.assembly import BottomBuilder
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.opening import Peer
 from splitveil.passive_party.run import PassiveRun
@@ -161,6 +162,7 @@ class PassiveParty:
     settings: PassiveSettings
     run: PassiveRun
     seen: PassiveRecording
+    builder: BottomBuilder | None = None
 
 
 @dataclass
@@ -179,6 +181,19 @@ class Simulation:
         self, name: str, connect: "Connect", on_error: Callable[[BaseException], None]
     ) -> threading.Thread:
         return start(name, self.passive[name].run, partial(connect, self), on_error)
+
+    def fit_top(self) -> None:
+        """Fit the top model of a one-shot run that is over, as its process does."""
+        session = self.active.session
+        trainer = session.lifecycle.phase.trainer
+        if trainer is None:
+            raise RuntimeError("nothing to fit before the alignment")
+        fitted = trainer.refitted(may_stay=False)
+        if fitted is None:
+            raise RuntimeError("nothing to fit before the last row")
+        trainer.model.load_state_dict(fitted.state_dict())
+        for evaluation in session.lifecycle.answering.measure_held_out():
+            session.lifecycle.observer.on_evaluation(evaluation)
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights of all models, ``top.<parameter>`` and ``<party>.<parameter>``."""
@@ -248,8 +263,8 @@ def build_passive(
     data = PartyData.of(settings)
     store = _store(settings, settings.folder_name(), runs)
     engine = build_engine(settings.contract.alignment)
-    run, _ = assemble_passive(settings, data, observer, engine, store=store, device=device)
-    return PassiveParty(settings, run, observer)
+    run, builder = assemble_passive(settings, data, observer, engine, store=store, device=device)
+    return PassiveParty(settings, run, observer, builder)
 
 
 def _store(

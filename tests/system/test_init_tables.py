@@ -11,22 +11,29 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.first_settings import CUTS, FLIGHTS, Rows, boosted_auc, prepare, refitted_auc, train
+from benchmarks.first_settings import FLIGHTS, Rows, boosted_auc, prepare, refitted_auc, train
 from tests.system.conftest import needs_data
 
 pytestmark = needs_data
 
 ROWS = Rows(seed=1, training=5_000)
 
-LEAST_AUC = dict.fromkeys(CUTS, 0.7) | {"adult": 0.8, "bank": 0.8, "talkingdata": 0.8, FLIGHTS: 0.6}
+LEAST_AUC = {
+    "default_credit": 0.7,
+    "give_credit": 0.7,
+    "adult": 0.8,
+    "bank": 0.8,
+    "talkingdata": 0.8,
+    FLIGHTS: 0.6,
+}
 """Far below what any machine has reached, and far above chance."""
 
-MOST_LOST = dict.fromkeys(CUTS, 0.1) | {"talkingdata": 0.25}
+MOST_LOST = dict.fromkeys(LEAST_AUC, 0.1) | {"talkingdata": 0.25}
 """More than the bound and the few rows have cost on any machine. Of talkingdata, some 146 positives
 are worth a sixth of that at this bound."""
 
 
-@pytest.mark.parametrize("name", sorted(CUTS))
+@pytest.mark.parametrize("name", sorted(LEAST_AUC))
 def test_what_init_writes_trains_and_comes_near_gradient_boosting(
     name: str, tmp_path: Path
 ) -> None:

@@ -20,6 +20,8 @@ from splitveil.active_party.training.predictions import probabilities_of
 from splitveil.common import errors
 from splitveil.common.party.command_line import save_resolved
 from splitveil.common.party.credentials import credential_files
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.privacy.leakage import auc
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.wire.connection import PeerConnection
@@ -27,7 +29,7 @@ from splitveil.passive_party.predict.served_model import ServedModel
 from splitveil.passive_party.predict.service import InferenceServer, InferenceService, Throttle
 from tests.support import inference
 from tests.support.runs import CPU
-from tests.system.conftest import needs_data
+from tests.system.conftest import EXAMPLES, SHORT, needs_data
 
 NAMES = (
     "digits",
@@ -159,6 +161,26 @@ def test_only_the_passive_party_itself_is_asked(small: inference.Trained) -> Non
     assert not service.answered
 
 
+def test_a_run_with_released_labels_predicts_with_the_refitted_model(tmp_path: Path) -> None:
+    """By default; the model that was trained is there as well."""
+    defense = "defense={name: noisy_label}"
+    run = inference.train(
+        EXAMPLES / "breast_cancer", tmp_path, *SHORT, active=[defense, "refit={}"]
+    )
+    data = PartyData.load(run.settings.active.data, run.settings.active.base_dir)
+    truth = data.labels_of(run.test_ids)
+    found = {}
+    for choice in ("best", "trained", "refitted"):
+        with inference.predicting(run, choice=choice) as predictor:
+            assert predictor.model.kind == ("trained" if choice == "trained" else "refitted")
+            found[choice] = predictor.predict(run.test_ids).probabilities
+    assert run.refitted is not None
+    assert auc(torch.from_numpy(found["best"]).double(), truth) == run.refitted.auc
+    np.testing.assert_array_equal(found["best"], found["refitted"])
+    np.testing.assert_array_equal(found["trained"], expected(run))
+    assert (found["trained"] != found["refitted"]).any()
+
+
 # ---- what is refused before anything is asked ----
 
 
@@ -198,7 +220,7 @@ def test_a_model_or_an_address_or_a_column_that_is_not_there_is_refused(
 ) -> None:
     with pytest.raises(errors.SettingsError, match=r"there is no model\.safetensors"):
         JointModel.load(small.active(f"runs_dir={tmp_path}"), CPU)
-    with pytest.raises(errors.SettingsError, match="refit_top"):
+    with pytest.raises(errors.SettingsError, match=r"no refitted\.safetensors"):
         JointModel.load(small.settings.active, CPU, "refitted")
     with pytest.raises(errors.SettingsError, match=r"add inference\.connect\.passive"):
         open_predictor(small.settings.active, CPU)

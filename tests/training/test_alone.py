@@ -1,20 +1,28 @@
 """The model of the active party's own features alone."""
 
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
+from sklearn import ensemble
 from torch import Tensor, nn
 
+from splitveil.active_party.training.boosting import WithTrees, columns_of, with_trees
 from splitveil.active_party.training.cut_memory import CutMemory
+from splitveil.active_party.training.label_kinds import ClassLabels, NumberLabels
 from splitveil.active_party.training.own_models import (
     Fitting,
     KnownRows,
     build_alone,
+    fit,
     predictions_alone,
-    refit_top,
-    train_alone,
 )
 from splitveil.active_party.training.predictions import LossWeights
 from splitveil.common.data.features import FeatureEncoder, Features, NumericScaler
+from splitveil.common.data.label_range import LabelRange
 from splitveil.common.privacy.leakage import auc
 
 ENCODER = FeatureEncoder(
@@ -39,11 +47,11 @@ def features_of(own: KnownRows) -> Features:
 
 
 def trained(own: KnownRows, num_classes: int = 2) -> nn.Module:
-    return train_alone(
+    return fit(
         build_alone(ENCODER, num_classes, seed=3),
         own,
         torch.arange(0, len(own.labels), 2),
-        Fitting(lambda model: torch.optim.Adam(model.parameters(), lr=0.01), 32, seed=4),
+        Fitting(lambda model: torch.optim.Adam(model.parameters(), lr=0.01), 32, seed=4, epochs=50),
     )
 
 
@@ -133,7 +141,7 @@ def test_probabilities_do_not_depend_on_other_rows(num_classes: int) -> None:
         assert (one[0] == together[row]).all()
 
 
-# ---- the copy of the top model that is fitted to the true labels after the run ----
+# ---- the top model that is fitted to the true labels after the run ----
 
 
 def known(labels: Tensor, seed: int = 1) -> KnownRows:
@@ -157,35 +165,138 @@ class Top(nn.Module):
         return logits
 
 
-FITTING = Fitting(lambda model: torch.optim.Adam(model.parameters(), lr=0.05), 32, seed=5)
+FITTING = Fitting(
+    lambda model: torch.optim.Adam(model.parameters(), lr=0.05), 32, seed=5, epochs=20
+)
 
 
 def test_the_refit_learns_the_true_labels_and_leaves_the_model_alone() -> None:
     labels = (torch.arange(400) % 3 == 0).float()
     model, rows = Top(), known(labels)
-    found = refit_top(model, rows, torch.arange(0, 400, 2), FITTING)
+    found = fit(model, rows, torch.arange(0, 400, 2), FITTING)
     logits = rows.logits(found, torch.arange(1, 400, 2))
     others = labels[1::2]
     assert float(logits[others == 1].mean() - logits[others == 0].mean()) > 1.0
     assert all(bool((value == 0).all()) for value in model.state_dict().values())
-    again = refit_top(model, rows, torch.arange(0, 400, 2), FITTING)
+    again = fit(model, rows, torch.arange(0, 400, 2), FITTING)
     assert all(
         torch.equal(value, again.state_dict()[name]) for name, value in found.state_dict().items()
     )
+
+
+def test_the_trained_model_stays_only_where_the_new_one_is_no_better_on_held_out_rows() -> None:
+    labels = (torch.arange(400) % 3 == 0).float()
+    rows, training = known(labels), torch.arange(0, 400, 2)
+    fresh = fit(Top(), rows, training, FITTING)
+    poor, good = Top(), copy.deepcopy(fresh)
+    chosen = fit(Top(), rows, training, FITTING, poor)
+    for name, value in fresh.state_dict().items():  # nothing of the trained model is in it
+        assert torch.equal(value, chosen.state_dict()[name])
+    assert fit(Top(), rows, training, FITTING, good) is good
+    nn.init.constant_(poor.layer.bias, 9.0)
+    assert fit(Top(), rows, training, FITTING, poor) is not poor
+
+
+def test_the_schedule_goes_through_all_epochs_once() -> None:
+    """90 rows in batches of 32 are 3 steps an epoch."""
+    rates, asked = [], []
+
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        built = torch.optim.SGD(model.parameters(), lr=0.5)
+        built.register_step_pre_hook(
+            lambda one, _given, _named: rates.append(one.param_groups[0]["lr"])
+        )
+        return built
+
+    def halved(step: int, total_steps: int) -> float:
+        asked.append(total_steps)
+        return 0.5**step
+
+    fit(
+        Top(),
+        known((torch.arange(100) % 2).float()),
+        torch.arange(100),
+        Fitting(build, 32, 5, 4, halved),
+    )
+    assert rates == [0.5 * 0.5**step for step in range(12)]
+    assert set(asked) == {12}
+
+
+@pytest.mark.parametrize("labels", ["two classes", "three classes", "numbers"])
+def test_trees_of_tensors_give_what_the_library_gives(
+    labels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a top model that says nothing, whose mean with them is half of theirs."""
+    grown: list[Any] = []
+    for name in ("HistGradientBoostingClassifier", "HistGradientBoostingRegressor"):
+        noting = partial(grow, getattr(ensemble, name), grown)
+        monkeypatch.setattr(ensemble, name, noting)
+    generator = torch.Generator().manual_seed(1)
+    cut = torch.randn(500, 3, generator=generator)
+    own = Features(cut.flip(1).abs(), torch.randint(4, (500, 2), generator=generator))
+    given: dict[str, Any] = {
+        "two classes": ((cut[:, 0] * cut[:, 1] > 0).float(), ClassLabels()),
+        "three classes": (cut.argmax(dim=1).float(), ClassLabels(3)),
+        "numbers": (cut[:, 0].sigmoid(), NumberLabels(LabelRange(low=0, high=1))),
+    }
+    found, kind = given[labels]
+    columns, width = columns_of(cut, own), kind.shape_of_row
+    model = with_trees(Silent(width), columns, found, kind, LossWeights(torch.rand(500)), seed=3)
+    assert isinstance(model, WithTrees)
+    expected = torch.from_numpy(grown[0]._raw_predict(columns.numpy())).float()
+    halves = model(cut, own)
+    assert halves.shape == (500, *width)
+    torch.testing.assert_close(2 * halves, expected.view_as(halves), rtol=1e-5, atol=1e-6)
+    assert float(halves.std()) > 0.01
+    again = WithTrees(Silent(width), *map(int, model.sizes.split()))
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(cut, own), halves)
+
+
+def test_no_trees_grow_on_a_class_of_few_rows() -> None:
+    labels = (torch.arange(500) < 19).float()
+    columns = torch.randn(500, 2)
+    assert with_trees(Top(), columns, labels, ClassLabels(), LossWeights(), seed=3) is None
+
+
+def test_the_mean_with_trees_is_taken_where_it_is_better() -> None:
+    labels = (torch.arange(1000) % 2).float()
+    rows = known(labels)
+    assert rows.memory is not None
+    rows.memory.note(
+        torch.arange(1000), torch.rand(1000, 3).sub(0.5) * (2 * labels[:, None] - 1 + 2)
+    )
+    found = fit(Top(), rows, torch.arange(1000), FITTING._replace(boosting=True))
+    assert isinstance(found, WithTrees)
+    assert not isinstance(fit(Top(), rows, torch.arange(1000), FITTING), WithTrees)
+
+
+def grow(real: Callable[..., Any], grown: list[Any], **given: Any) -> Any:
+    grown.append(real(**given))
+    return grown[-1]
+
+
+class Silent(nn.Module):
+    def __init__(self, shape_of_row: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape_of_row = shape_of_row
+
+    def forward(self, activation: Tensor, _own: object) -> Tensor:
+        return activation.new_zeros(len(activation), *self.shape_of_row)
 
 
 @pytest.mark.parametrize("rows", [2, 3, 10, 200])
 def test_the_refit_copes_with_one_positive_and_with_few_rows(rows: int) -> None:
     labels = torch.zeros(rows)
     labels[rows // 2] = 1
-    found = refit_top(Top(), known(labels), torch.arange(rows), FITTING)
+    found = fit(Top(), known(labels), torch.arange(rows), FITTING)
     assert all(bool(value.isfinite().all()) for value in found.state_dict().values())
 
 
 def test_the_refit_does_not_move_the_random_numbers_of_a_run_that_goes_on() -> None:
     model = Dropping()
     state = torch.get_rng_state()
-    refit_top(model, known((torch.arange(50) % 2).float()), torch.arange(50), FITTING)
+    fit(model, known((torch.arange(50) % 2).float()), torch.arange(50), FITTING)
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -161,3 +161,32 @@ def test_a_frame_says_where_it_belongs_before_and_after_it_crossed(rows: int) ->
     (fields, payload), (fields_there, payload_there) = sent.parts(), received.parts()
     assert (fields, bytes(payload)) == (fields_there, bytes(payload_there))
     assert Frame(sent.data[:-1]).place() == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("width", "is_answer", "is_taken"),
+    [
+        (0, False, True),
+        (1, False, False),
+        (6, False, False),
+        (0, True, False),
+        (1, True, True),
+        (7, True, True),
+        (8, True, False),
+    ],
+)
+def test_noisy_labels_are_asked_for_with_nothing_and_come_as_a_few_values(
+    width: int, is_answer: bool, is_taken: bool
+) -> None:
+    """A row's label has at most a value more than its activation, which has six here."""
+    sent = Activation(HEADER._replace(split="labels"), torch.ones(5, width))
+    (part,) = encode_activation(sent, limits())
+    of_answers = TensorAssembler.of_answers(limits())
+    assembler = of_answers if is_answer else TensorAssembler(limits(), Activation)
+    if is_taken:
+        received = assembler.add(Frame(part.data))
+        assert received is not None
+        assert torch.equal(received.values, sent.values)
+    else:
+        with pytest.raises(InvalidMessage, match="shape"):
+            assembler.add(Frame(part.data))

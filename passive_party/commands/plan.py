@@ -1,0 +1,82 @@
+"""``splitveil passive plan``: what a run would reveal of the columns, before anything is sent."""
+
+import argparse
+import sys
+
+from rich.console import Console
+
+from splitveil.common.party import command_line
+from splitveil.common.party.json_output import print_json
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.text.visible_text import PlainTable, visible
+from splitveil.passive_party.exposure_plan import (
+    ExposurePlan,
+    exposure_plan_of,
+    limit_in_words,
+    narrower_in_words,
+)
+from splitveil.passive_party.settings import PassiveSettings
+
+_MOST_COLUMNS = 12
+
+
+def in_short(share: float) -> str:
+    return f"{share:.2f}".removeprefix("0")
+
+
+def plan(parsed: argparse.Namespace) -> None:
+    settings = command_line.load_settings(PassiveSettings, parsed, "passive")
+    found = exposure_plan_of(settings, PartyData.of(settings))
+    if parsed.json:
+        print_json(found.to_json())
+    else:
+        show(found, details=parsed.verbose > 0)
+
+
+def show(plan: ExposurePlan, console: Console | None = None, *, details: bool = True) -> None:
+    console = console or Console(file=sys.stdout, highlight=False)
+    own = plan.own
+
+    def say(text: str) -> None:
+        console.print(visible(text), markup=False, soft_wrap=True)
+
+    say("What could the label owner guess of our columns from what a run would send?")
+    columns = sorted(own.columns, key=lambda one: -one.gain)
+    shown = columns if details else columns[:_MOST_COLUMNS]
+    scores = {one.name: one for one in plan.by_score}
+    at_widths = [f"{at}{'*' * (at == plan.width)}" for at in plan.exposures]
+    table = PlainTable(
+        f"{plan.bottom_model}: right guesses in 100, by the numbers sent per row",
+        ["column"],
+        ["none", *at_widths, *(["aimed"] if scores else [])],
+        caption=f"* the contract's; {own.known_rows:,} rows known, {own.rows:,} others guessed",
+    )
+    by_width = [{one.name: one for one in each.columns} for each in plan.exposures.values()]
+    for one in shown:
+        found = [each[one.name].right for each in [*by_width, scores] if one.name in each]
+        table.add_row(one.name, *(f"{100 * share:.0f}" for share in (one.without, *found)))
+    table.add_section()
+    disclosures = [in_short(each.disclosure) for each in plan.exposures.values()]
+    strongest = [in_short(each.strongest_disclosure) for each in plan.exposures.values()]
+    table.add_row("mean disclosure", "0", *disclosures)
+    table.add_row("strongest", "0", *strongest)
+    console.print(table)
+    if len(columns) > len(shown):
+        say(f"{len(columns) - len(shown)} more columns count, and are shown with -v.")
+    if own.unjudged:
+        say(f"Not measured: {', '.join(own.unjudged)}.")
+    if plan.by_score:
+        say(
+            "What an honest score reveals follows from labels, and cannot be known before the run. "
+            f"Measured is the worst: a label owner that sends column {plan.target} of the rows it "
+            "knows in the place of labels, and for “aimed” each column."
+        )
+    elif not plan.is_one_shot:
+        say("The model is measured before it trains; expect at least as much after several epochs.")
+    say(
+        "Disclosure is the share of what the most frequent class (none) leaves unknown. What has "
+        "been sent stays with the label owner, also for other models."
+    )
+    say(narrower_in_words(plan))
+    if plan.max_exposure is not None:
+        say(limit_in_words(plan))

@@ -1,0 +1,268 @@
+"""Measures what activations would reveal of this party's columns, before anything is sent.
+
+The rows are those of this party's own table, without any label: the bottom model is fitted as a run
+would fit it, and the columns are guessed from what it would send. A model that learns from
+gradients is measured before it trains.
+
+A score is fitted to labels that do not exist yet. Measured is the worst that a label owner can do
+that knows some rows: it sends a column in the place of labels, and the score guesses that column.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from splitveil.common.data.features import FeatureEncoder, Features, RowEncoder
+from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.models.blocks import predict_in_blocks
+from splitveil.common.models.components import Blocks, ComponentsBottom
+from splitveil.common.models.factory import build_bottom_model
+from splitveil.common.models.settings import CustomModel, PcaModel, ScoreModel, bins_of
+from splitveil.common.party.party_data import PartyData, open_earlier_model
+from splitveil.common.record.model_files import PretrainedWeights
+from splitveil.common.run.sample_order import SPLITS
+from splitveil.passive_party.feature_exposure import (
+    KNOWN_ROWS,
+    LEAST_ROWS,
+    ColumnExposure,
+    FeatureExposure,
+    Sample,
+    by_targets,
+    exposure_of,
+    exposure_to_json,
+)
+from splitveil.passive_party.settings import PassiveSettings
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+_USUAL_GOAL = 0.5  # the disclosure that a remedy aims at without max_exposure
+_MOST_FITTED = 50_000  # rows to which the model is fitted
+
+
+@dataclass(frozen=True)
+class ExposurePlan:
+    source: str
+    bottom_model: str
+    is_one_shot: bool
+    width: int  # the contract's: how many numbers are sent of each row
+    exposures: Mapping[int, FeatureExposure]  # by width, ascending
+    max_exposure: float | None = None
+    by_score: tuple[ColumnExposure, ...] = ()  # from one score, fitted to the column itself
+    target: str = ""  # the column that a score guesses best
+
+    @property
+    def own(self) -> FeatureExposure:
+        return self.exposures[self.width]
+
+    def widest(self, most: float) -> int | None:
+        """Return the largest width whose disclosure is at most this; None if there is none."""
+        fitting = (width for width, one in self.exposures.items() if one.disclosure <= most)
+        return max(fitting, default=None)
+
+    def rows(self) -> list[dict[str, object]]:
+        """Return a row for each width and column."""
+        return [
+            {
+                "width": width,
+                "column": one.name,
+                "right": one.right,
+                "without": one.without,
+                "disclosure": one.gain_fraction,
+            }
+            for width, exposure in self.exposures.items()
+            for one in exposure.columns
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "source": self.source,
+            "bottom_model": self.bottom_model,
+            "width": self.width,
+            "disclosure": {str(width): one.disclosure for width, one in self.exposures.items()},
+            "exposures": {str(at): exposure_to_json(one) for at, one in self.exposures.items()},
+            "by_score": {one.name: [one.right, one.without] for one in self.by_score},
+        }
+
+
+def exposure_plan_of(
+    settings: PassiveSettings, data: PartyData, *, only_own: bool = False
+) -> ExposurePlan:
+    """Measure the widths that the columns allow, or only that of the contract.
+
+    Raises DataError if there are too few rows, SettingsError if the contract's width is too large.
+    """
+    chosen, cut_shape = settings.bottom_model, settings.contract.cut_shape
+    earlier, table = open_earlier_model(settings), data.table
+    rows = np.arange(len(data.ids))
+    if table.splits is not None:
+        rows = np.flatnonzero(table.splits == SPLITS.index("train"))
+    sample = Sample.draw(rows, settings.report.probe_rows or KNOWN_ROWS)
+    if sample is None:
+        raise DataError(
+            f"{table.source}: {len(rows)} rows are too few to measure what activations reveal; "
+            f"expected at least {LEAST_ROWS}"
+        )
+    fitted_to = np.sort(np.random.default_rng(0).permutation(rows)[:_MOST_FITTED])
+    encoder = data.fit(fitted_to, earlier, bins_of(chosen))
+    if encoder is None:
+        raise SettingsError("data.features: the passive party needs features")
+    features = RowEncoder(encoder, table)(sample.positions)
+    known, own_width = sample.known, settings.contract.cut_dim
+    widths = {own_width} if only_own else {own_width, *WIDTHS}
+    by_score: tuple[ColumnExposure, ...] = ()
+    target = ""
+    if isinstance(chosen, PcaModel) and earlier is None:
+        blocks = partial(data.blocks, encoder, fitted_to)
+        if isinstance(chosen, ScoreModel):
+            by_score, target, sent = _with_scores(
+                chosen, encoder, features, known, blocks, own_width, widths
+            )
+        else:
+            sent = _components(chosen, encoder, features, blocks, own_width, widths)
+    else:
+        if earlier is not None or isinstance(chosen, CustomModel) or len(cut_shape) > 1:
+            widths = {own_width}  # only this one is known
+        pretrained, sent = PretrainedWeights.open(chosen, settings.base_dir), {}
+        for width in sorted(widths):
+            shape = cut_shape if width == own_width else (width,)
+            model = build_bottom_model(chosen, encoder, shape, seed=settings.model_seed)
+            pretrained.put_into(model)
+            if earlier is not None:
+                earlier.put_into(model)
+            sent[width] = predict_in_blocks(model, features).flatten(1)
+    found = {
+        width: exposure_of([values.double().numpy()], features, encoder, known, len(data.ids))
+        for width, values in sent.items()
+    }
+    measured = {width: one for width, one in found.items() if one is not None}
+    if own_width not in measured:
+        raise DataError(f"{table.source}: the activations are not finite")
+    return ExposurePlan(
+        table.source,
+        chosen.kind,
+        settings.contract.is_one_shot,
+        own_width,
+        measured,
+        settings.max_exposure,
+        by_score,
+        target,
+    )
+
+
+def _components(
+    settings: PcaModel,
+    encoder: FeatureEncoder,
+    features: Features,
+    blocks: Blocks,
+    own_width: int,
+    widths: Iterable[int],
+) -> dict[int, Tensor]:
+    """Return what each width sends; the first components are the same whatever follows."""
+    for most in sorted({*widths}, reverse=True):
+        model = ComponentsBottom(settings, encoder.shapes, (most,))
+        try:
+            model.fit(blocks, is_final=True)
+        except SettingsError:  # it is above the columns' rank
+            if most <= own_width:
+                raise
+            continue
+        values = predict_in_blocks(model, features)
+        return {width: values[:, :width] for width in sorted(widths) if width <= most}
+    return {}
+
+
+def _with_scores(
+    settings: ScoreModel,
+    encoder: FeatureEncoder,
+    features: Features,
+    known: int,
+    blocks: Blocks,
+    own_width: int,
+    widths: Iterable[int],
+) -> tuple[tuple[ColumnExposure, ...], str, dict[int, Tensor]]:
+    """Return columns guessed from a score fitted to them, the best one, and what widths send.
+
+    What is sent is the score of the column that it guesses best, and what follows that score.
+    """
+    of_known = features.rows(torch.arange(known))
+    one = ComponentsBottom(settings, encoder.shapes, (1,))
+
+    def fit(targets: Tensor) -> Tensor:
+        weight, bias = one.scores_of(of_known, targets)
+        return one.values(features, weight.float()) + bias
+
+    by_score, best, target = by_targets(features, encoder, known, fit)
+    sent = {}
+    for width in sorted(widths):
+        model = ComponentsBottom(settings, encoder.shapes, (width,))
+        try:
+            moments = model.before_labels(blocks, encoder.names)
+            model.fit_score(of_known, target.numpy(), moments, encoder.names)
+        except SettingsError:
+            if width <= own_width:
+                raise
+            continue
+        sent[width] = predict_in_blocks(model, features)
+    return by_score, best, sent
+
+
+def check_exposure(settings: PassiveSettings, data: PartyData) -> None:
+    """Raise SettingsError if the plan of the contract's width is above ``max_exposure``."""
+    most = settings.max_exposure
+    if most is None or exposure_plan_of(settings, data, only_own=True).own.disclosure <= most:
+        return
+    raise SettingsError(
+        f"{limit_in_words(exposure_plan_of(settings, data))} Nothing was sent; the figures: "
+        f"splitveil passive plan"
+    )
+
+
+def limit_in_words(plan: ExposurePlan) -> str:
+    """Hold the contract's width against ``max_exposure``, and name what would stay within."""
+    most, own, least = plan.max_exposure or 1.0, plan.own, min(plan.exposures)
+    text = f"max_exposure: {most:g}; {numbers_in_words(plan.width)} per row disclose "
+    text += f"{own.disclosure:.3f} of the columns (mean)"
+    if own.disclosure <= most:
+        return f"{text}."
+    one, widest = own.strongest, plan.widest(most)
+    if one is not None:
+        text += (
+            f", and {one.name} most of all ({one.of_100(one.right)} right guesses in 100 instead "
+            f"of {one.of_100(one.without)})"
+        )
+    if widest is not None:
+        fits = f"contract.cut_shape: [{widest}] discloses {plan.exposures[widest].disclosure:.3f}"
+    elif least < plan.width or least == 1:
+        fits = f"even {numbers_in_words(least)} per row disclose "
+        fits += f"{plan.exposures[least].disclosure:.3f}: leave columns out of data.features"
+    else:
+        fits = "make contract.cut_shape smaller, or leave columns out of data.features"
+    return f"{text}; {fits}."
+
+
+def narrower_in_words(plan: ExposurePlan) -> str:
+    """Say what the strongest column would gain from the remedy, a narrower cut."""
+    goal = plan.max_exposure or _USUAL_GOAL
+    widest = plan.widest(goal)
+    if widest is None or widest >= plan.width:
+        narrower = [width for width in plan.exposures if width < plan.width]
+        if not narrower or plan.own.disclosure <= goal:
+            return f"{numbers_in_words(plan.width)} per row: disclosure {plan.own.disclosure:.2f}."
+        widest = narrower[0]
+    before, after = plan.own, plan.exposures[widest]
+    of_before = {one.name: one for one in before.columns}
+    found = max(after.columns, key=lambda one: of_before[one.name].right - one.right)
+    was = of_before[found.name]
+    return (
+        f"{numbers_in_words(widest)} instead of {plan.width}: {found.name} from "
+        f"{was.of_100(was.right)} to {found.of_100(found.right)} right guesses in 100, disclosure "
+        f"from {before.disclosure:.2f} to {after.disclosure:.2f}."
+    )
+
+
+def numbers_in_words(width: int) -> str:
+    return f"{width} number{'s' * (width != 1)}"

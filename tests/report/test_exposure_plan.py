@@ -1,0 +1,170 @@
+"""What the passive party's plan says before a run, and what it refuses."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.passive_party import exposure_plan, feature_exposure
+from splitveil.passive_party.commands.program import main
+from splitveil.passive_party.exposure_plan import ExposurePlan, check_exposure, exposure_plan_of
+from splitveil.passive_party.settings import PassiveSettings
+from tests.support.commands import exit_code_of
+
+ROWS = 800
+NUMBERS = ("copy*", "noise*", "same")
+
+
+@pytest.fixture(autouse=True)
+def few_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exposure_plan, "WIDTHS", (1, 4, 16))
+    monkeypatch.setattr(feature_exposure, "_EPOCHS", 15)
+
+
+def settings_file(
+    folder: Path,
+    *,
+    rows: int = ROWS,
+    columns: Sequence[str] = NUMBERS,
+    kind: str = "pca",
+    num_bins: int = 16,
+    **contract: Any,
+) -> Path:
+    """Write a table of five copies of a number, five noises, a category and a constant."""
+    drawn = np.random.default_rng(1)
+    number = drawn.normal(size=rows)
+    table = {f"copy{i}": number for i in range(5)} | {
+        f"noise{i}": drawn.normal(size=rows) for i in range(5)
+    }
+    table |= {"kind": np.array(["a", "b"])[(number > 0).astype(int)], "same": np.ones(rows)}
+    lines = [",".join(["id", "split", *table])]
+    for row in range(rows):
+        split = "test" if row % 8 == 0 else "train"
+        cells = ["rare" if split == "test" and k == "kind" else v[row] for k, v in table.items()]
+        lines.append(",".join(map(str, [row, split, *cells])))
+    (folder / "table.csv").write_text("\n".join(lines))
+    contract = {
+        "run_name": "planned",
+        "cut_shape": [2],
+        "batch_size": 32,
+        "epochs": 1,
+        "exchange": "one_shot",
+        "split": {"kind": "column", "column": "split"},
+    } | contract
+    settings = {
+        "contract": contract,
+        "security": {"mode": "insecure"},
+        "data": {
+            "source": {"kind": "csv", "path": "table.csv"},
+            "id_column": "id",
+            "features": {
+                "numeric": list(columns),
+                "categorical": ["kind"] if columns == NUMBERS else [],
+            },
+        },
+        "bottom_model": {"kind": kind} | ({"num_bins": num_bins} if kind != "mlp" else {}),
+        "optimizer": {"kind": "adam", "learning_rate": 0.01},
+    }
+    (folder / "passive.yaml").write_text(yaml.safe_dump(settings))
+    return folder / "passive.yaml"
+
+
+def planned(path: Path, *overrides: str) -> ExposurePlan:
+    settings = load_party_settings(PassiveSettings, path, overrides)
+    return exposure_plan_of(settings, PartyData.of(settings))
+
+
+def disclosed(plan: ExposurePlan, width: int) -> dict[str, float]:
+    return {one.name: one.gain_fraction for one in plan.exposures[width].columns}
+
+
+def test_what_components_carry_is_disclosed_and_noise_that_they_leave_out_is_not(
+    tmp_path: Path,
+) -> None:
+    """The first component is the copied number; each further one carries more of the noises."""
+    plan = planned(settings_file(tmp_path))
+    assert [*plan.exposures] == [1, 2, 4, 16]
+    of_one, of_most = disclosed(plan, 1), disclosed(plan, 16)
+    assert min(of_one[f"copy{i}"] for i in range(5)) > 0.9
+    assert of_one["kind"] > 0.9
+    assert max(of_one[f"noise{i}"] for i in range(5)) < 0.15
+    assert min(of_most[f"noise{i}"] for i in range(5)) > 0.6
+    assert plan.exposures[1].unjudged == ("same",)
+    assert plan.exposures[1].disclosure < plan.own.disclosure < plan.exposures[16].disclosure
+
+
+def test_one_score_that_is_fitted_to_a_column_gives_that_column_away(tmp_path: Path) -> None:
+    path = settings_file(tmp_path, kind="score", cut_shape=[1], noisy_labels=True)
+    plan = planned(path)
+    aimed = {one.name: one.gain_fraction for one in plan.by_score}
+    assert min(aimed.values()) > 0.7
+    assert plan.target in aimed
+    assert disclosed(plan, 1)[plan.target] > 0.9
+    others = [name for name in aimed if name.startswith("noise") and name != plan.target]
+    assert max(disclosed(plan, 1)[name] for name in others) < 0.15
+
+
+def test_the_command_prints_widths_against_columns_and_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = settings_file(tmp_path, cut_shape=[16])
+    assert exit_code_of(main, "plan", path) == 0
+    printed = capsys.readouterr().out
+    assert "16*" in printed
+    assert "mean disclosure" in printed
+    assert "number instead of 16: noise" in printed
+    assert "Not measured: same." in printed
+    assert exit_code_of(main, "plan", path, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["width"] == 16
+
+
+def test_a_run_above_the_limit_is_refused_before_anything_is_sent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody listens: without the check, this run would wait for the active party."""
+    path = settings_file(tmp_path, cut_shape=[16])
+    limit = planned(path).exposures[4].disclosure + 0.001
+    runs = ["--runs", tmp_path / "runs", "--set", "connect=127.0.0.1:9"]
+    assert exit_code_of(main, "run", path, *runs, "--set", f"max_exposure={limit}") == 2
+    assert "contract.cut_shape: [4] discloses" in caplog.text + capsys.readouterr().err
+    caplog.clear()
+    assert exit_code_of(main, "run", path, *runs, "--set", "max_exposure=0.01") == 2
+    said = caplog.text + capsys.readouterr().err
+    assert "even 1 number per row" in said
+    assert "leave columns out of data.features" in said
+    settings = load_party_settings(PassiveSettings, path, ["max_exposure=1"])
+    check_exposure(settings, PartyData.of(settings))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"rows": 50}, DataError, "43 rows are too few .* at least 50"),
+        ({"columns": ("copy0",), "cut_shape": [20]}, SettingsError, "independent directions"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(
+    tmp_path: Path, given: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        planned(settings_file(tmp_path, **given))
+
+
+def test_one_column_has_the_widths_of_its_rank(tmp_path: Path) -> None:
+    plan = planned(settings_file(tmp_path, columns=("copy0",), num_bins=5))
+    assert [*plan.exposures] == [1, 2, 4]
+
+
+def test_a_model_that_learns_is_measured_before_it_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = settings_file(tmp_path, kind="mlp", exchange="gradients")
+    assert exit_code_of(main, "plan", path) == 0
+    assert "measured before it trains" in capsys.readouterr().out

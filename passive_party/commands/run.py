@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from splitveil.common.alignment.buckets import padded_size
-from splitveil.common.errors import ContractMismatch, DataError, PeerEndedForGood, PeerError
+from splitveil.common.errors import ContractMismatch, PeerEndedForGood, PeerError
 from splitveil.common.party import command_line
 from splitveil.common.party.endpoint import serving_status
 from splitveil.common.party.party_data import PartyData

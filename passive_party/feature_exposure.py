@@ -293,8 +293,8 @@ class _Column(NamedTuple):
         return np.count_nonzero(counts) > 1 and not is_rare
 
     def exposure(self, right: Sequence[npt.NDArray[np.bool_]], known: int) -> ColumnExposure:
-        judged = self.judged
-        is_most_frequent = judged[known:] == np.bincount(judged[:known]).argmax()
+        judged = self.judged[known:]  # whose most frequent class is the best guess without anything
+        is_most_frequent = judged == np.bincount(judged).argmax()
         is_right = max([is_most_frequent, *right], key=np.count_nonzero)
         gains = is_right.astype(np.float64) - is_most_frequent
         # Below 1, so that there is something to reveal, though no guessed row differs.

@@ -141,7 +141,7 @@ def test_a_run_above_the_limit_is_refused_before_anything_is_sent(
     assert exit_code_of(main, "run", path, *runs, "--set", f"max_exposure={limit}") == 2
     assert "contract.cut_shape: [4] discloses" in caplog.text + capsys.readouterr().err
     settings = load_party_settings(PassiveSettings, path, ["max_exposure=0.01"])
-    with pytest.raises(SettingsError, match="even 1 number per row .* out of data.features"):
+    with pytest.raises(SettingsError, match=r"even 1 number per row .* out of data.features"):
         check_exposure(settings, PartyData.of(settings))
     settings = load_party_settings(PassiveSettings, path, ["max_exposure=1"])
     check_exposure(settings, PartyData.of(settings))

@@ -4,8 +4,8 @@
 
 Cuts each table into the columns of two parties, runs ``splitveil init`` on both files, where the
 user names some categories, and trains with what it writes in several ways (``MODES``): with
-gradients, without a defense and with projected_labels, and in one pass, with principal components
-or with a score fitted to noisy labels. Of each way it prints
+gradients, without a defense, and in one pass, with principal components or with a score fitted to
+noisy labels. Of each way it prints
 
 - the test AUC of the network that the label owner predicts with, and of the mean of its logits and
   those of gradient boosting on what was received;

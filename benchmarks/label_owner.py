@@ -38,7 +38,7 @@ EPOCHS = 9
 WIDTHS = (1, 4, 64)
 WANTED = {"people": label_owner.UNNEEDED, "default_credit": ("x1", "x3", "x4")}
 """Of the second: sex, marital status and age."""
-DEFENSES = ("marvell", "max_norm", "iso", "noisy_label", "projected_labels", "gafm")
+DEFENSES = ("marvell", "max_norm", "iso", "noisy_label", "gafm")
 
 
 class Centred(label_owner.Fsha):

@@ -11,7 +11,7 @@ thread per process. Each round runs, one after the other:
 - ``monolithic``: the same model in one process;
 - ``mtls``: `splitveil active run` and `splitveil passive run` as a user calls them, with the
   defense ``none`` and without audits;
-- ``shipped``: mutual TLS, ``projected_labels``, the default audits of both parties, and their
+- ``shipped``: mutual TLS, ``noisy_label``, the default audits of both parties, and their
   status pages;
 - ``marvell``, ``none``: the same with ``marvell``, and without a defense;
 - ``..., depth N``: the same with ``pipeline_depth: N``.
@@ -22,8 +22,7 @@ that of both processes, also until the first step and from the last evaluation t
 medians over the rounds.
 
 ``--sizes`` runs ``shipped`` once with each number of rows, and prints what each part of a run costs
-and how it grows: with exponent 1, ten times the rows cost ten times as much. A stage is what lies
-between an epoch's evaluation and the next one's first step.
+and how it grows: with exponent 1, ten times the rows cost ten times as much.
 
 ``--init`` compares one pass with gradients, both of cut 64, over a whole job: with the settings
 that ``splitveil init`` writes for so many rows of ``default_credit``, from the start of the first
@@ -97,7 +96,6 @@ class Cost(NamedTuple):
     ending_cpu_s: float = 0.0
     threads_ms: Mapping[str, float] | None = None
     """CPU time of one step in each thread."""
-    stage_cpu_s: float = 0.0
     disk_mb: float = 0.0
     """All files of both parties."""
 
@@ -224,7 +222,6 @@ def start(party: str, settings: Path, options: Sequence[str]) -> "subprocess.Pop
 def watch(parties: Parties, metrics: Path, begun: float, epochs: int) -> Cost:
     """Follow a run's metrics until its last epoch has ended."""
     first = (0.0, 0.0)
-    stages_cpu_s: list[float] = []
     ends: list[tuple[float, float, int]] = []
     threads: list[dict[str, float]] = []
     steps = 0
@@ -234,8 +231,6 @@ def watch(parties: Parties, metrics: Path, begun: float, epochs: int) -> Cost:
             steps += 1
             if steps == 1:
                 first = time.monotonic() - begun, cpu_of(parties)
-            elif ends and ends[-1][2] == steps - 1:
-                stages_cpu_s.append(cpu_of(parties) - ends[-1][1])
         if line.get("kind") == "test":
             ends.append((time.monotonic(), cpu_of(parties), steps))
             threads.append(cpu_by_thread(parties))
@@ -243,12 +238,12 @@ def watch(parties: Parties, metrics: Path, begun: float, epochs: int) -> Cost:
             break
     (from_s, from_cpu_s, before), (to_s, to_cpu_s, after) = ends[0], ends[-1]
     rate = (after - before) / (to_s - from_s)
-    cpu_ms, stage_s = 1e3 * (to_cpu_s - from_cpu_s) / (after - before), max(stages_cpu_s)
+    cpu_ms = 1e3 * (to_cpu_s - from_cpu_s) / (after - before)
     threads_ms = {
         thread: 1e3 * (cpu_s - threads[0].get(thread, 0.0)) / (after - before)
         for thread, cpu_s in threads[-1].items()
     }
-    return Cost(rate, cpu_ms, (), *first, threads_ms=threads_ms, stage_cpu_s=stage_s)
+    return Cost(rate, cpu_ms, (), *first, threads_ms=threads_ms)
 
 
 def lines_of(path: Path, parties: Parties) -> Iterator[str]:
@@ -365,7 +360,7 @@ def job(folder: Path, changed: Sequence[str]) -> tuple[float, float, float]:
 
 def runs_in(folder: Path, work: Work, line: Line | None) -> dict[str, Callable[[], Cost]]:
     runs: dict[str, Callable[[], Cost]] = {"monolithic": partial(in_a_process, monolithic, work)}
-    of_users = {"mtls": None, "shipped": "projected_labels", "marvell": "marvell", "none": "none"}
+    of_users = {"mtls": None, "shipped": "noisy_label", "marvell": "marvell", "none": "none"}
     for name, defense in of_users.items():
         run = partial(cost_of_run, folder, work, line, defense=defense)
         runs |= {name: run} | {f"{name}, depth {n}": partial(run, depth=n) for n in (2, 4)}
@@ -429,17 +424,15 @@ def print_table(middle: dict[str, Cost]) -> None:
 
 
 def print_growth(work: Work, sizes: Sequence[int]) -> None:
-    print("\n| rows | first step, s | CPU s | CPU ms/step | stage, CPU s | end, CPU s ", end="")
+    print("\n| rows | first step, s | CPU s | CPU ms/step | end, CPU s ", end="")
     print("| MiB active | MiB passive | MB on disk |")
-    print("|---" * 9 + "|")
-    fields = ("first_step_s", "first_step_cpu_s", "cpu_ms", "stage_cpu_s", "ending_cpu_s")
+    print("|---" * 8 + "|")
+    fields = ("first_step_s", "first_step_cpu_s", "cpu_ms", "ending_cpu_s")
     before: tuple[float, ...] = ()
     for rows in sizes:
         with tempfile.TemporaryDirectory() as scratch:
             in_a_process(write_settings, Path(scratch), work._replace(rows=rows))
-            cost = cost_of_run(
-                Path(scratch), work._replace(rows=rows), None, defense="projected_labels"
-            )
+            cost = cost_of_run(Path(scratch), work._replace(rows=rows), None, defense="noisy_label")
         parts = (getattr(cost, name) for name in fields)
         now = (rows, *parts, *reversed(cost.memory_mib), cost.disk_mb)
         print("|", " | ".join(f"{x:,.4g}" for x in now), "|", flush=True)

@@ -26,6 +26,7 @@ from splitveil.common.models.settings import CustomModel, PcaModel, ScoreModel, 
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.record.model_files import PretrainedWeights
 from splitveil.common.run.sample_order import SPLITS
+from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.feature_exposure import (
     KNOWN_ROWS,
     LEAST_ROWS,
@@ -262,6 +263,33 @@ def narrower_in_words(plan: ExposurePlan) -> str:
         f"{was.of_100(was.right)} to {found.of_100(found.right)} right guesses in 100, disclosure "
         f"from {before.disclosure:.2f} to {after.disclosure:.2f}."
     )
+
+
+def remedy_of(
+    settings: PassiveSettings,
+    trainer: BottomTrainer,
+    encoder: FeatureEncoder,
+    sample: Sample,
+    own: FeatureExposure,
+) -> str:
+    """Say what fewer components would have given away; "" where that is not known."""
+    most, width = settings.max_exposure or _USUAL_GOAL, settings.contract.cut_dim
+    is_nested = settings.contract.is_one_shot and isinstance(settings.bottom_model, PcaModel)
+    if not is_nested or own.disclosure <= most:
+        return ""
+    features = trainer.rows(sample.positions)
+    values = trainer.embed(features).flatten(1).double().cpu().numpy()
+    found = {width: own}
+    for fewer in (one for one in WIDTHS if one < width):
+        one = exposure_of([values[:, :fewer]], features.to("cpu"), encoder, sample.known, 0)
+        if one is not None:
+            found[fewer] = one
+        if one is None or one.disclosure > most:
+            break
+    if len(found) == 1:
+        return ""
+    plan = ExposurePlan("", settings.bottom_model.kind, True, width, found, settings.max_exposure)
+    return narrower_in_words(plan)
 
 
 def numbers_in_words(width: int) -> str:

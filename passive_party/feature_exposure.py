@@ -94,6 +94,7 @@ class FeatureExposure:
     has_images: bool = False  # whether there are images, whose reconstruction is not measured
     known_rows: NonNegativeInt = KNOWN_ROWS
     epochs: NonNegativeInt = 0  # whose activations are counted; 0 if each row was sent once
+    remedy: str = ""  # what fewer numbers would have given away, in words
 
     @property
     def disclosure(self) -> float:

@@ -44,7 +44,7 @@ _CONTENT: Mapping[str, str] = {
     "Handshake request": "the contract, field by field",
     "Align request": "ids, blinded by a secret of this party",
     "Train request": "activations of training rows",
-    "Evaluate request": "activations of held-out and surveyed rows",
+    "Evaluate request": "activations of held-out rows, and of all rows of a one-shot run",
     "Leave request": "how this party's part ended",
     "Describe request": "questions about the model that is served",
     "Embed reply": "activations of rows asked for by id",
@@ -126,7 +126,10 @@ def passive_page(files: PassiveFiles) -> str:
         title=f"{contract.get('run_name', files.folder.name)}",
         party=str(files.settings.get("party", "passive")),
         peer=_peer(files.settings, contract),
-        assessment=_assessment(exposure, "is" if one_sided else "was"),
+        assessment=_assessment(
+            exposure, "is" if one_sided else "was", files.settings.get("max_exposure")
+        ),
+        one_shot=contract.get("exchange") == "one_shot",
         one_sided=one_sided,
         exposure=exposure,
         columns=sorted(columns, key=lambda one: -one.gain),
@@ -152,7 +155,9 @@ def _peer(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> str:
     return f"{identity} (by its certificate, over TLS 1.3)"
 
 
-def _assessment(exposure: FeatureExposure | None, is_or_was: str) -> Assessment:
+def _assessment(
+    exposure: FeatureExposure | None, is_or_was: str, max_exposure: object
+) -> Assessment:
     if exposure is None or not exposure.columns:
         return Assessment(
             "unknown",
@@ -182,13 +187,19 @@ def _assessment(exposure: FeatureExposure | None, is_or_was: str) -> Assessment:
             price,
         )
     is_mostly_known = any(one.is_mostly_known for one in exposure.columns)
+    style, word = "unknown", f"Columns can be guessed{'' if is_mostly_known else ' in part'}"
+    if isinstance(max_exposure, float):
+        is_above = exposure.disclosure > max_exposure
+        style = "fail" if is_above else "open"
+        word = f"{'Above' if is_above else 'Within'} max_exposure {max_exposure:g}"
     return Assessment(
-        "fail" if is_mostly_known else "open",
-        "Columns can be guessed" if is_mostly_known else "Columns can be guessed in part",
+        style,
+        word,
         f"From what {is_or_was} sent, the label owner can guess “{best.name}”"
         f"{_GUESSED[best.kind]} right for {best.of_100(best.right)} of 100 records; without it, "
-        f"for {best.of_100(best.without)}.",
-        next_step,
+        f"for {best.of_100(best.without)}. All columns together: {100 * exposure.disclosure:.0f} % "
+        f"of what was unknown (mean).",
+        f"{next_step} {exposure.remedy}".strip(),
         price,
     )
 

@@ -2,7 +2,7 @@
 
     from splitveil import simulate
 
-    runs = simulate("breast_cancer", defense=["none", "projected_labels"], seeds=5)
+    runs = simulate("breast_cancer", defense=["none", "noisy_label"], seeds=5)
     runs.frame("defenses")
     runs.report()
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from splitveil.library.auditing import Audit, audit
     from splitveil.library.example_ledger import Ledger
     from splitveil.library.loading import settings_schema
-    from splitveil.library.planning import RunPlan, plan
+    from splitveil.library.planning import RunExposure, RunPlan, exposure_plan, plan
     from splitveil.library.predicting import predict
     from splitveil.library.runs import Run, Runs
     from splitveil.library.simulating import simulate
@@ -36,6 +36,7 @@ __all__ = [
     "DataError",
     "Ledger",
     "Run",
+    "RunExposure",
     "RunPlan",
     "Runs",
     "SettingsError",
@@ -45,6 +46,7 @@ __all__ = [
     "attacks",
     "audit",
     "defenses",
+    "exposure_plan",
     "models",
     "plan",
     "predict",
@@ -59,8 +61,10 @@ _HOMES = {
     "audit": "auditing",
     "Ledger": "example_ledger",
     "Run": "runs",
+    "RunExposure": "planning",
     "RunPlan": "planning",
     "Runs": "runs",
+    "exposure_plan": "planning",
     "plan": "planning",
     "predict": "predicting",
     "settings_schema": "loading",

@@ -20,9 +20,8 @@ from splitveil.active_party.defenses import (
 )
 from splitveil.active_party.defenses.interface import LabelledRows
 from splitveil.active_party.defenses.objective import BatchLabels, Objective, StepOutcome
-from splitveil.active_party.defenses.projected.features import CutMemory, LabelFreeFacts
-from splitveil.active_party.defenses.projected.stages import ProjectedLabels, StageRelease
 from splitveil.active_party.training.boosting import WithTrees
+from splitveil.active_party.training.cut_memory import CutMemory
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.active_party.training.own_models import KnownRows
 from splitveil.active_party.training.predictions import LossWeights, PredictionFigures
@@ -101,7 +100,6 @@ class TopTrainer:
         self.num_classes = rows.num_classes
         self.kind = rows.kind
         self.defense = defense
-        self.staged = defense if isinstance(defense, ProjectedLabels) else None
         self.phases = phases or Phases()
         self._objective = objective
         self._features = None if rows.features is None else rows.features.to(device)
@@ -134,17 +132,6 @@ class TopTrainer:
     def survey(self, positions: Positions, activation: Tensor) -> None:
         """Take note of the activations of some rows, without a step."""
         self._note(torch.from_numpy(positions.copy()), activation)
-
-    def pending_release(self, epoch: int) -> StageRelease | None:
-        """Return the release that the defense needs before an epoch's next answer, if any."""
-        if self.staged is None or self._training is None or self.memory is None:
-            return None
-        self.learn()
-        facts = LabelFreeFacts(
-            self.model, self.memory, self._features, self._training, self._device
-        )
-        with self._defending("the defense cannot begin a stage"):
-            return self.staged.pending_release(epoch, facts)
 
     def gradient(
         self, positions: Positions, activation: Tensor, answer_key: bytes | None = None
@@ -267,15 +254,6 @@ class TopTrainer:
         rows = torch.from_numpy(positions.copy())
         logits = self._known(self.memory).logits(model or self.model, rows)
         return logits.cpu(), self.labels_of(positions)
-
-    def score_on_targets(self) -> float | None:
-        """Return how well predictions agree with the defense's targets, if activations are kept."""
-        targets = None if self.staged is None else self.staged.released_targets
-        if targets is None or self.memory is None or self._training is None:
-            return None
-        self.learn()
-        logits = self._known(self.memory).logits(self.model, self._training).cpu()
-        return self.kind.agreement(logits, targets.cpu()[self._training.cpu()])
 
     def _known(self, memory: CutMemory) -> KnownRows:
         return KnownRows(self._labels, self._features, memory, self._weights, self.kind)

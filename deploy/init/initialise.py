@@ -172,7 +172,6 @@ def _narrow(folder: Path) -> str:
     settings = load_party_settings(
         PassiveSettings, folder / "passive.yaml", ["contract.cut_shape=[1]"]
     )
-    text = path.read_text(encoding="utf-8")
     if not settings.contract.is_one_shot:
         return ""
     try:

@@ -13,8 +13,9 @@ from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.text.version import VERSION
 from splitveil.passive_party.bottom_trainer import BottomTrainer
-from splitveil.passive_party.feature_exposure import measure_exposure
-from splitveil.passive_party.recorder import PassiveRecorder
+from splitveil.passive_party.exposure_plan import remedy_of
+from splitveil.passive_party.feature_exposure import Sample, SentInEpochs, measure_exposure
+from splitveil.passive_party.settings import PassiveSettings
 
 _logger = logging.getLogger(__name__)
 
@@ -24,13 +25,17 @@ def try_to_measure(
     trainer: BottomTrainer,
     encoder: FeatureEncoder,
     own_rows: int,
-    recorder: PassiveRecorder,
+    sample: Sample | None,
+    of_epochs: SentInEpochs | None = None,
+    settings: PassiveSettings | None = None,
 ) -> None:
+    """Leave what was sent reveals, and with settings what fewer numbers would have revealed."""
     from splitveil.passive_party.report_page import write_exposure  # noqa: PLC0415
 
     try:
-        of_epochs = recorder.sent_in_epochs()
-        found = measure_exposure(trainer, encoder, own_rows, recorder.sample, of_epochs)
+        found = measure_exposure(trainer, encoder, own_rows, sample, of_epochs)
+        if found is not None and sample is not None and settings is not None:
+            found = replace(found, remedy=remedy_of(settings, trainer, encoder, sample, found))
         if found is not None:
             write_exposure(folder, found)
     except SplitveilError as error:  # a full disk needs no traceback

@@ -7,6 +7,8 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from splitveil.common.alignment.buckets import padded_size
 from splitveil.common.errors import ContractMismatch, PeerEndedForGood, PeerError
 from splitveil.common.party import command_line
@@ -25,6 +27,7 @@ from splitveil.common.text.version import VERSION
 from splitveil.passive_party import assembly
 from splitveil.passive_party.commands.results import leave_results, try_to_measure, try_to_report
 from splitveil.passive_party.connecting import ENDED, Connect, checked_connection, was_ended
+from splitveil.passive_party.feature_exposure import Sample
 from splitveil.passive_party.opening import Aligner
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
@@ -70,7 +73,10 @@ def _fit(
         trainer = builder(rows)
         builder.save(folder, trainer.model, ModelIdentity(secrets.token_hex(8), 0))
         if builder.encoder is not None:
-            try_to_measure(settings.report, folder, trainer, builder.encoder, len(data.ids))
+            sample = Sample.draw(np.arange(trainer.num_rows), settings.report.probe_rows)
+            try_to_measure(
+                folder, trainer, builder.encoder, len(data.ids), sample, settings=settings
+            )
     provenance = provenance_of_process(process.device_in_words)
     write_summary(folder, Summary(version=VERSION, provenance=provenance))
     try_to_report(folder)
@@ -149,7 +155,9 @@ def _train(
         logger.warning(ENDED)
         return
     if run.trainer is not None and build_trainer.encoder is not None:
-        try_to_measure(folder, run.trainer, build_trainer.encoder, len(data.ids), recorder)
+        sample, of_epochs = recorder.sample, recorder.sent_in_epochs()
+        encoder = build_trainer.encoder
+        try_to_measure(folder, run.trainer, encoder, len(data.ids), sample, of_epochs, settings)
     features = None if run.trainer is None else run.trainer.feature_values
     leave_results(folder, recorder.summary(features), transcript, stopped, device)
     aligner.tried.forget()

@@ -1,8 +1,9 @@
-"""Plans a run: what it will reveal about the labels, before any training."""
+"""Plans a run: what it will reveal about labels and columns, before any training."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from splitveil.deploy.overrides import Overrides, override
 from splitveil.library.choices import DefenseChoice, model_settings, named_defense
 from splitveil.library.frames import Frame, as_html, frame
 from splitveil.library.loading import Scratch, from_here, naming_parties, source_of
+from splitveil.passive_party.commands.plan import show as show_exposure
+from splitveil.passive_party.exposure_plan import ExposurePlan, exposure_plan_of
+from splitveil.passive_party.settings import PassiveSettings
 
 _COLUMNS = 120
 
@@ -48,17 +52,65 @@ class RunPlan:
         return self.figures.to_json()
 
     def __str__(self) -> str:
-        printed = io.StringIO()
-        # In a notebook, rich would display what it is asked to print into a file.
-        console = Console(file=printed, width=_COLUMNS, highlight=False, force_jupyter=False)
-        show(self.figures, console)
-        return printed.getvalue()
+        return _printed(partial(show, self.figures))
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         title = f"defense {self.figures.defense}: what the peer may learn of one example"
         return as_html(title, [one.row() for one in self.figures.answers], " ".join(self.remarks))
+
+
+class RunExposure:
+    """What a run would send gives away of a feature owner's columns, before it begins."""
+
+    def __init__(self, plan: ExposurePlan) -> None:
+        self.figures = plan
+
+    def frame(self) -> Frame:
+        """Return one row for each width and column: right guesses with and without what is sent."""
+        return frame(self.figures.rows())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as plain values, as ``splitveil passive plan --json`` prints them."""
+        return self.figures.to_json()
+
+    def __str__(self) -> str:
+        return _printed(partial(show_exposure, self.figures))
+
+    __repr__ = __str__
+
+
+def exposure_plan(
+    example: str | Path, *, settings: Mapping[str, Any] | None = None, party: str = "passive"
+) -> RunExposure:
+    """Measure what a run would give away of a feature owner's columns; nothing is sent.
+
+    Args:
+        example: the name of an example of the package, a folder with the feature owner's settings
+            file, or that file.
+        settings: settings of that party and of the contract to override:
+            ``{"contract.cut_shape": [4]}``.
+        party: the feature owner's file in the folder, without ``.yaml``.
+
+    Raises:
+        SplitveilError: settings or data cannot be used, or there are too few rows.
+    """
+    path, scratch = Path(example), Scratch()
+    if not path.is_file():
+        if not (path / f"{party}.yaml").is_file():
+            path = source_of(example, scratch.path, None, None)
+        path /= f"{party}.yaml"
+    overrides = [override(name, model_settings(one)) for name, one in (settings or {}).items()]
+    own = load_party_settings(PassiveSettings, path, overrides)
+    return RunExposure(exposure_plan_of(own, PartyData.of(own)))
+
+
+def _printed(show_on: Callable[[Console], None]) -> str:
+    printed = io.StringIO()
+    # In a notebook, rich would display what it is asked to print into a file.
+    show_on(Console(file=printed, width=_COLUMNS, highlight=False, force_jupyter=False))
+    return printed.getvalue()
 
 
 def plan(

@@ -124,7 +124,8 @@ class _Passive:
         """Write summary and exposure, after the recorder has been closed."""
         trainer, encoder = self.run.trainer, self._builder.encoder
         if trainer is not None and encoder is not None:
-            try_to_measure(self._folder, trainer, encoder, self._own_rows, self.recorder)
+            sample, of_epochs = self.recorder.sample, self.recorder.sent_in_epochs()
+            try_to_measure(self._folder, trainer, encoder, self._own_rows, sample, of_epochs)
         summary = self.recorder.summary(None if trainer is None else trainer.feature_values)
         write_summary(self._folder, replace(summary, version=VERSION))
 

@@ -7,14 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
+import splitveil
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.passive_party import exposure_plan, feature_exposure
+from splitveil.passive_party.assembly import BottomBuilder
 from splitveil.passive_party.commands.program import main
 from splitveil.passive_party.exposure_plan import ExposurePlan, check_exposure, exposure_plan_of
+from splitveil.passive_party.feature_exposure import measure_exposure
+from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support.commands import exit_code_of
 
@@ -134,11 +140,9 @@ def test_a_run_above_the_limit_is_refused_before_anything_is_sent(
     runs = ["--runs", tmp_path / "runs", "--set", "connect=127.0.0.1:9"]
     assert exit_code_of(main, "run", path, *runs, "--set", f"max_exposure={limit}") == 2
     assert "contract.cut_shape: [4] discloses" in caplog.text + capsys.readouterr().err
-    caplog.clear()
-    assert exit_code_of(main, "run", path, *runs, "--set", "max_exposure=0.01") == 2
-    said = caplog.text + capsys.readouterr().err
-    assert "even 1 number per row" in said
-    assert "leave columns out of data.features" in said
+    settings = load_party_settings(PassiveSettings, path, ["max_exposure=0.01"])
+    with pytest.raises(SettingsError, match="even 1 number per row .* out of data.features"):
+        check_exposure(settings, PartyData.of(settings))
     settings = load_party_settings(PassiveSettings, path, ["max_exposure=1"])
     check_exposure(settings, PartyData.of(settings))
 
@@ -167,4 +171,40 @@ def test_a_model_that_learns_is_measured_before_it_does(
 ) -> None:
     path = settings_file(tmp_path, kind="mlp", exchange="gradients")
     assert exit_code_of(main, "plan", path) == 0
-    assert "measured before it trains" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "measured before it trains" in printed
+    in_python = splitveil.exposure_plan(tmp_path)
+    assert str(in_python).split("\n")[0] in printed
+    assert {*in_python.frame().columns} == {"width", "column", "right", "without", "disclosure"}
+
+
+def test_the_columns_of_all_epochs_together_are_given_away_where_each_alone_hides_some(
+    tmp_path: Path,
+) -> None:
+    """A model that sends another column in every epoch is counted as all that it has sent."""
+    path = settings_file(tmp_path, kind="mlp", exchange="gradients", epochs=5, cut_shape=[1])
+    settings = load_party_settings(PassiveSettings, path)
+    data = PartyData.of(settings)
+    rows = AlignedRows.derive(
+        settings.contract, bytes(32), data.ids, np.arange(ROWS), data.table.splits
+    )
+    noises = torch.stack(
+        [torch.from_numpy(data.table.numeric[f"noise{i}"][rows.file_rows]) for i in range(5)]
+    )
+    with PassiveRecorder(settings, tmp_path, data.ids, None) as recorder:
+        recorder.on_aligned(rows, bytes(32))
+        for epoch in range(5):
+            for batch in np.array_split(rows.splits["train"], 20):
+                sent = noises[epoch, torch.from_numpy(batch)][:, None].float()
+                recorder.on_step(
+                    Batch(epoch, "train", 0, batch, bytes(16), False, False), sent, sent, {}
+                )
+        builder = BottomBuilder(settings, data, torch.device("cpu"))
+        found = [
+            measure_exposure(builder(rows), builder.encoder, ROWS, recorder.sample, of_epochs)
+            for of_epochs in (None, recorder.sent_in_epochs())
+        ]
+    of_end, of_all = ({c.name: c.gain_fraction for c in one.columns} for one in found)
+    assert max(of_end[f"noise{i}"] for i in range(5)) < 0.6
+    assert min(of_all[f"noise{i}"] for i in range(5)) > 0.8
+    assert found[1].epochs == found[1].dimensions == 5

@@ -139,6 +139,7 @@ def one_pass(width: int, model: str, *others: str) -> tuple[str, ...]:
 MODES = {
     "no defense": (
         "contract.exchange=gradients",
+        "contract.cut_shape=[64]",
         "bottom_model={kind: tabular, hidden: [], output_activation: relu}",
         "optimizer={kind: adamw, learning_rate: 0.004, weight_decay: 0.01}",
         UNDEFENDED,

@@ -139,6 +139,7 @@ def one_pass(width: int, model: str, *others: str) -> tuple[str, ...]:
 MODES = {
     "no defense": (
         "contract.exchange=gradients",
+        "contract.cut_shape=[64]",
         "bottom_model={kind: tabular, hidden: [], output_activation: relu}",
         "optimizer={kind: adamw, learning_rate: 0.004, weight_decay: 0.01}",
         UNDEFENDED,
@@ -344,7 +345,9 @@ def train(folder: Path, seed: int, *changed: str) -> simulation.Simulation:
     """Run both parties in this process, with a seed and perhaps with other settings."""
     both = [f"insecure_nonce_seed={seed}", "torch_threads=1", f"model_seed={seed}"]
     both.append("contract.split={kind: column, column: split}")
-    active, passive = [*both, "leak_monitor=null"], list(both)
+    # What a run may disclose is measured here, not limited.
+    active = [*both, "leak_monitor=null", "run_budget=null"]
+    passive = [*both, "max_exposure=null"]
     for setting in changed:
         active += [setting] * is_of(setting, "active")
         passive += [setting] * is_of(setting, "passive")

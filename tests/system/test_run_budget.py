@@ -100,7 +100,8 @@ def test_active_parties_that_wait_together_count_each_other_in_the_order_in_whic
     with ExitStack() as stack:
         runs = {}
         for name in "abcd":
-            own = RELEASED._replace(both=(*RELEASED.both, f"contract.run_name={name}"))
+            longer = ("contract.epochs=200",) * (name == "d")  # still under way when it is stopped
+            own = RELEASED._replace(both=(*RELEASED.both, *longer, f"contract.run_name={name}"))
             own = own._replace(active=(*own.active, "run_budget={leak_auc: 0.65}"))
             runs[name] = stack.enter_context(restartable(tmp_path, own, log=name))
             runs[name].active.start()

@@ -130,6 +130,9 @@ def test_a_seed_decides_the_bits_and_a_frame_of_defenses_holds_means(swept: Runs
     assert by_defense["none"]["seeds"] == 2
     assert by_defense["none"]["test_auc"] == pytest.approx(np.mean(ones), abs=1e-15)
     assert by_defense["none"]["test_auc_sd"] == pytest.approx(np.std(ones, ddof=1), abs=1e-12)
+    given_away = [run.overview()["disclosure"] for run in swept.of("none")]
+    assert by_defense["none"]["disclosure"] == pytest.approx(np.mean(given_away), abs=1e-12)
+    assert 0 < by_defense["none"]["disclosure"] <= 1
     of_one = Runs({("none", 1): other}, swept.folder).frame("defenses")
     assert np.isnan(np.asarray(of_one["test_auc_sd"], float)).all()
     assert str(of_one["test_auc_sd"].dtype) == "float64"

@@ -200,11 +200,14 @@ def test_the_columns_of_all_epochs_together_are_given_away_where_each_alone_hide
                     Batch(epoch, "train", 0, batch, bytes(16), False, False), sent, sent, {}
                 )
         builder = BottomBuilder(settings, data, torch.device("cpu"))
-        found = [
-            measure_exposure(builder(rows), builder.encoder, ROWS, recorder.sample, of_epochs)
-            for of_epochs in (None, recorder.sent_in_epochs())
-        ]
-    of_end, of_all = ({c.name: c.gain_fraction for c in one.columns} for one in found)
+        trainer, encoder = builder(rows), builder.encoder
+        assert encoder is not None
+        sample, of_epochs = recorder.sample, recorder.sent_in_epochs()
+        end = measure_exposure(trainer, encoder, ROWS, sample)
+        every = measure_exposure(trainer, encoder, ROWS, sample, of_epochs)
+    assert end is not None
+    assert every is not None
+    of_end, of_all = ({c.name: c.gain_fraction for c in one.columns} for one in (end, every))
     assert max(of_end[f"noise{i}"] for i in range(5)) < 0.6
     assert min(of_all[f"noise{i}"] for i in range(5)) > 0.8
-    assert found[1].epochs == found[1].dimensions == 5
+    assert every.epochs == every.dimensions == 5

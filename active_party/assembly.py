@@ -11,7 +11,7 @@ from splitveil.active_party.ledger.label_signals import (
     objection_to,
     widest_adversary,
 )
-from splitveil.active_party.named_inputs import label_uses_of, refuse_uncounted_targets
+from splitveil.active_party.named_inputs import label_uses_of
 from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.preparation import Counting, OwnRows, OwnRules
 from splitveil.active_party.run.session import ActiveSession
@@ -41,9 +41,7 @@ def allowance_of(settings: ActiveSettings, earlier: AccountBook | None = None) -
     limit = None if budget is None else budget.limit
     if earlier is None:
         earlier = AccountBook.empty(rules_as_bytes(settings.contract.ids))
-    else:
-        refuse_uncounted_targets(settings, earlier)
-    return Allowance(limit, earlier, widest_adversary(signals), settings.stops_by_validation)
+    return Allowance(limit, earlier, widest_adversary(signals), settings.early_stopping is not None)
 
 
 def build_session(
@@ -61,7 +59,6 @@ def build_session(
         early_stop=None if stopping is None else EarlyStop(stopping),
         allowance=allowance or allowance_of(settings),
         noise_seed=settings.defense.noise_seed,
-        has_survey=settings.defense.traits.is_staged,
         counting=counting,
     )
     own = OwnRows(data.ids, data.table.splits)

@@ -29,7 +29,7 @@ from splitveil.active_party.ledger.account_book import (
     open_book,
 )
 from splitveil.active_party.ledger.bounds import auc_bound
-from splitveil.active_party.named_inputs import HAS_KNOWN_NOISE, refuse_uncounted_targets
+from splitveil.active_party.named_inputs import HAS_KNOWN_NOISE
 from splitveil.active_party.run.observer import Unobserved
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder
@@ -110,9 +110,7 @@ def _folders(settings: ActiveSettings, own: Path | None) -> list[Path]:
 def answers_before(settings: ActiveSettings) -> AccountBook:
     """Return what a run would begin with; a finished run of this name counts, as with --fresh."""
     own = settings.run_folder(ACTIVE)
-    earlier = earlier_answers(settings, None if has_finished(own) else own, leaves_books=False)
-    refuse_uncounted_targets(settings, earlier)
-    return earlier
+    return earlier_answers(settings, None if has_finished(own) else own, leaves_books=False)
 
 
 def _say(folder: Path, book: AccountBook) -> None:

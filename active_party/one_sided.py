@@ -39,10 +39,8 @@ logger = logging.getLogger("splitveil.active_party")
 
 
 def checked_table(settings: ActiveSettings) -> "partial[tuple[None, None]]":
-    """Check the address of the passive party, and log what protects the connection."""
+    """Log what protects the connection, and return what takes the table and trains on it."""
     log_security(settings)
-    for client in open_clients(settings, TableClient, None):
-        client.close()
     return partial(_follow_course, settings)
 
 
@@ -63,6 +61,7 @@ def _follow_course(
             if session.stage is not Stage.FINISHED:
                 with status.phases(Phase.ALIGNMENT):
                     rows, values = _common_rows(settings, session, path, notes, interruption)
+                status.name_run(session.run_id)
                 _open(settings, session, rows)
                 _send(session, rows, values, interruption)
         except SplitveilError as error:

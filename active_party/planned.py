@@ -20,7 +20,6 @@ from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
 from splitveil.active_party.defenses.interface import DefenseContext
 from splitveil.active_party.defenses.marvell import power_ratio_for
 from splitveil.active_party.defenses.multi_class_marvell import worst_pair_factor
-from splitveil.active_party.defenses.projected.label_utility import share_of_variance
 from splitveil.active_party.defenses.sum_kl import sum_kl_for_estimated_auc, sum_kl_for_leak_auc
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.bounds import (
@@ -163,11 +162,8 @@ def plan_of(
         )
     contract = settings.contract
     labels, num_classes = data.labels_of(data.ids), data.settings.num_classes
-    # With more than two classes there are no positives, and charges do not depend on shares.
-    if data.settings.label_range is not None:
-        pos_fraction = share_of_variance(float(labels.double().var(correction=0)))
-    else:
-        pos_fraction = float(labels.double().mean()) if num_classes == 2 else 1 / num_classes
+    # Without two classes there are no positives, and charges do not depend on shares.
+    pos_fraction = float(labels.double().mean()) if num_classes == 2 else 1 / num_classes
     training_rows = data.training_rows(contract.split)
     steps = training_rows / contract.batch_size
     rows = PlannedRows(
@@ -185,8 +181,7 @@ def plan_of(
     forecast, widest = settings.defense.forecast(context), widest_adversary(signals)
     narrowed = {noise: charge.narrowed(widest) for noise, charge in forecast.charges.items()}
     forecast = forecast._replace(charges=narrowed)
-    teaches = settings.defense.utility_in_words(context, training_rows)
-    said = [*([teaches] if teaches else []), *(signal.why for signal in signals)]
+    said = [signal.why for signal in signals]
     of_run = tuple(_answers(forecast, 1 if contract.is_one_shot else contract.epochs))
     together = _with_earlier(book, next(one for one in of_run[1::2] if one.is_configured).charge)
     brief = tuple(filter(None, _brief(settings, forecast, book, together)))

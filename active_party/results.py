@@ -8,8 +8,6 @@ checkpoint/activations.safetensors
 checkpoint/alone.safetensors      a model of this party's own features only, for predictions
                                   while a passive party is away
 checkpoint/ledger.safetensors     the account book
-checkpoint/targets.safetensors    targets by example, if the defense releases any, with what
-                                  they follow from
 checkpoint/test_predictions.safetensors
                                   the last predictions of the test rows, to compare runs
 
@@ -30,9 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from splitveil.active_party.defenses.projected.stages import ProjectedLabels
-from splitveil.active_party.ledger.account_book import LEDGER, AccountBook, Names, names_of
-from splitveil.active_party.ledger.stored_labels import TARGETS, ReleasedTargets
+from splitveil.active_party.ledger.account_book import LEDGER, Names, names_of
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
@@ -53,7 +49,6 @@ from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import Summary, provenance_of_process
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.contract import ACTIVE
-from splitveil.common.run.id_rules import rules_as_bytes
 from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.run.sample_order import SPLITS
 from splitveil.common.text.version import VERSION
@@ -131,17 +126,24 @@ def forget_account(folder: Path) -> None:
 
 def fit_after_one_shot(
     settings: ActiveSettings, folder: Path, session: ActiveSession, trainer: TopTrainer
-) -> None:
-    """Fit the top model of a one-shot run that has received all rows, and measure it."""
+) -> PredictionFigures | None:
+    """Fit the top model of a one-shot run that has received all rows, and measure it.
+
+    Returns the figures of its mean with trees, which is saved as the refitted model, if any.
+    """
     logger.info("fitting the top model to the true labels, without any other party")
-    fitted = trainer.refitted(may_stay=False)
-    if fitted is None:
-        raise RuntimeError("a one-shot run is over, and its activations are not there")
-    trainer.model.load_state_dict(fitted.state_dict())
+    mean = trainer.fit_alone()
     _save_activations(settings, folder, session, trainer)
     for evaluation in session.lifecycle.answering.measure_held_out():
         session.lifecycle.observer.on_evaluation(evaluation)
         logger.info("%s %s", evaluation.split, evaluation.in_short)
+    if mean is None:
+        return None
+    save_refitted(settings, folder, mean, _identity(session))
+    figures = trainer.measure(mean, session.lifecycle.answering.rows.splits["test"])
+    if figures is not None:
+        logger.info("its mean with boosted trees: test %s", figures.in_short)
+    return figures
 
 
 def save_results(
@@ -154,8 +156,9 @@ def save_results(
     for stale in (model_files.REFITTED, _ACTIVATIONS):
         model_files.delete_saved(folder, stale)
     is_one_shot, is_over = settings.contract.is_one_shot, session.stage is Stage.FINISHED
+    refit: PredictionFigures | None = None
     if is_one_shot and is_over:
-        fit_after_one_shot(settings, folder, session, trainer)
+        refit = fit_after_one_shot(settings, folder, session, trainer)
     is_label_free = builder.is_label_free and not is_one_shot
     learned_from = model_files.RELEASED_LABELS if is_label_free else model_files.TRUE_LABELS
     with session.lifecycle.stages:  # no handler that is still at work may charge meanwhile
@@ -170,11 +173,9 @@ def save_results(
     predictions = session.lifecycle.answering.test_predictions
     if predictions is not None:
         save_predictions(folder, session.ids, session.lifecycle.answering.rows, predictions)
-    if trainer.staged is not None:
-        _save_targets(settings, folder, session, trainer.staged, book)
     # A run that may resume is not over: its last activations are still to come.
     if is_one_shot or not is_over:
-        return None
+        return refit
     return _refit(settings, folder, session, trainer)
 
 
@@ -270,25 +271,6 @@ def read_activations(
         return found["names"].numpy(), found["splits"].numpy(), found["activations"]
     except (OSError, SafetensorError, KeyError) as error:
         raise SettingsError(f"{path}: the activations of the run cannot be read") from error
-
-
-def _save_targets(
-    settings: ActiveSettings,
-    folder: Path,
-    session: ActiveSession,
-    staged: ProjectedLabels,
-    book: AccountBook,
-) -> None:
-    if staged.released_targets is None:
-        return
-    rows = session.lifecycle.answering.rows
-    training = rows.splits["train"]
-    ids = (session.ids[row] for row in rows.file_rows[training])
-    of_training = staged.released_targets[torch.from_numpy(training.copy())].cpu()
-    rules, bounds = rules_as_bytes(settings.contract.ids), settings.defense_context().label_bounds
-    released = ReleasedTargets(names_of(ids), of_training, rules, bounds, staged.releases)
-    origin = book.as_metadata() | _noise(settings)
-    model_files.save_tensors(folder, TARGETS, released.state_dict(), origin)
 
 
 def _refit(

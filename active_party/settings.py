@@ -135,9 +135,7 @@ RunBudget = Annotated[
 class EarlyStopping(Section):
     """End the run once the validation AUC stops rising.
 
-    With ``data.label_range``, once the validation RMSE stops falling. With ``projected_labels``,
-    the figure is that of the training rows' predictions on the targets, and no true label decides
-    when the run ends.
+    With ``data.label_range``, once the validation RMSE stops falling.
     """
 
     patience_epochs: int = Field(default=3, ge=1)
@@ -291,12 +289,7 @@ class ActiveSettings(PartySettings):
     early_stopping: EarlyStopping | None = None
     """Rule for stopping before the contract's last epoch; ``null`` for none. The peer then learns
     when the run ends, which depends on the validation labels: the bounds are about training labels
-    only. With ``projected_labels`` only released targets decide, see ``early_stopping``."""
-
-    @property
-    def stops_by_validation(self) -> bool:
-        """Whether validation rows decide when the run ends."""
-        return self.early_stopping is not None and not self.defense.traits.is_staged
+    only."""
 
     def defense_context(self, pos_fraction: float = 0.5) -> DefenseContext:
         """Return the facts on which the defense depends; forecasts need the share of positives."""
@@ -314,10 +307,7 @@ class ActiveSettings(PartySettings):
 
     def label_uses(self) -> LabelUses:
         """Return how labels may reach the peer besides the answers, apart from initial weights."""
-        return LabelUses(
-            # A defense for anybody lets only what it has released decide.
-            has_early_stopping=self.stops_by_validation,
-        )
+        return LabelUses(has_early_stopping=self.early_stopping is not None)
 
     def noise_key_file(self) -> Path:
         """Return the path of the noise key."""
@@ -342,7 +332,7 @@ class ActiveSettings(PartySettings):
         if self.data.label_column is None:
             raise ValueError("data.label_column: the active party's data need a label column")
         split = self.contract.split
-        if self.stops_by_validation and split.kind == "hash" and split.validation == 0:
+        if self.early_stopping is not None and split.kind == "hash" and split.validation == 0:
             raise ValueError("early_stopping needs contract.split.validation > 0")
         self._check_run_budget()
         for name in ("earlier_ledgers", "noise_key_path"):
@@ -415,7 +405,7 @@ class ActiveSettings(PartySettings):
             raise ValueError(
                 f"run_budget: {self.defense.name} has no bound for {peers.in_words}, only for "
                 f"{described.in_words}. {why} Expected adversary: {described} in run_budget, or a "
-                f"defense with a bound for {peers.in_words}, such as projected_labels"
+                f"defense with a bound for {peers.in_words}, such as noisy_label"
             )
         objection = objection_to(peers, label_signals(self.label_uses()))
         if objection is not None:

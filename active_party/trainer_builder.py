@@ -2,7 +2,6 @@
 
 import logging
 import math
-from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -15,18 +14,13 @@ from splitveil.active_party.defenses.example_keys import GRADIENT_NOISE, example
 from splitveil.active_party.defenses.objective import Objective, Schedule, TopModel
 from splitveil.active_party.ledger.account_book import persons_of
 from splitveil.active_party.ledger.stored_labels import labels_first_used
-from splitveil.active_party.named_inputs import (
-    earlier_targets_of,
-    open_label_owners_model,
-    subjects_of,
-)
+from splitveil.active_party.named_inputs import subjects_of
 from splitveil.active_party.settings import ActiveSettings, RefitSettings
 from splitveil.active_party.training.label_kinds import LabelKind, OrdinaryObjective, kind_of
 from splitveil.active_party.training.own_models import Fitting, KnownRows, fit
 from splitveil.active_party.training.predictions import LossWeights
 from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
 from splitveil.common.data.features import FeatureEncoder, Features, FeatureShapes
-from splitveil.common.data.ids import numbered_subjects
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.models.data_parallel import Beginning, Learner, begin
 from splitveil.common.models.factory import Trial, build_top_model
@@ -34,7 +28,7 @@ from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.ranks import Ranks
 from splitveil.common.models.settings import bins_of
 from splitveil.common.models.speed import speed_up
-from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.workers import Rank
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.phases import Phases
@@ -63,9 +57,8 @@ class TrainerBuilder:
         self._settings = settings
         self._data = data
         self._device = device
-        self._earlier = open_label_owners_model(settings)
+        self._earlier = open_earlier_model(settings)
         self._subjects = subjects_of(settings, data)
-        self._known_targets = earlier_targets_of(settings)
         frozen = getattr(settings.top_model, "frozen", ())
         if frozen or settings.optimizer.rates:
             # Before any id is exchanged: has the model what they name?
@@ -89,7 +82,7 @@ class TrainerBuilder:
         labels of the aligned rows.
         """
         settings = self._settings
-        if settings.stops_by_validation and not len(rows.splits["validation"]):
+        if settings.early_stopping is not None and not len(rows.splits["validation"]):
             raise DataError(
                 f"{self._data.table.source}: early_stopping needs validation rows, and none of the "
                 f"aligned ones is"
@@ -109,19 +102,13 @@ class TrainerBuilder:
             path, trained = settings.noise_key_file(), [ids[position] for position in train]
             labels[train] = labels_first_used(path, self._noise_key, trained, labels[train])
         is_one_shot = settings.contract.is_one_shot
-        remembers = is_one_shot or rows.has_survey or self._remembers_activations(len(labels))
+        remembers = is_one_shot or self._remembers_activations(len(labels))
         training = torch.from_numpy(train) if remembers else None
-        known = persons = subjects = None
-        releases: Mapping[str, Tensor] = {}
-        if self._known_targets is not None:
-            known = self._known_targets.of(self._data.ids[row] for row in rows.file_rows)
-            trained_ids = (self._data.ids[row] for row in rows.file_rows[train])
-            releases = self._known_targets.releases_of(trained_ids)
+        persons = None
         if self._subjects is not None:
             of_rows = self._subjects[rows.file_rows]
-            subjects = torch.from_numpy(numbered_subjects(of_rows))
             persons = persons_of(of_rows, (self._data.ids[row] for row in rows.file_rows))
-        examples = Examples(ids, labels, self._device, training, subjects, known, releases)
+        examples = Examples(ids, labels, self._device)
         return TopTrainer(
             self._build_objective(model, rows, features, secrets, examples),
             settings.defense.build(settings.defense_context(), secrets, examples),
@@ -136,16 +123,14 @@ class TrainerBuilder:
                 self._loss_weights(rows),
                 training,
                 _kind_of(settings, rows, labels),
+                partial(fitted_top, settings, self.encoder)
+                if is_one_shot or settings.refit is not None
+                else None,
             ),
             self._device,
             answer_keys,
             self.phases,
             gives_slopes=settings.defense.traits.needs_slopes or _knows_predictions(settings),
-            refit=(
-                partial(fitted_top, settings, self.encoder)
-                if is_one_shot or settings.refit is not None
-                else None
-            ),
         )
 
     def _remembers_activations(self, num_rows: int) -> bool:

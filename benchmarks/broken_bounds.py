@@ -35,7 +35,6 @@ DEFENSES = (
     "iso, noise_ratio: 16",
     "iso, noise: persistent, noise_ratio: 32",
     "noisy_label, mechanism: {kind: gaussian, noise_ratio: 2}",
-    "projected_labels, leak_auc: 0.6",
 )
 PEERS: Mapping[str, str] = {"honest": "follows the protocol", "groups": "chooses activations"}
 READINGS: tuple[str, ...] = (

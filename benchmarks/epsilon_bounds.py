@@ -25,8 +25,6 @@ from splitveil.common.record.summary import Summary
 
 DEFENSES = (
     "{name: none}",
-    "{name: projected_labels, strength: {leak_auc: 0.6}}",
-    "{name: projected_labels, strength: {leak_auc: 0.8}}",
     "{name: noisy_label, mechanism: {kind: randomized_response, epsilon: 1}}",
     "{name: noisy_label, mechanism: {kind: randomized_response, epsilon: 3}}",
     "{name: noisy_label, mechanism: {kind: laplace, epsilon: 1}}",

@@ -4,8 +4,8 @@
 
 Cuts each table into the columns of two parties, runs ``splitveil init`` on both files, where the
 user names some categories, and trains with what it writes in several ways (``MODES``): with
-gradients, without a defense and with projected_labels, and in one pass, with principal components
-or with a score fitted to noisy labels. Of each way it prints
+gradients and no defense, and in one pass, with principal components or with a score fitted to
+noisy labels. Of each way it prints
 
 - the test AUC of the network that the label owner predicts with, and of the mean of its logits and
   those of gradient boosting on what was received;
@@ -139,6 +139,7 @@ def one_pass(width: int, model: str, *others: str) -> tuple[str, ...]:
 MODES = {
     "no defense": (
         "contract.exchange=gradients",
+        "contract.cut_shape=[64]",
         "bottom_model={kind: tabular, hidden: [], output_activation: relu}",
         "optimizer={kind: adamw, learning_rate: 0.004, weight_decay: 0.01}",
         UNDEFENDED,
@@ -344,13 +345,12 @@ def train(folder: Path, seed: int, *changed: str) -> simulation.Simulation:
     """Run both parties in this process, with a seed and perhaps with other settings."""
     both = [f"insecure_nonce_seed={seed}", "torch_threads=1", f"model_seed={seed}"]
     both.append("contract.split={kind: column, column: split}")
-    active, passive = [*both, "leak_monitor=null"], list(both)
+    # What a run may disclose is measured here, not limited.
+    active = [*both, "leak_monitor=null", "run_budget=null"]
+    passive = [*both, "max_exposure=null"]
     for setting in changed:
-        whose = setting.partition(".")[0].partition("=")[0]
-        if whose in {"contract", "optimizer"} or whose.startswith("bottom"):
-            passive.append(setting)
-        if not whose.startswith("bottom"):
-            active.append(setting)
+        active += [setting] * is_of(setting, "active")
+        passive += [setting] * is_of(setting, "passive")
     if UNDEFENDED not in changed:
         active.append(f"defense.insecure_noise_seed={seed}")
     seen = simulation.ActiveRecording()
@@ -361,6 +361,14 @@ def train(folder: Path, seed: int, *changed: str) -> simulation.Simulation:
     run = simulation.build(settings, active_seen=seen, passive_seen={"passive": nothing})
     run.meet()
     return run
+
+
+def is_of(setting: str, party: str) -> bool:
+    """Return whether a party's file takes a setting ``name=value``."""
+    whose = setting.partition(".")[0].partition("=")[0]
+    is_of_bottom = whose.startswith("bottom")
+    is_of_both = whose in {"contract", "optimizer"}
+    return is_of_both or is_of_bottom is (party == "passive")
 
 
 def refitted(run: simulation.Simulation) -> nn.Module:

@@ -8,7 +8,7 @@ others: a number's quarter, a category's level. Prints, for each width of the cu
 alone, with what the trained bottom model sends, and with what was sent in some epochs besides, and
 the last share for each column that an attack was after; and the resultant of the second epoch's
 gradients, the length of their sum over the sum of their lengths, which a watch could look at.
-``people`` is the table of independent columns of `tests/privacy/test_label_owner.py`.
+``people`` is the table of independent columns of `tests/system/test_label_owner.py`.
 
 ``lie`` is an honest run whose labels are the last of these columns, above 0 or not, or a coin where
 the label owner does not know the row (of ``people``); ``fsha, centred`` is ``fsha`` less the mean
@@ -38,7 +38,7 @@ EPOCHS = 9
 WIDTHS = (1, 4, 64)
 WANTED = {"people": label_owner.UNNEEDED, "default_credit": ("x1", "x3", "x4")}
 """Of the second: sex, marital status and age."""
-DEFENSES = ("marvell", "max_norm", "iso", "noisy_label", "projected_labels", "gafm")
+DEFENSES = ("marvell", "max_norm", "iso", "noisy_label", "gafm")
 
 
 class Centred(label_owner.Fsha):
@@ -124,10 +124,10 @@ def own_columns(stolen: label_owner.Stolen) -> Tensor:
     alone = None if trainer is None else trainer.rows_alone()
     if alone is None or alone.features is None:
         raise RuntimeError("expected a label owner with columns of its own")
-    categories = [] if alone.features.categorical is None else alone.features.categorical.T
-    parts = [one_hot(slots).float() for slots in categories]
-    numbers = alone.features.numeric
-    return torch.cat([*parts] if numbers is None else [numbers, *parts], dim=1)
+    numbers, slots = alone.features.numeric, alone.features.categorical
+    parts = [] if numbers is None else [numbers]
+    parts += [] if slots is None else [one_hot(column).float() for column in slots.T]
+    return torch.cat(parts, dim=1)
 
 
 def known_ids(folder: Path, seed: int) -> frozenset[str]:

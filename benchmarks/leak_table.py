@@ -64,7 +64,6 @@ DEFENSES = (
     "noisy_label, mechanism: {kind: gaussian, noise_ratio: 2}, top_labels: true",
     "noisy_label, mechanism: {kind: laplace, epsilon: 1}",
     "noisy_label, mechanism: {kind: randomized_response, epsilon: 1}",
-    "projected_labels",
     "gafm",
 )
 COMPARED = ("accumulated_spectral", "accumulated_residual_energy", "completion_40")

@@ -1,10 +1,11 @@
 """A slow line between two parties on one machine, for `benchmarks.whole_run`."""
 
 import asyncio
+import math
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.environment import free_port
 
@@ -12,8 +13,10 @@ from benchmarks.environment import free_port
 class Line(NamedTuple):
     """A line between the two parties; None stands for the loopback."""
 
-    delay_s: float
-    bytes_per_s: float
+    delay_s: float = 0.0
+    bytes_per_s: float = math.inf
+    carried: Any = None
+    """A shared integer to which the bytes of both directions are added."""
 
 
 @contextmanager
@@ -60,6 +63,9 @@ async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, line
     data = b"-"
     while data:
         data = await reader.read(2**16)
+        if line.carried is not None:
+            with line.carried.get_lock():
+                line.carried.value += len(data)
         free_at = max(free_at, now()) + len(data) / line.bytes_per_s
         under_way.put_nowait((free_at + line.delay_s, data))
     await delivery

@@ -3,6 +3,7 @@
     python -m benchmarks.whole_run [--rounds 3] [--only shipped mtls] [--threads]
         [--rows 67000] [--features 64] [--epochs 20] [--rtt 40 --rate 100]
     python -m benchmarks.whole_run --sizes 10000 100000 1000000 --features 16 --epochs 3
+    SPLITVEIL_DATA=FOLDER python -m benchmarks.whole_run --init 20000 [--rounds 3]
 
 A split MLP 64-256-128 | 128-64-1 on 67,000 synthetic rows, batch 1,024, Adam, float32, one torch
 thread per process. Each round runs, one after the other:
@@ -10,7 +11,7 @@ thread per process. Each round runs, one after the other:
 - ``monolithic``: the same model in one process;
 - ``mtls``: `splitveil active run` and `splitveil passive run` as a user calls them, with the
   defense ``none`` and without audits;
-- ``shipped``: mutual TLS, ``projected_labels``, the default audits of both parties, and their
+- ``shipped``: mutual TLS, ``noisy_label``, the default audits of both parties, and their
   status pages;
 - ``marvell``, ``none``: the same with ``marvell``, and without a defense;
 - ``..., depth N``: the same with ``pipeline_depth: N``.
@@ -21,13 +22,17 @@ that of both processes, also until the first step and from the last evaluation t
 medians over the rounds.
 
 ``--sizes`` runs ``shipped`` once with each number of rows, and prints what each part of a run costs
-and how it grows: with exponent 1, ten times the rows cost ten times as much. A stage is what lies
-between an epoch's evaluation and the next one's first step.
+and how it grows: with exponent 1, ten times the rows cost ten times as much.
+
+``--init`` compares one pass with gradients, both of cut 64, over a whole job: with the settings
+that ``splitveil init`` writes for so many rows of ``default_credit``, from the start of the first
+process to both reports, over mutual TLS.
 """
 
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import resource
 import statistics
@@ -47,6 +52,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from benchmarks.environment import free_port, in_a_process, print_environment, status_mib
+from benchmarks.first_settings import MODES, Rows, is_of, prepare
 from benchmarks.slow_line import Line, between
 from splitveil.deploy.authority import PartyFolder, make_certificates
 from splitveil.experiments.preparation import write_columns
@@ -90,7 +96,6 @@ class Cost(NamedTuple):
     ending_cpu_s: float = 0.0
     threads_ms: Mapping[str, float] | None = None
     """CPU time of one step in each thread."""
-    stage_cpu_s: float = 0.0
     disk_mb: float = 0.0
     """All files of both parties."""
 
@@ -217,7 +222,6 @@ def start(party: str, settings: Path, options: Sequence[str]) -> "subprocess.Pop
 def watch(parties: Parties, metrics: Path, begun: float, epochs: int) -> Cost:
     """Follow a run's metrics until its last epoch has ended."""
     first = (0.0, 0.0)
-    stages_cpu_s: list[float] = []
     ends: list[tuple[float, float, int]] = []
     threads: list[dict[str, float]] = []
     steps = 0
@@ -227,8 +231,6 @@ def watch(parties: Parties, metrics: Path, begun: float, epochs: int) -> Cost:
             steps += 1
             if steps == 1:
                 first = time.monotonic() - begun, cpu_of(parties)
-            elif ends and ends[-1][2] == steps - 1:
-                stages_cpu_s.append(cpu_of(parties) - ends[-1][1])
         if line.get("kind") == "test":
             ends.append((time.monotonic(), cpu_of(parties), steps))
             threads.append(cpu_by_thread(parties))
@@ -236,12 +238,12 @@ def watch(parties: Parties, metrics: Path, begun: float, epochs: int) -> Cost:
             break
     (from_s, from_cpu_s, before), (to_s, to_cpu_s, after) = ends[0], ends[-1]
     rate = (after - before) / (to_s - from_s)
-    cpu_ms, stage_s = 1e3 * (to_cpu_s - from_cpu_s) / (after - before), max(stages_cpu_s)
+    cpu_ms = 1e3 * (to_cpu_s - from_cpu_s) / (after - before)
     threads_ms = {
         thread: 1e3 * (cpu_s - threads[0].get(thread, 0.0)) / (after - before)
         for thread, cpu_s in threads[-1].items()
     }
-    return Cost(rate, cpu_ms, (), *first, threads_ms=threads_ms, stage_cpu_s=stage_s)
+    return Cost(rate, cpu_ms, (), *first, threads_ms=threads_ms)
 
 
 def lines_of(path: Path, parties: Parties) -> Iterator[str]:
@@ -306,12 +308,59 @@ def wait_for_end(parties: Parties) -> tuple[float, ...]:
     return tuple(most.values())
 
 
+# ---- with the settings of init -------------------------------------------------------------------
+
+
+def print_jobs(num_rows: int, rounds: int) -> None:
+    """Print wall and CPU time of both parties, and the bytes that they exchange."""
+    found: dict[str, list[tuple[float, ...]]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        prepare("default_credit", folder, Rows(1, training=round(0.8 * num_rows)))
+        make_certificates(folder / "certificates", NAMES)
+        for _ in range(rounds):
+            for mode in ("PCA 64", "no defense"):
+                found.setdefault(mode, []).append(job(folder, MODES[mode]))
+                print(mode, found[mode][-1], flush=True)
+    print("\n| | wall, s | ratio | CPU s | ratio | MB on the wire | ratio |")
+    print("|---" * 7 + "|")
+    first = [statistics.median(values) for values in zip(*found["no defense"], strict=True)]
+    for mode, measured in found.items():
+        middle = [statistics.median(values) for values in zip(*measured, strict=True)]
+        cells = (f"{x:.1f} | {x / y:.3f}" for x, y in zip(middle, first, strict=True))
+        print(f"| {mode} | {' | '.join(cells)} |")
+
+
+def job(folder: Path, changed: Sequence[str]) -> tuple[float, float, float]:
+    """Run both parties with their files and changed settings; return seconds, CPU s and MB."""
+    port, carried = free_port(), multiprocessing.Value("Q")
+    begun, ended_before_s = time.monotonic(), cpu_of_ended()
+    with tempfile.TemporaryDirectory() as runs, between(port, Line(carried=carried)) as nearest:
+        addresses = {
+            "active": f"listen=127.0.0.1:{port}",
+            "passive": f"connect=127.0.0.1:{nearest}",
+        }
+        parties = {}
+        for party, address in addresses.items():
+            chosen = [address, "contract.split={kind: column, column: split}"]
+            chosen += [one for one in changed if is_of(one, party)]
+            options = ["--runs", runs, *(f"--set={one}" for one in chosen)]
+            parties[party] = start(party, folder / f"{party}.yaml", options)
+        try:
+            wait_for_end(parties)
+        finally:
+            for process in parties.values():
+                process.kill()
+        took_s = time.monotonic() - begun
+    return took_s, cpu_of_ended() - ended_before_s, carried.value / 1e6
+
+
 # ---- the table ----------------------------------------------------------------------------------
 
 
 def runs_in(folder: Path, work: Work, line: Line | None) -> dict[str, Callable[[], Cost]]:
     runs: dict[str, Callable[[], Cost]] = {"monolithic": partial(in_a_process, monolithic, work)}
-    of_users = {"mtls": None, "shipped": "projected_labels", "marvell": "marvell", "none": "none"}
+    of_users = {"mtls": None, "shipped": "noisy_label", "marvell": "marvell", "none": "none"}
     for name, defense in of_users.items():
         run = partial(cost_of_run, folder, work, line, defense=defense)
         runs |= {name: run} | {f"{name}, depth {n}": partial(run, depth=n) for n in (2, 4)}
@@ -324,6 +373,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="names of the runs")
     parser.add_argument("--threads", action="store_true", help="CPU time by thread, too")
     parser.add_argument("--sizes", type=int, nargs="+", help="numbers of rows to compare")
+    parser.add_argument("--init", type=int, metavar="ROWS", help="whole jobs of so many rows")
     for name, value in Work()._asdict().items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--rtt", type=float, default=0.0, help="of the line, in milliseconds")
@@ -334,6 +384,9 @@ def main() -> None:
     torch.set_num_threads(1)
     print_environment("grpcio")
     work = Work(given.rows, given.features, given.epochs)
+    if given.init:
+        print_jobs(given.init, given.rounds)
+        return
     if given.sizes:
         print_growth(work, given.sizes)
         return
@@ -371,17 +424,15 @@ def print_table(middle: dict[str, Cost]) -> None:
 
 
 def print_growth(work: Work, sizes: Sequence[int]) -> None:
-    print("\n| rows | first step, s | CPU s | CPU ms/step | stage, CPU s | end, CPU s ", end="")
+    print("\n| rows | first step, s | CPU s | CPU ms/step | end, CPU s ", end="")
     print("| MiB active | MiB passive | MB on disk |")
-    print("|---" * 9 + "|")
-    fields = ("first_step_s", "first_step_cpu_s", "cpu_ms", "stage_cpu_s", "ending_cpu_s")
+    print("|---" * 8 + "|")
+    fields = ("first_step_s", "first_step_cpu_s", "cpu_ms", "ending_cpu_s")
     before: tuple[float, ...] = ()
     for rows in sizes:
         with tempfile.TemporaryDirectory() as scratch:
             in_a_process(write_settings, Path(scratch), work._replace(rows=rows))
-            cost = cost_of_run(
-                Path(scratch), work._replace(rows=rows), None, defense="projected_labels"
-            )
+            cost = cost_of_run(Path(scratch), work._replace(rows=rows), None, defense="noisy_label")
         parts = (getattr(cost, name) for name in fields)
         now = (rows, *parts, *reversed(cost.memory_mib), cost.disk_mb)
         print("|", " | ".join(f"{x:,.4g}" for x in now), "|", flush=True)

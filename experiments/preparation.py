@@ -20,7 +20,6 @@ from splitveil.deploy.flights import write_tables
 from splitveil.experiments.models import GREY_SIDE
 
 IMDB_WORDS = 500
-SYNTHETIC_ROWS = 1_000_000
 
 
 def prepare(name: str, folder: Path) -> None:
@@ -101,21 +100,7 @@ def _talkingdata_days(path: Path, folder: Path) -> None:
                     writer.writerow(row | {"hour": time.partition(":")[0], "split": split[day]})
 
 
-def _synthetic(_path: Path, folder: Path) -> None:
-    """Draw rows whose label depends on both parties' columns, with products among them."""
-    generator = np.random.default_rng(0)
-    passive = generator.standard_normal((SYNTHETIC_ROWS, 12), dtype=np.float32)
-    active = generator.standard_normal((SYNTHETIC_ROWS, 4), dtype=np.float32)
-    logits = 0.7 * passive[:, 0] - 0.5 * passive[:, 1] + 0.5 * active[:, 0] - 1.6
-    logits += 0.6 * passive[:, 2] * passive[:, 3] + 0.4 * passive[:, 4] * active[:, 1]
-    logits += 0.4 * np.abs(passive[:, 5]) + 0.1 * passive[:, 6:].sum(axis=1)
-    y = generator.random(SYNTHETIC_ROWS) < 1 / (1 + np.exp(-logits))
-    path = folder / "synthetic.parquet"
-    write_columns(path, passive=passive, active=active, y=y.astype(np.uint8))
-
-
 _PREPARATIONS: Mapping[str, tuple[str | None, Callable[[Path, Path], None]]] = {
-    "synthetic": (None, _synthetic),  # drawn, and not made from a file
     "flights": (None, lambda _path, folder: write_tables(folder)),  # from an installed package
     "imdb": ("imdb/imdb_top500.npz", _imdb),
     "melanoma": ("melanoma/melanoma84_jpeg.npz", _melanoma),

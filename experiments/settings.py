@@ -79,8 +79,7 @@ class Dataset(Overlay):
     to the experiment's file."""
 
     prepare: (
-        Literal["flights", "imdb", "melanoma", "melanoma_grey64", "synthetic", "talkingdata_days"]
-        | None
+        Literal["flights", "imdb", "melanoma", "melanoma_grey64", "talkingdata_days"] | None
     ) = None
     """Table to make from the raw files first; ``${PREPARED}`` in a path stands for its folder."""
 

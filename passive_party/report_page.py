@@ -44,7 +44,7 @@ _CONTENT: Mapping[str, str] = {
     "Handshake request": "the contract, field by field",
     "Align request": "ids, blinded by a secret of this party",
     "Train request": "activations of training rows",
-    "Evaluate request": "activations of held-out and surveyed rows",
+    "Evaluate request": "activations of held-out rows, and of all rows of a one-shot run",
     "Leave request": "how this party's part ended",
     "Describe request": "questions about the model that is served",
     "Embed reply": "activations of rows asked for by id",

@@ -136,14 +136,13 @@ class PassiveRun:
     def _open(self, peer: Peer) -> Training:
         opening, found = self._align(peer)
         seed = joint_seed(opening.nonce, *found.nonces)
-        training, rows = self._prepare(found.rows, seed, has_survey=opening.survey)
+        training, rows = self._prepare(found.rows, seed)
         identity = RunIdentity(
             self.run_id,
             opening.nonce,
             found.nonces,
             rows.file_rows,
             training.trainer.data_digest,
-            opening.survey,
         )
         self._store.save_run(_state_of(identity, self._nonce))
         training.save()
@@ -155,13 +154,9 @@ class PassiveRun:
         self.observer.on_opened(opening.run_id)
         return opening
 
-    def _prepare(
-        self, file_rows: Positions, seed: bytes, *, has_survey: bool
-    ) -> tuple[Training, AlignedRows]:
+    def _prepare(self, file_rows: Positions, seed: bytes) -> tuple[Training, AlignedRows]:
         me = self._me
-        rows = AlignedRows.derive(
-            self.contract, seed, me.ids, file_rows, me.file_splits, has_survey=has_survey
-        )
+        rows = AlignedRows.derive(self.contract, seed, me.ids, file_rows, me.file_splits)
         trainer = self._build_trainer(rows)
         progress = Progress(self.contract, rows, self._store)
         self._training = Training(self.run_id, rows, trainer, progress, self.observer, self._phases)
@@ -185,7 +180,7 @@ class PassiveRun:
             seed, self._nonce = identity.seed, stored["nonce"]
         self.run_id = identity.run_id
         identity.check_rows(len(self._me.ids))
-        training, _ = self._prepare(identity.file_rows, seed, has_survey=identity.has_survey)
+        training, _ = self._prepare(identity.file_rows, seed)
         identity.check_data(training.trainer.data_digest)
         training.restore(checkpoints[-1])
         return training
@@ -255,7 +250,6 @@ def _state_of(identity: RunIdentity, nonce: bytes) -> State:
         "passive_nonces": list(identity.passive_nonces),
         "file_rows": torch.from_numpy(identity.file_rows),
         "data": identity.data_digest,
-        "survey": identity.has_survey,
     }
 
 
@@ -266,5 +260,4 @@ def _identity_in(stored: State) -> RunIdentity:
         tuple(stored["passive_nonces"]),
         stored["file_rows"].numpy(),
         stored["data"],
-        stored.get("survey", False),
     )

@@ -162,6 +162,11 @@ class PassiveSettings(PartySettings):
                 "is false: agree on true with the label owner, or expected pca"
             )
         is_computed, others = isinstance(model, PcaModel), len(contract.passive_parties) > 1
+        if contract.noisy_labels and not others and not isinstance(model, ScoreModel):
+            raise ValueError(
+                f"contract.noisy_labels: the label owner would be charged for labels that nobody "
+                f"uses: expected bottom_model.kind score, got {model.kind}"
+            )
         if contract.is_one_shot and is_computed and others and contract.aggregation == "mean":
             raise ValueError(
                 "contract.aggregation: expected concat: bottom models that are not trained "

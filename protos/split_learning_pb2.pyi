@@ -72,20 +72,18 @@ class HandshakeRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., party: _Optional[str] = ..., contract: _Optional[str] = ..., nonce_commitment: _Optional[bytes] = ..., resume_run_id: _Optional[str] = ..., resume_places: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HandshakeReply(_message.Message):
-    __slots__ = ("run_id", "contract_digest", "nonce", "resumes_at", "nonce_commitments", "survey")
+    __slots__ = ("run_id", "contract_digest", "nonce", "resumes_at", "nonce_commitments")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     CONTRACT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     RESUMES_AT_FIELD_NUMBER: _ClassVar[int]
     NONCE_COMMITMENTS_FIELD_NUMBER: _ClassVar[int]
-    SURVEY_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     contract_digest: bytes
     nonce: bytes
     resumes_at: int
     nonce_commitments: _containers.RepeatedScalarFieldContainer[bytes]
-    survey: bool
-    def __init__(self, run_id: _Optional[str] = ..., contract_digest: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., resumes_at: _Optional[int] = ..., nonce_commitments: _Optional[_Iterable[bytes]] = ..., survey: _Optional[bool] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., contract_digest: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., resumes_at: _Optional[int] = ..., nonce_commitments: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class AlignFrame(_message.Message):
     __slots__ = ("hello", "points", "tags", "done", "wait", "share", "commitment")

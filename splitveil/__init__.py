@@ -2,7 +2,7 @@
 
     from splitveil import simulate
 
-    runs = simulate("breast_cancer", defense=["none", "projected_labels"], seeds=5)
+    runs = simulate("breast_cancer", defense=["none", "noisy_label"], seeds=5)
     runs.frame("defenses")
     runs.report()
 

@@ -42,7 +42,6 @@ from splitveil.active_party.defenses import MarvellDefense as Marvell
 from splitveil.active_party.defenses import MaxNormDefense as MaxNorm
 from splitveil.active_party.defenses import MaxNormPositiveDefense as MaxNormPositive
 from splitveil.active_party.defenses import NoisyLabelDefense as NoisyLabel
-from splitveil.active_party.defenses import ProjectedLabelsDefense as ProjectedLabels
 from splitveil.library.choices import own_defense as own
 
 __all__ = [
@@ -63,7 +62,6 @@ __all__ = [
     "NoDefense",
     "NoiseSource",
     "NoisyLabel",
-    "ProjectedLabels",
     "RawBatch",
     "own",
     "release",

@@ -11,12 +11,10 @@ from splitveil.active_party.assembly import allowance_of
 from splitveil.active_party.defenses.example_keys import used_labels_file
 from splitveil.active_party.earlier_runs import answers_before
 from splitveil.active_party.grpc_server.probe_server import probe_checks
-from splitveil.active_party.named_inputs import (
-    earlier_targets_of,
-    open_label_owners_model,
-    subjects_of,
-)
+from splitveil.active_party.named_inputs import subjects_of
 from splitveil.active_party.planned import plan_of
+from splitveil.active_party.predict.predictor import open_clients
+from splitveil.active_party.predict.table_client import TableClient
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.alignment.buckets import padded_size
 from splitveil.common.data.ids import numbered_subjects
@@ -31,7 +29,7 @@ from splitveil.common.party import command_line
 from splitveil.common.party.command_line import Check
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.endpoint import check_free, status_checks
-from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.wire.endpoint import check_security
@@ -41,9 +39,10 @@ def check(parsed: argparse.Namespace) -> None:
     settings = command_line.load_settings(ActiveSettings, parsed, "active")
 
     monitor = settings.leak_monitor
+    at_address = _table if settings.contract.is_one_sided else _free_address
     checks: list[Check] = [
         partial(_security, settings),
-        partial(_free_address, settings),
+        partial(at_address, settings),
         lambda: f"device: {device_in_words(command_line.device_of(settings))}",
         partial(_defense, settings),
     ]
@@ -52,8 +51,6 @@ def check(parsed: argparse.Namespace) -> None:
         partial(_noise_key, settings),
         lambda: f"earlier ledgers: {len(answers_before(settings))} examples",
     ]
-    if settings.defense.traits.earlier_targets:
-        details.append(partial(_earlier_targets, settings))
     if monitor is not None and monitor.custom_attacks:
         shape = settings.contract.aggregate_shape
         details.append(
@@ -73,6 +70,13 @@ def _security(settings: ActiveSettings) -> str:
     return f"security: {found}"
 
 
+def _table(settings: ActiveSettings) -> str:
+    for client in open_clients(settings, TableClient, None):
+        client.close()
+    address = settings.inference.connect[settings.contract.passive_parties[0]]
+    return f"inference.connect: the sealed table is taken from {address}"
+
+
 def _noise_key(settings: ActiveSettings) -> str:
     # A key in the run's own folder is drawn by the run itself.
     path = settings.noise_key_file()
@@ -88,11 +92,6 @@ def _defense(settings: ActiveSettings) -> str:
     return f"defense: {settings.defense.name}"
 
 
-def _earlier_targets(settings: ActiveSettings) -> str:
-    known = earlier_targets_of(settings)
-    return f"earlier targets: {0 if known is None else len(known.names)} examples"
-
-
 def _data_and_bounds(settings: ActiveSettings) -> Iterator[Check]:
     data = PartyData.of(settings)
     yield partial(_data_and_model, settings, data)
@@ -102,7 +101,7 @@ def _data_and_bounds(settings: ActiveSettings) -> Iterator[Check]:
 
 
 def _data_and_model(settings: ActiveSettings, data: PartyData) -> str:
-    earlier = open_label_owners_model(settings)
+    earlier = open_earlier_model(settings)
     encoder = data.fit(np.arange(len(data.ids)), earlier, bins_of(settings.top_model))
     contract, device = settings.contract, command_line.device_of(settings)
     padded_size(len(data.ids), contract.alignment.buckets, contract.alignment.max_set_size)
@@ -130,11 +129,11 @@ def _data_and_model(settings: ActiveSettings, data: PartyData) -> str:
 
 def check_files_and_address(settings: ActiveSettings) -> None:
     """Check what would end a run, before its folder is opened and earlier results move aside."""
-    if not settings.contract.is_one_sided:
-        _free_address(settings)
+    at_address = _table if settings.contract.is_one_sided else _free_address
+    at_address(settings)
     check_free(settings.status)
     _noise_key(settings)
-    open_label_owners_model(settings)
+    open_earlier_model(settings)
     try_custom_attacks(settings.leak_monitor, settings.contract.aggregate_shape)
 
 

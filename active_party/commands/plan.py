@@ -78,7 +78,7 @@ def _verdict(plan: Plan) -> str:
     if peers is None:
         return (
             f"Nothing limits what a run with {plan.defense} reveals to a peer of any kind; "
-            f"defense: {{name: projected_labels}} limits it for anybody."
+            f"defense: {{name: noisy_label}} limits it for anybody."
         )
     to = f"To a passive party that {_PEERS[peers].partition(' (')[0]}"
     bound, answers = bound_in_words(charge, peers).removeprefix("at most "), plan.of_run.answers

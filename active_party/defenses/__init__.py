@@ -33,7 +33,6 @@ from splitveil.active_party.defenses.max_norm import MaxNormDefense, MaxNormPosi
 from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource
 from splitveil.active_party.defenses.noisy_label import NoisyLabelDefense
 from splitveil.active_party.defenses.none import NoDefense
-from splitveil.active_party.defenses.projected.settings import ProjectedLabelsDefense
 from splitveil.common.privacy.adversary import Adversary
 
 __all__ = [
@@ -57,7 +56,6 @@ __all__ = [
     "NoiseSecrets",
     "NoiseSource",
     "NoisyLabelDefense",
-    "ProjectedLabelsDefense",
     "RawBatch",
     "release",
 ]
@@ -69,7 +67,6 @@ DefenseSettings = Annotated[
     | MaxNormPositiveDefense
     | MarvellDefense
     | NoisyLabelDefense
-    | ProjectedLabelsDefense
     | GafmDefense
     | CustomDefense,
     Field(discriminator="name"),

@@ -195,25 +195,3 @@ def epsilon_of(mu: float, delta: float) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if delta_of(mu, middle) > delta else (low, middle)
     return high
-
-
-def mu_of_epsilon_delta(epsilon: float, delta: float) -> float:
-    """Return the largest mu that implies (epsilon, delta)-privacy, delta within (1e-300, 1)."""
-    if not 0 < epsilon < math.inf or not 1e-300 < delta < 1:
-        raise ValueError(f"expected epsilon > 0 and 0 < delta < 1, got {epsilon} and {delta}")
-
-    def excess(log_mu: float) -> float:
-        reached = delta_of(math.exp(log_mu), epsilon)
-        return math.log(reached / delta) if reached > 0 else -math.inf
-
-    low = high = 0.0
-    while excess(low) >= 0:
-        low -= 1.0
-    while excess(high) <= 0:
-        high += 1.0
-    while math.isinf(excess(low)):  # the search needs finite ends
-        low = (low + high) / 2 if excess((low + high) / 2) < 0 else low + 1e-3 * (high - low)
-    mu = math.exp(find_root(excess, low, high))
-    while delta_of(mu, epsilon) > delta:  # the last digits, on the safe side
-        mu *= 1 - 1e-15
-    return mu

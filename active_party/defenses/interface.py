@@ -7,7 +7,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -116,14 +115,6 @@ class Examples(NamedTuple):
     ids: Sequence[str]  # canonical ids; empty if the defense does not have a noise key
     labels: Tensor  # true labels, (aligned,)
     device: torch.device  # the device on which the top model is trained
-    training: Tensor | None = None  # positions, (training rows,) int64, ascending; None for all
-    subjects: Tensor | None = None  # number of each person, (aligned,) int64; None if all differ
-    known_targets: Tensor | None = None
-    """Targets that earlier runs released, (aligned,) or (aligned, classes), NaN where there is
-    none; None if there are none at all."""
-    known_releases: Mapping[str, Tensor] = MappingProxyType({})
-    """What an earlier run with exactly these training rows released, as its defense noted it; empty
-    if there is no such run."""
 
 
 class BuildInputs(NamedTuple):
@@ -179,16 +170,6 @@ class LabelMove(NamedTuple):
     size: float  # the most by which the label moves the row, as a norm; infinite if it is unknown
     cut_dim: int
     report: DefenseReport  # of the same batch
-
-
-class RowChunk(NamedTuple):
-    """Facts about consecutive training rows that do not depend on any label."""
-
-    activations: Tensor  # (rows, cut_dim) float32
-    own: Tensor | None  # dense own features of the active party, (rows, features)
-    hidden: Tensor | None  # hidden units of the top model, (rows, units)
-    logits: Tensor  # (rows,), or (rows, classes)
-    slopes: Tensor  # d logit / d activation, (rows, cut_dim), or (rows, classes, cut_dim)
 
 
 class Defense(ABC):

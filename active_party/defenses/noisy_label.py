@@ -149,7 +149,7 @@ class NoisyLabelDefense(SeededDefense):
             return (
                 f"noisy_label by {mechanism.kind} with these settings is defined for classes "
                 f"alone; with data.label_range expected mechanism: {{kind: gaussian}} or "
-                f"{{kind: laplace, epsilon: ...}} with posterior: none, or projected_labels"
+                f"{{kind: laplace, epsilon: ...}} with posterior: none"
             )
         if context.num_classes == 2 or mechanism.kind not in ("gaussian", "laplace"):
             return None

@@ -73,12 +73,7 @@ class Traits(NamedTuple):
     has_own_objective: bool = False  # whether ``DefenseSection.objective`` returns one
     top_learns_targets: bool = True  # from ``Defense.targets``, and not from true labels
     model_is_label_free: bool = False  # depends on labels through releases only
-    is_staged: bool = False
-    """Whether it is `ProjectedLabels`: the run begins with a survey of the training rows, and
-    nothing else that the peer sees may depend on true labels, not even the moment at which the run
-    ends."""
     subject_column: str | None = None  # names the person whom a row is about, if one does
-    earlier_targets: tuple[str, ...] = ()  # folders of earlier runs whose targets are used again
 
 
 class DefenseSection(Section):
@@ -159,9 +154,7 @@ class DefenseSection(Section):
         return defense.defend(interface.RawBatch(gradients, labels, probabilities=known))
 
     def _objection_to_calls(self, context: interface.DefenseContext) -> str | None:
-        if self.traits.is_staged:
-            needs = "releases sums over all training rows before there is a gradient"
-        elif self.traits.has_own_objective:
+        if self.traits.has_own_objective:
             needs = "has a loss of its own, with a critic that learns in every step"
         elif self.traits.needs_slopes:
             needs = "with noise: persistent needs ids, a noise key and the slopes of logits"
@@ -215,7 +208,7 @@ class DefenseSection(Section):
         if context.is_number and not self.traits.takes_numbers:
             return (
                 f"{self.title} is defined for classes alone; with data.label_range expected "
-                f"projected_labels, noisy_label by gaussian or laplace noise, or none"
+                f"noisy_label by gaussian or laplace noise, or none"
             )
         return self._refusal(context)
 
@@ -240,10 +233,6 @@ class DefenseSection(Section):
     def budget_refusal(self, _context: interface.DefenseContext, /) -> str | None:
         """Explain why the first answer would exceed every budget; None if it need not."""
         return None
-
-    def utility_in_words(self, _context: interface.DefenseContext, _training_rows: int, /) -> str:
-        """Say what the model can learn from a table of that size; empty if it does not matter."""
-        return ""
 
     def at_leak_auc(self, _leak_auc: float, _context: interface.DefenseContext, /) -> Self | None:
         """Return these settings at the strength that bounds a run's leak AUC for every peer.

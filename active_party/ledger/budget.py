@@ -22,7 +22,7 @@ from torch import Tensor
 
 from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.active_party.defenses.sum_kl import sum_kl_for_estimated_auc, sum_kl_for_leak_auc
-from splitveil.active_party.ledger.account_book import AccountBook, Names, indices_of
+from splitveil.active_party.ledger.account_book import AccountBook, Names
 from splitveil.active_party.ledger.bounds import (
     KnownBounds,
     LeakBounds,
@@ -206,7 +206,7 @@ class LeakBudget:
         is_repeated: bool,
         log: Callable[[], None],
     ) -> None:
-        """Charge an answer or a release that is about to be given, or refuse it.
+        """Charge an answer that is about to be given, or refuse it.
 
         ``entry`` is the charge of each of these training rows, ``what`` names it in the refusal.
         ``is_repeated`` says that this very answer has left before, so that it reveals nothing new.
@@ -237,12 +237,6 @@ class LeakBudget:
         if total.reveals_nothing:
             return earlier  # not even another run's: it would count what that one charged again
         return earlier.closing_book(self._ids_in_order(), total, self._persons)
-
-    def sharing_accounts(self, positions: Positions) -> Positions:
-        """Return the positions of all rows of the persons whom some rows are about, ascending."""
-        if self._persons is None:
-            return positions
-        return np.flatnonzero(indices_of(self._persons, self._persons[positions]) >= 0)
 
     @property
     def peers(self) -> Adversary:

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from splitveil.active_party.defenses.projected.label_utility import share_of_variance
 from splitveil.active_party.report import advice
 from splitveil.active_party.report.bounds import guarantee_of
 from splitveil.active_party.report.figures import Estimate, estimate_of
@@ -55,7 +54,6 @@ class Decision(NamedTuple):
     headline: str
     checks: tuple[Check, ...]
     steps: tuple[advice.Step, ...]
-    prices: tuple[advice.Price, ...]  # what the table is worth at several bounds
     passed: str  # the first finding above what the ledger states; empty without any
 
 
@@ -63,8 +61,6 @@ def decide(run: RunFiles, assessment: LeakAssessment) -> Decision:
     """Hold a run against its target."""
     target, where = target_of(run)
     predictions = read_predictions(run.active.folder)
-    size = _table_size(run, predictions)
-    prices = advice.price_list(run, target, size) if assessment.has_gradients else []
     passed = list(_passed(run, assessment))
     checks = [*_ledger_checks(run, assessment, passed), *_quality_checks(run, predictions)]
     if not run.active.has_ended:
@@ -74,8 +70,8 @@ def decide(run: RunFiles, assessment: LeakAssessment) -> Decision:
         bound = _bound_check(run, target)
         checks = [bound, *_measured_checks(run, target, assessment), *checks]
         if bound.outcome != "pass":
-            steps += advice.steps_to_a_bound(run, target, size)
-    steps += _other_steps(run, checks, target, prices)
+            steps += advice.steps_to_a_bound(run, target)
+    steps += _other_steps(run, checks, target)
     outcome = _overall(checks, assessment)
     recovered = _is_recovered(run, assessment)
     shown, badge = outcome, _BADGES[outcome]
@@ -89,7 +85,6 @@ def decide(run: RunFiles, assessment: LeakAssessment) -> Decision:
         _headline(outcome, checks, target, where),
         tuple(checks),
         tuple(steps),
-        tuple(prices),
         next(iter(passed), ""),
     )
 
@@ -235,7 +230,7 @@ def _quality_check(auc: float, found: Estimate | None, figure: str, least: float
 
 
 def _other_steps(
-    run: RunFiles, checks: Sequence[Check], target: float | None, prices: Sequence[advice.Price]
+    run: RunFiles, checks: Sequence[Check], target: float | None
 ) -> Iterator[advice.Step]:
     outcomes = {check.name: check.outcome for check in checks}
     if target is None:
@@ -261,7 +256,7 @@ def _other_steps(
             "None for the labels: the bound of the run stays the same.",
         )
     if outcomes.get(_QUALITY) in {"fail", "open"}:
-        yield advice.better_model(run, prices)
+        yield advice.BETTER_MODEL
     if outcomes.get(_ALONE) == "fail":
         yield advice.Step(
             "(no joint run)",
@@ -291,19 +286,3 @@ def _headline(outcome: Outcome, checks: Sequence[Check], target: float | None, w
         return f"The run meets its target, {goal}."
     said = "It is not shown that the run meets" if outcome == "open" else "The run does not meet"
     return f"{said} all that is asked: {missed}. The target is {goal}."
-
-
-def _table_size(run: RunFiles, predictions: StoredPredictions | None) -> advice.TableSize | None:
-    aligned = run.active.summary.counts.aligned_rows
-    share = run.active.setting("contract", "split", "train")
-    if aligned is None or predictions is None or not len(predictions.labels):
-        return None
-    if isinstance(share, int | float):
-        rows = round(aligned * share)
-    else:
-        rows = aligned - len(predictions.labels)
-    classes = num_classes(run)
-    if classes == ONE_NUMBER:
-        return advice.TableSize(rows, share_of_variance(float(predictions.labels.var())))
-    fraction = float(predictions.labels.mean()) if classes == 2 else 1 / classes
-    return advice.TableSize(rows, fraction)

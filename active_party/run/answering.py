@@ -8,26 +8,24 @@ Nothing here ends the run, saves it or reports it: failures are raised to the se
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from splitveil.active_party.defenses.projected.stages import StageRelease
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import LeakBudget
 from splitveil.active_party.run.parties import OpenQuestion, PassivePeer, PassivePeers, Reply
 from splitveil.active_party.run.questions import AnsweredQuestions
-from splitveil.active_party.run.releases import Releases
 from splitveil.active_party.training.aggregation import aggregate, parts_of
 from splitveil.active_party.training.evaluation import Evaluation, Evaluator, HeldOutPredictions
 from splitveil.active_party.training.top_trainer import StepResult, TopTrainer
-from splitveil.common.errors import OutOfStep, SplitveilError
-from splitveil.common.record.answer_log import FIRST_RELEASE_NUMBER, ChargedAnswer
+from splitveil.common.errors import OutOfStep
+from splitveil.common.record.answer_log import ChargedAnswer
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import HELD_OUT, AlignedRows, Batch, batch_in_words, run_course
 from splitveil.common.run.host_copies import to_host
 from splitveil.common.run.messages import Activation, Answer, Course, DefendedGradient
-from splitveil.common.run.progress import IMMUTABLE, Progress, State
+from splitveil.common.run.progress import Progress, State
 from splitveil.common.run.sample_order import Positions
 
 
@@ -73,7 +71,6 @@ class Answering:
         setup: TrainingSetup,
         questions: AnsweredQuestions,
         evaluator: Evaluator,
-        releases: Releases,
     ) -> None:
         self.contract, self.rows, self.progress, self.trainer, self.budget = setup
         self.phases = self.trainer.phases
@@ -82,10 +79,8 @@ class Answering:
         self._run_id = run_id
         self._parties = parties
         self._evaluator = evaluator
-        self._releases = releases
         self.unlearned: AnsweredStep | None = None
         """The step that the top model has still to learn from."""
-        self._pending: StageRelease | None = None
         self.is_midway = False
         """Whether a change of the state has failed, so that it must not be saved."""
 
@@ -156,10 +151,6 @@ class Answering:
                 parts: Sequence[DefendedGradient] = [defended] * len(asked)
             else:
                 cut = aggregate(aggregation, [question.activation.values for question in asked])
-                pending = self._pending or self.trainer.pending_release(batch.epoch)
-                if pending is not None:
-                    self._releases.begin(pending)
-                    self._pending = None
                 result = self.trainer.gradient(batch.positions, cut, questions.answer_key)
                 defended, report = to_host(result.defended), result.report
                 parts = parts_of(aggregation, defended, len(asked))
@@ -173,19 +164,19 @@ class Answering:
         return replies
 
     def evaluate(self, batch: Batch) -> tuple[Evaluation | None, Sequence[Reply]]:
-        """Score held-out rows, or survey training rows; figures come with a split's last batch."""
+        """Score held-out rows, or note a one-shot run's; figures come with a split's last batch."""
         asked, aggregation = self._parties.questions, self.contract.aggregation
         cut = aggregate(aggregation, [question.activation.values for question in asked])
         fingerprints = [question.fingerprint for question in asked]
         self.questions.of_batch(self.batch_number, fingerprints).record()
         evaluation, stops = None, False
         with self.changing():
-            if batch.split == "survey" or self.contract.is_one_shot:
+            if self.contract.is_one_shot:
                 self.trainer.survey(batch.positions, cut)
             else:
                 predicted = self.trainer.predict(batch.positions, cut)
                 evaluation = self._evaluator.add(batch, *predicted)
-                stops = self._evaluator.ends_training(batch, self.trainer.score_on_targets)
+                stops = self._evaluator.ends_training(batch)
             replies = [Course.STOP if stops else Course.CONTINUE] * len(asked)
             self._reply(replies)
             if stops:
@@ -211,14 +202,6 @@ class Answering:
         self.unlearned = None
         self.trainer.learn()
 
-    def prepare(self) -> None:
-        """Compute what the next answer needs to know of all rows, but release nothing."""
-        due = self.progress.due
-        is_whole = self._pending is None and not self.is_midway
-        if is_whole and due is not None and due.split == "train":
-            with suppress(SplitveilError):  # which the answer will raise again
-                self._pending = self.trainer.pending_release(due.epoch)
-
     # ---- checkpoints ----
 
     def account_book(self) -> AccountBook:
@@ -228,12 +211,8 @@ class Answering:
 
     def state_dict(self) -> State:
         """Return everything that a step changes, except what the observer has seen."""
-        trainer, staged = self.trainer.state_dict(), self.trainer.staged
-        names = {} if staged is None else dict(staged.immutable)
         return {
-            IMMUTABLE: {name: trainer["defense"].pop(key) for key, name in names.items()},
-            "immutable_names": names,
-            "trainer": trainer,
+            "trainer": self.trainer.state_dict(),
             "accounts": self.budget.accounts.state_dict(),
             "records": len(self.questions),
             "evaluation": self._evaluator.state_dict(),
@@ -243,13 +222,11 @@ class Answering:
 
     def load_state_dict(self, batch_number: int, state: State) -> None:
         """Go to the checkpoint after some batches; all answers given since stay charged."""
-        self.unlearned = self._pending = None
+        self.unlearned = None
         self.progress.go_to(batch_number)
         for party in self._parties:
             party.forget_questions()
-        immutable = {key: state[IMMUTABLE][name] for key, name in state["immutable_names"].items()}
-        trainer = state["trainer"]
-        self.trainer.load_state_dict(trainer | {"defense": trainer["defense"] | immutable})
+        self.trainer.load_state_dict(state["trainer"])
         self.budget.accounts.go_back(state["accounts"]["course"])
         self._catch_up()
         self._evaluator.load_state_dict(state["evaluation"])
@@ -258,7 +235,6 @@ class Answering:
 
     def reopen(self, batch_number: int, state: State) -> None:
         """Charge again the answers that an ended process gave after its newest checkpoint."""
-        self._releases.check()
         self.trainer.check_device(state["trainer"])
         charged = self._charged_since(state["records"])
         self.budget.accounts.reopen(state["accounts"], charged)
@@ -269,9 +245,6 @@ class Answering:
         course: Iterator[Batch] = iter(())
         following: int | None = None
         for record in self.questions.since(count):
-            if record.number >= FIRST_RELEASE_NUMBER:
-                yield self._releases.positions, record.charge
-                continue
             if record.number != following:  # rare: numbers ascend until the run goes back
                 course = run_course(self.contract, self.rows, record.number)
             batch, following = next(course), record.number + 1

@@ -98,8 +98,7 @@ class Handshakes:
 
     def _opening(self, resumes_at: int | None, commitments: tuple[bytes, ...] = ()) -> Opening:
         run, digest = self._lifecycle.run, self._contract.digest()
-        survey = resumes_at is None and self._lifecycle.has_survey
-        return Opening(run.run_id, digest, run.nonce, resumes_at, commitments, survey)
+        return Opening(run.run_id, digest, run.nonce, resumes_at, commitments)
 
     def _wait_for_openings(
         self, asking: PassivePeer, stages: Sequence[Stage], is_listening: Listening

@@ -21,7 +21,6 @@ from splitveil.active_party.run.questions import AnsweredQuestions, run_secret
 from splitveil.active_party.run.stages import RunStages, Stage
 from splitveil.common import errors
 from splitveil.common.record.answer_log import AnswerLog
-from splitveil.common.record.release_file import ReleaseFile
 from splitveil.common.run import progress
 from splitveil.common.run.course import Batch
 from splitveil.common.run.phases import Phase
@@ -37,8 +36,6 @@ class ActiveStore(progress.CheckpointStore, Protocol):
     def new_answers(self) -> AnswerLog: ...
 
     def answers(self) -> AnswerLog: ...
-
-    def releases(self) -> ReleaseFile: ...
 
 
 class OpenRun(NamedTuple):
@@ -69,8 +66,6 @@ class Lifecycle:
     ) -> None:
         contract, rules = preparation.contract, preparation.rules
         self.observer = observer
-        self.has_survey = rules.has_survey
-        """Whether a new run begins with a survey of the training rows' activations."""
         self.run = run
         self.error: errors.SplitveilError | None = None
         self.parties = PassivePeers(contract)
@@ -124,18 +119,14 @@ class Lifecycle:
 
     def begin(self, common: JointRows) -> None:
         """Store the run, and prepare to train on the rows that all parties have in common."""
-        seed, run, survey = joint_seed(self.run.nonce, *common.nonces), self.run, self.has_survey
+        seed, run = joint_seed(self.run.nonce, *common.nonces), self.run
         secret = run_secret(self._preparation.rules.noise_seed)
         # What other runs have charged while this one waited for its peer counts as well. From the
         # stored state on, another run that begins finds this one.
         with self._preparation.counting():
-            setup = self._preparation.prepare(
-                common.file_rows, seed, self._store, has_survey=survey
-            )
+            setup = self._preparation.prepare(common.file_rows, seed, self._store)
             rows, data = setup.rows.file_rows, setup.trainer.data_digest
-            identity = progress.RunIdentity(
-                run.run_id, run.nonce, common.nonces, rows, data, survey
-            )
+            identity = progress.RunIdentity(run.run_id, run.nonce, common.nonces, rows, data)
             self._store.save_run(state_of(identity, secret, setup))
         self._announce(setup, seed)
         self._answer_with(setup, AnsweredQuestions(secret, self._store.new_answers()))
@@ -158,9 +149,7 @@ class Lifecycle:
         self.parties.recall(identity.passive_nonces)
         identity.check_rows(len(self._preparation.own.ids))
         self._preparation.begin_with(stored)
-        setup = self._preparation.prepare(
-            identity.file_rows, identity.seed, self._store, has_survey=identity.has_survey
-        )
+        setup = self._preparation.prepare(identity.file_rows, identity.seed, self._store)
         self._announce(setup, identity.seed)
         check_noise_key(stored, setup.trainer.noise_key)
         identity.check_data(setup.trainer.data_digest)
@@ -182,10 +171,7 @@ class Lifecycle:
             self.observer.on_earlier_answers(setup.budget.num_charged(), setup.budget.bounds())
 
     def _answer_with(self, setup: TrainingSetup, questions: AnsweredQuestions) -> Answering:
-        releases = self._store.releases()
-        self.phase = self._preparation.answering(
-            self.run.run_id, self.parties, setup, questions, releases
-        )
+        self.phase = self._preparation.answering(self.run.run_id, self.parties, setup, questions)
         return self.phase
 
     # ---- checkpoints ----
@@ -265,8 +251,6 @@ class Lifecycle:
                     self._report_ledger(batch.epoch)
         if answering.progress.checkpoint_due and not answering.is_midway:
             self.save(soon=True)
-        if self.stages.current is Stage.TRAINING:
-            answering.prepare()
         answering.progress.ahead(1)  # its rows are known before a peer waits for an answer
 
     def _report_ledger(self, epoch: int) -> None:

@@ -12,11 +12,9 @@ from splitveil.active_party.ledger.budget import Allowance, LeakBudget
 from splitveil.active_party.run.answering import Answering, TrainingSetup
 from splitveil.active_party.run.parties import PassivePeers
 from splitveil.active_party.run.questions import AnsweredQuestions
-from splitveil.active_party.run.releases import Releases
 from splitveil.active_party.training.evaluation import EarlyStop, Evaluator
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.errors import SettingsError
-from splitveil.common.record.release_file import ReleaseFile
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.progress import (
@@ -54,9 +52,6 @@ class OwnRules:
     noise_seed: int | None = None
     """For tests only: makes fresh noise predictable."""
 
-    has_survey: bool = False
-    """Whether the defense needs the activations of all training rows before the first epoch."""
-
     counting: Counting = nullcontext
 
 
@@ -77,14 +72,10 @@ class Preparation:
             self.rules = replace(self.rules, allowance=replace(allowance, earlier=earlier))
             yield
 
-    def prepare(
-        self, file_rows: Positions, seed: bytes, store: CheckpointStore, *, has_survey: bool
-    ) -> TrainingSetup:
+    def prepare(self, file_rows: Positions, seed: bytes, store: CheckpointStore) -> TrainingSetup:
         """Put the common rows in order, and build the trainer and the accounts for them."""
         ids, splits = self.own
-        rows = AlignedRows.derive(
-            self.contract, seed, ids, file_rows, splits, has_survey=has_survey
-        )
+        rows = AlignedRows.derive(self.contract, seed, ids, file_rows, splits)
         progress, trainer = Progress(self.contract, rows, store), self.build_trainer(rows)
         budget = LeakBudget(self.rules.allowance, ids, rows, trainer.persons)
         return TrainingSetup(self.contract, rows, progress, trainer, budget)
@@ -108,15 +99,9 @@ class Preparation:
         parties: PassivePeers,
         setup: TrainingSetup,
         questions: AnsweredQuestions,
-        file: ReleaseFile,
     ) -> Answering:
-        staged, about = setup.trainer.staged, setup.rows.splits["train"]
-        if staged is not None:
-            about = staged.released_rows.numpy()
-        charged = setup.budget.sharing_accounts(about)
-        releases = Releases(file, questions, setup.budget, charged)
         evaluator = Evaluator(self.rules.early_stop, setup.trainer.kind)
-        return Answering(run_id, parties, setup, questions, evaluator, releases)
+        return Answering(run_id, parties, setup, questions, evaluator)
 
 
 def state_of(identity: RunIdentity, secret: bytes, setup: TrainingSetup) -> State:
@@ -128,7 +113,6 @@ def state_of(identity: RunIdentity, secret: bytes, setup: TrainingSetup) -> Stat
         "secret": secret,
         "file_rows": torch.from_numpy(identity.file_rows),
         "data": identity.data_digest,
-        "survey": identity.has_survey,
         "noise_key": setup.trainer.noise_key,
         "earlier": setup.budget.earlier.state_dict(),
     }
@@ -147,5 +131,5 @@ def identity_in(state: State) -> RunIdentity:
     """Return the identity of a stored run."""
     joined = state["peer_nonce"]
     nonces = (joined[i : i + NONCE_BYTES] for i in range(0, len(joined), NONCE_BYTES))
-    rows, data, has_survey = state["file_rows"].numpy(), state["data"], state["survey"]
-    return RunIdentity(state["run_id"], state["nonce"], tuple(nonces), rows, data, has_survey)
+    rows, data = state["file_rows"].numpy(), state["data"]
+    return RunIdentity(state["run_id"], state["nonce"], tuple(nonces), rows, data)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from splitveil.common.errors import OtherAnswer, OutOfStep
 from splitveil.common.record.answer_log import (
-    FIRST_RELEASE_NUMBER,
     FIRST_RESUMPTION_NUMBER,
     AnswerLog,
     ChargedAnswer,
@@ -42,7 +41,7 @@ class AnsweredQuestions:
     def fingerprint(self, batch_number: int, asker: int, values: Tensor) -> bytes:
         """Return 16 bytes for a question; OutOfStep if another one about the batch was answered."""
         key, known = batch_number * self._log.questions + asker, self._log.at(batch_number)
-        fingerprint = self._tag(key, values)
+        fingerprint = _tag(self.secret, key, values, b"fingerprint")
         if known and not hmac.compare_digest(known.fingerprints[asker], fingerprint):
             raise OutOfStep("a question that was answered before came again with other bytes")
         return fingerprint
@@ -55,23 +54,8 @@ class AnsweredQuestions:
         """Return all parties' questions about a batch, which may have been answered before."""
         return BatchQuestions(batch_number, fingerprints, self.secret, self._log)
 
-    def release_key(self, stage: int, design: bytes) -> bytes:
-        """Return the key of a release's noise, 32 bytes; another design gets other noise."""
-        return _keyed(self.secret, b"release", stage.to_bytes(8, "little") + design)
-
-    def release_tag(self, stage: int, values: Tensor) -> bytes:
-        """Return the fingerprint of a release, 16 bytes, which never leaves this party."""
-        return self._tag(FIRST_RELEASE_NUMBER + stage, values, b"release")
-
-    def released(self, stage: int) -> Record | None:
-        return self._log.at(FIRST_RELEASE_NUMBER + stage)
-
-    def record_release(self, stage: int, tag: bytes, charge: ChargedAnswer) -> None:
-        """Note that a release is about to be used."""
-        self._log.record(FIRST_RELEASE_NUMBER + stage, [tag] * self._log.questions, charge, tag)
-
     def since(self, count: int) -> Iterator[Record]:
-        """Yield the answers about batches, and the releases, that follow the first few records."""
+        """Yield the answers about batches that follow the first few records."""
         records = self._log.since(count)
         return (record for record in records if record.number < FIRST_RESUMPTION_NUMBER)
 
@@ -90,9 +74,6 @@ class AnsweredQuestions:
     def forget_before(self, batch_number: int) -> None:
         """Drop from memory the questions about earlier batches, which can never come again."""
         self._log.forget_before(batch_number)
-
-    def _tag(self, number: int, values: Tensor, purpose: bytes = b"fingerprint") -> bytes:
-        return _tag(self.secret, number, values, purpose)
 
 
 class BatchQuestions:

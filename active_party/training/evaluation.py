@@ -7,7 +7,7 @@ row. It is as private as the labels are.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ class HeldOutPredictions(NamedTuple):
 
 
 class EarlyStop:
-    """Watches a score, epoch by epoch: of the validation rows, or on released targets.
+    """Watches a score of the validation rows, epoch by epoch.
 
     It is an AUC, or for labels that are numbers an error with a minus sign.
     """
@@ -108,20 +108,11 @@ class Evaluator:
             self._validation_score = figures.score
         return Evaluation(**vars(figures), epoch=epoch, split=split)
 
-    def ends_training(
-        self, batch: Batch, score_on_targets: Callable[[], float | None] = lambda: None
-    ) -> bool:
-        """Return whether training is over after held-out rows; call it once, after `add`.
-
-        Where a defense has released targets, the agreement with them decides, and otherwise the
-        validation rows. The peer sees when a run ends: where it must not learn anything but what
-        was released, nothing else may decide.
-        """
+    def ends_training(self, batch: Batch) -> bool:
+        """Return whether training is over after held-out rows; call it once, after `add`."""
         if not batch.closes_epoch or self._early_stop is None:
             return False
-        reached = score_on_targets()
-        if reached is None:
-            reached = self._validation_score
+        reached = self._validation_score
         if reached is None or math.isnan(reached):  # of validation rows of one class
             return False
         return self._early_stop.should_stop(reached)

@@ -18,7 +18,6 @@ from splitveil.active_party.defenses import objective
 from splitveil.active_party.training.predictions import (
     LossWeights,
     PredictionFigures,
-    auc_of_shares,
     measure_predictions,
     probabilities_of,
     weighted_cross_entropy,
@@ -55,10 +54,6 @@ class LabelKind(Protocol):
 
     def measure(self, outputs: Tensor, labels: Tensor) -> PredictionFigures: ...
 
-    def agreement(self, outputs: Tensor, targets: Tensor) -> float:
-        """Return how well predictions agree with soft targets: the more, the better."""
-        ...
-
 
 class ClassLabels(NamedTuple):
     """Labels that are classes: a cross entropy, probabilities, and AUCs."""
@@ -85,9 +80,6 @@ class ClassLabels(NamedTuple):
 
     def measure(self, outputs: Tensor, labels: Tensor) -> PredictionFigures:
         return measure_predictions(outputs, labels)
-
-    def agreement(self, outputs: Tensor, targets: Tensor) -> float:
-        return auc_of_shares(outputs, targets)
 
 
 CLASS_LABELS = ClassLabels()
@@ -136,10 +128,6 @@ class NumberLabels(NamedTuple):
         )
         loss = float(errors.square().mean())
         return PredictionFigures(loss, math.nan, math.nan, None, number)
-
-    def agreement(self, outputs: Tensor, targets: Tensor) -> float:
-        """Return the root mean square of predictions less targets, with a minus sign."""
-        return -_root_mean_square(objective.shares_of(outputs).double() - targets.double())
 
 
 def kind_of(settings: DataSettings, mean_share: float = math.nan) -> LabelKind:

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.active_party.defenses.objective import descend
-from splitveil.active_party.defenses.projected.features import CutMemory
 from splitveil.active_party.training.boosting import columns_of, with_trees
+from splitveil.active_party.training.cut_memory import CutMemory
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.active_party.training.predictions import LossWeights, PredictionFigures
 from splitveil.common.data.features import FeatureEncoder, Features

@@ -114,31 +114,9 @@ def probabilities_of(logits: Tensor) -> Tensor:
     return torch.sigmoid(logits) if logits.ndim == 1 else torch.softmax(logits, dim=1)
 
 
-def auc_of_shares(logits: Tensor, shares: Tensor) -> float:
-    """Return how well predictions order rows of which only shares of classes are known.
-
-    It is the expected number of pairs in order, of labels drawn independently with these shares,
-    over the expected number of pairs; with several classes the mean of each against the rest.
-    """
-    scores = logits.double()[:, None] if logits.ndim == 1 else probabilities_of(logits.double())
-    columns = zip(scores.T, shares.double().reshape(scores.shape).T, strict=True)
-    aucs = [_auc_of_share(score, share) for score, share in columns]
-    return _mean_of_defined(aucs)
-
-
 def _mean_of_defined(aucs: Sequence[float]) -> float:
     defined = [area for area in aucs if not math.isnan(area)]
     return statistics.fmean(defined) if defined else math.nan
-
-
-def _auc_of_share(scores: Tensor, shares: Tensor) -> float:
-    values, groups = torch.unique(scores, return_inverse=True)
-    positive = torch.zeros_like(values).index_add(0, groups, shares)
-    negative = torch.zeros_like(values).index_add(0, groups, 1 - shares)
-    own = float((shares * (1 - shares)).sum())  # a row is no pair with itself
-    pairs = float(positive.sum() * negative.sum()) - own
-    below = negative.cumsum(0) - negative / 2
-    return (float(positive @ below) - own / 2) / pairs if pairs > 0 else math.nan
 
 
 def measure_predictions(logits: Tensor, labels: Tensor) -> PredictionFigures:

@@ -20,8 +20,8 @@ from splitveil.active_party.defenses import (
 )
 from splitveil.active_party.defenses.interface import LabelledRows
 from splitveil.active_party.defenses.objective import BatchLabels, Objective, StepOutcome
-from splitveil.active_party.defenses.projected.features import CutMemory, LabelFreeFacts
-from splitveil.active_party.defenses.projected.stages import ProjectedLabels, StageRelease
+from splitveil.active_party.training.boosting import WithTrees
+from splitveil.active_party.training.cut_memory import CutMemory
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.active_party.training.own_models import KnownRows
 from splitveil.active_party.training.predictions import LossWeights, PredictionFigures
@@ -58,6 +58,7 @@ class TrainingRows(NamedTuple):
     """Positions of the training rows, (training rows,) int64, ascending, if the activations of all
     rows are to be remembered; None if nothing needs them."""
     kind: LabelKind = CLASS_LABELS
+    refit: Refit | None = None  # what fits a new top model to these rows once the run is over
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,6 @@ class TopTrainer:
         phases: Phases | None = None,
         *,
         gives_slopes: bool = False,
-        refit: Refit | None = None,
     ) -> None:
         self.data_digest = rows.digest
         self.noise_key = rows.noise_key
@@ -100,7 +100,6 @@ class TopTrainer:
         self.num_classes = rows.num_classes
         self.kind = rows.kind
         self.defense = defense
-        self.staged = defense if isinstance(defense, ProjectedLabels) else None
         self.phases = phases or Phases()
         self._objective = objective
         self._features = None if rows.features is None else rows.features.to(device)
@@ -110,7 +109,7 @@ class TopTrainer:
         self._example_keys = rows.example_keys
         self._answer_keys = answer_keys
         self._gives_slopes = gives_slopes
-        self._refit = refit
+        self._refit = rows.refit
         self._unlearned: tuple[StepOutcome, Tensor, Tensor] | None = None
         self._training = rows.training
         self.memory = None if rows.training is None else CutMemory(len(rows.labels), device)
@@ -133,17 +132,6 @@ class TopTrainer:
     def survey(self, positions: Positions, activation: Tensor) -> None:
         """Take note of the activations of some rows, without a step."""
         self._note(torch.from_numpy(positions.copy()), activation)
-
-    def pending_release(self, epoch: int) -> StageRelease | None:
-        """Return the release that the defense needs before an epoch's next answer, if any."""
-        if self.staged is None or self._training is None or self.memory is None:
-            return None
-        self.learn()
-        facts = LabelFreeFacts(
-            self.model, self.memory, self._features, self._training, self._device
-        )
-        with self._defending("the defense cannot begin a stage"):
-            return self.staged.pending_release(epoch, facts)
 
     def gradient(
         self, positions: Positions, activation: Tensor, answer_key: bytes | None = None
@@ -235,6 +223,15 @@ class TopTrainer:
         trained = self.model if may_stay else None
         return self._refit(self._known(self.memory), self._training, trained)
 
+    def fit_alone(self) -> nn.Module | None:
+        """Fit the model of a one-shot run that is over; return its mean with trees, if better."""
+        fitted = self.refitted(may_stay=False)
+        if fitted is None:
+            raise RuntimeError("a one-shot run is over, and its activations are not there")
+        network = fitted.model if isinstance(fitted, WithTrees) else fitted
+        self.model.load_state_dict(network.state_dict())
+        return None if network is fitted else fitted
+
     def rows_alone(self) -> KnownRows | None:
         """Return what this party knows of all aligned rows by itself; None without features."""
         if self._features is None:
@@ -257,15 +254,6 @@ class TopTrainer:
         rows = torch.from_numpy(positions.copy())
         logits = self._known(self.memory).logits(model or self.model, rows)
         return logits.cpu(), self.labels_of(positions)
-
-    def score_on_targets(self) -> float | None:
-        """Return how well predictions agree with the defense's targets, if activations are kept."""
-        targets = None if self.staged is None else self.staged.released_targets
-        if targets is None or self.memory is None or self._training is None:
-            return None
-        self.learn()
-        logits = self._known(self.memory).logits(self.model, self._training).cpu()
-        return self.kind.agreement(logits, targets.cpu()[self._training.cpu()])
 
     def _known(self, memory: CutMemory) -> KnownRows:
         return KnownRows(self._labels, self._features, memory, self._weights, self.kind)

@@ -11,7 +11,6 @@ the later ones, which are mostly noise, do not count as much as the first.
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -30,9 +29,8 @@ _logger = logging.getLogger(__name__)
 MOST_DENSE = 4096
 """Codes beyond which their covariance is not held, and a sparse solver is used."""
 
-FOLDS = 5
-_STRENGTHS = np.logspace(-3, 2, 16).tolist()  # of a ridge regression, by row and unit of variance
-_LEAST_DEVIATION = 0.05
+_STRENGTHS = torch.logspace(-3, 2, 31, dtype=torch.float64)  # by row and unit of variance
+_LEAST_DEVIATION = 0.2  # rarer categories and steps are shrunk more
 _CLIP = 5.0
 FIT_ROWS = 2**14  # rows whose codes are held at once
 _TINY = 1e-9  # share of the largest variance below which a component is rounding
@@ -185,28 +183,24 @@ class ComponentsBottom(nn.Module):
             targets = torch.from_numpy(noisy).double()
             if targets.shape[1] > 1:  # shares of classes add up to 1, and the noise does not
                 targets = (targets - targets.mean(1, keepdim=True))[:, :-1]
-            folds = self._folds(rows, targets)
-            every = folds.of_columns(None)
-            scores = every.weights()
-            self._set(slice(0, scores.shape[1]), *every.as_function(scores))
-            self._fit_beside(scores.shape[1], moments, folds, names)
+            sums = self._sums(rows, targets)
+            weight, bias = Ridge(sums, self.num_codes).function()
+            self._set(slice(0, len(bias)), weight, bias, torch.ones_like(bias))
+            self._fit_beside(len(bias), moments, sums, names)
 
     def scores_of(self, rows: Features, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights, (codes, targets), and bias of a score for each target, float64."""
         with torch.no_grad():
-            folds = self._folds(rows, targets).of_columns(None)
-            return folds.as_function(folds.weights())[:2]
+            return Ridge(self._sums(rows, targets), self.num_codes).function()
 
-    def _fit_beside(
-        self, first: int, moments: Moments, folds: "Folds", names: Sequence[str]
-    ) -> None:
+    def _fit_beside(self, first: int, moments: Moments, sums: Tensor, names: Sequence[str]) -> None:
         width, covariance, settings = len(self.bias) - first, moments.covariance, self.settings
         if width == 0:
             return
         if isinstance(settings, ScoreModel) and settings.columns is not None:
             of_code = np.array(names, dtype=object)[self.column_of_code()]
             worth = {
-                name: folds.of_columns(torch.from_numpy(np.flatnonzero(of_code == name))).worth()
+                name: Ridge(sums, self.num_codes, np.flatnonzero(of_code == name)).evidence
                 for name in settings.columns_from or sorted({*names})
             }
             best = sorted(worth, key=lambda name: -worth[name])[: settings.columns]
@@ -218,16 +212,15 @@ class ComponentsBottom(nn.Module):
         scaled = directions * variances.clamp(min=1e-30) ** (-1 / 4)
         self._set(slice(first, None), scaled, -moments.mean @ scaled, variances ** (1 / 4))
 
-    def _folds(self, rows: Features, targets: Tensor) -> "Folds":
+    def _sums(self, rows: Features, targets: Tensor) -> Tensor:
+        """Return the sums of the products of [1, codes, targets]."""
         width = self.num_codes + targets.shape[1] + 1
-        sums = torch.zeros(FOLDS, width, width, dtype=torch.float64)
+        sums = torch.zeros(width, width, dtype=torch.float64)
         for places in torch.split(torch.arange(len(targets)), FIT_ROWS):
             codes = self.codes(rows.rows(places)).double()
             joined = torch.cat([torch.ones(len(codes), 1), codes, targets[places]], dim=1)
-            for fold in range(FOLDS):
-                part = joined[places % FOLDS == fold]
-                sums[fold].addmm_(part.T, part)
-        return Folds(sums, self.num_codes)
+            sums.addmm_(joined.T, joined)
+        return sums
 
     def components(self, blocks: Blocks, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return directions, (codes, width), their variances, and the codes' mean, float64."""
@@ -301,69 +294,42 @@ def _sparse_components(
     return *_signed(directions, variances), mean
 
 
-class Folds:
-    """Sums of products of [1, codes, targets] over the rows of each fold, for ridge regressions."""
+class Ridge:
+    """A ridge regression of noisy targets on scaled codes, from sums of [1, codes, targets].
 
-    def __init__(self, sums: Tensor, num_codes: int, of_codes: Tensor | None = None) -> None:
-        codes = torch.arange(num_codes) if of_codes is None else of_codes
-        total = sums.sum(0)
-        self._count = total[0, 0]
-        self._sums, self._num_codes, self._codes = sums, num_codes, codes
-        self._mean = total[0, 1 : 1 + num_codes][codes] / self._count
-        variance = total.diagonal()[1 : 1 + num_codes][codes] / self._count - self._mean**2
+    Its strength is twice that of the largest marginal likelihood, under a normal prior for each
+    weight and with the targets' own variance as that of the noise.
+    """
+
+    def __init__(
+        self, sums: Tensor, num_codes: int, of_codes: NDArray[np.int64] | None = None
+    ) -> None:
+        codes = torch.arange(num_codes) if of_codes is None else torch.from_numpy(of_codes)
+        self._num_codes, self._codes, count = num_codes, codes, sums[0, 0]
+        centred = (sums - torch.outer(sums[0], sums[0]) / count)[1:, 1:]
+        variance = centred.diagonal() / count
         # A rare category would otherwise count as much as a frequent one.
-        self._scale = variance.clamp(min=_LEAST_DEVIATION**2).sqrt()
-        mean_target = total[0, 1 + num_codes :] / self._count
-        place = torch.cat([codes, torch.arange(num_codes, len(total) - 1)]) + 1
-        centre = torch.cat([self._mean, mean_target])
-        inside = sums[:, place][:, :, place]
-        ones, first = sums[:, 0, 0], sums[:, 0, place]
-        products = (
-            inside
-            - torch.einsum("fi,j->fij", first, centre)
-            - torch.einsum("i,fj->fij", centre, first)
-            + ones[:, None, None] * torch.outer(centre, centre)
-        )
-        num = len(codes)
-        self._gram = products[:, :num, :num] / torch.outer(self._scale, self._scale)
-        self._cross = products[:, :num, num:] / self._scale[:, None]
+        self._scale = variance[codes].clamp(min=_LEAST_DEVIATION**2).sqrt()
+        self._mean = sums[0, 1:][codes] / count
+        gram = centred[codes][:, codes] / torch.outer(self._scale, self._scale) / count
+        values, self._directions = torch.linalg.eigh(gram)
+        self._values = values.clamp(min=0)
+        along = self._directions.T @ (centred[codes, num_codes:] / self._scale[:, None]) / count
+        # (directions, targets), and for each strength the likelihood
+        explained = along**2 / variance[num_codes:].clamp(min=1e-30)
+        kept = self._values + _STRENGTHS[:, None]
+        likelihood = (count * (explained.sum(1) / kept) / 2).sum(1)
+        likelihood -= explained.shape[1] * (kept / _STRENGTHS[:, None]).log().sum(1) / 2
+        best = int(likelihood.argmax())
+        self.evidence = float(likelihood[best])
+        """Logarithm of the likelihood ratio to a model without codes."""
+        self._along, self._strength = along, 2 * _STRENGTHS[best]
 
-    def of_columns(self, codes: Tensor | None) -> "Folds":
-        """Return the same of some codes only."""
-        return Folds(self._sums, self._num_codes, codes)
-
-    def weights(self) -> Tensor:
-        """Return a ridge regression's weights of scaled codes, (codes, targets)."""
-        return self._solved(None, self._strength[1])
-
-    def worth(self) -> float:
-        """Return the correlation of what is predicted of a fold by the others with its targets."""
-        return self._strength[0]
-
-    def as_function(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return weights of all codes, bias and deviations of standardised scores."""
-        deviation = (weights * (self._gram.sum(0) @ weights)).sum(0) / self._count
-        scaled = weights / deviation.clamp(min=1e-30).sqrt() / self._scale[:, None]
+    def function(self) -> tuple[Tensor, Tensor]:
+        """Return weights of all codes, (codes, targets), and bias of standardised scores."""
+        along = self._along / (self._values + self._strength)[:, None]
+        deviation = (along**2 * self._values[:, None]).sum(0).clamp(min=1e-30).sqrt()
+        scaled = self._directions @ along / deviation / self._scale[:, None]
         of_all = torch.zeros(self._num_codes, scaled.shape[1], dtype=torch.float64)
         of_all[self._codes] = scaled
-        return of_all, -self._mean @ scaled, torch.ones(scaled.shape[1], dtype=torch.float64)
-
-    def _solved(self, left_out: int | None, strength: float) -> Tensor:
-        kept = [fold for fold in range(FOLDS) if fold != left_out]
-        gram, cross = self._gram[kept].sum(0), self._cross[kept].sum(0)
-        share = len(kept) / FOLDS
-        ridge = strength * share * self._count * torch.eye(len(gram), dtype=torch.float64)
-        found: Tensor = torch.linalg.solve(gram + ridge, cross)
-        return found
-
-    @cached_property
-    def _strength(self) -> tuple[float, float]:
-        tried = []
-        for strength in _STRENGTHS:
-            hits, sizes = 0.0, 1e-30
-            for fold in range(FOLDS):
-                weights = self._solved(fold, strength)
-                hits += float((weights * self._cross[fold]).sum())
-                sizes += float((weights * (self._gram[fold] @ weights)).sum())
-            tried.append((hits / sizes**0.5, strength))
-        return max(tried)
+        return of_all, -self._mean @ scaled

@@ -309,7 +309,8 @@ class RunStatus(PartyStatus):
             "alignment_progress_ratio", "Share of both parties' ids that the alignment has handled."
         )
         self._epoch = gauge("epoch", "The epoch that the run is in, counted from 1.")
-        gauge("epochs", "Epochs of the whole run.").set(self._contract.epochs)
+        self._epochs = 1 if self._contract.is_one_shot else self._contract.epochs
+        gauge("epochs", "Epochs of the whole run.").set(self._epochs)
         self._checkpoint = self.metrics.unknown_gauge(
             "last_checkpoint_timestamp_seconds", "Unix time at which the last state was taken."
         )
@@ -332,17 +333,18 @@ class RunStatus(PartyStatus):
     def note_aligned(self, rows: AlignedRows) -> None:
         self._alignment.set(1)
         self._aligned.set(len(rows))
-        self._steps_per_epoch = rows.order.steps_per_epoch
-        self._total.set(rows.total_steps(self._contract))
+        is_one_shot = self._contract.is_one_shot
+        self._steps_per_epoch = 0 if is_one_shot else rows.order.steps_per_epoch
+        self._total.set(self._epochs * self._steps_per_epoch)
         self._done.set(0)
         self._epoch.set(1)
         self._last_step_at = None
 
     def note_resumed(self, epoch: int | None) -> None:
         """Note that the run resumes in an epoch, or at its end if that is None."""
-        epochs_done = self._contract.epochs if epoch is None else epoch
+        epochs_done = self._epochs if epoch is None else epoch
         self._done.set(epochs_done * self._steps_per_epoch)
-        self._epoch.set(min(epochs_done + 1, self._contract.epochs))
+        self._epoch.set(min(epochs_done + 1, self._epochs))
         self._last_step_at = None
 
     def note_step(self, batch: Batch) -> None:

@@ -7,8 +7,8 @@ an answer leaves, and nothing in it is ever changed. It is a sequence of records
     record    number, fingerprints, reply, sum_kl, epsilon, noise identity, caveats, leak AUC, mu,
               link
 
-The number is that of a batch in the run, at least 2^62 for a release about all training rows, or at
-least 3 * 2^61 where the run went back to a checkpoint.
+The number is that of a batch in the run, or at least 3 * 2^61 where the run went back to a
+checkpoint.
 The reply is a fingerprint of the answer, because answers with other noise may have the same charge.
 The link is a hash of the previous link and of the record itself; the first link is a hash of the
 run's name. So a reader detects a byte that was changed, inserted or removed, and the log of another
@@ -28,7 +28,6 @@ from typing import NamedTuple, Self
 from splitveil.common.errors import StorageError
 from splitveil.common.record.run_folder import storage_errors, write_whole
 
-FIRST_RELEASE_NUMBER = 1 << 62  # from here on releases about all training rows, by stage
 FIRST_RESUMPTION_NUMBER = 3 << 61  # from here on the times that a run went back
 HOW_TO_RECOVER = (
     "the answers already given are no longer known, nor what they revealed about the labels: "

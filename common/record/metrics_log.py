@@ -274,5 +274,6 @@ class RunRecorder:
 
     def _show_progress(self, party: str, rows: AlignedRows, contract: Contract) -> None:
         console = self.console or printing_console(stderr=True, plain=not shows_bars())
-        bar = TrainingProgress(party, rows.total_steps(contract), console=console)
+        steps = None if contract.is_one_shot else rows.total_steps(contract)
+        bar = TrainingProgress(party, steps, console=console)
         self._progress = self._of_run.enter_context(bar)

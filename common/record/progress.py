@@ -30,14 +30,14 @@ class TrainingProgress:
     def __init__(
         self,
         party: str,
-        total_steps: int,
+        total_steps: int | None,
         *,
         console: Console | None = None,
         log_every_s: float = 60.0,
     ) -> None:
         self.steps_done = 0
         self._steps_before = 0
-        self._total_steps = total_steps
+        self._total_steps = total_steps or 0  # a one-shot run has none
         self._console = console or printing_console(stderr=True)
         self._has_bar = self._console.is_terminal  # asked at every step, and looks it up anew
         self._log_every_s = log_every_s

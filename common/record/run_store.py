@@ -2,9 +2,7 @@
 
 checkpoint/run.state             constants of the whole run: its id, nonces, common rows, secrets
 checkpoint/at-0000001234.state   everything that changes, after 1,234 batches
-checkpoint/design0.state         large parts of these states that never change
 checkpoint/answered.log          the answered questions and their charges (active party)
-checkpoint/releases.safetensors  what defenses with stages released about all labels (active party)
 
 A state's file is a SHA-256 digest and JSON with safetensors (``common/run/state_bytes.py``), so it
 cannot run code. Only its owner may access it (0600): it contains secrets.
@@ -13,17 +11,14 @@ cannot run code. Only its owner may access it (0600): it contains secrets.
 import hashlib
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-
-from torch import Tensor
 
 from splitveil.common.errors import StorageError
 from splitveil.common.record import run_folder
 from splitveil.common.record.answer_log import AnswerLog
-from splitveil.common.record.release_file import RELEASES, ReleaseFile
-from splitveil.common.run.progress import IMMUTABLE, State
+from splitveil.common.run.progress import State
 from splitveil.common.run.state_bytes import state_from_bytes, state_to_parts
 from splitveil.common.text.closing import Closing
 
@@ -42,14 +37,6 @@ class OtherVersionError(UnreadableError):
 
 def serialised(state: State) -> Sequence[bytes]:
     return state_to_parts({"version": _VERSION, "state": state})
-
-
-def _divided(state: State) -> tuple[Sequence[bytes], Mapping[str, Tensor]]:
-    """Return a state without its immutable parts, serialised, and these."""
-    if IMMUTABLE not in state:
-        return serialised(state), {}
-    immutable = state[IMMUTABLE]
-    return serialised(state | {IMMUTABLE: dict.fromkeys(immutable)}), immutable
 
 
 def write_serialised(path: Path, content: Sequence[bytes]) -> None:
@@ -125,9 +112,6 @@ class NoStore:
     def answers(self) -> AnswerLog:
         return self.new_answers()
 
-    def releases(self) -> ReleaseFile:
-        return ReleaseFile()
-
 
 class RunStore(Closing):
     """Keeps what one party needs in order to resume a run after its process has ended.
@@ -147,7 +131,6 @@ class RunStore(Closing):
         self._answers: AnswerLog | None = None
         self._writer = ThreadPoolExecutor(1, "checkpoint") if in_background else None
         self._pending: Future[None] | None = None
-        self._immutable: set[str] = set()  # names of the parts that this process has written
 
     def close(self) -> None:
         """Wait until everything is on disk; ``save_soon`` cannot be used afterwards."""
@@ -173,7 +156,6 @@ class RunStore(Closing):
     def save_run(self, state: State) -> None:
         """Start a run: keep its constants, and delete everything of earlier runs."""
         self.forget()
-        run_folder.delete(self._folder / RELEASES)
         run_folder.checkpoint_folder(self._folder.parent)
         write_serialised(self._folder / RUN_STATE, serialised(state))
 
@@ -190,7 +172,7 @@ class RunStore(Closing):
     def save(self, batch_number: int, state: State) -> None:
         """Keep the state after a number of batches, and the newest few of the earlier ones."""
         self._wait()
-        self._keep_only(batch_number, *_divided(state))
+        self._keep_only(batch_number, serialised(state))
         self._forget_old_answers()
 
     def save_soon(self, batch_number: int, state: State) -> None:
@@ -199,16 +181,11 @@ class RunStore(Closing):
             self.save(batch_number, state)
             return
         self._wait()  # before this state is copied, which may be as large as all activations
-        self._pending = self._writer.submit(self._keep_only, batch_number, *_divided(state))
+        self._pending = self._writer.submit(self._keep_only, batch_number, serialised(state))
 
-    def _keep_only(
-        self, batch_number: int, content: Sequence[bytes], immutable: Mapping[str, Tensor]
-    ) -> None:
+    def _keep_only(self, batch_number: int, content: Sequence[bytes]) -> None:
         if self._answers is not None:
             self._answers.sync()  # a log with fewer answers than a state counts is refused
-        for name in immutable.keys() - self._immutable:
-            write_serialised(self._folder / f"{name}.state", serialised({name: immutable[name]}))
-            self._immutable.add(name)
         write_serialised(self._path(batch_number), content)
         for _, path in self._files()[: -self._keep]:
             run_folder.delete(path)
@@ -249,9 +226,6 @@ class RunStore(Closing):
             )
         return self._answers
 
-    def releases(self) -> ReleaseFile:
-        return ReleaseFile.read(self._folder.parent)
-
     def _run_name(self) -> bytes:
         path = self._folder / RUN_STATE
         with run_folder.storage_errors(path, "cannot be read"), path.open("rb") as file:
@@ -260,7 +234,6 @@ class RunStore(Closing):
     def forget(self) -> None:
         self._wait()
         self._answers = None
-        self._immutable.clear()
         for path in [self._folder / RUN_STATE, *self._folder.glob("*.state")]:
             run_folder.delete(path)
         run_folder.delete(self._folder / ANSWERED)
@@ -293,12 +266,9 @@ class RunStore(Closing):
 
     def _read(self, path: Path) -> State | None:
         try:
-            state = read_state(path)
-            for name in state.get(IMMUTABLE, ()):
-                state[IMMUTABLE] |= read_state(self._folder / f"{name}.state")
+            return read_state(path)
         except FileNotFoundError:
             return None
         except UnreadableError as error:
             logger.warning("%s: %s, and is ignored", path, error)
             return None
-        return state

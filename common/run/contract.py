@@ -196,8 +196,8 @@ class Contract(Section):
     evaluation_batch_size: int = Field(default=4096, ge=1, le=1_048_576)
     """Examples per message of an evaluation."""
 
-    epochs: int = Field(ge=1, le=100_000)
-    """Passes over the training rows; in a one-shot run, those of the active party by itself."""
+    epochs: int = Field(default=20, ge=1, le=100_000)
+    """Passes over the training rows, in a run with gradients."""
 
     pipeline_depth: Literal[1, 2, 4] = 1
     """Activations that a passive party has sent before it receives the gradient of the first of

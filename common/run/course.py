@@ -34,9 +34,6 @@ class AlignedRows:
     id_digests: NDArray[np.uint8]
     """Digest of the id at each position, keyed with the joint seed, (aligned, 16)."""
 
-    has_survey: bool = False
-    """Whether the run begins with a survey: one pass over the training rows, without gradients."""
-
     @classmethod
     def derive(
         cls,
@@ -45,8 +42,6 @@ class AlignedRows:
         ids: Sequence[str],
         file_rows: sample_order.Positions,
         file_splits: NDArray[np.int8] | None = None,
-        *,
-        has_survey: bool = False,
     ) -> "AlignedRows":
         """Put the rows of the intersection into the common order and split them.
 
@@ -74,7 +69,7 @@ class AlignedRows:
         samples = sample_order.SampleOrder(
             joint_seed, splits["train"], contract.batch_size, drop_last=contract.drop_last
         )
-        return cls(file_rows, splits, samples, digests, has_survey)
+        return cls(file_rows, splits, samples, digests)
 
     @classmethod
     def of_whole_table(cls, contract: Contract, num_rows: int) -> "AlignedRows":
@@ -139,8 +134,7 @@ class Batch:
 def run_course(contract: Contract, rows: AlignedRows, batch_number: int = 0) -> Iterator[Batch]:
     """Yield the batches of a run: each epoch's training rows, then its held-out rows.
 
-    A survey comes before the first epoch, and its batches count as the first epoch's. A one-shot
-    run has one epoch, in which each row comes once.
+    A one-shot run has one epoch, in which each row comes once; its training rows are a survey.
     """
     held_out = [name for name in HELD_OUT if len(rows.splits[name])]
     size = contract.evaluation_batch_size
@@ -149,10 +143,6 @@ def run_course(contract: Contract, rows: AlignedRows, batch_number: int = 0) -> 
         yield from islice(_one_shot(rows, size, [*passes, "survey", *held_out]), batch_number, None)
         return
     held_out_batches = sum(math.ceil(len(rows.splits[name]) / size) for name in held_out)
-    survey = list(_parts(rows.splits["train"], size)) if rows.has_survey else []
-    surveyed = _batches(rows, 0, "survey", survey, closes_epoch=False)
-    yield from islice(surveyed, batch_number, None)
-    batch_number = max(batch_number - len(survey), 0)
     first_epoch, left_out = divmod(batch_number, rows.order.steps_per_epoch + held_out_batches)
     for epoch in range(first_epoch, contract.epochs):
         batches = _epoch(contract, rows, held_out, epoch)

@@ -75,8 +75,6 @@ class Opening(NamedTuple):
     commitments: tuple[bytes, ...] = ()
     """Commitments to the nonces of all passive parties, if there is more than one."""
 
-    survey: bool = False  # whether the run begins with a survey of the training rows' activations
-
 
 class LeaveReason(Enum):
     FINISHED = "finished"

@@ -18,9 +18,6 @@ from splitveil.common.text.version import VERSION
 
 State = dict[str, Any]  # nested dicts, lists and tuples of tensors and plain values
 
-IMMUTABLE = "immutable"
-"""Part of a state with tensors by name that never change: a store writes each of them once."""
-
 
 class CheckpointStore(Protocol):
     """Keeps what a party needs in order to resume a run after its process has ended."""
@@ -56,8 +53,6 @@ class RunIdentity(NamedTuple):
     passive_nonces: tuple[bytes, ...]  # the passive parties' shares, in the contract's order
     file_rows: Positions  # this party's rows of the common ids, (aligned,), in any order
     data_digest: str  # distinguishes this party's data from others
-    has_survey: bool = False
-    """Whether the run begins with a survey of the training rows' activations."""
 
     @property
     def seed(self) -> bytes:

@@ -19,9 +19,9 @@ import numpy.typing as npt
 SplitName = Literal["train", "validation", "test"]
 
 PassName = Literal["labels", "survey", "train", "validation", "test"]
-"""A pass over rows: over one split in each epoch, or the survey, which goes over the training rows
-once before the first epoch, without gradients. A one-shot run has no pass ``train``; its noisy
-labels, if any, come down in the pass ``labels``."""
+"""A pass over rows: over one split in each epoch. A one-shot run has no pass ``train``, but a
+``survey`` of the training rows, without gradients; its noisy labels, if any, come down in the pass
+``labels``."""
 
 SPLITS: tuple[SplitName, ...] = get_args(SplitName)
 """The names of the splits in a column; in memory, a split is its index into this tuple."""

@@ -86,7 +86,6 @@ def encode_opening(opening: Opening) -> pb.HandshakeReply:
         nonce=opening.nonce,
         resumes_at=opening.resumes_at,
         nonce_commitments=opening.commitments,
-        survey=opening.survey,
     )
 
 
@@ -103,9 +102,7 @@ def decode_opening(reply: pb.HandshakeReply, offer: Offer | None) -> Opening:
         reply.run_id != offer.run_id or resumes_at not in offer.batch_numbers
     ):
         raise InvalidMessage("the active party resumes another run than this one")
-    return Opening(
-        reply.run_id, reply.contract_digest, reply.nonce, resumes_at, commitments, reply.survey
-    )
+    return Opening(reply.run_id, reply.contract_digest, reply.nonce, resumes_at, commitments)
 
 
 def encode_course(batch: BatchId, course: Course) -> pb.EvaluateReply:

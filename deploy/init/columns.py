@@ -199,7 +199,6 @@ class Column(NamedTuple):
     identifies: str = ""  # why the values seem to be drawn without replacement, as identifiers are
     low: float = 0.0  # the least of the numbers; 0 for other cells
     high: float = 0.0
-    variance: float = 0.0  # of the numbers over the rows
     total: float = 0.0  # of the numbers, if more than five are not 0
     almost: Almost | None = None  # what nearly all cells are, if others prevent reading it so
     time_formats: tuple[str | None, ...] = ()  # forms of strptime; None for ISO 8601
@@ -283,7 +282,6 @@ def describe(
         identifies="" if nearly else why_identifiers(numbers, counts),
         low=float(numbers.min()) if len(numbers) else 0.0,
         high=float(numbers.max()) if len(numbers) else 0.0,
-        variance=_variance(numbers, counts) if len(numbers) and nearly is None else 0.0,
         total=float(numbers @ counts) if counts[: len(numbers)] @ (numbers != 0) > 5 else 0.0,
         almost=nearly,
         time_formats=formats,
@@ -361,8 +359,3 @@ def _kind_of_texts(column: CategoricalColumn, is_number: NDArray[np.bool_]) -> _
     if column.is_nearly_all(is_time):
         return "text", almost(column, "dates or times", is_time), ()
     return "text", almost_numbers(column, is_number), ()
-
-
-def _variance(numbers: NDArray[np.float64], counts: NDArray[np.int64]) -> float:
-    centred = numbers - np.average(numbers, weights=counts)
-    return float(np.average(centred**2, weights=counts))

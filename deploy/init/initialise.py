@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +17,11 @@ from splitveil.common.data.kinds import with_advice
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import ColumnsInMemory
 from splitveil.common.data.table import Table, table_of
-from splitveil.common.errors import SettingsError
+from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.json_output import print_json
+from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import Address, load_party_settings
+from splitveil.common.record.run_folder import write_text_atomically
 from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.settings import validate
 from splitveil.common.text.visible_text import visible
@@ -33,6 +36,7 @@ from splitveil.deploy.init.proposal import (
     write_files,
 )
 from splitveil.deploy.init.tables import RawTable, read_raw
+from splitveil.passive_party.exposure_plan import exposure_plan_of
 from splitveil.passive_party.settings import PassiveSettings
 
 
@@ -42,6 +46,7 @@ class Written(NamedTuple):
     files: Sequence[Path]
     id_doubts: Sequence[str]  # forms of ids that the other party may not write
     codes: Sequence[str]  # read as "no value", as columns of numbers hold them repeatedly
+    width: str  # says how many numbers the columns allow to be sent; empty without labels' contract
 
     def remarks(self) -> list[tuple[str, str]]:
         """Say which marks are none of the cells' own, and which texts mean "no value"."""
@@ -93,6 +98,7 @@ class Written(NamedTuple):
                 for column in self.columns
             },
             "contract": p.sizes._asdict(),
+            "width": self.width,
         }
 
 
@@ -135,10 +141,11 @@ def initialise(
     read = _read_as_a_run_does(table, proposal, texts[f"{terms.role}.yaml"])
     files = write_files(terms.folder, texts, force=force)
     _check_loadable(terms)
+    width = "" if terms.role == ACTIVE else _narrow(terms.folder)
     doubts = [*read.id_doubts]
     if rows := read.id_report.contradicting:
         doubts.append(f"{rows:,} of the rows with the id of an earlier row {CONTRADICTING}")
-    return Written(proposal, columns, files, doubts, codes)
+    return Written(proposal, columns, files, doubts, codes, width)
 
 
 def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> Table:
@@ -155,6 +162,37 @@ def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> Table
     if choices.label is None:  # the contract, which this party does not write, may not fold case
         rule = rule.model_copy(update={"fold_case": False})
     return table_of(source, settings, None, [rule])
+
+
+def _narrow(folder: Path) -> str:
+    """Write the width that the columns allow into the contract beside; say what it is, if any."""
+    path = folder / "contract.yaml"
+    if not path.exists():
+        return "contract.yaml is not here yet; then: splitveil passive plan passive.yaml"
+    settings = load_party_settings(
+        PassiveSettings, folder / "passive.yaml", ["contract.cut_shape=[1]"]
+    )
+    if not settings.contract.is_one_shot:
+        return ""
+    try:
+        plan = exposure_plan_of(settings, PartyData.of(settings))
+    except SplitveilError as error:
+        return f"{error}"
+    most = settings.max_exposure or 1.0
+    width = plan.widest(most) or min(plan.exposures)
+    disclosed = math.ceil(100 * plan.exposures[width].disclosure) / 100
+    said = f"which gives away {disclosed:.2f} of what the feature owner's columns hide"
+    line = f"cut_shape: [{width}]  # numbers that are sent per row, {said}: splitveil passive plan"
+    _write_line(path, line, 0o644)
+    if disclosed > most:
+        _write_line(folder / "passive.yaml", f"max_exposure: {disclosed}  # of one number", 0o600)
+    return f"contract.yaml: cut_shape: [{width}], {said}"
+
+
+def _write_line(path: Path, line: str, mode: int) -> None:
+    name, text = line.partition(":")[0], path.read_text(encoding="utf-8")
+    text = re.sub(f"^{name}:.*$", lambda _: line, text, flags=re.MULTILINE)
+    write_text_atomically(path, text, mode)
 
 
 def _check_loadable(terms: Terms) -> None:
@@ -248,6 +286,8 @@ def _print(written: Written, role: str) -> None:
         say(*what)
     if label is not None:
         say("exchange", "one_shot: nothing that depends on a label is sent")
+    if written.width:
+        say("columns", written.width)
     for path in written.files:
         say("written", str(path))
     own = next(path for path in written.files if path.name != "contract.yaml")

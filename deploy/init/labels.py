@@ -9,7 +9,6 @@ from difflib import SequenceMatcher
 from shlex import quote
 from typing import NamedTuple
 
-from splitveil.active_party.defenses.projected.label_utility import share_of_variance
 from splitveil.common.data.settings import MAX_CLASSES, class_key
 from splitveil.common.errors import SettingsError
 from splitveil.common.text.wording import suggest
@@ -31,7 +30,6 @@ class Within(NamedTuple):
     high: float
     is_chosen: bool  # by the user; otherwise proposed after a look at the labels
     holds_all: bool
-    variance: float  # of the labels, each as its share of the range; at most 1/4
 
     @property
     def outside(self) -> str:
@@ -65,10 +63,7 @@ class Label(NamedTuple):
 
     @property
     def rarest_share(self) -> float:
-        """The share of the rarer class; of numbers, that of 0 and 1 of the same variance."""
-        if self.within is not None:
-            # Of labels that are almost all the same, it would be 0 after rounding.
-            return max(share_of_variance(self.within.variance), 1e-9)
+        """The share of the rarest class."""
         return max(min(self.shares.values()), 1e-9)
 
     @property
@@ -248,8 +243,7 @@ def _of_classes(read: Label, column: Column, positive: tuple[str, ...]) -> Label
 
 def _within(column: Column, low: float, high: float, *, is_chosen: bool) -> Within:
     holds_all = low <= column.low and column.high <= high
-    variance = min(column.variance / (high - low) ** 2, 0.25)
-    return Within(low, high, is_chosen, holds_all, variance)
+    return Within(low, high, is_chosen, holds_all)
 
 
 def _rounded_up(number: float) -> float:

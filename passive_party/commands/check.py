@@ -28,9 +28,14 @@ from splitveil.passive_party.settings import PassiveSettings
 
 def check(parsed: argparse.Namespace) -> None:
     settings = command_line.load_settings(PassiveSettings, parsed, "passive")
+    is_one_sided = settings.contract.is_one_sided
 
     def connection() -> str:
         credentials = credential_files(settings, settings.party)
+        if is_one_sided:
+            at = settings.answers.listen
+            security = check_security(credentials, at, "answers.listen")
+            return f"answers.listen: {at}, where serve offers the sealed table; {security}"
         security = check_security(credentials, settings.connect, "connect")
         state = "probed below" if parsed.connect else _peer_state(settings)
         return f"connect: {state}; security: {security}"
@@ -78,9 +83,10 @@ def check(parsed: argparse.Namespace) -> None:
             data_and_model,
         ]
     ]
-    then = "check {} --connect, while the active party does"
+    is_ready = parsed.connect or is_one_sided
+    then = "run {}" if is_ready else "check {} --connect, while the active party does"
     if parsed.connect:
-        parts, then = [*parts, _probes(settings, parsed.wait)], "run {}"
+        parts = [*parts, _probes(settings, parsed.wait)]
     command_line.report_check(
         settings, parsed, parts, details, f"splitveil passive {then.format(parsed.settings)}"
     )

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from splitveil.common.errors import ContractMismatch, DataError, PeerEndedForGood, PeerError
+from splitveil.common.alignment.buckets import padded_size
+from splitveil.common.errors import ContractMismatch, PeerEndedForGood, PeerError
 from splitveil.common.party import command_line
 from splitveil.common.party.endpoint import serving_status
 from splitveil.common.party.party_data import PartyData
@@ -62,11 +63,7 @@ def _fit(
     """Fit the bottom model to the whole table, which ``splitveil passive serve`` then offers."""
     contract = settings.contract
     data = PartyData.of(settings)
-    if len(data.ids) > contract.alignment.max_set_size:
-        raise DataError(
-            f"{data.table.source}: expected at most {contract.alignment.max_set_size:,} ids "
-            f"(contract.alignment.max_set_size), got {len(data.ids):,}"
-        )
+    padded_size(len(data.ids), 1, contract.alignment.max_set_size)
     folder = _open_folder(settings, process, fresh=fresh)
     if folder is None:
         return

@@ -227,7 +227,7 @@ def _chosen(defense: DefenseChoice | Iterable[DefenseChoice] | None) -> list[Nam
 def _job(
     source: Path, base: Overrides, defense: NamedDefense, seed: int, runs: Path, *, is_only: bool
 ) -> Job:
-    name = load(source, base).active.contract.run_name
+    name = load(source, base.adding(*defense.overrides)).active.contract.run_name
     title = f"seed {seed}" if is_only else f"{defense.title} seed {seed}"
     own = NamedDefense(title, defense.settings).run_name(name)
     seeded = dict(defense.settings)

@@ -261,7 +261,7 @@ def test_check_says_where_rows_fill_no_batch(
             "follows the protocol, all 2 epochs",
         ),
         ("{name: marvell}", ["none", "none", "likely"], "no promise, and only a run_budg"),
-        ("{name: projected_labels}", ["0.600"] * 3, "does whatever it likes, all 2 ep"),
+        ("{name: noisy_label}", ["0.639"] * 3, "does whatever it likes, all 2 ep"),
     ],
 )
 def test_a_plan_answers_one_question_in_a_table_and_a_sentence(
@@ -280,12 +280,14 @@ def test_a_plan_answers_one_question_in_a_table_and_a_sentence(
 
 
 def test_a_plan_is_printed_as_json(folder: Path, call: Call) -> None:
-    words = ("active", "plan", folder / "active.yaml", "--set", "defense={name: projected_labels}")
+    words = ("active", "plan", folder / "active.yaml", "--set", "defense={name: noisy_label}")
     found = call(*words, "--json", "--target-leak-auc", "0.65").json()
-    assert found["defense"] == "projected_labels"
-    assert [one["bound_anybody"] for one in found["answers"]] == pytest.approx([0.6, 0.6])
+    assert found["defense"] == "noisy_label"
+    assert [one["bound_anybody"] for one in found["answers"]] == pytest.approx(
+        [0.63815, 0.63815], abs=1e-5
+    )
     assert found["target"]["leak_auc"] == 0.65
-    assert "0.600" in call(*words).out
+    assert "0.639" in call(*words).out
     own = ("--set", f"runs_dir={folder / 'planned'}")
     wrong = call(*words, *own, "--target-leak-auc", "1.5")
     assert (wrong.exit_code, wrong.out) == (2, "")

@@ -203,21 +203,6 @@ def test_exported_halves_give_of_numbers_as_they_are_what_trained_ones_and_predi
     )
 
 
-def test_the_refitted_top_comes_out_only_where_it_is_asked_for(
-    columns: Columns, tmp_path: Path
-) -> None:
-    active, passive = columns
-    given: dict[str, Any] = {"key": "id", "attacks": [], "settings": SHORT}
-    (run,) = simulate(active=active, passive=passive, defense="projected_labels", **given)
-    trained, refitted = weights_of(run.path, "active"), run.model("active", "refitted").state_dict()
-    assert all(
-        torch.equal(one, trained[name]) for name, one in run.model("active").named_parameters()
-    )
-    assert any(not torch.equal(refitted[name], trained[name]) for name in trained)
-    exported = torch.export.load(run.export(tmp_path)[0]).state_dict
-    assert all(torch.equal(exported[f"model.{name}"], trained[name]) for name in trained)
-
-
 @pytest.mark.parametrize("kind", ["torch.export", "onnx"])
 def test_images_go_into_an_exported_half_as_bytes(
     kind: Format,

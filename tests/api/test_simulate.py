@@ -714,7 +714,7 @@ def test_tables_of_earlier_runs_stay_beside_them(columns: Columns, tmp_path: Pat
     assert len(predict(first)) == 300
 
 
-@pytest.mark.parametrize("defense", ["marvell", "projected_labels"])
+@pytest.mark.parametrize("defense", ["marvell", "noisy_label"])
 def test_an_exported_run_has_its_bits_at_real_parties(
     defense: str, columns: Columns, tmp_path: Path
 ) -> None:

@@ -130,7 +130,6 @@ def test_defenses_of_one_s_own_and_several_classes_are_called_alike() -> None:
 @pytest.mark.parametrize(
     ("chosen", "reason"),
     [
-        (defenses.ProjectedLabels(leak_auc=0.6), "projected_labels releases sums"),
         (defenses.NoisyLabel(kind="laplace", epsilon=1), "noisy_label replaces labels"),
         (defenses.own(Replacing), "custom replaces labels"),
         (defenses.Gafm(), "gafm has a loss of its own"),

@@ -1,43 +1,10 @@
 """Numbers as labels: what attacks read, and targets against an oracle."""
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.projected.release import exact_sums, on_label_grid
 from splitveil.common.privacy import number_attacks
-from tests.support.projected import random_design
-
-
-def test_any_two_values_move_the_sums_by_no_more_than_the_ends() -> None:
-    rows = random_design(0, 300, rank=32)
-    labels = on_label_grid(torch.rand(300, generator=torch.Generator().manual_seed(2)))
-    before = exact_sums(rows, labels)
-    for row in range(0, 300, 7):
-        for value in (0.0, 0.4, 1.0):
-            changed = labels.clone()
-            changed[row] = on_label_grid(torch.tensor([value]))[0]
-            moved = float((exact_sums(rows, changed) - before).norm())
-            assert moved <= abs(float(changed[row] - labels[row])) + 1e-12
-            assert moved <= 1
-
-
-@pytest.mark.parametrize("wrong", [-0.25, 1.25, 0.1, float("nan")])
-def test_what_could_not_be_summed_exactly_is_refused(wrong: float) -> None:
-    labels = torch.zeros(300, dtype=torch.float64)
-    labels[7] = wrong
-    with pytest.raises(ValueError, match="expected labels of 0 and 1, or numbers"):
-        exact_sums(random_design(0, 300, rank=32), labels)
-
-
-def test_sums_of_a_large_table_are_exact_in_any_order() -> None:
-    generator = torch.Generator().manual_seed(3)
-    labels = on_label_grid(torch.rand(20_000, generator=generator))
-    rows = random_design(1, 20_000, rank=32)
-    shuffled = torch.randperm(20_000, generator=generator)
-    other = rows._replace(steps=rows.steps[shuffled])
-    assert torch.equal(exact_sums(rows, labels), exact_sums(other, labels[shuffled]))
 
 
 def gradients_of(labels: Tensor, predictions: Tensor) -> tuple[Tensor, Tensor]:

@@ -224,9 +224,9 @@ PROGRAMS = [page for page in GUIDE if any(one.language == "python" for one in bl
 
 
 PRINTED = {
-    "README.md": r"projected_labels",
+    "README.md": r"noisy_label",
     "docs/guide/python-api.md": (
-        r"(?s)projected_labels.*\n0\.(6|59)\d*\ncomparison\.html\n0\.\d+\n.*clipped ratio=0\.5"
+        r"(?s)noisy_label.*\n0\.(6|59)\d*\ncomparison\.html\n0\.\d+\n.*clipped ratio=0\.5"
         r".*True 0\.\d+.*cut/largest.*'active\.pt2', 'passive\.pt2'.*nobody +False.*EpsilonBound"
         r".*\n(0\.[5-9]|1\.0)\d*\n.*power ratio.*0\.6"
     ),

@@ -39,10 +39,10 @@ def test_the_notebook_does_with_modules_frames_and_sweeps_what_it_says(
     shown = [one.data for one in outputs if one.output_type == "execute_result"]
     said = "".join(one.text for one in outputs if one.output_type == "stream")
     sweep, epochs, rows, *aucs, weights, difference, attacks, ledger, again, repeated = shown
-    assert all(f"<td>{name}</td>" in sweep["text/html"] for name in ("marvell", "projected_labels"))
+    assert all(f"<td>{name}</td>" in sweep["text/html"] for name in ("marvell", "noisy_label"))
     assert epochs["text/html"].count("<tr") == 1 + 3 * 2 * 2
     assert "<html" in (tmp_path / "report.html").read_text()
-    assert "simulated-projected_labels-seed-1" in (tmp_path / "comparison.html").read_text()
+    assert "simulated-noisy_label-seed-1" in (tmp_path / "comparison.html").read_text()
     assert "have 400 and 360 rows" in said
     assert rows["text/plain"] == "360"
     assert [0 < float(one["text/plain"]) < 1 for one in aucs] == [True] * 3

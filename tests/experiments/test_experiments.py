@@ -21,6 +21,7 @@ from PIL import Image
 from pyarrow import parquet
 from torch import Tensor, nn
 
+from splitveil.active_party.defenses.dp_bounds import mu_of_leak_auc
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import DataError, Interrupted, SettingsError
 from splitveil.common.models.dense import WideDeepTop
@@ -33,7 +34,6 @@ from splitveil.common.record.run_folder import claimed
 from splitveil.common.record.run_record import METRICS, write_summary
 from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
 from splitveil.deploy import flights
-from splitveil.experiments import preparation
 from splitveil.experiments.__main__ import main
 from splitveil.experiments.cells import (
     PREPARED,
@@ -134,13 +134,12 @@ def test_a_sweep_of_guarantees_sets_the_strength_that_each_needs() -> None:
         cells = cells_of(experiment, Choice(seeds=1))
         return [(cell.variant, cell.settings["active"]["defense"]) for cell in cells]
 
-    projected = {"name": "projected_labels", "rank": 5}
-    assert found(projected) == [
-        (f"bounded {auc}", projected | {"strength": {"leak_auc": auc}}) for auc in (0.55, 0.6)
-    ]
+    for auc, (name, noisy) in zip((0.55, 0.6), found({"name": "noisy_label"}), strict=True):
+        assert name == f"bounded {auc}"
+        assert 1 / noisy["mechanism"]["noise_ratio"] == pytest.approx(mu_of_leak_auc(auc))
     with pytest.raises(SettingsError, match="no strength of marvell holds against every peer"):
         found({"name": "marvell"})
-    wrong = {"name": "projected_labels", "ranks": 5}  # reported with the cell's other problems
+    wrong = {"name": "noisy_label", "ranks": 5}  # reported with the cell's other problems
     assert found(wrong) == [("bounded 0.55", wrong), ("bounded 0.6", wrong)]
 
 
@@ -634,22 +633,22 @@ def test_a_sweep_has_a_curve_per_variant_and_standard_errors() -> None:
     refits = {0.6: (0.79, 0.87), 0.55: (0.70, 0.80)}
     for bound, aucs in refits.items():
         for seed, auc in enumerate(aucs):
-            name = f"projected {bound}"
+            name = f"gaussian {bound}"
             rows.append(row(name, seed, "test_auc_refit", auc, setting=bound))
             rows.append(row(name, seed, "test_auc", auc - 0.01, setting=bound))
     rows += [row("laplace 0.6", 0, "test_auc", 0.65, setting=0.6)]
     rows += [row("untrained", 0, "test_auc", 0.6)]
     plot = SweepPlot(kind="sweep", statistic="test_auc_refit", less="none", axis="bound")
     curves = sweep(plot, rows)
-    assert set(curves) == {"projected", "laplace", "untrained"}
-    weak, strong = curves["projected"]
+    assert set(curves) == {"gaussian", "laplace", "untrained"}
+    weak, strong = curves["gaussian"]
     assert (weak.x, strong.x) == (0.55, 0.6)
     assert (strong.y, strong.y_sd) == pytest.approx((-0.02, 0.01))  # -0.01 and -0.03
     (laplace,) = curves["laplace"]  # has no refit
     assert laplace[:4] == pytest.approx((0.6, 0.0, -0.15, 0.0))
     assert math.isinf(curves["untrained"][0].x)
     figure = Figure(statistic="test_auc_refit", less="none", less_statistic="test_auc")
-    assert values_of(rows, figure)["cancer", "projected 0.6"] == pytest.approx([-0.01, -0.03])
+    assert values_of(rows, figure)["cancer", "gaussian 0.6"] == pytest.approx([-0.01, -0.03])
 
 
 def test_the_course_of_a_leak_is_the_mean_over_seeds_at_each_step() -> None:
@@ -780,24 +779,13 @@ NEEDS_FLIGHTS = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "files"),
-    [
-        ("synthetic", {"synthetic.parquet"}),
-        pytest.param("flights", {flights.AIRLINE, flights.AIRPORTS}, marks=NEEDS_FLIGHTS),
-    ],
-)
+@NEEDS_FLIGHTS
 def test_what_comes_from_no_file_needs_no_folder_of_data(
-    name: str, files: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparation, "SYNTHETIC_ROWS", 4000)
     monkeypatch.delenv("SPLITVEIL_DATA", raising=False)
-    prepare(name, tmp_path)
-    assert files <= {path.name for path in tmp_path.iterdir()}
-    if name == "synthetic":  # both parties' features tell of the label
-        made = parquet.read_table(tmp_path / "synthetic.parquet")
-        for own in (made["passive.0"], made["active.0"]):
-            assert abs(np.corrcoef(own, made["y"])[0, 1]) > 0.1
+    prepare("flights", tmp_path)
+    assert {flights.AIRLINE, flights.AIRPORTS} <= {path.name for path in tmp_path.iterdir()}
 
 
 def test_a_preparation_without_its_raw_file_says_so(

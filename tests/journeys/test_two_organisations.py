@@ -159,7 +159,7 @@ def test_a_run_prints_a_line_for_each_epoch_and_few_others(machines: Machines, p
     assert len(others) <= 12, others
     assert "rows are aligned: " in "\n".join(others)
     if party == "active":
-        assert any("projected_labels, bound on the leak AUC of the" in line for line in others)
+        assert any("noisy_label, bound on the leak AUC of the" in line for line in others)
 
 
 def test_the_plan_names_the_defense_that_init_has_chosen(machines: Machines) -> None:

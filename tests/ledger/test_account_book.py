@@ -4,6 +4,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,9 @@ from safetensors.torch import load, save
 from splitveil.active_party.defenses import LeakCharge
 from splitveil.active_party.ledger.account_book import AccountBook, persons_of
 from splitveil.active_party.ledger.bounds import holds_against
+from splitveil.common.data.ids import numbered_subjects, read_subjects
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.privacy.adversary import Adversary
 
 CHARGES = [2.0**-number for number in range(5)]
@@ -237,3 +241,18 @@ def test_what_is_no_book_is_refused(break_it: str) -> None:
             state["examples"] = state["examples"][:2]
     with pytest.raises(ValueError, match=r"accounts|expected"):
         AccountBook.from_state(state)
+
+
+def test_a_row_without_a_person_has_one_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "active.csv").write_text("id,own1,person\na,1,x\nb,2,\nc,3,x\nd,4,\n")
+    given = {"source": {"kind": "csv", "path": "active.csv"}, "id_column": "id"}
+    settings = DataSettings.model_validate(given | {"features": {"numeric": ["own1"]}})
+    first, second, third, fourth = numbered_subjects(
+        read_subjects(settings, tmp_path, "person")
+    ).tolist()
+    assert first == third
+    assert len({first, second, fourth}) == 3
+    with pytest.raises(DataError, match="nobody"):
+        read_subjects(settings, tmp_path, "nobody")
+    with pytest.raises(SettingsError, match="'own1' is a feature, too"):
+        read_subjects(settings, tmp_path, "own1")

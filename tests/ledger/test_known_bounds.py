@@ -19,7 +19,6 @@ from splitveil.active_party.defenses import (
     LeakCharge,
     MarvellDefense,
     NoisyLabelDefense,
-    ProjectedLabelsDefense,
     dp_bounds,
 )
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
@@ -289,9 +288,12 @@ def test_a_top_model_that_knows_the_labels_leaves_the_figure_of_the_draw_and_no_
 
 def test_settings_keep_everything_but_their_strength() -> None:
     context = DefenseContext((4,), epochs=30)
-    projected = ProjectedLabelsDefense(rank=9).at_leak_auc(0.55, context)
-    assert projected.rank == 9
-    assert projected.strength.of_run == pytest.approx(math.sqrt(2) * stats.norm.ppf(0.55))
+    gaussian = NoisyLabelDefense(insecure_noise_seed=9).at_leak_auc(0.55, context)
+    assert gaussian is not None
+    assert gaussian.noise_seed == 9
+    assert isinstance(gaussian.mechanism, GaussianLabels)
+    mu = math.sqrt(2) * stats.norm.ppf(0.55)
+    assert gaussian.mechanism.noise_ratio == pytest.approx(1 / mu)
     noisy = NoisyLabelDefense(mechanism=LaplaceLabels(kind="laplace", epsilon=3, posterior="model"))
     found = noisy.at_leak_auc(0.55, context)
     assert found is not None

@@ -5,10 +5,8 @@ training, and small batches lack a class, which is what drives charges up.
 """
 
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import NormalDist
 
 import pytest
 
@@ -161,21 +159,3 @@ def test_a_bound_that_does_not_hold_for_every_peer_says_so(
     plan = printed_plan(two, f"defense={{{defense}}}")
     assert said in plan
     assert ("not describe" in plan) is bool(said)
-
-
-def test_the_plan_says_what_projected_labels_can_teach(two: Path) -> None:
-    """The example has 160 rows, of which 128 are trained on, half of them positive."""
-    defense = "defense={name: projected_labels, strength: {leak_auc: 0.6}, rank: 16}"
-    said = printed_plan(two, *[defense])
-    mu = math.sqrt(2) * NormalDist().inv_cdf(0.6)
-    found = re.search(
-        r"([\d,]+) training rows teach at most what ([\d,]+) rows with unprotected", said
-    )
-    assert found is not None
-    rows, worth = (int(number.replace(",", "")) for number in found.groups())
-    share = float(re.search(r"([\d.]+)% positive", said).group(1)) / 100  # type: ignore[union-attr]
-    sampling = share * (1 - share)
-    assert worth == pytest.approx(rows / (1 + 16 / (rows * mu**2 * sampling)), abs=1)
-    assert 0 < worth < rows / 3
-    assert "positives; the price at other sizes" in said
-    assert "What is possible" not in printed_plan(two, *["defense={name: none}"])

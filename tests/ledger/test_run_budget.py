@@ -391,15 +391,15 @@ def test_early_stopping_takes_the_bound_for_anybody_away(example: Path, tmp_path
 def test_a_release_is_held_against_the_budget_by_its_exact_figure(
     example: Path, tmp_path: Path
 ) -> None:
-    projected = (
-        "defense={name: projected_labels, strength: {leak_auc: 0.6}, stages: 2, rank: 4, "
-        "insecure_noise_seed: 1}"
-    )
-    fits = summary_of(parties_with(example, projected, "run_budget={leak_auc: 0.6}"), tmp_path)
     mu = math.sqrt(2) * NormalDist().inv_cdf(0.6)
+    noisy = (
+        f"defense={{name: noisy_label, mechanism: {{kind: gaussian, noise_ratio: {1 / mu}}}, "
+        f"insecure_noise_seed: 1}}"
+    )
+    fits = summary_of(parties_with(example, noisy, "run_budget={leak_auc: 0.6}"), tmp_path)
     assert fits["bounds"][0]["leak_auc"] == pytest.approx(0.6, rel=1e-9)
     assert fits["bounds"][0]["mu"] == pytest.approx(mu, rel=1e-9)
-    parties = parties_with(example, projected, "run_budget={leak_auc: 0.59}")
-    with pytest.raises(BudgetExhausted, match=r"run_budget: stage 1 would take .* for anybody"):
+    parties = parties_with(example, noisy, "run_budget={leak_auc: 0.59}")
+    with pytest.raises(BudgetExhausted, match=r"run_budget: epoch 1 .* would take .* for anybody"):
         run_in_process(parties)
     assert parties.session.leak_bounds().sum_kl.max == 0

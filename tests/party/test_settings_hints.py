@@ -27,7 +27,7 @@ from tests.support.runs import ACTIVE, CONTRACT, write_yaml
         (["optimizer", "adam", "learning_rat"], "optimizer.learning_rate"),
         (["run_name"], "contract.run_name"),
         (["data", "learning_rate"], "optimizer.learning_rate"),
-        (["defense", "projected_labels", "leak_auc"], "defense.strength.leak_auc"),
+        (["defense", "noisy_label", "noise_ratio"], "defense.mechanism.noise_ratio"),
         (["defense", "marvell", "power_ratio"], "defense.strength.power_ratio"),
         (["defense", "max_norm", "power_ratio"], None),
         (["optimizer", "adam", "momentum"], None),

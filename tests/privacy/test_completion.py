@@ -252,7 +252,7 @@ def test_features_are_computed_in_blocks_and_too_many_not_at_all(
     [
         ("{name: none}", "[64, 64, 64]", True),
         ("{name: none}", "[]", False),
-        ("{name: projected_labels, insecure_noise_seed: 7}", "[64, 64, 64]", False),
+        ("{name: noisy_label, insecure_noise_seed: 7}", "[64, 64, 64]", False),
     ],
 )
 def test_a_deep_bottom_model_memorises_labels_that_no_defense_protects(

@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 from splitveil.active_party.commands.program import main
 from splitveil.active_party.defenses.dp_bounds import mu_of_leak_auc
-from splitveil.active_party.defenses.projected.label_utility import label_utility
 from splitveil.active_party.report import read_run, write_comparison, write_report
 from splitveil.active_party.report.bounds import assessment_of
 from splitveil.active_party.report.decision import Decision, decide
@@ -69,7 +68,7 @@ def write_run(
             "epochs": 5,
             "split": {"kind": "hash", "train": 0.8, "test": 0.2},
         },
-        "defense": {"name": "projected_labels", "strength": {"leak_auc": 0.6}},
+        "defense": {"name": "noisy_label"},
     }
     (active / "settings.yaml").write_text(yaml.safe_dump(values | dict(settings or {})))
     auc = _write_predictions(active, first_id, noise_seed)
@@ -155,22 +154,21 @@ def test_bounds_and_measured_attacks_are_held_against_the_target(
     assert proved.outcome == ("pass" if is_above else decision.outcome)
 
 
-def test_the_next_step_is_a_setting_with_the_price_of_plan(tmp_path: Path) -> None:
+def test_the_next_step_is_a_setting_that_bounds_the_leak_at_the_target(tmp_path: Path) -> None:
     marvell = {"defense": {"name": "marvell"}}
     decision = decision_of(write_run(tmp_path / "run", bound=1.0, settings=marvell), 0.65)
     (step,) = decision.steps
-    projected = {"name": "projected_labels", "strength": {"leak_auc": 0.65}}
-    assert yaml.safe_load(step.setting) == {"defense": projected}
-    worth = label_utility(8_000, 0.2, mu_of_leak_auc(0.65), 96)
-    assert f"8,000 training rows teach at most what {worth.rows:,.0f} rows" in step.price
+    gaussian = {"kind": "gaussian", "noise_ratio": 1 / mu_of_leak_auc(0.65), "posterior": "none"}
+    noisy = {"name": "noisy_label", "mechanism": gaussian}
+    assert yaml.safe_load(step.setting) == {"defense": noisy}
     assert "has a test AUC of 0.7" in step.price
-    prices = {price.leak_auc: price for price in decision.prices}
-    assert prices[0.65].is_target
-    assert prices[0.65].rows == pytest.approx(worth.rows)
-    assert [price.share for price in decision.prices] == sorted(p.share for p in decision.prices)
-    weaker = {"defense": {**projected, "strength": {"leak_auc": 0.7}, "rank": 32}}
-    (step,) = decision_of(write_run(tmp_path / "b", bound=0.7, settings=weaker), 0.65).steps
-    assert yaml.safe_load(step.setting) == {"defense": {**projected, "rank": 32}}
+    own = {"name": "noisy_label", "mechanism": {"kind": "laplace", "epsilon": 3}}
+    (step,) = decision_of(
+        write_run(tmp_path / "b", bound=0.7, settings={"defense": own}), 0.65
+    ).steps
+    found = yaml.safe_load(step.setting)["defense"]["mechanism"]
+    assert found["kind"] == "laplace"
+    assert found["epsilon"] < 3
 
 
 def test_what_leaves_no_bound_has_to_go_first(tmp_path: Path) -> None:
@@ -183,20 +181,10 @@ def test_what_leaves_no_bound_has_to_go_first(tmp_path: Path) -> None:
 BUDGET = {"run_budget": {"leak_auc": 0.62}}
 
 
-@pytest.mark.parametrize("defense", ["projected_labels", "none"])
-def test_too_low_a_test_auc_asks_for_a_weaker_bound_or_more_rows_to_learn_from(
-    tmp_path: Path, defense: str
-) -> None:
-    settings = {
-        "report": {"target_leak_auc": 0.6, "min_test_auc": 0.76},
-        "defense": {"name": defense},
-    }
+def test_too_low_a_test_auc_asks_for_more_rows_to_learn_from(tmp_path: Path) -> None:
+    settings = {"report": {"target_leak_auc": 0.6, "min_test_auc": 0.76}}
     step = decision_of(write_run(tmp_path / "run", settings=settings)).steps[-1]
-    if defense == "none":
-        assert "more aligned rows" in step.setting
-    else:
-        assert yaml.safe_load(step.setting) == {"report": {"target_leak_auc": 0.65}}
-        assert "65 of 100 pairs instead of 60" in step.price
+    assert "more aligned rows" in step.setting
     assert "test rows" not in f"{step.why} {step.price}"
 
 

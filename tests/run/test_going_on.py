@@ -30,7 +30,6 @@ from splitveil.common.record import run_folder
 from splitveil.common.record.run_folder import write_bytes_atomically
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.messages import Activation, Answer, BatchId, Course, LeaveReason, Offer
-from splitveil.common.run.progress import IMMUTABLE
 from splitveil.common.text.version import VERSION
 from splitveil.common.wire.connection import MAX_DAMAGED
 from tests.support.equality import assert_same, assert_same_weights
@@ -256,30 +255,6 @@ def test_a_store_keeps_the_newest_few_readable_by_their_owner_alone(tmp_path: Pa
     assert store.run() is None
     with pytest.raises(StorageError, match="cannot be read"):
         store.load(5)
-
-
-def test_an_immutable_part_of_states_is_written_once_and_read_with_each(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    store, parts = RunStore(tmp_path, keep=2), {"one": torch.ones(3), "two": torch.zeros(2)}
-    store.save_run({})
-    store.save(1, {IMMUTABLE: {"one": parts["one"]}})
-    path = tmp_path / "checkpoint" / "one.state"
-    first = path.stat().st_ino
-    store.save(2, {IMMUTABLE: parts})
-    assert (path.stat().st_ino, path.stat().st_mode & 0o777) == (first, 0o600)
-    other = RunStore(tmp_path, keep=2)
-    assert other.checkpoints() == [1, 2]
-    found = other.load(2)[IMMUTABLE]
-    assert found.keys() == parts.keys()
-    assert all(torch.equal(found[name], part) for name, part in parts.items())
-    assert other.load(1)[IMMUTABLE].keys() == {"one"}
-    path.write_bytes(path.read_bytes()[:-1])
-    with caplog.at_level(logging.WARNING):
-        assert other.checkpoints() == []
-    assert "is damaged" in caplog.text
-    other.forget()
-    assert not list((tmp_path / "checkpoint").iterdir())
 
 
 def test_a_state_saved_soon_is_the_one_at_the_call_and_is_there_for_every_reader(

@@ -31,7 +31,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from splitveil.active_party.defenses import noisy_label
-from splitveil.active_party.defenses.projected.stages import StageRelease
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.trainer_builder import TrainerBuilder
@@ -43,7 +42,7 @@ from splitveil.common.privacy.observation import Observation
 from splitveil.common.record import leak_recorder
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import Answer, LeaveReason
-from tests.defenses.test_projected_labels_view import Seeing, same_run_ids, seen_by_several
+from tests.defenses.test_noisy_label_view import Seeing, same_run_ids, seen_by_several
 from tests.support.peers import InProcessPeer, Lost, dying
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
 from tests.support.several import write_several
@@ -112,7 +111,7 @@ def write_picked(folder: Path, kind: str, part: str, *, other: bool) -> None:
 # ---- what is released, once for both runs ----
 
 Released = list[Any]
-RELEASING = ((StageRelease, "draw"), (noisy_label, "draw_noisy_labels"))
+RELEASING = ((noisy_label, "draw_noisy_labels"),)
 
 
 @contextmanager
@@ -265,7 +264,6 @@ def files_in(folder: Path) -> Iterator[tuple[str, str]]:
 
 # ---- the comparison ----
 
-PROJECTED = "defense={name: projected_labels, stages: 2, rank: 8, insecure_noise_seed: 7}"
 BY_COLUMN = "contract.split={kind: column, column: part}"
 ONE_SHOT, NOISY = "contract.exchange=one_shot", "contract.noisy_labels=true"
 SMALL = ("contract.evaluation_batch_size=40", "contract.checkpoints={every_steps: 2, keep: 100}")
@@ -282,15 +280,14 @@ POSTERIOR = noisy("{kind: gaussian, posterior: model}")
 
 OF_ANYBODY = {
     "two classes": (
-        PROJECTED,
         GAUSSIAN,
         LAPLACE,
         RESPONSE,
         noisy("{kind: alibi, epsilon: 0.5}"),
         POSTERIOR,
     ),
-    "several classes": (PROJECTED, RESPONSE),
-    "numbers": (PROJECTED, GAUSSIAN),
+    "several classes": (RESPONSE, POSTERIOR),
+    "numbers": (GAUSSIAN,),
 }
 
 
@@ -331,7 +328,7 @@ def differences(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
 
 CASES = [
     *((kind, one, "train") for kind, found in OF_ANYBODY.items() for one in found),
-    *((kind, PROJECTED, part) for kind in OF_ANYBODY for part in PARTS[1:]),
+    *((kind, found[0], part) for kind, found in OF_ANYBODY.items() for part in PARTS[1:]),
 ]
 
 
@@ -351,14 +348,11 @@ def test_nor_does_it_where_each_row_is_sent_once(tmp_path: Path, kind: str) -> N
     assert_same_for_both_labels(tmp_path / "noisy", kind, "train", [GAUSSIAN], [*both, NOISY])
 
 
-STOPPING = "early_stopping={patience_epochs: 1, min_gain: 0.02}"
 FURTHER: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
-    "split by hash": ("two classes", [PROJECTED], []),
-    "split by hash, noisy": ("two classes", [RESPONSE], []),
-    "early stopping": ("two classes", [PROJECTED, STOPPING], [BY_COLUMN, "contract.epochs=4"]),
+    "split by hash": ("two classes", [RESPONSE], []),
     "a monitor": ("two classes", [RESPONSE], [BY_COLUMN]),
-    "class weights": ("several classes", [PROJECTED, "data.class_weights=[1, 2, 3]"], [BY_COLUMN]),
-    "a budget": ("numbers", [PROJECTED, "run_budget={leak_auc: 0.7}"], [BY_COLUMN]),
+    "class weights": ("several classes", [RESPONSE, "data.class_weights=[1, 2, 3]"], [BY_COLUMN]),
+    "a budget": ("numbers", [GAUSSIAN, "run_budget={leak_auc: 0.7}"], [BY_COLUMN]),
     "a budget that ends the run": (
         "two classes",
         [RESPONSE, "run_budget={leak_auc: 0.6}"],
@@ -394,7 +388,7 @@ def test_no_call_waits_for_attacks_whose_time_depends_on_labels(
     monkeypatch.setattr(LeakAudit, "observe", held)
     monkeypatch.setattr(AuditWorker, "wait_until_idle", lambda *_: pytest.fail("it waits"))
     attacks = "hint_distance_5, nearest_hint, kmeans_hint, mean, median, lda"
-    own = [*SMALL, PROJECTED, f"leak_monitor.attacks=[{attacks}]"]
+    own = [*SMALL, GAUSSIAN, f"leak_monitor.attacks=[{attacks}]"]
     first = build_parties(tmp_path, own, runs=tmp_path / "runs")
     with ActiveRecorder(first.active_settings, tmp_path) as recorder:
         first.session.lifecycle.observer = recorder

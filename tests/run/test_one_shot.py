@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -25,11 +26,14 @@ from splitveil.common.errors import (
     OutOfStep,
     SettingsError,
 )
+from splitveil.common.party.party_status import RunStatus
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.messages import Activation, Answer, Course, DefendedGradient, LeaveReason
+from splitveil.library.predicting import predict
 from splitveil.library.recorded import clear_engine
 from splitveil.library.simulating import simulate
 from tests.support import simulation
+from tests.support.endpoints import value_of
 from tests.support.peers import DiesAt, InProcessPeer, Lost
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
 from tests.support.several import NAMES, build_several, write_several
@@ -427,3 +431,43 @@ def test_a_run_leaves_models_figures_and_a_report(tmp_path: Path, what: str) -> 
     assert run.overview()["strongest_attack"] == "no gradient to attack"
     if not is_noisy:
         assert {one.name for one in run.export(tmp_path)} == {"active.pt2", "passive.pt2"}
+
+
+def test_operators_see_a_run_without_steps(example: Path) -> None:
+    parties = one_shot(example, noisy=False)
+    run_in_process(parties)
+    rows = parties.active.rows
+    assert rows is not None
+    status = RunStatus("passive", parties.passive_settings.contract)
+    status.note_aligned(rows)
+    for epoch in (0, None):
+        status.note_resumed(epoch)
+        shown = [
+            value_of(status, f"splitveil_{name}") for name in ("course_steps", "epochs", "epoch")
+        ]
+        assert shown == [0, 1, 1]
+
+
+def test_a_constant_column_and_a_category_of_no_training_row_leave_predictions() -> None:
+    generator = np.random.default_rng(1)
+    x, category = generator.normal(size=600), generator.integers(0, 4, 600)
+    label = (x + (category == 1) + 0.5 * generator.normal(size=600) > 0).astype(int)
+    ids = [f"person-{number}" for number in range(600)]
+    texts = [f"c{one}" for one in category]
+    passive = {"id": ids, "x": x, "same": np.ones(600), "c": texts}
+    active = {"id": ids, "label": label, "own": generator.normal(size=600)}
+    settings = {
+        "contract.exchange": "one_shot",
+        "contract.noisy_labels": True,
+        "contract.cut_shape": [3],
+        "passive.bottom_model": {"kind": "score"},
+    }
+    tables: dict[str, Any] = {"active": active, "passive": passive, "key": "id"}
+    (run,) = simulate(**tables, defense="noisy_label", settings=settings, threads=1)
+    assert run.test_auc is not None
+    assert run.test_auc > 0.8
+    usual = np.asarray(predict(run)["probability"])
+    unseen = {**passive, "c": ["another"] * 30 + texts[30:]}
+    other = np.asarray(predict(run, tables={"passive": unseen})["probability"])
+    assert np.isfinite(other).all()
+    assert not np.array_equal(usual, other)

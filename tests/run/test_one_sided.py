@@ -20,13 +20,7 @@ from splitveil.active_party.results import save_results
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.alignment import ristretto
-from splitveil.common.errors import (
-    AlignmentError,
-    ContractMismatch,
-    OtherModel,
-    PeerUnreachable,
-    SplitveilError,
-)
+from splitveil.common.errors import AlignmentError, ContractMismatch, OtherModel, PeerUnreachable
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
@@ -328,7 +322,7 @@ def test_a_passive_party_that_is_away_is_waited_for(folder: Path) -> None:
 
 def test_a_table_beyond_the_agreed_size_is_not_fitted(tmp_path: Path) -> None:
     write(tmp_path, MANY, alignment={**ALIGNMENT, "max_set_size": 100})
-    with pytest.raises(SplitveilError, match="at most 100 ids"):
+    with pytest.raises(AlignmentError, match="expected 1 to 100 own ids"):
         fit(passive_settings(tmp_path))
 
 

@@ -9,8 +9,6 @@ from typing import TypeVar
 import pytest
 import torch
 
-from splitveil.active_party.defenses.projected.stages import StageRelease
-from splitveil.active_party.run.releases import Releases
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.errors import Interrupted, OutOfStep
@@ -21,10 +19,6 @@ from splitveil.common.run.messages import Activation, Answer, Course
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from tests.support.equality import assert_same
 from tests.support.peers import FaultyPeer, InProcessPeer, Lost, Silent, dying
-from tests.support.projected import SMALL, assert_bounded, build, projected
-from tests.support.projected import assert_same as assert_same_outcome
-from tests.support.projected import outcome as projected_outcome
-from tests.support.projected import resume as resume_projected
 from tests.support.runs import CONTRACT, Parties, build_parties, run_in_process
 
 DEFENSES = [
@@ -219,47 +213,6 @@ def test_a_question_out_of_turn_is_refused_and_changes_no_bit(example: Path) -> 
     assert run_with(parties, SendsAhead).refused > 20
     run_in_process(whole)
     assert_same(parties, whole)
-
-
-# ---- stages of projected labels ----
-
-
-AHEAD = [*SMALL, "contract.batch_size=16", "contract.checkpoints={every_steps: 5, keep: 100}"]
-
-
-@pytest.mark.parametrize("depth", [2, 4])
-def test_a_stage_begins_when_nothing_is_under_way_and_its_bound_is_that_of_depth_1(
-    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int
-) -> None:
-    both = [*AHEAD, f"contract.pipeline_depth={depth}"]
-    whole, strict = build(example, both=both), build(example, both=AHEAD)
-    due: list[tuple[int, str, int]] = []
-    begin = Releases.begin
-
-    def noting(self: Releases, pending: StageRelease) -> None:
-        training = whole.run._training
-        assert training is not None
-        assert training.progress.due is not None
-        assert training.progress.batch_number == whole.session.lifecycle.answering.batch_number
-        due.append(training.progress.due.key)
-        begin(self, pending)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Releases, "begin", noting)
-        run_in_process(whole)
-    assert due == [(0, "train", 0), (1, "train", 0)]
-    run_in_process(strict)
-    assert_bounded(whole)
-    assert whole.session.leak_bounds() == strict.session.leak_bounds()
-    assert not torch.equal(*(projected(one).state_dict()["targets"] for one in (whole, strict)))
-    expected = projected_outcome(whole)
-    for at in (1, 14, 16):
-        runs = tmp_path / str(at)
-        with pytest.raises(Lost):
-            run_in_process(build(example, both=both, runs=runs), dying(at, after=at % 2 == 0))
-        anew = build(example, both=both, runs=runs)
-        resume_projected(anew)
-        assert_same_outcome(projected_outcome(anew), expected)
 
 
 # ---- held-out rows, sent ahead of their replies ----

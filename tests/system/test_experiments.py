@@ -23,10 +23,8 @@ BOUNDED: dict[str, Any] = {
         }
     },
     "variants": {
-        "projected_labels": {
-            "active": {
-                "defense": {"name": "projected_labels", "rank": 4, "insecure_noise_seed": 0}
-            },
+        "noisy_label": {
+            "active": {"defense": {"name": "noisy_label", "insecure_noise_seed": 0}},
             "sweep": {"guarantee": [0.8]},
         }
     },

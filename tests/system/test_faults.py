@@ -35,6 +35,16 @@ SETTINGS = Settings(
     ),
     active=("defense={name: marvell, insecure_noise_seed: 7}", "first_contact_s=90"),
 )
+ONE_SHOT = Settings(
+    both=(
+        *SETTINGS.both,
+        "contract.exchange=one_shot",
+        "contract.noisy_labels=true",
+        "contract.evaluation_batch_size=8",
+    ),
+    active=("defense={name: noisy_label, insecure_noise_seed: 7}", "first_contact_s=90"),
+    passive=("bottom_model={kind: score}", "adversary=null"),
+)
 
 UNPROTECTED: tuple[ByteHarm, ...] = ("end", "reset", "swallow", "delay")
 """What may happen to plain text, which stays on loopback: TCP keeps other harm away there."""
@@ -167,6 +177,17 @@ def _moment_of(blow: Blow, watched: Party, lines: int) -> Callable[[], bool]:
 def test_processes_that_are_killed_or_stopped_change_no_bit(
     tmp_path: Path, faultless: Outcome
 ) -> None:
+    assert_survives_blows(tmp_path, SETTINGS, faultless, of_ci=3)
+
+
+@pytest.mark.timeout(3600 if ALL else 1800)
+def test_nor_do_those_of_a_one_shot_run_that_begins_with_noisy_labels(tmp_path: Path) -> None:
+    assert_survives_blows(tmp_path, ONE_SHOT, run_once(tmp_path / "whole", ONE_SHOT), of_ci=2)
+
+
+def assert_survives_blows(
+    tmp_path: Path, settings: Settings, faultless: Outcome, of_ci: int
+) -> None:
     struck: Counter[str] = Counter()
     lock = threading.Lock()
 
@@ -175,7 +196,7 @@ def test_processes_that_are_killed_or_stopped_change_no_bit(
         blows = [draw_blow(generator) for _ in range(4)]
         folder = tmp_path / str(seed)
         write_example(folder)
-        with restartable(folder, SETTINGS) as both:
+        with restartable(folder, settings) as both:
             context = f"FAULT_SEED={seed}: {blows}"
             both.start()
             for blow in blows:
@@ -189,7 +210,7 @@ def test_processes_that_are_killed_or_stopped_change_no_bit(
             )
             assert_same(outcome(folder / "runs"), faultless, f"{context}\n{both.outputs}")
 
-    drawn = seeds(3, 20)
+    drawn = seeds(of_ci, 20)
     side_by_side(*(partial(run, seed) for seed in drawn))
     print(f"\n{len(drawn)} runs, faults: {dict(sorted(struck.items()))}")
     assert sum(struck.values()) >= 2 * len(drawn)

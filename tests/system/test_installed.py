@@ -151,13 +151,13 @@ def test_the_demo_needs_neither_repository_nor_network_and_minds_no_folder_of_an
 ) -> None:
     printed = installed.run("splitveil", "demo", "breast_cancer", "--set", "contract.epochs=1")
     assert "marvell" in printed
-    assert "projected_labels" in printed
+    assert "noisy_label" in printed
     assert "wrong" not in printed
     reports = sorted(path.parts[-3] for path in installed.here.glob("runs/*/active/report.html"))
     assert reports == [
         "breast_cancer-marvell",
+        "breast_cancer-noisy_label",
         "breast_cancer-none",
-        "breast_cancer-projected_labels",
     ]
     for party in ("active", "passive"):
         folder = installed.here / "runs" / "breast_cancer-none" / party

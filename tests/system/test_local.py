@@ -178,12 +178,14 @@ def test_a_defense_that_is_neither_is_refused(text: str) -> None:
         parse_defense(text)
 
 
-LONG = "{{name: projected_labels, strength: {{leak_auc: {auc}}}, stages: 10, rank: 24, memory: 64}}"
+LONG = (
+    "{{name: noisy_label, mechanism: {{kind: gaussian, noise_ratio: {ratio}}}, top_labels: 'true'}}"
+)
 
 
 def test_a_run_s_name_is_as_long_as_a_contract_allows_and_differs_where_settings_do() -> None:
-    names = [parse_defense(LONG.format(auc=auc)).run_name("default_credit") for auc in (0.6, 0.55)]
-    assert names[0].startswith("default_credit-projected_labels-leak_auc-0.6-stages-10-")
+    names = [parse_defense(LONG.format(ratio=one)).run_name("default_credit") for one in (2.8, 5.6)]
+    assert names[0].startswith("default_credit-noisy_label-kind-gaussian-noise_ratio-2.8-")
     assert len(set(names)) == 2
     long = "e" * 60  # a name so long that no space is left
     names += [parse_defense(text).run_name(long) for text in ("none", "iso", "iso:noise_ratio=2")]

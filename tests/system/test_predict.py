@@ -163,7 +163,7 @@ def test_only_the_passive_party_itself_is_asked(small: inference.Trained) -> Non
 
 def test_a_run_with_released_labels_predicts_with_the_refitted_model(tmp_path: Path) -> None:
     """By default; the model that was trained is there as well."""
-    defense = "defense={name: projected_labels, stages: 1, rank: 8}"
+    defense = "defense={name: noisy_label}"
     run = inference.train(
         EXAMPLES / "breast_cancer", tmp_path, *SHORT, active=[defense, "refit={}"]
     )

@@ -27,7 +27,7 @@ def budget_of(leak_auc: float) -> str:
 RELEASED = Settings(
     both=("contract.epochs=40", "contract.checkpoints.every_steps=4"),
     active=(
-        "defense={name: projected_labels, strength: {leak_auc: 0.6}, rank: 16, stages: 1}",
+        "defense={name: noisy_label, mechanism: {kind: gaussian, noise_ratio: 2.8}}",
         "leak_monitor=null",
     ),
     passive=("adversary=null",),

@@ -10,8 +10,8 @@ import torch
 from sklearn import ensemble
 from torch import Tensor, nn
 
-from splitveil.active_party.defenses.projected.features import CutMemory
 from splitveil.active_party.training.boosting import WithTrees, columns_of, with_trees
+from splitveil.active_party.training.cut_memory import CutMemory
 from splitveil.active_party.training.label_kinds import ClassLabels, NumberLabels
 from splitveil.active_party.training.own_models import (
     Fitting,

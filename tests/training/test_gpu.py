@@ -35,7 +35,6 @@ FLIPS = "{name: noisy_label, mechanism: {kind: randomized_response, epsilon: 2}}
 GAUSSIAN = "{name: noisy_label, mechanism: {kind: gaussian}}"
 POSTERIOR = "{name: noisy_label, mechanism: {kind: gaussian, posterior: model}}"
 ALIBI = "{name: noisy_label, mechanism: {kind: alibi, epsilon: 2}}"
-PROJECTED = "{name: projected_labels, stages: 2, rank: 8}"
 OF_SEVERAL = f"""{{name: none}}
 {{name: iso}}
 {{name: max_norm, noise: persistent}}
@@ -43,8 +42,7 @@ OF_SEVERAL = f"""{{name: none}}
 {{name: marvell, statistics: running}}
 {FLIPS}
 {POSTERIOR}
-{ALIBI}
-{PROJECTED}"""
+{ALIBI}"""
 OF_TWO = f"""{OF_SEVERAL}
 {{name: iso, noise: persistent}}
 {{name: max_norm}}
@@ -61,8 +59,8 @@ OF_TWO = f"""{OF_SEVERAL}
 PATHS = [
     *(("two classes", defense) for defense in OF_TWO.splitlines()),
     *(("four classes", defense) for defense in OF_SEVERAL.splitlines()),
-    *(("numbers", defense) for defense in ("{name: none}", GAUSSIAN, PROJECTED)),
-    ("three parties", PROJECTED),
+    *(("numbers", defense) for defense in ("{name: none}", GAUSSIAN)),
+    ("three parties", GAUSSIAN),
     *((table, "{name: marvell}") for table in ("wide_deep", "tabular", EXTRAS)),
 ]
 OF_LABEL_OWNER = [
@@ -109,9 +107,7 @@ DROPOUT = "bottom_model={kind: mlp, hidden: [8], dropout: 0.5}"
 SPARSE = "optimizer={kind: adam, sparse_from_rows: 4}"
 
 
-@pytest.mark.parametrize(
-    ("defense", "most"), [("marvell", 6), ("noisy_label", 3), ("projected_labels", 3), ("gafm", 8)]
-)
+@pytest.mark.parametrize(("defense", "most"), [("marvell", 6), ("noisy_label", 3), ("gafm", 8)])
 def test_the_host_waits_for_a_gpu_a_few_times_a_step(
     gpu: torch.device, defense: str, most: int
 ) -> None:
@@ -143,7 +139,7 @@ KILLED = [
     ("two classes", "{name: marvell}", DROPOUT),
     ("two classes", "{name: iso, noise: persistent}", ""),
     ("two classes", "{name: gafm}", ""),
-    ("two classes", PROJECTED, ""),
+    ("two classes", GAUSSIAN, ""),
     ("four classes", POSTERIOR, ""),
     ("four classes", "{name: marvell, statistics: running}", ""),
     ("tabular", "{name: marvell}", "optimizer={kind: adamw, weight_decay: 0.01, clip_norm: 0.5}"),

@@ -1,6 +1,6 @@
 """Weights of rows and classes enter the loss, and no bound that they would break is promised.
 
-With projected labels, tests/defenses/test_projected_labels_view.py shows that weights leave the
+With noisy labels, tests/defenses/test_noisy_label_view.py shows that weights leave the
 peer's view a function of the release.
 """
 
@@ -30,7 +30,7 @@ from tests.support.equality import assert_same_weights
 from tests.support.runs import write_example
 from tests.support.simulation import ActiveRecording, Simulation
 
-PROJECTED = "defense={name: projected_labels, stages: 2, rank: 8, insecure_noise_seed: 7}"
+GAUSSIAN = "defense={name: noisy_label, insecure_noise_seed: 7}"
 WEIGHTED = "data.weight_column=weight"
 LABEL_FREE = "data.weights_are_label_free=true"
 RANDOMISED = "defense={name: noisy_label, mechanism: {kind: randomized_response, epsilon: 1}}"
@@ -224,14 +224,14 @@ def test_weights_belong_to_the_data_of_a_run(tmp_path: Path) -> None:
 # ---- what is refused, and why ----
 
 REFUSALS: dict[str, tuple[list[str], str | None]] = {
-    "rows, projected": ([PROJECTED, WEIGHTED], "weights_are_label_free"),
+    "rows, gaussian": ([GAUSSIAN, WEIGHTED], "weights_are_label_free"),
     "rows, randomised": ([RANDOMISED, WEIGHTED], "weights_are_label_free"),
     "rows, persistent": ([PERSISTENT, WEIGHTED], "weights_are_label_free"),
-    "rows without labels, projected": ([PROJECTED, WEIGHTED, LABEL_FREE], None),
+    "rows without labels, gaussian": ([GAUSSIAN, WEIGHTED, LABEL_FREE], None),
     "rows without labels, persistent": ([PERSISTENT, WEIGHTED, LABEL_FREE], None),
     "rows, measured": (["defense={name: marvell}", WEIGHTED], None),
     "rows, none": (["defense={name: none}", WEIGHTED], None),
-    "classes, projected": ([PROJECTED, "data.class_weights=[1, 2]"], None),
+    "classes, gaussian": ([GAUSSIAN, "data.class_weights=[1, 2]"], None),
     "classes, randomised": ([RANDOMISED, "data.class_weights=[1, 2]"], None),
     "classes, persistent": ([PERSISTENT, "data.class_weights=[1, 2]"], "persistent noise"),
     "classes, gafm": (["defense={name: gafm}", "data.class_weights=[1, 2]"], "loss of its own"),
@@ -260,12 +260,12 @@ def test_a_passive_party_has_no_weights(example: Path) -> None:
 def test_weights_that_depend_on_labels_would_tell_them(
     tmp_path: Path, steps: list[StepResult]
 ) -> None:
-    """The reason of the refusal: from the lengths of what projected labels send, to a claim."""
+    """The reason of the refusal: from the lengths of what noisy labels send, to a claim."""
     write_example(tmp_path)
     weigh(tmp_path, lambda label: 1 + 9 * label)
     leaks = {}
     for name, more in (("plain", []), ("by the label", [WEIGHTED, LABEL_FREE])):
-        met(tmp_path, PROJECTED, *more)
+        met(tmp_path, GAUSSIAN, *more)
         lengths = torch.cat([torch.linalg.vector_norm(one.defended, dim=1) for one in steps])
         leaks[name] = auc(lengths, torch.cat([one.labels for one in steps]))
         steps.clear()

@@ -211,12 +211,11 @@ def test_a_model_learns_numbers_and_every_figure_stands_beside_the_constant(tmp_
     assert "auc" not in tested[-1]
 
 
-def test_targets_that_repeat_the_model_tell_nothing_beyond_features(tmp_path: Path) -> None:
-    """Half of the variance of a label is explained by gradients, and features explain that half."""
-    defense = {"name": "projected_labels", "strength": {"leak_auc": 0.6}}
+def test_noisy_labels_tell_no_more_of_numbers_than_their_bound(tmp_path: Path) -> None:
+    """With twice the range as noise, at most 7.1 % of the variance that features leave."""
+    defense = {"name": "noisy_label"}
     _, summary = simulated(tmp_path, 2000, defense=defense, settings=QUICK)
     attacks = summary["leak_of_numbers"]
-    assert attacks["informed"]["r2"] > 0.4
     measured = {name: one["beyond"]["r2"] for name, one in attacks.items() if one["beyond"]}
     assert set(measured) == {"informed", "accumulated_top_direction", "accumulated_ridge_40"}
     assert max(measured.values()) < 0.1
@@ -232,7 +231,7 @@ def test_early_stopping_looks_at_the_validation_error(tmp_path: Path) -> None:
     assert max(one.epoch for one in parties.active.evaluations) == 2
 
 
-@pytest.mark.parametrize("defense", ["none", "projected_labels"])
+@pytest.mark.parametrize("defense", ["none", "noisy_label"])
 def test_the_report_has_figures_of_numbers_and_no_auc_of_classes(
     tmp_path: Path, defense: str
 ) -> None:
@@ -251,13 +250,12 @@ def test_the_report_has_figures_of_numbers_and_no_auc_of_classes(
 
 
 def test_several_feature_owners_and_the_bound_for_anybody(tmp_path: Path) -> None:
-    defense = {"name": "projected_labels", "strength": {"leak_auc": 0.7}}
+    defense = {"name": "noisy_label", "mechanism": {"kind": "gaussian", "noise_ratio": 1}}
     _, summary = simulated(
         tmp_path, 500, parties=2, defense=defense, settings={"contract.epochs": 3}
     )
     bounds = {one["adversary"]: one["leak_auc"] for one in summary["bounds"]}
-    assert bounds["anybody"] == pytest.approx(0.7, abs=1e-6)
-    assert summary["test_rmse_refit"] < summary["test_constant_rmse"]
+    assert bounds["anybody"] == pytest.approx(0.76025, abs=1e-5)
 
 
 def test_a_plan_says_what_the_bound_is_about() -> None:
@@ -266,7 +264,7 @@ def test_a_plan_says_what_the_bound_is_about() -> None:
         active=active,
         label="amount",
         label_range=(LOW, HIGH),
-        defense={"name": "projected_labels"},
+        defense={"name": "noisy_label"},
         target_leak_auc=0.6,
     )
     text = str(planned)

@@ -1,6 +1,5 @@
 """Loss and figures of a softmax against scikit-learn's; of two classes nothing has changed."""
 
-import itertools
 import math
 
 import numpy as np
@@ -10,7 +9,6 @@ from sklearn.metrics import accuracy_score, average_precision_score, log_loss, r
 
 from splitveil.active_party.training.predictions import (
     adaptive_calibration_error,
-    auc_of_shares,
     cross_entropy_of,
     measure_predictions,
     probabilities_of,
@@ -62,39 +60,6 @@ def test_of_two_classes_they_are_those_of_a_sigmoid() -> None:
     assert found.calibration_error == adaptive_calibration_error(logits.sigmoid(), labels)
     assert found.classes is None
     assert torch.equal(probabilities_of(logits), logits.sigmoid())
-
-
-@pytest.mark.parametrize("num_classes", [2, 4])
-def test_the_auc_on_whole_labels_is_the_auc(num_classes: int) -> None:
-    generator = torch.Generator().manual_seed(4)
-    labels = torch.randint(0, num_classes, (300,), generator=generator)
-    shape = (300,) if num_classes == 2 else (300, num_classes)
-    logits = torch.randn(shape, generator=generator).mul(2).round()  # many of them tie
-    shares = labels.double() if num_classes == 2 else torch.eye(num_classes)[labels]
-    expected = measure_predictions(logits, labels.float()).auc
-    assert auc_of_shares(logits, shares) == pytest.approx(expected, abs=1e-12)
-
-
-def test_the_auc_on_shares_is_that_of_labels_drawn_with_them() -> None:
-    """Counted over all labels of five rows, each weighted with its probability."""
-    logits = torch.tensor([0.3, -1.0, 0.3, 2.0, 0.1])
-    shares = torch.tensor([0.9, 0.2, 0.5, 0.6, 0.0], dtype=torch.float64)
-    in_order = pairs = 0.0
-    for bits in itertools.product((0, 1), repeat=5):
-        labels = torch.tensor(bits, dtype=torch.float64)
-        weight = float((labels * shares + (1 - labels) * (1 - shares)).prod())
-        for one, other in itertools.product(range(5), repeat=2):
-            if bits[one] > bits[other]:
-                pairs += weight
-                difference = float(logits[one] - logits[other])
-                in_order += weight * (0.5 if difference == 0 else float(difference > 0))
-    assert auc_of_shares(logits, shares) == pytest.approx(in_order / pairs, abs=1e-12)
-    assert auc_of_shares(-logits, shares) == pytest.approx(1 - in_order / pairs, abs=1e-12)
-
-
-def test_without_any_pair_there_is_no_auc_on_shares() -> None:
-    assert math.isnan(auc_of_shares(torch.randn(4), torch.ones(4)))
-    assert math.isnan(auc_of_shares(torch.zeros(1), torch.tensor([0.5])))
 
 
 # ---- the adaptive calibration error ----

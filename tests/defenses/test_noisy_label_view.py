@@ -1,14 +1,14 @@
-"""With projected labels, the peer receives a function of the released sums, and of no other label.
+"""With noisy labels, the peer receives a function of them, and of no other label.
 
-Two runs of the same people have different labels, also in the held-out rows, and the same released
-sums: the noise is as if it made up for the difference. Whatever else used a true label on its way
-to the peer, such as a loss, a class weight, or early stopping, would show in some byte.
+Two runs of the same people have different labels, also in the held-out rows, and the same noisy
+labels: the noise is as if it made up for the difference. Whatever else used a true label on its way
+to the peer, such as a loss or a class weight, would show in some byte.
 """
 
 import json
 import pickle
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,54 +18,53 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.projected.settings import ProjectedLabelsDefense
-from splitveil.active_party.defenses.projected.stages import StageRelease
+from splitveil.active_party.defenses import label_mechanisms, noisy_label
 from splitveil.active_party.monitor.recorder import ActiveRecorder
-from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.record.transcript import FILE
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason, Offer, Opening
-from tests.defenses.test_projected_labels_peers import Sends
 from tests.record.test_transcript import run_noted
 from tests.support import several
 from tests.support.peers import InProcessPeer, Lost
-from tests.support.projected import DEFENSE, SMALL, SURVEY_BATCHES, build
-from tests.support.runs import run_in_process, write_example
+from tests.support.runs import Parties, build_parties, run_in_process, write_example
 from tests.support.several import Several, build_several, write_several
 from tests.support.tables import deal_other_labels
+
+DEFENSE = "defense={name: noisy_label, mechanism: {kind: gaussian}, insecure_noise_seed: 7}"
+SMALL = ("contract.evaluation_batch_size=60", "contract.checkpoints={every_steps: 2, keep: 100}")
+
+
+def build(
+    folder: Path, *active: str, both: Sequence[str] = SMALL, runs: Path | None = None
+) -> Parties:
+    """Build both parties of a run with noisy labels; later overrides win."""
+    return build_parties(folder, [*both, DEFENSE, *active], both, runs=runs)
+
 
 # ---- two label sets, one release ----
 
 
-Released = dict[int, tuple[bytes, Mapping[str, Tensor]]]
-"""Design and release of each stage."""
+Released = list[Tensor]
+"""The noisy labels of a run, drawn once."""
 
 
 @contextmanager
 def noting(released: Released) -> Iterator[None]:
-    draw = StageRelease.draw
+    draw = label_mechanisms.draw_noisy_labels
 
-    def note(self: StageRelease, key: bytes) -> Mapping[str, Tensor]:
-        release: Mapping[str, Tensor] = draw(self, key)
-        released[self.stage] = (self.design, release)
-        return release
+    def note(*arguments: Any) -> Tensor:
+        released.append(draw(*arguments))
+        return released[-1]
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(StageRelease, "draw", note)
+        patched.setattr(noisy_label, "draw_noisy_labels", note)
         yield
 
 
 @contextmanager
-def repeating(released: Released, *, checks: bool = True) -> Iterator[None]:
-    """Let the noise be what makes each stage tell the same again, of other labels."""
-
-    def repeat(self: StageRelease, _key: bytes) -> Mapping[str, Tensor]:
-        design, release = released[self.stage]
-        same = self.design == design
-        assert same or not checks, f"stage {self.stage}: the design depends on labels"
-        return release
-
+def repeating(released: Released) -> Iterator[None]:
+    """Let the noise be what makes other labels the same noisy ones."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(StageRelease, "draw", repeat)
+        patched.setattr(noisy_label, "draw_noisy_labels", lambda *_: released[0])
         yield
 
 
@@ -178,10 +177,6 @@ WIDE_DEEP = (
 RUNS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "plain": ((), ()),
     "a monitor": ((MONITOR,), ()),
-    "early stopping": (
-        ("early_stopping={patience_epochs: 1, min_gain: 0.02}",),
-        ("contract.epochs=8",),
-    ),
     "a linear top model": (("top_model={kind: mlp, hidden: []}",), ()),
     "dropout": (("top_model={kind: mlp, hidden: [8], dropout: 0.3}",), ()),
     "wide and deep": (WIDE_DEEP, ()),
@@ -196,18 +191,15 @@ RUNS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
         ),
         (),
     ),
-    "a last stage in the last epoch": (
-        ("defense.stages=3",),
-        ("contract.epochs=3", "contract.drop_last=true"),
-    ),
+    "a posterior": (("defense.mechanism.posterior=model",), ("contract.drop_last=true",)),
 }
 
 
 def seen_in_both(
     folders: Folders, *active: str, both: Sequence[str] = (), peer: type[Seeing] = Seeing
 ) -> tuple[list[bytes], list[bytes]]:
-    """Return what the peer saw of either labels, with the same sums released."""
-    released: Released = {}
+    """Return what the peer saw of either labels, with the same noisy labels."""
+    released: Released = []
     with noting(released):
         one = seen_in(folders.one, *active, both=both, peer=peer)
     with repeating(released):
@@ -217,7 +209,7 @@ def seen_in_both(
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_with_the_same_sums_of_other_labels_the_peer_receives_the_same_bytes(
+def test_with_the_same_noisy_labels_the_peer_receives_the_same_bytes(
     folders: Folders, run: str
 ) -> None:
     active, both = RUNS[run]
@@ -226,7 +218,22 @@ def test_with_the_same_sums_of_other_labels_the_peer_receives_the_same_bytes(
     assert one == other
 
 
-def two_groups(values: Tensor, _: Activation) -> Tensor:
+class Sends(InProcessPeer):
+    """Sends other values than its model's."""
+
+    change: Callable[[Tensor], Tensor]
+
+    def _changed(self, activation: Activation) -> Activation:
+        return Activation(activation.batch, type(self).__dict__["change"](activation.values))
+
+    def send_activation(self, activation: Activation) -> None:
+        super().send_activation(self._changed(activation))
+
+    def evaluate(self, activation: Activation) -> Course:
+        return super().evaluate(self._changed(activation))
+
+
+def two_groups(values: Tensor) -> Tensor:
     """Return vectors of which every second one is huge."""
     sent = torch.full_like(values, 0.5)
     sent[::2] = torch.tensor([1e4, -2e4, 3e4, 1.0])
@@ -241,7 +248,7 @@ def test_so_does_a_peer_that_chooses_what_it_sends(folders: Folders) -> None:
 
 
 def test_so_does_one_that_is_killed_and_comes_again(folders: Folders, tmp_path: Path) -> None:
-    released: Released = {}
+    released: Released = []
     runs = []
     for folder, around in ((folders.one, noting), (folders.other, repeating)):
         seen: list[bytes] = []
@@ -277,14 +284,14 @@ def test_so_does_one_that_is_killed_and_comes_again(folders: Folders, tmp_path: 
         assert again.active.resumed == [1]
         runs.append(seen)
     assert runs[0] == runs[1]
-    assert len(released) == 2
+    assert torch.equal(*released)
 
 
 @pytest.mark.parametrize("aggregation", ["mean", "concat"])
 def test_with_several_passive_parties_each_of_them_receives_the_same_bytes(
     tmp_path: Path, aggregation: str
 ) -> None:
-    released: Released = {}
+    released: Released = []
     runs = []
     for name, around in (("one", noting), ("other", repeating)):
         folder = tmp_path / name
@@ -293,7 +300,7 @@ def test_with_several_passive_parties_each_of_them_receives_the_same_bytes(
             deal_other_labels(folder / "active.csv")
         with around(released):
             runs.append(seen_by_several(folder, f"contract.aggregation={aggregation}"))
-    assert len(released) == 2
+    assert len(released) == 1
     assert runs[0].keys() == {"ash", "birch"}
     assert runs[0] == runs[1]
 
@@ -317,7 +324,7 @@ def test_over_the_wire_every_message_after_the_alignment_has_the_same_bytes(
     folders: Folders, tmp_path: Path
 ) -> None:
     """The alignment draws random numbers of its own, before any label is used."""
-    released: Released = {}
+    released: Released = []
     sent = []
     for folder, around in ((folders.one, noting), (folders.other, repeating)):
         into = tmp_path / folder.name
@@ -339,35 +346,15 @@ def what(entry: dict[str, Any]) -> tuple[Any, ...]:
 # ---- the comparison would notice ----
 
 
-def test_other_sums_would_show(folders: Folders) -> None:
+def test_other_noisy_labels_would_show(folders: Folders) -> None:
     assert seen_in(folders.one) != seen_in(folders.other)
 
 
-def test_a_top_model_that_learned_from_the_true_labels_would_show(
-    folders: Folders, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = vars(ProjectedLabelsDefense)["traits"].fget
-    learns_labels = property(lambda settings: found(settings)._replace(top_learns_targets=False))
-    monkeypatch.setattr(ProjectedLabelsDefense, "traits", learns_labels)
-    released: Released = {}
-    with noting(released):
-        one = seen_in(folders.one)
-    with repeating(released), pytest.raises(AssertionError, match="stage 1: the design depends"):
-        seen_in(folders.other)
-    with repeating(released, checks=False):
-        other = seen_in(folders.other)
+def test_a_top_model_that_learned_from_the_true_labels_would_show(folders: Folders) -> None:
+    one, other = seen_in_both(folders, "defense.top_labels='true'")
     differ = [number for number, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
-    first_answer = 1 + SURVEY_BATCHES  # after the handshake's reply; it needs no step of the top
+    first_answer = 1  # after the handshake's reply; it needs no step of the top
     assert differ[0] == first_answer + 1
-
-
-def test_a_run_that_stops_early_by_its_validation_labels_would_show(
-    folders: Folders, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(TopTrainer, "score_on_targets", lambda _: None)
-    active, both = RUNS["early stopping"]
-    one, other = seen_in_both(folders, *active, both=both)
-    assert len(one) != len(other)
 
 
 def test_the_labels_do_differ_in_every_split(folders: Folders) -> None:

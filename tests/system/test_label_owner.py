@@ -45,10 +45,18 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Run:
         return folder
 
     @cache
-    def run(cut: int, attack: str = "honest", *, lies: bool = False) -> Stolen:
+    def run(
+        cut: int,
+        attack: str = "honest",
+        *changed: str,
+        lies: bool = False,
+        defense: str = "none",
+        bottom: str = "tabular, hidden: []",
+    ) -> Stolen:
         folder = table(lies=lies)
-        both = [f"contract.cut_shape=[{cut}]", f"runs_dir={folder / str(cut)}"]
-        settings = read_settings(folder, both, both)
+        both = [f"contract.cut_shape=[{cut}]", f"runs_dir={folder / str(cut)}", *changed]
+        own, other = f"defense={{name: {defense}}}", f"bottom_model={{kind: {bottom}}}"
+        settings = read_settings(folder, [*both, own], [*both, other])
         return steal(settings, KNOWN, attack, UNNEEDED)
 
     return run
@@ -104,6 +112,32 @@ def test_published_attacks_gain_less_than_one_column_after_another(run_of: Run) 
     most = unneeded(in_turn.right(*in_turn.epochs[TURNS]))
     assert GUESSED + 0.03 < fsha < most - 0.1
     assert urvfl < most - 0.1
+
+
+ONE_SHOT = "contract.exchange=one_shot"
+
+
+def test_where_nothing_is_sent_back_lies_and_crafted_gradients_change_no_bit(run_of: Run) -> None:
+    honest = run_of(4, "honest", ONE_SHOT, bottom="pca")
+    for attack, lies in (("in_turn", False), ("honest", True)):
+        stolen = run_of(4, attack, ONE_SHOT, bottom="pca", lies=lies)
+        assert torch.equal(stolen.last, honest.last)
+        assert stolen.epochs.isnan().all()  # it was asked for no gradient
+    gradients = run_of(4), run_of(4, lies=True)
+    assert not torch.equal(gradients[0].last, gradients[1].last)
+
+
+def test_a_score_that_is_fitted_to_noisy_labels_still_follows_a_lie(run_of: Run) -> None:
+    """The noise is the label owner's own, and as weak as the settings allow."""
+    weakest = "noisy_label, mechanism: {kind: gaussian, noise_ratio: 0.01}, insecure_noise_seed: 7"
+    released = (ONE_SHOT, "contract.noisy_labels=true")
+    given = {"defense": weakest, "bottom": "score"}
+    honest, lie = (
+        run_of(NARROW, "honest", *released, lies=lies, **given).right()["x6"]
+        for lies in (False, True)
+    )
+    assert honest < GUESSED + 0.04
+    assert lie > GUESSED + 0.15
 
 
 @pytest.mark.parametrize(("cut", "is_known"), [(WIDE, True), (NARROW, False)])

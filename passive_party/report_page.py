@@ -17,10 +17,10 @@ from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.values import as_mapping
 from splitveil.common.text.wording import bytes_in_words
 from splitveil.common.text.yaml_text import RESOLVED, load_yaml
+from splitveil.passive_party.column_guesses import Kind
 from splitveil.passive_party.feature_exposure import (
     LEAST_ROWS,
     FeatureExposure,
-    Kind,
     exposure_from_json,
     exposure_to_json,
 )

@@ -15,7 +15,7 @@ from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.run.course import AlignedRows, Batch
-from splitveil.passive_party import exposure_plan, feature_exposure
+from splitveil.passive_party import column_guesses, exposure_plan
 from splitveil.passive_party.assembly import BottomBuilder
 from splitveil.passive_party.commands.program import main
 from splitveil.passive_party.exposure_plan import ExposurePlan, check_exposure, exposure_plan_of
@@ -31,7 +31,7 @@ NUMBERS = ("copy*", "noise*", "same")
 @pytest.fixture(autouse=True)
 def few_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exposure_plan, "WIDTHS", (1, 4, 16))
-    monkeypatch.setattr(feature_exposure, "_EPOCHS", 15)
+    monkeypatch.setattr(column_guesses, "_EPOCHS", 15)
 
 
 def settings_file(
@@ -141,7 +141,7 @@ def test_a_run_above_the_limit_is_refused_before_anything_is_sent(
     assert exit_code_of(main, "run", path, *runs, "--set", f"max_exposure={limit}") == 2
     assert "contract.cut_shape: [4] discloses" in caplog.text + capsys.readouterr().err
     settings = load_party_settings(PassiveSettings, path, ["max_exposure=0.01"])
-    with pytest.raises(SettingsError, match="even 1 number per row .* out of data.features"):
+    with pytest.raises(SettingsError, match=r"even 1 number per row .* out of data.features"):
         check_exposure(settings, PartyData.of(settings))
     settings = load_party_settings(PassiveSettings, path, ["max_exposure=1"])
     check_exposure(settings, PartyData.of(settings))

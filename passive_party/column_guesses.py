@@ -1,0 +1,217 @@
+"""Guesses columns from activations: which rows each way of guessing is right about.
+
+The ways are a network that learns all columns at once, the nearest class mean under one covariance
+with the classes' shares (linear discriminant analysis), a vote of the nearest rows, and for a
+number ridge regression.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import islice
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from splitveil.common.data.features import FeatureEncoder, Features
+
+MOST_DIMENSIONS = 512  # wider activations are projected onto as many random directions first
+RARE_ROWS = 5  # levels in fewer of the rows are taken together
+MOST_LEVELS = 1000  # the most frequent; the others are taken together
+
+_NEIGHBOURS = 15
+_QUARTERS = np.arange(4)
+_RIDGE = 1e-6
+_SEED = 0
+_HIDDEN, _EPOCHS, _BATCH, _MOST_GUESSED, _LEARNING_RATE = 128, 40, 100, 32, 3e-3  # of the network
+
+_Numbers = npt.NDArray[np.float64]
+_Rows = npt.NDArray[np.int64]  # a class or the number of a row, for each row
+Kind = Literal["number", "gap", "category", "list"]
+
+
+def columns_of(
+    features: Features, encoder: FeatureEncoder
+) -> Iterator[tuple[str, Kind, npt.NDArray[Any]]]:
+    """Yield each column's values, (rows,); of a list, once for each of its categories."""
+    if features.numeric is not None:
+        kinds: list[Kind] = ["number" for _ in encoder.numeric]
+        kinds += ["gap" for _ in encoder.indicators]
+        kinds += ["list" for _ in encoder.lists]
+        numbers = iter(features.numeric.numpy().T)
+        for kind, (name, width) in zip(kinds, encoder.numeric_parts, strict=True):
+            for values in islice(numbers, width):
+                yield name, kind, values
+    if features.categorical is not None:
+        for vocabulary, slots in zip(
+            encoder.categorical, features.categorical.numpy().T, strict=True
+        ):
+            yield vocabulary.name, "category", slots
+
+
+class Column(NamedTuple):
+    name: str
+    kind: Kind
+    values: npt.NDArray[Any]  # (rows,)
+    classes: _Rows
+    judged_as: _Rows  # of each class
+
+    @classmethod
+    def of(cls, name: str, kind: Kind, values: npt.NDArray[Any]) -> "Column":
+        found = _levels(values) if kind == "category" else (_quarters(values), _QUARTERS)
+        return cls(name, kind, values, *found)
+
+    @property
+    def judged(self) -> _Rows:
+        found: _Rows = self.judged_as[self.classes]
+        return found
+
+    @property
+    def is_judged(self) -> bool:
+        counts = np.bincount(self.judged)
+        is_rare = self.kind == "category" and counts[0] > len(self.values) / 2
+        return np.count_nonzero(counts) > 1 and not is_rare
+
+
+def right_guesses(
+    activations: _Numbers, columns: Sequence[Column], known: int, *, has_network: bool = True
+) -> Iterator[list[npt.NDArray[np.bool_]]]:
+    """Yield for each column which of the other rows every way of guessing is right about."""
+    dimensions = activations.shape[1]
+    if dimensions > MOST_DIMENSIONS:
+        activations = activations @ random_directions(dimensions, 0)
+    spread = activations.std(axis=0)
+    # A unit that is silent on these rows says nothing.
+    activations = (activations - activations.mean(axis=0)) / np.where(spread > 0, spread, np.inf)
+    nearest = _nearest_rows(activations, known)
+    of_network = _by_network(activations, columns, known) if has_network else [None] * len(columns)
+    for column, guess in zip(columns, of_network, strict=True):
+        guesses = [
+            *(() if guess is None else (guess,)),
+            _by_class_means(activations, column.classes, known),
+            _by_vote(column.classes, *nearest),
+        ]
+        if column.kind == "number":
+            guesses.append(_by_regression(activations, column.values, column.classes, known))
+        yield [column.judged_as[one] == column.judged[known:] for one in guesses]
+
+
+@lru_cache(maxsize=2)
+def random_directions(dimensions: int, seed: int) -> _Numbers:
+    """Return directions onto which wide activations are projected, (dimensions, fewer)."""
+    drawn = np.random.default_rng([_SEED, seed]).normal(size=(dimensions, MOST_DIMENSIONS))
+    return drawn / MOST_DIMENSIONS**0.5
+
+
+def _quarters(values: npt.NDArray[Any]) -> _Rows:
+    from scipy.stats import rankdata  # noqa: PLC0415
+
+    # Equal numbers stay together, in the quarter of their middle.
+    quarters: _Rows = ((rankdata(values) - 0.5) * 4 / len(values)).astype(np.int64)
+    return quarters
+
+
+def _levels(values: npt.NDArray[Any]) -> tuple[_Rows, _Rows]:
+    """Return levels, the most frequent 0, and what each is judged as: the rare 0, others from 1."""
+    _, members, counts = np.unique(values, return_inverse=True, return_counts=True)
+    order = np.argsort(-counts, kind="stable")
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    single = min(int(np.sum(counts >= RARE_ROWS)), MOST_LEVELS)
+    judged_as = np.arange(1, len(counts) + 1)
+    judged_as[single:] = 0
+    return np.minimum(rank[members], MOST_LEVELS), judged_as
+
+
+def _by_network(activations: _Numbers, columns: Sequence[Column], known: int) -> _Rows:
+    """Return the classes that a network guesses, (columns, rows): one for all columns at once."""
+    most = min(_MOST_GUESSED, max((int(c.classes.max()) + 1 for c in columns), default=1))
+    classes = [np.minimum(column.classes[:known], most - 1) for column in columns]
+    targets = torch.from_numpy(np.stack(classes, axis=1)) if columns else torch.empty(known, 0)
+    inputs = torch.from_numpy(activations).float()
+    with torch.random.fork_rng(devices=[]), _one_thread():
+        torch.manual_seed(_SEED)
+        model = nn.Sequential(
+            nn.Linear(inputs.shape[1], _HIDDEN),
+            nn.ReLU(),
+            nn.Dropout(0.1),
+            nn.Linear(_HIDDEN, _HIDDEN),
+            nn.ReLU(),
+            nn.Linear(_HIDDEN, len(columns) * most),
+        )
+        optimizer = torch.optim.Adam(model.parameters(), _LEARNING_RATE)
+        steps = -(-_EPOCHS * known // _BATCH) if columns else 0
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = _LEARNING_RATE * (1 + math.cos(math.pi * step / steps)) / 2
+            rows = torch.randint(known, (min(known, _BATCH),))
+            logits = model(inputs[rows]).reshape(-1, most)
+            optimizer.zero_grad()
+            cross_entropy(logits, targets[rows].flatten()).backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            logits = model(inputs[known:]).reshape(-1, len(columns), most)
+    guessed: _Rows = logits.argmax(2).T.numpy()
+    return guessed
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch use one thread: more gain nothing on small batches, and wait on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _nearest_rows(activations: _Numbers, known: int) -> tuple[_Rows, _Numbers]:
+    # Importing it takes time that only a run that is measured should pay.
+    from sklearn.neighbors import NearestNeighbors  # noqa: PLC0415
+
+    nearest = NearestNeighbors(n_neighbors=_NEIGHBOURS).fit(activations[:known])
+    distances, rows = nearest.kneighbors(activations[known:])
+    return rows, 1 / (distances + 1e-6)
+
+
+def _by_vote(classes: _Rows, rows: _Rows, weights: _Numbers) -> _Rows:
+    voted = classes[rows]
+    votes = ((voted[:, :, None] == voted[:, None, :]) * weights[:, None, :]).sum(axis=2)
+    elected: _Rows = np.take_along_axis(voted, votes.argmax(axis=1)[:, None], axis=1)[:, 0]
+    return elected
+
+
+def _by_regression(
+    activations: _Numbers, values: npt.NDArray[Any], classes: _Rows, known: int
+) -> _Rows:
+    """Return the class of the number that is nearest to the one that ridge regression predicts."""
+    from sklearn.linear_model import Ridge  # noqa: PLC0415
+
+    order = np.argsort(values)
+    ordered = values[order].astype(np.float64)
+    predicted = Ridge(_RIDGE).fit(activations[:known], values[:known]).predict(activations[known:])
+    nearest = np.searchsorted((ordered[1:] + ordered[:-1]) / 2, predicted)
+    guessed: _Rows = classes[order[nearest]]
+    return guessed
+
+
+def _by_class_means(activations: _Numbers, classes: _Rows, known: int) -> _Rows:
+    from sklearn.discriminant_analysis import LinearDiscriminantAnalysis  # noqa: PLC0415
+
+    if (classes[:known] == classes[0]).all():
+        return np.full(len(classes) - known, classes[0])
+    model = LinearDiscriminantAnalysis(solver="lsqr", shrinkage=_RIDGE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a class with one known row
+        guessed: _Rows = model.fit(activations[:known], classes[:known]).predict(
+            activations[known:]
+        )
+    return guessed

@@ -12,7 +12,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,22 +36,6 @@ _TINY = 1e-9  # share of the largest variance below which a component is roundin
 
 Blocks = Callable[[], Iterable[Features]]
 """Yields a table's rows in parts, the same at every call."""
-
-
-class Moments(NamedTuple):
-    """Sums over rows of codes, in float64."""
-
-    num_rows: int
-    total: Tensor  # (codes,)
-    products: Tensor  # (codes, codes)
-
-    @property
-    def mean(self) -> Tensor:
-        return self.total / self.num_rows
-
-    @property
-    def covariance(self) -> Tensor:
-        return self.products / self.num_rows - torch.outer(self.mean, self.mean)
 
 
 class ComponentsBottom(nn.Module):
@@ -149,7 +132,7 @@ class ComponentsBottom(nn.Module):
             deviations = variances ** (1 / 4) if is_final else torch.full_like(variances, math.inf)
             self._set(slice(None), scaled, -mean @ scaled, deviations)
 
-    def before_labels(self, blocks: Blocks, names: Sequence[str]) -> Moments:
+    def before_labels(self, blocks: Blocks, names: Sequence[str]) -> Tensor:
         """Return what ``fit_score`` needs of a table's rows and the names of its columns.
 
         Raises SettingsError for what could not be fitted to any labels: their release is charged.
@@ -166,11 +149,12 @@ class ComponentsBottom(nn.Module):
                 f"have {self.num_codes:,}: leave out those of many categories, or set min_count"
             )
         moments = self.moments(blocks)
-        self._require_directions(_principal(moments.covariance, len(self.bias))[1])
+        covariance = _mean_and_covariance(moments)[1]
+        self._require_directions(_principal(covariance, len(self.bias))[1])
         return moments
 
     def fit_score(
-        self, rows: Features, noisy: NDArray[np.float32], moments: Moments, names: Sequence[str]
+        self, rows: Features, noisy: NDArray[np.float32], moments: Tensor, names: Sequence[str]
     ) -> None:
         """Fit scores to noisy labels of training rows, and components to a table's moments.
 
@@ -183,7 +167,7 @@ class ComponentsBottom(nn.Module):
             targets = torch.from_numpy(noisy).double()
             if targets.shape[1] > 1:  # shares of classes add up to 1, and the noise does not
                 targets = (targets - targets.mean(1, keepdim=True))[:, :-1]
-            sums = self._sums(rows, targets)
+            sums = self._sums_of(rows, targets)
             weight, bias = Ridge(sums, self.num_codes).function()
             self._set(slice(0, len(bias)), weight, bias, torch.ones_like(bias))
             self._fit_beside(len(bias), moments, sums, names)
@@ -191,10 +175,11 @@ class ComponentsBottom(nn.Module):
     def scores_of(self, rows: Features, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights, (codes, targets), and bias of a score for each target, float64."""
         with torch.no_grad():
-            return Ridge(self._sums(rows, targets), self.num_codes).function()
+            return Ridge(self._sums_of(rows, targets), self.num_codes).function()
 
-    def _fit_beside(self, first: int, moments: Moments, sums: Tensor, names: Sequence[str]) -> None:
-        width, covariance, settings = len(self.bias) - first, moments.covariance, self.settings
+    def _fit_beside(self, first: int, moments: Tensor, sums: Tensor, names: Sequence[str]) -> None:
+        width, settings = len(self.bias) - first, self.settings
+        mean, covariance = _mean_and_covariance(moments)
         if width == 0:
             return
         if isinstance(settings, ScoreModel) and settings.columns is not None:
@@ -210,17 +195,27 @@ class ComponentsBottom(nn.Module):
         # Some columns may have fewer directions: the values that are left are 0.
         directions, variances = _principal(covariance, width)
         scaled = directions * variances.clamp(min=1e-30) ** (-1 / 4)
-        self._set(slice(first, None), scaled, -moments.mean @ scaled, variances ** (1 / 4))
+        self._set(slice(first, None), scaled, -mean @ scaled, variances ** (1 / 4))
 
-    def _sums(self, rows: Features, targets: Tensor) -> Tensor:
-        """Return the sums of the products of [1, codes, targets]."""
-        width = self.num_codes + targets.shape[1] + 1
-        sums = torch.zeros(width, width, dtype=torch.float64)
-        for places in torch.split(torch.arange(len(targets)), FIT_ROWS):
-            codes = self.codes(rows.rows(places)).double()
-            joined = torch.cat([torch.ones(len(codes), 1), codes, targets[places]], dim=1)
-            sums.addmm_(joined.T, joined)
+    def moments(self, blocks: Blocks) -> Tensor:
+        """Return the sums of the products of [1, codes] over a table's rows, float64."""
+        sums = self._sums((part, torch.empty(len(part), 0)) for part in blocks())
+        if not sums[0, 0]:
+            raise DataError("bottom_model: there is no row to fit it to")
         return sums
+
+    def _sums_of(self, rows: Features, targets: Tensor) -> Tensor:
+        places = torch.split(torch.arange(len(targets)), FIT_ROWS)
+        return self._sums((rows.rows(at), targets[at]) for at in places)
+
+    def _sums(self, parts: Iterable[tuple[Features, Tensor]]) -> Tensor:
+        """Return the sums of the products of [1, codes, targets]."""
+        sums = torch.zeros((), dtype=torch.float64)
+        for features, targets in parts:
+            codes = self.codes(features).double()
+            joined = torch.cat([torch.ones(len(codes), 1), codes, targets], dim=1)
+            sums = sums + joined.T @ joined
+        return sums if sums.ndim else sums.new_zeros(1, 1)
 
     def components(self, blocks: Blocks, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return directions, (codes, width), their variances, and the codes' mean, float64."""
@@ -228,7 +223,8 @@ class ComponentsBottom(nn.Module):
             directions, variances, mean = _sparse_components(self, blocks, width)
         else:
             moments = self.moments(blocks)
-            mean, (directions, variances) = moments.mean, _principal(moments.covariance, width)
+            mean, covariance = _mean_and_covariance(moments)
+            directions, variances = _principal(covariance, width)
         self._require_directions(variances)
         return directions, variances, mean
 
@@ -240,24 +236,15 @@ class ComponentsBottom(nn.Module):
                 f"expected contract.cut_shape of at most [{rank}], got {list(self.cut_shape)}"
             )
 
-    def moments(self, blocks: Blocks) -> Moments:
-        """Return the sums of the codes and of their products."""
-        count = 0
-        total = torch.zeros(self.num_codes, dtype=torch.float64)
-        products = torch.zeros(self.num_codes, self.num_codes, dtype=torch.float64)
-        for part in blocks():
-            codes = self.codes(part).double()
-            count += len(codes)
-            total += codes.sum(0)
-            products.addmm_(codes.T, codes)
-        if not count:
-            raise DataError("bottom_model: there is no row to fit it to")
-        return Moments(count, total, products)
-
     def _set(self, columns: slice, weight: Tensor, bias: Tensor, deviations: Tensor) -> None:
         self.weight[:, columns] = weight.to(self.weight)
         self.bias[columns] = bias.to(self.bias)
         self.get_buffer("limit")[columns] = (_CLIP * deviations).to(self.bias)
+
+
+def _mean_and_covariance(sums: Tensor) -> tuple[Tensor, Tensor]:
+    mean = sums[0, 1:] / sums[0, 0]
+    return mean, sums[1:, 1:] / sums[0, 0] - torch.outer(mean, mean)
 
 
 def _principal(covariance: Tensor, width: int) -> tuple[Tensor, Tensor]:

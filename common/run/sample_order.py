@@ -30,9 +30,6 @@ SPLITS: tuple[SplitName, ...] = get_args(SplitName)
 Positions = npt.NDArray[np.int64]  # indices of examples in the common order, counted from 0
 Splits = npt.NDArray[np.int8]  # the split of each of a party's own ids, as an index into ``SPLITS``
 NONCE_BYTES = 32  # length of a party's share of the joint seed, the same as that of the seed
-POSITIONS_DIGEST_BYTES = 16
-"""Length of a digest of positions, which detects mistakes and need not keep anything secret."""
-
 ROWS_DIGEST_BYTES = 16  # length of a digest of a batch's ids
 _ROWS_DOMAIN = b"splitveil rows 1"
 _SEED_DOMAIN = b"splitveil joint seed v1"
@@ -92,12 +89,6 @@ def joint_seed(*nonces: bytes) -> bytes:
     for nonce in nonces:
         digest.update(struct.pack("<Q", len(nonce)) + nonce)
     return digest.digest()
-
-
-def positions_digest(positions: Positions) -> bytes:
-    """Return 16 bytes by which two parties detect that they are at different rows."""
-    data = np.ascontiguousarray(positions, dtype="<i8")
-    return hashlib.blake2b(data.data, digest_size=POSITIONS_DIGEST_BYTES).digest()
 
 
 def rows_digest(id_digests: npt.NDArray[np.uint8]) -> bytes:

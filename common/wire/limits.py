@@ -15,7 +15,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from splitveil.common.errors import InvalidMessage, ProtocolError, TooLarge
 from splitveil.common.run.contract import NAME_CHARACTERS, PASSIVE_PARTIES
 from splitveil.common.run.messages import ID_CHARACTERS
-from splitveil.common.run.sample_order import NONCE_BYTES, POSITIONS_DIGEST_BYTES, ROWS_DIGEST_BYTES
+from splitveil.common.run.sample_order import NONCE_BYTES, ROWS_DIGEST_BYTES
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -107,7 +107,6 @@ class Bound(NamedTuple):
 _NAME = Bound(NAME_CHARACTERS, "the contract limits names of runs and parties to the same length")
 _DIGEST = Bound(DIGEST_BYTES, "SHA-256")
 _NONCE = Bound(NONCE_BYTES, "a nonce is as long as the joint seed")
-_POSITIONS = Bound(POSITIONS_DIGEST_BYTES, "the length of the digests of sample_order")
 _VERSION = Bound(255, "there is only one; any other gets a reply that names the mismatch")
 _EPOCH = Bound(100_000, "the contract allows no more epochs")
 _STEP = Bound(2**31, "at most one step per row, and at most this many rows")

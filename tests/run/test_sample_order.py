@@ -12,7 +12,6 @@ from splitveil.common.run.sample_order import (
     in_common_order,
     joint_seed,
     keyed_id_digests,
-    positions_digest,
     split_rows,
     stable_order,
 )
@@ -53,7 +52,6 @@ def test_the_order_is_philox_sorted() -> None:
 def test_the_order_is_the_same_on_every_machine() -> None:
     order = SampleOrder(_SEED, np.arange(10), batch_size=4)
     assert [batch.tolist() for batch in order.epoch(0)] == [[1, 9, 2, 7], [8, 0, 5, 6], [3, 4]]
-    assert positions_digest(order.batch(0, 0)).hex() == "58ffdc617653ab478fa683c205f90fba"
 
 
 def test_an_epoch_has_each_position_once_and_epochs_differ() -> None:
@@ -107,14 +105,6 @@ def test_the_joint_seed_depends_on_every_nonce_and_on_their_borders() -> None:
     assert joint_seed(b"ab", b"c") == joint_seed(b"ab", b"c")
     packed = b"splitveil joint seed v1" + struct.pack("<Q", 2) + b"ab" + struct.pack("<Q", 1) + b"c"
     assert joint_seed(b"ab", b"c") == hashlib.sha256(packed).digest()
-
-
-def test_positions_digest_differs_by_rows_and_by_their_order() -> None:
-    digests = {positions_digest(np.array(rows)) for rows in ([1, 2], [2, 1], [1], [1, 2, 0])}
-    assert len(digests) == 4
-    assert {len(digest) for digest in digests} == {16}
-    strided = np.arange(10)[::2]
-    assert positions_digest(strided) == positions_digest(strided.astype(">i8"))
 
 
 def test_id_digests_are_keyed_blake2b() -> None:

@@ -76,7 +76,7 @@ class Column(NamedTuple):
     def is_judged(self) -> bool:
         counts = np.bincount(self.judged)
         is_rare = self.kind == "category" and counts[0] > len(self.values) / 2
-        return np.count_nonzero(counts) > 1 and not is_rare
+        return bool(np.count_nonzero(counts) > 1 and not is_rare)
 
 
 def right_guesses(
@@ -106,7 +106,8 @@ def right_guesses(
 def random_directions(dimensions: int, seed: int) -> _Numbers:
     """Return directions onto which wide activations are projected, (dimensions, fewer)."""
     drawn = np.random.default_rng([_SEED, seed]).normal(size=(dimensions, MOST_DIMENSIONS))
-    return drawn / MOST_DIMENSIONS**0.5
+    found: _Numbers = drawn / MOST_DIMENSIONS**0.5
+    return found
 
 
 def _quarters(values: npt.NDArray[Any]) -> _Rows:
@@ -153,7 +154,8 @@ def _by_network(activations: _Numbers, columns: Sequence[Column], known: int) ->
             rows = torch.randint(known, (min(known, _BATCH),))
             logits = model(inputs[rows]).reshape(-1, most)
             optimizer.zero_grad()
-            cross_entropy(logits, targets[rows].flatten()).backward()
+            loss = cross_entropy(logits, targets[rows].flatten())
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         model.eval()
         with torch.no_grad():

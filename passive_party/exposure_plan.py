@@ -281,7 +281,9 @@ def remedy_of(
     values = trainer.embed(features).flatten(1).double().cpu().numpy()
     found = {width: own}
     for fewer in (one for one in WIDTHS if one < width):
-        one = exposure_of([values[:, :fewer]], features.to("cpu"), encoder, sample.known, 0)
+        one = exposure_of(
+            [values[:, :fewer]], features.to(torch.device("cpu")), encoder, sample.known, 0
+        )
         if one is not None:
             found[fewer] = one
         if one is None or one.disclosure > most:

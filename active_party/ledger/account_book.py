@@ -250,26 +250,20 @@ def open_books(folders: Sequence[Path], id_rules: bytes = b"") -> AccountBook:
 
 def open_book(folder: Path) -> AccountBook:
     """Read the book of one run, whatever its rules for ids; SettingsError if it cannot be read."""
-    ended = "that has ended. A run that was killed leaves none: start it again to resume it"
-    state = tensors_of_run(folder / LEDGER, SETTING, ended)
-    try:
-        return AccountBook.from_state(state)
-    except ValueError as error:
-        raise SettingsError(f"{SETTING}: {folder / LEDGER}: {error}") from error
-
-
-def tensors_of_run(path: Path, setting: str, which: str) -> dict[str, Tensor]:
-    """Read a file of the checkpoint folder that a setting names; ``which`` says of which run."""
+    path = folder / LEDGER
     try:
         check_regular(path)
-        return load_file(path)
+        return AccountBook.from_state(load_file(path))
     except FileNotFoundError as error:
         raise SettingsError(
-            f"{setting}: {path.parent}: there is no {path.name}: expected the active party's "
-            f"checkpoint folder of a run {which}"
+            f"{SETTING}: {folder}: there is no {LEDGER}: expected the active party's checkpoint "
+            f"folder of a run that has ended. A run that was killed leaves none: start it again to "
+            f"resume it"
         ) from error
+    except ValueError as error:
+        raise SettingsError(f"{SETTING}: {path}: {error}") from error
     except (OSError, SafetensorError) as error:
-        raise SettingsError(f"{setting}: {path}: cannot be read") from error
+        raise SettingsError(f"{SETTING}: {path}: cannot be read") from error
 
 
 def id_rules_as_tensor(id_rules: bytes) -> dict[str, Tensor]:

@@ -49,6 +49,7 @@ from splitveil.deploy.demo import EXAMPLES
 from splitveil.library.loading import from_here, source_of
 from splitveil.library.own_data import write_settings
 from splitveil.library.runs import Kind
+from splitveil.passive_party.feature_exposure import exposure_from_json
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support.equality import assert_same_weights
 from tests.support.programs import run_program
@@ -130,6 +131,11 @@ def test_a_seed_decides_the_bits_and_a_frame_of_defenses_holds_means(swept: Runs
     assert by_defense["none"]["seeds"] == 2
     assert by_defense["none"]["test_auc"] == pytest.approx(np.mean(ones), abs=1e-15)
     assert by_defense["none"]["test_auc_sd"] == pytest.approx(np.std(ones, ddof=1), abs=1e-12)
+    files = [run.path / "passive" / "exposure.json" for run in swept.of("none")]
+    given_away = [exposure_from_json(json.loads(file.read_text())) for file in files]
+    disclosed = [one.disclosure for one in given_away if one is not None]
+    assert len(disclosed) == 2
+    assert by_defense["none"]["disclosure"] == pytest.approx(np.mean(disclosed), abs=1e-12)
     of_one = Runs({("none", 1): other}, swept.folder).frame("defenses")
     assert np.isnan(np.asarray(of_one["test_auc_sd"], float)).all()
     assert str(of_one["test_auc_sd"].dtype) == "float64"

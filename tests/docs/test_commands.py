@@ -295,4 +295,7 @@ def test_every_piece_of_settings_is_accepted(own: Path, tmp_path: Path, block: B
     merged = {**laid_over(base, values), "contract": str(own / "contract.yaml")}
     (tmp_path / "party.yaml").write_text(yaml.safe_dump(merged))
     section: type[PartySettings] = ActiveSettings if kind == "active" else PassiveSettings
-    load_party_settings(section, tmp_path / "party.yaml")
+    is_of_gradients = values.get("defense", base.get("defense")) != base.get("defense")
+    needs_gradients = is_of_gradients or values.keys() & {"adversary", "leak_monitor"}
+    exchange = ["contract.exchange=gradients"] if needs_gradients else []
+    load_party_settings(section, tmp_path / "party.yaml", exchange)

@@ -18,8 +18,13 @@ from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.passive_party import column_guesses, exposure_plan
 from splitveil.passive_party.assembly import BottomBuilder
 from splitveil.passive_party.commands.program import main
-from splitveil.passive_party.exposure_plan import ExposurePlan, check_exposure, exposure_plan_of
-from splitveil.passive_party.feature_exposure import measure_exposure
+from splitveil.passive_party.exposure_plan import (
+    ExposurePlan,
+    check_exposure,
+    exposure_plan_of,
+    remedy_of,
+)
+from splitveil.passive_party.feature_exposure import Sample, measure_exposure
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support.commands import exit_code_of
@@ -200,11 +205,32 @@ def test_the_columns_of_all_epochs_together_are_given_away_where_each_alone_hide
                     Batch(epoch, "train", 0, batch, bytes(16), False, False), sent, sent, {}
                 )
         builder = BottomBuilder(settings, data, torch.device("cpu"))
-        found = [
-            measure_exposure(builder(rows), builder.encoder, ROWS, recorder.sample, of_epochs)
-            for of_epochs in (None, recorder.sent_in_epochs())
-        ]
-    of_end, of_all = ({c.name: c.gain_fraction for c in one.columns} for one in found)
+        trainer, encoder = builder(rows), builder.encoder
+        assert encoder is not None
+        sample, of_epochs = recorder.sample, recorder.sent_in_epochs()
+        end = measure_exposure(trainer, encoder, ROWS, sample)
+        every = measure_exposure(trainer, encoder, ROWS, sample, of_epochs)
+    assert end is not None
+    assert every is not None
+    of_end, of_all = ({c.name: c.gain_fraction for c in one.columns} for one in (end, every))
     assert max(of_end[f"noise{i}"] for i in range(5)) < 0.6
     assert min(of_all[f"noise{i}"] for i in range(5)) > 0.8
-    assert found[1].epochs == found[1].dimensions == 5
+    assert every.epochs == every.dimensions == 5
+
+
+def test_the_page_names_fewer_numbers_with_what_they_would_have_given_away(tmp_path: Path) -> None:
+    settings = load_party_settings(PassiveSettings, settings_file(tmp_path, cut_shape=[16]))
+    data = PartyData.of(settings)
+    rows = AlignedRows.derive(
+        settings.contract, bytes(32), data.ids, np.arange(ROWS), data.table.splits
+    )
+    builder = BottomBuilder(settings, data, torch.device("cpu"))
+    sample = Sample.draw(rows.splits["train"], ROWS)
+    trainer = builder(rows)
+    assert builder.encoder is not None
+    assert sample is not None
+    found = measure_exposure(trainer, builder.encoder, ROWS, sample)
+    assert found is not None
+    said = remedy_of(settings, trainer, builder.encoder, sample, found)
+    assert "1 number instead of 16: noise" in said
+    assert f"from {found.disclosure:.2f} to " in said

@@ -27,7 +27,7 @@ def budget_of(leak_auc: float) -> str:
 RELEASED = Settings(
     both=("contract.epochs=40", "contract.checkpoints.every_steps=4"),
     active=(
-        "defense={name: noisy_label, mechanism: {kind: gaussian, noise_ratio: 2.8}}",
+        "defense={name: noisy_label, mechanism: {kind: gaussian, noise_ratio: 2.79107}}",
         "leak_monitor=null",
     ),
     passive=("adversary=null",),
@@ -40,9 +40,9 @@ def bound(folder: Path) -> float:
 
 
 def of_releases(number: int) -> float:
-    """Return the AUC of the best score on several Gaussian releases, each of an AUC of .6.
+    """Return the AUC of the best score on several noisy labels, each of an AUC of .6.
 
-    A release shifts a label's sum by d standard deviations, where Phi(d / sqrt 2) = .6. The sum of
+    A label shifts its noisy one by d standard deviations, where Phi(d / sqrt 2) = .6. The sum of
     independent ones is sufficient, and is shifted by d sqrt(number).
     """
     shift = 2**0.5 * NormalDist().inv_cdf(0.6)
@@ -100,7 +100,8 @@ def test_active_parties_that_wait_together_count_each_other_in_the_order_in_whic
     with ExitStack() as stack:
         runs = {}
         for name in "abcd":
-            own = RELEASED._replace(both=(*RELEASED.both, f"contract.run_name={name}"))
+            longer = ("contract.epochs=200",) * (name == "d")  # still under way when it is stopped
+            own = RELEASED._replace(both=(*RELEASED.both, *longer, f"contract.run_name={name}"))
             own = own._replace(active=(*own.active, "run_budget={leak_auc: 0.65}"))
             runs[name] = stack.enter_context(restartable(tmp_path, own, log=name))
             runs[name].active.start()
@@ -113,7 +114,8 @@ def test_active_parties_that_wait_together_count_each_other_in_the_order_in_whic
 
         runs["d"].passive.start()
         of_d = tmp_path / "runs" / "d" / "active"
-        runs["d"].wait_until((of_d / "checkpoint" / "releases.safetensors").exists)
+        runs["d"].wait_until((of_d / "metrics.jsonl").exists)
+        runs["d"].wait_until(lambda: b"train" in (of_d / "metrics.jsonl").read_bytes())
         runs["d"].active.signal(signal.SIGSTOP)
         assert after("a")[0] == 2, runs["a"].outputs
         refusal = f"{of_d}: what this run has charged cannot be counted"
@@ -123,8 +125,9 @@ def test_active_parties_that_wait_together_count_each_other_in_the_order_in_whic
         assert after("b") == (0, 0), runs["b"].outputs
         assert "d/active (20" in runs["b"].active.said
         assert after("c") == (5, 5), runs["c"].outputs
-        released = sorted(path.parts[-4] for path in tmp_path.rglob("releases.safetensors"))
-        assert released == ["b", "d"]
+        logs = tmp_path.glob("runs/*/active/metrics.jsonl")
+        answered = sorted(log.parts[-3] for log in logs if train_lines(log.parent))
+        assert answered == ["b", "d"]
         assert bound(runs["b"].active.results("b")) == pytest.approx(of_releases(2), abs=1e-4)
 
 

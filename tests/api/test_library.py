@@ -264,7 +264,10 @@ def test_a_plan_has_a_frame_and_prints_itself(monkeypatch: pytest.MonkeyPatch) -
     bounds = [one["bound_anybody"] for one in found.to_json()["answers"]]
     assert bounds == pytest.approx([0.638163, 0.638163], abs=1e-6)
     assert "<table>" in found._repr_html_()
-    own = {"contract.epochs": 7, "active.defense": defenses.NoisyLabel(noise_ratio=2.0)}
+    own = {
+        "contract.epochs": 7,
+        "active.defense": defenses.NoisyLabel(kind="gaussian", noise_ratio=2.0),
+    }
     assert plan("breast_cancer", settings=own).to_json() == found.to_json()
     file = ROOT / "deploy" / "examples" / "breast_cancer" / "active.yaml"
     assert "defense marvell" in repr(plan(file))

@@ -261,7 +261,8 @@ def _brief(
         return
     known = known_of_forecast(forecast.charge)
     earlier, together = book.most(), compose(book.known(), known)
-    limit, epochs = settings.run_budget.limit, settings.contract.epochs
+    limit, contract = settings.run_budget.limit, settings.contract
+    epochs = 1 if contract.is_one_shot else contract.epochs
     # Repeated noise exceeds the budget either with its first answer or never.
     epochs_charged = epochs if forecast.configured == "fresh" else 1
     charge = forecast.charge
@@ -273,7 +274,7 @@ def _brief(
 
 def _end_in_words(first: int | None, last: int | None, epochs: int, charge: ChargeForecast) -> str:
     if first is None:
-        fits = f"all {epochs} epochs fit"
+        fits = "the run fits" if epochs == 1 else f"all {epochs} epochs fit"
         return fits if charge.is_promise else f"{fits}, if charges are as estimated"
     if charge.low == 0:
         likely = "" if charge.certainty == "unknown" else f", not likely before epoch {first + 1}"

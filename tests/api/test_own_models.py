@@ -363,6 +363,3 @@ def test_no_top_model_is_fitted_to_what_is_not_there(columns: Columns, tmp_path:
         run.refit()
     with pytest.raises(SettingsError, match="trained under another contract"):
         run.refit({"contract.batch_size": 7})
-    (checkpoint / "refitted.safetensors").unlink()
-    with pytest.raises(SettingsError, match=r"has no refitted\.safetensors"):
-        run.refit()

@@ -135,7 +135,7 @@ def test_a_pretrained_encoder_trains_slower_and_its_embeddings_not_at_all(tmp_pa
     report = (there.path / "passive" / "report.html").read_text()
     assert "of sequences or texts, or with too few records of most values: note, visits" in report
 
-    predicted = columns_of(predict(run))
+    predicted = columns_of(predict(run, model="trained"))
     ids = predicted["id"][:5]
     rows, own = run.features("passive", ids), run.features("active", ids)
     with torch.no_grad():

@@ -257,7 +257,7 @@ def test_the_command_takes_a_target_and_several_runs(
     assert (tmp_path / "a" / "active" / "report.html").is_file()
     capsys.readouterr()
     assert run(a, b, "--output", str(tmp_path / "two.html")) == 0
-    assert "strongest attack" in capsys.readouterr().out
+    assert "labels: attack" in capsys.readouterr().out
     assert "2 runs side by side" in (tmp_path / "two.html").read_text(encoding="utf-8")
     assert run(str(tmp_path)) == 2
 

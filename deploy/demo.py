@@ -15,12 +15,7 @@ from splitveil.deploy.overrides import ONE_SHOT, override
 EXAMPLES = Path(__file__).parent / "examples"
 
 DEMO, WITHOUT_PACKAGE = "flights", "breast_cancer"
-DEMO_DEFENSES = (
-    "none",
-    "marvell",
-    "noisy_label",
-    ONE_SHOT,
-)
+DEMO_DEFENSES = ("none", "marvell", "noisy_label", ONE_SHOT)
 """Run one after the other and compared where the command line names no defense."""
 
 _INSTALL = f"pip install {flights.PACKAGE}, or this package as splitveil[demo]"

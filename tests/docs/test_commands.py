@@ -224,7 +224,7 @@ PROGRAMS = [page for page in GUIDE if any(one.language == "python" for one in bl
 
 
 PRINTED = {
-    "README.md": r"noisy_label",
+    "README.md": r"one_shot",
     "docs/guide/python-api.md": (
         r"(?s)noisy_label.*\n0\.(6|59)\d*\ncomparison\.html\n0\.\d+\n.*clipped ratio=0\.5"
         r".*True 0\.\d+.*cut/largest.*'active\.pt2', 'passive\.pt2'.*nobody +False.*EpsilonBound"

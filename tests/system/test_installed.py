@@ -158,6 +158,7 @@ def test_the_demo_needs_neither_repository_nor_network_and_minds_no_folder_of_an
         "breast_cancer-marvell",
         "breast_cancer-noisy_label",
         "breast_cancer-none",
+        "breast_cancer-one_shot",
     ]
     for party in ("active", "passive"):
         folder = installed.here / "runs" / "breast_cancer-none" / party

@@ -185,7 +185,7 @@ LONG = (
 
 def test_a_run_s_name_is_as_long_as_a_contract_allows_and_differs_where_settings_do() -> None:
     names = [parse_defense(LONG.format(ratio=one)).run_name("default_credit") for one in (2.8, 5.6)]
-    assert names[0].startswith("default_credit-noisy_label-kind-gaussian-noise_ratio-2.8-")
+    assert names[0].startswith("default_credit-noisy_label-kind-gaussian-noise_ratio-2-")
     assert len(set(names)) == 2
     long = "e" * 60  # a name so long that no space is left
     names += [parse_defense(text).run_name(long) for text in ("none", "iso", "iso:noise_ratio=2")]
@@ -205,7 +205,7 @@ def test_overrides_reach_the_party_they_name_and_the_contract_both() -> None:
 
 
 def test_the_table_says_what_was_not_measured_and_rounds_bounds_up() -> None:
-    counts = RunCounts(aligned_rows=9)
+    counts = RunCounts(aligned_rows=9, steps=3)
     figures = ActiveFigures(model=ModelFigures(test_auc=0.9, test_auc_alone=0.7))
     ledger = LedgerFigures(honest_but_curious=SpreadFigures(max=0.9101))
     adjusted = {
@@ -224,9 +224,9 @@ def test_the_table_says_what_was_not_measured_and_rounds_bounds_up() -> None:
     console.print(comparison_table("run", summaries))
     lines = [re.split(" {2,}", line.strip()) for line in console.export_text().splitlines()]
     assert lines[3:7] == [
-        ["one", "0.9000", "informed", "at most 0.911 for an honest-but-curious peer"],
-        ["9 rows", "0.950 (0.930 to 0.970)"],
-        ["two", "0.9000", "not measured", "no bound"],
+        ["one", "0.9000", "informed", "≤ 0.911"],
+        ["9 rows", "0.950 (0.930 to 0.970)", "honest-but-curious"],
+        ["two", "0.9000", "not measured", "none"],
         ["9 rows"],
     ]
     peer = "an honest-but-curious peer"

@@ -140,14 +140,14 @@ def _train(settings: simulation.PartiesSettings, certificates: Path) -> Trained:
     active = ActiveParty(settings.active, session, build_engine(contract.alignment), seen)
     Simulation(active, parties).meet()
     folder = settings.active.run_folder(ACTIVE)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     refitted = save_results(settings.active, folder, session, builder)
     alone = save_alone(settings.active, folder, session, builder)
     for name, party in parties.items():
         trainer = party.run.trainer
         assert trainer is not None
         own_folder = party.settings.run_folder(party.settings.folder_name())
-        own_folder.mkdir(parents=True)
+        own_folder.mkdir(parents=True, exist_ok=True)
         identity = identity_metadata(party.run.model_identity, contract)
         save_model(own_folder, trainer.model, encoders[name].encoder, identity)
     rows = session.lifecycle.answering.rows

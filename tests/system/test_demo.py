@@ -138,7 +138,7 @@ def test_without_the_package_the_demo_says_so_and_runs_the_smaller_example(
 def test_the_demo_compares_four_ways_in_few_lines(package: Path, tmp_path: Path) -> None:
     done = run_program(
         *(sys.executable, "-m", "splitveil", "demo", "--runs", str(tmp_path)),
-        *("--set", "contract.epochs=2", "contract.batch_size=64"),
+        *("--set", "contract.epochs=2", "contract.batch_size=64", "contract.cut_shape=[8]"),
         env={**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", "COLUMNS": "80"},
     )
     assert done.returncode == 0, done.stdout

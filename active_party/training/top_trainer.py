@@ -21,9 +21,8 @@ from splitveil.active_party.defenses import (
 from splitveil.active_party.defenses.interface import LabelledRows
 from splitveil.active_party.defenses.objective import BatchLabels, Objective, StepOutcome
 from splitveil.active_party.training.boosting import WithTrees
-from splitveil.active_party.training.cut_memory import CutMemory
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
-from splitveil.active_party.training.own_models import KnownRows
+from splitveil.active_party.training.own_models import CutMemory, KnownRows
 from splitveil.active_party.training.predictions import LossWeights, PredictionFigures
 from splitveil.common.data.features import Features
 from splitveil.common.errors import SplitveilError

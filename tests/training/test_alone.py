@@ -11,9 +11,9 @@ from sklearn import ensemble
 from torch import Tensor, nn
 
 from splitveil.active_party.training.boosting import WithTrees, columns_of, with_trees
-from splitveil.active_party.training.cut_memory import CutMemory
 from splitveil.active_party.training.label_kinds import ClassLabels, NumberLabels
 from splitveil.active_party.training.own_models import (
+    CutMemory,
     Fitting,
     KnownRows,
     build_alone,

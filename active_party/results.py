@@ -132,7 +132,7 @@ def fit_after_one_shot(
     Returns the figures of its mean with trees, which is saved as the refitted model, if any.
     """
     logger.info("fitting the top model to the true labels, without any other party")
-    mean = trainer.fit_alone()
+    mean = trainer.fit_top()
     _save_activations(settings, folder, session, trainer)
     for evaluation in session.lifecycle.answering.measure_held_out():
         session.lifecycle.observer.on_evaluation(evaluation)

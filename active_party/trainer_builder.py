@@ -35,9 +35,7 @@ from splitveil.common.run.phases import Phases
 
 logger = logging.getLogger(__name__)
 
-_MOST_REMEMBERED_BYTES = 2**28
-"""Size of a run's last activations beyond which they are not remembered without a survey: each
-checkpoint holds them."""
+_MOST_REMEMBERED_BYTES = 2**28  # last activations of a run with gradients, in each checkpoint
 
 
 class TrainerBuilder:

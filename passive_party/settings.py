@@ -134,9 +134,9 @@ class PassiveSettings(PartySettings):
     max_exposure: float | None = Field(default=None, gt=0, le=1)
     """The most that what is sent may disclose of this party's columns, as ``splitveil passive
     plan`` measures it: the share of what a guesser without any column does not know, as a mean over
-    columns. A run above it is refused before anything is sent. By default there is no limit. The
-    strongest column is no limit: leaving it out of ``data.features`` is its remedy, not a narrower
-    cut."""
+    columns. A run above it is refused before anything is sent. By default there is no limit. Each
+    run counts by itself: what several runs send adds up. The strongest column is no limit: leaving
+    it out of ``data.features`` is its remedy, not a narrower cut."""
 
     adversary: AdversarySettings | None = None
     """Red team: measure the leakage of the received gradients; ``null`` disables it."""

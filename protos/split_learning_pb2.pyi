@@ -20,7 +20,7 @@ class Split(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SPLIT_TRAIN: _ClassVar[Split]
     SPLIT_VALIDATION: _ClassVar[Split]
     SPLIT_TEST: _ClassVar[Split]
-    SPLIT_SURVEY: _ClassVar[Split]
+    SPLIT_ACTIVATIONS: _ClassVar[Split]
     SPLIT_LABELS: _ClassVar[Split]
 
 class Course(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -44,7 +44,7 @@ SPLIT_UNSPECIFIED: Split
 SPLIT_TRAIN: Split
 SPLIT_VALIDATION: Split
 SPLIT_TEST: Split
-SPLIT_SURVEY: Split
+SPLIT_ACTIVATIONS: Split
 SPLIT_LABELS: Split
 COURSE_UNSPECIFIED: Course
 COURSE_CONTINUE: Course

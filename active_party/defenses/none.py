@@ -34,11 +34,8 @@ class NoDefense(DefenseSection):
         return Forecast({"fresh": exactly(math.inf)}, "fresh", said)
 
     def budget_refusal(self, context: interface.DefenseContext, /) -> str | None:
-        return (
-            None
-            if context.is_one_shot
-            else "the first answer without a defense would pass every budget; set a defense"
-        )
+        refusal = "the first answer without a defense would pass every budget; set a defense"
+        return None if context.is_one_shot else refusal
 
 
 class Undefended(interface.Defense):

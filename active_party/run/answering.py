@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import LeakBudget
 from splitveil.active_party.run.parties import OpenQuestion, PassivePeer, PassivePeers, Reply
@@ -116,7 +118,7 @@ class Answering:
         if due is None:
             raise OutOfStep("a tensor after the last batch")
         if due.is_answered is not is_training:
-            raise OutOfStep(f"expected the {due.split} rows now")
+            raise OutOfStep(f"expected a batch of {due.split} now")
         self._check_batch(activation, due)
         number = self.batch_number
         fingerprint = self.questions.fingerprint(number, asking.index, activation.values)
@@ -172,7 +174,7 @@ class Answering:
         evaluation, stops = None, False
         with self.changing():
             if self.contract.is_one_shot:
-                self.trainer.survey(batch.positions, cut)
+                self.trainer.note(torch.from_numpy(batch.positions.copy()), cut)
             else:
                 predicted = self.trainer.predict(batch.positions, cut)
                 evaluation = self._evaluator.add(batch, *predicted)
@@ -188,7 +190,7 @@ class Answering:
         for split in HELD_OUT:
             found = self.trainer.logits(self.rows.splits[split])
             if found is not None:
-                yield self._evaluator.measure(split, self.contract.epochs - 1, *found)
+                yield self._evaluator.measure(split, 0, *found)
 
     def _reply(self, replies: Sequence[Reply]) -> None:
         self._parties.answer(replies)

@@ -128,10 +128,6 @@ class TopTrainer:
         with self._defending("labels cannot be released"):
             return self.defense.released_labels(rows)
 
-    def survey(self, positions: Positions, activation: Tensor) -> None:
-        """Take note of the activations of some rows, without a step."""
-        self._note(torch.from_numpy(positions.copy()), activation)
-
     def gradient(
         self, positions: Positions, activation: Tensor, answer_key: bytes | None = None
     ) -> StepResult:
@@ -207,7 +203,7 @@ class TopTrainer:
         outcome, rows, cut = self._unlearned
         with self.phases(Phase.BACKWARD):
             self._objective.learn(outcome)
-        self._note(rows, cut)
+        self.note(rows, cut)
         self._unlearned = None  # only now: half-learned weights must not count as a state
 
     def refitted(self, *, may_stay: bool = True) -> nn.Module | None:
@@ -222,7 +218,7 @@ class TopTrainer:
         trained = self.model if may_stay else None
         return self._refit(self._known(self.memory), self._training, trained)
 
-    def fit_alone(self) -> nn.Module | None:
+    def fit_top(self) -> nn.Module | None:
         """Fit the model of a one-shot run that is over; return its mean with trees, if better."""
         fitted = self.refitted(may_stay=False)
         if fitted is None:
@@ -261,7 +257,7 @@ class TopTrainer:
         """Return logits and labels of some rows, on the CPU, without learning."""
         self.learn()
         rows = torch.from_numpy(positions.copy()).to(self._device)
-        self._note(rows, activation)
+        self.note(rows, activation)
         logits = self._logits(rows, to_device(activation, self._device, torch.float32))
         return logits.cpu(), self._labels[rows].cpu()
 
@@ -297,7 +293,8 @@ class TopTrainer:
         """Return the true labels of some rows, (rows,), on the CPU."""
         return self._labels[torch.from_numpy(positions.copy()).to(self._device)].cpu()
 
-    def _note(self, rows: Tensor, activation: Tensor) -> None:
+    def note(self, rows: Tensor, activation: Tensor) -> None:
+        """Remember the activations of some rows, without a step."""
         if self.memory is not None:
             self.memory.note(rows, activation)
 

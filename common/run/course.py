@@ -134,15 +134,14 @@ class Batch:
 def run_course(contract: Contract, rows: AlignedRows, batch_number: int = 0) -> Iterator[Batch]:
     """Yield the batches of a run: each epoch's training rows, then its held-out rows.
 
-    A one-shot run has one epoch, in which each row comes once; its training rows are a survey.
+    A one-shot run has one epoch, in which each row comes once.
     """
     held_out = [name for name in HELD_OUT if len(rows.splits[name])]
-    size = contract.evaluation_batch_size
     if contract.is_one_shot:
-        passes: list[sample_order.PassName] = ["labels"] if contract.noisy_labels else []
-        yield from islice(_one_shot(rows, size, [*passes, "survey", *held_out]), batch_number, None)
+        yield from islice(_one_shot(contract, rows, held_out), batch_number, None)
         return
-    held_out_batches = sum(math.ceil(len(rows.splits[name]) / size) for name in held_out)
+    counts = (len(rows.splits[name]) for name in held_out)
+    held_out_batches = sum(math.ceil(one / contract.evaluation_batch_size) for one in counts)
     first_epoch, left_out = divmod(batch_number, rows.order.steps_per_epoch + held_out_batches)
     for epoch in range(first_epoch, contract.epochs):
         batches = _epoch(contract, rows, held_out, epoch)
@@ -150,13 +149,16 @@ def run_course(contract: Contract, rows: AlignedRows, batch_number: int = 0) -> 
 
 
 def _one_shot(
-    rows: AlignedRows, size: int, passes: Sequence[sample_order.PassName]
+    contract: Contract, rows: AlignedRows, held_out: Sequence[sample_order.SplitName]
 ) -> Iterator[Batch]:
-    for name in passes:
-        of_training = name in ("labels", "survey")
-        positions = rows.splits["train" if of_training else name]  # type: ignore[index]
-        parts = list(_parts(positions, size))
-        yield from _batches(rows, 0, name, parts, closes_epoch=name == passes[-1])
+    train = rows.splits["train"]
+    passes: list[tuple[sample_order.PassName, sample_order.Positions]] = [("activations", train)]
+    if contract.noisy_labels:
+        passes.insert(0, ("labels", train))
+    passes += [(name, rows.splits[name]) for name in held_out]
+    for name, positions in passes:
+        parts = list(_parts(positions, contract.evaluation_batch_size))
+        yield from _batches(rows, 0, name, parts, closes_epoch=name == passes[-1][0])
 
 
 def is_checkpoint(contract: Contract, rows: AlignedRows, batch: Batch) -> bool:

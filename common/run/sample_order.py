@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 SplitName = Literal["train", "validation", "test"]
 
-PassName = Literal["labels", "survey", "train", "validation", "test"]
+PassName = Literal["labels", "activations", "train", "validation", "test"]
 """A pass over rows: over one split in each epoch. A one-shot run has no pass ``train``, but a
-``survey`` of the training rows, without gradients; its noisy labels, if any, come down in the pass
+pass ``activations`` over the training rows; its noisy labels, if any, come down in the pass
 ``labels``."""
 
 SPLITS: tuple[SplitName, ...] = get_args(SplitName)

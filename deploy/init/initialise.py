@@ -165,34 +165,42 @@ def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> Table
 
 
 def _narrow(folder: Path) -> str:
-    """Write the width that the columns allow into the contract beside; say what it is, if any."""
-    path = folder / "contract.yaml"
+    """Write the width that the columns allow into the contract beside, if that is narrower.
+
+    Returns what is to be said of it, if anything.
+    """
+    path, own = folder / "contract.yaml", folder / "passive.yaml"
     if not path.exists():
         return "contract.yaml is not here yet; then: splitveil passive plan passive.yaml"
-    settings = load_party_settings(
-        PassiveSettings, folder / "passive.yaml", ["contract.cut_shape=[1]"]
-    )
-    if not settings.contract.is_one_shot:
+    agreed = load_party_settings(PassiveSettings, own).contract
+    settings = load_party_settings(PassiveSettings, own, ["contract.cut_shape=[1]"])
+    if not agreed.is_one_shot:
         return ""
     try:
         plan = exposure_plan_of(settings, PartyData.of(settings))
     except SplitveilError as error:
         return f"{error}"
     most = settings.max_exposure or 1.0
-    width = plan.widest(most) or min(plan.exposures)
-    disclosed = math.ceil(100 * plan.exposures[width].disclosure) / 100
+    width = min(plan.widest(most) or min(plan.exposures), agreed.cut_dim)
+    shown = next(one for at, one in plan.exposures.items() if at >= width)
+    disclosed = math.ceil(100 * shown.disclosure) / 100
     said = f"which gives away {disclosed:.2f} of what the feature owner's columns hide"
-    line = f"cut_shape: [{width}]  # numbers that are sent per row, {said}: splitveil passive plan"
-    _write_line(path, line, 0o644)
     if disclosed > most:
-        _write_line(folder / "passive.yaml", f"max_exposure: {disclosed}  # of one number", 0o600)
+        _write_line(own, f"max_exposure: {disclosed}  # of one number", 0o600)
+    line = f"cut_shape: [{width}]  # numbers that are sent per row, {said}: splitveil passive plan"
+    if width < agreed.cut_dim and not _write_line(path, line, 0o644):
+        return f"expected in contract.yaml: cut_shape: [{width}], {said}"
     return f"contract.yaml: cut_shape: [{width}], {said}"
 
 
-def _write_line(path: Path, line: str, mode: int) -> None:
+def _write_line(path: Path, line: str, mode: int) -> bool:
+    """Write a setting in the place of its line; False if its value is not all in one line."""
     name, text = line.partition(":")[0], path.read_text(encoding="utf-8")
-    text = re.sub(f"^{name}:.*$", lambda _: line, text, flags=re.MULTILINE)
-    write_text_atomically(path, text, mode)
+    value = r"(\[[^\]\n]*\]|[\d.]+)"
+    text, count = re.subn(rf"^{name}: *{value} *(#.*)?$", lambda _: line, text, flags=re.MULTILINE)
+    if count:
+        write_text_atomically(path, text, mode)
+    return bool(count)
 
 
 def _check_loadable(terms: Terms) -> None:

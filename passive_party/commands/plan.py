@@ -18,10 +18,7 @@ from splitveil.passive_party.exposure_plan import (
 from splitveil.passive_party.settings import PassiveSettings
 
 _MOST_COLUMNS = 12
-
-
-def in_short(share: float) -> str:
-    return f"{share:.2f}".removeprefix("0")
+_TOTALS = {"mean disclosure": "disclosure", "strongest": "strongest_disclosure"}
 
 
 def plan(parsed: argparse.Namespace) -> None:
@@ -56,10 +53,9 @@ def show(plan: ExposurePlan, console: Console | None = None, *, details: bool = 
         found = [each[one.name].right for each in [*by_width, scores] if one.name in each]
         table.add_row(one.name, *(f"{100 * share:.0f}" for share in (one.without, *found)))
     table.add_section()
-    disclosures = [in_short(each.disclosure) for each in plan.exposures.values()]
-    strongest = [in_short(each.strongest_disclosure) for each in plan.exposures.values()]
-    table.add_row("mean disclosure", "0", *disclosures)
-    table.add_row("strongest", "0", *strongest)
+    for name, figure in _TOTALS.items():
+        shares = (getattr(each, figure) for each in plan.exposures.values())
+        table.add_row(name, "0", *(f"{share:.2f}".removeprefix("0") for share in shares))
     console.print(table)
     if len(columns) > len(shown):
         say(f"{len(columns) - len(shown)} more columns count, and are shown with -v.")

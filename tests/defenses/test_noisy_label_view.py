@@ -24,7 +24,7 @@ from splitveil.common.record.transcript import FILE
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason, Offer, Opening
 from tests.record.test_transcript import run_noted
 from tests.support import several
-from tests.support.peers import InProcessPeer, Lost
+from tests.support.peers import GoesAway, InProcessPeer, Lost
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
 from tests.support.several import Several, build_several, write_several
 from tests.support.tables import deal_other_labels
@@ -253,26 +253,14 @@ def test_so_does_one_that_is_killed_and_comes_again(folders: Folders, tmp_path: 
     for folder, around in ((folders.one, noting), (folders.other, repeating)):
         seen: list[bytes] = []
 
-        class Killed(Seeing):
+        class Killed(GoesAway, Seeing):
             """Is killed in the second epoch, and sees more before and after that."""
 
-            at: int | None = 7
+            goes_at: int | None = 7
 
             def __init__(self, *arguments: Any) -> None:
                 super().__init__(*arguments)
                 self.seen = seen  # noqa: B023 - used up within the loop
-                self.answers = 0
-
-            def receive_gradient(self) -> Answer:
-                answer = super().receive_gradient()
-                self.answers += 1
-                if self.answers == self.at:
-                    raise Lost
-                return answer
-
-            def leave(self, run_id: str, reason: LeaveReason) -> None:
-                if reason == LeaveReason.FINISHED:
-                    super().leave(run_id, reason)
 
         with around(released):
             runs_folder = tmp_path / folder.name
@@ -280,7 +268,7 @@ def test_so_does_one_that_is_killed_and_comes_again(folders: Folders, tmp_path: 
                 run_in_process(build(folder, runs=runs_folder), Killed)
             again = build(folder, runs=runs_folder)
             again.session.reopen()
-            run_in_process(again, type("ComesAgain", (Killed,), {"at": None}))
+            run_in_process(again, type("ComesAgain", (Killed,), {"goes_at": None}))
         assert again.active.resumed == [1]
         runs.append(seen)
     assert runs[0] == runs[1]

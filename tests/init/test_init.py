@@ -112,6 +112,29 @@ def test_what_is_written_can_be_used_as_it_is(tmp_path: Path) -> None:
     assert run.active.seen.evaluations[-1].auc is not None
 
 
+def test_the_contract_gets_the_width_that_the_columns_allow_and_never_a_wider_one(
+    tmp_path: Path,
+) -> None:
+    contract = tmp_path / "contract.yaml"
+    active(tmp_path, clients(tmp_path))
+    before = yaml.safe_load(contract.read_text())
+    said = passive(tmp_path, usage(tmp_path)).width
+    after = yaml.safe_load(contract.read_text())
+    (width,) = after.pop("cut_shape")
+    assert before.pop("cut_shape") == [64]
+    assert after == before
+    assert f"cut_shape: [{width}], which gives away" in said
+    limit = yaml.safe_load((tmp_path / "passive.yaml").read_text())["max_exposure"]
+    assert 0.5 <= limit <= 1
+    for chosen in ("cut_shape: [1]", "cut_shape:\n  - 64"):  # by a person
+        written = contract.read_text().replace(f"cut_shape: [{width}]", chosen)
+        contract.write_text(written)
+        said = initialise(usage(tmp_path), Wishes(), Terms("passive", tmp_path), force=True).width
+        assert contract.read_text() == written
+        assert said.startswith("contract.yaml" if "1" in chosen else "expected in contract.yaml")
+        contract.write_text(written.replace(chosen, f"cut_shape: [{width}]"))
+
+
 @pytest.mark.parametrize("total", [8, 20, 100])
 def test_learning_rates_reach_their_full_value_with_few_common_rows(total: int) -> None:
     """The steps for warming up follow the label owner's rows, which may be many more."""

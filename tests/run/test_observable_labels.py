@@ -41,9 +41,8 @@ from splitveil.common.privacy.audit_worker import AuditWorker
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.record import leak_recorder
 from splitveil.common.run.course import AlignedRows
-from splitveil.common.run.messages import Answer, LeaveReason
 from tests.defenses.test_noisy_label_view import Seeing, same_run_ids, seen_by_several
-from tests.support.peers import InProcessPeer, Lost, dying
+from tests.support.peers import GoesAway, InProcessPeer, Lost, dying
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
 from tests.support.several import write_several
 from tests.support.waiting import HANGS_AFTER_S
@@ -204,7 +203,7 @@ class Counted:
         return call
 
 
-class Picky(Seeing):
+class Picky(GoesAway, Seeing):
     """Goes away in the middle of an epoch, and comes back, as often as it likes."""
 
     def __init__(
@@ -213,18 +212,6 @@ class Picky(Seeing):
         super().__init__(Counted(session, seen), engine)
         self.seen = seen
         self.goes_at = goes_at
-        self.answers = 0
-
-    def receive_gradient(self) -> Answer:
-        answer = super().receive_gradient()
-        self.answers += 1
-        if self.answers == self.goes_at:
-            raise Lost
-        return answer
-
-    def leave(self, run_id: str, reason: LeaveReason) -> None:
-        if reason == LeaveReason.FINISHED:
-            super().leave(run_id, reason)
 
 
 def observed_in(folder: Path, active: Sequence[str], both: Sequence[str]) -> list[Any]:

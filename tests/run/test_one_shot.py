@@ -211,11 +211,11 @@ def of_batch(**changes: Any) -> Callable[[Activation], Activation]:
 Sent = Sequence[Callable[[Activation], Activation]]
 ONCE_MORE: Callable[[Activation], Activation] = lambda sent: sent  # noqa: E731
 STRAY: dict[str, tuple[str, Sent]] = {
-    "rows again with other values": ("survey", [ONCE_MORE, with_values(lambda one: one + 1)]),
-    "rows again as the next ones": ("survey", [ONCE_MORE, of_batch(step=1)]),
-    "other rows": ("survey", [of_batch(rows_digest=bytes(16))]),
-    "too many rows": ("survey", [with_values(lambda one: torch.cat([one, one]))]),
-    "no rows": ("survey", [with_values(lambda one: one[:0])]),
+    "rows again with other values": ("activations", [ONCE_MORE, with_values(lambda one: one + 1)]),
+    "rows again as the next ones": ("activations", [ONCE_MORE, of_batch(step=1)]),
+    "other rows": ("activations", [of_batch(rows_digest=bytes(16))]),
+    "too many rows": ("activations", [with_values(lambda one: torch.cat([one, one]))]),
+    "no rows": ("activations", [with_values(lambda one: one[:0])]),
     "labels again with other bytes": (
         "labels",
         [ONCE_MORE, with_values(lambda one: torch.ones(len(one), 4))],
@@ -251,7 +251,7 @@ def test_labels_are_not_given_in_a_run_without_them(example: Path) -> None:
             self._exchange(Activation(batch, activation.values[:, :0]))
             return Course.STOP
 
-    with pytest.raises(OutOfStep, match="expected the survey rows now"):
+    with pytest.raises(OutOfStep, match="expected a batch of activations now"):
         run_in_process(parties, Asks)
     assert parties.session.leak_bounds().sum_kl.max == 0
 

@@ -55,6 +55,20 @@ class Silent(InProcessPeer):
             super().leave(run_id, reason)
 
 
+class GoesAway(Silent):
+    """Is gone after some of its answers, which it has received."""
+
+    goes_at: int | None = None
+    answers = 0
+
+    def receive_gradient(self) -> Answer:
+        answer = super().receive_gradient()
+        self.answers += 1
+        if self.answers == self.goes_at:
+            raise Lost
+        return answer
+
+
 class DiesAt(Silent):
     """Ends the passive process at one of its messages, before or after the active party sees it."""
 

@@ -188,7 +188,7 @@ class Simulation:
         trainer = session.lifecycle.phase.trainer
         if trainer is None:
             raise RuntimeError("nothing to fit before the alignment")
-        trainer.fit_alone()
+        trainer.fit_top()
         for evaluation in session.lifecycle.answering.measure_held_out():
             session.lifecycle.observer.on_evaluation(evaluation)
 

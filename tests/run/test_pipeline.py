@@ -203,7 +203,7 @@ class SendsAhead(InProcessPeer):
     def evaluate(self, activation: Activation) -> Course:
         batch = activation.batch
         early = batch._replace(epoch=batch.epoch + 1, split="train", step=0)
-        with pytest.raises(OutOfStep, match=f"expected the {batch.split} rows"):
+        with pytest.raises(OutOfStep, match=f"expected a batch of {batch.split} now"):
             self.session.exchange(replace(activation, batch=early))
         return super().evaluate(activation)
 

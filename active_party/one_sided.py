@@ -7,6 +7,7 @@ here, by the session that otherwise answers the passive party's calls, and nothi
 
 import hashlib
 import logging
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from splitveil.active_party.grpc_server.server import Serve
 from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.predict.predictor import log_security, open_clients
 from splitveil.active_party.predict.table_client import TableClient
@@ -38,7 +40,7 @@ from splitveil.common.wire.recorded_calls import AllNotes, Notes
 logger = logging.getLogger("splitveil.active_party")
 
 
-def checked_table(settings: ActiveSettings) -> "partial[tuple[None, None]]":
+def checked_table(settings: ActiveSettings) -> Serve:
     """Log what protects the connection, and return what takes the table and trains on it."""
     log_security(settings)
     return partial(_follow_course, settings)
@@ -52,7 +54,7 @@ def _follow_course(
     transcript: Transcript | None,
     status: ActiveStatus,
     interruption: Interruption,
-) -> tuple[None, None]:
+) -> tuple[Mapping[str, int], None, Callable[[], None]]:
     notes = status if transcript is None else AllNotes(transcript, status)
     stores = ExchangeStores(folder)
     path = stores.folder_of(settings.contract.passive_parties[0]) / "table"
@@ -67,8 +69,7 @@ def _follow_course(
         except SplitveilError as error:
             session.end(error)
             raise
-    stores.discard()
-    return None, None
+    return {}, None, stores.discard
 
 
 def _common_rows(

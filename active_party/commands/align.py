@@ -57,8 +57,8 @@ def _find_common_order(
     session = AlignmentSession(contract, OwnRows(data.ids, data.table.splits), draw_nonce)
     wanted = Transcript(folder, ACTIVE) if settings.transcript else nullcontext()
     with wanted as transcript:
-        service, _ = serve(session, data, folder, transcript, status, interruption)
-    service.settle()
+        _, _, forget = serve(session, data, folder, transcript, status, interruption)
+    forget()
     return session.common_order()
 
 

@@ -38,11 +38,10 @@ from splitveil.common.wire.endpoint import check_security
 def check(parsed: argparse.Namespace) -> None:
     settings = command_line.load_settings(ActiveSettings, parsed, "active")
 
-    monitor = settings.leak_monitor
-    at_address = _table if settings.contract.is_one_sided else _free_address
+    monitor, listen = settings.leak_monitor, (settings.listen, "listen")
     checks: list[Check] = [
-        partial(_security, settings),
-        partial(at_address, settings),
+        lambda: f"security: {check_security(credential_files(settings, ACTIVE), *listen)}",
+        partial(_address, settings, calls=parsed.connect),
         lambda: f"device: {device_in_words(command_line.device_of(settings))}",
         partial(_defense, settings),
     ]
@@ -57,24 +56,12 @@ def check(parsed: argparse.Namespace) -> None:
             lambda: f"attacks: {', '.join(try_custom_attacks(monitor, shape))} can score gradients"
         )
     parts: list[Iterable[Check]] = [checks, _data_and_bounds(settings)]
-    if parsed.connect:
+    if parsed.connect and not settings.contract.is_one_sided:
         parts.append(probe_checks(settings, parsed.wait))
     then = "run" if parsed.connect else "plan"
     command_line.report_check(
         settings, parsed, parts, details, f"splitveil active {then} {parsed.settings}"
     )
-
-
-def _security(settings: ActiveSettings) -> str:
-    found = check_security(credential_files(settings, ACTIVE), settings.listen, "listen")
-    return f"security: {found}"
-
-
-def _table(settings: ActiveSettings) -> str:
-    for client in open_clients(settings, TableClient, None):
-        client.close()
-    address = settings.inference.connect[settings.contract.passive_parties[0]]
-    return f"inference.connect: the sealed table is taken from {address}"
 
 
 def _noise_key(settings: ActiveSettings) -> str:
@@ -129,15 +116,21 @@ def _data_and_model(settings: ActiveSettings, data: PartyData) -> str:
 
 def check_files_and_address(settings: ActiveSettings) -> None:
     """Check what would end a run, before its folder is opened and earlier results move aside."""
-    at_address = _table if settings.contract.is_one_sided else _free_address
-    at_address(settings)
+    _address(settings)
     check_free(settings.status)
     _noise_key(settings)
     open_earlier_model(settings)
     try_custom_attacks(settings.leak_monitor, settings.contract.aggregate_shape)
 
 
-def _free_address(settings: ActiveSettings) -> str:
+def _address(settings: ActiveSettings, *, calls: bool = False) -> str:
+    """Check where a run would serve, or from where it would take the sealed table."""
+    if settings.contract.is_one_sided:
+        (client,) = open_clients(settings, TableClient, None)
+        with client:
+            served = f"of run {client.check_model().model.run_id} " if calls else ""
+        where = client.connection.where
+        return f"inference.connect: the sealed table {served}is taken from {where}"
     host, _, port = settings.listen.rpartition(":")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -38,8 +38,7 @@ def run(parsed: argparse.Namespace) -> None:
 
 
 def _take_part(settings: ActiveSettings, process: Process, *, fresh: bool) -> None:
-    is_one_sided = settings.contract.is_one_sided
-    serve = checked_table(settings) if is_one_sided else checked_server(settings)
+    serve = (checked_table if settings.contract.is_one_sided else checked_server)(settings)
     check_files_and_address(settings)
     status = ActiveStatus(settings)
     with serving_status(status, settings.status, process.interruption):
@@ -58,7 +57,7 @@ def _train(
     data: PartyData,
     folder: Path,
     process: Process,
-    serve: "Serve | partial[tuple[None, None]]",
+    serve: Serve,
     status: ActiveStatus,
 ) -> None:
     build_trainer = TrainerBuilder(settings, data, process.device, status.phases, process.ranks)
@@ -89,18 +88,16 @@ def _train(
         session.reopen()
         results.forget_account(folder)
         try:
-            service, stopped = serve(
+            refused, stopped, forget = serve(
                 session, data, folder, transcript, status, process.interruption
             )
         finally:
             recorder.note_refit(results.save_results(settings, folder, session, build_trainer))
             recorder.note_alone(results.save_alone(settings, folder, session, build_trainer))
     end = None if transcript is None else transcript.summary()
-    refused = {} if service is None else dict(service.refused)
     summary = replace(recorder.summary(refused), transcript=end)
     results.leave_summary(settings, folder, summary, stopped)
-    if service is not None:
-        service.settle()
+    forget()
     store.forget_finished()  # last: a process that ends before this does not train from scratch
 
 

@@ -1,7 +1,7 @@
 """Serves a run with gRPC until its end, which a signal or a silent party may bring about."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,11 +99,12 @@ def _unary(
 
 Serve = Callable[
     [ActiveSession, PartyData, Path, Transcript | None, ActiveStatus, Interruption],
-    tuple[ActiveService, EndedForGood | None],
+    tuple[Mapping[str, int], EndedForGood | None, Callable[[], None]],
 ]
 """Serves a session until it is over and the passive parties have heard so.
 
-Returns the service, and the limit that has ended the run for good, if one has.
+Returns the numbers of refused messages by kind, the limit that has ended the run for good, if one
+has, and what forgets the exchange of ids, once the results are written.
 """
 
 
@@ -125,7 +126,7 @@ def _serve_until_end(
     transcript: Transcript | None,
     status: ActiveStatus,
     interruption: Interruption,
-) -> tuple[ActiveService, EndedForGood | None]:
+) -> tuple[Mapping[str, int], EndedForGood | None, Callable[[], None]]:
     contract = settings.contract
     engine = build_engine(contract.alignment)
     exchanges, tried = records_of(settings, folder)
@@ -148,7 +149,7 @@ def _serve_until_end(
         patience_s = _LAST_WORDS_S if stopped is None else _FINAL_WORDS_S
         service.announce_end(min(patience_s, settings.reconnect.max_s), interruption)
         server.stop(_GRACE_S).wait()
-    return service, stopped
+    return dict(service.refused), stopped, service.settle
 
 
 def wait_for_end(

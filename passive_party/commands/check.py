@@ -22,6 +22,7 @@ from splitveil.common.record.model_files import PretrainedWeights
 from splitveil.common.wire.endpoint import check_security
 from splitveil.passive_party.assembly import evaluation_labels
 from splitveil.passive_party.connecting import connection_of, idle_peer
+from splitveil.passive_party.exposure_plan import check_exposure
 from splitveil.passive_party.probing import connection_checks
 from splitveil.passive_party.settings import PassiveSettings
 
@@ -29,6 +30,11 @@ from splitveil.passive_party.settings import PassiveSettings
 def check(parsed: argparse.Namespace) -> None:
     settings = command_line.load_settings(PassiveSettings, parsed, "passive")
     is_one_sided = settings.contract.is_one_sided
+    if is_one_sided and parsed.connect:
+        raise SettingsError(
+            "--connect: with alignment.kind one_sided the active party calls this one: start "
+            "splitveil passive serve, and have the active party check --connect"
+        )
 
     def connection() -> str:
         credentials = credential_files(settings, settings.party)
@@ -42,6 +48,7 @@ def check(parsed: argparse.Namespace) -> None:
 
     def data_and_model() -> str:
         data = PartyData.of(settings)
+        check_exposure(settings, data)
         earlier = open_earlier_model(settings)
         encoder = data.fit(np.arange(len(data.ids)), earlier, bins_of(settings.bottom_model))
         if encoder is None:

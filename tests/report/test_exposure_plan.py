@@ -143,8 +143,10 @@ def test_a_run_above_the_limit_is_refused_before_anything_is_sent(
     path = settings_file(tmp_path, cut_shape=[16])
     limit = planned(path).exposures[4].disclosure + 0.001
     runs = ["--runs", tmp_path / "runs", "--set", "connect=127.0.0.1:9"]
-    assert exit_code_of(main, "run", path, *runs, "--set", f"max_exposure={limit}") == 2
-    assert "contract.cut_shape: [4] discloses" in caplog.text + capsys.readouterr().err
+    for command in ("check", "run"):
+        assert exit_code_of(main, command, path, *runs, "--set", f"max_exposure={limit}") == 2
+        assert "contract.cut_shape: [4] discloses" in caplog.text + capsys.readouterr().err
+        caplog.clear()
     settings = load_party_settings(PassiveSettings, path, ["max_exposure=0.01"])
     with pytest.raises(SettingsError, match=r"even 1 number per row .* out of data.features"):
         check_exposure(settings, PartyData.of(settings))

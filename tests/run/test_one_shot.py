@@ -70,52 +70,56 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 class Ends(DiesAt):
-    """Ends at one of its messages: killed, or interrupted by its operator."""
-
-    error: type[BaseException] = Lost
+    """Ends where so many messages are answered: killed after one, or interrupted before one."""
 
     def _maybe_die(self, *, after: bool) -> None:
-        if after is self.after and self._calls == self.at:
-            raise self.error
+        answered = self.session.lifecycle.answering.batch_number
+        if after is self.after and self.at in (None, answered):
+            raise Lost if after or self.at is None else Interrupted
 
     def leave(self, run_id: str, reason: LeaveReason) -> None:
-        if self.error is Interrupted:  # which saves both parties' states
+        if reason is LeaveReason.INTERRUPTED:  # which saves both parties' states
             InProcessPeer.leave(self, run_id, reason)
         else:
             super().leave(run_id, reason)
 
 
-@pytest.mark.parametrize(("noisy", "places"), [(False, (2,)), (True, range(1, 7))])
-def test_a_run_that_ends_at_any_message_resumes_with_the_same_bits(
-    tmp_path: Path, noisy: bool, places: Sequence[int], monkeypatch: pytest.MonkeyPatch
+def ending(at: int | None = None, *, after: bool = False) -> Callable[..., InProcessPeer]:
+    """Return a peer that ends there, or before its first message."""
+    return type("Ending", (Ends,), {"at": at, "after": after})
+
+
+@pytest.mark.parametrize(("noisy", "messages"), [(False, 4), (True, 6)])
+def test_a_run_that_ends_at_every_message_ends_with_the_same_bits(
+    tmp_path: Path, noisy: bool, messages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The passive party is interrupted or killed, and both of them once more in what is left."""
     monkeypatch.setattr(simulation, "build_engine", clear_engine)
     write_example(tmp_path, rows=160)
     whole = one_shot(tmp_path, noisy=noisy)
     run_in_process(whole)
-    expected, bounds = of_run(whole), whole.session.leak_bounds()
-    assert whole.session.lifecycle.answering.batch_number == (6 if noisy else 4)
-    for at in places:
-        for error, after in ((Interrupted, False), (Lost, True)):
-            runs = tmp_path / f"runs-{at}-{after}"
-            peer = type("Ending", (Ends,), {"at": at, "after": after, "error": error})
-            first = one_shot(tmp_path, noisy=noisy, runs=runs)
-            with pytest.raises(error):
-                run_in_process(first, peer)
-            both = one_shot(tmp_path, noisy=noisy, runs=runs)
-            if error is Lost:
-                both.session = first.session
-            else:
-                both.session.reopen()
-            killed = type("Killed", (Ends,), {"at": 1, "after": not after})
-            with suppress(Lost):  # a run that is over asks nothing
-                run_in_process(both, killed)
-            resumed = one_shot(tmp_path, noisy=noisy, runs=runs)
-            resumed.session.reopen()
-            run_in_process(resumed)
-            assert_equal(of_run(resumed), expected)
-            assert resumed.session.leak_bounds() == bounds
+    assert whole.session.lifecycle.answering.batch_number == messages
+
+    def started(name: str) -> Parties:
+        both = one_shot(tmp_path, noisy=noisy, runs=tmp_path / name)
+        both.session.reopen()
+        return both
+
+    for answered in range(messages):
+        with pytest.raises(Interrupted):
+            run_in_process(started("interrupted"), ending(answered))
+    both = started("killed")
+    for answered in range(1, messages + 1):
+        with pytest.raises(Lost):
+            run_in_process(both, ending(answered, after=True))
+        alone = one_shot(tmp_path, noisy=noisy, runs=tmp_path / "killed")
+        alone.session = both.session
+        with suppress(Lost):  # a run that is over asks nothing
+            run_in_process(alone, ending())
+        both = started("killed")
+    for resumed in (both, started("interrupted")):
+        run_in_process(resumed)
+        assert_equal(of_run(resumed), of_run(whole))
+        assert resumed.session.leak_bounds() == whole.session.leak_bounds()
 
 
 # ---- what is refused before anything is sent ----

@@ -20,7 +20,13 @@ from splitveil.active_party.results import save_results
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.alignment import ristretto
-from splitveil.common.errors import AlignmentError, ContractMismatch, OtherModel, PeerUnreachable
+from splitveil.common.errors import (
+    AlignmentError,
+    ContractMismatch,
+    OtherModel,
+    PeerUnreachable,
+    SettingsError,
+)
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
@@ -38,6 +44,7 @@ from splitveil.passive_party.predict.service import InferenceServer, InferenceSe
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support import runs
+from tests.support.commands import called
 from tests.support.runs import CPU, build_parties, write_table, write_yaml
 from tests.support.simulation import ActiveRecording, free_address
 
@@ -313,6 +320,20 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits_and_asks_for_no_second_t
 
 def killed(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
+
+
+def test_check_connects_the_way_that_a_run_does(folder: Path) -> None:
+    """The active party calls; at ``listen``, nobody is ever called."""
+    with serving(passive_settings(folder)) as (_, address):
+        own = "splitveil active check --connect active.yaml"
+        own += f" --set inference.connect.passive={address}"
+        done = called(folder, own)
+    assert done.exit_code == 0, done.output
+    assert "ok: inference.connect: the sealed table of run " in done.output
+    assert called(folder, own).exit_code == PeerUnreachable.exit_code
+    done = called(folder, "splitveil passive check --connect passive.yaml")
+    assert done.exit_code == SettingsError.exit_code
+    assert "have the active party check --connect" in done.output
 
 
 def test_a_passive_party_that_is_away_is_waited_for(folder: Path) -> None:

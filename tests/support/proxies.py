@@ -1,13 +1,23 @@
-"""Programs between two parties: they pass bytes on, damage them, or fall silent; HTTP proxies."""
+"""Programs between two parties: they pass bytes on, damage them, or fall silent; HTTP proxies.
+
+One that holds both parties' keys records every message of a run over mutual TLS.
+"""
 
 import itertools
 import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
+import grpc
+
+from splitveil.deploy.authority import PartyFolder
+from tests.support.certificates import NAMES
 from tests.support.runs import in_background
 
 
@@ -259,3 +269,69 @@ class _FaultyConnection:
             case _:
                 threading.Timer(CUT_AFTER_S, self.cut).start()
                 return data[some:]
+
+
+# ---- messages ----
+
+
+class Call(NamedTuple):
+    """One call of the passive party's, and what crossed the line in it."""
+
+    method: str
+    up: list[bytes]
+    down: list[bytes]
+    status: list[str]
+
+
+class MessageLine(grpc.GenericRpcHandler):
+    """Passes calls on to an address of localhost, and keeps all messages, and how each call ends.
+
+    To either party it shows the other one's certificate, from a folder of both.
+    """
+
+    def __init__(self, target: str, certificates: Path) -> None:
+        self.calls: list[Call] = []
+        active, passive = (PartyFolder(certificates / name) for name in NAMES)
+        authority, certificate, key = (
+            path.read_bytes()
+            for path in (passive.authority, passive.certificate, passive.private_key)
+        )
+        self._channel = grpc.secure_channel(
+            target,
+            grpc.ssl_channel_credentials(authority, key, certificate),
+            [("grpc.ssl_target_name_override", NAMES["active"])],
+        )
+        pair = active.private_key.read_bytes(), active.certificate.read_bytes()
+        self._server = grpc.server(ThreadPoolExecutor(16), handlers=[self])
+        shown = grpc.ssl_server_credentials([pair], authority, require_client_auth=True)
+        self.address = f"127.0.0.1:{self._server.add_secure_port('127.0.0.1:0', shown)}"
+
+    def __enter__(self) -> Self:
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+        self._server.stop(0).wait()
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        method = handler_call_details.method
+
+        def pass_on(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            call = Call(method.rpartition("/")[2], [], [], [])
+            self.calls.append(call)
+            answers = self._channel.stream_stream(method)(_noted(requests, call.up))
+            try:
+                yield from _noted(answers, call.down)
+            except grpc.RpcError:
+                context.set_code(answers.code())
+            call.status.append(f"{answers.code()} {answers.details()}")
+            context.set_details(answers.details())
+
+        return grpc.stream_stream_rpc_method_handler(pass_on)
+
+
+def _noted(messages: Iterator[bytes], notes: list[bytes]) -> Iterator[bytes]:
+    for message in messages:
+        notes.append(message)
+        yield message

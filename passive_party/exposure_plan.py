@@ -252,9 +252,10 @@ def narrower_in_words(plan: ExposurePlan) -> str:
     found = max(after.columns, key=lambda one: of_before[one.name].right - one.right)
     was = of_before[found.name]
     return (
-        f"{numbers_in_words(widest)} instead of {plan.width}: {found.name} from "
-        f"{was.of_100(was.right)} to {found.of_100(found.right)} right guesses in 100, disclosure "
-        f"from {before.disclosure:.2f} to {after.disclosure:.2f}."
+        f"{numbers_in_words(widest)} per row instead of {plan.width} (contract.cut_shape): "
+        f"{found.name} from {was.of_100(was.right)} to {found.of_100(found.right)} right guesses "
+        f"in 100; mean over columns from {before.disclosure:.2f} to {after.disclosure:.2f} of what "
+        "they hide."
     )
 
 

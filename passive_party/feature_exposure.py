@@ -229,7 +229,7 @@ _EXPOSURE = TypeAdapter(FeatureExposure)
 
 
 def exposure_to_json(exposure: FeatureExposure) -> Any:
-    return _EXPOSURE.dump_python(exposure, mode="json")
+    return _EXPOSURE.dump_python(exposure, mode="json") | {"disclosure": exposure.disclosure}
 
 
 def exposure_from_json(document: object) -> FeatureExposure | None:

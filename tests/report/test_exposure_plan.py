@@ -130,7 +130,7 @@ def test_the_command_prints_widths_against_columns_and_the_remedy(
     printed = capsys.readouterr().out
     assert "16*" in printed
     assert "mean disclosure" in printed
-    assert "number instead of 16: noise" in printed
+    assert "number per row instead of 16 (contract.cut_shape): noise" in printed
     assert "Not measured: same." in printed
     assert exit_code_of(main, "plan", path, "--json") == 0
     assert json.loads(capsys.readouterr().out)["width"] == 16
@@ -232,5 +232,5 @@ def test_the_page_names_fewer_numbers_with_what_they_would_have_given_away(tmp_p
     found = measure_exposure(trainer, builder.encoder, ROWS, sample)
     assert found is not None
     said = remedy_of(settings, trainer, builder.encoder, sample, found)
-    assert "1 number instead of 16: noise" in said
+    assert "1 number per row instead of 16 (contract.cut_shape): noise" in said
     assert f"from {found.disclosure:.2f} to " in said

@@ -29,8 +29,8 @@ def label_uses_of(settings: ActiveSettings, earlier: AccountBook | None = None) 
     """
     uses = settings.label_uses()
     _refuse_known_noise(settings)
-    if settings.initial_weights is None:
-        return uses
+    if settings.initial_weights is None or settings.contract.is_one_shot:
+        return uses  # no model enters what a one-shot run sends
     folder = expand_path(INITIAL, settings.initial_weights, settings.base_dir)
     metadata = model_files.metadata_of(folder)
     is_free = metadata.items() >= model_files.RELEASED_LABELS.items()

@@ -359,11 +359,11 @@ class ActiveSettings(PartySettings):
         refusal = self.defense.one_shot_refusal(releases=contract.noisy_labels)
         if refusal is not None:
             raise ValueError(f"defense: {refusal}")
-        classes, values = self.data.num_classes, contract.cut_dim
-        if contract.noisy_labels and classes - 1 > values:
+        scores = max(self.data.num_classes - 1, 1)
+        if contract.noisy_labels and contract.scores != scores:
             raise ValueError(
-                f"contract.cut_shape: a score of each of {classes} classes but one needs at least "
-                f"{classes - 1} values, got {values}"
+                f"contract.scores: expected {scores}, got {contract.scores}: one for each of "
+                f"{self.data.num_classes} classes but one"
             )
         if self.early_stopping is not None:
             raise ValueError("early_stopping: a one-shot run ends with its last row; leave it out")

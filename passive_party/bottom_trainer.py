@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from splitveil.common.data.features import Features
-from splitveil.common.errors import InvalidMessage, SettingsError
+from splitveil.common.errors import SettingsError
 from splitveil.common.models import training_state
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.conv import ConvBottom, ConvTop
@@ -221,8 +221,6 @@ class BottomTrainer:
     def take_labels(self, positions: Positions, noisy: Tensor, *, is_last: bool) -> None:
         """Take noisy labels of training rows, (rows, values), and fit the model after the last."""
         self._noisy.append((positions, noisy.float().numpy()))
-        if len({of_batch.shape[1:] for _, of_batch in self._noisy}) > 1:
-            raise InvalidMessage("the noisy labels of two batches have other numbers of values")
         if not is_last:
             return
         if self._fit_score is not None:

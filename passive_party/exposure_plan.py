@@ -25,7 +25,7 @@ from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.models.settings import CustomModel, PcaModel, ScoreModel, bins_of
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.record.model_files import PretrainedWeights
-from splitveil.common.run.sample_order import SPLITS
+from splitveil.common.run.sample_order import SPLITS, Positions
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.feature_exposure import (
     KNOWN_ROWS,
@@ -53,7 +53,7 @@ class ExposurePlan:
     exposures: Mapping[int, FeatureExposure]  # by width, ascending
     max_exposure: float | None = None
     by_score: tuple[ColumnExposure, ...] = ()  # from one score, fitted to the column itself
-    target: str = ""  # the column that a score guesses best
+    target: str = ""  # the columns that scores guess best
 
     @property
     def own(self) -> FeatureExposure:
@@ -90,10 +90,7 @@ def exposure_plan_of(
     Raises DataError if there are too few rows, SettingsError if the contract's width is too large.
     """
     chosen, cut_shape = settings.bottom_model, settings.contract.cut_shape
-    earlier, table = open_earlier_model(settings), data.table
-    rows = np.arange(len(data.ids))
-    if table.splits is not None:
-        rows = np.flatnonzero(table.splits == SPLITS.index("train"))
+    earlier, table, rows = open_earlier_model(settings), data.table, _rows(data)
     sample = Sample.draw(rows, settings.report.probe_rows or KNOWN_ROWS)
     if sample is None:
         raise DataError(
@@ -106,14 +103,15 @@ def exposure_plan_of(
         raise SettingsError("data.features: the passive party needs features")
     features = RowEncoder(encoder, table)(sample.positions)
     known, own_width = sample.known, settings.contract.cut_dim
-    widths = {own_width} if only_own else {own_width, *WIDTHS}
+    scores = settings.contract.scores
+    widths = {own_width, *(one for one in WIDTHS if one >= scores and not only_own)}
     by_score: tuple[ColumnExposure, ...] = ()
     target = ""
     if isinstance(chosen, PcaModel) and earlier is None:
         blocks = partial(data.blocks, encoder, fitted_to)
         if isinstance(chosen, ScoreModel):
             by_score, target, sent = _with_scores(
-                chosen, encoder, features, known, blocks, own_width, widths
+                chosen, encoder, features, known, blocks, own_width, widths, scores
             )
         else:
             sent = _components(chosen, encoder, features, blocks, own_width, widths)
@@ -177,10 +175,11 @@ def _with_scores(
     blocks: Blocks,
     own_width: int,
     widths: Iterable[int],
+    scores: int,
 ) -> tuple[tuple[ColumnExposure, ...], str, dict[int, Tensor]]:
-    """Return columns guessed from a score fitted to them, the best one, and what widths send.
+    """Return columns guessed from a score fitted to them, the best ones, and what widths send.
 
-    What is sent is the score of the column that it guesses best, and what follows that score.
+    What is sent are scores of the columns that they guess best, and what follows these scores.
     """
     of_known = features.rows(torch.arange(known))
     one = ComponentsBottom(settings, encoder.shapes, (1,))
@@ -189,7 +188,9 @@ def _with_scores(
         weight, bias = one.scores_of(of_known, targets)
         return one.values(features, weight.float()) + bias
 
-    by_score, best, target = by_targets(features, encoder, known, fit)
+    by_score, best, target = by_targets(features, encoder, known, fit, scores)
+    if scores > 1:  # as for classes: the mean over the values says nothing, nor does the last
+        target = torch.cat([target, -target.sum(1, keepdim=True)], dim=1)
     sent = {}
     for width in sorted(widths):
         model = ComponentsBottom(settings, encoder.shapes, (width,))
@@ -205,14 +206,45 @@ def _with_scores(
 
 
 def check_exposure(settings: PassiveSettings, data: PartyData) -> None:
-    """Raise SettingsError if the plan of the contract's width is above ``max_exposure``."""
-    most = settings.max_exposure
-    if most is None or exposure_plan_of(settings, data, only_own=True).own.disclosure <= most:
+    """Raise SettingsError if the plan of the contract's width is above ``max_exposure``.
+
+    Without it, only the width is checked: not even the whole table may have too few directions.
+    """
+    most, chosen = settings.max_exposure, settings.bottom_model
+    if most is None:
+        if isinstance(chosen, PcaModel) and settings.initial_weights is None:
+            _check_directions(settings, chosen, data)
+        return
+    if exposure_plan_of(settings, data, only_own=True).own.disclosure <= most:
         return
     raise SettingsError(
         f"{limit_in_words(exposure_plan_of(settings, data))} Nothing was sent; the figures: "
         f"splitveil passive plan"
     )
+
+
+def _check_directions(settings: PassiveSettings, chosen: PcaModel, data: PartyData) -> None:
+    every = _rows(data)
+    for rows in (every[:_MOST_FITTED], every):  # a part has no more than the whole
+        encoder = data.fit(rows, None, bins_of(chosen))
+        if encoder is None:
+            return
+        model = ComponentsBottom(chosen, encoder.shapes, settings.contract.cut_shape)
+        try:
+            model.components(partial(data.blocks, encoder, rows), settings.contract.cut_dim)
+        except SettingsError:
+            if len(rows) == len(every):
+                raise
+        else:
+            return
+
+
+def _rows(data: PartyData) -> Positions:
+    """Return the rows of this party's table that a model may be fitted to."""
+    splits = data.table.splits
+    if splits is None:
+        return np.arange(len(data.ids))
+    return np.flatnonzero(splits == SPLITS.index("train"))
 
 
 def limit_in_words(plan: ExposurePlan) -> str:
@@ -252,9 +284,10 @@ def narrower_in_words(plan: ExposurePlan) -> str:
     found = max(after.columns, key=lambda one: of_before[one.name].right - one.right)
     was = of_before[found.name]
     return (
-        f"{numbers_in_words(widest)} instead of {plan.width}: {found.name} from "
-        f"{was.of_100(was.right)} to {found.of_100(found.right)} right guesses in 100, disclosure "
-        f"from {before.disclosure:.2f} to {after.disclosure:.2f}."
+        f"{numbers_in_words(widest)} per row instead of {plan.width} (contract.cut_shape): "
+        f"{found.name} from {was.of_100(was.right)} to {found.of_100(found.right)} right guesses "
+        f"in 100; mean over columns from {before.disclosure:.2f} to {after.disclosure:.2f} of what "
+        "they hide."
     )
 
 

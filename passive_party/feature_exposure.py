@@ -181,13 +181,15 @@ def by_targets(
     encoder: FeatureEncoder,
     known: int,
     fit: Callable[[torch.Tensor], torch.Tensor],
+    scores: int = 1,
 ) -> tuple[tuple[ColumnExposure, ...], str, torch.Tensor]:
     """Guess each column from one number that is fitted to it.
 
     ``fit`` returns of the columns of the known rows as numbers, (known, columns), what is sent of
     all rows, (rows, columns).
 
-    Returns the figures, the column that is guessed best, and its numbers, (known, 1) float32.
+    Returns the figures, the columns that are guessed best, one for each of so many scores, and
+    their numbers, (known, scores) float32.
     """
     every = (Column.of(*one) for one in columns_of(features, encoder))
     columns = [column for column in every if column.is_judged]
@@ -204,8 +206,9 @@ def by_targets(
         found = _exposure(column, right, known)
         if column.name not in best or _merit(found) > _merit(best[column.name]):
             best[column.name], places[column.name] = found, place
-    name = max(best, key=lambda one: _merit(best[one]))
-    return tuple(best.values()), name, targets[:, [places[name]]].float()
+    aimed = sorted(best, key=lambda one: _merit(best[one]), reverse=True)[:scores]
+    numbers = targets[:, [places[one] for one in aimed]].float()
+    return tuple(best.values()), " and ".join(aimed), numbers
 
 
 def _exposure(column: Column, right: Sequence[npt.NDArray[np.bool_]], known: int) -> ColumnExposure:
@@ -229,7 +232,7 @@ _EXPOSURE = TypeAdapter(FeatureExposure)
 
 
 def exposure_to_json(exposure: FeatureExposure) -> Any:
-    return _EXPOSURE.dump_python(exposure, mode="json")
+    return _EXPOSURE.dump_python(exposure, mode="json") | {"disclosure": exposure.disclosure}
 
 
 def exposure_from_json(document: object) -> FeatureExposure | None:

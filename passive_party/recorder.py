@@ -133,6 +133,8 @@ class PassiveRecorder(RunRecorder):
             "steps": self._steps,
             "epochs": self._epochs,
             "leaks": leaks,
+            "sent": torch.from_numpy(self._sent.copy()),
+            "epochs_sent": sorted(self._epochs_sent),
             "metrics": self._metrics.state_dict(),
         }
 
@@ -146,12 +148,12 @@ class PassiveRecorder(RunRecorder):
         if self._leaks is not None and state["leaks"] is not None:
             self._leaks.load_state_dict(state["leaks"])
         self._metrics.load_state_dict(state["metrics"])
+        if state["sent"].shape == self._sent.shape:  # else report.probe_rows has changed
+            self._sent = state["sent"].numpy().copy()
+            self._epochs_sent = {*state["epochs_sent"]}
 
     def sent_in_epochs(self) -> SentInEpochs | None:
-        """Return what was sent of the sample's rows in all epochs since the process began.
-
-        None if gradients came back in none.
-        """
+        """Return what was sent of the sample's rows in all epochs; None if there was none."""
         if not self._epochs_sent:
             return None
         count = len(self._epochs_sent)

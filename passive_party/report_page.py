@@ -33,11 +33,18 @@ _PACKAGE = "splitveil.passive_party"
 _MOST_BARS = 10
 
 _GUESSED: Mapping[Kind, str] = {
-    "number": " (about how large)",
-    "gap": "",
-    "category": "",
-    "list": " (whether one of its categories is there)",
+    "number": "its quarter",
+    "gap": "it",
+    "category": "it",
+    "list": "whether one of its categories is there",
 }
+
+_NO_COLUMNS = report_parts.ScaleRow("Columns: not measured", "muted")
+_NO_LABELS = report_parts.ScaleRow(
+    "Labels: 0, nothing that we got depends on one", "guarantee", 0.0, 0.0
+)
+# The strength of a defense is private, and what this party's adversary finds depends on labels.
+_SOME_LABELS = report_parts.ScaleRow("Labels: their owner's report has the bound", "muted")
 
 # What each kind of message that this party sends contains.
 _CONTENT: Mapping[str, str] = {
@@ -117,6 +124,8 @@ def read_exposure(folder: Path) -> FeatureExposure | None:
 def passive_page(files: PassiveFiles) -> str:
     contract = as_mapping(files.settings.get("contract"))
     exposure = files.exposure
+    most = files.settings.get("max_exposure")
+    one_shot = contract.get("exchange") == "one_shot"
     one_sided = as_mapping(contract.get("alignment")).get("kind") == "one_sided"
     columns = () if exposure is None else exposure.columns
     left = list(_left(files.traffic))
@@ -126,10 +135,19 @@ def passive_page(files: PassiveFiles) -> str:
         title=f"{contract.get('run_name', files.folder.name)}",
         party=str(files.settings.get("party", "passive")),
         peer=_peer(files.settings, contract),
-        assessment=_assessment(
-            exposure, "is" if one_sided else "was", files.settings.get("max_exposure")
+        assessment=_assessment(exposure, "is" if one_sided else "was", most),
+        both_sides=report_parts.picture(
+            report_parts.SHARE,
+            [
+                _NO_COLUMNS
+                if exposure is None
+                else report_parts.columns_row(exposure.disclosure, most),
+                _NO_LABELS if one_shot and not contract.get("noisy_labels") else _SOME_LABELS,
+            ],
         ),
-        one_shot=contract.get("exchange") == "one_shot",
+        one_shot=one_shot,
+        noisy_labels=contract.get("noisy_labels"),
+        epochs=files.summary.counts.epochs,
         one_sided=one_sided,
         exposure=exposure,
         columns=sorted(columns, key=lambda one: -one.gain),
@@ -170,12 +188,12 @@ def _assessment(
         )
     best = max(exposure.columns, key=lambda one: (one.is_above_chance, one.gain))
     price = (
-        "another run, and what the column adds to the model: compare the label owner's test AUC of "
-        "both runs. What has been sent cannot be called back."
+        "what those columns add to the model. What was sent cannot be called back, and adds up "
+        "over runs."
     )
     next_step = (
-        "Leave columns that the label owner must not know so well out of data.features in "
-        "passive.yaml, and train again."
+        "Next time, leave columns that the label owner must not know so well out of data.features "
+        "in passive.yaml."
     )
     if not best.is_above_chance:
         return Assessment(
@@ -188,18 +206,20 @@ def _assessment(
         )
     is_mostly_known = any(one.is_mostly_known for one in exposure.columns)
     style, word = "unknown", f"Columns can be guessed{'' if is_mostly_known else ' in part'}"
+    next_step = f"{next_step} {exposure.remedy}".strip()
     if isinstance(max_exposure, float):
         is_above = exposure.disclosure > max_exposure
-        style = "fail" if is_above else "open"
+        style = "fail" if is_above else "within"
         word = f"{'Above' if is_above else 'Within'} max_exposure {max_exposure:g}"
+        if not is_above:
+            next_step = f"None is needed for this limit. {next_step}"
     return Assessment(
         style,
         word,
-        f"From what {is_or_was} sent, the label owner can guess “{best.name}”"
-        f"{_GUESSED[best.kind]} right for {best.of_100(best.right)} of 100 records; without it, "
-        f"for {best.of_100(best.without)}. All columns together: {100 * exposure.disclosure:.0f} % "
-        f"of what was unknown (mean).",
-        f"{next_step} {exposure.remedy}".strip(),
+        f"A label owner that knows “{best.name}” of {exposure.known_rows:,} records guesses "
+        f"{_GUESSED[best.kind]} right for {best.of_100(best.right)} of 100 others with what "
+        f"{is_or_was} sent, and for {best.of_100(best.without)} without.",
+        next_step,
         price,
     )
 

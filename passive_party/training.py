@@ -163,6 +163,9 @@ class Training:
         with self._phases(Phase.WAIT):
             answer = peer.receive_gradient()
         self._check(answer, batch)
+        expected = self.progress.label_values
+        if answer.values.shape[1:] != (expected,):  # more of them would be scores of more columns
+            raise InvalidMessage(f"a noisy label has other than {expected} values")
         with self._phases(Phase.BACKWARD):
             self.trainer.take_labels(batch.positions, answer.values, is_last=batch.closes_split)
         self.progress.advance()

@@ -8,7 +8,7 @@ import yaml
 from splitveil.active_party.defenses import DefenseContext, DefenseSettings
 from splitveil.active_party.ledger.label_signals import LabelUses, label_signals
 from splitveil.active_party.report.bounds import defense_of
-from splitveil.active_party.report.run_files import RunFiles, num_classes
+from splitveil.active_party.report.run_files import RunFiles, is_one_shot, num_classes
 from splitveil.common.privacy.adversary import Adversary
 
 
@@ -31,7 +31,7 @@ BETTER_MODEL = Step(
 def steps_to_a_bound(run: RunFiles, target: float) -> Iterator[Step]:
     """Yield the settings that would bound the leak for anybody at the target."""
     uses = LabelUses(
-        begins_with_labels=bool(run.active.setting("initial_weights")),
+        begins_with_labels=bool(run.active.setting("initial_weights")) and not is_one_shot(run),
     )
     for signal in label_signals(uses):
         yield Step(*_without(signal.setting, signal.why))

@@ -1,41 +1,21 @@
 """The answer to the report's question, for a reader who is no statistician: words and a picture."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from markupsafe import Markup
 
 from splitveil.active_party.report.numbers import interval, strongest_beyond
+from splitveil.active_party.report.run_files import PartyFiles
 from splitveil.common.data.label_range import ONE_NUMBER
-from splitveil.common.party.report_parts import render
+from splitveil.common.party.report_parts import SHARE, Scale, ScaleRow, columns_row, picture
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.figures import NumberLeak
 from splitveil.common.record.assessment import Finding, LeakAssessment
 from splitveil.common.text.upper_bounds import auc_at_most
 
-
-class _Scale(NamedTuple):
-    low: float
-    high: float
-    ticks: Sequence[float]
-    low_end: str  # what the lower end means
-    high_end: str
-
-
-class _Row(NamedTuple):
-    """One figure under its words; without ``high`` the row has words only."""
-
-    words: str
-    style: str  # CSS class of the colour
-    low: float = 0.0
-    high: float | None = None
-    value: float | None = None  # the point of an interval; None for a bar from ``low`` to ``high``
-    is_limit: bool = False  # whether a line goes down from its end to the scale
-
-
 QUESTION = "How well are our labels revealed to the other company, beyond what its own data reveal?"
-_AUC = _Scale(0.5, 1.0, (0.5, 0.6, 0.7, 0.8, 0.9, 1.0), "guessing", "every label, as undefended")
-_SHARE = _Scale(0.0, 1.0, (0.0, 0.2, 0.4, 0.6, 0.8, 1.0), "nothing", "all that features leave")
+_AUC = Scale(0.5, 1.0, (0.5, 0.6, 0.7, 0.8, 0.9, 1.0), "guessing", "every label")
+_LEFT = SHARE._replace(high_end="all that features leave")
 _WHOSE: Mapping[Adversary, tuple[str, str]] = {
     Adversary.ANYBODY: ("Whatever the other company does, it", ""),
     Adversary.HONEST_BUT_CURIOUS: (
@@ -57,6 +37,8 @@ def answer(assessment: LeakAssessment, num_classes: int, passed: str) -> str:
             f"Nothing in this run limits how well the other company {distinguishes}. Guessing is "
             "right in 50 of 100 pairs."
         )
+    if assessment.adversary is Adversary.ANYBODY and assessment.bound == 0.5:
+        return "This run tells nobody anything of our labels beyond what their own data reveal."
     pairs = f"{float(auc_at_most(assessment.bound)) * 100:g} of 100 pairs"
     who, others = _WHOSE[assessment.adversary]
     if assessment.adversary is Adversary.ANYBODY and not assessment.is_proved:
@@ -106,50 +88,58 @@ def number_in_words(measured: Mapping[str, NumberLeak]) -> str:
     )
 
 
+def both_sides(
+    assessment: LeakAssessment, target: float | None, passives: Sequence[PartyFiles]
+) -> Markup:
+    """Draw what labels and columns give away on one scale; a leak AUC of 1/2 is 0, and 1 is 1.
+
+    Of columns, only their owner has a figure: it is drawn where its files are on this machine.
+    """
+    bound, most = assessment.bound, None if target is None else 2 * target - 1
+    if bound is None:
+        labels = ScaleRow("Labels: no bound", "muted", 0.0, 1.0, most=most)
+    else:
+        share = 2 * float(auc_at_most(bound)) - 1
+        words = f"Labels: at most {share:.3f} ({assessment.adversary})"
+        labels = ScaleRow(words, "guarantee", 0.0, share, most=most)
+    columns = [
+        columns_row(share, one.setting("max_exposure"), f" ({one.name})" * (len(passives) > 1))
+        for one in passives
+        if (share := one.disclosure) is not None
+    ]
+    unknown = ScaleRow("Columns: their owner's report has the figure", "muted")
+    return picture(SHARE, [labels, *(columns or [unknown])])
+
+
 def pictures(assessment: LeakAssessment, measured: Mapping[str, NumberLeak]) -> Iterator[Markup]:
     """Yield the bound, the strongest attack and what features reveal on one scale."""
     bound, adversary = assessment.bound, assessment.adversary
+    if not assessment.has_gradients:
+        return  # nothing was attacked, and the bound is drawn with both sides
     if bound is None or adversary is None:
-        rows = [_Row("No bound: everything is possible", "muted", 0.5, 1.0)]
+        rows = [ScaleRow("No bound: everything is possible", "muted", 0.5, 1.0)]
     else:
         words = f"Bound {auc_at_most(bound)}: {adversary}"
-        rows = [_Row(words, "guarantee", 0.5, bound, is_limit=True)]
+        rows = [ScaleRow(words, "guarantee", 0.5, bound, is_limit=True)]
     if measured:
-        yield _picture(_AUC, rows, f"On a scale from 0.5 to 1. {rows[0].words}.")
+        yield picture(_AUC, rows)
         found = strongest_beyond(measured)
         if found is not None:
             share = found[1]
             words = f"Strongest attack {share.r2:.3f} ({interval(share)})"
-            row = _Row(words, "measured", share.low, share.high, share.r2)
-            yield _picture(_SHARE, [row], f"On a scale from 0 to 1. {words}.")
+            yield picture(_LEFT, [ScaleRow(words, "measured", share.low, share.high, share.r2)])
         return
     strongest = assessment.strongest
-    if not assessment.has_gradients:
-        yield _picture(_AUC, rows, f"On a scale from 0.5 to 1. {rows[0].words}.")
-        return
-    figures = assessment.not_measured if strongest is None else strongest.figures
-    words = f"Strongest attack {figures}"
-    rows.append(
-        _Row(words, "measured")
-        if strongest is None
-        else _Row(words, "measured", strongest.leak.low, strongest.leak.high, strongest.leak.value)
-    )
+    if strongest is None:
+        rows.append(ScaleRow(f"Strongest attack {assessment.not_measured}", "muted"))
+    else:
+        words = f"Strongest attack {strongest.figures}"
+        rows.append(ScaleRow(words, "measured", *strongest.leak[1:], strongest.leak.value))
     auc = assessment.feature_auc
     if auc is not None:
         words = f"Features by themselves, not a leak: {auc:.3f}"
-        rows.append(_Row(words, "baseline", auc, auc, auc))
-    said = ". ".join(row.words for row in rows)
-    yield _picture(_AUC, rows, f"On a scale from 0.5 to 1. {said}.")
-
-
-def _picture(scale: _Scale, rows: Sequence[_Row], description: str) -> Markup:
-    def x_of(value: float) -> float:
-        return 16 + 428 * (min(max(value, scale.low), scale.high) - scale.low) / (
-            scale.high - scale.low
-        )
-
-    values = {"scale": scale, "rows": rows, "description": description, "x_of": x_of}
-    return Markup(render("splitveil.active_party.report", "scale.svg.jinja", **values))  # noqa: S704
+        rows.append(ScaleRow(words, "baseline", auc, auc, auc))
+    yield picture(_AUC, rows)
 
 
 def _distinguishes(num_classes: int) -> str:

@@ -13,7 +13,7 @@ from splitveil.active_party.report import advice
 from splitveil.active_party.report.bounds import guarantee_of
 from splitveil.active_party.report.figures import Estimate, estimate_of
 from splitveil.active_party.report.numbers import strongest_beyond
-from splitveil.active_party.report.run_files import RunFiles, num_classes
+from splitveil.active_party.report.run_files import RunFiles, is_one_shot, num_classes
 from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.record.assessment import Finding, LeakAssessment, passes_stated
@@ -31,6 +31,7 @@ _BADGES: Mapping[Outcome, str] = {
 }
 
 RECOVERED = 0.9  # adjusted leak AUC, or share of variance, from which labels are recovered
+_NOTHING = 0.5, "the least there is"  # target of a run that sends nothing of labels
 _ROUNDING = 1e-9
 
 
@@ -75,6 +76,8 @@ def decide(run: RunFiles, assessment: LeakAssessment) -> Decision:
     outcome = _overall(checks, assessment)
     recovered = _is_recovered(run, assessment)
     shown, badge = outcome, _BADGES[outcome]
+    if (target, where) == _NOTHING and outcome == "pass":
+        badge = "No label revealed"
     if target is None:
         shown = "fail" if recovered or passed else "unknown"
         badge = "An attack passes a bound" if passed else _BADGES[shown]
@@ -100,13 +103,18 @@ def _is_recovered(run: RunFiles, assessment: LeakAssessment) -> bool:
 
 
 def target_of(run: RunFiles) -> tuple[float | None, str]:
-    """Return the largest accepted leak AUC, and the setting that says so."""
+    """Return the largest accepted leak AUC, and the setting that says so.
+
+    A run that sends nothing that depends on a label needs no setting.
+    """
     own = run.active.setting("report", "target_leak_auc")
     if isinstance(own, int | float):
         return float(own), "report.target_leak_auc"
     budget = run.active.setting("run_budget", "leak_auc")
     if isinstance(budget, int | float):
         return float(budget), "run_budget.leak_auc"
+    if is_one_shot(run) and guarantee_of(run) == _NOTHING[0]:
+        return _NOTHING
     return None, ""
 
 
@@ -278,6 +286,8 @@ def _overall(checks: Sequence[Check], assessment: LeakAssessment) -> Outcome:
 
 
 def _headline(outcome: Outcome, checks: Sequence[Check], target: float | None, where: str) -> str:
+    if (target, where) == _NOTHING and outcome == "pass":
+        return ""
     if target is None:
         return "No target is set, so that this page cannot say whether the run is good enough."
     goal = f"at most {target * 100:g} of 100 pairs ({where})"

@@ -42,6 +42,14 @@ class PartyFiles(NamedTuple):
             value = value.get(name) if isinstance(value, Mapping) else None
         return value
 
+    @property
+    def disclosure(self) -> float | None:
+        """What a passive party has measured that its columns give away, 0 to 1."""
+        path = self.folder / "exposure.json"
+        found = _mapping(load_yaml(run_record.text_of(path) or "{}", str(path), RESOLVED))
+        value = found.get("disclosure")
+        return value if isinstance(value, float) else None
+
     def layer(self, name: str) -> str:
         return name if self.name in {_ACTIVE, _ALONE} else f"{self.name}: {name}"
 

@@ -190,6 +190,9 @@ class Contract(Section):
     party's ``defense: noisy_label`` draws, and to which a bottom model of ``kind: score`` is
     fitted. Without it, nothing that depends on a label is sent."""
 
+    scores: int = Field(default=1, ge=1)
+    """Scores that may be fitted to the noisy labels: of K classes K - 1, otherwise one."""
+
     batch_size: int = Field(ge=1, le=1_048_576)
     """Examples per training step."""
 
@@ -256,6 +259,8 @@ class Contract(Section):
     def _labels_are_of_one_shot(self) -> "Contract":
         if self.noisy_labels and not self.is_one_shot:
             raise ValueError("noisy_labels: only a run with exchange: one_shot begins with them")
+        if self.scores > self.cut_dim:
+            raise ValueError(f"cut_shape: {self.scores} scores need at least {self.scores} values")
         if not self.is_one_sided:
             return self
         if not self.is_one_shot:

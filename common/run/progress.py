@@ -90,6 +90,11 @@ class Progress:
         return self._contract.pipeline_depth
 
     @property
+    def label_values(self) -> int:
+        """The values of a noisy label: one for each of several classes, otherwise one."""
+        return 1 if self._contract.scores == 1 else self._contract.scores + 1
+
+    @property
     def is_over(self) -> bool:
         return self.due is None
 

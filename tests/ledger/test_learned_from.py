@@ -95,3 +95,13 @@ def test_released_weights_count_by_what_a_ledger_holds(folder: Path) -> None:
     (signal,) = signals_of(settings, AccountBook.empty())
     assert "is not counted: name that run in earlier_ledgers" in signal.why
     assert signals_of(settings, open_book(checkpoint)) == ()
+
+
+def test_weights_change_no_bound_of_a_run_whose_answers_no_model_enters(folder: Path) -> None:
+    checkpoint, _ = left_by(folder, "first", DEFENSES["none"])
+    started = [DEFENSES["gaussian"], f"initial_weights={checkpoint}"]
+    agreed = ["contract.exchange=one_shot", "contract.noisy_labels=true"]
+    (signal,) = signals_of(build_parties(folder, started).active_settings)
+    assert "has learned from true labels" in signal.why
+    parties = build_parties(folder, [*agreed, *started], [*agreed, "bottom_model={kind: score}"])
+    assert signals_of(parties.active_settings) == ()

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,17 @@ def test_one_score_that_is_fitted_to_a_column_gives_that_column_away(tmp_path: P
     assert max(disclosed(plan, 1)[name] for name in others) < 0.15
 
 
+def test_each_of_several_scores_gives_a_column_away(tmp_path: Path) -> None:
+    """Labels of three classes are two scores, which a label owner may aim at two columns."""
+    path = settings_file(tmp_path, kind="score", cut_shape=[2], noisy_labels=True)
+    of_one, of_two = planned(path), planned(path, "contract.scores=2")
+    assert [*of_two.exposures] == [2, 4, 16]
+    first, second = of_two.target.split(" and ")
+    assert first == of_one.target
+    assert disclosed(of_two, 2)[second] > 0.9
+    assert of_two.own.disclosure > of_one.own.disclosure
+
+
 def test_the_command_prints_widths_against_columns_and_the_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,7 +142,7 @@ def test_the_command_prints_widths_against_columns_and_the_remedy(
     printed = capsys.readouterr().out
     assert "16*" in printed
     assert "mean disclosure" in printed
-    assert "number instead of 16: noise" in printed
+    assert "number per row instead of 16 (contract.cut_shape): noise" in printed
     assert "Not measured: same." in printed
     assert exit_code_of(main, "plan", path, "--json") == 0
     assert json.loads(capsys.readouterr().out)["width"] == 16
@@ -152,6 +164,19 @@ def test_a_run_above_the_limit_is_refused_before_anything_is_sent(
         check_exposure(settings, PartyData.of(settings))
     settings = load_party_settings(PassiveSettings, path, ["max_exposure=1"])
     check_exposure(settings, PartyData.of(settings))
+
+
+@pytest.mark.parametrize("kind", ["pca", "score"])
+def test_a_width_above_the_rank_is_refused_before_anything_is_sent(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody listens: without the check, this run would wait for the active party."""
+    shape = {"columns": ("copy0",), "num_bins": 5, "noisy_labels": kind == "score"}
+    path = settings_file(tmp_path, kind=kind, cut_shape=[6], **shape)
+    runs = ["--runs", tmp_path / "runs", "--set", "connect=127.0.0.1:9"]
+    assert exit_code_of(main, "run", path, *runs) == 2
+    said = caplog.text + capsys.readouterr().err
+    assert "have 5 independent directions; expected contract.cut_shape of at most [5]" in said
 
 
 @pytest.mark.parametrize(
@@ -198,14 +223,24 @@ def test_the_columns_of_all_epochs_together_are_given_away_where_each_alone_hide
     noises = torch.stack(
         [torch.from_numpy(data.table.numeric[f"noise{i}"][rows.file_rows]) for i in range(5)]
     )
-    with PassiveRecorder(settings, tmp_path, data.ids, None) as recorder:
-        recorder.on_aligned(rows, bytes(32))
+    with ExitStack() as opened:
+        recorder, state = None, None
         for epoch in range(5):
+            if epoch in {0, 3}:  # the process is restarted
+                state = None if recorder is None else recorder.state_dict()
+                opened.close()
+                made = PassiveRecorder(settings, tmp_path, data.ids, None)
+                recorder = opened.enter_context(made)
+                recorder.on_aligned(rows, bytes(32))
+                if state is not None:
+                    recorder.load_state_dict(state)
+            assert recorder is not None
             for batch in np.array_split(rows.splits["train"], 20):
                 sent = noises[epoch, torch.from_numpy(batch)][:, None].float()
                 recorder.on_step(
                     Batch(epoch, "train", 0, batch, bytes(16), False, False), sent, sent, {}
                 )
+        assert recorder is not None
         builder = BottomBuilder(settings, data, torch.device("cpu"))
         trainer, encoder = builder(rows), builder.encoder
         assert encoder is not None
@@ -234,5 +269,5 @@ def test_the_page_names_fewer_numbers_with_what_they_would_have_given_away(tmp_p
     found = measure_exposure(trainer, builder.encoder, ROWS, sample)
     assert found is not None
     said = remedy_of(settings, trainer, builder.encoder, sample, found)
-    assert "1 number instead of 16: noise" in said
+    assert "1 number per row instead of 16 (contract.cut_shape): noise" in said
     assert f"from {found.disclosure:.2f} to " in said

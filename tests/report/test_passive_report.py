@@ -207,11 +207,12 @@ def test_the_page_says_what_left_to_whom_and_what_it_tells(tmp_path: Path) -> No
     page = write_passive_report(write_run(tmp_path / "run")).read_text(encoding="utf-8")
     first, details = page.split("<details>")
     answer = (
-        "the label owner can guess “shown” right for 100 of 100 records; "
-        "without it, for 26. All columns together: 50 % of what was unknown (mean)."
+        "A label owner that knows “shown” of 1,000 records guesses it right for 100 of 100 others "
+        "with what was sent, and for 26 without."
     )
     assert answer in first
     assert "Columns can be guessed<" in first
+    assert "Columns: 0.50 measured</text>" in first
     assert "2 of 4 columns are guessed better than without" in first
     assert "knows which 1,234 of its ids we have too, and that we have 4,000." in first
     assert "5.86 KiB went to labels.example.org" in first
@@ -287,7 +288,7 @@ def test_damaged_files_are_read_as_far_as_they_go(
     [
         ((0.8, 0.59, 0.01), None, "Columns can be guessed", "unknown"),
         ((0.8, 0.59, 0.01), 0.25, "Above max_exposure 0.25", "fail"),
-        ((0.8, 0.59, 0.01), 0.26, "Within max_exposure 0.26", "open"),
+        ((0.8, 0.59, 0.01), 0.26, "Within max_exposure 0.26", "within"),
         ((0.62, 0.59, 0.005), None, "Columns can be guessed in part", "unknown"),
         ((0.62, 0.59, 0.02), None, "No gain measured, none excluded", "unknown"),
     ],
@@ -306,7 +307,7 @@ def test_the_badge_says_what_was_measured_and_nothing_is_ever_green(
     first, _ = write_passive_report(run).read_text(encoding="utf-8").split("<details>")
     assert f'<section class="verdict {style}"' in first
     assert f">{badge}</span>" in first
-    assert ("can guess “tariff” right" in first) == ("none excluded" not in badge)
+    assert ("knows “tariff” of" in first) == ("none excluded" not in badge)
     assert first.index(">tariff<") < first.index(">kept &lt;b&gt;<")
     examined = first.split("What was not examined")[1]
     for left_out in ("Better methods", "too few records of most values: id.", "Images."):

@@ -373,8 +373,12 @@ def test_a_passive_party_of_another_run_is_left_out(tmp_path: Path) -> None:
     write_run(tmp_path)
     write_party(tmp_path / "passive", {"first": {"norm": 0.8}})
     write_summary(tmp_path / "passive", Summary(counts=RunCounts(aligned_rows=1000, steps=7)))
+    (tmp_path / "passive" / "exposure.json").write_text('{"disclosure": 0.25}')
     assert read_run(tmp_path).passives == ()
-    assert "another run" in page_of(tmp_path)
+    page = page_of(tmp_path)
+    assert "another run" in page
+    assert "Columns: their owner&#39;s report has the figure</text>" in page
+    assert "Labels: at most 0.400 (knows class means only)</text>" in page
 
 
 def test_each_of_several_passive_parties_has_layers_of_its_own(tmp_path: Path) -> None:
@@ -383,7 +387,9 @@ def test_each_of_several_passive_parties_has_layers_of_its_own(tmp_path: Path) -
     }
     write_run(tmp_path, {"norm": 0.6}, settings=parties)
     bank = of_run(accumulated_spectral=RunFigures(0.97, 0.96, 0.98))
-    write_party(tmp_path / "ads", {"cut": {"norm": 0.7}, "first": {"norm": 0.8}})
+    limited = {"max_exposure": 0.5}
+    write_party(tmp_path / "ads", {"cut": {"norm": 0.7}, "first": {"norm": 0.8}}, settings=limited)
+    (tmp_path / "ads" / "exposure.json").write_text('{"disclosure": 0.25}')
     write_party(tmp_path / "bank", {"cut": {"norm": 0.95}}, summary=bank)
     write_party(tmp_path / "passive", {"cut": {"norm": 1.0}})  # of an earlier run with one party
     run = read_run(tmp_path)
@@ -398,6 +404,8 @@ def test_each_of_several_passive_parties_has_layers_of_its_own(tmp_path: Path) -
     assert math.isclose(found["bank", "bank: cut"], 0.95, abs_tol=0.02)
     page = page_of(tmp_path)
     assert all(f">{layer}<" in page for layer in ("ads: cut", "ads: first", "bank: cut"))
+    assert "Columns (ads): 0.25 measured; limit 0.5</text>" in page
+    assert "Columns (bank)" not in page
 
 
 def test_the_same_files_give_the_same_page_from_either_folder(tmp_path: Path) -> None:
@@ -411,8 +419,8 @@ def test_the_page_holds_every_chart_and_needs_nothing_from_elsewhere(tmp_path: P
     write_run(tmp_path, settings={"run_budget": {"sum_kl": 2.0}})
     page = page_of(tmp_path)
     charts = page.count('role="img"')
-    # The picture; leak, ledger, loss and test AUC.
-    assert charts == 1 + len(ATTACKS) + 1 + 2
+    # Both sides, and the answer; leak, ledger, loss and test AUC.
+    assert charts == 2 + len(ATTACKS) + 1 + 2
     assert page.startswith("<!DOCTYPE html>")
     assert "//" not in page
     assert "@import" not in page
@@ -480,11 +488,11 @@ def test_a_run_that_was_killed_or_had_no_step_yet_still_has_a_report(tmp_path: P
     metrics.write_text(metrics.read_text()[:-20])
     page = page_of(tmp_path)
     assert "no summary" in page
-    assert page.count('role="img"') == 1 + len(ATTACKS) + 1 + 2
+    assert page.count('role="img"') == 2 + len(ATTACKS) + 1 + 2
     metrics.write_text("")
     page = page_of(tmp_path)
     assert "was not measured" in page
-    assert page.count('role="img"') == 1
+    assert page.count('role="img"') == 2
 
 
 def test_a_report_that_fails_is_logged_and_loses_nothing(

@@ -142,10 +142,20 @@ REFUSED: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
     ),
     "a score without labels": (ONE_SHOT, [SCORE], "bottom_model.kind: a score is fitted to noisy"),
     "labels in a run with gradients": (["contract.noisy_labels=true"], [], "noisy_labels: only"),
-    "more classes than values": (
-        [*NOISY, RELEASE, "data.classes=[a, b, c, d, e, f]"],
+    "more scores than values": (
+        [*NOISY, RELEASE, "contract.scores=5", "data.classes=[a, b, c, d, e, f]"],
         [SCORE],
-        "a score of each of 6 classes but one needs at least 5 values, got 4",
+        "cut_shape: 5 scores need at least 5 values",
+    ),
+    "more values than directions": (
+        [*NOISY, RELEASE, "contract.cut_shape=[90]"],
+        [SCORE],
+        "have 80 independent directions; expected contract.cut_shape of at most [80], got [90]",
+    ),
+    "more classes than scores": (
+        [*NOISY, RELEASE, "data.classes=[a, b, c, d]"],
+        [SCORE],
+        "contract.scores: expected 3, got 1: one for each of 4 classes but one",
     ),
 }
 
@@ -158,26 +168,10 @@ def test_settings_that_do_not_fit_are_refused(example: Path, what: str) -> None:
         build_parties(example, active, [*agreed, *passive])
 
 
-UNFIT: dict[str, tuple[Sequence[str], str]] = {
-    "more values than directions": (
-        [SCORE, "contract.cut_shape=[90]"],
-        "have 80 independent directions; expected contract.cut_shape of at most [80], got [90]",
-    ),
-    "columns that are not there": (
-        ["bottom_model={kind: score, columns: 1, columns_from: [x1, y1]}"],
-        "bottom_model.columns_from: no columns of data.features: y1",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", UNFIT)
-def test_what_cannot_be_fitted_is_refused_before_any_label_is_released(
-    example: Path, what: str
-) -> None:
-    passive, reads = UNFIT[what]
-    both = [*NOISY, *(one for one in passive if one.startswith("contract."))]
-    parties = build_parties(example, [*both, RELEASE], [*both, *passive])
-    with pytest.raises(SettingsError, match=re.escape(reads)):
+def test_what_cannot_be_fitted_is_refused_before_any_label_is_released(example: Path) -> None:
+    unfit = "bottom_model={kind: score, columns: 1, columns_from: [x1, y1]}"
+    parties = build_parties(example, [*NOISY, RELEASE], [*NOISY, unfit])
+    with pytest.raises(SettingsError, match=r"columns_from: no columns of data\.features: y1"):
         run_in_process(parties)
     assert not parties.session.lifecycle.phase.has_answered
     assert parties.session.leak_bounds().sum_kl.max == 0
@@ -260,14 +254,16 @@ def test_labels_are_not_given_in_a_run_without_them(example: Path) -> None:
     assert parties.session.leak_bounds().sum_kl.max == 0
 
 
-def test_labels_of_another_width_than_before_end_the_run(example: Path) -> None:
+@pytest.mark.parametrize("values", [2, 5])
+def test_labels_of_more_values_than_agreed_end_the_run(example: Path, values: int) -> None:
+    """A label owner that lies about its classes would aim as many scores at columns."""
+
     class Widens(InProcessPeer):
         def receive_gradient(self) -> Answer:
             found = super().receive_gradient()
-            wider = torch.cat([found.values] * (1 + found.batch.step), dim=1)
-            return Answer(found.batch, DefendedGradient(wider))
+            return Answer(found.batch, DefendedGradient(found.values.repeat(1, values)))
 
-    with pytest.raises(InvalidMessage, match="other numbers of values"):
+    with pytest.raises(InvalidMessage, match="other than 1 values"):
         run_in_process(one_shot(example), Widens)
 
 
@@ -403,7 +399,7 @@ KINDS: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
         write_example,
         {"passive.bottom_model": {"kind": "pca"}, "contract.drop_last": True},
     ),
-    "classes": (write_classes, {}),
+    "classes": (write_classes, {"contract.scores": 3}),
     "numbers": (write_numbers, {"contract.cut_shape": [2]}),
 }
 
@@ -431,6 +427,8 @@ def test_a_run_leaves_models_figures_and_a_report(tmp_path: Path, what: str) -> 
     assert figures["steps"] is None
     page = run.report().read_text()
     assert ("Nothing that depends on a label was sent." in page) is not is_noisy
+    assert ("No label revealed</span>" in page) is not is_noisy
+    assert re.search(r"Columns: 0\.\d\d measured</text>", page)
     assert "was not measured" not in page
     assert run.overview()["strongest_attack"] == "no gradient to attack"
     if not is_noisy:

@@ -394,9 +394,9 @@ def test_noisy_labels_are_one_release_whoever_receives_them(tmp_path: Path, coun
 # ---- runs with their results ----
 
 KINDS: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
-    "a score alone": (partial(write_example, rows=1500), {"contract.cut_shape": [1]}),
+    "a score alone": (partial(write_example, rows=700), {"contract.cut_shape": [1]}),
     "a score and a column": (
-        partial(write_example, rows=1500),
+        partial(write_example, rows=700),
         {"passive.bottom_model": {"kind": "score", "columns": 1, "columns_from": ["x1", "x2"]}},
     ),
     "components": (

@@ -103,9 +103,9 @@ def both_sides(
         words = f"Labels: at most {share:.3f} ({assessment.adversary})"
         labels = ScaleRow(words, "guarantee", 0.0, share, most=most)
     columns = [
-        columns_row(share, one.setting("max_exposure"), f" ({one.name})" * (len(passives) > 1))
+        columns_row(found, one.setting("max_exposure"), f" ({one.name})" * (len(passives) > 1))
         for one in passives
-        if (share := one.disclosure) is not None
+        if (found := one.disclosure) is not None
     ]
     unknown = ScaleRow("Columns: their owner's report has the figure", "muted")
     return picture(SHARE, [labels, *(columns or [unknown])])

@@ -137,7 +137,6 @@ def passive_page(files: PassiveFiles) -> str:
         peer=_peer(files.settings, contract),
         assessment=_assessment(exposure, "is" if one_sided else "was", most),
         both_sides=report_parts.picture(
-            report_parts.SHARE,
             [
                 _NO_COLUMNS
                 if exposure is None

@@ -61,12 +61,6 @@ _CONTENT: Mapping[str, str] = {
 _NAMED = ("activations of", "ids, blinded", "the contract", "how this party")
 
 
-class Left(NamedTuple):
-    content: str
-    messages: str
-    size: str
-
-
 class Assessment(NamedTuple):
     style: str
     word: str
@@ -113,7 +107,8 @@ def _page(folder: Path) -> str:
     one_shot = contract.get("exchange") == "one_shot"
     one_sided = as_mapping(contract.get("alignment")).get("kind") == "one_sided"
     columns = () if exposure is None else exposure.columns
-    left = list(_left(traffic))
+    crossed = report_parts.traffic_rows(traffic, ACTIVE)
+    left = {_CONTENT.get(one.kind, one.kind) for one in crossed if one.direction == "sent"}
     return report_parts.render(
         _PACKAGE,
         "passive.html.jinja",
@@ -140,11 +135,13 @@ def _page(folder: Path) -> str:
         cut_shape=contract.get("cut_shape"),
         unjudged=exposure.unjudged if exposure else (),
         sent=None if traffic is None else bytes_in_words(traffic.sent.size_bytes),
-        left=left,
-        also_left=[one.content for one in left if not one.content.startswith(_NAMED)],
+        also_left=sorted(one for one in left if not one.startswith(_NAMED)),
         agreed=list(_agreed(settings, contract)),
         circumstances=list(report_parts.circumstances(summary, read_metrics(folder), traffic)),
-        traffic_rows=report_parts.traffic_rows(traffic, ACTIVE),
+        traffic_rows=[
+            one._replace(kind=f"{one.kind}: {_CONTENT[one.kind]}") if one.kind in _CONTENT else one
+            for one in crossed
+        ],
     )
 
 
@@ -204,18 +201,6 @@ def _assessment(
         next_step,
         price,
     )
-
-
-def _left(traffic: report_parts.Traffic | None) -> Iterator[Left]:
-    if traffic is None:
-        return
-    totals: dict[str, report_parts.Volume] = {}
-    for (_, direction, kind), volume in traffic.volumes.items():
-        if direction == "sent":
-            content = _CONTENT.get(kind, kind)
-            totals[content] = totals.get(content, report_parts.Volume()) + volume
-    for content, volume in sorted(totals.items(), key=lambda item: -item[1].size_bytes):
-        yield Left(content, f"{volume.messages:,}", bytes_in_words(volume.size_bytes))
 
 
 def _agreed(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

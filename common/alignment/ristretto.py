@@ -9,7 +9,7 @@ import ctypes
 import functools
 import hashlib
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 POINT_BYTES = 32
@@ -68,7 +68,6 @@ class Ristretto:
             self._multiply = library.crypto_scalarmult_ristretto255
             self._random_scalar = library.crypto_core_ristretto255_scalar_random
             self._invert = library.crypto_core_ristretto255_scalar_invert
-            self._add = library.crypto_core_ristretto255_add
             self._subtract = library.crypto_core_ristretto255_sub
         except (OSError, AttributeError) as error:
             raise LibraryError(f"{name}: not a libsodium with ristretto255: {error}") from error
@@ -79,7 +78,7 @@ class Ristretto:
         self._random_scalar.argtypes = [ctypes.c_void_p]
         self._random_scalar.restype = None
         self._invert.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-        self._add.argtypes = self._subtract.argtypes = self._multiply.argtypes
+        self._subtract.argtypes = self._multiply.argtypes
         self._check_vectors()
 
     def random_scalar(self) -> bytes:
@@ -117,20 +116,13 @@ class Ristretto:
                 raise NotInGroupError(offset // POINT_BYTES)
         return products.raw
 
-    def add(self, point: bytes, other: bytes) -> bytes:
-        """Return the sum of two points, which may be the identity."""
-        return self._combine(self._add, point, other)
-
     def subtract(self, point: bytes, other: bytes) -> bytes:
-        """Return the difference of two points, which may be the identity."""
-        return self._combine(self._subtract, point, other)
-
-    def _combine(self, operation: Callable[..., int], point: bytes, other: bytes) -> bytes:
+        """Return the difference of two points, each of which may be the identity."""
         _refuse_high_bits(point + other)
-        result = ctypes.create_string_buffer(POINT_BYTES)
-        if operation(ctypes.addressof(result), _address(point), _address(other)):
+        difference = ctypes.create_string_buffer(POINT_BYTES)
+        if self._subtract(ctypes.addressof(difference), _address(point), _address(other)):
             raise NotInGroupError(0)
-        return result.raw
+        return difference.raw
 
     def mask(self, digests: bytes, scalar: bytes) -> bytes:
         return self.multiply(self.hash_to_group(digests), scalar)
@@ -139,8 +131,8 @@ class Ristretto:
         two = (2).to_bytes(SCALAR_BYTES, "little")
         hashed = self.hash_to_group(hashlib.sha512(_LABEL).digest())
         twice = self.multiply(GENERATOR, two)
-        found = (hashed, twice, self.add(GENERATOR, GENERATOR), self.subtract(twice, GENERATOR))
-        if found != (_LABEL_ELEMENT, _TWICE_GENERATOR, _TWICE_GENERATOR, GENERATOR):
+        found = (hashed, twice, self.subtract(twice, GENERATOR))
+        if found != (_LABEL_ELEMENT, _TWICE_GENERATOR, GENERATOR):
             raise LibraryError(f"{self.name}: fails the test vectors of RFC 9496")
 
 

@@ -1,21 +1,30 @@
-"""Base transfers: one party gets, of each pair of seeds, the one that it chose; nobody knows more.
+"""Base transfers: of every sixteen seeds that one party has, the other gets all but a secret one.
 
 The oblivious transfer of Masny and Rindal (CCS 2019, ePrint 2019/706, figure 8) for two messages,
-from the Diffie-Hellman key agreement on ristretto255 with generator G, once for each pair i:
+from the Diffie-Hellman key agreement on ristretto255 with generator G, once for each of 128 pairs:
 
-    request  r_0, r_1       of the chooser: r_(1-c) random, r_c = b G - H_c(r_(1-c)), c its choice
+    request  r_0, r_1       of the chooser: r_(1-c) random, r_c = b G + H_c(r_(1-c)), c its choice
     reply    A = a G        of the other party
-    seeds    KDF_c(b A)     for the chooser, KDF_0(a M_0) and KDF_1(a M_1) for the other,
-                            where M_0 = r_0 + H_0(r_1) and M_1 = r_1 + H_1(r_0)
+    keys     KDF_c(b A)     for the chooser, KDF_0(a M_0) and KDF_1(a M_1) for the other,
+                            where M_0 = r_0 - H_0(r_1) and M_1 = r_1 - H_1(r_0)
 
-H_c is the uniform map of RFC 9496 from a digest, with the number i in it. Of M_0 and M_1 the
+H_c is the uniform map of RFC 9496 from a digest that covers the pair's number. Of M_0 and M_1 the
 chooser knows the discrete logarithm of one: each is fixed, through the hash, by the other half of
 the pair. The halves are equally distributed whatever c. Secure against malicious parties in the
 random oracle model, under the computational Diffie-Hellman assumption, in the *endemic* sense: a
-malicious party may choose the seeds that it knows, which extensions of transfers tolerate.
+malicious party may choose the keys that it knows, which extensions of transfers tolerate.
+
+Four pairs make a tree (Roy, SoftSpokenOT, ePrint 2022/192, figures 13 and 14), in which each node
+gives two children. The first pair is the top; for each later level the reply has the sums (XOR) of
+all left and of all right children, each encrypted with a key of that level's pair. Who misses one
+node and has one of the keys learns one of its children, so that the chooser misses one leaf, which
+the keys that it did not choose name. A digest of each leaf proves the tree: their sum gives the
+missing one, and the hash of all must be met, which false sums do only by a guess of the choices.
 """
 
+import hmac
 import secrets
+from functools import reduce
 
 import numpy as np
 from blake3 import blake3
@@ -25,85 +34,148 @@ from splitveil.common.alignment import ristretto
 from splitveil.common.errors import InvalidMessage
 
 NUM_PAIRS = 128
-SEED_BYTES = 16
+DEPTH = 4
+NUM_TREES = NUM_PAIRS // DEPTH
+KEY_BYTES = 16
+_PROOF_BYTES = 2 * KEY_BYTES
+_TREE_BYTES = 2 * (DEPTH - 1) * KEY_BYTES + 2 * _PROOF_BYTES
+REPLY_BYTES = NUM_PAIRS * ristretto.POINT_BYTES + NUM_TREES * _TREE_BYTES
+
 _IDENTITY = bytes(ristretto.POINT_BYTES)
+
+Seeds = list[list[bytes]]  # (NUM_TREES, 2**DEPTH)
+
+
+class Chooser:
+    """The party that misses, in each tree, the leaf that its secret bits (NUM_PAIRS,) name."""
+
+    def __init__(self, secret: NDArray[np.uint8]) -> None:
+        self._group, self._secret = ristretto.load(), [int(bit) for bit in secret]
+        self._scalars = [self._group.random_scalar() for _ in self._secret]
+        halves = []
+        for number, (bit, scalar) in enumerate(zip(self._secret, self._scalars, strict=True)):
+            other = self._group.hash_to_group(secrets.token_bytes(ristretto.DIGEST_BYTES))
+            known = self._group.multiply(ristretto.GENERATOR, scalar)
+            minus = self._group.subtract(_IDENTITY, _hash_of_half(number, 1 - bit, other))
+            own = self._group.subtract(known, minus)
+            halves += [own, other] if bit else [other, own]
+        self.request = b"".join(halves)
+
+    def seeds(self, reply: bytes) -> Seeds:
+        """Return each tree's seeds, that of leaf y at y XOR the secret one; the first is empty.
+
+        Raises InvalidMessage, also where the proof does not fit; the object is of no use then.
+        """
+        if len(reply) != REPLY_BYTES:
+            raise InvalidMessage(f"base transfers: expected {REPLY_BYTES} bytes, got {len(reply)}")
+        points, trees = reply[: -NUM_TREES * _TREE_BYTES], reply[-NUM_TREES * _TREE_BYTES :]
+        try:
+            shared = list(map(self._group.multiply, _points_of(points, NUM_PAIRS), self._scalars))
+        except ristretto.NotInGroupError as error:
+            raise InvalidMessage("base transfers: the reply holds no points") from error
+        session = digest("session", self.request, points, length=_PROOF_BYTES)
+        keys = [
+            _key(session, number, 1 - bit, point)
+            for number, (bit, point) in enumerate(zip(self._secret, shared, strict=True))
+        ]
+        seeds, found, claimed = [], [], []
+        for tree in range(NUM_TREES):
+            part = _split(trees[_TREE_BYTES * tree : _TREE_BYTES * (tree + 1)], KEY_BYTES)
+            bits = self._secret[DEPTH * tree : DEPTH * (tree + 1)]
+            nodes, missing = [b"", keys[DEPTH * tree]], bits[0]
+            for level, bit in enumerate(bits[1:], start=1):
+                nodes = _children(session + bytes((tree,)), nodes, missing, bit)
+                encrypted = part[2 * level - 1 - bit]
+                nodes[1] = _xor(encrypted, keys[DEPTH * tree + level], *nodes[3::2])
+                missing = 2 * missing + bit
+            leaves, proofs = _leaves(session + bytes((tree,)), nodes, missing)
+            proofs[0] = _xor(b"".join(part[-4:-2]), *proofs[1:])
+            ordered = [proofs[leaf ^ missing] for leaf in range(len(leaves))]
+            found.append(digest("proof", *ordered, length=_PROOF_BYTES))
+            claimed += part[-2:]
+            seeds.append([b"", *leaves[1:]])
+        if not hmac.compare_digest(b"".join(found), b"".join(claimed)):
+            raise InvalidMessage("base transfers: the proof does not fit the trees")
+        return seeds
+
+
+def offer(request: bytes) -> tuple[bytes, Seeds]:
+    """Return the reply and the seeds of all leaves; raises InvalidMessage."""
+    group = ristretto.load()
+    halves = _points_of(request, 2 * NUM_PAIRS)
+    scalars = [group.random_scalar() for _ in range(NUM_PAIRS)]
+    reply = [group.multiply(ristretto.GENERATOR, scalar) for scalar in scalars]
+    session = digest("session", request, *reply, length=_PROOF_BYTES)
+    keys = []
+    try:
+        for number, scalar in enumerate(scalars):
+            pair = halves[2 * number : 2 * number + 2]
+            for choice, half in enumerate(pair):
+                agreed = group.subtract(half, _hash_of_half(number, choice, pair[1 - choice]))
+                keys.append(_key(session, number, choice, group.multiply(agreed, scalar)))
+    except ristretto.NotInGroupError as error:
+        raise InvalidMessage("base transfers: the request holds no points") from error
+    seeds = []
+    for tree in range(NUM_TREES):
+        own = keys[2 * DEPTH * tree : 2 * DEPTH * (tree + 1)]
+        nodes = own[:2]
+        for level in range(1, DEPTH):
+            nodes = _children(session + bytes((tree,)), nodes)
+            reply += (_xor(own[2 * level + side], *nodes[side::2]) for side in (0, 1))
+        leaves, proofs = _leaves(session + bytes((tree,)), nodes)
+        reply += [_xor(*proofs), digest("proof", *proofs, length=_PROOF_BYTES)]
+        seeds.append(leaves)
+    return b"".join(reply), seeds
 
 
 def digest(purpose: str, *parts: bytes, length: int) -> bytes:
-    """Hash parts of fixed lengths to as many bytes, by another function for each purpose."""
+    """Hash parts, each of a fixed length, by another function for each purpose."""
     context = f"splitveil oblivious transfer 1: {purpose}"
     return blake3(b"".join(parts), derive_key_context=context).digest(length=length)
 
 
-class Chooser:
-    """The party that chooses one seed of each pair, by (NUM_PAIRS,) bits."""
-
-    def __init__(self, choices: NDArray[np.bool_]) -> None:
-        self._group = ristretto.load()
-        self._choices = [int(choice) for choice in choices]
-        self._scalars = [self._group.random_scalar() for _ in self._choices]
-        pairs = []
-        for number, (choice, scalar) in enumerate(zip(self._choices, self._scalars, strict=True)):
-            other = self._group.hash_to_group(secrets.token_bytes(ristretto.DIGEST_BYTES))
-            known = self._group.multiply(ristretto.GENERATOR, scalar)
-            own = self._group.subtract(known, _hash_of_half(number, choice, other))
-            pairs += [other, own] if choice else [own, other]
-        self.request = b"".join(pairs)
-
-    def seeds(self, reply: bytes) -> list[bytes]:
-        """Return the chosen seeds; raises InvalidMessage."""
-        points = _points_of(reply, NUM_PAIRS)
-        try:
-            shared = list(map(self._group.multiply, points, self._scalars))
-        except ristretto.NotInGroupError as error:
-            raise InvalidMessage("the reply of the base transfers holds no points") from error
-        transcript = digest("base transfers", self.request, reply, length=32)
-        return [
-            _seed(number, choice, transcript, point)
-            for number, (choice, point) in enumerate(zip(self._choices, shared, strict=True))
-        ]
-
-
-def offer(request: bytes) -> tuple[bytes, list[tuple[bytes, bytes]]]:
-    """Return the reply and both seeds of each pair; raises InvalidMessage."""
-    group = ristretto.load()
-    halves = _points_of(request, 2 * NUM_PAIRS)
-    scalars = [group.random_scalar() for _ in range(NUM_PAIRS)]
-    reply = b"".join(group.multiply(ristretto.GENERATOR, scalar) for scalar in scalars)
-    transcript = digest("base transfers", request, reply, length=32)
-    pairs = []
-    try:
-        for number, scalar in enumerate(scalars):
-            zero, one = halves[2 * number : 2 * number + 2]
-            agreed = (
-                group.add(zero, _hash_of_half(number, 0, one)),
-                group.add(one, _hash_of_half(number, 1, zero)),
-            )
-            shared = group.multiply(b"".join(agreed), scalar)
-            first, second = shared[: ristretto.POINT_BYTES], shared[ristretto.POINT_BYTES :]
-            seeds = _seed(number, 0, transcript, first), _seed(number, 1, transcript, second)
-            pairs.append(seeds)
-    except ristretto.NotInGroupError as error:
-        raise InvalidMessage("the request of the base transfers holds no points") from error
-    return reply, pairs
-
-
 def _hash_of_half(number: int, choice: int, half: bytes) -> bytes:
     place = bytes((number, choice))
-    return ristretto.load().hash_to_group(
-        digest("half of a pair", place, half, length=ristretto.DIGEST_BYTES)
-    )
+    uniform = digest("half of a pair", place, half, length=ristretto.DIGEST_BYTES)
+    return ristretto.load().hash_to_group(uniform)
 
 
-def _seed(number: int, choice: int, transcript: bytes, shared: bytes) -> bytes:
-    return digest("seed", bytes((number, choice)), transcript, shared, length=SEED_BYTES)
+def _key(session: bytes, number: int, choice: int, shared: bytes) -> bytes:
+    return digest("key", session, bytes((number, choice)), shared, length=KEY_BYTES)
+
+
+def _children(tree: bytes, nodes: list[bytes], missing: int = 0, bit: int = 0) -> list[bytes]:
+    """Return the next level of a tree; nodes and children are in the order of place XOR missing."""
+    children = []
+    for place, node in enumerate(nodes):
+        where = bytes((len(nodes), place ^ missing))
+        pair = _split(digest("children", tree, where, node, length=2 * KEY_BYTES), KEY_BYTES)
+        children += pair[::-1] if bit else pair
+    return children
+
+
+def _leaves(tree: bytes, nodes: list[bytes], missing: int = 0) -> tuple[list[bytes], list[bytes]]:
+    """Return the seeds of the leaves, and their digests, which prove them."""
+    both = [
+        digest("leaf", tree, bytes((place ^ missing,)), node, length=KEY_BYTES + _PROOF_BYTES)
+        for place, node in enumerate(nodes)
+    ]
+    return [leaf[:KEY_BYTES] for leaf in both], [leaf[KEY_BYTES:] for leaf in both]
+
+
+def _xor(*parts: bytes) -> bytes:
+    total = reduce(int.__xor__, (int.from_bytes(part, "little") for part in parts))
+    return total.to_bytes(len(parts[0]), "little")
+
+
+def _split(data: bytes, size: int) -> list[bytes]:
+    return [data[first : first + size] for first in range(0, len(data), size)]
 
 
 def _points_of(message: bytes, count: int) -> list[bytes]:
-    size = ristretto.POINT_BYTES
-    if len(message) != count * size:
+    points = _split(message, ristretto.POINT_BYTES)
+    if len(message) != count * ristretto.POINT_BYTES:
         raise InvalidMessage(f"base transfers: expected {count} points, got {len(message)} bytes")
-    points = [message[size * number : size * (number + 1)] for number in range(count)]
     if _IDENTITY in points:
-        raise InvalidMessage("base transfers: the identity is no point of a peer")
+        raise InvalidMessage("base transfers: a peer's point is the identity")
     return points

@@ -8,11 +8,12 @@ from the Diffie-Hellman key agreement on ristretto255 with generator G, once for
     keys     KDF_c(b A)     for the chooser, KDF_0(a M_0) and KDF_1(a M_1) for the other,
                             where M_0 = r_0 - H_0(r_1) and M_1 = r_1 - H_1(r_0)
 
-H_c is the uniform map of RFC 9496 from a digest that covers the pair's number. Of M_0 and M_1 the
-chooser knows the discrete logarithm of one: each is fixed, through the hash, by the other half of
-the pair. The halves are equally distributed whatever c. Secure against malicious parties in the
-random oracle model, under the computational Diffie-Hellman assumption, in the *endemic* sense: a
-malicious party may choose the keys that it knows, which extensions of transfers tolerate.
+H_c is the uniform map of RFC 9496 from a digest that covers the pair's number. It ties each of M_0
+and M_1 to the other half of the pair, so that the chooser knows the discrete logarithm of only one,
+and the halves are equally distributed whatever c.
+Secure against malicious parties with random oracles, under the computational Diffie-Hellman
+assumption, in the *endemic* sense: a malicious party may choose the keys that it knows, which
+SoftSpokenOT allows for.
 
 Four pairs make a tree (Roy, SoftSpokenOT, ePrint 2022/192, figures 13 and 14), in which each node
 gives two children. The first pair is the top; for each later level the reply has the sums (XOR) of
@@ -31,6 +32,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from splitveil.common.alignment import ristretto
+from splitveil.common.alignment.turns import check_length
 from splitveil.common.errors import InvalidMessage
 
 NUM_PAIRS = 128
@@ -40,9 +42,7 @@ KEY_BYTES = 16
 _PROOF_BYTES = 2 * KEY_BYTES
 _TREE_BYTES = 2 * (DEPTH - 1) * KEY_BYTES + 2 * _PROOF_BYTES
 REPLY_BYTES = NUM_PAIRS * ristretto.POINT_BYTES + NUM_TREES * _TREE_BYTES
-
 _IDENTITY = bytes(ristretto.POINT_BYTES)
-
 Seeds = list[list[bytes]]  # (NUM_TREES, 2**DEPTH)
 
 
@@ -64,15 +64,14 @@ class Chooser:
     def seeds(self, reply: bytes) -> Seeds:
         """Return each tree's seeds, that of leaf y at y XOR the secret one; the first is empty.
 
-        Raises InvalidMessage, also where the proof does not fit; the object is of no use then.
+        Raises InvalidMessage or TooLarge, after which the object may not be used again.
         """
-        if len(reply) != REPLY_BYTES:
-            raise InvalidMessage(f"base transfers: expected {REPLY_BYTES} bytes, got {len(reply)}")
+        check_length("the base transfers' reply", reply, REPLY_BYTES)
         points, trees = reply[: -NUM_TREES * _TREE_BYTES], reply[-NUM_TREES * _TREE_BYTES :]
         try:
-            shared = list(map(self._group.multiply, _points_of(points, NUM_PAIRS), self._scalars))
+            shared = list(map(self._group.multiply, _points_of(points), self._scalars))
         except ristretto.NotInGroupError as error:
-            raise InvalidMessage("base transfers: the reply holds no points") from error
+            raise InvalidMessage(f"the base transfers' reply: {error}") from error
         session = digest("session", self.request, points, length=_PROOF_BYTES)
         keys = [
             _key(session, number, 1 - bit, point)
@@ -95,14 +94,14 @@ class Chooser:
             claimed += part[-2:]
             seeds.append([b"", *leaves[1:]])
         if not hmac.compare_digest(b"".join(found), b"".join(claimed)):
-            raise InvalidMessage("base transfers: the proof does not fit the trees")
+            raise InvalidMessage("the base transfers' reply: the proof does not fit the trees")
         return seeds
 
 
 def offer(request: bytes) -> tuple[bytes, Seeds]:
-    """Return the reply and the seeds of all leaves; raises InvalidMessage."""
-    group = ristretto.load()
-    halves = _points_of(request, 2 * NUM_PAIRS)
+    """Return the reply and the seeds of all leaves; raises InvalidMessage or TooLarge."""
+    check_length("the base transfers' request", request, 2 * NUM_PAIRS * ristretto.POINT_BYTES)
+    group, halves = ristretto.load(), _points_of(request)
     scalars = [group.random_scalar() for _ in range(NUM_PAIRS)]
     reply = [group.multiply(ristretto.GENERATOR, scalar) for scalar in scalars]
     session = digest("session", request, *reply, length=_PROOF_BYTES)
@@ -114,7 +113,7 @@ def offer(request: bytes) -> tuple[bytes, Seeds]:
                 agreed = group.subtract(half, _hash_of_half(number, choice, pair[1 - choice]))
                 keys.append(_key(session, number, choice, group.multiply(agreed, scalar)))
     except ristretto.NotInGroupError as error:
-        raise InvalidMessage("base transfers: the request holds no points") from error
+        raise InvalidMessage(f"the base transfers' request: {error}") from error
     seeds = []
     for tree in range(NUM_TREES):
         own = keys[2 * DEPTH * tree : 2 * DEPTH * (tree + 1)]
@@ -135,8 +134,7 @@ def digest(purpose: str, *parts: bytes, length: int) -> bytes:
 
 
 def _hash_of_half(number: int, choice: int, half: bytes) -> bytes:
-    place = bytes((number, choice))
-    uniform = digest("half of a pair", place, half, length=ristretto.DIGEST_BYTES)
+    uniform = digest("half", bytes((number, choice)), half, length=ristretto.DIGEST_BYTES)
     return ristretto.load().hash_to_group(uniform)
 
 
@@ -172,10 +170,8 @@ def _split(data: bytes, size: int) -> list[bytes]:
     return [data[first : first + size] for first in range(0, len(data), size)]
 
 
-def _points_of(message: bytes, count: int) -> list[bytes]:
+def _points_of(message: bytes) -> list[bytes]:
     points = _split(message, ristretto.POINT_BYTES)
-    if len(message) != count * ristretto.POINT_BYTES:
-        raise InvalidMessage(f"base transfers: expected {count} points, got {len(message)} bytes")
     if _IDENTITY in points:
-        raise InvalidMessage("base transfers: a peer's point is the identity")
+        raise InvalidMessage("the base transfers: a point is the identity")
     return points

@@ -13,10 +13,9 @@ check as in figure 10 of the corrected Keller, Orsini and Scholl (ePrint 2015/54
               each tree, the sender all but the one that its bits of delta name. Each seed is the
               key of a stream, AES in counter mode; t_(4k+l) is the sum (XOR) of the streams of tree
               k whose number has its l-th bit, s_k the sum of all
-    extend    the receiver sends u_k = s_k + x, where x is the bits of a chunk, padding, and 128
-              random bits
-    check     and, for the challenge that follows from all that was sent so far (Fiat-Shamir),
-              h(x) and h(t_i), where h is linear, a universal hash
+    extend    the receiver sends u_k = s_k + x, where x is a chunk's bits, padding, and 128 random
+              bits; and, for the challenge that follows from all that it sent so far (Fiat-Shamir),
+              h(x) and h(t_i), where h is a linear universal hash
     answer    the sender has, from the streams that it knows and from u, q_i = t_i + delta_i x, and
               refuses if h(q_i) != h(t_i) + delta_i h(x). Row j of these 128 columns is
               q_j = t_j + x_j delta. It sends, for each transfer j,
@@ -26,9 +25,9 @@ check as in figure 10 of the corrected Keller, Orsini and Scholl (ePrint 2015/54
 h is GHASH (NIST SP 800-38D, section 6.4): a polynomial, in a point that the challenge gives, over
 the field of 2^128 elements. Two columns of n blocks of 128 bits collide with probability n / 2^128,
 and the random bits at the end hide x. A receiver that uses another x for a tree passes by a guess
-of that tree's bits of delta, else delta is thrown away with everything else. It can try challenges
-without the sender: 2^20 transfers are 2^13 blocks, 32 trees 2^9 pairs, and one try finds two of
-their x that collide with probability 2^-106.
+of that tree's bits of delta; at a wrong guess delta is thrown away with everything else. It can try
+challenges alone: 2^20 transfers are 2^13 blocks, 32 trees 2^9 pairs, and one try finds two of their
+x that collide with probability 2^-106.
 
 F(y, j) = P(P(y) + j) + P(y) is the tweakable hash of Guo, Katz, Wang and Yu (S&P 2020, ePrint
 2019/074, section 7.4), correlation robust if the block cipher P is ideal. Its key follows from the
@@ -49,6 +48,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from numpy.typing import NDArray
 
+from splitveil.common.alignment.turns import check_length
 from splitveil.common.errors import InvalidMessage, OutOfStep
 from splitveil.common.oblivious_transfer import base_transfers
 from splitveil.common.oblivious_transfer.base_transfers import DEPTH, NUM_PAIRS, NUM_TREES
@@ -75,7 +75,7 @@ class _Party:
         self._transcript.update(np.array([width, targets], "<u8").tobytes())
 
     def _column_bytes(self, rows: int) -> int:
-        """Return the length of a column: the transfers in whole blocks, and a random one."""
+        """Return the length of a column: transfers in whole blocks, and a random block."""
         if not 0 < rows * len(self.sums) <= MAX_TRANSFERS:
             raise ValueError(f"a chunk has 1 to {MAX_TRANSFERS // len(self.sums)} rows, not {rows}")
         return (-(-rows * len(self.sums) // NUM_PAIRS) + 1) * _BLOCK_BYTES
@@ -87,10 +87,7 @@ class _Party:
         return keys[:_BLOCK_BYTES], keys[_BLOCK_BYTES:]
 
     def _masks(self, columns: Bytes, key: bytes, rows: int, *differences: Bytes) -> list[Words]:
-        """Hash each transfer's row of the columns with each difference added.
-
-        Returns arrays (rows, width, targets).
-        """
+        """Hash each row of the columns plus each difference, to (rows, width, targets) words."""
         width, targets = self.sums.shape
         masks = [np.empty((rows * width, targets), np.uint32) for _ in differences]
         for first in range(0, rows * width, _HASHED_AT_ONCE):
@@ -104,7 +101,7 @@ class _Party:
 class Sender(_Party):
     """The party with the values, which learns nothing about the bits.
 
-    Whatever raises InvalidMessage ends the exchange for good: another needs another object.
+    Whatever is refused ends the exchange: nothing is answered ever after.
     """
 
     def __init__(self, width: int, targets: int = 1) -> None:
@@ -116,7 +113,7 @@ class Sender(_Party):
         self.request = self._chooser.request
 
     def accept(self, reply: bytes) -> None:
-        """Take the receiver's part of the base transfers; raises InvalidMessage."""
+        """Take the receiver's part of the base transfers; raises ProtocolError."""
         chooser, self._chooser = self._chooser, None
         if chooser is None:
             raise OutOfStep("the base transfers took place before")
@@ -126,21 +123,16 @@ class Sender(_Party):
     def answer(self, extension: bytes, values: Words) -> bytes:
         """Answer the next chunk, which has as many rows as the values, (rows, targets).
 
-        Raises InvalidMessage before anything depends on the values if the receiver's columns do not
-        fit together, and OutOfStep ever after.
+        Raises ProtocolError before anything depends on the values, and at any later call.
         """
         streams, self._streams = self._streams, None
         if streams is None:
-            raise OutOfStep(
-                "there are no base transfers, or a message of this exchange was refused"
-            )
+            raise OutOfStep("no base transfers took place, or a message was refused")
         rows = len(values)
         if values.dtype != np.uint32 or values.shape != (rows, self.sums.shape[1]):
             raise ValueError(f"expected values of uint32 for {self.sums.shape[1]} targets")
         size = self._column_bytes(rows)
-        expected = NUM_TREES * size + _CHECK_BYTES
-        if len(extension) != expected:
-            raise InvalidMessage(f"{rows} rows have {expected} bytes, not {len(extension)}")
+        check_length("a chunk of choices", extension, NUM_TREES * size + _CHECK_BYTES)
         check_key, hash_key = self._keys(rows, extension[:-_CHECK_BYTES])
         received = np.frombuffer(extension, np.uint8)
         sent = np.repeat(received[:-_CHECK_BYTES].reshape(NUM_TREES, size), DEPTH, axis=0)
@@ -149,8 +141,7 @@ class Sender(_Party):
         columns ^= sent & (0 - self._delta_bits)[:, None]
         check = received[-_CHECK_BYTES:].reshape(-1, _BLOCK_BYTES)
         check_consistency(universal_hash(check_key, columns), check, self._delta_bits)
-        zero = np.zeros_like(self._delta)
-        own, other = self._masks(columns, hash_key, rows, zero, self._delta)
+        own, other = self._masks(columns, hash_key, rows, 0 * self._delta, self._delta)
         self.sums += own.sum(axis=0, dtype=np.uint32)
         self._streams = streams
         return (own - other + values[:, None, :]).astype("<u4").tobytes()
@@ -171,8 +162,7 @@ class Receiver(_Party):
         if bits.dtype != np.bool_ or bits.shape != (len(bits), len(self.sums)):
             raise ValueError(f"expected bits of {len(self.sums)} columns")
         choices = np.zeros(self._column_bytes(len(bits)), np.uint8)
-        packed = np.packbits(bits, bitorder="little")
-        choices[: len(packed)] = packed
+        choices[: -(-bits.size // 8)] = np.packbits(bits, bitorder="little")
         choices[-_BLOCK_BYTES:] = np.frombuffer(secrets.token_bytes(_BLOCK_BYTES), np.uint8)
         columns, sums = self._streams.next(len(choices))
         sent = (sums ^ choices).tobytes()
@@ -184,13 +174,11 @@ class Receiver(_Party):
         return sent + check.tobytes()
 
     def take(self, answer: bytes) -> None:
-        """Take the answer to the oldest unanswered message; raises InvalidMessage, OutOfStep."""
+        """Take the answer to the oldest message that has none yet; raises ProtocolError."""
         if not self._unanswered:
             raise OutOfStep("there are no unanswered rows")
         bits = self._unanswered.popleft()[:, :, None]
-        expected = 4 * bits.size * self.sums.shape[1]
-        if len(answer) != expected:
-            raise InvalidMessage(f"{len(bits)} rows have {expected} bytes, not {len(answer)}")
+        check_length("an answer to choices", answer, 4 * bits.size * self.sums.shape[1])
         differences = np.frombuffer(answer, "<u4").reshape(*bits.shape[:2], -1)
         self.sums += (differences * bits).sum(axis=0, dtype=np.uint32)
 
@@ -200,19 +188,17 @@ class _Streams:
 
     def __init__(self, seeds: base_transfers.Seeds) -> None:
         start = modes.CTR(bytes(_BLOCK_BYTES))
-        self._ciphers = [
-            # In place of the sender's missing seed: in none of the sums that it needs.
-            [Cipher(algorithms.AES(seed or bytes(16)), start).encryptor() for seed in tree]
-            for tree in seeds
-        ]
+        # Zeros stand for the first seed, which the sender misses: it is in none of the columns.
+        keys = [[algorithms.AES(seed or bytes(16)) for seed in tree] for tree in seeds]
+        self._ciphers = [[Cipher(key, start).encryptor() for key in tree] for tree in keys]
 
     def next(self, size: int) -> tuple[Bytes, Bytes]:
         """Return the next bytes of the columns, (NUM_PAIRS, size), and sums, (NUM_TREES, size)."""
         columns, sums = np.empty((NUM_PAIRS, size), np.uint8), np.empty((NUM_TREES, size), np.uint8)
         zeros = bytes(size)
         for tree, ciphers in enumerate(self._ciphers):
-            streams = np.frombuffer(b"".join(cipher.update(zeros) for cipher in ciphers), np.uint8)
-            streams = streams.reshape(-1, size)
+            bits = b"".join(cipher.update(zeros) for cipher in ciphers)
+            streams = np.frombuffer(bits, np.uint8).reshape(-1, size)
             for level in range(DEPTH):
                 lower, upper = streams[: len(streams) // 2], streams[len(streams) // 2 :]
                 np.bitwise_xor.reduce(upper, axis=0, out=columns[DEPTH * tree + level])
@@ -222,10 +208,7 @@ class _Streams:
 
 
 def check_consistency(of_columns: Bytes, check: Bytes, delta_bits: Bytes) -> None:
-    """Compare h(q_i) with h(t_i) + delta_i h(x), given check: h(x), h(t_0), ..., h(t_127).
-
-    Raises InvalidMessage.
-    """
+    """Raise InvalidMessage unless h(q_i) = h(t_i) + delta_i h(x); check is h(x) and all h(t_i)."""
     expected = check[1:] ^ (check[0] & (0 - delta_bits)[:, None])
     if not hmac.compare_digest(of_columns.tobytes(), expected.tobytes()):
         raise InvalidMessage("the columns of the transfers do not fit together")
@@ -234,21 +217,19 @@ def check_consistency(of_columns: Bytes, check: Bytes, delta_bits: Bytes) -> Non
 def universal_hash(key: bytes, columns: Bytes) -> Bytes:
     """Return GHASH of each column, (columns, 16), at the point that the key gives.
 
-    A tag of AES-GCM is GHASH of the data and their length, plus a constant of key and length, which
-    the tag of zeros takes away: what is left is linear.
+    The tag of AES-GCM is GHASH of the data plus what depends on key and length alone, which the tag
+    of zeros takes away: what is left is linear. The key is public.
     """
-    cipher, nonce = AESGCM(key), bytes(12)
-    zeros = np.zeros_like(columns[:1])
+    cipher, nonce, zeros = AESGCM(key), bytes(12), np.zeros_like(columns[:1])
     tags = b"".join(cipher.encrypt(nonce, b"", column.tobytes()) for column in (*columns, *zeros))
-    found = np.frombuffer(tags, np.uint8).reshape(-1, _BLOCK_BYTES)
-    linear: Bytes = found[:-1] ^ found[-1]
-    return linear
+    found: Bytes = np.frombuffer(tags, np.uint8).reshape(-1, _BLOCK_BYTES)
+    return found[:-1] ^ found[-1:]
 
 
 def tweakable_hash(key: bytes, inputs: Bytes, first: int, num_words: int) -> Words:
     """Hash inputs (n, 16) with the tweaks first, first + 1, ... to (n, num_words) words.
 
-    Four words come from one hash; more, from further tweaks of the same number.
+    A hash gives four words; further ones come from further tweaks of the same number.
     """
     # The mode ECB is the permutation itself, here of public key, for many blocks at once.
     permute = Cipher(algorithms.AES(key), modes.ECB()).encryptor().update  # noqa: S305

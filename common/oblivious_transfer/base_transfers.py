@@ -10,10 +10,9 @@ from the Diffie-Hellman key agreement on ristretto255 with generator G, once for
 
 H_c is the uniform map of RFC 9496 from a digest that covers the pair's number. It ties each of M_0
 and M_1 to the other half of the pair, so that the chooser knows the discrete logarithm of only one,
-and the halves are equally distributed whatever c.
-Secure against malicious parties with random oracles, under the computational Diffie-Hellman
-assumption, in the *endemic* sense: a malicious party may choose the keys that it knows, which
-SoftSpokenOT allows for.
+and the halves are equally distributed whatever c. Secure against malicious parties with random
+oracles, under the computational Diffie-Hellman assumption, in the *endemic* sense: who is malicious
+may choose the keys that it knows, which SoftSpokenOT allows for.
 
 Four pairs make a tree (Roy, SoftSpokenOT, ePrint 2022/192, figures 13 and 14), in which each node
 gives two children. The first pair is the top; for each later level the reply has the sums (XOR) of
@@ -143,7 +142,7 @@ def _key(session: bytes, number: int, choice: int, shared: bytes) -> bytes:
 
 
 def _children(tree: bytes, nodes: list[bytes], missing: int = 0, bit: int = 0) -> list[bytes]:
-    """Return the next level of a tree; nodes and children are in the order of place XOR missing."""
+    """Return the next level of a tree; both levels are in the order of place XOR missing."""
     children = []
     for place, node in enumerate(nodes):
         where = bytes((len(nodes), place ^ missing))

@@ -25,9 +25,9 @@ check as in figure 10 of the corrected Keller, Orsini and Scholl (ePrint 2015/54
 h is GHASH (NIST SP 800-38D, section 6.4): a polynomial, in a point that the challenge gives, over
 the field of 2^128 elements. Two columns of n blocks of 128 bits collide with probability n / 2^128,
 and the random bits at the end hide x. A receiver that uses another x for a tree passes by a guess
-of that tree's bits of delta; at a wrong guess delta is thrown away with everything else. It can try
-challenges alone: 2^20 transfers are 2^13 blocks, 32 trees 2^9 pairs, and one try finds two of their
-x that collide with probability 2^-106.
+of that tree's bits of delta; at a wrong guess delta is never used again. It can try challenges
+alone: 2^20 transfers are 2^13 blocks, 32 trees 2^9 pairs, and one try finds two of their x that
+collide with probability 2^-106.
 
 F(y, j) = P(P(y) + j) + P(y) is the tweakable hash of Guo, Katz, Wang and Yu (S&P 2020, ePrint
 2019/074, section 7.4), correlation robust if the block cipher P is ideal. Its key follows from the
@@ -123,7 +123,7 @@ class Sender(_Party):
     def answer(self, extension: bytes, values: Words) -> bytes:
         """Answer the next chunk, which has as many rows as the values, (rows, targets).
 
-        Raises ProtocolError before anything depends on the values, and at any later call.
+        Raises ProtocolError before anything depends on the values, and then at any later call.
         """
         streams, self._streams = self._streams, None
         if streams is None:
@@ -132,7 +132,7 @@ class Sender(_Party):
         if values.dtype != np.uint32 or values.shape != (rows, self.sums.shape[1]):
             raise ValueError(f"expected values of uint32 for {self.sums.shape[1]} targets")
         size = self._column_bytes(rows)
-        check_length("a chunk of choices", extension, NUM_TREES * size + _CHECK_BYTES)
+        check_length("choices", extension, NUM_TREES * size + _CHECK_BYTES)
         check_key, hash_key = self._keys(rows, extension[:-_CHECK_BYTES])
         received = np.frombuffer(extension, np.uint8)
         sent = np.repeat(received[:-_CHECK_BYTES].reshape(NUM_TREES, size), DEPTH, axis=0)

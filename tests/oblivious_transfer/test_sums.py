@@ -34,7 +34,7 @@ def true_sums(bits: Bits, values: Values) -> Values:
     return sums
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=5)
 @given(
     chunks=st.lists(st.integers(1, 40), min_size=1, max_size=3),
     width=st.integers(1, 40),
@@ -203,6 +203,28 @@ def test_base_transfers_of_other_lengths_are_refused() -> None:
     for changed in (b"", reply[:-1], reply[: 128 * 32], reply + b"\x00"):
         with pytest.raises(ProtocolError):
             Sender(1).accept(changed)
+
+
+@pytest.mark.parametrize("place", [5, 32 * 255 + 1])
+def test_a_damaged_request_is_refused_by_one_of_the_parties(place: int) -> None:
+    sender = Sender(1)
+    with pytest.raises(InvalidMessage):
+        sender.accept(Receiver(1, flipped(sender.request, place)).reply)
+
+
+# In the points, in both sums of one level, of which the sender needs only one, and in the proof.
+@pytest.mark.parametrize("place", [7, 128 * 32, 128 * 32 + 16, 128 * 32 + 96, -1])
+def test_a_damaged_reply_is_refused_before_an_answer(place: int) -> None:
+    sender = Sender(1)
+    receiver = Receiver(1, sender.request)
+    bits, values = np.ones((1, 1), np.bool_), np.ones((1, 1), np.uint32)
+    message = receiver.extend(bits)
+    try:
+        sender.accept(flipped(receiver.reply, place))
+    except InvalidMessage:
+        return
+    with pytest.raises(InvalidMessage):
+        sender.answer(message, values)
 
 
 def test_a_half_that_makes_the_agreed_point_the_identity_is_refused() -> None:

@@ -33,9 +33,8 @@ F(y, j) = P(P(y) + j) + P(y) is the tweakable hash of Guo, Katz, Wang and Yu (S&
 2019/074, section 7.4), correlation robust if the block cipher P is ideal. Its key follows from the
 same challenge, so that no two chunks or exchanges share one, and in a chunk no j is used twice.
 
-The receiver's messages are pseudo-random and depend on nothing that the sender sends after the base
-transfers: a sender that answers falsely learns nothing about the bits, and changes the sums.
-Not reviewed by a cryptographer.
+The receiver's messages are pseudo-random and depend on no answer: a sender that answers falsely
+changes the sums and learns nothing about the bits. Not reviewed by a cryptographer.
 """
 
 import hmac

@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 from sklearn.linear_model import Ridge as ReferenceRidge
 
-from splitveil.common.models.components import Ridge
+from splitveil.common.models.components import Ridge, told_by_labels
 
 ROWS, CODES = 2_000, 60
 DRAWN = np.random.default_rng(1)
@@ -15,7 +15,7 @@ SIGNAL = (X[:, 0] + 0.5 * X[:, 1]) / 5**0.5
 
 def fitted(targets: NDArray[np.float64], codes: NDArray[np.int64] | None = None) -> Ridge:
     joined = torch.from_numpy(np.column_stack([np.ones(ROWS), X, targets]))
-    return Ridge(joined.T @ joined, CODES, codes)
+    return Ridge(told_by_labels(joined.T @ joined, CODES), codes)
 
 
 def scores(ridge: Ridge) -> NDArray[np.float64]:
@@ -50,6 +50,6 @@ def test_columns_that_tell_more_of_noisy_labels_have_more_evidence() -> None:
 
 def test_a_constant_code_counts_for_nothing() -> None:
     joined = torch.from_numpy(np.column_stack([np.ones((ROWS, 2)), X[:, 0], SIGNAL]))
-    weight, _ = Ridge(joined.T @ joined, 2).function()
+    weight, _ = Ridge(told_by_labels(joined.T @ joined, 2)).function()
     assert abs(weight[0]) < 1e-9
     assert weight[1] > 0.5

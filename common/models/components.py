@@ -340,7 +340,7 @@ def _scale(covariance: Tensor) -> Tensor:
 class Told(NamedTuple):
     """What a release tells of the weights of codes, in a linear model of standardised targets."""
 
-    count: Tensor
+    num_rows: Tensor
     mean: Tensor
     """That of the codes over the released rows, (codes,)."""
 

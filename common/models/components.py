@@ -13,7 +13,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +22,14 @@ from torch.nn.functional import embedding
 
 from splitveil.common.data.features import Features, FeatureShapes, image_as_float
 from splitveil.common.errors import DataError, InvalidMessage, SettingsError
+from splitveil.common.models.ridge import (
+    Ridge,
+    Told,
+    mean_and_covariance,
+    scales,
+    told_by_labels,
+    told_by_sums,
+)
 from splitveil.common.models.settings import PcaModel, ScoreModel
 
 _logger = logging.getLogger(__name__)
@@ -31,8 +38,6 @@ MOST_DENSE = 4096
 """Codes beyond which their covariance is not held, and a sparse solver is used."""
 
 _MOST_BITS = 127  # of a row, without the bit that is always 1
-_STRENGTHS = torch.logspace(-5, 2, 43, dtype=torch.float64)  # by row and unit of variance
-_LEAST_DEVIATION = 0.2  # rarer categories and steps are shrunk more
 _CLIP = 5.0
 FIT_ROWS = 2**14  # rows whose codes are held at once
 _TINY = 1e-9  # share of the largest variance below which a component is rounding
@@ -171,9 +176,9 @@ class ComponentsBottom(nn.Module):
                 f"have {self.num_codes:,}: leave out those of many categories, or set min_count"
             )
         moments = self.moments(blocks)
-        mean, covariance = _mean_and_covariance(moments)
+        mean, covariance = mean_and_covariance(moments)
         self._require_directions(_principal(covariance, len(self.bias))[1])
-        scale = _scale(covariance).sqrt()
+        scale = scales(covariance).sqrt()
         scaled = covariance / torch.outer(scale, scale)
         directions, variances = _principal(scaled, _MOST_BITS)
         count = _num_bits(variances[variances > 0] / scaled.trace(), float(moments[0, 0]))
@@ -227,16 +232,24 @@ class ComponentsBottom(nn.Module):
         with torch.no_grad():
             return Ridge(told_by_labels(self._sums_of(rows, targets), self.num_codes)).function()
 
-    def _fit(self, told: "Told", moments: Tensor, names: Sequence[str]) -> None:
+    def _fit(self, told: Told, moments: Tensor, names: Sequence[str]) -> None:
         weight, bias = Ridge(told).function()
         first, settings = len(bias), self.settings
+        of_code = np.array(names, dtype=object)[self.column_of_code()]
+        if isinstance(settings, ScoreModel) and settings.max_column_share is not None:
+            for name in sorted({*names}):
+                share = told.share(weight, torch.from_numpy(np.flatnonzero(of_code == name)))
+                if share > settings.max_column_share:
+                    raise SettingsError(
+                        f"bottom_model.max_column_share: {settings.max_column_share:g}; column "
+                        f"{name} alone explains {share:.3f} of a score's variance. It was not sent."
+                    )
         self._set(slice(0, first), weight, bias, torch.ones_like(bias))
         width = len(self.bias) - first
-        mean, covariance = _mean_and_covariance(moments)
+        mean, covariance = mean_and_covariance(moments)
         if width == 0:
             return
         if isinstance(settings, ScoreModel) and settings.columns is not None:
-            of_code = np.array(names, dtype=object)[self.column_of_code()]
             worth = {
                 name: Ridge(told, np.flatnonzero(of_code == name)).evidence
                 for name in settings.columns_from or sorted({*names})
@@ -276,7 +289,7 @@ class ComponentsBottom(nn.Module):
             directions, variances, mean = _sparse_components(self, blocks, width)
         else:
             moments = self.moments(blocks)
-            mean, covariance = _mean_and_covariance(moments)
+            mean, covariance = mean_and_covariance(moments)
             directions, variances = _principal(covariance, width)
         self._require_directions(variances)
         return directions, variances, mean
@@ -293,11 +306,6 @@ class ComponentsBottom(nn.Module):
         self.weight[:, columns] = weight.to(self.weight)
         self.bias[columns] = bias.to(self.bias)
         self.get_buffer("limit")[columns] = (_CLIP * deviations).to(self.bias)
-
-
-def _mean_and_covariance(sums: Tensor) -> tuple[Tensor, Tensor]:
-    mean = sums[0, 1:] / sums[0, 0]
-    return mean, sums[1:, 1:] / sums[0, 0] - torch.outer(mean, mean)
 
 
 def _principal(covariance: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -334,11 +342,6 @@ def _sparse_components(
     return *_signed(directions, variances), mean
 
 
-def _scale(covariance: Tensor) -> Tensor:
-    # A rare category would otherwise count as much as a frequent one.
-    return covariance.diagonal().clamp(min=_LEAST_DEVIATION**2).sqrt()
-
-
 def _num_bits(shares: Tensor, num_rows: float) -> int:
     """Return how many bits are expected to tell most: each one adds to the noise on all sums.
 
@@ -351,90 +354,3 @@ def _num_bits(shares: Tensor, num_rows: float) -> int:
         bits + 1
     )  # 50: noise ratio 2.79 squared, over the label's variance
     return int(torch.log1p(signal / noise[:, None]).tril().sum(1).argmax()) + 1
-
-
-class Told(NamedTuple):
-    """What a release tells of the weights of codes, in a linear model of standardised targets."""
-
-    num_rows: Tensor
-    mean: Tensor
-    """That of the codes over the released rows, (codes,)."""
-
-    covariance: Tensor
-    """The same rows', (codes, codes)."""
-
-    information: Tensor
-    """Fisher's, by row, (codes, codes)."""
-
-    pull: Tensor
-    """Gradient of the logarithm of the likelihood at 0, by row, (codes, targets)."""
-
-
-def told_by_labels(sums: Tensor, num_codes: int) -> Told:
-    """Return what noisy labels tell, from sums of the products of [1, codes, noisy labels].
-
-    Their own variance stands for that of the noise.
-    """
-    mean, covariance = _mean_and_covariance(sums)
-    deviations = covariance.diagonal()[num_codes:].clamp(min=1e-30).sqrt()
-    of_codes = covariance[:num_codes, :num_codes]
-    pull = covariance[:num_codes, num_codes:] / deviations
-    return Told(sums[0, 0], mean[:num_codes], of_codes, of_codes, pull)
-
-
-def told_by_sums(sums: Tensor, num_codes: int, released: Tensor, sigma: float) -> Told:
-    """Return what noisy sums of labels over bits, and over all rows, tell of them.
-
-    ``sums`` are those of the products of [1, codes, bits], without noise. The released ones less
-    what the mean label explains are A w + e for the weights w, with A = N cov(bits, codes), and e
-    normal with covariance R = s^2 N cov(bits, bits) + sigma^2 (1 + b b'), where s^2 is the labels'
-    variance and b the share of each bit: the information is A' R^-1 A.
-    """
-    count = sums[0, 0]
-    mean, covariance = _mean_and_covariance(sums)
-    total, shares = released[-1], mean[num_codes:]
-    of_label = (total / count).clamp(0.5 / count, 1 - 0.5 / count)
-    variance = (of_label * (1 - of_label)).mean()  # at most that: of shares of a range, less
-    noise = torch.eye(len(shares)).to(sums) + torch.outer(shares, shares)
-    noise = count * covariance[num_codes:, num_codes:] + sigma**2 / variance * noise
-    noise.diagonal().add_(1e-9 * noise.diagonal().mean())
-    seen = (released[:-1] - torch.outer(shares, total)) / variance.sqrt()
-    design = count * covariance[num_codes:, :num_codes]
-    both = torch.cat([design, seen], dim=1)
-    white = torch.linalg.solve_triangular(torch.linalg.cholesky(noise), both, upper=False)
-    told = white[:, :num_codes].T @ white / count
-    of_codes = covariance[:num_codes, :num_codes]
-    return Told(count, mean[:num_codes], of_codes, told[:, :num_codes], told[:, num_codes:])
-
-
-class Ridge:
-    """The mean of the weights of scaled codes after a release, under a normal prior for each.
-
-    The strength is twice that of the largest marginal likelihood.
-    """
-
-    def __init__(self, told: Told, of_codes: NDArray[np.int64] | None = None) -> None:
-        count, self._mean, self._covariance = told[:3]
-        everything = np.arange(len(self._mean)) if of_codes is None else of_codes
-        codes = self._codes = torch.from_numpy(everything)
-        self._scale = _scale(self._covariance)[codes]
-        of_scaled = told.information[codes][:, codes] / torch.outer(self._scale, self._scale)
-        values, self._directions = torch.linalg.eigh(of_scaled)
-        self._values = values.clamp(min=0)
-        self._along = self._directions.T @ (told.pull[codes] / self._scale[:, None])
-        # (directions, targets), and for each strength the likelihood
-        kept = self._values + _STRENGTHS[:, None]
-        likelihood = (count * ((self._along**2).sum(1) / kept) / 2).sum(1)
-        likelihood -= told.pull.shape[1] * (kept / _STRENGTHS[:, None]).log().sum(1) / 2
-        best = int(likelihood.argmax())
-        self.evidence = float(likelihood[best])
-        """Logarithm of the likelihood ratio to a model without codes."""
-        self._strength = 2 * _STRENGTHS[best]
-
-    def function(self) -> tuple[Tensor, Tensor]:
-        """Return weights of all codes, (codes, targets), and bias of standardised scores."""
-        along = self._along / (self._values + self._strength)[:, None]
-        weight = torch.zeros(len(self._mean), along.shape[1], dtype=torch.float64)
-        weight[self._codes] = self._directions @ along / self._scale[:, None]
-        weight /= (weight * (self._covariance @ weight)).sum(0).clamp(min=1e-30).sqrt()
-        return weight, -self._mean @ weight

@@ -11,8 +11,9 @@ from sklearn.linear_model import Ridge as ReferenceRidge
 from torch import Tensor
 
 from splitveil.common.data.features import Features, FeatureShapes
-from splitveil.common.errors import InvalidMessage
-from splitveil.common.models.components import ComponentsBottom, Ridge, told_by_labels, told_by_sums
+from splitveil.common.errors import InvalidMessage, SettingsError
+from splitveil.common.models.components import ComponentsBottom
+from splitveil.common.models.ridge import Ridge, told_by_labels, told_by_sums
 from splitveil.common.models.settings import ScoreModel
 
 ROWS, CODES = 2_000, 60
@@ -72,9 +73,10 @@ LABELS = (DRAWN.random(ROWS) < PROBABLE).astype(np.float64)
 NOISE_RATIO = 2.8
 
 
-def ready() -> tuple[ComponentsBottom, Tensor]:
+def ready(max_column_share: float | None = None) -> tuple[ComponentsBottom, Tensor]:
     shapes = FeatureShapes(numeric_dim=6, bins=(8,) * 6)
-    model = ComponentsBottom(ScoreModel(kind="score"), shapes, (1,))
+    settings = ScoreModel(kind="score", max_column_share=max_column_share)
+    model = ComponentsBottom(settings, shapes, (1,))
     return model, model.before_labels(lambda: iter([PLACES]), COLUMNS)
 
 
@@ -160,3 +162,18 @@ def test_sums_that_cannot_be_are_refused(wrong: str) -> None:
             sigma = math.inf
     with pytest.raises(InvalidMessage, match="sums: expected finite ones over"):
         fitted_to_sums(sums, sigma)
+
+
+def test_labels_that_are_a_column_in_disguise_are_refused_by_its_owner() -> None:
+    """An honest score of two columns has .5 of each; one that is a guess of a column nearly all."""
+    model, moments = ready(max_column_share=0.7)
+    sums, sigma = sums_of(model, LABELS), 10.0
+    model.fit_sums(lambda: iter([PLACES]), sums, sigma, moments, COLUMNS)
+    honest = model.weight.clone()
+    column = (PLACES.numeric[:, 4] > 4).double().numpy()  # type: ignore[index]
+    with pytest.raises(SettingsError, match=r"max_column_share: 0.7; column x4 alone explains 0.9"):
+        model.fit_sums(lambda: iter([PLACES]), sums_of(model, column), sigma, moments, COLUMNS)
+    assert torch.equal(model.weight, honest)
+    noisy = column[:, None] + DRAWN.normal(size=(ROWS, 1))
+    with pytest.raises(SettingsError, match="column x4 alone explains"):
+        model.fit_score(PLACES, noisy.astype(np.float32), moments, COLUMNS)

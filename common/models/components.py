@@ -136,9 +136,8 @@ class ComponentsBottom(nn.Module):
         """Return the bits of rows over which labels are summed, (rows, num_bits)."""
         of_bits = self.get_buffer("of_bits")
         with torch.no_grad():
-            found: NDArray[np.bool_] = (
-                (self.values(features, of_bits[:-1]) > of_bits[-1]).cpu().numpy()
-            )
+            is_above = self.values(features, of_bits[:-1]) > of_bits[-1]
+            found: NDArray[np.bool_] = is_above.cpu().numpy()
         return found
 
     # ---- fitting ----
@@ -272,7 +271,7 @@ class ComponentsBottom(nn.Module):
 
     def _sums_of(self, rows: Features, targets: Tensor) -> Tensor:
         places = torch.split(torch.arange(len(targets)), FIT_ROWS)
-        return self._sums((rows.rows(at), targets[at]) for at in places)
+        return self._sums((rows.rows(at.to(self.weight.device)), targets[at]) for at in places)
 
     def _sums(self, parts: Iterable[tuple[Features, Tensor]]) -> Tensor:
         """Return the sums of the products of [1, codes, targets]."""
@@ -350,7 +349,5 @@ def _num_bits(shares: Tensor, num_rows: float) -> int:
     """
     bits = torch.arange(1, len(shares) + 1)
     signal = 0.1 * shares * num_rows**2 / (2 * math.pi)
-    noise = num_rows / 4 + 50 * (
-        bits + 1
-    )  # 50: noise ratio 2.79 squared, over the label's variance
+    noise = num_rows / 4 + 2.79**2 / 0.16 * (bits + 1)
     return int(torch.log1p(signal / noise[:, None]).tril().sum(1).argmax()) + 1

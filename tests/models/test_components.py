@@ -14,7 +14,7 @@ from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import InvalidMessage, SettingsError
 from splitveil.common.models.components import ComponentsBottom
 from splitveil.common.models.ridge import Ridge, told_by_labels, told_by_sums
-from splitveil.common.models.settings import ScoreModel
+from splitveil.common.models.settings import PcaModel, ScoreModel
 
 ROWS, CODES = 2_000, 60
 DRAWN = np.random.default_rng(1)
@@ -125,10 +125,27 @@ def test_a_score_from_sums_is_the_mean_of_the_weights_that_its_noise_leaves_open
 
 
 def test_sums_without_noise_give_back_what_is_linear_in_the_codes() -> None:
+    """Of two targets, each has a score of its own; the number beside them is a component."""
+    settings, shapes = ScoreModel(kind="score"), FeatureShapes(numeric_dim=6, bins=(8,) * 6)
+    model = ComponentsBottom(settings, shapes, (3,))
+    moments = model.before_labels(lambda: iter([PLACES]), COLUMNS)
+    weights = np.column_stack([np.arange(6), np.arange(6)[::-1] ** 2]) / 400
+    values = PLACES.numeric.double().numpy() @ weights  # type: ignore[union-attr]
+    sums = np.column_stack([sums_of(model, of_one) for of_one in values.T])
+    model.fit_sums(lambda: iter([PLACES]), sums, 0.0, moments, COLUMNS)
+    found = model(PLACES).detach().numpy()
+    for target in range(2):
+        assert np.corrcoef(found[:, target], values[:, target])[0, 1] > 0.999
+    component = ComponentsBottom(PcaModel(kind="pca"), shapes, (1,))
+    component.fit(lambda: iter([PLACES]), is_final=True)
+    assert np.allclose(found[:, 2], component(PLACES).detach().numpy()[:, 0], atol=1e-5)
+
+
+def test_a_table_of_few_rows_has_fewer_bits_because_each_adds_to_the_noise() -> None:
     model, _ = ready()
-    values = PLACES.numeric.double().numpy() @ np.arange(6) / 120  # type: ignore[union-attr]
-    found = fitted_to_sums(sums_of(model, values), 0.0)
-    assert np.corrcoef(found, values)[0, 1] > 0.999
+    many = model.num_bits
+    model.before_labels(lambda: iter([PLACES.rows(torch.arange(300))]), COLUMNS)
+    assert 0 < model.num_bits < many <= 6 * 8
 
 
 def test_sums_lose_less_than_labels_that_are_noised_for_the_same_bound() -> None:

@@ -26,11 +26,8 @@ class Told(NamedTuple):
     """What a release tells of the weights of codes, in a linear model of standardised targets."""
 
     num_rows: Tensor
-    mean: Tensor
-    """That of the codes over the released rows, (codes,)."""
-
-    covariance: Tensor
-    """The same rows', (codes, codes)."""
+    mean: Tensor  # of the codes over the released rows, (codes,)
+    covariance: Tensor  # (codes, codes)
 
     information: Tensor
     """Fisher's, by row, (codes, codes)."""

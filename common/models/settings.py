@@ -86,6 +86,11 @@ class ScoreModel(PcaModel):
     columns_from: tuple[str, ...] | None = None
     """Names of the columns that ``columns`` may choose; by default all."""
 
+    max_column_share: float | None = Field(default=None, gt=0, le=1)
+    """The most that one column alone may explain of a score's variance: a label owner that lies
+    about its labels makes a score a guess of a column. A run above it ends before a row is sent.
+    By default there is no limit."""
+
 
 class WideDeepModel(Section):
     """A wide and deep model, as used for advertisements: many categories, a few numbers.

@@ -42,6 +42,11 @@ NOISY = Settings(
     ),
     passive=("bottom_model={kind: score}", "adversary=null"),
 )
+SUMS = Settings(
+    both=(*NONE.both, "contract.release=noisy_sums"),
+    active=("defense={name: noisy_label}",),
+    passive=NOISY.passive,
+)
 
 
 class Run(NamedTuple):
@@ -116,18 +121,18 @@ def look(address: str, party: Party, pages: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Run, Run]]:
-    """Return the runs without a release and with one, each with both labels of a row."""
+    """Return the runs without a release and with either one, each with both labels of a row."""
     folder = tmp_path_factory.mktemp("one_shot")
     runs = side_by_side(
         *(
             partial(run, folder / f"{place}-{other}", settings, other=other)
-            for place, settings in enumerate((NONE, NOISY))
+            for place, settings in enumerate((NONE, NOISY, SUMS))
             for other in (False, True)
         )
     )
     for one in runs:
         assert one.codes == (0, 0), one.outputs
-    return [(runs[0], runs[1]), (runs[2], runs[3])]
+    return [(runs[place], runs[place + 1]) for place in (0, 2, 4)]
 
 
 # ---- what is written ----
@@ -171,7 +176,8 @@ def tensors(one: Run, method: str, *, up: bool) -> Iterator[Any]:
     """Return the tensors of a run's calls of a method, (rows, values) each."""
     for call in one.calls:
         if call.method == method:
-            for frame in map(pb.TensorFrame.FromString, call.up if up else call.down):
+            frames = map(pb.TensorFrame.FromString, call.up if up else call.down)
+            for frame in (each for each in frames if each.dtype == pb.DTYPE_FLOAT32):
                 yield np.frombuffer(frame.data, np.float32).reshape(frame.shape)
 
 
@@ -200,21 +206,27 @@ def test_the_passive_party_sees_of_a_label_what_is_released_of_it_and_nothing_el
 ) -> None:
     """All else is the same, but for keys that are drawn at random, the run's id, and times.
 
-    What the passive party makes of the noisy labels has the same sizes.
+    What the passive party sends after the noisy labels, or the noisy sums, has the same sizes.
     """
-    none, noisy = found
+    none, noisy, sums = found
     assert seen_by_passive(none[0]) == seen_by_passive(none[1])
     made = {"report.html", "exposure.json", "model.safetensors"}
     assert seen_by_passive(noisy[0], made) == seen_by_passive(noisy[1], made)
     one, other = (np.concatenate(list(tensors(run, "Train", up=False))) for run in noisy)
     (moved,) = np.flatnonzero(one != other)
     assert abs(one[moved] - other[moved]) == pytest.approx(4 / 8, abs=1e-6)
+    # Of the transfer everything is drawn at random, and so is the noise.
+    seen, instead = (seen_by_passive(run, made, {"Evaluate", "Train"}) for run in sums)
+    assert seen == instead
 
 
-def seen_by_passive(one: Run, made: Set[str] = frozenset()) -> dict[str, Any]:
+def seen_by_passive(
+    one: Run, made: Set[str] = frozenset(), hidden: Set[str] = frozenset({"Evaluate"})
+) -> dict[str, Any]:
     """Return its exit code, log, files and messages without what is random.
 
-    Files that are ``made`` of a release, it and the activations count with their sizes alone.
+    A release and the activations count with their sizes alone, and files that are ``made`` of the
+    release, whose numbers have other digits, with their names.
     """
     seen: dict[str, Any] = {"exit code": one.codes[1], "log": lines(one, one.outputs[1].encode())}
     for name, content in one.files.items():
@@ -227,9 +239,9 @@ def seen_by_passive(one: Run, made: Set[str] = frozenset()) -> dict[str, Any]:
         elif file == "transcript.jsonl":
             seen[path] = crossings(content)
         else:
-            seen[path] = len(content) if file in made else lines(one, content)
+            seen[path] = file in made or lines(one, content)
     for method, up, down, status in one.calls:
-        sent = messages(one, method, up, made and {"Evaluate"})
+        sent = messages(one, method, up, made and hidden)
         seen[method] = status, sent, messages(one, method, down, made and {"Train"})
     return seen
 

@@ -37,8 +37,7 @@ from typing import NamedTuple
 import numpy as np
 
 from splitveil.common.alignment import agreement, ristretto
-from splitveil.common.alignment.buckets import buckets_of, padded_size, secret_order
-from splitveil.common.alignment.common_tags import common_tags
+from splitveil.common.alignment.buckets import buckets_of, common_tags, padded_size, secret_order
 from splitveil.common.alignment.store import (
     ExchangeState,
     ExchangeStore,

@@ -33,19 +33,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from splitveil.common.data import source_settings
 from splitveil.common.data.columns import CategoricalColumn
 from splitveil.common.data.conversion import KEPT_ROWS, MANIFEST, Progress, categories_path, convert
 from splitveil.common.data.ids import IdReport
 from splitveil.common.data.kinds import open_source
 from splitveil.common.data.settings import DataSettings
-from splitveil.common.data.source_settings import (
-    CsvSource,
-    FileSource,
-    ParquetSource,
-    Source,
-    SqlSource,
-    expand_path,
-)
 from splitveil.common.data.sql_snapshot import snapshot_of
 from splitveil.common.data.stored_ids import RowNumbers, StoredIds
 from splitveil.common.data.table import Table
@@ -76,7 +69,7 @@ def open_converted(
 ) -> Table:
     """Open the converted columns that the settings name; convert the file first if necessary."""
     source: Any = settings.source
-    cache_dir = expand_path("cache_dir", source.cache_dir, base_dir)
+    cache_dir = source_settings.expand_path("cache_dir", source.cache_dir, base_dir)
     stamps = stamps_of(source, base_dir)
     name = getattr(source, "path", "query").rstrip("/").rpartition("/")[2]
     key = _key(settings, stamps, split_column, id_rules)
@@ -126,15 +119,15 @@ def _key(
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def stamps_of(source: Source, base_dir: Path) -> list[list[Any]]:
+def stamps_of(source: source_settings.Source, base_dir: Path) -> list[list[Any]]:
     """Return path, size and time of each file that a source consists of."""
     match source:
-        case ParquetSource() | CsvSource():
+        case source_settings.ParquetSource() | source_settings.CsvSource():
             found = find_files(table_path_of(source, base_dir))
             return [[_resolved(file), file.num_bytes, file.modified_ns] for file in found]
-        case SqlSource():
+        case source_settings.SqlSource():
             paths = [snapshot_of(source, base_dir)]
-        case FileSource():
+        case source_settings.FileSource():
             paths = source.files(base_dir)
         case _:
             paths = []

@@ -12,12 +12,11 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.run.contract import Contract
 from splitveil.common.text.addresses import on_loopback
-from splitveil.common.wire.endpoint import channel_options
+from splitveil.common.wire.endpoint import PartyInterceptor, channel_options, server_credentials
 from splitveil.common.wire.http_proxy import ChannelOptions
 from splitveil.common.wire.limits import CONCURRENT_RPCS, SERVER_THREADS, STREAMS_PER_CONNECTION
 from splitveil.common.wire.recorded_calls import Notes, NotingServer
 from splitveil.common.wire.status import ErrorInterceptor, ErrorListener
-from splitveil.common.wire.tls import PartyInterceptor, server_credentials
 
 _MOST_CONNECTIONS = 1024
 """Connections that a server holds at each address; parties have one or two each."""

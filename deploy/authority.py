@@ -299,7 +299,15 @@ def sign_request(
             f"{path}: the public key's SHA-256 is not the one that was read out: this is not the "
             f"request that the other side has sent"
         )
-    _refuse_another_key(own, key)
+    # A folder is left alone if it holds another private key than the request's.
+    if own.private_key.exists():
+        if _read_private_key(own.private_key).public_key() != key:
+            raise SettingsError(
+                f"{own.private_key}: belongs to another key than the request; name another folder "
+                f"with --output"
+            )
+    elif own.certificate.exists():
+        read_certificate(own.certificate)  # only a certificate is ever replaced
     certificate = party_certificate(authority, key, name, days)
     write(own.certificate, pem_of(certificate), FOR_ALL)
     write(own.authority, pem_of(authority.certificate), FOR_ALL)
@@ -373,18 +381,6 @@ def _usable_key(request: x509.CertificateSigningRequest, path: Path) -> PublicKe
         f"{path}: expected the request of an EC key (P-256, P-384), or of an RSA key of at least "
         f"{LEAST_RSA_BITS} bits"
     )
-
-
-def _refuse_another_key(own: PartyFolder, key: PublicKey) -> None:
-    """Leave a folder alone that holds a private key of its own, and another one than this."""
-    if own.private_key.exists():
-        if _read_private_key(own.private_key).public_key() != key:
-            raise SettingsError(
-                f"{own.private_key}: belongs to another key than the request; name another folder "
-                f"with --output"
-            )
-    elif own.certificate.exists():
-        read_certificate(own.certificate)  # only a certificate is ever replaced
 
 
 def _read_private_key(path: Path) -> ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey:

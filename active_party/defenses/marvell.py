@@ -203,8 +203,10 @@ class Marvell(interface.RememberingDefense):
             return self._answer_without_signal(rows, batch)
         defended = self._draw(solution, estimate, rows, positive).add_(rows)
         pos_share = classes.rows[1] / sum(classes.rows)
+        pos = solution.pos_along + (cut_dim - 1) * solution.pos_across
+        neg = solution.neg_along + (cut_dim - 1) * solution.neg_across
         report = interface.DefenseReport(
-            noise_power=_mean_power(solution, pos_share, cut_dim) * estimate.unit * estimate.unit,
+            noise_power=(pos_share * pos + (1 - pos_share) * neg) * estimate.unit * estimate.unit,
             solution=_in_units_of_one(solution, estimate.unit),
             charge=_charge(solution, estimate, current),
         )
@@ -302,12 +304,6 @@ def _charge(
             max(estimate.gap_length, current.gap_length) / estimate.unit,
         )
     )
-
-
-def _mean_power(solution: NoiseSolution, pos_share: float, cut_dim: int) -> float:
-    pos = solution.pos_along + (cut_dim - 1) * solution.pos_across
-    neg = solution.neg_along + (cut_dim - 1) * solution.neg_across
-    return pos_share * pos + (1 - pos_share) * neg
 
 
 def _in_units_of_one(solution: NoiseSolution, unit: float) -> NoiseSolution:

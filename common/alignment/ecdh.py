@@ -280,7 +280,13 @@ class EcdhExchange:
         self._peer_hello = peer
         point, resume = self._resume_point, peer.resume
         if point is not None and resume.exchange == point.state.exchange:
-            self._resume(point, resume)
+            state = point.state
+            self._exchange, self._found, self._digest = state.exchange, [point.rows], state.digest
+            self._use_bucket(state.bucket, state.scalar, state.shuffle_seed)
+            self._enter()
+            if self._tags.restore(point, resume):
+                self._intersect()
+                self._begin(state.bucket + 1)
             return
         self._exchange = agreement.number_of_exchange(self._hello, peer)
         self._begin(0)
@@ -315,15 +321,6 @@ class EcdhExchange:
         rows = np.flatnonzero(self._bucket_of == self._bucket)
         self._order = secret_order(rows, self._tags.num_own, self._shuffle_seed)
 
-    def _resume(self, point: ResumePoint, peer: pb.AlignResume) -> None:
-        state = point.state
-        self._exchange, self._found, self._digest = state.exchange, [point.rows], state.digest
-        self._use_bucket(state.bucket, state.scalar, state.shuffle_seed)
-        self._enter()
-        if self._tags.restore(point, peer):
-            self._intersect()
-            self._begin(state.bucket + 1)
-
     def _answer_points(self, message: pb.MaskedPoints) -> None:
         received = self._tags.num_computed
         expected = min(CHUNK_IDS, self._tags.num_peer - received)
@@ -335,7 +332,8 @@ class EcdhExchange:
             products = self._group.multiply(message.points, self._scalar)
         except ristretto.NotInGroupError as error:
             raise InvalidMessage(f"points of chunk {message.chunk}: {error}") from error
-        self._tags.note_answered(message.points, _tags_of(products))
+        rows = np.frombuffer(products, np.uint8).reshape(-1, ristretto.POINT_BYTES)
+        self._tags.note_answered(message.points, rows[:, :TAG_BYTES].tobytes())
 
     def _intersect(self) -> pb.AlignDone:
         own, of_peer = (np.frombuffer(tags, _TAG) for tags in (self._tags.own, self._tags.of_peer))
@@ -361,8 +359,3 @@ class EcdhExchange:
         if self._peer_hello is None:
             raise OutOfStep("expected an alignment hello before anything else")
         return self._peer_hello
-
-
-def _tags_of(points: bytes) -> bytes:
-    rows = np.frombuffer(points, np.uint8).reshape(-1, ristretto.POINT_BYTES)
-    return rows[:, :TAG_BYTES].tobytes()

@@ -252,7 +252,23 @@ def open_converted(
     stamps = stamps_of(source, base_dir)
     name = getattr(source, "path", "query").rstrip("/").rpartition("/")[2]
     name = re.sub(r"[*?\[\]:${}]+", "_", name)
-    key = _key(settings, stamps, split_column, id_rules)
+    plain = settings.model_dump(
+        mode="json",
+        exclude={
+            "source": set(_FILE_SETTINGS),
+            "features": {
+                **dict.fromkeys(("signed_log1p", "numeric_scaling", "missing_numeric"), True),
+                **dict.fromkeys(("missing_indicator", "min_count", "max_list_categories"), True),
+                "sequences": {"__all__": {"max_length", "tokenizer"}},  # num_tokens says which kind
+            },
+            "class_weights": True,
+            "weights_are_label_free": True,
+        },
+    )
+    gaps = None if settings.features is None else settings.features.gaps
+    rules = rules_as_plain(id_rules)
+    text = json.dumps([VERSION, stamps, plain, gaps, split_column, rules], sort_keys=True)
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
     folder = cache_dir / f"{name}-{key}"
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -272,31 +288,6 @@ def open_converted(
         raise StorageError(
             f"{folder}: damaged ({type(error).__name__}); delete it to convert the file again"
         ) from error
-
-
-def _key(
-    settings: DataSettings,
-    stamps: list[list[Any]],
-    split_column: str | None,
-    id_rules: Sequence[IdRule],
-) -> str:
-    plain = settings.model_dump(
-        mode="json",
-        exclude={
-            "source": set(_FILE_SETTINGS),
-            "features": {
-                **dict.fromkeys(("signed_log1p", "numeric_scaling", "missing_numeric"), True),
-                **dict.fromkeys(("missing_indicator", "min_count", "max_list_categories"), True),
-                "sequences": {"__all__": {"max_length", "tokenizer"}},  # num_tokens says which kind
-            },
-            "class_weights": True,
-            "weights_are_label_free": True,
-        },
-    )
-    gaps = None if settings.features is None else settings.features.gaps
-    rules = rules_as_plain(id_rules)
-    text = json.dumps([VERSION, stamps, plain, gaps, split_column, rules], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def stamps_of(source: source_settings.Source, base_dir: Path) -> list[list[Any]]:

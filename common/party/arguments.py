@@ -80,7 +80,22 @@ def party_parser(
         help="with --connect: how long to wait for the other party (default: 60)",
     )
     add_json(check)
-    _add_align(commands, f"{settings} --output aligned.parquet")
+    purpose = "find the rows that all parties have, and write this party's, without training"
+    align = add_command(commands, "align", purpose, f"{settings} --output aligned.parquet")
+    align.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="aligned.parquet or aligned.csv: this party's rows of the common ids, in the order "
+        "that is the same at all parties; an earlier file is replaced",
+    )
+    align.add_argument(
+        "--positions",
+        action="store_true",
+        help="write the columns of the ids and their position in that order, from 0, and no others",
+    )
+    add_json(align)
     _add_verify_transcript(commands)
     add_own_commands(commands)
     return parser
@@ -105,25 +120,6 @@ def add_command(commands: Commands, name: str, purpose: str, example: str) -> Pa
     )
     add_verbosity(command)
     return command
-
-
-def _add_align(commands: Commands, example: str) -> None:
-    purpose = "find the rows that all parties have, and write this party's, without training"
-    align = add_command(commands, "align", purpose, example)
-    align.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="aligned.parquet or aligned.csv: this party's rows of the common ids, in the order "
-        "that is the same at all parties; an earlier file is replaced",
-    )
-    align.add_argument(
-        "--positions",
-        action="store_true",
-        help="write the columns of the ids and their position in that order, from 0, and no others",
-    )
-    add_json(align)
 
 
 def add_verbosity(command: argparse.ArgumentParser) -> None:

@@ -171,28 +171,22 @@ def _ratios_of_two(problem: _Problem) -> Tensor:
     rest = problem.rest @ noise.whitening.T
     targets = (rest * white).sum(dim=1)[moved] / power[moved]
     spread = 1.0 / power[moved]
+    spread = spread / spread.mean()
     along = torch.minimum(targets.square(), (targets - 1).square()) @ move[moved].square().sum(
         dim=1
     )
     across = (problem.rest[moved] - targets[:, None] * move[moved]).square().sum()
     own_shares = (1.0,) if across <= _ALL_ALONG * along else _OWN_SHARES
     ratios = torch.zeros_like(power)
-    variances = _variances(targets, spread / spread.mean(), noise.shares[1], own_shares)
-    ratios[moved] = (targets - 0.5) / variances
-    return ratios
-
-
-def _variances(
-    targets: Tensor, spread: Tensor, share: Tensor, own_shares: Sequence[float]
-) -> Tensor:
-    """Return the variances v_i that explain best the numbers t_i = y_i + noise, (rows,)."""
-    best, chosen = -math.inf, torch.ones_like(targets)
+    # The variances v_i that explain best the numbers t_i = y_i + noise, (rows,).
+    best, variances = -math.inf, torch.ones_like(targets)
     for own in own_shares:
         shape = own + (1 - own) * spread
-        variance, likelihood = _scale(targets, shape.clamp(min=1e-12), share)
+        variance, likelihood = _scale(targets, shape.clamp(min=1e-12), noise.shares[1])
         if likelihood > best:
-            best, chosen = likelihood, variance
-    return chosen
+            best, variances = likelihood, variance
+    ratios[moved] = (targets - 0.5) / variances
+    return ratios
 
 
 def _scale(targets: Tensor, shape: Tensor, share: Tensor) -> tuple[Tensor, float]:

@@ -64,7 +64,14 @@ _MEANINGS = {
 
 def judged_certificate(connection: socket.socket, authority: bytes, identity: str) -> bytes:
     """Return the server's certificate, PEM, once it has been verified, or raise PeerError."""
-    shown = _shown_certificate(connection, _context(authority), identity)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False  # it accepts wildcards; names are compared above
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.set_alpn_protocols(["h2"])
+    for certificate in x509.load_pem_x509_certificates(authority):
+        context.load_verify_locations(cadata=certificate.public_bytes(Encoding.DER))
+    shown = _shown_certificate(connection, context, identity)
     try:
         names = dns_names(x509.load_der_x509_certificate(shown))
     except ValueError as error:
@@ -77,17 +84,6 @@ def judged_certificate(connection: socket.socket, authority: bytes, identity: st
             f"alternative name, found {found}"
         )
     return ssl.DER_cert_to_PEM_cert(shown).encode()
-
-
-def _context(authority: bytes) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False  # it accepts wildcards; names are compared above
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    context.set_alpn_protocols(["h2"])
-    for certificate in x509.load_pem_x509_certificates(authority):
-        context.load_verify_locations(cadata=certificate.public_bytes(Encoding.DER))
-    return context
 
 
 def _shown_certificate(connection: socket.socket, context: ssl.SSLContext, identity: str) -> bytes:

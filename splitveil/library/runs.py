@@ -141,13 +141,33 @@ class Run:
             case "epochs":
                 return self._epochs()
             case "attacks":
-                return self._attacks()
+                return [
+                    {"party": party.name, "layer": layer, "attack": attack, "over": over}
+                    | {column: getattr(found, name) for column, name in _FIGURES[over].items()}
+                    for party in self._files().parties
+                    for over, layers in _measured(party.summary.of_leak).items()
+                    for layer, attacks in layers.items()
+                    for attack, found in attacks.items()
+                ]
             case "steps":
                 return [
                     asdict(line) for line in self._files().active.metrics.of(lines.TrainingLine)
                 ]
             case "batches":
-                return self._batches()
+                return [
+                    {
+                        "party": party.name,
+                        "epoch": line.epoch,
+                        "step": line.step,
+                        "layer": one.layer,
+                        "attack": one.attack,
+                        "leak_auc": one.leak_auc,
+                        "random": line.random,
+                    }
+                    for party in self._files().parties
+                    for line in party.metrics.of(lines.LeakLine)
+                    for one in line.figures
+                ]
         raise ValueError(f"expected one of {', '.join(get_args(Kind))}, got {of!r}")
 
     def report(self, output: str | Path | None = None) -> Path:
@@ -326,32 +346,6 @@ class Run:
             row = by_epoch.setdefault(leak.epoch, {"epoch": leak.epoch})
             row |= {f"{one.layer}/{one.attack}": one.leak_auc for one in leak.figures}
         return [by_epoch[epoch] for epoch in sorted(by_epoch)]
-
-    def _attacks(self) -> list[Row]:
-        return [
-            {"party": party.name, "layer": layer, "attack": attack, "over": over}
-            | {column: getattr(found, name) for column, name in _FIGURES[over].items()}
-            for party in self._files().parties
-            for over, layers in _measured(party.summary.of_leak).items()
-            for layer, attacks in layers.items()
-            for attack, found in attacks.items()
-        ]
-
-    def _batches(self) -> list[Row]:
-        return [
-            {
-                "party": party.name,
-                "epoch": line.epoch,
-                "step": line.step,
-                "layer": one.layer,
-                "attack": one.attack,
-                "leak_auc": one.leak_auc,
-                "random": line.random,
-            }
-            for party in self._files().parties
-            for line in party.metrics.of(lines.LeakLine)
-            for one in line.figures
-        ]
 
 
 def _measured(leak: LeakFigures) -> dict[str, Mapping[str, Mapping[str, Any]]]:

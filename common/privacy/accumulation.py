@@ -32,8 +32,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from splitveil.common.privacy.gradient_rows import unit_vector
-from splitveil.common.privacy.top_direction import TopDirection, skewness
+from splitveil.common.privacy.gradient_rows import TopDirection, skewness, unit_vector
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
 

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from splitveil.common.privacy import gradient_rows
-from splitveil.common.privacy.top_direction import (
+from splitveil.common.privacy.gradient_rows import (
     gram,
     nearness,
     settled_centres,

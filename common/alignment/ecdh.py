@@ -38,6 +38,7 @@ import numpy as np
 
 from splitveil.common.alignment import agreement, ristretto
 from splitveil.common.alignment.buckets import buckets_of, common_tags, padded_size, secret_order
+from splitveil.common.alignment.ristretto import GroupOperations, WorkerPool
 from splitveil.common.alignment.store import (
     ExchangeState,
     ExchangeStore,
@@ -46,7 +47,6 @@ from splitveil.common.alignment.store import (
     forgetting,
 )
 from splitveil.common.alignment.turns import Frames, TagTurns, check_chunk, check_length, part_of
-from splitveil.common.alignment.workers import GroupOperations, WorkerPool
 from splitveil.common.data.ids import NORMALISATION
 from splitveil.common.errors import InvalidMessage, OutOfStep, SplitveilError, TooLarge
 from splitveil.common.run.sample_order import Positions, Splits

@@ -96,7 +96,19 @@ def party_parser(
         help="write the columns of the ids and their position in that order, from 0, and no others",
     )
     add_json(align)
-    _add_verify_transcript(commands)
+    purpose = "check that a transcript is intact and matches the other party's transcript"
+    verify = commands.add_parser(
+        "verify-transcript",
+        help=purpose,
+        description=purpose,
+        example="transcript.jsonl --against theirs.jsonl",
+    )
+    verify.add_argument("transcript", type=Path, help="a party's transcript.jsonl")
+    verify.add_argument(
+        "--against", type=Path, metavar="FILE", help="the other party's transcript.jsonl"
+    )
+    add_json(verify)
+    add_verbosity(verify)
     add_own_commands(commands)
     return parser
 
@@ -127,22 +139,6 @@ def add_verbosity(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "-q", "--quiet", action="count", default=0, help="show warnings and errors only"
     )
-
-
-def _add_verify_transcript(commands: Commands) -> None:
-    purpose = "check that a transcript is intact and matches the other party's transcript"
-    command = commands.add_parser(
-        "verify-transcript",
-        help=purpose,
-        description=purpose,
-        example="transcript.jsonl --against theirs.jsonl",
-    )
-    command.add_argument("transcript", type=Path, help="a party's transcript.jsonl")
-    command.add_argument(
-        "--against", type=Path, metavar="FILE", help="the other party's transcript.jsonl"
-    )
-    add_json(command)
-    add_verbosity(command)
 
 
 logger = logging.getLogger(__name__)

@@ -84,7 +84,9 @@ class MetricsLog(Closing):
     def write(self, line: Line, *, charted: bool = True) -> None:
         """Write one line of plain numbers, to TensorBoard too if charted. Raises TypeError."""
         fields = to_fields(line)
-        _check_numbers(fields.values)
+        for name, number in fields.values.items():
+            if not isinstance(number, int | float | None):
+                raise TypeError(f"{name}: expected a number, got {type(number).__name__}")
         written = to_json(fields, time.monotonic() - self._start)
         with self._lock:
             if self._file.closed:
@@ -161,12 +163,6 @@ class MetricsLog(Closing):
 
 
 _encoded = json.JSONEncoder(allow_nan=False).encode  # json.dumps would make one for every line
-
-
-def _check_numbers(values: Mapping[str, object]) -> None:
-    for name, number in values.items():
-        if not isinstance(number, int | float | None):
-            raise TypeError(f"{name}: expected a number, got {type(number).__name__}")
 
 
 def _cut_to_whole_lines(path: Path, most_bytes: int | None = None) -> None:

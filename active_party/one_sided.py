@@ -7,7 +7,7 @@ here, by the session that otherwise answers the passive party's calls, and nothi
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def _follow_course(
     transcript: Transcript | None,
     status: ActiveStatus,
     interruption: Interruption,
-) -> tuple[Mapping[str, int], None, Callable[[], None]]:
+) -> tuple[dict[str, int], None, Callable[[], None]]:
     notes = status if transcript is None else AllNotes(transcript, status)
     stores = ExchangeStores(folder)
     path = stores.folder_of(settings.contract.passive_parties[0]) / "table"

@@ -298,14 +298,15 @@ def wait_for_end(parties: Parties) -> tuple[float, ...]:
         SystemExit: one of them failed.
     """
     most = dict.fromkeys(parties, 0.0)
-    while any(process.poll() is None for process in parties.values()):
+    while True:
+        is_over = all(process.poll() is not None for process in parties.values())
         for party, process in parties.items():
+            if process.returncode:  # the other one would wait for it
+                raise SystemExit(f"the {party} party ended with exit code {process.returncode}")
             most[party] = max(most[party], status_mib(process.pid, "VmHWM"))
+        if is_over:
+            return tuple(most.values())
         time.sleep(POLL_S)
-    for party, process in parties.items():
-        if process.returncode:
-            raise SystemExit(f"the {party} party ended with exit code {process.returncode}")
-    return tuple(most.values())
 
 
 # ---- with the settings of init -------------------------------------------------------------------

@@ -156,10 +156,9 @@ def _show(name: str, ended: Mapping[str, EndedRun], page: Path | None) -> None:
 
 def _disclosed(folder: Path) -> Text | None:
     """Return what a run has given away of the columns of its passive party, if there is one."""
-    from splitveil.passive_party.report_page import read_files  # noqa: PLC0415
+    from splitveil.passive_party.report_page import read_exposure  # noqa: PLC0415
 
-    own = folder / "passive"
-    found = read_files(own).exposure if own.is_dir() else None
+    found = read_exposure(folder / "passive")
     if found is None or found.strongest is None:
         return None
     strongest = f"{found.strongest.name} {found.strongest_disclosure:.2f}"

@@ -8,8 +8,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from splitveil.active_party.report import read_run
-from splitveil.active_party.report.answer import pictures
+from splitveil.active_party.report.answer import drawn
 from splitveil.active_party.report.bounds import assessment_of
+from splitveil.active_party.report.decision import target_of
 
 STANDALONE = (
     "svg.chart.scale { max-width: none; background: var(--card); "
@@ -19,7 +20,7 @@ STANDALONE = (
 
 def main() -> None:
     run = read_run(Path(sys.argv[1]))
-    picture = str(next(pictures(assessment_of(run), run.active.summary.of_leak.of_numbers)))
+    picture = str(drawn(assessment_of(run), {}, target_of(run)[0], run.passives))
     style = files("splitveil.common.party").joinpath("templates/style.css").read_text("utf-8")
     head, _, rest = picture.partition(">")
     head = head.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"')

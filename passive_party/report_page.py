@@ -61,26 +61,12 @@ _CONTENT: Mapping[str, str] = {
 _NAMED = ("activations of", "ids, blinded", "the contract", "how this party")
 
 
-class Left(NamedTuple):
-    content: str
-    messages: str
-    size: str
-
-
 class Assessment(NamedTuple):
     style: str
     word: str
     headline: str
     next_step: str
     price: str
-
-
-class PassiveFiles(NamedTuple):
-    folder: Path
-    settings: Mapping[str, Any]
-    summary: Summary
-    traffic: report_parts.Traffic | None
-    exposure: FeatureExposure | None
 
 
 def report(parsed: argparse.Namespace) -> None:
@@ -96,21 +82,9 @@ def write_exposure(folder: Path, exposure: FeatureExposure) -> None:
 
 def write_passive_report(folder: Path, output: Path | None = None) -> Path:
     own = folder / "passive" if (folder / "passive" / METRICS).is_file() else folder
-    files = read_files(own)
     path = output or own / "report.html"
-    write_text_atomically(path, passive_page(files))
+    write_text_atomically(path, _page(own))
     return path
-
-
-def read_files(folder: Path) -> PassiveFiles:
-    settings = as_mapping(
-        load_yaml(text_of(folder / "settings.yaml") or "{}", str(folder), RESOLVED)
-    )
-    if not (folder / METRICS).is_file() or "bottom_model" not in settings:
-        raise SettingsError(f"{folder}: expected a passive party's folder of a run")
-    exposure = read_exposure(folder)
-    summary = find_summary(folder) or Summary()
-    return PassiveFiles(folder, settings, summary, report_parts.read_traffic(folder), exposure)
 
 
 def read_exposure(folder: Path) -> FeatureExposure | None:
@@ -121,23 +95,28 @@ def read_exposure(folder: Path) -> FeatureExposure | None:
     return exposure_from_json(written)
 
 
-def passive_page(files: PassiveFiles) -> str:
-    contract = as_mapping(files.settings.get("contract"))
-    exposure = files.exposure
-    most = files.settings.get("max_exposure")
+def _page(folder: Path) -> str:
+    settings = as_mapping(
+        load_yaml(text_of(folder / "settings.yaml") or "{}", str(folder), RESOLVED)
+    )
+    if not (folder / METRICS).is_file() or "bottom_model" not in settings:
+        raise SettingsError(f"{folder}: expected a passive party's folder of a run")
+    exposure, summary = read_exposure(folder), find_summary(folder) or Summary()
+    traffic, most = report_parts.read_traffic(folder), settings.get("max_exposure")
+    contract = as_mapping(settings.get("contract"))
     one_shot = contract.get("exchange") == "one_shot"
     one_sided = as_mapping(contract.get("alignment")).get("kind") == "one_sided"
     columns = () if exposure is None else exposure.columns
-    left = list(_left(files.traffic))
+    crossed = report_parts.traffic_rows(traffic, ACTIVE)
+    left = {_CONTENT.get(one.kind, one.kind) for one in crossed if one.direction == "sent"}
     return report_parts.render(
         _PACKAGE,
         "passive.html.jinja",
-        title=f"{contract.get('run_name', files.folder.name)}",
-        party=str(files.settings.get("party", "passive")),
-        peer=_peer(files.settings, contract),
+        title=f"{contract.get('run_name', folder.name)}",
+        party=str(settings.get("party", "passive")),
+        peer=_peer(settings, contract),
         assessment=_assessment(exposure, "is" if one_sided else "was", most),
         both_sides=report_parts.picture(
-            report_parts.SHARE,
             [
                 _NO_COLUMNS
                 if exposure is None
@@ -147,22 +126,22 @@ def passive_page(files: PassiveFiles) -> str:
         ),
         one_shot=one_shot,
         noisy_labels=contract.get("noisy_labels"),
-        epochs=files.summary.counts.epochs,
+        epochs=summary.counts.epochs,
         one_sided=one_sided,
         exposure=exposure,
         columns=sorted(columns, key=lambda one: -one.gain),
         most_bars=_MOST_BARS,
-        aligned_rows=files.summary.counts.aligned_rows,
+        aligned_rows=summary.counts.aligned_rows,
         cut_shape=contract.get("cut_shape"),
         unjudged=exposure.unjudged if exposure else (),
-        sent=None if files.traffic is None else bytes_in_words(files.traffic.sent.size_bytes),
-        left=left,
-        also_left=[one.content for one in left if not one.content.startswith(_NAMED)],
-        agreed=list(_agreed(files.settings, contract)),
-        circumstances=list(
-            report_parts.circumstances(files.summary, read_metrics(files.folder), files.traffic)
-        ),
-        traffic_rows=report_parts.traffic_rows(files.traffic, ACTIVE),
+        sent=None if traffic is None else bytes_in_words(traffic.sent.size_bytes),
+        also_left=sorted(one for one in left if not one.startswith(_NAMED)),
+        agreed=list(_agreed(settings, contract)),
+        circumstances=list(report_parts.circumstances(summary, read_metrics(folder), traffic)),
+        traffic_rows=[
+            one._replace(kind=f"{one.kind}: {_CONTENT[one.kind]}") if one.kind in _CONTENT else one
+            for one in crossed
+        ],
     )
 
 
@@ -224,18 +203,6 @@ def _assessment(
     )
 
 
-def _left(traffic: report_parts.Traffic | None) -> Iterator[Left]:
-    if traffic is None:
-        return
-    totals: dict[str, report_parts.Volume] = {}
-    for (_, direction, kind), volume in traffic.volumes.items():
-        if direction == "sent":
-            content = _CONTENT.get(kind, kind)
-            totals[content] = totals.get(content, report_parts.Volume()) + volume
-    for content, volume in sorted(totals.items(), key=lambda item: -item[1].size_bytes):
-        yield Left(content, f"{volume.messages:,}", bytes_in_words(volume.size_bytes))
-
-
 def _agreed(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     alignment = as_mapping(contract.get("alignment"))
     for name, label in (
@@ -249,9 +216,5 @@ def _agreed(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> Iterato
     adversary = as_mapping(settings.get("adversary"))
     labels = "yes (figures of them are not on this page)" if adversary.get("labels") else "no"
     yield "this party has evaluation labels", labels
-    yield "transcript", _yes_no(value=settings.get("transcript", True))
+    yield "transcript", "yes" if settings.get("transcript", True) is True else "no"
     yield "saved weights the run began with", str(settings.get("initial_weights") or "none")
-
-
-def _yes_no(*, value: object) -> str:
-    return "yes" if value is True else "no"

@@ -61,7 +61,7 @@ def _train(
     status: ActiveStatus,
 ) -> None:
     build_trainer = TrainerBuilder(settings, data, process.device, status.phases, process.ranks)
-    count = partial(counting, settings, folder)
+    count, contract = partial(counting, settings, folder), settings.contract
     with count(AccountBook.empty()) as earlier:
         allowance = allowance_of(settings, earlier)
     for signal in signals_of(settings, earlier):
@@ -74,7 +74,8 @@ def _train(
         wanted = Transcript(folder, ACTIVE) if settings.transcript else nullcontext()
         transcript = resources.enter_context(wanted)
         recorder = resources.enter_context(ActiveRecorder(settings, folder, status))
-        store = resources.enter_context(_store(settings, folder))
+        keep, num_parties = contract.checkpoints.keep, len(contract.passive_parties)
+        store = resources.enter_context(RunStore(folder, keep, num_parties, in_background=True))
         session = build_session(
             settings,
             data,
@@ -99,9 +100,3 @@ def _train(
     results.leave_summary(settings, folder, summary, stopped)
     forget()
     store.forget_finished()  # last: a process that ends before this does not train from scratch
-
-
-def _store(settings: ActiveSettings, folder: Path) -> RunStore:
-    contract = settings.contract
-    keep, num_parties = contract.checkpoints.keep, len(contract.passive_parties)
-    return RunStore(folder, keep, num_parties, in_background=True)

@@ -1,7 +1,7 @@
 """Serves a run with gRPC until its end, which a signal or a silent party may bring about."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ def _unary(
 
 Serve = Callable[
     [ActiveSession, PartyData, Path, Transcript | None, ActiveStatus, Interruption],
-    tuple[Mapping[str, int], EndedForGood | None, Callable[[], None]],
+    tuple[dict[str, int], EndedForGood | None, Callable[[], None]],
 ]
 """Serves a session until it is over and the passive parties have heard so.
 
@@ -126,7 +126,7 @@ def _serve_until_end(
     transcript: Transcript | None,
     status: ActiveStatus,
     interruption: Interruption,
-) -> tuple[Mapping[str, int], EndedForGood | None, Callable[[], None]]:
+) -> tuple[dict[str, int], EndedForGood | None, Callable[[], None]]:
     contract = settings.contract
     engine = build_engine(contract.alignment)
     exchanges, tried = records_of(settings, folder)

@@ -1,21 +1,19 @@
 """The answer to the report's question, for a reader who is no statistician: words and a picture."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup
 
 from splitveil.active_party.report.numbers import interval, strongest_beyond
 from splitveil.active_party.report.run_files import PartyFiles
 from splitveil.common.data.label_range import ONE_NUMBER
-from splitveil.common.party.report_parts import SHARE, Scale, ScaleRow, columns_row, picture
+from splitveil.common.party.report_parts import ScaleRow, columns_row, picture
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.figures import NumberLeak
 from splitveil.common.record.assessment import Finding, LeakAssessment
 from splitveil.common.text.upper_bounds import auc_at_most
 
 QUESTION = "How well are our labels revealed to the other company, beyond what its own data reveal?"
-_AUC = Scale(0.5, 1.0, (0.5, 0.6, 0.7, 0.8, 0.9, 1.0), "guessing", "every label")
-_LEFT = SHARE._replace(high_end="all that features leave")
 _WHOSE: Mapping[Adversary, tuple[str, str]] = {
     Adversary.ANYBODY: ("Whatever the other company does, it", ""),
     Adversary.HONEST_BUT_CURIOUS: (
@@ -88,58 +86,45 @@ def number_in_words(measured: Mapping[str, NumberLeak]) -> str:
     )
 
 
-def both_sides(
-    assessment: LeakAssessment, target: float | None, passives: Sequence[PartyFiles]
+def drawn(
+    assessment: LeakAssessment,
+    measured: Mapping[str, NumberLeak],
+    target: float | None,
+    passives: Sequence[PartyFiles],
 ) -> Markup:
     """Draw what labels and columns give away on one scale; a leak AUC of 1/2 is 0, and 1 is 1.
 
     Of columns, only their owner has a figure: it is drawn where its files are on this machine.
     """
-    bound, most = assessment.bound, None if target is None else 2 * target - 1
-    if bound is None:
-        labels = ScaleRow("Labels: no bound", "muted", 0.0, 1.0, most=most)
-    else:
-        share = 2 * float(auc_at_most(bound)) - 1
+    most = None if target is None else 2 * target - 1
+    rows = [ScaleRow("Labels: no bound", "muted", 0.0, 1.0, most=most)]
+    if assessment.bound is not None:
+        share = 2 * float(auc_at_most(assessment.bound)) - 1
         words = f"Labels: at most {share:.3f} ({assessment.adversary})"
-        labels = ScaleRow(words, "guarantee", 0.0, share, most=most)
+        rows = [ScaleRow(words, "guarantee", 0.0, share, most=most)]
+    if assessment.has_gradients:
+        rows.append(_attack_row(assessment, measured))
     columns = [
-        columns_row(share, one.setting("max_exposure"), f" ({one.name})" * (len(passives) > 1))
+        columns_row(found, one.setting("max_exposure"), f" ({one.name})" * (len(passives) > 1))
         for one in passives
-        if (share := one.disclosure) is not None
+        if (found := one.disclosure) is not None
     ]
     unknown = ScaleRow("Columns: their owner's report has the figure", "muted")
-    return picture(SHARE, [labels, *(columns or [unknown])])
+    return picture([*rows, *(columns or [unknown])])
 
 
-def pictures(assessment: LeakAssessment, measured: Mapping[str, NumberLeak]) -> Iterator[Markup]:
-    """Yield the bound, the strongest attack and what features reveal on one scale."""
-    bound, adversary = assessment.bound, assessment.adversary
-    if not assessment.has_gradients:
-        return  # nothing was attacked, and the bound is drawn with both sides
-    if bound is None or adversary is None:
-        rows = [ScaleRow("No bound: everything is possible", "muted", 0.5, 1.0)]
+def _attack_row(assessment: LeakAssessment, measured: Mapping[str, NumberLeak]) -> ScaleRow:
+    of_number, strongest = strongest_beyond(measured), assessment.strongest
+    if of_number is not None:
+        found = of_number[1].low, of_number[1].high, of_number[1].r2
+    elif strongest is not None:
+        leak = (strongest.leak.low, strongest.leak.high, strongest.leak.value)
+        low, high, value = (max(2 * one - 1, 0.0) for one in leak)
+        found = low, high, value
     else:
-        words = f"Bound {auc_at_most(bound)}: {adversary}"
-        rows = [ScaleRow(words, "guarantee", 0.5, bound, is_limit=True)]
-    if measured:
-        yield picture(_AUC, rows)
-        found = strongest_beyond(measured)
-        if found is not None:
-            share = found[1]
-            words = f"Strongest attack {share.r2:.3f} ({interval(share)})"
-            yield picture(_LEFT, [ScaleRow(words, "measured", share.low, share.high, share.r2)])
-        return
-    strongest = assessment.strongest
-    if strongest is None:
-        rows.append(ScaleRow(f"Strongest attack {assessment.not_measured}", "muted"))
-    else:
-        words = f"Strongest attack {strongest.figures}"
-        rows.append(ScaleRow(words, "measured", *strongest.leak[1:], strongest.leak.value))
-    auc = assessment.feature_auc
-    if auc is not None:
-        words = f"Features by themselves, not a leak: {auc:.3f}"
-        rows.append(ScaleRow(words, "baseline", auc, auc, auc))
-    yield picture(_AUC, rows)
+        return ScaleRow(f"Strongest attack: {assessment.not_measured}", "muted")
+    words = f"Strongest attack: {found[2]:.3f} ({found[0]:.3f} to {found[1]:.3f})"
+    return ScaleRow(words, "measured", *found)
 
 
 def _distinguishes(num_classes: int) -> str:

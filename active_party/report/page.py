@@ -111,8 +111,7 @@ def report_page(run: RunFiles) -> str:
         strongest=answer.number_in_words(of_leak.of_numbers)
         if numbers.is_of_numbers(run) and leak.has_gradients
         else answer.strongest_in_words(leak),
-        both_sides=answer.both_sides(leak, decision.target_of(run)[0], run.passives),
-        pictures=list(answer.pictures(leak, of_leak.of_numbers)),
+        drawn=answer.drawn(leak, of_leak.of_numbers, decision.target_of(run)[0], run.passives),
         epsilon=of_leak.beyond and of_leak.beyond.epsilon,
         why_not_anybody=""
         if leak.adversary is None

@@ -26,7 +26,7 @@ _SYSTEM_LIBRARIES = ("libsodium.so.26", "libsodium.so.23")
 
 # RFC 9496, appendix A.1: the generator and twice the generator. Appendix A.3: a label and its group
 # element.
-_GENERATOR = bytes.fromhex("e2f2ae0a6abc4e71a884a961c500515f58e30b6aa582dd8db6a65945e08d2d76")
+GENERATOR = bytes.fromhex("e2f2ae0a6abc4e71a884a961c500515f58e30b6aa582dd8db6a65945e08d2d76")
 _TWICE_GENERATOR = bytes.fromhex("6a493210f7499cd17fecb510ae0cea23a110e8d5b901f8acadd3095c73a3b919")
 _LABEL = b"Ristretto is traditionally a short shot of espresso coffee"
 _LABEL_ELEMENT = bytes.fromhex("3066f82a1a747d45120d1740f14358531a8f04bbffe6a819f86dfe50f44a0a46")
@@ -70,6 +70,7 @@ class Ristretto:
             self._multiply = library.crypto_scalarmult_ristretto255
             self._random_scalar = library.crypto_core_ristretto255_scalar_random
             self._invert = library.crypto_core_ristretto255_scalar_invert
+            self._subtract = library.crypto_core_ristretto255_sub
         except (OSError, AttributeError) as error:
             raise LibraryError(f"{name}: not a libsodium with ristretto255: {error}") from error
         if status < 0:
@@ -79,10 +80,8 @@ class Ristretto:
         self._random_scalar.argtypes = [ctypes.c_void_p]
         self._random_scalar.restype = None
         self._invert.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-        two = (2).to_bytes(SCALAR_BYTES, "little")
-        hashed = self.hash_to_group(hashlib.sha512(_LABEL).digest())
-        if (hashed, self.multiply(_GENERATOR, two)) != (_LABEL_ELEMENT, _TWICE_GENERATOR):
-            raise LibraryError(f"{self.name}: fails the test vectors of RFC 9496")
+        self._subtract.argtypes = self._multiply.argtypes
+        self._check_vectors()
 
     def random_scalar(self) -> bytes:
         """Draw a secret scalar, uniform and nonzero, from the operating system's randomness."""
@@ -109,10 +108,7 @@ class Ristretto:
         return points.raw
 
     def multiply(self, points: bytes, scalar: bytes) -> bytes:
-        # Refuse encodings of 2^255 and above, whose highest bit libsodium 1.0.18 ignores.
-        highest = points[POINT_BYTES - 1 :: POINT_BYTES]
-        if highest and max(highest) > 0x7F:
-            raise NotInGroupError(next(i for i, byte in enumerate(highest) if byte > 0x7F))
+        _refuse_high_bits(points)
         products = ctypes.create_string_buffer(len(points))
         source, target = _address(points), ctypes.addressof(products)
         factor = _address(scalar)
@@ -122,8 +118,31 @@ class Ristretto:
                 raise NotInGroupError(offset // POINT_BYTES)
         return products.raw
 
+    def subtract(self, point: bytes, other: bytes) -> bytes:
+        """Return the difference of two points, each of which may be the identity."""
+        _refuse_high_bits(point + other)
+        difference = ctypes.create_string_buffer(POINT_BYTES)
+        if self._subtract(ctypes.addressof(difference), _address(point), _address(other)):
+            raise NotInGroupError(0)
+        return difference.raw
+
     def mask(self, digests: bytes, scalar: bytes) -> bytes:
         return self.multiply(self.hash_to_group(digests), scalar)
+
+    def _check_vectors(self) -> None:
+        two = (2).to_bytes(SCALAR_BYTES, "little")
+        hashed = self.hash_to_group(hashlib.sha512(_LABEL).digest())
+        twice = self.multiply(GENERATOR, two)
+        found = (hashed, twice, self.subtract(twice, GENERATOR))
+        if found != (_LABEL_ELEMENT, _TWICE_GENERATOR, GENERATOR):
+            raise LibraryError(f"{self.name}: fails the test vectors of RFC 9496")
+
+
+def _refuse_high_bits(points: bytes) -> None:
+    """Refuse encodings of 2^255 and above, whose highest bit libsodium 1.0.18 ignores."""
+    highest = points[POINT_BYTES - 1 :: POINT_BYTES]
+    if highest and max(highest) > 0x7F:
+        raise NotInGroupError(next(i for i, byte in enumerate(highest) if byte > 0x7F))
 
 
 def _address(data: bytes) -> int:

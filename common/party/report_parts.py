@@ -41,27 +41,15 @@ def breakable(text: object) -> Markup:
     return Markup(re.sub(r"_|(?<=[a-z])\.(?=[a-z])", r"\g<0><wbr>", escaped))  # noqa: S704
 
 
-class Scale(NamedTuple):
-    low: float
-    high: float
-    ticks: Sequence[float]
-    low_end: str  # what the lower end means
-    high_end: str
-
-
 class ScaleRow(NamedTuple):
-    """One figure under its words; without ``high`` the row has words only."""
+    """One figure, from 0 to 1, under its words; without ``high`` the row has words only."""
 
     words: str
     style: str  # CSS class of the colour
     low: float = 0.0
     high: float | None = None
     value: float | None = None  # the point of an interval; None for a bar from ``low`` to ``high``
-    is_limit: bool = False  # whether a line goes down from its end to the scale
     most: float | None = None  # the limit that was set, as a mark across the row
-
-
-SHARE = Scale(0.0, 1.0, (0.0, 0.2, 0.4, 0.6, 0.8, 1.0), "nothing", "everything")
 
 
 def columns_row(disclosure: float, max_exposure: object, whose: str = "") -> ScaleRow:
@@ -72,16 +60,10 @@ def columns_row(disclosure: float, max_exposure: object, whose: str = "") -> Sca
     return ScaleRow(words, "estimate", 0.0, disclosure, most=most)
 
 
-def picture(scale: Scale, rows: Sequence[ScaleRow]) -> Markup:
-    def x_of(value: float) -> float:
-        return 16 + 428 * (min(max(value, scale.low), scale.high) - scale.low) / (
-            scale.high - scale.low
-        )
-
+def picture(rows: Sequence[ScaleRow]) -> Markup:
+    """Draw figures above one scale, from 0, what is known without a run, to 1, everything."""
     said = ". ".join(row.words for row in rows)
-    described = f"On a scale from {scale.low:g} to {scale.high:g}. {said}."
-    values = {"scale": scale, "rows": rows, "description": described, "x_of": x_of}
-    return Markup(render(str(__package__), "scale.svg.jinja", **values))  # noqa: S704
+    return Markup(render(str(__package__), "scale.svg.jinja", rows=rows, said=said))  # noqa: S704
 
 
 _DIRECTIONS: tuple[Direction, ...] = ("sent", "received")

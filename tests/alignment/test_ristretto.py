@@ -70,6 +70,18 @@ def test_multiples_of_the_generator_are_those_of_the_rfc(group: Ristretto) -> No
     assert multiples == MULTIPLES
 
 
+def test_differences_are_of_the_group(group: Ristretto) -> None:
+    one, two, three = map(bytes.fromhex, MULTIPLES)
+    assert group.subtract(three, two) == one
+    assert group.subtract(one, group.subtract(one, two)) == two
+    assert group.subtract(bytes(32), group.subtract(bytes(32), one)) == one
+    for name, encoding in BAD_ENCODINGS.items():
+        for pair in ((one, bytes.fromhex(encoding)), (bytes.fromhex(encoding), one)):
+            if name != "the identity":
+                with pytest.raises(NotInGroupError):
+                    group.subtract(*pair)
+
+
 def test_hashes_to_the_group_are_those_of_the_rfc(group: Ristretto) -> None:
     digests = b"".join(hashlib.sha512(label.encode()).digest() for label in HASHED)
     assert group.hash_to_group(digests).hex() == "".join(HASHED.values())

@@ -171,8 +171,14 @@ def test_a_width_above_the_rank_is_refused_before_anything_is_sent(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody listens: without the check, this run would wait for the active party."""
-    shape = {"columns": ("copy0",), "num_bins": 5, "noisy_labels": kind == "score"}
-    path = settings_file(tmp_path, kind=kind, cut_shape=[6], **shape)
+    path = settings_file(
+        tmp_path,
+        columns=("copy0",),
+        kind=kind,
+        num_bins=5,
+        cut_shape=[6],
+        noisy_labels=kind == "score",
+    )
     runs = ["--runs", tmp_path / "runs", "--set", "connect=127.0.0.1:9"]
     assert exit_code_of(main, "run", path, *runs) == 2
     said = caplog.text + capsys.readouterr().err

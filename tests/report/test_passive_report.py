@@ -220,7 +220,8 @@ def test_the_page_says_what_left_to_whom_and_what_it_tells(tmp_path: Path) -> No
     at = [first.index(f'scope="row">{name}<') for name in ("shown", "sent", "kept")]
     assert at == sorted(at)
     assert len(re.findall(r"\w+", re.sub(r"<[^>]+>", " ", first.split("<body>")[1]))) <= 300
-    assert 'activations of training rows</td><td class="number">2</td>' in details
+    sent = 'Train request: activations of training rows</td><td>sent</td><td class="number">2</td>'
+    assert sent in details
     page = details
     assert "most ids per exchange (max_set_size)" in page
     assert "<td>5,000</td>" in page

@@ -419,8 +419,8 @@ def test_the_page_holds_every_chart_and_needs_nothing_from_elsewhere(tmp_path: P
     write_run(tmp_path, settings={"run_budget": {"sum_kl": 2.0}})
     page = page_of(tmp_path)
     charts = page.count('role="img"')
-    # Both sides, and the answer; leak, ledger, loss and test AUC.
-    assert charts == 2 + len(ATTACKS) + 1 + 2
+    # The picture; leak, ledger, loss and test AUC.
+    assert charts == 1 + len(ATTACKS) + 1 + 2
     assert page.startswith("<!DOCTYPE html>")
     assert "//" not in page
     assert "@import" not in page
@@ -488,11 +488,11 @@ def test_a_run_that_was_killed_or_had_no_step_yet_still_has_a_report(tmp_path: P
     metrics.write_text(metrics.read_text()[:-20])
     page = page_of(tmp_path)
     assert "no summary" in page
-    assert page.count('role="img"') == 2 + len(ATTACKS) + 1 + 2
+    assert page.count('role="img"') == 1 + len(ATTACKS) + 1 + 2
     metrics.write_text("")
     page = page_of(tmp_path)
     assert "was not measured" in page
-    assert page.count('role="img"') == 2
+    assert page.count('role="img"') == 1
 
 
 def test_a_report_that_fails_is_logged_and_loses_nothing(
@@ -528,7 +528,6 @@ def test_each_leak_chart_shows_what_features_reveal(tmp_path: Path) -> None:
     page = page_of(write_run(tmp_path / "a", summary=adjusted(0.6)))
     # And in the legend; the model's test AUC is no figure of an attacker.
     assert Tags(page).attributes.count(("class", "line baseline")) == len(ATTACKS) + 1
-    assert "Features by themselves, not a leak: 0.810" in page
     assert 'class="line baseline"' not in page_of(write_run(tmp_path / "b"))
 
 

@@ -1,7 +1,7 @@
 """Runs that exchange each row once: what is sent, charged, refused, and resumed."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -45,6 +45,21 @@ PCA = "bottom_model={kind: pca}"
 NOISY = (*ONE_SHOT, "contract.noisy_labels=true")
 RELEASE = "defense={name: noisy_label, mechanism: {kind: gaussian}, insecure_noise_seed: 7}"
 SCORE = "bottom_model={kind: score}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_masked_ids() -> Iterator[None]:
+    """Align by ids in the clear: nothing here depends on how the common rows are found."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(simulation, "build_engine", clear_engine)
+        yield
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("example")
+    write_example(folder, rows=160)
+    return folder
 
 
 def one_shot(folder: Path, *, noisy: bool = True, runs: Path | None = None) -> Parties:
@@ -91,9 +106,8 @@ def ending(at: int | None = None, *, after: bool = False) -> Callable[..., InPro
 
 @pytest.mark.parametrize(("noisy", "messages"), [(False, 4), (True, 6)])
 def test_a_run_that_ends_at_every_message_ends_with_the_same_bits(
-    tmp_path: Path, noisy: bool, messages: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, noisy: bool, messages: int
 ) -> None:
-    monkeypatch.setattr(simulation, "build_engine", clear_engine)
     write_example(tmp_path, rows=160)
     whole = one_shot(tmp_path, noisy=noisy)
     run_in_process(whole)
@@ -358,7 +372,7 @@ def test_a_budget_forbids_a_release_above_it_and_none_where_nothing_is_released(
 
 def test_a_label_that_is_corrected_after_its_release_is_released_as_before(tmp_path: Path) -> None:
     """Otherwise the same noise on both labels would reveal both."""
-    write_example(tmp_path)
+    write_example(tmp_path, rows=160)
     keyed = RELEASE.replace("seed: 7", "seed: null")
     parties = partial(
         build_parties, tmp_path, [*NOISY, keyed, f"noise_key_path={tmp_path}/noise.key"]
@@ -390,9 +404,9 @@ def test_noisy_labels_are_one_release_whoever_receives_them(tmp_path: Path, coun
 # ---- runs with their results ----
 
 KINDS: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
-    "a score alone": (partial(write_example, rows=1500), {"contract.cut_shape": [1]}),
+    "a score alone": (partial(write_example, rows=700), {"contract.cut_shape": [1]}),
     "a score and a column": (
-        partial(write_example, rows=1500),
+        partial(write_example, rows=700),
         {"passive.bottom_model": {"kind": "score", "columns": 1, "columns_from": ["x1", "x2"]}},
     ),
     "components": (

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import grpc
 
@@ -314,13 +314,14 @@ class MessageLine(grpc.GenericRpcHandler):
         self._channel.close()
         self._server.stop(0).wait()
 
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         method = handler_call_details.method
 
         def pass_on(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             call = Call(method.rpartition("/")[2], [], [], [])
             self.calls.append(call)
-            answers = self._channel.stream_stream(method)(_noted(requests, call.up))
+            either_way: Any = self._channel.stream_stream(method)
+            answers = either_way(_noted(requests, call.up))
             try:
                 yield from _noted(answers, call.down)
             except grpc.RpcError:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -58,6 +58,14 @@ def read_settings(
 
     Those of the contract begin with ``contract.`` and belong in both.
     """
+    written = tuple((path.name, path.read_bytes()) for path in sorted(folder.glob("*.yaml")))
+    return _read(folder, tuple(active), tuple(passive), written)
+
+
+@lru_cache(maxsize=8)
+def _read(
+    folder: Path, active: tuple[str, ...], passive: tuple[str, ...], _written: object
+) -> PartiesSettings:
     own = load_party_settings(ActiveSettings, folder / "active.yaml", active)
     others = (
         load_party_settings(PassiveSettings, folder / f"{kind}.yaml", passive)

@@ -125,7 +125,7 @@ CUTS = {
 
 NOISE_RATIO = 1 / (math.sqrt(2) * statistics.NormalDist().inv_cdf(0.6))
 RELEASE = (
-    "contract.noisy_labels=true",
+    "contract.release=noisy_labels",
     f"defense={{name: noisy_label, mechanism: {{kind: gaussian, noise_ratio: {NOISE_RATIO:.4f}}}}}",
 )
 

@@ -72,9 +72,9 @@ class PcaModel(Section):
 class ScoreModel(PcaModel):
     """A score that predicts the label, and principal components in the rest of ``cut_shape``.
 
-    The score is a ridge regression on the noisy labels with which a one-shot run begins
-    (``contract.noisy_labels``): one number for two classes and for numbers, otherwise one for each
-    class but one.
+    The score is a linear regression on the noisy labels or sums with which a one-shot run begins
+    (``contract.release``): one number for two classes and for numbers, otherwise one for each class
+    but one.
     """
 
     kind: Literal["score"]  # type: ignore[assignment]

@@ -19,6 +19,7 @@ from splitveil.active_party.assembly import signals_of
 from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
 from splitveil.active_party.defenses.interface import DefenseContext
 from splitveil.active_party.defenses.marvell import power_ratio_for, worst_pair_factor
+from splitveil.active_party.defenses.noisy_sums import COMPUTATIONAL
 from splitveil.active_party.defenses.sum_kl import sum_kl_for_estimated_auc, sum_kl_for_leak_auc
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.bounds import (
@@ -255,6 +256,8 @@ def _brief(
         )
     if settings.data.num_classes > 2:
         yield "All figures are of the pair of classes left furthest apart."
+    if settings.contract.releases_sums:
+        yield COMPUTATIONAL
     yield together_in_words
     if settings.run_budget is None:
         return

@@ -303,6 +303,7 @@ class ActiveSettings(PartySettings):
             bounds,
             repr((data.label_column, data.positive_label, data.class_names, bounds)),
             self.contract.is_one_shot,
+            self.contract.releases_sums,
         )
 
     def label_uses(self) -> LabelUses:
@@ -356,11 +357,11 @@ class ActiveSettings(PartySettings):
         contract = self.contract
         if not contract.is_one_shot:
             return
-        refusal = self.defense.one_shot_refusal(releases=contract.noisy_labels)
+        refusal = self.defense.one_shot_refusal(contract.release)
         if refusal is not None:
             raise ValueError(f"defense: {refusal}")
         scores = max(self.data.num_classes - 1, 1)
-        if contract.noisy_labels and contract.scores != scores:
+        if contract.release and contract.scores != scores:
             raise ValueError(
                 f"contract.scores: expected {scores}, got {contract.scores}: one for each of "
                 f"{self.data.num_classes} classes but one"

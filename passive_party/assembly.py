@@ -1,13 +1,14 @@
 """Builds the passive party's objects from its settings, in one process or in several."""
 
 import logging
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.common.data.features import FeatureEncoder, FeatureShapes
@@ -26,7 +27,6 @@ from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import ModelIdentity
 from splitveil.passive_party.bottom_trainer import (
     BottomTrainer,
-    FitScore,
     LayerTap,
     named_layer,
     stashing_weights,
@@ -138,12 +138,11 @@ class BottomBuilder:
         )
         model = _fresh_model(settings, encoder, trial)
         self._pretrained.put_into(model)
-        fit_score: FitScore | None = None
+        before_labels: tuple[Tensor, Sequence[str]] | None = None
         if isinstance(model, ComponentsBottom) and own_rows is not None:
             blocks = partial(self._data.blocks, encoder, own_rows)
             if isinstance(settings.bottom_model, ScoreModel):
-                moments = model.before_labels(blocks, encoder.names)
-                fit_score = partial(model.fit_score, moments=moments, names=encoder.names)
+                before_labels = model.before_labels(blocks, encoder.names), encoder.names
             else:
                 model.fit(blocks, is_final=contract.is_one_shot)
         if self._earlier is not None:
@@ -155,5 +154,10 @@ class BottomBuilder:
             beginning = Beginning(encoder.shapes, None, rows.total_steps(contract))
             parallel = begin(self._ranks, learner, beginning, features, rows.splits["train"])
         return BottomTrainer(
-            learner, features, data_digest=digest, parallel=parallel, fit_score=fit_score
+            learner,
+            features,
+            data_digest=digest,
+            parallel=parallel,
+            before_labels=before_labels,
+            scores=contract.scores,
         )

@@ -8,8 +8,9 @@ first layer's weights and embedding tables are not among it, however large they 
 dropout and all other values of the forward pass belong to the activation anyway.
 """
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
@@ -21,13 +22,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from splitveil.common.data.features import Features
-from splitveil.common.errors import SettingsError
+from splitveil.common.errors import InvalidMessage, SettingsError
 from splitveil.common.models import training_state
 from splitveil.common.models.blocks import predict_in_blocks
+from splitveil.common.models.components import FIT_ROWS, ComponentsBottom
 from splitveil.common.models.conv import ConvBottom, ConvTop
 from splitveil.common.models.data_parallel import DataParallelModel, Learner, go_on
 from splitveil.common.models.dense import MlpBottom, MlpTop, WideDeepBottom, WideDeepTop
 from splitveil.common.models.device import check_same_gpu, gpu_of
+from splitveil.common.oblivious_transfer import Receiver
+from splitveil.common.run.course import Batch
 from splitveil.common.run.host_copies import to_device
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
@@ -138,10 +142,6 @@ class LayerTap:
         self._gradient = gradient
 
 
-FitScore = Callable[[Features, NDArray[np.float32]], None]
-"""Fits the bottom model to noisy labels of some rows."""
-
-
 class BottomTrainer:
     """Bottom model, optimiser and features; the model's activations are (batch, *cut_shape)."""
 
@@ -152,14 +152,18 @@ class BottomTrainer:
         *,
         data_digest: str = "",
         parallel: DataParallelModel | None = None,
-        fit_score: FitScore | None = None,
+        before_labels: tuple[Tensor, Sequence[str]] | None = None,
+        scores: int = 1,
     ) -> None:
+        """Take what a learner has, and of scores the moments, their columns' names and number."""
         self.model, self._optimizer, self._schedule, self._device = learner[:4]
         self.data_digest = data_digest
         self._taps = (parallel or learner).taps
         self._parallel = parallel
         self._features = features.to(self._device)
-        self._fit_score = fit_score
+        self._before_labels, self._scores = before_labels, scores
+        self._receiver: Receiver | None = None
+        self._sums: NDArray[np.int64] | None = None
         self._noisy: list[tuple[Positions, NDArray[np.float32]]] = []
         self._waiting: deque[Tensor] = deque()
         """Activations whose gradients are to come, with their graphs, in the order of the course.
@@ -168,7 +172,7 @@ class BottomTrainer:
     @property
     def is_between_steps(self) -> bool:
         """Whether no gradient and no further labels are awaited, so that the state is whole."""
-        return not self._waiting and not self._noisy
+        return not self._waiting and not self._noisy and self._receiver is None
 
     @property
     def num_rows(self) -> int:
@@ -223,10 +227,49 @@ class BottomTrainer:
         self._noisy.append((positions, noisy.float().numpy()))
         if not is_last:
             return
-        if self._fit_score is not None:
+        if self._before_labels is not None:
             places, values = map(np.concatenate, zip(*self._noisy, strict=True))
-            self._fit_score(self.rows(places), values)
+            self._score.fit_score(self.rows(places), values, *self._before_labels)
         self._noisy.clear()
+
+    @property
+    def _score(self) -> ComponentsBottom:
+        if not isinstance(self.model, ComponentsBottom):
+            raise RuntimeError("only a score is fitted to labels")
+        return self.model
+
+    def transfer_question(self, batch: Batch) -> bytes:
+        """Return the next message of an oblivious transfer to this party, or of its end."""
+        if self._receiver is None or batch.split == "sums":
+            return (self._score.num_bits + 1).to_bytes(4, "little")
+        bits = self._score.bits(self.rows(batch.positions))
+        reply = self._receiver.reply if batch.step == 1 else b""
+        extension = self._receiver.extend(np.column_stack([bits, np.ones(len(bits), np.bool_)]))
+        return len(reply).to_bytes(4, "little") + reply + extension
+
+    def take_transferred(self, batch: Batch, answer: bytes) -> None:
+        """Take an answer of an oblivious transfer, and fit the model after the last one."""
+        if batch.split == "sums":
+            if self._sums is None or self._before_labels is None:
+                raise RuntimeError("noisy sums without a transfer before them")
+            if len(answer) != 16 + 4 * self._sums.size:
+                raise InvalidMessage(f"noisy sums in {len(answer)} bytes")
+            deviation, grid = np.frombuffer(answer[:16], "<f8").tolist()
+            if not (0 < deviation < math.inf and 0 < grid < math.inf):
+                raise InvalidMessage("noisy sums without the deviation of their noise")
+            theirs = np.frombuffer(answer[16:], "<u4").reshape(self._sums.shape)
+            sums = (self._sums - theirs).astype(np.uint32).astype(np.int32) / grid
+            places = np.array_split(batch.positions, -(-len(batch.positions) // FIT_ROWS))
+            self._score.fit_sums(
+                lambda: map(self.rows, places), sums, deviation, *self._before_labels
+            )
+            self._sums = None
+        elif self._receiver is None:
+            self._receiver = Receiver(self._score.num_bits + 1, answer, self._scores)
+        else:
+            self._receiver.take(answer)
+            if batch.closes_split:
+                self._sums, self._receiver = self._receiver.sums.astype(np.int64), None
 
     def state_dict(self) -> State:
         """Return everything that a step changes, or raise RuntimeError."""
@@ -239,6 +282,7 @@ class BottomTrainer:
             "random": training_state.random_state(self._device),
             "gpu": gpu_of(self._device),
             "ranks": [] if self._parallel is None else self._parallel.random_states(),
+            "sums": None if self._sums is None else torch.from_numpy(self._sums),
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -250,6 +294,8 @@ class BottomTrainer:
         training_state.set_random_state(self._device, state["random"])
         go_on(self._parallel, state["ranks"])
         self._noisy.clear()
+        self._receiver = None
+        self._sums = None if state["sums"] is None else state["sums"].numpy()
 
     def embed(self, features: Features) -> Tensor:
         return predict_in_blocks(self.model, features)

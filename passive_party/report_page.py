@@ -121,11 +121,11 @@ def _page(folder: Path) -> str:
                 _NO_COLUMNS
                 if exposure is None
                 else report_parts.columns_row(exposure.disclosure, most),
-                _NO_LABELS if one_shot and not contract.get("noisy_labels") else _SOME_LABELS,
+                _NO_LABELS if one_shot and not contract.get("release") else _SOME_LABELS,
             ],
         ),
         one_shot=one_shot,
-        noisy_labels=contract.get("noisy_labels"),
+        release=contract.get("release"),
         epochs=summary.counts.epochs,
         one_sided=one_sided,
         exposure=exposure,

@@ -156,16 +156,16 @@ class PassiveSettings(PartySettings):
     @model_validator(mode="after")
     def _needs_no_gradient_that_is_not_sent(self) -> "PassiveSettings":
         model, contract = self.bottom_model, self.contract
-        if isinstance(model, ScoreModel) and not contract.noisy_labels:
+        if isinstance(model, ScoreModel) and contract.release is None:
             raise ValueError(
-                "bottom_model.kind: a score is fitted to noisy labels, and contract.noisy_labels "
-                "is false: agree on true with the label owner, or expected pca"
+                "bottom_model.kind: a score is fitted to noisy labels or sums, and "
+                "contract.release is null: agree on one with the label owner, or expected pca"
             )
         is_computed, others = isinstance(model, PcaModel), len(contract.passive_parties) > 1
-        if contract.noisy_labels and not others and not isinstance(model, ScoreModel):
+        if contract.release and not others and not isinstance(model, ScoreModel):
             raise ValueError(
-                f"contract.noisy_labels: the label owner would be charged for labels that nobody "
-                f"uses: expected bottom_model.kind score, got {model.kind}"
+                f"contract.release: the label owner would be charged for {contract.release} that "
+                f"nobody uses: expected bottom_model.kind score, got {model.kind}"
             )
         if contract.is_one_shot and is_computed and others and contract.aggregation == "mean":
             raise ValueError(

@@ -10,7 +10,7 @@ from torch import Tensor
 from splitveil.common.errors import InvalidMessage
 from splitveil.common.run.course import AlignedRows, Batch, batch_in_words
 from splitveil.common.run.host_copies import to_host
-from splitveil.common.run.messages import Activation, Answer, Course
+from splitveil.common.run.messages import Activation, Answer, Course, bytes_of, tensor_of
 from splitveil.common.run.phases import Phase, Phases
 from splitveil.common.run.progress import Progress, State, refusing_other_versions
 from splitveil.passive_party.bottom_trainer import BottomTrainer
@@ -77,6 +77,7 @@ class Training:
         self._phases = phases
         self._unanswered: deque[_Sent] = deque()
         self._held_out_sent = 0  # without a reply
+        self._transfers_sent = 0  # the same
         self._gathered: tuple[Batch, Any] | None = None
         self._unobserved: _Step | None = None
 
@@ -93,7 +94,7 @@ class Training:
 
     def restore(self, batch_number: int) -> None:
         self._unanswered.clear()
-        self._held_out_sent = 0
+        self._held_out_sent = self._transfers_sent = 0
         state = self.progress.store.load(batch_number)
         with refusing_other_versions():
             self.progress.go_to(batch_number)
@@ -121,6 +122,8 @@ class Training:
                     self._train(peer)
                 elif batch.split == "labels":
                     self._take_labels(peer, batch)
+                elif batch.is_answered:
+                    self._take_sums(peer, batch)
                 else:
                     self._evaluate(peer, batch)
                     if batch.closes_epoch:
@@ -170,6 +173,20 @@ class Training:
             self.trainer.take_labels(batch.positions, answer.values, is_last=batch.closes_split)
         self.progress.advance()
 
+    def _take_sums(self, peer: Peer, batch: Batch) -> None:
+        while (ahead := self.progress.to_transfer(self._transfers_sent)) is not None:
+            with self._phases(Phase.FORWARD):
+                question = self.trainer.transfer_question(ahead)
+            peer.send_activation(Activation(ahead.identity(self._run_id), tensor_of(question)))
+            self._transfers_sent += 1
+        with self._phases(Phase.WAIT):
+            answer = peer.receive_gradient()
+        self._transfers_sent -= 1
+        self._check(answer, batch)
+        with self._phases(Phase.BACKWARD):
+            self.trainer.take_transferred(batch, bytes_of(answer.values))
+        self.progress.advance()
+
     def _evaluate(self, peer: Peer, batch: Batch) -> None:
         self._report_step()
         while (ahead := self.progress.to_evaluate(self._held_out_sent)) is not None:
@@ -210,7 +227,8 @@ class Training:
 
     def _check(self, answer: Answer, batch: Batch) -> None:
         is_due = answer.batch == batch.identity(self._run_id)
-        if not is_due or len(answer.values) != len(batch.positions):
+        has_rows = batch.split in ("transfer", "sums") or len(answer.values) == len(batch.positions)
+        if not (is_due and has_rows):
             raise InvalidMessage(
                 "the received gradient is not for " + batch_in_words(batch.epoch, batch.step)
             )

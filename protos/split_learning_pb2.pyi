@@ -13,6 +13,7 @@ class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DTYPE_FLOAT32: _ClassVar[DType]
     DTYPE_FLOAT16: _ClassVar[DType]
     DTYPE_BFLOAT16: _ClassVar[DType]
+    DTYPE_UINT8: _ClassVar[DType]
 
 class Split(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -22,6 +23,8 @@ class Split(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SPLIT_TEST: _ClassVar[Split]
     SPLIT_ACTIVATIONS: _ClassVar[Split]
     SPLIT_LABELS: _ClassVar[Split]
+    SPLIT_TRANSFER: _ClassVar[Split]
+    SPLIT_SUMS: _ClassVar[Split]
 
 class Course(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -40,12 +43,15 @@ DTYPE_UNSPECIFIED: DType
 DTYPE_FLOAT32: DType
 DTYPE_FLOAT16: DType
 DTYPE_BFLOAT16: DType
+DTYPE_UINT8: DType
 SPLIT_UNSPECIFIED: Split
 SPLIT_TRAIN: Split
 SPLIT_VALIDATION: Split
 SPLIT_TEST: Split
 SPLIT_ACTIVATIONS: Split
 SPLIT_LABELS: Split
+SPLIT_TRANSFER: Split
+SPLIT_SUMS: Split
 COURSE_UNSPECIFIED: Course
 COURSE_CONTINUE: Course
 COURSE_STOP: Course

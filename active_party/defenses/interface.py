@@ -85,6 +85,7 @@ class DefenseContext(NamedTuple):
     label_bounds: tuple[float, float] | None = None  # of numbers, in their unit
     labels: str = ""  # what they are: their column, and what 0, 1 or a class stands for
     is_one_shot: bool = False  # whether there are no gradients, but at most a release of labels
+    releases_sums: bool = False  # whether that release is noisy sums
 
     @property
     def is_number(self) -> bool:

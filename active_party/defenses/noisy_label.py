@@ -31,7 +31,7 @@ from torch import Tensor
 
 from splitveil.active_party.defenses import interface
 from splitveil.active_party.defenses.example_keys import NoiseKey, key_name
-from splitveil.active_party.defenses.forecast import Forecast, exactly
+from splitveil.active_party.defenses.forecast import Forecast, NoiseKind, exactly
 from splitveil.active_party.defenses.label_mechanisms import (
     GaussianLabels,
     LabelMechanism,
@@ -42,6 +42,7 @@ from splitveil.active_party.defenses.label_mechanisms import (
     label_leak,
     strength_name,
 )
+from splitveil.active_party.defenses.noisy_sums import NoisySums
 from splitveil.active_party.defenses.rows import as_rows, check_labels
 from splitveil.active_party.defenses.section import Coverage, SeededDefense, Traits, require_key
 from splitveil.common.privacy.adversary import Adversary
@@ -106,6 +107,8 @@ class NoisyLabelDefense(SeededDefense):
 
     def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
         num_classes, examples = given.context.num_classes, given.examples
+        if given.context.releases_sums and isinstance(self.mechanism, GaussianLabels):
+            return NoisySums(self.mechanism.noise_ratio, self.charge(num_classes), given)
         key, noisy = require_key(given.secrets.noise_key, self.name), None
         if examples is not None:
             noisy = draw_noisy_labels(
@@ -113,7 +116,9 @@ class NoisyLabelDefense(SeededDefense):
             ).to(examples.device)
         return NoisyLabel(self, key, num_classes, noisy)
 
-    def noise_key_strength(self, _context: interface.DefenseContext, /) -> str | None:
+    def noise_key_strength(self, context: interface.DefenseContext, /) -> str | None:
+        if context.releases_sums:
+            return None
         return f"noisy_label {strength_name(self.mechanism)}"
 
     def charge(self, num_classes: int, noise_identity: str | None = None) -> interface.LeakCharge:
@@ -136,12 +141,13 @@ class NoisyLabelDefense(SeededDefense):
             else "Charges of noisy labels depend only on their mechanism."
         )
         charge = exactly(self.charge(context.num_classes))
-        return Forecast({"persistent": charge}, "persistent", honesty)
+        noise: NoiseKind = "fresh" if context.releases_sums else "persistent"
+        return Forecast({noise: charge}, noise, honesty)
 
     def _refusal(self, context: interface.DefenseContext, /) -> str | None:
         mechanism = self.mechanism
         if context.is_one_shot:
-            return self.one_shot_refusal(releases=True)
+            return self.one_shot_refusal("noisy_labels")
         if context.is_number:
             adds_noise = isinstance(mechanism, GaussianLabels | LaplaceLabels)
             if adds_noise and mechanism.posterior != "model":
@@ -167,9 +173,9 @@ class NoisyLabelDefense(SeededDefense):
         mechanism = at_leak_auc(self.mechanism, leak_auc, context.num_classes)
         return self.model_copy(update={"mechanism": mechanism})
 
-    def one_shot_refusal(self, *, releases: bool) -> str | None:
+    def one_shot_refusal(self, release: str | None) -> str | None:
         is_usable = isinstance(self.mechanism, GaussianLabels) and self.top_labels == "noisy"
-        return None if releases and is_usable else super().one_shot_refusal(releases=releases)
+        return None if release and is_usable else super().one_shot_refusal(release)
 
     def composition_refusal(self) -> str | None:
         if (

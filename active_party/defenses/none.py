@@ -22,8 +22,8 @@ class NoDefense(DefenseSection):
     def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
         return Undefended(given.context.num_classes)
 
-    def one_shot_refusal(self, *, releases: bool) -> str | None:
-        return super().one_shot_refusal(releases=releases) if releases else None
+    def one_shot_refusal(self, release: str | None) -> str | None:
+        return None if release is None else super().one_shot_refusal(release)
 
     def forecast(self, context: interface.DefenseContext) -> Forecast:
         if context.is_one_shot:

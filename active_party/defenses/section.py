@@ -242,12 +242,12 @@ class DefenseSection(Section):
         """
         return None
 
-    def one_shot_refusal(self, *, releases: bool) -> str | None:
+    def one_shot_refusal(self, release: str | None) -> str | None:
         """Explain why it cannot be the defense of a one-shot run; None if it can."""
-        expected = "noisy_label by gaussian noise" if releases else "none"
+        expected = "none" if release is None else "noisy_label by gaussian noise"
         return (
             f"{self.title} defends gradients, and a one-shot run sends none: expected {expected}, "
-            f"as contract.noisy_labels: {str(releases).lower()} says"
+            f"as contract.release: {release or 'null'} says"
         )
 
     def composition_refusal(self) -> str | None:

@@ -58,7 +58,10 @@ def strongest_in_words(assessment: LeakAssessment) -> str:
     if not assessment.has_gradients:
         if assessment.bound == 0.5:
             return "Nothing that depends on a label was sent."
-        return "A noisy label of each training row was sent, and no gradient to attack."
+        sent = "A noisy label of each training row was"
+        if assessment.is_computational:
+            sent = "Sums of the training rows' labels with noise were"
+        return f"{sent} sent, and no gradient to attack."
     if strongest is None:
         was = "" if assessment.is_measured else "was "
         return f"What attacks reach beyond these data {was}{assessment.not_measured}."

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from splitveil.active_party.defenses import DefenseSettings
+from splitveil.active_party.defenses.noisy_sums import COMPUTATIONAL
 from splitveil.active_party.defenses.section import AGAINST_CLASS_MEANS, Coverage
 from splitveil.active_party.report.figures import ABSENT, TableRow, figure
 from splitveil.active_party.report.run_files import RunFiles, is_one_shot
@@ -37,7 +38,11 @@ def assessment_of(run: RunFiles) -> LeakAssessment:
     """Judge a run's leak, by the ledger's last entry if the run has no summary."""
     defense = run.active.setting("defense") or {}
     found = assess_figures(run.active.summary.of_leak.beyond, ledger_of(run), defense)
-    return replace(found, has_gradients=not is_one_shot(run))
+    return replace(found, has_gradients=not is_one_shot(run), is_computational=_releases_sums(run))
+
+
+def _releases_sums(run: RunFiles) -> bool:
+    return bool(run.active.setting("contract", "release") == "noisy_sums")
 
 
 def bounds_of(run: RunFiles) -> dict[Adversary, float]:
@@ -76,11 +81,11 @@ def coverage_of(defense: Mapping[str, Any]) -> Coverage:
 
 def why_not_anybody(run: RunFiles, peers: Adversary) -> str:
     """Return in words why the ledger's bound holds for some peers only."""
-    if is_one_shot(run) and not run.active.setting("contract", "noisy_labels"):
+    if is_one_shot(run) and not run.active.setting("contract", "release"):
         return ""
     adversary, why = coverage_of(run.active.settings.get("defense", {}))
     if adversary is peers or not adversary.includes(peers):
-        return why
+        return COMPUTATIONAL if _releases_sums(run) else why
     return (
         f"The charges of the defense describe {adversary.in_words}. What earlier runs revealed of "
         "these rows does not, or something besides the answers depends on labels, such as "

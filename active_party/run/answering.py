@@ -120,14 +120,23 @@ class Answering:
         if due.is_answered is not is_training:
             raise OutOfStep(f"expected a batch of {due.split} now")
         self._check_batch(activation, due)
-        number = self.batch_number
-        fingerprint = self.questions.fingerprint(number, asking.index, activation.values)
+        number, asked = self.batch_number, activation.values
+        if due.split == "transfer" and due.step == 0 and len(self.questions):
+            raise OutOfStep(
+                "the noisy sums were released for a transfer of which the passive party has lost "
+                "its part: it needs a new run, which is charged again (--fresh at both parties)"
+            )
+        if due.split == "sums":  # the same few bytes, whatever bits came before
+            asked = self.trainer.sums.own
+        fingerprint = self.questions.fingerprint(number, asking.index, asked)
         asking.ask(OpenQuestion(activation, fingerprint))
         return due
 
     def _check_batch(self, activation: Activation, due: Batch) -> None:
         wanted = due.identity(self._run_id)
         got, rows = activation.batch, len(activation.values)
+        if due.split in ("transfer", "sums"):  # as many bytes as it takes
+            rows = len(due.positions)
         if got != wanted or rows != len(due.positions):
             raise OutOfStep(
                 f"expected {batch_in_words(wanted.epoch, wanted.step)} with "
@@ -145,11 +154,19 @@ class Answering:
         asked, aggregation = self._parties.questions, self.contract.aggregation
         fingerprints = [question.fingerprint for question in asked]
         where = batch_in_words(batch.epoch, batch.step)
+        if batch.split == "transfer":
+            question = asked[0].activation
+            with self.changing():
+                answer = self.trainer.sums.transfer(batch, question.values)
+                transferred = [Answer(question.batch, answer)]
+                self._reply(transferred)
+            return transferred
         questions = self.questions.of_batch(self.batch_number, fingerprints)
         result: StepResult | None = None
         with self.changing():
-            if batch.split == "labels":
-                defended, report = self.trainer.released_labels(batch.positions)
+            if batch.split in ("labels", "sums"):
+                key = questions.answer_key
+                defended, report = self.trainer.released_labels(batch.positions, key)
                 parts: Sequence[DefendedGradient] = [defended] * len(asked)
             else:
                 cut = aggregate(aggregation, [question.activation.values for question in asked])

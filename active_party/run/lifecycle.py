@@ -210,7 +210,12 @@ class Lifecycle:
         try:
             with self.answering.phases(Phase.ANSWER):
                 replies = self.answering.answer(batch)
-        except (errors.BudgetExhausted, errors.OtherAnswer, errors.StorageError) as error:
+        except (
+            errors.BudgetExhausted,
+            errors.OtherAnswer,
+            errors.StorageError,
+            errors.ProtocolError,  # of a transfer, of which no other message may be tried
+        ) as error:
             if isinstance(error, errors.BudgetExhausted):
                 self._report_ledger(batch.epoch)
             self.end(error)

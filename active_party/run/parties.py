@@ -15,7 +15,7 @@ from torch import Tensor
 from splitveil.common.alignment.share import Share
 from splitveil.common.errors import AlignmentError, OutOfStep
 from splitveil.common.run.contract import Contract
-from splitveil.common.run.course import evaluations_ahead
+from splitveil.common.run.course import TRANSFERS_AHEAD, evaluations_ahead
 from splitveil.common.run.messages import Activation, Answer, BatchId, Course
 from splitveil.common.run.sample_order import NONCE_BYTES, Positions
 
@@ -197,7 +197,9 @@ class PassivePeers:
             PassivePeer(
                 name,
                 index,
-                pipeline_depth=contract.pipeline_depth,
+                pipeline_depth=TRANSFERS_AHEAD
+                if contract.releases_sums
+                else contract.pipeline_depth,
                 evaluations_ahead=evaluations_ahead(contract),
             )
             for index, name in enumerate(contract.passive_parties)

@@ -19,6 +19,7 @@ from splitveil.active_party.defenses import (
     RawBatch,
 )
 from splitveil.active_party.defenses.interface import LabelledRows
+from splitveil.active_party.defenses.noisy_sums import NoisySums
 from splitveil.active_party.defenses.objective import BatchLabels, Objective, StepOutcome
 from splitveil.active_party.training.boosting import WithTrees
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
@@ -122,11 +123,20 @@ class TopTrainer:
         """Whether the last step was learned from, so that the state is whole."""
         return self._unlearned is None
 
-    def released_labels(self, positions: Positions) -> Defended:
-        """Return what the defense lets out of some training rows' labels, (rows, values)."""
+    def released_labels(self, positions: Positions, answer_key: bytes) -> Defended:
+        """Return what the defense lets out of some training rows' labels, or of their sums."""
+        if self._answer_keys is not None:
+            self._answer_keys.begin(answer_key)
         rows = torch.from_numpy(positions.copy()).to(self._device)
         with self._defending("labels cannot be released"):
             return self.defense.released_labels(rows)
+
+    @property
+    def sums(self) -> NoisySums:
+        """The defense of a run with noisy sums."""
+        if not isinstance(self.defense, NoisySums):
+            raise SplitveilError("this defense releases no sums")
+        return self.defense
 
     def gradient(
         self, positions: Positions, activation: Tensor, answer_key: bytes | None = None

@@ -3,9 +3,10 @@
 A row becomes codes X: each number is cumulative over quantile bins, min(max(place - j, 0), 1) for
 bin j, and each category one-hot. The activation is a linear function of the codes, clipped at five
 standard deviations: principal components, X V L^(-1/4) with V and L the largest eigenvectors and
-eigenvalues of the codes' covariance, or before these a score, which is a ridge regression on noisy
-labels. Components are scaled by the fourth root of their variance: half way to whitening, so that
-the later ones, which are mostly noise, do not count as much as the first.
+eigenvalues of the codes' covariance, or before these a score, which is a ridge regression on what
+the label owner released: noisy labels, or noisy sums of labels over bits of the codes. Components
+are scaled by the fourth root of their variance: half way to whitening, so that the later ones,
+which are mostly noise, do not count as much as the first.
 """
 
 import logging
@@ -20,7 +21,15 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from splitveil.common.data.features import Features, FeatureShapes, image_as_float
-from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.errors import DataError, InvalidMessage, SettingsError
+from splitveil.common.models.ridge import (
+    Ridge,
+    Told,
+    mean_and_covariance,
+    scales,
+    told_by_labels,
+    told_by_sums,
+)
 from splitveil.common.models.settings import PcaModel, ScoreModel
 
 _logger = logging.getLogger(__name__)
@@ -28,8 +37,7 @@ _logger = logging.getLogger(__name__)
 MOST_DENSE = 4096
 """Codes beyond which their covariance is not held, and a sparse solver is used."""
 
-_STRENGTHS = torch.logspace(-3, 2, 31, dtype=torch.float64)  # by row and unit of variance
-_LEAST_DEVIATION = 0.2  # rarer categories and steps are shrunk more
+_MOST_BITS = 127  # of a row, without the bit that is always 1
 _CLIP = 5.0
 FIT_ROWS = 2**14  # rows whose codes are held at once
 _TINY = 1e-9  # share of the largest variance below which a component is rounding
@@ -59,6 +67,8 @@ class ComponentsBottom(nn.Module):
         self.register_buffer("limit", torch.full((width,), math.inf))
         starts = torch.tensor([0, *accumulate(self._sizes)][:-1], dtype=torch.int64)
         self.register_buffer("starts", starts + self._num_dense, persistent=False)
+        # Weights, and in the last line thresholds, of the bits; found again from the table.
+        self.register_buffer("of_bits", torch.zeros(self.num_codes + 1, 0), persistent=False)
 
     def forward(self, features: Features) -> Tensor:
         activation = self.values(features, self.weight) + self.bias
@@ -117,6 +127,19 @@ class ComponentsBottom(nn.Module):
                 share = is_there / lengths.clamp(min=1)
                 yield tokens + starts[categories + column], share[:, :, None]
 
+    @property
+    def num_bits(self) -> int:
+        """How many bits a row has, without the one that is always 1; 0 before ``before_labels``."""
+        return self.get_buffer("of_bits").shape[1]
+
+    def bits(self, features: Features) -> NDArray[np.bool_]:
+        """Return the bits of rows over which labels are summed, (rows, num_bits)."""
+        of_bits = self.get_buffer("of_bits")
+        with torch.no_grad():
+            is_above = self.values(features, of_bits[:-1]) > of_bits[-1]
+            found: NDArray[np.bool_] = is_above.cpu().numpy()
+        return found
+
     # ---- fitting ----
 
     def fit(self, blocks: Blocks, *, is_final: bool) -> None:
@@ -133,7 +156,10 @@ class ComponentsBottom(nn.Module):
             self._set(slice(None), scaled, -mean @ scaled, deviations)
 
     def before_labels(self, blocks: Blocks, names: Sequence[str]) -> Tensor:
-        """Return what ``fit_score`` needs of a table's rows and the names of its columns.
+        """Choose the bits, and return what a score needs of a table's rows and columns' names.
+
+        A bit says on which side of the mean a row lies along a principal component of codes that
+        are scaled half way to equal variance: it is dense, and the next ones tell little of it.
 
         Raises SettingsError for what could not be fitted to any labels: their release is charged.
         """
@@ -149,8 +175,14 @@ class ComponentsBottom(nn.Module):
                 f"have {self.num_codes:,}: leave out those of many categories, or set min_count"
             )
         moments = self.moments(blocks)
-        covariance = _mean_and_covariance(moments)[1]
+        mean, covariance = mean_and_covariance(moments)
         self._require_directions(_principal(covariance, len(self.bias))[1])
+        scale = scales(covariance).sqrt()
+        scaled = covariance / torch.outer(scale, scale)
+        directions, variances = _principal(scaled, _MOST_BITS)
+        count = _num_bits(variances[variances > 0] / scaled.trace(), float(moments[0, 0]))
+        directions = directions[:, :count] / scale[:, None]
+        self.of_bits = torch.cat([directions, (mean @ directions)[None]]).to(self.weight)
         return moments
 
     def fit_score(
@@ -167,25 +199,58 @@ class ComponentsBottom(nn.Module):
             targets = torch.from_numpy(noisy).double()
             if targets.shape[1] > 1:  # shares of classes add up to 1, and the noise does not
                 targets = (targets - targets.mean(1, keepdim=True))[:, :-1]
-            sums = self._sums_of(rows, targets)
-            weight, bias = Ridge(sums, self.num_codes).function()
-            self._set(slice(0, len(bias)), weight, bias, torch.ones_like(bias))
-            self._fit_beside(len(bias), moments, sums, names)
+            self._fit(told_by_labels(self._sums_of(rows, targets), self.num_codes), moments, names)
+
+    def fit_sums(
+        self,
+        blocks: Blocks,
+        sums: NDArray[np.float64],
+        sigma: float,
+        moments: Tensor,
+        names: Sequence[str],
+    ) -> None:
+        """Fit scores to noisy sums of training rows' labels, and components to a table's moments.
+
+        ``sums`` are those of the labels, or of shares of a range, over the rows of each bit, and
+        last over all rows, (num_bits + 1, targets), each with normal noise of deviation ``sigma``.
+        ``blocks`` yields those rows in parts.
+
+        Raises InvalidMessage for sums of another shape, or that are not finite.
+        """
+        if sums.shape[:-1] != (self.num_bits + 1,) or not np.isfinite([*sums.flat, sigma]).all():
+            raise InvalidMessage(
+                f"sums: expected finite ones over {self.num_bits + 1} bits, got {sums.shape}"
+            )
+        with torch.no_grad():
+            joined = self._sums((part, torch.from_numpy(self.bits(part))) for part in blocks())
+            told = told_by_sums(joined, self.num_codes, torch.from_numpy(sums), sigma)
+            self._fit(told, moments, names)
 
     def scores_of(self, rows: Features, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights, (codes, targets), and bias of a score for each target, float64."""
         with torch.no_grad():
-            return Ridge(self._sums_of(rows, targets), self.num_codes).function()
+            return Ridge(told_by_labels(self._sums_of(rows, targets), self.num_codes)).function()
 
-    def _fit_beside(self, first: int, moments: Tensor, sums: Tensor, names: Sequence[str]) -> None:
-        width, settings = len(self.bias) - first, self.settings
-        mean, covariance = _mean_and_covariance(moments)
+    def _fit(self, told: Told, moments: Tensor, names: Sequence[str]) -> None:
+        weight, bias = Ridge(told).function()
+        first, settings = len(bias), self.settings
+        of_code = np.array(names, dtype=object)[self.column_of_code()]
+        if isinstance(settings, ScoreModel) and settings.max_column_share is not None:
+            for name in sorted({*names}):
+                share = told.share(weight, torch.from_numpy(np.flatnonzero(of_code == name)))
+                if share > settings.max_column_share:
+                    raise SettingsError(
+                        f"bottom_model.max_column_share: {settings.max_column_share:g}; column "
+                        f"{name} alone explains {share:.3f} of a score's variance. It was not sent."
+                    )
+        self._set(slice(0, first), weight, bias, torch.ones_like(bias))
+        width = len(self.bias) - first
+        mean, covariance = mean_and_covariance(moments)
         if width == 0:
             return
         if isinstance(settings, ScoreModel) and settings.columns is not None:
-            of_code = np.array(names, dtype=object)[self.column_of_code()]
             worth = {
-                name: Ridge(sums, self.num_codes, np.flatnonzero(of_code == name)).evidence
+                name: Ridge(told, np.flatnonzero(of_code == name)).evidence
                 for name in settings.columns_from or sorted({*names})
             }
             best = sorted(worth, key=lambda name: -worth[name])[: settings.columns]
@@ -206,13 +271,13 @@ class ComponentsBottom(nn.Module):
 
     def _sums_of(self, rows: Features, targets: Tensor) -> Tensor:
         places = torch.split(torch.arange(len(targets)), FIT_ROWS)
-        return self._sums((rows.rows(at), targets[at]) for at in places)
+        return self._sums((rows.rows(at.to(self.weight.device)), targets[at]) for at in places)
 
     def _sums(self, parts: Iterable[tuple[Features, Tensor]]) -> Tensor:
         """Return the sums of the products of [1, codes, targets]."""
         sums = torch.zeros((), dtype=torch.float64)
         for features, targets in parts:
-            codes = self.codes(features).double()
+            codes = self.codes(features).double().cpu()
             joined = torch.cat([torch.ones(len(codes), 1), codes, targets], dim=1)
             sums = sums + joined.T @ joined
         return sums if sums.ndim else sums.new_zeros(1, 1)
@@ -223,7 +288,7 @@ class ComponentsBottom(nn.Module):
             directions, variances, mean = _sparse_components(self, blocks, width)
         else:
             moments = self.moments(blocks)
-            mean, covariance = _mean_and_covariance(moments)
+            mean, covariance = mean_and_covariance(moments)
             directions, variances = _principal(covariance, width)
         self._require_directions(variances)
         return directions, variances, mean
@@ -240,11 +305,6 @@ class ComponentsBottom(nn.Module):
         self.weight[:, columns] = weight.to(self.weight)
         self.bias[columns] = bias.to(self.bias)
         self.get_buffer("limit")[columns] = (_CLIP * deviations).to(self.bias)
-
-
-def _mean_and_covariance(sums: Tensor) -> tuple[Tensor, Tensor]:
-    mean = sums[0, 1:] / sums[0, 0]
-    return mean, sums[1:, 1:] / sums[0, 0] - torch.outer(mean, mean)
 
 
 def _principal(covariance: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -281,42 +341,13 @@ def _sparse_components(
     return *_signed(directions, variances), mean
 
 
-class Ridge:
-    """A ridge regression of noisy targets on scaled codes, from sums of [1, codes, targets].
+def _num_bits(shares: Tensor, num_rows: float) -> int:
+    """Return how many bits are expected to tell most: each one adds to the noise on all sums.
 
-    Its strength is twice that of the largest marginal likelihood, under a normal prior for each
-    weight and with the targets' own variance as that of the noise.
+    ``shares`` are those of the components of the variance of codes, which are taken for normal and
+    to explain a tenth of a label's variance, of .16, at a bound of .600 on the leak AUC.
     """
-
-    def __init__(
-        self, sums: Tensor, num_codes: int, of_codes: NDArray[np.int64] | None = None
-    ) -> None:
-        codes = torch.arange(num_codes) if of_codes is None else torch.from_numpy(of_codes)
-        self._num_codes, self._codes, count = num_codes, codes, sums[0, 0]
-        centred = (sums - torch.outer(sums[0], sums[0]) / count)[1:, 1:]
-        variance = centred.diagonal() / count
-        # A rare category would otherwise count as much as a frequent one.
-        self._scale = variance[codes].clamp(min=_LEAST_DEVIATION**2).sqrt()
-        self._mean = sums[0, 1:][codes] / count
-        gram = centred[codes][:, codes] / torch.outer(self._scale, self._scale) / count
-        values, self._directions = torch.linalg.eigh(gram)
-        self._values = values.clamp(min=0)
-        along = self._directions.T @ (centred[codes, num_codes:] / self._scale[:, None]) / count
-        # (directions, targets), and for each strength the likelihood
-        explained = along**2 / variance[num_codes:].clamp(min=1e-30)
-        kept = self._values + _STRENGTHS[:, None]
-        likelihood = (count * (explained.sum(1) / kept) / 2).sum(1)
-        likelihood -= explained.shape[1] * (kept / _STRENGTHS[:, None]).log().sum(1) / 2
-        best = int(likelihood.argmax())
-        self.evidence = float(likelihood[best])
-        """Logarithm of the likelihood ratio to a model without codes."""
-        self._along, self._strength = along, 2 * _STRENGTHS[best]
-
-    def function(self) -> tuple[Tensor, Tensor]:
-        """Return weights of all codes, (codes, targets), and bias of standardised scores."""
-        along = self._along / (self._values + self._strength)[:, None]
-        deviation = (along**2 * self._values[:, None]).sum(0).clamp(min=1e-30).sqrt()
-        scaled = self._directions @ along / deviation / self._scale[:, None]
-        of_all = torch.zeros(self._num_codes, scaled.shape[1], dtype=torch.float64)
-        of_all[self._codes] = scaled
-        return of_all, -self._mean @ scaled
+    bits = torch.arange(1, len(shares) + 1)
+    signal = 0.1 * shares * num_rows**2 / (2 * math.pi)
+    noise = num_rows / 4 + 2.79**2 / 0.16 * (bits + 1)
+    return int(torch.log1p(signal / noise[:, None]).tril().sum(1).argmax()) + 1

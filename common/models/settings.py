@@ -72,9 +72,9 @@ class PcaModel(Section):
 class ScoreModel(PcaModel):
     """A score that predicts the label, and principal components in the rest of ``cut_shape``.
 
-    The score is a ridge regression on the noisy labels with which a one-shot run begins
-    (``contract.noisy_labels``): one number for two classes and for numbers, otherwise one for each
-    class but one.
+    The score is a linear regression on the noisy labels or sums with which a one-shot run begins
+    (``contract.release``): one number for two classes and for numbers, otherwise one for each class
+    but one.
     """
 
     kind: Literal["score"]  # type: ignore[assignment]
@@ -85,6 +85,11 @@ class ScoreModel(PcaModel):
 
     columns_from: tuple[str, ...] | None = None
     """Names of the columns that ``columns`` may choose; by default all."""
+
+    max_column_share: float | None = Field(default=None, gt=0, le=1)
+    """The most that one column alone may explain of a score's variance: a label owner that lies
+    about its labels makes a score a guess of a column. A run above it ends before a row is sent.
+    By default there is no limit."""
 
 
 class WideDeepModel(Section):

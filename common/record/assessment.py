@@ -60,6 +60,7 @@ class LeakAssessment:
     is_measured: bool  # whether anything was measured beyond features, be it on too few rows
     is_proved: bool = False  # whether the bound holds whatever was measured
     has_gradients: bool = True  # whether any were sent that could be attacked
+    is_computational: bool = False  # whether the bound needs that nobody breaks a cipher
 
     @property
     def is_complete(self) -> bool:
@@ -81,7 +82,8 @@ class LeakAssessment:
         """``at most .600 for anybody``, or ``no bound``."""
         if self.bound is None or self.adversary is None:
             return "no bound"
-        return f"at most {auc_at_most(self.bound)} for {self.adversary.in_words}"
+        how = ", computationally" * self.is_computational
+        return f"at most {auc_at_most(self.bound)} for {self.adversary.in_words}{how}"
 
     @property
     def not_measured(self) -> str:

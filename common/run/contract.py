@@ -40,6 +40,12 @@ ACTIVE = "active"  # name of the active party; the passive parties choose theirs
 MAX_CUT_DIM = 2**24
 """64 MiB of float32 for each example: far beyond any cut layer, and far below what overflows."""
 
+TRANSFER_ROWS = 2**13  # rows of one message of an oblivious transfer
+MAX_TRANSFER_BYTES = 2**28
+"""The most bytes of such a message: with 128 bits of each row, 4 MiB, and 4 MiB for each class but
+the last in the reply to it."""
+_MOST_SUMMED = 63
+
 DTYPE_BYTES: dict[CutDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -183,15 +189,18 @@ class Contract(Section):
 
     ``gradients``: activations up and defended gradients down, in every epoch. ``one_shot``: the
     activation of each common row once, and no gradient; the bottom model is fitted without labels,
-    or to ``noisy_labels``, and the active party trains the top model by itself afterwards."""
+    or to a ``release``, and the active party trains the top model by itself afterwards."""
 
-    noisy_labels: bool = False
-    """Whether a one-shot run begins with a noisy label of each training row, which the active
-    party's ``defense: noisy_label`` draws, and to which a bottom model of ``kind: score`` is
-    fitted. Without it, nothing that depends on a label is sent."""
+    release: Literal["noisy_labels", "noisy_sums"] | None = None
+    """What a one-shot run begins with, so that a bottom model of ``kind: score`` can be fitted to
+    it; the active party's ``defense: noisy_label`` draws the noise.
+
+    ``noisy_labels``: a noisy label of each training row. ``noisy_sums``: sums, with noise, of the
+    training rows' labels over bits of the passive party's columns, which the active party does not
+    learn; with one passive party. ``null``: nothing that depends on a label is sent."""
 
     scores: int = Field(default=1, ge=1)
-    """Scores that may be fitted to the noisy labels: of K classes K - 1, otherwise one."""
+    """Scores that may be fitted to the release: of K classes K - 1, otherwise one."""
 
     batch_size: int = Field(ge=1, le=1_048_576)
     """Examples per training step."""
@@ -257,18 +266,24 @@ class Contract(Section):
 
     @model_validator(mode="after")
     def _labels_are_of_one_shot(self) -> "Contract":
-        if self.noisy_labels and not self.is_one_shot:
-            raise ValueError("noisy_labels: only a run with exchange: one_shot begins with them")
+        if self.release is not None and not self.is_one_shot:
+            raise ValueError("release: only a run with exchange: one_shot begins with one")
+        if self.releases_sums and len(self.passive_parties) > 1:
+            raise ValueError("release: noisy_sums needs a single passive party")
+        if self.releases_sums and self.scores > _MOST_SUMMED:
+            raise ValueError(
+                f"scores: noisy_sums has at most {_MOST_SUMMED}: expected noisy_labels"
+            )
         if self.scores > self.cut_dim:
             raise ValueError(f"cut_shape: {self.scores} scores need at least {self.scores} values")
         if not self.is_one_sided:
             return self
         if not self.is_one_shot:
             raise ValueError("alignment.kind: one_sided needs exchange: one_shot")
-        if self.noisy_labels:
+        if self.release is not None:
             raise ValueError(
-                "alignment.kind: one_sided, and noisy_labels would name the common rows to the "
-                "passive party: expected false, or alignment.kind: mutual"
+                f"alignment.kind: one_sided, and {self.release} would name the common rows to the "
+                f"passive party: expected release: null, or alignment.kind: mutual"
             )
         if len(self.passive_parties) > 1:
             raise ValueError("alignment.kind: one_sided needs a single passive party")
@@ -285,6 +300,11 @@ class Contract(Section):
     def is_one_shot(self) -> bool:
         """Whether each common row's activation is sent once, and no gradient."""
         return self.exchange == "one_shot"
+
+    @property
+    def releases_sums(self) -> bool:
+        """Whether the run begins with noisy sums."""
+        return self.release == "noisy_sums"
 
     @property
     def is_one_sided(self) -> bool:
@@ -312,6 +332,8 @@ class Contract(Section):
     def max_message_bytes(self) -> int:
         """Size of the largest message that either party has a reason to send."""
         tensor_bytes = self.max_rows * self.cut_dim * DTYPE_BYTES[self.cut_dtype]
+        if self.releases_sums:
+            tensor_bytes = MAX_TRANSFER_BYTES
         return max(min(tensor_bytes, self.wire.unchunked_bytes), self.wire.chunk_bytes) + 65536
 
     def canonical_json(self) -> str:

@@ -10,7 +10,13 @@ from numpy.typing import NDArray
 
 from splitveil.common.errors import AlignmentError, DataError
 from splitveil.common.run import sample_order
-from splitveil.common.run.contract import DTYPE_BYTES, ColumnSplit, Contract, HashSplit
+from splitveil.common.run.contract import (
+    DTYPE_BYTES,
+    TRANSFER_ROWS,
+    ColumnSplit,
+    Contract,
+    HashSplit,
+)
 from splitveil.common.run.messages import BatchId
 
 HELD_OUT: tuple[sample_order.SplitName, ...] = ("validation", "test")
@@ -121,7 +127,7 @@ class Batch:
     @property
     def is_answered(self) -> bool:
         """Whether the reply is a tensor that depends on labels."""
-        return self.split in ("train", "labels")
+        return self.split in ("train", "labels", "transfer", "sums")
 
     @property
     def key(self) -> tuple[int, sample_order.PassName, int]:
@@ -153,17 +159,25 @@ def _one_shot(
 ) -> Iterator[Batch]:
     train = rows.splits["train"]
     passes: list[tuple[sample_order.PassName, sample_order.Positions]] = [("activations", train)]
-    if contract.noisy_labels:
-        passes.insert(0, ("labels", train))
+    match contract.release:
+        case "noisy_labels":
+            passes.insert(0, ("labels", train))
+        case "noisy_sums":
+            passes[:0] = [("transfer", train), ("sums", train)]
     passes += [(name, rows.splits[name]) for name in held_out]
     for name, positions in passes:
         parts = list(_parts(positions, contract.evaluation_batch_size))
+        if name == "transfer":
+            parts = [train, *_parts(train, TRANSFER_ROWS)]
+        elif name == "sums":
+            parts = [train]
         yield from _batches(rows, 0, name, parts, closes_epoch=name == passes[-1][0])
 
 
 def is_checkpoint(contract: Contract, rows: AlignedRows, batch: Batch) -> bool:
     if batch.split != "train":
-        return batch.closes_epoch or (batch.split == "labels" and batch.closes_split)
+        is_release = batch.split in ("labels", "transfer", "sums")
+        return batch.closes_epoch or (is_release and batch.closes_split)
     steps = batch.epoch * rows.order.steps_per_epoch + batch.step + 1
     return steps % contract.checkpoints.every_steps == 0 and not batch.closes_split
 
@@ -176,6 +190,9 @@ def needs_all_gradients(contract: Contract, rows: AlignedRows, batch: Batch) -> 
     """
     is_last = batch.closes_split or is_checkpoint(contract, rows, batch)
     return contract.pipeline_depth == 1 or is_last
+
+
+TRANSFERS_AHEAD = 4  # messages of an oblivious transfer that may wait for replies at once
 
 
 def evaluations_ahead(contract: Contract) -> int:

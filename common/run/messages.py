@@ -11,6 +11,7 @@ from enum import Enum
 from typing import NamedTuple, NewType
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -47,6 +48,16 @@ class Answer:
 
     batch: BatchId
     values: DefendedGradient  # (rows, *cut_shape)
+
+
+def bytes_of(values: Tensor) -> bytes:
+    """Return the bytes of a message of an oblivious transfer."""
+    return values.numpy().tobytes()
+
+
+def tensor_of(message: bytes) -> Tensor:
+    """Return bytes as the values of an activation or an answer, (bytes,) uint8."""
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
 
 
 class Course(Enum):

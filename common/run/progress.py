@@ -131,6 +131,14 @@ class Progress:
         before = self.ahead(unanswered - 1) if unanswered else None
         return None if before is not None and before.closes_epoch else batch
 
+    def to_transfer(self, unanswered: int) -> course.Batch | None:
+        """Return the batch of a transfer, or of sums, to send now; None before a reply has come."""
+        batch = self.ahead(unanswered)
+        if batch is None or not unanswered:
+            return batch
+        is_ahead = batch.split == "transfer" and batch.step > 1  # the first needs the reply before
+        return batch if is_ahead and unanswered < course.TRANSFERS_AHEAD else None
+
     def go_to(self, batch_number: int) -> None:
         self.batch_number = batch_number
         self._course = course.run_course(self._contract, self._rows, batch_number)
@@ -153,6 +161,8 @@ class Progress:
         """Save a checkpoint, if the store keeps any, or raise StorageError."""
         self.checkpoint_due = False
         if self.store.keeps:
+            # A party's own part of noisy sums is stored before they are asked for, or sent.
+            soon = soon and (self.due is None or self.due.split != "sums")
             save = self.store.save_soon if soon else self.store.save
             save(self.batch_number, state())
 

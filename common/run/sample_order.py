@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 SplitName = Literal["train", "validation", "test"]
 
-PassName = Literal["labels", "activations", "train", "validation", "test"]
+PassName = Literal["labels", "transfer", "sums", "activations", "train", "validation", "test"]
 """A pass over rows: over one split in each epoch. A one-shot run has no pass ``train``, but a
 pass ``activations`` over the training rows; its noisy labels, if any, come down in the pass
-``labels``."""
+``labels``, and its noisy sums in the pass ``sums``, after an oblivious transfer."""
 
 SPLITS: tuple[SplitName, ...] = get_args(SplitName)
 """The names of the splits in a column; in memory, a split is its index into this tuple."""

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from splitveil.common.errors import InvalidMessage, ProtocolError, TooLarge
-from splitveil.common.run.contract import DTYPE_BYTES, Contract, CutDtype
+from splitveil.common.run.contract import DTYPE_BYTES, MAX_TRANSFER_BYTES, Contract, CutDtype
 from splitveil.common.run.messages import Activation, Answer, BatchId, DefendedGradient
 from splitveil.common.wire.limits import TENSOR_HEADER_BYTES, check_fields
 from splitveil.common.wire.small_messages import SPLIT_TO_WIRE, split_from_wire
@@ -134,6 +134,7 @@ WIRE_DTYPES: dict[CutDtype, pb.DType] = {
     "float16": pb.DTYPE_FLOAT16,
     "bfloat16": pb.DTYPE_BFLOAT16,
 }
+_BYTES = (pb.SPLIT_TRANSFER, pb.SPLIT_SUMS)  # the splits whose tensors are bytes, (bytes,)
 
 MessageT = TypeVar("MessageT")
 
@@ -145,6 +146,7 @@ class TensorLimits:
     max_rows: int
     unchunked_bytes: int
     chunk_bytes: int
+    most_transferred: int = 0  # bytes of a message of an oblivious transfer
 
     @property
     def row_bytes(self) -> int:
@@ -158,6 +160,7 @@ class TensorLimits:
             contract.max_rows,
             contract.wire.unchunked_bytes,
             contract.wire.chunk_bytes,
+            MAX_TRANSFER_BYTES if contract.releases_sums else 0,
         )
 
 
@@ -172,7 +175,9 @@ def encode_answer(answer: Answer, limits: TensorLimits) -> Iterator[Frame]:
 
 
 def _encode(batch: BatchId, tensor: Tensor, limits: TensorLimits) -> Iterator[Frame]:
-    values = tensor.detach().to("cpu", TORCH_DTYPES[limits.dtype]).contiguous()
+    is_bytes = SPLIT_TO_WIRE[batch.split] in _BYTES
+    dtype = torch.uint8 if is_bytes else TORCH_DTYPES[limits.dtype]
+    values = tensor.detach().to("cpu", dtype).contiguous()
     payload = values.view(torch.uint8).numpy().reshape(-1).data
     size = len(payload) if len(payload) <= limits.unchunked_bytes else limits.chunk_bytes
     for offset in range(0, max(len(payload), 1), max(size, 1)):
@@ -183,7 +188,7 @@ def _encode(batch: BatchId, tensor: Tensor, limits: TensorLimits) -> Iterator[Fr
             rows=values.shape[0],
             rows_digest=batch.rows_digest,
             split=SPLIT_TO_WIRE[batch.split],
-            dtype=WIRE_DTYPES[limits.dtype],
+            dtype=pb.DTYPE_UINT8 if is_bytes else WIRE_DTYPES[limits.dtype],
             shape=values.shape,
             total_bytes=len(payload),
             offset=offset,
@@ -239,17 +244,21 @@ class TensorAssembler(Generic[MessageT]):
 
     def _check_first(self, fields: pb.TensorFrame) -> None:
         limits = self._limits
-        shape = (fields.rows, *limits.cut_shape)
+        shape, most_rows = (fields.rows, *limits.cut_shape), limits.max_rows
+        dtype, value_bytes = WIRE_DTYPES[limits.dtype], DTYPE_BYTES[limits.dtype]
         if fields.split == pb.SPLIT_LABELS:  # a question about labels is empty
             wanted = fields.shape[-1] if len(fields.shape) == 2 else 1
             shape = (fields.rows, min(max(wanted, 1), self._most_label_values))
-        if fields.dtype != WIRE_DTYPES[limits.dtype]:
-            raise InvalidMessage(f"dtype: expected {limits.dtype}, got {fields.dtype}")
-        if fields.rows > limits.max_rows:
-            raise TooLarge(f"rows: at most {limits.max_rows}, got {fields.rows}")
+        elif fields.split in _BYTES:
+            shape, most_rows = (fields.rows,), limits.most_transferred
+            dtype, value_bytes = pb.DTYPE_UINT8, 1
+        if fields.dtype != dtype:
+            raise InvalidMessage(f"dtype: expected {pb.DType.Name(dtype)}, got {fields.dtype}")
+        if fields.rows > most_rows:
+            raise TooLarge(f"rows: at most {most_rows}, got {fields.rows}")
         if fields.rows == 0 or tuple(fields.shape) != shape:
             raise InvalidMessage(f"shape: expected {shape}, got {tuple(fields.shape)}")
-        expected = math.prod(shape) * DTYPE_BYTES[limits.dtype]
+        expected = math.prod(shape) * value_bytes
         if fields.total_bytes != expected:
             raise InvalidMessage(f"length: expected {expected} bytes, got {fields.total_bytes}")
         if fields.offset != 0:
@@ -266,7 +275,7 @@ class TensorAssembler(Generic[MessageT]):
             )
 
     def _finish(self, fields: pb.TensorFrame, data: memoryview) -> MessageT:
-        dtype = TORCH_DTYPES[self._limits.dtype]
+        dtype = torch.uint8 if fields.split in _BYTES else TORCH_DTYPES[self._limits.dtype]
         # The copy makes the tensor writable and independent of the message's memory, and gives it
         # torch's alignment, on which the bits of a product may depend.
         values = torch.empty(*fields.shape, dtype=dtype)

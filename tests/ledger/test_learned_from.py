@@ -100,7 +100,7 @@ def test_released_weights_count_by_what_a_ledger_holds(folder: Path) -> None:
 def test_weights_change_no_bound_of_a_run_whose_answers_no_model_enters(folder: Path) -> None:
     checkpoint, _ = left_by(folder, "first", DEFENSES["none"])
     started = [DEFENSES["gaussian"], f"initial_weights={checkpoint}"]
-    agreed = ["contract.exchange=one_shot", "contract.noisy_labels=true"]
+    agreed = ["contract.exchange=one_shot", "contract.release=noisy_labels"]
     (signal,) = signals_of(build_parties(folder, started).active_settings)
     assert "has learned from true labels" in signal.why
     parties = build_parties(folder, [*agreed, *started], [*agreed, "bottom_model={kind: score}"])

@@ -1,11 +1,20 @@
-"""Scores that are fitted to noisy labels."""
+"""Scores that are fitted to noisy labels, or to noisy sums of labels."""
+
+import math
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
+from scipy.stats import multivariate_normal
 from sklearn.linear_model import Ridge as ReferenceRidge
+from torch import Tensor
 
-from splitveil.common.models.components import Ridge
+from splitveil.common.data.features import Features, FeatureShapes
+from splitveil.common.errors import InvalidMessage, SettingsError
+from splitveil.common.models.components import ComponentsBottom
+from splitveil.common.models.ridge import Ridge, told_by_labels, told_by_sums
+from splitveil.common.models.settings import PcaModel, ScoreModel
 
 ROWS, CODES = 2_000, 60
 DRAWN = np.random.default_rng(1)
@@ -15,7 +24,7 @@ SIGNAL = (X[:, 0] + 0.5 * X[:, 1]) / 5**0.5
 
 def fitted(targets: NDArray[np.float64], codes: NDArray[np.int64] | None = None) -> Ridge:
     joined = torch.from_numpy(np.column_stack([np.ones(ROWS), X, targets]))
-    return Ridge(joined.T @ joined, CODES, codes)
+    return Ridge(told_by_labels(joined.T @ joined, CODES), codes)
 
 
 def scores(ridge: Ridge) -> NDArray[np.float64]:
@@ -50,6 +59,138 @@ def test_columns_that_tell_more_of_noisy_labels_have_more_evidence() -> None:
 
 def test_a_constant_code_counts_for_nothing() -> None:
     joined = torch.from_numpy(np.column_stack([np.ones((ROWS, 2)), X[:, 0], SIGNAL]))
-    weight, _ = Ridge(joined.T @ joined, 2).function()
+    weight, _ = Ridge(told_by_labels(joined.T @ joined, 2)).function()
     assert abs(weight[0]) < 1e-9
     assert weight[1] > 0.5
+
+
+# ---- sums ---------------------------------------------------------------------------------------
+
+COLUMNS = tuple(f"x{number}" for number in range(6))
+PLACES = Features(torch.from_numpy(DRAWN.uniform(0, 8, size=(ROWS, 6))).float())
+PROBABLE = 1 / (1 + np.exp(-(PLACES.numeric[:, 0] - PLACES.numeric[:, 1]).numpy()))  # type: ignore[index]
+LABELS = (DRAWN.random(ROWS) < PROBABLE).astype(np.float64)
+NOISE_RATIO = 2.8
+
+
+def ready(max_column_share: float | None = None) -> tuple[ComponentsBottom, Tensor]:
+    shapes = FeatureShapes(numeric_dim=6, bins=(8,) * 6)
+    settings = ScoreModel(kind="score", max_column_share=max_column_share)
+    model = ComponentsBottom(settings, shapes, (1,))
+    return model, model.before_labels(lambda: iter([PLACES]), COLUMNS)
+
+
+def sums_of(model: ComponentsBottom, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    bits = np.column_stack([model.bits(PLACES), np.ones(ROWS)])
+    found: NDArray[np.float64] = bits.T @ values[:, None]
+    return found
+
+
+def fitted_to_sums(sums: NDArray[np.float64], sigma: float) -> NDArray[np.float64]:
+    model, moments = ready()
+    halves = [PLACES.rows(torch.arange(ROWS // 2)), PLACES.rows(torch.arange(ROWS // 2, ROWS))]
+    model.fit_sums(lambda: iter(halves), sums, sigma, moments, COLUMNS)
+    found: NDArray[np.float64] = model(PLACES).detach().numpy()[:, 0]
+    return found
+
+
+def test_a_score_from_sums_is_the_mean_of_the_weights_that_its_noise_leaves_open() -> None:
+    """Against the same written out with covariances of sums, and densities of SciPy."""
+    sigma, codes = 30.0, X[:, :8]
+    bits = (X[:, :12] > 0).astype(float)
+    labels = (SIGNAL > 0.8).astype(float)
+    ones = np.column_stack([bits, np.ones(ROWS)])
+    released = ones.T @ labels + np.random.default_rng(3).normal(scale=sigma, size=13)
+    joined = torch.from_numpy(np.column_stack([np.ones(ROWS), codes, bits]))
+    told = told_by_sums(joined.T @ joined, 8, torch.from_numpy(released[:, None]), sigma)
+    weight = Ridge(told).function()[0].numpy()[:, 0]
+
+    p = released[-1] / ROWS
+    deviation = math.sqrt(p * (1 - p))
+    # What is seen is what the labels' noise and that of the mechanism make of the weights.
+    less_mean = np.column_stack([np.eye(12), -bits.mean(0)])
+    seen = less_mean @ released / deviation
+    design = (bits - bits.mean(0)).T @ (codes - codes.mean(0)) / codes.std(0)
+    noise = np.cov(bits.T, bias=True) * ROWS + less_mean @ less_mean.T * (sigma / deviation) ** 2
+    variances = 1 / ROWS / np.logspace(-5, 2, 43)
+    densities = [
+        multivariate_normal.logpdf(seen, np.zeros(12), variance * design @ design.T + noise)
+        for variance in variances
+    ]
+    variance = variances[np.argmax(densities)] / 2
+    solved = np.linalg.solve(variance * design @ design.T + noise, seen)
+    expected = variance * design.T @ solved / codes.std(0)
+    expected /= ((codes - codes.mean(0)) @ expected).std()
+    assert np.allclose(weight, expected, atol=1e-6)
+
+
+def test_sums_without_noise_give_back_what_is_linear_in_the_codes() -> None:
+    """Of two targets, each has a score of its own; the number beside them is a component."""
+    settings, shapes = ScoreModel(kind="score"), FeatureShapes(numeric_dim=6, bins=(8,) * 6)
+    model = ComponentsBottom(settings, shapes, (3,))
+    moments = model.before_labels(lambda: iter([PLACES]), COLUMNS)
+    weights = np.column_stack([np.arange(6), np.arange(6)[::-1] ** 2]) / 400
+    values = PLACES.numeric.double().numpy() @ weights  # type: ignore[union-attr]
+    sums = np.column_stack([sums_of(model, of_one) for of_one in values.T])
+    model.fit_sums(lambda: iter([PLACES]), sums, 0.0, moments, COLUMNS)
+    found = model(PLACES).detach().numpy()
+    for target in range(2):
+        assert np.corrcoef(found[:, target], values[:, target])[0, 1] > 0.999
+    component = ComponentsBottom(PcaModel(kind="pca"), shapes, (1,))
+    component.fit(lambda: iter([PLACES]), is_final=True)
+    assert np.allclose(found[:, 2], component(PLACES).detach().numpy()[:, 0], atol=1e-5)
+
+
+def test_a_table_of_few_rows_has_fewer_bits_because_each_adds_to_the_noise() -> None:
+    model, _ = ready()
+    many = model.num_bits
+    model.before_labels(lambda: iter([PLACES.rows(torch.arange(300))]), COLUMNS)
+    assert 0 < model.num_bits < many <= 6 * 8
+
+
+def test_sums_lose_less_than_labels_that_are_noised_for_the_same_bound() -> None:
+    """A bound holds for a row of any bits: the noise is that of the longest, all ones."""
+    model, moments = ready()
+    sums, sigma = sums_of(model, LABELS), NOISE_RATIO * math.sqrt(model.num_bits + 1)
+    by_sums: list[float] = []
+    by_labels: list[float] = []
+    for seed in range(5):
+        drawn = np.random.default_rng(seed)
+        noisy = LABELS[:, None] + NOISE_RATIO * drawn.normal(size=(ROWS, 1))
+        model.fit_score(PLACES, noisy.astype(np.float32), moments, COLUMNS)
+        of_labels = model(PLACES).detach().numpy()[:, 0]
+        of_sums = fitted_to_sums(sums + sigma * drawn.normal(size=sums.shape), sigma)
+        for found, score in ((by_sums, of_sums), (by_labels, of_labels)):
+            found.append(np.corrcoef(score, PROBABLE)[0, 1])
+    assert np.mean(by_sums) > 0.9
+    assert np.mean(by_sums) > np.mean(by_labels) + 0.05
+
+
+@pytest.mark.parametrize("wrong", ["one sum too few", "not a number", "infinite noise"])
+def test_sums_that_cannot_be_are_refused(wrong: str) -> None:
+    model, _ = ready()
+    sums, sigma = sums_of(model, LABELS), 1.0
+    match wrong:
+        case "one sum too few":
+            sums = sums[1:]
+        case "not a number":
+            sums[3] = math.nan
+        case _:
+            sigma = math.inf
+    with pytest.raises(InvalidMessage, match="sums: expected finite ones over"):
+        fitted_to_sums(sums, sigma)
+
+
+def test_labels_that_are_a_column_in_disguise_are_refused_by_its_owner() -> None:
+    """An honest score of two columns has .5 of each; one that is a guess of a column nearly all."""
+    model, moments = ready(max_column_share=0.7)
+    sums, sigma = sums_of(model, LABELS), 10.0
+    model.fit_sums(lambda: iter([PLACES]), sums, sigma, moments, COLUMNS)
+    honest = model.weight.clone()
+    column = (PLACES.numeric[:, 4] > 4).double().numpy()  # type: ignore[index]
+    with pytest.raises(SettingsError, match=r"max_column_share: 0.7; column x4 alone explains 0.9"):
+        model.fit_sums(lambda: iter([PLACES]), sums_of(model, column), sigma, moments, COLUMNS)
+    assert torch.equal(model.weight, honest)
+    noisy = column[:, None] + DRAWN.normal(size=(ROWS, 1))
+    with pytest.raises(SettingsError, match="column x4 alone explains"):
+        model.fit_score(PLACES, noisy.astype(np.float32), moments, COLUMNS)

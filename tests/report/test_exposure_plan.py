@@ -113,7 +113,7 @@ def test_what_components_carry_is_disclosed_and_noise_that_they_leave_out_is_not
 
 
 def test_one_score_that_is_fitted_to_a_column_gives_that_column_away(tmp_path: Path) -> None:
-    path = settings_file(tmp_path, kind="score", cut_shape=[1], noisy_labels=True)
+    path = settings_file(tmp_path, kind="score", cut_shape=[1], release="noisy_labels")
     plan = planned(path)
     aimed = {one.name: one.gain_fraction for one in plan.by_score}
     assert min(aimed.values()) > 0.7
@@ -125,7 +125,7 @@ def test_one_score_that_is_fitted_to_a_column_gives_that_column_away(tmp_path: P
 
 def test_each_of_several_scores_gives_a_column_away(tmp_path: Path) -> None:
     """Labels of three classes are two scores, which a label owner may aim at two columns."""
-    path = settings_file(tmp_path, kind="score", cut_shape=[2], noisy_labels=True)
+    path = settings_file(tmp_path, kind="score", cut_shape=[2], release="noisy_labels")
     of_one, of_two = planned(path), planned(path, "contract.scores=2")
     assert [*of_two.exposures] == [2, 4, 16]
     first, second = of_two.target.split(" and ")
@@ -177,7 +177,7 @@ def test_a_width_above_the_rank_is_refused_before_anything_is_sent(
         kind=kind,
         num_bins=5,
         cut_shape=[6],
-        noisy_labels=kind == "score",
+        release="noisy_labels" if kind == "score" else None,
     )
     runs = ["--runs", tmp_path / "runs", "--set", "connect=127.0.0.1:9"]
     assert exit_code_of(main, "run", path, *runs) == 2

@@ -252,7 +252,7 @@ def files_in(folder: Path) -> Iterator[tuple[str, str]]:
 # ---- the comparison ----
 
 BY_COLUMN = "contract.split={kind: column, column: part}"
-ONE_SHOT, NOISY = "contract.exchange=one_shot", "contract.noisy_labels=true"
+ONE_SHOT, NOISY = "contract.exchange=one_shot", "contract.release=noisy_labels"
 SMALL = ("contract.evaluation_batch_size=40", "contract.checkpoints={every_steps: 2, keep: 100}")
 
 

@@ -42,7 +42,7 @@ from tests.support.tables import swap_labels, write_classes, write_numbers
 
 ONE_SHOT = ("contract.exchange=one_shot",)
 PCA = "bottom_model={kind: pca}"
-NOISY = (*ONE_SHOT, "contract.noisy_labels=true")
+NOISY = (*ONE_SHOT, "contract.release=noisy_labels")
 RELEASE = "defense={name: noisy_label, mechanism: {kind: gaussian}, insecure_noise_seed: 7}"
 SCORE = "bottom_model={kind: score}"
 
@@ -109,12 +109,17 @@ def test_a_run_that_ends_at_every_message_ends_with_the_same_bits(
     tmp_path: Path, noisy: bool, messages: int
 ) -> None:
     write_example(tmp_path, rows=160)
-    whole = one_shot(tmp_path, noisy=noisy)
+    assert_goes_on(tmp_path, lambda runs: one_shot(tmp_path, noisy=noisy, runs=runs), messages)
+
+
+def assert_goes_on(folder: Path, build: Callable[[Path | None], Parties], messages: int) -> None:
+    """Hold a run that ends at every message, in both ways, against one that does not."""
+    whole = build(None)
     run_in_process(whole)
     assert whole.session.lifecycle.answering.batch_number == messages
 
     def started(name: str) -> Parties:
-        both = one_shot(tmp_path, noisy=noisy, runs=tmp_path / name)
+        both = build(folder / name)
         both.session.reopen()
         return both
 
@@ -125,7 +130,7 @@ def test_a_run_that_ends_at_every_message_ends_with_the_same_bits(
     for answered in range(1, messages + 1):
         with pytest.raises(Lost):
             run_in_process(both, ending(answered, after=True))
-        alone = one_shot(tmp_path, noisy=noisy, runs=tmp_path / "killed")
+        alone = build(folder / "killed")
         alone.session = both.session
         with suppress(Lost):  # a run that is over asks nothing
             run_in_process(alone, ending())
@@ -138,7 +143,7 @@ def test_a_run_that_ends_at_every_message_ends_with_the_same_bits(
 
 # ---- what is refused before anything is sent ----
 
-GRADIENTS = "expected none, as contract.noisy_labels: false says"
+GRADIENTS = "expected none, as contract.release: null says"
 REFUSED: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
     "a bottom model that would have to learn": (ONE_SHOT, [], "bottom_model.kind: mlp learns"),
     "a defense of gradients": ([*ONE_SHOT, "defense={name: marvell}"], [PCA], GRADIENTS),
@@ -155,7 +160,7 @@ REFUSED: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
         "early_stopping: a one-shot run ends with its last row",
     ),
     "a score without labels": (ONE_SHOT, [SCORE], "bottom_model.kind: a score is fitted to noisy"),
-    "labels in a run with gradients": (["contract.noisy_labels=true"], [], "noisy_labels: only"),
+    "labels in a run with gradients": (["contract.release=noisy_labels"], [], "release: only"),
     "more scores than values": (
         [*NOISY, RELEASE, "contract.scores=5", "data.classes=[a, b, c, d, e, f]"],
         [SCORE],
@@ -425,7 +430,7 @@ def test_a_run_leaves_models_figures_and_a_report(tmp_path: Path, what: str) -> 
     is_noisy = changed.get("passive.bottom_model", {}).get("kind") != "pca"
     settings = {
         "contract.exchange": "one_shot",
-        "contract.noisy_labels": is_noisy,
+        "contract.release": "noisy_labels" if is_noisy else None,
         "passive.bottom_model": {"kind": "score"},
         "active.serving.fallback": True,
         "active.optimizer.learning_rate": 0.02,
@@ -474,7 +479,7 @@ def test_a_constant_column_and_a_category_of_no_training_row_leave_predictions()
     active = {"id": ids, "label": label, "own": generator.normal(size=600)}
     settings = {
         "contract.exchange": "one_shot",
-        "contract.noisy_labels": True,
+        "contract.release": "noisy_labels",
         "contract.cut_shape": [3],
         "passive.bottom_model": {"kind": "score"},
     }

@@ -364,7 +364,7 @@ def test_a_column_of_the_active_party_alone_splits_the_rows(tmp_path: Path) -> N
     ("changed", "reason"),
     [
         ({"exchange": "gradients"}, "needs exchange: one_shot"),
-        ({"noisy_labels": True}, "would name the common rows"),
+        ({"release": "noisy_labels"}, "would name the common rows"),
         ({"passive_parties": ["a", "b"]}, "a single passive party"),
     ],
 )

@@ -41,7 +41,7 @@ ONE_SHOT = Settings(
         *SETTINGS.both,
         "transcript=true",  # a line of each message, where metrics have four of the run
         "contract.exchange=one_shot",
-        "contract.noisy_labels=true",
+        "contract.release=noisy_labels",
         "contract.evaluation_batch_size=8",
     ),
     active=("defense={name: noisy_label, insecure_noise_seed: 7}", "first_contact_s=90"),

@@ -130,7 +130,7 @@ def test_where_nothing_is_sent_back_lies_and_crafted_gradients_change_no_bit(run
 def test_a_score_that_is_fitted_to_noisy_labels_still_follows_a_lie(run_of: Run) -> None:
     """The noise is the label owner's own, and as weak as the settings allow."""
     weakest = "noisy_label, mechanism: {kind: gaussian, noise_ratio: 0.01}, insecure_noise_seed: 7"
-    released = (ONE_SHOT, "contract.noisy_labels=true")
+    released = (ONE_SHOT, "contract.release=noisy_labels")
     given = {"defense": weakest, "bottom": "score"}
     honest, lie = (
         run_of(NARROW, "honest", *released, lies=lies, **given).right()["x6"]

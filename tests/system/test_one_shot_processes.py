@@ -35,7 +35,7 @@ NONE = Settings(
     passive=("bottom_model={kind: pca}", "adversary=null"),
 )
 NOISY = Settings(
-    both=(*NONE.both, "contract.noisy_labels=true"),
+    both=(*NONE.both, "contract.release=noisy_labels"),
     active=(
         "data.label_range={low: 0, high: 8}",
         "defense={name: noisy_label, insecure_noise_seed: 7}",

@@ -1,5 +1,7 @@
 """Tensors on the wire: valid protobuf in both directions, and invalid messages are refused."""
 
+from typing import Literal
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -190,3 +192,23 @@ def test_noisy_labels_are_asked_for_with_nothing_and_come_as_a_few_values(
     else:
         with pytest.raises(InvalidMessage, match="shape"):
             assembler.add(Frame(part.data))
+
+
+@pytest.mark.parametrize("split", ["transfer", "sums"])
+def test_bytes_of_a_transfer_come_as_they_were_where_the_contract_has_noisy_sums(
+    split: Literal["transfer", "sums"],
+) -> None:
+    sent = Activation(HEADER._replace(split=split), torch.arange(0, 251).repeat(9).byte())
+    frames = [part.data for part in encode_activation(sent, limits())]
+    assert len(frames) == 9
+    received = assemble(frames, most_transferred=2259)
+    assert received is not None
+    assert torch.equal(received.values, sent.values)
+    for most in (0, 2258):
+        with pytest.raises(TooLarge, match=f"at most {most}"):
+            assemble(frames, most_transferred=most)
+    with pytest.raises(InvalidMessage, match="dtype: expected DTYPE_FLOAT32"):
+        assemble([frame(dtype=pb.DTYPE_UINT8)], most_transferred=2259)
+    as_numbers = frame(split=pb.Split.Value(f"SPLIT_{split.upper()}"))
+    with pytest.raises(InvalidMessage, match="dtype: expected DTYPE_UINT8"):
+        assemble([as_numbers], most_transferred=2259)

@@ -18,8 +18,7 @@ from torch import Tensor
 from splitveil.active_party.assembly import signals_of
 from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
 from splitveil.active_party.defenses.interface import DefenseContext
-from splitveil.active_party.defenses.marvell import power_ratio_for
-from splitveil.active_party.defenses.multi_class_marvell import worst_pair_factor
+from splitveil.active_party.defenses.marvell import power_ratio_for, worst_pair_factor
 from splitveil.active_party.defenses.noisy_sums import COMPUTATIONAL
 from splitveil.active_party.defenses.sum_kl import sum_kl_for_estimated_auc, sum_kl_for_leak_auc
 from splitveil.active_party.ledger.account_book import AccountBook

@@ -5,7 +5,7 @@
 Cuts each table into the columns of two parties, runs ``splitveil init`` on both files, where the
 user names some categories, and trains with what it writes in several ways (``MODES``): with
 gradients and no defense, and in one pass, with principal components or with a score fitted to
-noisy labels. Of each way it prints
+noisy labels or to noisy sums of labels. Of each way it prints
 
 - the test AUC of the network that the label owner predicts with, and of the mean of its logits and
   those of gradient boosting on what was received;
@@ -128,6 +128,7 @@ RELEASE = (
     "contract.release=noisy_labels",
     f"defense={{name: noisy_label, mechanism: {{kind: gaussian, noise_ratio: {NOISE_RATIO:.4f}}}}}",
 )
+SUMS = ("contract.release=noisy_sums", RELEASE[1])
 
 
 def one_pass(width: int, model: str, *others: str) -> tuple[str, ...]:
@@ -151,6 +152,7 @@ MODES = {
     "score + 3 components": one_pass(4, "score", *RELEASE),
     "score + 2 columns": one_pass(9, "score, columns: 2", *RELEASE),
     "PCA 1": one_pass(1, "pca"),
+    "score from sums": one_pass(1, "score", *SUMS),
 }
 """Settings of each way; those with two components of two columns leave out columns of few values.
 

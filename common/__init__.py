@@ -4,7 +4,7 @@ Importing this package disables TLS 1.2 in gRPC's connections. grpcio has no set
 version, only an environment variable for the cipher suites of TLS 1.2. The only suite that is left
 there needs a key that both ends share beforehand. There is no such key, so that only TLS 1.3, whose
 suites are always enabled, can be negotiated. gRPC reads the variable when it is imported: if that
-was before it was set here, ``splitveil.common.wire.tls`` refuses to make credentials.
+was before it was set here, ``splitveil.common.wire.endpoint`` refuses to make credentials.
 """
 
 import os

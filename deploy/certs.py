@@ -28,21 +28,19 @@ from splitveil.common.text.visible_text import visible
 from splitveil.deploy.authority import (
     AUTHORITY_DAYS,
     PARTY_DAYS,
+    REQUEST,
     PartyFolder,
     authority_folder,
-    keep_certificates,
-    make_authority,
-    make_certificates,
-    read_certificate,
-    renew_certificate,
-)
-from splitveil.deploy.certificate_requests import (
-    REQUEST,
     fingerprint_of,
     fingerprint_of_key,
+    keep_certificates,
     kind_of_file,
+    make_authority,
+    make_certificates,
     make_request,
+    read_certificate,
     read_request,
+    renew_certificate,
     sign_request,
 )
 

@@ -53,15 +53,12 @@ class RunDisplay:
         with self._lock:
             shown = "" if when == self._last_time else when
             self._last_time = when or self._last_time
-            self._console.print(self._row(shown, party, message, _STYLES.get(level, "")))
-
-    def _row(self, when: str, party: str, message: str, style: str) -> Table:
-        row = Table.grid(padding=(0, 1, 0, 0), expand=True)
-        row.add_column(width=_TIME_WIDTH, style="dim")
-        row.add_column(width=self._width, no_wrap=True, style="cyan")
-        row.add_column(ratio=1, overflow="fold")
-        row.add_row(when, party, Text(visible(message), style=style))
-        return row
+            row = Table.grid(padding=(0, 1, 0, 0), expand=True)
+            row.add_column(width=_TIME_WIDTH, style="dim")
+            row.add_column(width=self._width, no_wrap=True, style="cyan")
+            row.add_column(ratio=1, overflow="fold")
+            row.add_row(shown, party, Text(visible(message), style=_STYLES.get(level, "")))
+            self._console.print(row)
 
 
 def run_parties(

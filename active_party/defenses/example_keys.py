@@ -53,7 +53,29 @@ def load_or_create_key(path: Path) -> NoiseKey:
                 f"{path}: the noise key is missing, and {used.name} says that it was used: restore "
                 f"it, or name another noise_key_path; what a new key draws is charged on top"
             )
-        _create(path)
+        # Written completely under another name first, so that a crash never leaves part of a key;
+        # then linked to its own name, which fails if another worker was faster.
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            used_labels_file(path).touch(0o600)
+            descriptor = os.open(
+                temporary,
+                os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
+                0o600,
+            )
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(secrets.token_bytes(_KEY_BYTES))
+                    file.flush()
+                    os.fsync(descriptor)
+                path.hardlink_to(temporary)
+            except FileExistsError:
+                pass
+            finally:
+                temporary.unlink()
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
     key, _ = _read(path)
     try:
         with only_one_process(path):
@@ -167,27 +189,3 @@ def _refuse_if_shared(path: Path, status: os.stat_result) -> None:
             f"know it; expected 0600. Whoever has read it subtracts the noise: delete it and start "
             f"a new run, unless you are sure that nobody has"
         )
-
-
-def _create(path: Path) -> None:
-    # Written completely under another name first, so that a crash never leaves part of a key; then
-    # linked to its own name, which fails if another worker was faster.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        used_labels_file(path).touch(0o600)
-        descriptor = os.open(
-            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
-        )
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(secrets.token_bytes(_KEY_BYTES))
-                file.flush()
-                os.fsync(descriptor)
-            path.hardlink_to(temporary)
-        except FileExistsError:
-            pass
-        finally:
-            temporary.unlink()
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error

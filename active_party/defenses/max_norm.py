@@ -113,7 +113,10 @@ class MaxNorm(interface.RememberingDefense):
         return interface.Defended(interface.release(defended, batch.gradients), report)
 
     def _noise_norms(self, _batch: interface.RawBatch, _rows: Tensor, norms: Tensor) -> Tensor:
-        return _missing_norms(norms)
+        # The root-mean-square noise norm that takes each row to the largest.
+        largest = norms.max()
+        shares = norms / torch.where(largest > 0, largest, 1.0)
+        return ((1 - shares) * (1 + shares)).clamp_(min=0).sqrt_().mul_(largest)
 
 
 class MaxNormPositive(MaxNorm):
@@ -130,13 +133,6 @@ class MaxNormPositive(MaxNorm):
         own = torch.where(positive, 1 - predicted, predicted)
         ratios = (1 - smallest) / own
         return norms * ((ratios - 1) * (ratios + 1)).clamp_(min=0).sqrt_()
-
-
-def _missing_norms(norms: Tensor) -> Tensor:
-    """Return the root-mean-square noise norm that takes each row to the largest, (batch,)."""
-    largest = norms.max()
-    shares = norms / torch.where(largest > 0, largest, 1.0)
-    return ((1 - shares) * (1 + shares)).clamp_(min=0).sqrt_().mul_(largest)
 
 
 def _stretch_rows(

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from statistics import NormalDist
 from typing import NamedTuple
 
-from splitveil.active_party.defenses.root_finding import find_root
+from splitveil.active_party.defenses.dp_bounds import find_root
 
 _TINIEST = 1e-120  # share of the largest input, or class fraction, below which it counts as zero
 

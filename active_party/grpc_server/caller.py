@@ -47,7 +47,11 @@ class StreamSlots:
         try:
             yield
         finally:
-            self._leave(stream)
+            with self._lock:
+                if stream is self._answered:
+                    self._answered = None
+                if stream is self._newest:
+                    self._newest = None
 
     def answered(self, stream: Stream) -> None:
         """Note that a stream had an answer, and cancel the one that was answered before."""
@@ -64,13 +68,6 @@ class StreamSlots:
         for stream in gone:
             if stream is not None:
                 stream.cancel()
-
-    def _leave(self, stream: Stream) -> None:
-        with self._lock:
-            if stream is self._answered:
-                self._answered = None
-            if stream is self._newest:
-                self._newest = None
 
 
 class Caller:

@@ -106,22 +106,19 @@ class Batcher(Closing):
             if not batch:
                 continue
             try:
-                under_way = self._asked(batch)
+                together = [text for waiting in batch for text in waiting.question.ids]
+                order = asking_order(together)
+                ids = [together[index] for index in order]
+                parts = portions(ids, self._predictor.max_ids, self._contract)
+                self._status.note_question(len(batch), len(ids))
+                asked = [self._predictor.ask(ids[part]) for part in parts]
+                ends = np.cumsum([len(waiting.question.ids) for waiting in batch])
+                under_way = _UnderWay(batch, asked, np.split(np.argsort(order), ends[:-1]))
             except Exception as error:
                 _set_all(batch, error)
             else:
                 self._under_way.put(under_way)
         self._under_way.put(None)
-
-    def _asked(self, batch: list[_WaitingQuestion]) -> _UnderWay:
-        together = [text for waiting in batch for text in waiting.question.ids]
-        order = asking_order(together)
-        ids = [together[index] for index in order]
-        parts = portions(ids, self._predictor.max_ids, self._contract)
-        self._status.note_question(len(batch), len(ids))
-        asked = [self._predictor.ask(ids[part]) for part in parts]
-        ends = np.cumsum([len(waiting.question.ids) for waiting in batch])
-        return _UnderWay(batch, asked, np.split(np.argsort(order), ends[:-1]))
 
     def _gathered(self) -> tuple[list[_WaitingQuestion], bool]:
         first = self._next or self._incoming.get()

@@ -51,10 +51,6 @@ class OnlineStatus(party_status.PartyStatus):
             self.peers.expect(name)
         self._trouble_of: Callable[[], str | None] = lambda: "starting"
         self._has_fallback = False
-        self._add_request_metrics()
-        self._add_question_metrics()
-
-    def _add_request_metrics(self) -> None:
         counter = self.metrics.counter
         self._requests = counter("predict_requests", "Requests of programs.", ["outcome"])
         self._seconds = self.metrics.histogram(
@@ -68,8 +64,6 @@ class OnlineStatus(party_status.PartyStatus):
         self._ids = counter("predict_ids", "Ids in these requests.", ["outcome"])
         for one in IdOutcome:
             self._ids.labels(one.value)
-
-    def _add_question_metrics(self) -> None:
         gauge = self.metrics.gauge
         self._question_ids = self.metrics.histogram(
             "question_ids", "Ids in one question to the passive parties.", party_status.SIZE_BUCKETS

@@ -37,11 +37,6 @@ class ActiveStatus(RunStatus):
             self.peers.expect(name)
         budget = settings.run_budget
         self._limit = None if budget is None else budget.limit
-        self._add_leak_metrics()
-        self._add_ledger_metrics()
-        self._add_model_metrics()
-
-    def _add_leak_metrics(self) -> None:
         gauge, counter = self.metrics.gauge, self.metrics.counter
         by_attack = ["layer", "attack"]
         self._leak = gauge(
@@ -55,8 +50,6 @@ class ActiveStatus(RunStatus):
         )
         self._alarms = counter("leak_alarms", "Attacks that measured more than the ledger states.")
 
-    def _add_ledger_metrics(self) -> None:
-        gauge = self.metrics.gauge
         self._bound = gauge(
             "ledger_leak_auc_bound",
             "AUC that no score of the adversary class exceeds, by statistic over the training "
@@ -86,8 +79,6 @@ class ActiveStatus(RunStatus):
             )
             self._left.set(1)
 
-    def _add_model_metrics(self) -> None:
-        gauge = self.metrics.gauge
         self._train_loss = self.metrics.unknown_gauge(
             "train_loss", "Mean training loss of the last epoch."
         )

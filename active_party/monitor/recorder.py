@@ -98,7 +98,11 @@ class ActiveRecorder(RunRecorder):
             )
             self._watch.note_step(batch, result)
             if self._progress is not None:
-                self._progress.advance(loss=loss, **self._shown_leak())
+                shown = {}
+                if self._bounds is not None:
+                    total = self._bounds.or_more(self._ahead)
+                    shown = {"ledger_leak_auc": float(auc_at_most(total.guarantee.max))}
+                self._progress.advance(loss=loss, **shown | self._watch.shown())
         self._status.note_step(batch)
 
     def on_epoch(self, epoch: int) -> None:
@@ -109,7 +113,8 @@ class ActiveRecorder(RunRecorder):
             is_one_shot = self._settings.contract.is_one_shot
             figures = [] if is_one_shot else [f"loss {in_short(self._train_loss, 3)}"]
             figures += [] if judged is None else [f"{judged.split} {judged.in_short}"]
-            figures += self._bound_in_short()
+            bound = None if self._total is None else self._total.guarantee.max
+            figures += [] if bound is None or bound >= 1 else [f"bound {auc_at_most(bound)}"]
             self._log_epoch(epoch, self._settings.contract, figures)
 
     def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
@@ -233,10 +238,6 @@ class ActiveRecorder(RunRecorder):
         """The bounds on all answers; None before the first epoch has ended."""
         return self._ahead if self._bounds is None else self._bounds.or_more(self._ahead)
 
-    def _bound_in_short(self) -> list[str]:
-        bound = None if self._total is None else self._total.guarantee.max
-        return [] if bound is None or bound >= 1 else [f"bound {auc_at_most(bound)}"]
-
     def _leak_figures(self, total: LeakBounds | None) -> LeakFigures | None:
         if self._settings.contract.is_one_shot:
             return None
@@ -284,10 +285,3 @@ class ActiveRecorder(RunRecorder):
 
     def _by_class(self, aucs: tuple[float, ...]) -> dict[str, float]:
         return dict(zip(self._settings.data.class_names, aucs, strict=True))
-
-    def _shown_leak(self) -> dict[str, float]:
-        shown = {}
-        if self._bounds is not None:
-            total = self._bounds.or_more(self._ahead)
-            shown = {"ledger_leak_auc": float(auc_at_most(total.guarantee.max))}
-        return shown | self._watch.shown()

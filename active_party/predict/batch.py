@@ -223,17 +223,14 @@ class BatchPrediction:
 
     def _finished(self, asked: Asked, advance: Advance) -> Predictions:
         try:
-            predictions = self._predictor.finish(self._answered(asked))
+            while wait(asked.answers, timeout=_LOOK_EVERY_S).not_done:
+                self._interruption.check()
+            self._interruption.check()
+            predictions = self._predictor.finish(asked)
         except PeerUnreachable:
             predictions = self._retrying.until_answered(partial(self._again, asked.ids))
         advance(len(asked.ids))
         return predictions
-
-    def _answered(self, asked: Asked) -> Asked:
-        while wait(asked.answers, timeout=_LOOK_EVERY_S).not_done:
-            self._interruption.check()
-        self._interruption.check()
-        return asked
 
     def _again(self, ids: Sequence[str]) -> Predictions:
         self._predictor.check_models()  # a party that was restarted may serve another model

@@ -264,7 +264,16 @@ def open_clients(
 ) -> list[ClientT]:
     """Open a client for each passive party, in the contract's order."""
     contract, addresses = settings.contract, settings.inference.connect
-    _check_addresses(contract.passive_parties, addresses)
+    missing = [name for name in contract.passive_parties if name not in addresses]
+    unknown = [name for name in addresses if name not in contract.passive_parties]
+    problems = [
+        f"inference.connect: no address of passive party {name!r}: add inference.connect.{name}, "
+        f"the host and port of its splitveil passive serve"
+        for name in missing
+    ]
+    problems += [f"inference.connect: the contract has no passive party {n!r}" for n in unknown]
+    if problems:
+        raise SettingsError(problems)
     credentials = credential_files(settings, ACTIVE)
     uses_proxy = settings.inference.proxy is not None
     with ExitStack() as opened:
@@ -277,16 +286,3 @@ def open_clients(
             opened.enter_context(clients[-1])
         opened.pop_all()
     return clients
-
-
-def _check_addresses(parties: Sequence[str], addresses: dict[str, str]) -> None:
-    missing = [name for name in parties if name not in addresses]
-    unknown = [name for name in addresses if name not in parties]
-    problems = [
-        f"inference.connect: no address of passive party {name!r}: add inference.connect.{name}, "
-        f"the host and port of its splitveil passive serve"
-        for name in missing
-    ]
-    problems += [f"inference.connect: the contract has no passive party {n!r}" for n in unknown]
-    if problems:
-        raise SettingsError(problems)

@@ -37,8 +37,8 @@ from typing import NamedTuple
 import numpy as np
 
 from splitveil.common.alignment import agreement, ristretto
-from splitveil.common.alignment.buckets import buckets_of, padded_size, secret_order
-from splitveil.common.alignment.common_tags import common_tags
+from splitveil.common.alignment.buckets import buckets_of, common_tags, padded_size, secret_order
+from splitveil.common.alignment.ristretto import GroupOperations, WorkerPool
 from splitveil.common.alignment.store import (
     ExchangeState,
     ExchangeStore,
@@ -47,7 +47,6 @@ from splitveil.common.alignment.store import (
     forgetting,
 )
 from splitveil.common.alignment.turns import Frames, TagTurns, check_chunk, check_length, part_of
-from splitveil.common.alignment.workers import GroupOperations, WorkerPool
 from splitveil.common.data.ids import NORMALISATION
 from splitveil.common.errors import InvalidMessage, OutOfStep, SplitveilError, TooLarge
 from splitveil.common.run.sample_order import Positions, Splits
@@ -281,7 +280,13 @@ class EcdhExchange:
         self._peer_hello = peer
         point, resume = self._resume_point, peer.resume
         if point is not None and resume.exchange == point.state.exchange:
-            self._resume(point, resume)
+            state = point.state
+            self._exchange, self._found, self._digest = state.exchange, [point.rows], state.digest
+            self._use_bucket(state.bucket, state.scalar, state.shuffle_seed)
+            self._enter()
+            if self._tags.restore(point, resume):
+                self._intersect()
+                self._begin(state.bucket + 1)
             return
         self._exchange = agreement.number_of_exchange(self._hello, peer)
         self._begin(0)
@@ -316,15 +321,6 @@ class EcdhExchange:
         rows = np.flatnonzero(self._bucket_of == self._bucket)
         self._order = secret_order(rows, self._tags.num_own, self._shuffle_seed)
 
-    def _resume(self, point: ResumePoint, peer: pb.AlignResume) -> None:
-        state = point.state
-        self._exchange, self._found, self._digest = state.exchange, [point.rows], state.digest
-        self._use_bucket(state.bucket, state.scalar, state.shuffle_seed)
-        self._enter()
-        if self._tags.restore(point, peer):
-            self._intersect()
-            self._begin(state.bucket + 1)
-
     def _answer_points(self, message: pb.MaskedPoints) -> None:
         received = self._tags.num_computed
         expected = min(CHUNK_IDS, self._tags.num_peer - received)
@@ -336,7 +332,8 @@ class EcdhExchange:
             products = self._group.multiply(message.points, self._scalar)
         except ristretto.NotInGroupError as error:
             raise InvalidMessage(f"points of chunk {message.chunk}: {error}") from error
-        self._tags.note_answered(message.points, _tags_of(products))
+        rows = np.frombuffer(products, np.uint8).reshape(-1, ristretto.POINT_BYTES)
+        self._tags.note_answered(message.points, rows[:, :TAG_BYTES].tobytes())
 
     def _intersect(self) -> pb.AlignDone:
         own, of_peer = (np.frombuffer(tags, _TAG) for tags in (self._tags.own, self._tags.of_peer))
@@ -362,8 +359,3 @@ class EcdhExchange:
         if self._peer_hello is None:
             raise OutOfStep("expected an alignment hello before anything else")
         return self._peer_hello
-
-
-def _tags_of(points: bytes) -> bytes:
-    rows = np.frombuffer(points, np.uint8).reshape(-1, ristretto.POINT_BYTES)
-    return rows[:, :TAG_BYTES].tobytes()

@@ -9,8 +9,10 @@ import ctypes
 import functools
 import hashlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 POINT_BYTES = 32
 SCALAR_BYTES = 32
@@ -180,3 +182,49 @@ def find_in_wheel() -> str:
     path = str(rbcl._sodium._name)  # noqa: SLF001 - rbcl has no public name for the path
     atexit.register(Path(path).unlink, missing_ok=True)
     return path
+
+
+class GroupOperations(Protocol):
+    """The operations that the engine needs, of one ``Ristretto`` or a ``WorkerPool``."""
+
+    def mask(self, digests: bytes, scalar: bytes) -> bytes:
+        """Hash each digest to the group and multiply it by the scalar."""
+
+    def multiply(self, points: bytes, scalar: bytes) -> bytes:
+        """Multiply each point by the scalar, or raise NotInGroupError."""
+
+
+class WorkerPool:
+    """The batch operations of a group on several cores, for several threads at once.
+
+    libsodium computes without the interpreter's lock; each batch is split evenly.
+    """
+
+    def __init__(self, num_workers: int, group: GroupOperations) -> None:
+        self._group = group
+        self._num_workers = num_workers
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="align-worker")
+
+    def mask(self, digests: bytes, scalar: bytes) -> bytes:
+        return self._spread(self._group.mask, digests, DIGEST_BYTES, scalar)
+
+    def multiply(self, points: bytes, scalar: bytes) -> bytes:
+        return self._spread(self._group.multiply, points, POINT_BYTES, scalar)
+
+    def _spread(
+        self,
+        operation: Callable[[bytes, bytes], bytes],
+        data: bytes,
+        element_bytes: int,
+        scalar: bytes,
+    ) -> bytes:
+        part = max(1, -(-len(data) // element_bytes // self._num_workers))
+
+        def run(first: int) -> bytes:
+            try:
+                piece = data[first * element_bytes : (first + part) * element_bytes]
+                return operation(piece, scalar)
+            except NotInGroupError as error:
+                raise NotInGroupError(first + error.position) from error
+
+        return b"".join(self._threads.map(run, range(0, len(data) // element_bytes, part)))

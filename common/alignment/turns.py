@@ -152,7 +152,10 @@ class TagTurns:
             *(self.num_computed, self.num_peer),
         )
         if ahead == 1:
-            self._check_whole()
+            if self.num_taken < self.num_own or self.num_computed < self.num_peer:
+                raise InvalidMessage("the other party resumes after tags that it has not shown")
+            self._peer_commitment = self._earlier_commitment
+            self._check_commitment()
         return ahead == 1
 
     def commit(self) -> Frames:
@@ -214,12 +217,6 @@ class TagTurns:
     def _append(self, name: StoredName, data: bytes) -> None:
         if self._store is not None:
             self._store.append(name, data)
-
-    def _check_whole(self) -> None:
-        if self.num_taken < self.num_own or self.num_computed < self.num_peer:
-            raise InvalidMessage("the other party resumes after tags that it has not shown")
-        self._peer_commitment = self._earlier_commitment
-        self._check_commitment()
 
     def _check_commitment(self) -> None:
         if _commitment(self._peer_points.digest(), self.own) != self._peer_commitment:

@@ -237,22 +237,18 @@ def read_ids(column: WrittenColumn, *, may_be_floats: bool = False) -> list[str]
     except those so large that neighbours run together.
     """
     if may_be_floats and pa.types.is_floating(column.cells.type):
-        return _ids_of_floats(column)
+        numbers = pc.fill_null(pc.cast(column.cells, pa.float64()), np.nan).to_numpy()
+        is_missing = np.isnan(numbers)
+        bits = _MANTISSA_BITS[column.cells.type.bit_width]
+        is_wrong = ~is_missing & ((np.abs(numbers) > 2.0**bits) | (np.floor(numbers) != numbers))
+        column.check(is_wrong, f"whole numbers up to 2^{bits}")
+        whole = np.where(is_missing, 0, numbers).astype(np.int64).tolist()
+        return [
+            "" if missing else str(number)
+            for number, missing in zip(whole, is_missing.tolist(), strict=True)
+        ]
     texts: list[str] = pc.fill_null(_as_text(column), "").to_pylist()
     return texts
-
-
-def _ids_of_floats(column: WrittenColumn) -> list[str]:
-    numbers = pc.fill_null(pc.cast(column.cells, pa.float64()), np.nan).to_numpy()
-    is_missing = np.isnan(numbers)
-    bits = _MANTISSA_BITS[column.cells.type.bit_width]
-    is_wrong = ~is_missing & ((np.abs(numbers) > 2.0**bits) | (np.floor(numbers) != numbers))
-    column.check(is_wrong, f"whole numbers up to 2^{bits}")
-    whole = np.where(is_missing, 0, numbers).astype(np.int64).tolist()
-    return [
-        "" if missing else str(number)
-        for number, missing in zip(whole, is_missing.tolist(), strict=True)
-    ]
 
 
 def read_weights(column: WrittenColumn) -> NDArray[np.float64]:

@@ -13,6 +13,7 @@ from unicodedata import normalize
 import numpy as np
 from numpy.typing import NDArray
 
+from splitveil.common.data import stored_ids
 from splitveil.common.data.canonical_form import (
     CanonicalForm,
     Effects,
@@ -29,14 +30,6 @@ from splitveil.common.data.columns import (
 from splitveil.common.data.id_forms import SHORTENED, IdForms
 from splitveil.common.data.kinds import open_source
 from splitveil.common.data.settings import DataSettings
-from splitveil.common.data.stored_ids import (
-    ID_OFFSETS,
-    IDS,
-    GrowingArrays,
-    RowNumbers,
-    StoredIds,
-    repeated_rows,
-)
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule, TextId
 
@@ -163,7 +156,7 @@ CONTRADICTING = "have another label than the earlier row, whose label counts"
 class UsableIds(NamedTuple):
     """The usable ids of a table."""
 
-    ids: StoredIds | RowNumbers
+    ids: stored_ids.StoredIds | stored_ids.RowNumbers
     """Of all rows, in canonical form."""
 
     kept: NDArray[np.int64] | None
@@ -200,14 +193,14 @@ class IdReader:
         where: str,
         allowed: Allowed = Allowed(),  # noqa: B008 - immutable
         columns: Sequence[str] = (),
-        arrays: GrowingArrays | None = None,
+        arrays: stored_ids.GrowingArrays | None = None,
     ) -> None:
         self._form, self._where, self._allowed, self._columns = form, where, allowed, columns
-        self._arrays = arrays or GrowingArrays()
+        self._arrays = arrays or stored_ids.GrowingArrays()
         self._forms = [IdForms(may_count_rows=len(columns) == 1) for _ in columns]
         self._effects = Effects()
         self._num_bytes = self._num_rows = self._unlabelled = 0
-        self._arrays.append(ID_OFFSETS, np.zeros(1, np.int64))
+        self._arrays.append(stored_ids.ID_OFFSETS, np.zeros(1, np.int64))
 
     def add(self, raw: Sequence[str], labels: NDArray[np.float32] | None = None) -> None:
         """Take the ids of the next rows, of which those with a label of NaN are left out."""
@@ -226,17 +219,20 @@ class IdReader:
         encoded = [text.encode() for text in ids]
         ends = self._num_bytes + np.cumsum([len(text) for text in encoded], dtype=np.int64)
         self._num_bytes = int(ends[-1]) if len(ends) else self._num_bytes
-        self._arrays.append(IDS, np.frombuffer(b"".join(encoded), np.uint8))
-        self._arrays.append(ID_OFFSETS, ends)
+        self._arrays.append(stored_ids.IDS, np.frombuffer(b"".join(encoded), np.uint8))
+        self._arrays.append(stored_ids.ID_OFFSETS, ends)
         for name, texts in ((_HASHES, ids), (_RAW_HASHES, raw)):
             self._arrays.append(name, np.fromiter(map(hash, texts), np.int64, len(texts)))
 
     def finish(self, labels: NDArray[np.float32] | None = None) -> UsableIds:
         """Return the ids of the rows that are not left out; labels are those of all rows."""
-        text, offsets = self._arrays.array(IDS, np.uint8), self._arrays.array(ID_OFFSETS, np.int64)
-        ids = StoredIds(text, offsets)
+        text, offsets = (
+            self._arrays.array(stored_ids.IDS, np.uint8),
+            self._arrays.array(stored_ids.ID_OFFSETS, np.int64),
+        )
+        ids = stored_ids.StoredIds(text, offsets)
         raw_hashes = self._arrays.array(_RAW_HASHES, np.int64)
-        twins = repeated_rows(ids, self._arrays.array(_HASHES, np.int64))
+        twins = stored_ids.repeated_rows(ids, self._arrays.array(_HASHES, np.int64))
         same = [(row, first) for row, first in twins if raw_hashes[row] == raw_hashes[first]]
         alike = [(row, first) for row, first in twins if raw_hashes[row] != raw_hashes[first]]
         check_allowed(UnusableRows(duplicates=same, alike=alike), self._allowed, self._where)

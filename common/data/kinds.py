@@ -8,16 +8,9 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
+from splitveil.common.data import source_settings
 from splitveil.common.data.csv_file import CsvFile
 from splitveil.common.data.image_folder import ImageFolder
-from splitveil.common.data.source_settings import (
-    CsvSource,
-    ImagesSource,
-    ParquetSource,
-    SklearnSource,
-    Source,
-    SqlSource,
-)
 from splitveil.common.data.sources import ColumnsInMemory, Part, TableSource
 from splitveil.common.data.sql_snapshot import snapshot_of
 from splitveil.common.data.table_paths import TablePath, local_table_path, table_path_of
@@ -29,17 +22,17 @@ _ResultT = TypeVar("_ResultT")
 _SMALL_BYTES = 1024 * 1024
 
 
-def open_source(settings: Source, base_dir: Path) -> TableSource:
+def open_source(settings: source_settings.Source, base_dir: Path) -> TableSource:
     match settings:
-        case CsvSource():
+        case source_settings.CsvSource():
             return text_file(settings, base_dir)
-        case ParquetSource():
+        case source_settings.ParquetSource():
             return _parquet(table_path_of(settings, base_dir))
-        case SqlSource():
+        case source_settings.SqlSource():
             return _parquet(local_table_path(snapshot_of(settings, base_dir)))
-        case ImagesSource():
+        case source_settings.ImagesSource():
             return ImageFolder(settings, base_dir)
-        case SklearnSource(dataset=dataset, shuffle_seed=seed):
+        case source_settings.SklearnSource(dataset=dataset, shuffle_seed=seed):
             return _Shipped(dataset, seed)
 
 
@@ -63,21 +56,21 @@ def columns_in_parts(source: TableSource, names: Sequence[str]) -> Iterator[Mapp
             yield part.columns
 
 
-def text_file(settings: CsvSource, base_dir: Path) -> CsvFile:
+def text_file(settings: source_settings.CsvSource, base_dir: Path) -> CsvFile:
     path = settings.resolve(base_dir)
     form = TextForm(settings.encoding, settings.quote, settings.escape)
     return CsvFile(path, settings.separator(), settings.column_names, form)
 
 
 @contextmanager
-def with_advice(settings: Source, base_dir: Path) -> Iterator[None]:
+def with_advice(settings: source_settings.Source, base_dir: Path) -> Iterator[None]:
     """Add to an error what the form of a text file says about its cause."""
     try:
         yield
     except (DataError, SettingsError) as error:
         advice = ""
         with suppress(DataError, SettingsError):
-            if isinstance(settings, CsvSource):
+            if isinstance(settings, source_settings.CsvSource):
                 file = text_file(settings, base_dir)
                 advice = f"\n{file.name}: {found}" if (found := file.advice()) else ""
         if not advice:

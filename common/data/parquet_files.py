@@ -89,18 +89,6 @@ class ParquetFiles:
         found = find_files(self._table_path)
         with ThreadPoolExecutor(min(_FILES_AT_ONCE, len(found))) as pool:
             files = list(pool.map(self._open, found))
-        self._check_folders(files)
-        return files
-
-    def _open(self, found: FoundFile) -> _OneFile:
-        with (
-            unreadable_is_data_error(found.location),
-            parquet.ParquetFile(found.path, filesystem=self._table_path.filesystem) as file,
-        ):
-            from_folders = _columns_of(found.folders)
-            return _OneFile(found, file.schema_arrow, file.metadata, from_folders)
-
-    def _check_folders(self, files: Sequence[_OneFile]) -> None:
         first = files[0]
         for file in files:
             if list(file.from_folders) != list(first.from_folders):
@@ -109,6 +97,22 @@ class ParquetFiles:
                     f"file, got {_listed(first.from_folders)} for {first.found.name} and "
                     f"{_listed(file.from_folders)} for {file.found.name}"
                 )
+        return files
+
+    def _open(self, found: FoundFile) -> _OneFile:
+        with (
+            unreadable_is_data_error(found.location),
+            parquet.ParquetFile(found.path, filesystem=self._table_path.filesystem) as file,
+        ):
+            # Folders are named NAME=VALUE, as Hive writes them.
+            pairs = [folder.split("=", 1) for folder in found.folders if "=" in folder]
+            from_folders = {
+                unquote(name, errors="strict"): None
+                if value == _NO_VALUE
+                else unquote(value, errors="strict")
+                for name, value in pairs
+            }
+            return _OneFile(found, file.schema_arrow, file.metadata, from_folders)
 
     def _common_schema(self, names: Sequence[str]) -> Any:
         problems: list[str] = []
@@ -176,17 +180,6 @@ def _plain(column: Any) -> Any:
 
 def _part(table: Any, done_fraction: float) -> Part:
     return Part({name: table.column(name) for name in table.column_names}, None, done_fraction)
-
-
-def _columns_of(folders: Sequence[str]) -> dict[str, str | None]:
-    """Read the folders named ``NAME=VALUE``, as Hive writes them."""
-    pairs = [folder.split("=", 1) for folder in folders if "=" in folder]
-    return {
-        unquote(name, errors="strict"): None
-        if value == _NO_VALUE
-        else unquote(value, errors="strict")
-        for name, value in pairs
-    }
 
 
 def _listed(names: Mapping[str, object]) -> str:

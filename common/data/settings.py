@@ -361,7 +361,13 @@ class DataSettings(Section):
             raise ValueError("classes: name each class only once (1 and 1.0 are the same)")
         self._check_label_range()
         self._check_ids()
-        self._check_weights()
+        if self.class_weights is not None and len(self.class_weights) != self.num_classes:
+            raise ValueError(
+                f"class_weights: expected {self.num_classes} numbers, one per class, got "
+                f"{len(self.class_weights)}"
+            )
+        if self.weights_are_label_free and self.weight_column is None:
+            raise ValueError("weights_are_label_free is about a weight_column")
         if self.features and self.features.image and self.source.kind != "images":
             raise ValueError(
                 f"features.image needs a source of kind images, not {self.source.kind}"
@@ -383,12 +389,3 @@ class DataSettings(Section):
                 raise ValueError(f"{name}: {getattr(self, name)} needs an id_column")
         if self.unlabelled_rows != "error" and not (self.id_column and self.label_column):
             raise ValueError("unlabelled_rows: leave_out needs a label_column and an id_column")
-
-    def _check_weights(self) -> None:
-        if self.class_weights is not None and len(self.class_weights) != self.num_classes:
-            raise ValueError(
-                f"class_weights: expected {self.num_classes} numbers, one per class, got "
-                f"{len(self.class_weights)}"
-            )
-        if self.weights_are_label_free and self.weight_column is None:
-            raise ValueError("weights_are_label_free is about a weight_column")

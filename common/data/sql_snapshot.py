@@ -164,27 +164,23 @@ def _connect(dbapi: Any, settings: SqlSource, address: str, base_dir: Path) -> A
             raise extra_missing(f"data.source: kind sql with driver {name}", "sql") from error
         return dbapi.connect(name, address)
     if name == "duckdb":
-        return _connect_duckdb(dbapi, settings.query, address, base_dir)
+        import duckdb  # noqa: PLC0415
+
+        with suppress(duckdb.Error):  # which the database will say again
+            if len(duckdb.extract_statements(settings.query)) > 1:
+                raise DataError("data.source.query: expected one statement")
+        options = {
+            "path": address,
+            "access_mode": "AUTOMATIC" if address == IN_MEMORY else "READ_ONLY",
+            "file_search_path": str(base_dir.absolute()),
+            "autoinstall_known_extensions": "false",  # no code comes from elsewhere unasked
+            # A view or macro of a file from somebody else could read any file.
+            "enable_external_access": "true" if address == IN_MEMORY else "false",
+            "lock_configuration": "true",
+        }
+        library = import_module("adbc_driver_duckdb").driver_path()
+        return dbapi.connect(library, entrypoint="duckdb_adbc_init", db_kwargs=options)
     return package.connect(f"file:{quote(address)}?mode=ro" if name == "sqlite" else address)
-
-
-def _connect_duckdb(dbapi: Any, query: str, address: str, base_dir: Path) -> Any:
-    import duckdb  # noqa: PLC0415
-
-    with suppress(duckdb.Error):  # which the database will say again
-        if len(duckdb.extract_statements(query)) > 1:
-            raise DataError("data.source.query: expected one statement")
-    options = {
-        "path": address,
-        "access_mode": "AUTOMATIC" if address == IN_MEMORY else "READ_ONLY",
-        "file_search_path": str(base_dir.absolute()),
-        "autoinstall_known_extensions": "false",  # no code comes from elsewhere unasked
-        # A view or macro of a file from somebody else could read any file.
-        "enable_external_access": "true" if address == IN_MEMORY else "false",
-        "lock_configuration": "true",
-    }
-    library = import_module("adbc_driver_duckdb").driver_path()
-    return dbapi.connect(library, entrypoint="duckdb_adbc_init", db_kwargs=options)
 
 
 def _reason(settings: SqlSource, error: Any) -> str:

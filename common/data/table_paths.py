@@ -126,7 +126,9 @@ def find_files(table_path: TablePath) -> list[FoundFile]:
         elif found.type != fs.FileType.NotFound:
             return [_found(table_path, found, table_path.path)]
         elif _WILDCARD.search(table_path.path):
-            root = _root_of(table_path.path)
+            segments = table_path.path.split("/")
+            first = next(i for i, segment in enumerate(segments) if _WILDCARD.search(segment))
+            root = "/".join(segments[:first]) or "/"
             files, expected = _matching(table_path, root), "no file matches this pattern"
         else:
             if table_path.prefix:
@@ -145,12 +147,6 @@ def find_files(table_path: TablePath) -> list[FoundFile]:
     if not shown:
         raise DataError(f"{table_path.name}: {expected}")
     return shown
-
-
-def _root_of(pattern: str) -> str:
-    segments = pattern.split("/")
-    first = next(i for i, segment in enumerate(segments) if _WILDCARD.search(segment))
-    return "/".join(segments[:first]) or "/"
 
 
 def _below(table_path: TablePath, folder: str) -> Iterator[Any]:

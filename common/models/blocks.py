@@ -81,7 +81,17 @@ def predict_in_blocks(
     with torch.no_grad():
         if tensors_of(given)[0].device.type != "cpu" or not num_rows:
             return link(model(*inputs))
-        layout = _layout_of(model, inputs, link)
+        values = sum(values[:1].numel() for values in tensors_of(inputs))
+        key = values, getattr(link, "__qualname__", type(link).__qualname__)
+        known = _layouts.setdefault(model, {})
+        if key not in known:
+            most = LARGE_BLOCK_ROWS if values > LARGE_ROW_VALUES else BLOCK_ROWS
+            for size in (most, *(size for size in _SMALLER_BLOCKS if size < most)):
+                known[key] = _Layout(size, _equal_places(model, inputs, link, size))
+                if len(known[key].places) >= _LEAST_SHARE * size:
+                    break
+            _logger.debug("%d of %d places of a block are used", len(known[key].places), size)
+        layout = known[key]
         at_once = len(layout.places)
         parts = []
         for start in range(0, num_rows, at_once):
@@ -91,20 +101,6 @@ def predict_in_blocks(
                 outputs = outputs[layout.places]
             parts.append(outputs[: num_rows - start])
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _layout_of(model: nn.Module, inputs: Inputs, link: Callable[[Tensor], Tensor]) -> _Layout:
-    values = sum(values[:1].numel() for values in tensors_of(inputs))
-    key = values, getattr(link, "__qualname__", type(link).__qualname__)
-    known = _layouts.setdefault(model, {})
-    if key not in known:
-        most = LARGE_BLOCK_ROWS if values > LARGE_ROW_VALUES else BLOCK_ROWS
-        for size in (most, *(size for size in _SMALLER_BLOCKS if size < most)):
-            known[key] = _Layout(size, _equal_places(model, inputs, link, size))
-            if len(known[key].places) >= _LEAST_SHARE * size:
-                break
-        _logger.debug("%d of %d places of a block are used", len(known[key].places), size)
-    return known[key]
 
 
 def _equal_places(

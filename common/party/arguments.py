@@ -80,8 +80,35 @@ def party_parser(
         help="with --connect: how long to wait for the other party (default: 60)",
     )
     add_json(check)
-    _add_align(commands, f"{settings} --output aligned.parquet")
-    _add_verify_transcript(commands)
+    purpose = "find the rows that all parties have, and write this party's, without training"
+    align = add_command(commands, "align", purpose, f"{settings} --output aligned.parquet")
+    align.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="aligned.parquet or aligned.csv: this party's rows of the common ids, in the order "
+        "that is the same at all parties; an earlier file is replaced",
+    )
+    align.add_argument(
+        "--positions",
+        action="store_true",
+        help="write the columns of the ids and their position in that order, from 0, and no others",
+    )
+    add_json(align)
+    purpose = "check that a transcript is intact and matches the other party's transcript"
+    verify = commands.add_parser(
+        "verify-transcript",
+        help=purpose,
+        description=purpose,
+        example="transcript.jsonl --against theirs.jsonl",
+    )
+    verify.add_argument("transcript", type=Path, help="a party's transcript.jsonl")
+    verify.add_argument(
+        "--against", type=Path, metavar="FILE", help="the other party's transcript.jsonl"
+    )
+    add_json(verify)
+    add_verbosity(verify)
     add_own_commands(commands)
     return parser
 
@@ -107,46 +134,11 @@ def add_command(commands: Commands, name: str, purpose: str, example: str) -> Pa
     return command
 
 
-def _add_align(commands: Commands, example: str) -> None:
-    purpose = "find the rows that all parties have, and write this party's, without training"
-    align = add_command(commands, "align", purpose, example)
-    align.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="aligned.parquet or aligned.csv: this party's rows of the common ids, in the order "
-        "that is the same at all parties; an earlier file is replaced",
-    )
-    align.add_argument(
-        "--positions",
-        action="store_true",
-        help="write the columns of the ids and their position in that order, from 0, and no others",
-    )
-    add_json(align)
-
-
 def add_verbosity(command: argparse.ArgumentParser) -> None:
     command.add_argument("-v", "--verbose", action="count", default=0, help="show all details")
     command.add_argument(
         "-q", "--quiet", action="count", default=0, help="show warnings and errors only"
     )
-
-
-def _add_verify_transcript(commands: Commands) -> None:
-    purpose = "check that a transcript is intact and matches the other party's transcript"
-    command = commands.add_parser(
-        "verify-transcript",
-        help=purpose,
-        description=purpose,
-        example="transcript.jsonl --against theirs.jsonl",
-    )
-    command.add_argument("transcript", type=Path, help="a party's transcript.jsonl")
-    command.add_argument(
-        "--against", type=Path, metavar="FILE", help="the other party's transcript.jsonl"
-    )
-    add_json(command)
-    add_verbosity(command)
 
 
 logger = logging.getLogger(__name__)

@@ -164,7 +164,14 @@ def _load(certificate: Path, private_key: Path, authority: Path, identity: str) 
     chain = _certificates(read["certificate"], "certificate", certificate)
     authorities = _certificates(read["authority"], "authority", authority)
     leaf = chain[0]
-    _check_readable(leaf, certificate)
+    # Parsed here, because the library parses lazily.
+    try:
+        dns_names(leaf)
+        leaf.public_key()
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise SettingsError(
+            f"security.certificate: {certificate}: its key or its extensions cannot be read"
+        ) from error
     problems += _problems_of_leaf(leaf, certificate, identity)
     problems += _problems_of_key(leaf, read["private_key"], private_key, certificate)
     problems += _problems_of_authority(authorities, authority)
@@ -198,17 +205,6 @@ def _certificates(pem: bytes, setting: str, path: Path) -> list[x509.Certificate
     except ValueError as error:
         raise SettingsError(
             f"security.{setting}: {path}: expected certificates in PEM form"
-        ) from error
-
-
-def _check_readable(leaf: x509.Certificate, path: Path) -> None:
-    """Parse the parts of a certificate that are needed later, because the library parses lazily."""
-    try:
-        dns_names(leaf)
-        leaf.public_key()
-    except (ValueError, UnsupportedAlgorithm) as error:
-        raise SettingsError(
-            f"security.certificate: {path}: its key or its extensions cannot be read"
         ) from error
 
 

@@ -187,11 +187,7 @@ class PartyStatus:
         self.peers = Presence(self.metrics, clock)
         self._stage_of: Callable[[], str] = lambda: stages[0]
         self._readiness = ServingState(ready=False, reason=stages[0])
-        self._add_own_metrics(stages)
-        self._add_message_metrics()
-
-    def _add_own_metrics(self, stages: Sequence[str]) -> None:
-        gauge = self.metrics.gauge
+        gauge, counter = self.metrics.gauge, self.metrics.counter
         self._info = gauge(
             "run_info",
             "Always 1; its labels name party, run and version.",
@@ -203,9 +199,6 @@ class PartyStatus:
             shown.labels(one).set_function(partial(self._is_in, one))
         ready = gauge("ready", "1 while /readyz answers with 200.")
         ready.set_function(lambda: self.readiness.ready)
-
-    def _add_message_metrics(self) -> None:
-        counter = self.metrics.counter
         self._messages = counter(
             "messages", "Messages that crossed the wire.", ["direction", "call"]
         )
@@ -299,11 +292,7 @@ class RunStatus(PartyStatus):
         self._clock = clock
         self._steps_per_epoch = 0
         self._last_step_at: float | None = None
-        self._add_run_metrics()
-        self._add_step_metrics()
-
-    def _add_run_metrics(self) -> None:
-        gauge = self.metrics.gauge
+        gauge, counter = self.metrics.gauge, self.metrics.counter
         self._aligned = gauge("aligned_rows", "Rows that all parties have in common.")
         self._alignment = gauge(
             "alignment_progress_ratio", "Share of both parties' ids that the alignment has handled."
@@ -314,9 +303,6 @@ class RunStatus(PartyStatus):
         self._checkpoint = self.metrics.unknown_gauge(
             "last_checkpoint_timestamp_seconds", "Unix time at which the last state was taken."
         )
-
-    def _add_step_metrics(self) -> None:
-        gauge, counter = self.metrics.gauge, self.metrics.counter
         self._steps = counter("steps", "Training steps that this process has done.")
         self._rows = counter("rows", "Training rows in these steps, counted in every epoch.")
         self._done = gauge("course_steps_done", "Steps of the whole run that are done.")

@@ -32,8 +32,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from splitveil.common.privacy.gradient_rows import unit_vector
-from splitveil.common.privacy.top_direction import TopDirection, skewness
+from splitveil.common.privacy.gradient_rows import TopDirection, skewness, unit_vector
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
 
@@ -148,7 +147,10 @@ class ScoreHistory:
     def add(self, epoch: int, positions: Tensor, scores: tuple[Tensor, Tensor]) -> None:
         """Add two standardised scores for each of a batch's examples."""
         while epoch // self._epochs_per_stretch >= _STRETCHES:
-            self._halve()
+            merged = _to_half(self._sums[..., ::2].float() + self._sums[..., 1::2])
+            self._sums.zero_()
+            self._sums[..., : _STRETCHES // 2] = merged
+            self._epochs_per_stretch *= 2
         stretch = epoch // self._epochs_per_stretch
         sums = self._sums[positions, :, stretch] + torch.stack(scores, dim=1).cpu()
         self._sums[positions, :, stretch] = _to_half(sums)
@@ -165,12 +167,6 @@ class ScoreHistory:
         _check_shape(state["sums"], self._sums)
         self._sums = state["sums"].clone()
         self._epochs_per_stretch = state["epochs_per_stretch"]
-
-    def _halve(self) -> None:
-        merged = _to_half(self._sums[..., ::2].float() + self._sums[..., 1::2])
-        self._sums.zero_()
-        self._sums[..., : _STRETCHES // 2] = merged
-        self._epochs_per_stretch *= 2
 
 
 def combine_with_hints(

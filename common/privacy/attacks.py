@@ -26,9 +26,9 @@
 No attack reads labels: everything that it needs to know besides the gradients is an explicit
 argument, and `ATTACKS` names it. With more than two classes, an attack that knows something about
 the positives runs once for each class, with that class as the positives. The scores themselves are
-defined in `splitveil.common.privacy.scores`, `residual_energy` and `informed` in modules of their
-own, attacks that accumulate over a run in `splitveil.common.privacy.accumulation`, and user-defined
-attacks are loaded by `splitveil.common.privacy.custom_attacks`.
+defined in `splitveil.common.privacy.scores`, `informed` in a module of its own, attacks that
+accumulate over a run in `splitveil.common.privacy.accumulation`, and user-defined attacks are
+loaded by `splitveil.common.privacy.custom_attacks`.
 
 The oracles learn the classes from examples other than the ones that they score: a class mean that
 includes the scored example itself finds a leak in pure noise.
@@ -44,7 +44,6 @@ from torch import Tensor
 from splitveil.common.privacy import scores
 from splitveil.common.privacy.gradient_rows import Gradients
 from splitveil.common.privacy.informed import KnownPredictions, informed
-from splitveil.common.privacy.residual_energy import residual_energy
 
 BatchAttackName: TypeAlias = Literal[
     "norm",
@@ -237,7 +236,7 @@ ATTACKS: Mapping[BatchAttackName, Attack] = MappingProxyType(
         "median": Attack(scores.median, _CLASSES),
         "lda": Attack(scores.lda, _CLASSES),
         "spectral": Attack(scores.spectral, _MINORITY),
-        "residual_energy": Attack(residual_energy, _MINORITY),
+        "residual_energy": Attack(scores.residual_energy, _MINORITY),
         "informed": Attack(informed, frozenset({SideInformation.PREDICTIONS})),
         "regress_out": Attack(scores.regress_out, _OWN_MINORITY),
         "activation_spectral": Attack(scores.spectral, _OWN_MINORITY, reads_gradients=False),

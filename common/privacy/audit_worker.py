@@ -102,7 +102,8 @@ class AuditWorker(Closing):
             return False
         if not self._closed and self._budget.allows(time.process_time()):
             with suppress(queue.Full):
-                device = _gpu(gradients)
+                devices = (layer.device for layer in gradients.values())
+                device = next((device for device in devices if device.type == "cuda"), None)
                 self._queue.put_nowait(_Submitted(observation, device, _computed(device)))
                 return True
         self.audit.leave_out()
@@ -132,7 +133,11 @@ class AuditWorker(Closing):
             self._queue.put(None, timeout=timeout_s)
             self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._leave_out_queued()
+            with suppress(queue.Empty):
+                while True:
+                    if isinstance(self._queue.get_nowait(), _Submitted):
+                        self.audit.leave_out()
+            self._queue.put_nowait(None)
         if self._error is not None:
             raise self._error
 
@@ -151,26 +156,16 @@ class AuditWorker(Closing):
             begun_s = time.thread_time()
             try:
                 with _own_stream(submitted, streams):
-                    self._audit(submitted.observation())
+                    measured = self.audit.observe(submitted.observation())
+                    if measured is not None and self._on_result is not None:
+                        self._on_result(measured)
+                    if self._after_each is not None:
+                        self._after_each()
             except Exception as error:
                 # Training continues after any error; `close` raises it.
                 self.audit.leave_out()
                 self._error = self._error or error
             self._budget.pay(time.thread_time() - begun_s)
-
-    def _audit(self, observation: Observation) -> None:
-        measured = self.audit.observe(observation)
-        if measured is not None and self._on_result is not None:
-            self._on_result(measured)
-        if self._after_each is not None:
-            self._after_each()
-
-    def _leave_out_queued(self) -> None:
-        with suppress(queue.Empty):
-            while True:
-                if isinstance(self._queue.get_nowait(), _Submitted):
-                    self.audit.leave_out()
-        self._queue.put_nowait(None)
 
 
 class _Submitted(NamedTuple):
@@ -189,11 +184,6 @@ def _give_way() -> None:
         niceness = os.getpriority(os.PRIO_PROCESS, thread)
         with suppress(OSError):  # a sandbox may deny it, as the shipped systemd units do
             os.setpriority(os.PRIO_PROCESS, thread, niceness + _NICENESS)
-
-
-def _gpu(gradients: Mapping[str, Tensor]) -> torch.device | None:
-    devices = (layer.device for layer in gradients.values())
-    return next((device for device in devices if device.type == "cuda"), None)
 
 
 def _computed(device: torch.device | None) -> torch.cuda.Event | None:

@@ -1,16 +1,185 @@
 """The gradients of one batch as rows of numbers, prepared once for all attacks.
 
 Rows are float64, in a unit in which no square leaves the range of float64.
+
+Two directions divide a batch: its top right-singular vector, and that of two clusters. Squaring
+costs the leading direction no precision, so a few products with the batch, or one Gram matrix,
+replace a full SVD.
+
+k-means is Lloyd's algorithm from given centres, without any randomness. It is own code, because the
+libraries' disturb the training beside which an audit runs: scikit-learn's limits the threads of
+BLAS in the whole process for as long as it computes, and SciPy's warns about empty clusters through
+a state of the process.
 """
 
-from functools import cached_property
-from typing import TypeAlias
+import math
+from functools import cached_property, lru_cache
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from splitveil.common.privacy.top_direction import TopDirection, top_direction_of_rows, two_clusters
+_Floats: TypeAlias = npt.NDArray[np.float64]
+
+_LARGE = 64  # rows and columns above which the Gram matrix costs more than some passes
+
+_MAX_LANCZOS_STEPS = 25  # they cost about as much as the Gram matrix, which always succeeds
+
+_STEPS_BETWEEN_CHECKS = 2
+_FIRST_DOUBT = 8  # number of steps after which the rate of convergence becomes meaningful
+
+_CONVERGED = 1e-11  # fraction of l below which ``|Gv - lv|`` counts as converged
+
+_MAX_ROUNDS = 20  # rounds after which centres hardly move any more; they bound the time of a batch
+
+
+class TopDirection(NamedTuple):
+    """The direction in which a batch of gradients stretches most; its sign is arbitrary."""
+
+    projections: Tensor  # the gradients' coordinates along it, (batch,), in the gradients' unit
+    direction: Tensor  # a unit vector, (row_dim,), or zero if all gradients are zero
+
+
+def top_direction_of_rows(rows: Tensor) -> TopDirection:
+    """Return the top direction of float64 rows, by Lanczos' method if it stands out enough."""
+    if rows.device.type == "cpu" and min(rows.shape) >= _LARGE:
+        leading = _by_lanczos(rows.numpy())
+        if leading is not None:
+            projections, direction = map(torch.from_numpy, leading)
+            return TopDirection(projections, direction)
+    num_rows, row_dim = rows.shape
+    if num_rows >= row_dim:
+        _, direction = _top_eigenpair(gram(rows.T))
+        return TopDirection(rows @ direction, direction)
+    power, left = _top_eigenpair(gram(rows))
+    length = power.clamp(min=0.0).sqrt()
+    direction = torch.where(length > 0, (left @ rows) / length, 0.0)
+    return TopDirection(left * length, direction)
+
+
+def turned_by_skewness(projections: Tensor) -> Tensor:
+    """Return scores with the sign that makes their long tail point up."""
+    return -projections if skewness(projections) < 0 else projections
+
+
+def skewness(scores: Tensor) -> float:
+    """Return a number with the sign of the scores' skewness."""
+    values = scores.cpu().numpy()
+    # In a unit of their own: cubes leave the range of float64 early.
+    largest = max(values.max(initial=0.0), -values.min(initial=0.0))
+    values = values / (largest or 1.0)
+    values -= values.sum() / max(len(values), 1)
+    return float(np.vdot(values * values, values))
+
+
+def settled_centres(rows: Tensor, centres: Tensor) -> Tensor:
+    """Return the centres after Lloyd's algorithm; one that loses all its rows stays where it is."""
+    before: Tensor | None = None
+    for _ in range(_MAX_ROUNDS):
+        nearest = nearness(rows, centres).argmax(dim=1)
+        if before is not None and torch.equal(nearest, before):
+            break
+        before = nearest
+        members = torch.nn.functional.one_hot(nearest, len(centres)).to(rows.dtype)
+        sizes = members.sum(dim=0)[:, None]
+        centres = torch.where(sizes > 0, members.T @ rows / sizes.clamp(min=1.0), centres)
+    return centres
+
+
+def nearness(rows: Tensor, centres: Tensor) -> Tensor:
+    """Return how near each row is to each centre, (rows, centres), up to an amount of the row."""
+    return 2 * (rows @ centres.T) - centres.square().sum(dim=1)
+
+
+def two_clusters(rows: Tensor, along: Tensor) -> TopDirection:
+    """Group rows into two clusters, and score them by how much nearer they are to the smaller one.
+
+    k-means begins with the rows above the mean of ``along`` against the others. Returns the
+    differences of the squared distances to both centres, and the unit vector from the larger to the
+    smaller cluster's; zeros where all rows are on one side of the mean.
+    """
+    above = along > along.mean()
+    if not bool(above.any()) or bool(above.all()):
+        return TopDirection(torch.zeros_like(along), torch.zeros_like(rows[0]))
+    begin = torch.stack([rows[~above].mean(dim=0), rows[above].mean(dim=0)])
+    first, second = settled_centres(rows, begin)
+    margins = nearness(rows, second[None])[:, 0] - nearness(rows, first[None])[:, 0]
+    direction = second - first
+    length = torch.linalg.vector_norm(direction)
+    direction = torch.where(length > 0, direction / length, 0.0)
+    if int((margins > 0).sum()) * 2 > len(rows):
+        return TopDirection(-margins, -direction)
+    return TopDirection(margins, direction)
+
+
+def _by_lanczos(rows: _Floats) -> tuple[_Floats, _Floats] | None:
+    """Return the projections and the top right-singular vector; None if it hardly stands out.
+
+    Lanczos' method for G = R'R (Golub and Van Loan, "Matrix Computations", 10.1), with full
+    reorthogonalisation and without forming G. The start vector has a component along every
+    direction, so that no other direction can be mistaken for the top one.
+    """
+    image = _start(len(rows)) @ rows
+    basis = np.empty((_MAX_LANCZOS_STEPS, rows.shape[1]))
+    inner = np.zeros((_MAX_LANCZOS_STEPS, _MAX_LANCZOS_STEPS))  # products of the basis, through G
+    before = math.inf
+    for step in range(_MAX_LANCZOS_STEPS):
+        length = math.sqrt(image @ image)
+        if not length > 0:  # the Krylov space is exhausted
+            return None
+        np.divide(image, length, out=basis[step])
+        known = basis[: step + 1]
+        image = (rows @ basis[step]) @ rows
+        parts = known @ image
+        image -= parts @ known
+        image -= (known @ image) @ known  # removes the remainder that rounding left
+        inner[step, max(step - 1, 0) : step + 1] = parts[max(step - 1, 0) :]
+        if step % _STEPS_BETWEEN_CHECKS:
+            continue
+        powers, weights = np.linalg.eigh(inner[: step + 1, : step + 1])  # reads the lower half
+        power, top = float(powers[-1]), weights[:, -1]
+        error = math.sqrt(image @ image) * abs(float(top[-1])) / power if power > 0 else math.inf
+        if error <= _CONVERGED:
+            direction = top @ known
+            direction /= math.sqrt(direction @ direction)
+            return rows @ direction, direction
+        # The error falls by about the same factor between checks.
+        checks_left = (_MAX_LANCZOS_STEPS - 1 - step) // _STEPS_BETWEEN_CHECKS
+        if step >= _FIRST_DOUBT and error * (error / before) ** checks_left > _CONVERGED:
+            return None
+        before = error
+    return None
+
+
+@lru_cache(maxsize=8)
+def _start(num_rows: int) -> _Floats:
+    start = np.random.default_rng(0).standard_normal(num_rows)
+    start.setflags(write=False)
+    return start
+
+
+def gram(values: Tensor) -> Tensor:
+    """Return all inner products of some rows, (rows, rows)."""
+    if values.device.type == "cpu":  # numpy computes only half of a symmetric product
+        return torch.from_numpy(values.numpy() @ values.numpy().T)
+    return values @ values.T
+
+
+def _top_eigenpair(gram: Tensor) -> tuple[Tensor, Tensor]:
+    if gram.device.type == "cpu":
+        # Its import takes memory that a party which only aligns does not need.
+        import scipy.linalg  # noqa: PLC0415
+
+        # Computing only this pair takes a third of the time of all pairs.
+        last = len(gram) - 1
+        values, vectors = scipy.linalg.eigh(
+            gram.numpy(), subset_by_index=[last, last], check_finite=False
+        )
+        return torch.from_numpy(values)[0], torch.from_numpy(vectors)[:, 0]
+    values, vectors = torch.linalg.eigh(gram)
+    return values[-1], vectors[:, -1]
 
 
 class GradientRows:

@@ -104,22 +104,18 @@ def _problem(gradients: Gradients, known: KnownPredictions) -> _Problem:
     return _Problem(rest, (-moves).unbind(1), shares)
 
 
-class _FittedNoise(NamedTuple):
-    whitening: Tensor
-    shares: Tensor
-
-
-def _fit(problem: _Problem) -> _FittedNoise:
+def _fit(problem: _Problem) -> tuple[Tensor, Tensor]:
+    """Return the whitening of the noise, and the classes' shares."""
     num_classes = len(problem.moves)
     row_dim = problem.rest.shape[1]
     distances = [torch.linalg.vector_norm(problem.rest - move, dim=1) for move in problem.moves]
     believed = one_hot(torch.stack(distances, 1).argmin(dim=1), num_classes).double()
-    noise = _FittedNoise(torch.eye(row_dim).to(problem.rest), believed.mean(dim=0))
+    whitening, shares = torch.eye(row_dim).to(problem.rest), believed.mean(dim=0)
     for _ in range(_ROUNDS):
-        noise = _FittedNoise(_whitening(problem, believed), believed.mean(dim=0))
-        odds = _log_likelihoods(problem, noise) + noise.shares.clamp(min=1e-3).log()
+        whitening, shares = _whitening(problem, believed), believed.mean(dim=0)
+        odds = _log_likelihoods(problem, whitening) + shares.clamp(min=1e-3).log()
         believed = torch.softmax(odds, dim=1)
-    return noise
+    return whitening, shares
 
 
 def _whitening(problem: _Problem, believed: Tensor) -> Tensor:
@@ -139,19 +135,20 @@ def _whitening(problem: _Problem, believed: Tensor) -> Tensor:
     return whitening
 
 
-def _log_likelihoods(problem: _Problem, noise: _FittedNoise) -> Tensor:
+def _log_likelihoods(problem: _Problem, whitening: Tensor) -> Tensor:
     """Return each class's log-likelihood, (batch, classes), up to an amount of the row."""
-    rest = problem.rest @ noise.whitening.T
+    rest = problem.rest @ whitening.T
     likelihoods = []
     for move in problem.moves:
-        white = move @ noise.whitening.T
+        white = move @ whitening.T
         likelihoods.append((white * (rest - white / 2)).sum(dim=1))
     return torch.stack(likelihoods, dim=1)
 
 
 def _against_the_others(problem: _Problem, target: int) -> Tensor:
     """Compare a class with the mixture of the others, each with the share that is predicted."""
-    ratios = _log_likelihoods(problem, _fit(problem)) + problem.probabilities.clamp(min=1e-30).log()
+    whitening, _ = _fit(problem)
+    ratios = _log_likelihoods(problem, whitening) + problem.probabilities.clamp(min=1e-30).log()
     others = [number for number in range(len(problem.moves)) if number != target]
     own = problem.probabilities[:, target].clamp(min=1e-30)
     rest = problem.probabilities[:, others].sum(dim=1).clamp(min=1e-30)
@@ -161,38 +158,32 @@ def _against_the_others(problem: _Problem, target: int) -> Tensor:
 
 def _ratios_of_two(problem: _Problem) -> Tensor:
     """Return the log-likelihood ratios of label 1 against label 0, (batch,)."""
-    noise = _fit(problem)
+    whitening, shares = _fit(problem)
     _, move = problem.moves
-    white = move @ noise.whitening.T
+    white = move @ whitening.T
     power = white.square().sum(dim=1)
     moved = power > 0
     if not bool(moved.any()):
         return torch.zeros_like(power)
-    rest = problem.rest @ noise.whitening.T
+    rest = problem.rest @ whitening.T
     targets = (rest * white).sum(dim=1)[moved] / power[moved]
     spread = 1.0 / power[moved]
+    spread = spread / spread.mean()
     along = torch.minimum(targets.square(), (targets - 1).square()) @ move[moved].square().sum(
         dim=1
     )
     across = (problem.rest[moved] - targets[:, None] * move[moved]).square().sum()
     own_shares = (1.0,) if across <= _ALL_ALONG * along else _OWN_SHARES
     ratios = torch.zeros_like(power)
-    variances = _variances(targets, spread / spread.mean(), noise.shares[1], own_shares)
-    ratios[moved] = (targets - 0.5) / variances
-    return ratios
-
-
-def _variances(
-    targets: Tensor, spread: Tensor, share: Tensor, own_shares: Sequence[float]
-) -> Tensor:
-    """Return the variances v_i that explain best the numbers t_i = y_i + noise, (rows,)."""
-    best, chosen = -math.inf, torch.ones_like(targets)
+    # The variances v_i that explain best the numbers t_i = y_i + noise, (rows,).
+    best, variances = -math.inf, torch.ones_like(targets)
     for own in own_shares:
         shape = own + (1 - own) * spread
-        variance, likelihood = _scale(targets, shape.clamp(min=1e-12), share)
+        variance, likelihood = _scale(targets, shape.clamp(min=1e-12), shares[1])
         if likelihood > best:
-            best, chosen = likelihood, variance
-    return chosen
+            best, variances = likelihood, variance
+    ratios[moved] = (targets - 0.5) / variances
+    return ratios
 
 
 def _scale(targets: Tensor, shape: Tensor, share: Tensor) -> tuple[Tensor, float]:

@@ -198,7 +198,10 @@ def pair_aucs(
     if np.isnan(scores).any():
         raise ValueError("expected scores without NaN")
     if num_classes == 2 and of_class == 1:
-        return _of_one_pair(scores, labels)
+        aucs = PairAucs.none(2)  # by a faster sort
+        area = areas(torch.from_numpy(scores)[None], torch.from_numpy(labels == 1))
+        aucs.pairs[1, 0] = aucs.one_vs_rest[1] = float(area[0])
+        return aucs
     order = np.argsort(scores)
     ranked, members = scores[order], np.eye(num_classes)[labels[order]]
     up_to_here = np.concatenate([np.zeros((1, num_classes)), members.cumsum(axis=0)])
@@ -300,14 +303,6 @@ def _one_per_example(values: Values, name: str) -> Tensor:
             f"expected {name} of shape (batch,) or (batch, 1), got {tuple(tensor.shape)}"
         )
     return tensor.reshape(-1)
-
-
-def _of_one_pair(scores: Floats, labels: ClassIndices) -> PairAucs:
-    """Return the AUC of the positives against the negatives, by a faster sort."""
-    aucs = PairAucs.none(2)
-    area = areas(torch.from_numpy(scores)[None], torch.from_numpy(labels == 1))
-    aucs.pairs[1, 0] = aucs.one_vs_rest[1] = float(area[0])
-    return aucs
 
 
 def _aucs_of_one_pair(scores: Sequence[Score], labels: Tensor, *, is_plain: bool) -> list[float]:

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from splitveil.common.privacy.accumulation import standardised
 from splitveil.common.privacy.attacks import Attack, Knowledge, SideInformation
-from splitveil.common.privacy.gradient_rows import GradientRows, unit_vector
+from splitveil.common.privacy.gradient_rows import GradientRows, TopDirection, unit_vector
 from splitveil.common.privacy.observation import Clues, Observation
 from splitveil.common.privacy.scores import KnownClasses
-from splitveil.common.privacy.top_direction import TopDirection
 
 _NO_CLUES = Clues()
 

@@ -217,11 +217,6 @@ class _Fitted(NamedTuple):
         return negative
 
 
-class _Known(NamedTuple):
-    rows: Tensor
-    labels: Tensor
-
-
 def _best_start(seed: int, search: Callable[[int], tuple[Tensor, float]]) -> Tensor:
     starts = map(search, range(seed, seed + _STARTS))
     return min(starts, key=itemgetter(1))[0]
@@ -248,7 +243,7 @@ def _search(
         place = torch.full((received.num_examples,), -1)
         place[torch.from_numpy(hints.rows)] = torch.from_numpy(hints.labels)
         rows = torch.nonzero(place[received.positions] >= 0)[:, 0]
-        known = _Known(rows, one_hot(place[received.positions[rows]], len(shares)).float())
+        known = rows, one_hot(place[received.positions[rows]], len(shares)).float()
     left = _fit(received, len(shares), loss, seed, searched, known)
     return searched.weight.data.log_softmax(dim=1), left
 
@@ -259,7 +254,7 @@ def _fit(
     loss: Callable[[_Fitted], Tensor],
     seed: int,
     searched: nn.Module | None = None,
-    known: _Known | None = None,
+    known: tuple[Tensor, Tensor] | None = None,
 ) -> float:
     """Minimise a loss over the batches, several times; return its sum over the last pass."""
     rows = received.prepared()
@@ -287,10 +282,10 @@ def _fit(
         return float(value.detach())
 
     if known is not None:
-        truth = known.labels
+        known_rows, truth = known
         for _ in range(_STEPS_WITH_HINTS):
             step(
-                known.rows,
+                known_rows,
                 lambda hinted: hinted.distances(truth).mean() + hinted.cross_entropy(truth),
             )
     left = 0.0

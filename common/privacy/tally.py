@@ -43,7 +43,12 @@ class AttackTally:
     def add(self, epoch: int, auc: float, random: float) -> None:
         """Add one batch; its epoch is not before that of the previous batch."""
         if epoch != self.last_epoch:
-            self._begin(epoch)
+            if self.last_epoch in self._epochs:
+                self._worst_before = self.worst_epoch
+            self._epochs[epoch] = (0.0, 0)
+            for earlier in sorted(self._epochs)[:-REMEMBERED_EPOCHS]:
+                del self._epochs[earlier]
+            self.last_epoch = epoch
         total, count = self._epochs[epoch]
         self._epochs[epoch] = (total + auc, count + 1)
         self.batches += 1
@@ -94,14 +99,6 @@ class AttackTally:
         # Sorted, because the state may come back in a different order.
         epochs = sorted((int(epoch), *total) for epoch, total in state["epochs"].items())
         self._epochs = {epoch: (total, count) for epoch, total, count in epochs}
-
-    def _begin(self, epoch: int) -> None:
-        if self.last_epoch in self._epochs:
-            self._worst_before = self.worst_epoch
-        self._epochs[epoch] = (0.0, 0)
-        for earlier in sorted(self._epochs)[:-REMEMBERED_EPOCHS]:
-            del self._epochs[earlier]
-        self.last_epoch = epoch
 
 
 def _quantile(counts: npt.NDArray[np.int32], share: float) -> float:

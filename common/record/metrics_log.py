@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from rich.console import Console
 
-from splitveil.common.record.lines import AlignmentLine, Line, LineFields, to_fields, to_json
+from splitveil.common.record.lines import AlignmentLine, Line, to_fields, to_json
 from splitveil.common.record.progress import TrainingProgress
 from splitveil.common.record.run_folder import finite_or_null, open_to_append, storage_errors
 from splitveil.common.record.run_record import METRICS
@@ -84,7 +84,9 @@ class MetricsLog(Closing):
     def write(self, line: Line, *, charted: bool = True) -> None:
         """Write one line of plain numbers, to TensorBoard too if charted. Raises TypeError."""
         fields = to_fields(line)
-        _check_numbers(fields.values)
+        for name, number in fields.values.items():
+            if not isinstance(number, int | float | None):
+                raise TypeError(f"{name}: expected a number, got {type(number).__name__}")
         written = to_json(fields, time.monotonic() - self._start)
         with self._lock:
             if self._file.closed:
@@ -93,7 +95,16 @@ class MetricsLog(Closing):
                 self._file.write(_encoded(written) + "\n")
                 chart_step = self._chart_step(fields.epoch, fields.step)
                 if self._charts is not None and charted:
-                    self._chart(fields, chart_step)
+                    # One event per line: an event per number takes several times as much of a core.
+                    finite: Mapping[str, float | None] = finite_or_null(fields.values)
+                    section = _GROUPS.get(fields.kind, fields.kind)
+                    found = {
+                        f"{section}/{name}": number
+                        for name, number in finite.items()
+                        if number is not None
+                    }
+                    # Also if there is none: how many figures can be measured depends on labels.
+                    self._charts.file_writer.add_summary(_charted(found), chart_step)
         if self._on_line is not None:
             self._on_line(line)
 
@@ -139,16 +150,6 @@ class MetricsLog(Closing):
         if self._charts is not None:
             self._charts.close()
 
-    def _chart(self, fields: LineFields, chart_step: int) -> None:
-        # One event per line: an event per number takes several times as much of a core.
-        finite: Mapping[str, float | None] = finite_or_null(fields.values)
-        section = _GROUPS.get(fields.kind, fields.kind)
-        found = {
-            f"{section}/{name}": number for name, number in finite.items() if number is not None
-        }
-        # Also if there is none: how many figures can be measured depends on labels.
-        self._charts.file_writer.add_summary(_charted(found), chart_step)
-
     def _chart_step(self, epoch: int | None, step: int | None) -> int:
         if epoch is None:
             return step or 0
@@ -162,12 +163,6 @@ class MetricsLog(Closing):
 
 
 _encoded = json.JSONEncoder(allow_nan=False).encode  # json.dumps would make one for every line
-
-
-def _check_numbers(values: Mapping[str, object]) -> None:
-    for name, number in values.items():
-        if not isinstance(number, int | float | None):
-            raise TypeError(f"{name}: expected a number, got {type(number).__name__}")
 
 
 def _cut_to_whole_lines(path: Path, most_bytes: int | None = None) -> None:

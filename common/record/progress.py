@@ -131,15 +131,11 @@ class _FiguresColumn(ProgressColumn):
         # A space on either side of the bar.
         room = self._console.width - len(task.description) - self._bar_width - 2
         shown = f"{task.completed:.0f}/{task.total:.0f}"
-        for figure in _figures(task):
+        for figure in [f"{TimeRemainingColumn().render(task).plain} left", *task.fields["numbers"]]:
             if len(shown) + len(", ") + len(figure) > room:
                 break
             shown += f", {figure}"
         return Text(shown, no_wrap=True)
-
-
-def _figures(task: Task) -> list[str]:
-    return [f"{TimeRemainingColumn().render(task).plain} left", *task.fields["numbers"]]
 
 
 def each_in_words(numbers: Mapping[str, float | None]) -> list[str]:

@@ -56,10 +56,6 @@ def read_state(path: Path) -> State:
         raise UnreadableError(f"cannot be read ({error.strerror})") from error
     if hashlib.sha256(content).digest() != digest:
         raise UnreadableError("is damaged")
-    return _parsed(content)
-
-
-def _parsed(content: bytes) -> State:
     try:
         found = state_from_bytes(content)
         version, state = found["version"], found["state"]

@@ -166,15 +166,12 @@ class Transcript(Closing):
     def _entry(self, what: Crossing | transcript_lines.AnsweredRequest) -> dict[str, Any]:
         if isinstance(what, transcript_lines.AnsweredRequest):
             return {"event": "answered"} | what.model_dump(exclude_none=True)
-        return self._crossing(what)
-
-    def _crossing(self, crossing: Crossing) -> dict[str, Any]:
-        entry: dict[str, Any] = {"direction": crossing.direction, "kind": crossing.kind}
-        entry |= {"epoch": crossing.epoch, "step": crossing.step, "bytes": len(crossing.data)}
+        entry: dict[str, Any] = {"direction": what.direction, "kind": what.kind}
+        entry |= {"epoch": what.epoch, "step": what.step, "bytes": len(what.data)}
         # Four times as fast as SHA-256 even where the processor has instructions for that one.
-        entry["digest"] = f"blake3:{blake3(crossing.data).hexdigest()}"
-        if crossing.party is not None:
-            entry["party"] = crossing.party
+        entry["digest"] = f"blake3:{blake3(what.data).hexdigest()}"
+        if what.party is not None:
+            entry["party"] = what.party
         return entry
 
     def _write(self, entry: dict[str, Any], when: float) -> None:

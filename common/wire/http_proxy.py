@@ -50,7 +50,11 @@ class HttpProxy:
         try:
             connection = socket.create_connection((self.host, self.port), timeout_s)
             try:
-                connection.sendall(self._request(address))
+                lines = [f"CONNECT {address} HTTP/1.1", f"Host: {address}"]
+                if self.credentials:
+                    known = base64.b64encode(unquote(self.credentials).encode()).decode()
+                    lines.append(f"Proxy-Authorization: Basic {known}")
+                connection.sendall("\r\n".join([*lines, "", ""]).encode())
                 _read_consent(connection, time.monotonic() + timeout_s)
             except BaseException:
                 connection.close()
@@ -63,13 +67,6 @@ class HttpProxy:
             reason = error.strerror or "it does not answer in time"
             raise PeerUnreachable(f"no connection to the proxy ({reason})") from error
         return connection
-
-    def _request(self, address: str) -> bytes:
-        lines = [f"CONNECT {address} HTTP/1.1", f"Host: {address}"]
-        if self.credentials:
-            known = base64.b64encode(unquote(self.credentials).encode()).decode()
-            lines.append(f"Proxy-Authorization: Basic {known}")
-        return "\r\n".join([*lines, "", ""]).encode()
 
     def through(self) -> ChannelOptions:
         url = f"http://{self.credentials}@{self}" if self.credentials else f"http://{self}"

@@ -250,16 +250,12 @@ def check_fields(message: Message) -> None:
             if value not in field.enum_type.values_by_number:
                 raise InvalidMessage(f"{name}: unknown number {value}")
         elif name in FIELDS:
-            _check_size(name, value)
+            size = value if isinstance(value, int) else len(value)
+            most = FIELDS[name].most
+            if size > most:
+                raise TooLarge(f"{name}: at most {most}, got {size}")
         elif name not in EXEMPT and (field.type != field.TYPE_BOOL or field.is_repeated):
             raise InvalidMessage(f"{name}: a field without a bound")
-
-
-def _check_size(name: str, value: object) -> None:
-    size = value if isinstance(value, int) else len(value)  # type: ignore[arg-type]
-    most = FIELDS[name].most
-    if size > most:
-        raise TooLarge(f"{name}: at most {most}, got {size}")
 
 
 def _refused(data: bytes, kind: type[ProtocolError], why: str) -> Refused:

@@ -12,12 +12,10 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.run.contract import Contract
 from splitveil.common.text.addresses import on_loopback
-from splitveil.common.wire.endpoint import channel_options
-from splitveil.common.wire.http_proxy import ChannelOptions
+from splitveil.common.wire.endpoint import PartyInterceptor, channel_options, server_credentials
 from splitveil.common.wire.limits import CONCURRENT_RPCS, SERVER_THREADS, STREAMS_PER_CONNECTION
 from splitveil.common.wire.recorded_calls import Notes, NotingServer
 from splitveil.common.wire.status import ErrorInterceptor, ErrorListener
-from splitveil.common.wire.tls import PartyInterceptor, server_credentials
 
 _MOST_CONNECTIONS = 1024
 """Connections that a server holds at each address; parties have one or two each."""
@@ -50,10 +48,20 @@ def build_server(
     interceptors.append(ErrorInterceptor(on_error))
     if notes is not None:
         interceptors.append(NotingServer(notes))
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     server = grpc.server(
         ThreadPoolExecutor(threads, thread_name_prefix="grpc"),
         interceptors=interceptors,
-        options=_server_options(contract),
+        options=[
+            *channel_options(contract),
+            # Anybody can connect, and stay silent. At both addresses of a name, that leaves half of
+            # the descriptors to the party's files.
+            ("grpc.max_allowed_incoming_connections", min(descriptors // 4, _MOST_CONNECTIONS)),
+            ("grpc.server_handshake_timeout_ms", 10_000),
+            ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
+            # A few compressed kilobytes could expand without limit.
+            ("grpc.compression_enabled_algorithms_bitset", 1),
+        ],
         maximum_concurrent_rpcs=CONCURRENT_RPCS * callers,
     )
     servicer = HealthService()
@@ -74,20 +82,6 @@ def add_port(server: grpc.Server, address: str, files: CredentialFiles | None) -
     asked = int(address.rpartition(":")[2])
     if not bound or asked not in (0, bound):
         raise SettingsError(f"listen: cannot serve at {address}: gRPC took port {bound} instead")
-
-
-def _server_options(contract: Contract) -> ChannelOptions:
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return [
-        *channel_options(contract),
-        # Anybody can connect, and stay silent. At both addresses of a name, that leaves half of the
-        # descriptors to the party's files.
-        ("grpc.max_allowed_incoming_connections", min(descriptors // 4, _MOST_CONNECTIONS)),
-        ("grpc.server_handshake_timeout_ms", 10_000),
-        ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
-        # A few compressed kilobytes could expand without limit.
-        ("grpc.compression_enabled_algorithms_bitset", 1),
-    ]
 
 
 class HealthService(health.HealthServicer):  # type: ignore[misc]

@@ -18,9 +18,16 @@ from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.run.sample_order import SPLITS
 from splitveil.common.text.wording import suggest
 from splitveil.deploy.init.columns import NO_NAME, Column, as_text, without_gaps, words_of
-from splitveil.deploy.init.labels import Label, classes_of, is_of_numbers, is_of_two, label_of
+from splitveil.deploy.init.labels import (
+    Label,
+    classes_of,
+    classes_of_rows,
+    gives_label_away,
+    is_of_numbers,
+    is_of_two,
+    label_of,
+)
 from splitveil.deploy.init.own_ids import OwnIds, identifiers_in, judge, likely_ids
-from splitveil.deploy.init.telltale import classes_of_rows, gives_label_away
 
 LABEL_WORDS = words_of(
     "y label target class outcome churn churned default defaulted fraud click clicked converted "

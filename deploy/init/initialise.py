@@ -140,7 +140,11 @@ def initialise(
     texts = texts_of(proposal, terms.role)
     read = _read_as_a_run_does(table, proposal, texts[f"{terms.role}.yaml"])
     files = write_files(terms.folder, texts, force=force)
-    _check_loadable(terms)
+    # Read back as a run does; a passive party may not have the contract yet.
+    if terms.role == ACTIVE:
+        load_party_settings(ActiveSettings, terms.folder / "active.yaml")
+    elif (terms.folder / "contract.yaml").exists():
+        load_party_settings(PassiveSettings, terms.folder / "passive.yaml")
     width = "" if terms.role == ACTIVE else _narrow(terms.folder)
     doubts = [*read.id_doubts]
     if rows := read.id_report.contradicting:
@@ -203,32 +207,7 @@ def _write_line(path: Path, line: str, mode: int) -> bool:
     return bool(count)
 
 
-def _check_loadable(terms: Terms) -> None:
-    """Read the files back as a run does; a passive party may not have the contract yet."""
-    if terms.role == ACTIVE:
-        load_party_settings(ActiveSettings, terms.folder / "active.yaml")
-    elif (terms.folder / "contract.yaml").exists():
-        load_party_settings(PassiveSettings, terms.folder / "passive.yaml")
-
-
 def perform(options: argparse.Namespace) -> int:
-    written = initialise(
-        options.file,
-        _wishes(options),
-        _terms(options),
-        delimiter=options.delimiter,
-        encoding=options.encoding,
-        decimal=options.decimal,
-        force=options.force,
-    )
-    if options.json:
-        print_json(written.as_json())
-    else:
-        _print(written, options.role)
-    return 0
-
-
-def _wishes(options: argparse.Namespace) -> Wishes:
     of_labels = ("label_column", "positive_label", "label_range", "unlabelled_rows")
     if options.role != ACTIVE and any(getattr(options, name) for name in of_labels):
         raise SettingsError(
@@ -240,24 +219,6 @@ def _wishes(options: argparse.Namespace) -> Wishes:
     low, high = options.label_range or (0.0, 1.0)
     if not low < high or not math.isfinite(high - low):
         raise SettingsError("--label-range: expected two finite numbers, the lower one first")
-    return Wishes(
-        id_column=options.id_column,
-        has_id=not options.no_id_column,
-        label_column=options.label_column,
-        positive_label=tuple(options.positive_label),
-        leave_out_unlabelled=options.unlabelled_rows is not None,
-        as_written=options.as_written,
-        label_range=None if options.label_range is None else (low, high),
-        numeric=tuple(options.numeric),
-        categorical=tuple(options.categorical),
-        exclude=tuple(options.exclude),
-        first_year=options.first_year,
-        missing_texts=tuple(options.missing_text),
-        no_gaps=tuple(options.no_gaps),
-    )
-
-
-def _terms(options: argparse.Namespace) -> Terms:
     for option, kind, value in (
         ("--party", Name, options.party),
         ("--run-name", Name, options.run_name or "run"),
@@ -268,7 +229,34 @@ def _terms(options: argparse.Namespace) -> Terms:
         except ValidationError as error:
             what = "HOST:PORT" if option == "--address" else "letters, digits, dots and hyphens"
             raise SettingsError(f"{option} {value}: expected {what}") from error
-    return Terms(options.role, options.folder, options.party, options.run_name, options.address)
+    written = initialise(
+        options.file,
+        Wishes(
+            id_column=options.id_column,
+            has_id=not options.no_id_column,
+            label_column=options.label_column,
+            positive_label=tuple(options.positive_label),
+            leave_out_unlabelled=options.unlabelled_rows is not None,
+            as_written=options.as_written,
+            label_range=None if options.label_range is None else (low, high),
+            numeric=tuple(options.numeric),
+            categorical=tuple(options.categorical),
+            exclude=tuple(options.exclude),
+            first_year=options.first_year,
+            missing_texts=tuple(options.missing_text),
+            no_gaps=tuple(options.no_gaps),
+        ),
+        Terms(options.role, options.folder, options.party, options.run_name, options.address),
+        delimiter=options.delimiter,
+        encoding=options.encoding,
+        decimal=options.decimal,
+        force=options.force,
+    )
+    if options.json:
+        print_json(written.as_json())
+    else:
+        _print(written, options.role)
+    return 0
 
 
 def _print(written: Written, role: str) -> None:

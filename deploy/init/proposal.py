@@ -50,22 +50,19 @@ def recommended_sizes(num_rows: int) -> Sizes:
     """Return the sizes for a table whose rows are all common to both parties."""
     epochs, batch_size = _at(_EPOCHS, num_rows), _at(_BATCHES, num_rows)
     steps = epochs * math.ceil(TRAIN_SHARE * num_rows / batch_size)
+    number = 2 * num_rows
+    unit = 10 ** max(math.floor(math.log10(number)) - 1, 0)
     return Sizes(
         batch_size=batch_size,
         epochs=epochs,
         min_aligned=min(100, max(num_rows // 2, 1)),
-        max_set_size=_rounded_up(2 * num_rows),
+        max_set_size=int(min(math.ceil(number / unit) * unit, 2**31)),
         warmup_steps=steps // 20,
     )
 
 
 def _at(steps: tuple[tuple[int, int], ...], num_rows: int) -> int:
     return next(value for least, value in steps if num_rows >= least)
-
-
-def _rounded_up(number: int) -> int:
-    unit = 10 ** max(math.floor(math.log10(number)) - 1, 0)
-    return int(min(math.ceil(number / unit) * unit, 2**31))
 
 
 Role = Literal["active", "passive"]

@@ -94,7 +94,24 @@ def read_raw(
             plain[name] = bare
     written = {name: raw.columns[name] for name in plain}
     raw = raw._replace(columns={**raw.columns, **plain}, written=written, units=units)
-    return _with_decimals(raw, settings, source, as_written)
+    if not isinstance(settings, CsvSource):
+        return raw
+    texts = {
+        name: without_gaps(cells, GAPS)
+        for name, cells in raw.columns.items()
+        if name not in as_written
+    }
+    forms = {name: _decimals_of(text) for name, text in texts.items()}
+    decimal = settings.decimal or _decimal_of(texts, forms)
+    if not decimal:
+        return raw
+    source["decimal"] = decimal
+    plain = {
+        name: with_points(as_text(raw.columns[name]), decimal)
+        for name, form in forms.items()
+        if decimal in form
+    }
+    return raw._replace(columns={**raw.columns, **plain})
 
 
 def _read(path: Path, source: dict[str, Any], settings: Source, most_rows: int) -> RawTable:
@@ -125,30 +142,6 @@ def _read(path: Path, source: dict[str, Any], settings: Source, most_rows: int) 
             columns[name] = columns[name].dictionary_encode()
     index = getattr(table, "index_columns", ())
     return RawTable(path, source, settings, columns, estimate, is_whole, left_out, index, {}, {})
-
-
-def _with_decimals(
-    raw: RawTable, settings: Source, source: dict[str, Any], as_written: Collection[str]
-) -> RawTable:
-    """Return the table with decimal points, and note in the source what the file has."""
-    if not isinstance(settings, CsvSource):
-        return raw
-    texts = {
-        name: without_gaps(cells, GAPS)
-        for name, cells in raw.columns.items()
-        if name not in as_written
-    }
-    forms = {name: _decimals_of(text) for name, text in texts.items()}
-    decimal = settings.decimal or _decimal_of(texts, forms)
-    if not decimal:
-        return raw
-    source["decimal"] = decimal
-    plain = {
-        name: with_points(as_text(raw.columns[name]), decimal)
-        for name, form in forms.items()
-        if decimal in form
-    }
-    return raw._replace(columns={**raw.columns, **plain})
 
 
 def _decimals_of(text: Any) -> set[str]:

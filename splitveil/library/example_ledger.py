@@ -12,14 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from splitveil.active_party.defenses.interface import LeakCharge
-from splitveil.active_party.ledger.account_book import (
-    LEDGER,
-    AccountBook,
-    Names,
-    indices_of,
-    names_of,
-    open_book,
-)
+from splitveil.active_party.ledger import account_book
 from splitveil.active_party.ledger.bounds import (
     LeakBounds,
     auc_bound,
@@ -59,12 +52,12 @@ class Ledger:
     """
 
     def __init__(self, examples: int | Iterable[str]) -> None:
-        self._names: Names | None = None
+        self._names: account_book.Names | None = None
         self._form = CanonicalForm()
         count = examples
         if not isinstance(count, int):
             ids = canonical_ids([str(one) for one in count], "Ledger")
-            self._names, count = names_of(ids), len(ids)
+            self._names, count = account_book.names_of(ids), len(ids)
         self._accounts = LeakLedger(count)
 
     @classmethod
@@ -75,7 +68,7 @@ class Ledger:
 
         Raises SettingsError if there is none, or it cannot be read.
         """
-        book = open_book(Path(folder))
+        book = account_book.open_book(Path(folder))
         ledger = cls(len(book))
         ledger._names, ledger._accounts = book.names, book.total()
         ledger._form = CanonicalForm(rules_of_bytes(book.id_rules))
@@ -182,7 +175,7 @@ class Ledger:
         if self._names is None:
             return self._accounts.state_dict()
         rules = rules_as_bytes(self._form.rules)
-        return AccountBook(self._names, self._accounts, rules).state_dict()
+        return account_book.AccountBook(self._names, self._accounts, rules).state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take up the accounts that ``state_dict`` returned.
@@ -192,7 +185,7 @@ class Ledger:
         if self._names is None:
             self._accounts.load_state_dict(state)
             return
-        book = AccountBook.from_state(state)
+        book = account_book.AccountBook.from_state(state)
         if len(book) != len(self) or not np.array_equal(book.names, self._names):
             raise ValueError("expected the accounts of the same ids in the same order")
         self._accounts = book.total()
@@ -210,7 +203,7 @@ class Ledger:
             raise ValueError("expected a ledger with ids: Ledger(ids), not Ledger(number)")
         path = Path(folder)
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return save_tensors(path, LEDGER, self.state_dict())
+        return save_tensors(path, account_book.LEDGER, self.state_dict())
 
     def __repr__(self) -> str:
         words = self.guarantee().in_words() if len(self) else "no examples"
@@ -240,7 +233,7 @@ class Ledger:
             if self._names is None:
                 raise ValueError("expected positions: this ledger knows no ids")
             ids = canonical_ids([str(one) for one in rows], "rows", self._form)
-            given = indices_of(names_of(ids), self._names)
+            given = account_book.indices_of(account_book.names_of(ids), self._names)
         elif given.dtype == bool:
             if given.shape != (len(self),):
                 raise ValueError(f"expected a mask of {len(self)} examples, got {given.shape}")

@@ -14,13 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.data.source_settings import (
-    CsvSource,
-    FileSource,
-    ParquetSource,
-    Source,
-    not_expanded,
-)
+from splitveil.common.data import source_settings
 from splitveil.common.data.table_paths import find_files, table_path_of
 from splitveil.common.errors import DataError, SettingsError, SplitveilError
 from splitveil.common.party.party_settings import load_party_settings
@@ -110,7 +104,7 @@ def with_paths_from(folder: Path, section: type[Section], values: Any) -> Any:
         if not isinstance(value, str | Path):
             return value
         whole = os.path.normpath(folder / value)
-        return not_expanded(whole) if os.path.exists(whole) else value  # noqa: PTH110
+        return source_settings.not_expanded(whole) if os.path.exists(whole) else value  # noqa: PTH110
 
     def of_library(value: Any) -> Any:
         return absolute(value) if "/" in str(value) else value
@@ -178,13 +172,15 @@ def _schema(file: str) -> dict[str, Any]:
     return {"$schema": _DRAFT, "title": f"splitveil: {file}.yaml", **schema}
 
 
-def files_of(source: Source, base_dir: Path) -> list[Path]:
+def files_of(source: source_settings.Source, base_dir: Path) -> list[Path]:
     """Return the files of this machine that a party's source reads; DataError if there are none."""
-    if isinstance(source, CsvSource | ParquetSource) and not getattr(source, "scheme", None):
+    if isinstance(
+        source, source_settings.CsvSource | source_settings.ParquetSource
+    ) and not getattr(source, "scheme", None):
         return [Path(file.path) for file in find_files(table_path_of(source, base_dir))]
     files = (
         source.files(base_dir)
-        if isinstance(source, FileSource) and "://" not in source.path
+        if isinstance(source, source_settings.FileSource) and "://" not in source.path
         else []
     )
     if missing := [one for one in files if not one.exists()]:

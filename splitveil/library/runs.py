@@ -22,14 +22,8 @@ from splitveil.common.models.device import torch_device
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import CUT
 from splitveil.common.privacy.figures import LeakFigures
+from splitveil.common.record import lines
 from splitveil.common.record.assessment import LeakAssessment
-from splitveil.common.record.lines import (
-    EpochLeakLine,
-    EvaluationLine,
-    LeakLine,
-    LedgerLine,
-    TrainingLine,
-)
 from splitveil.common.text.visible_text import visible
 from splitveil.library.example_ledger import Ledger
 from splitveil.library.frames import Frame, Row, as_html, frame
@@ -97,7 +91,7 @@ class Run:
     @property
     def test_auc(self) -> float | None:
         """The test AUC after the last epoch that was evaluated; None before the first."""
-        evaluated = self._files().active.metrics.of(EvaluationLine)
+        evaluated = self._files().active.metrics.of(lines.EvaluationLine)
         return next((line.auc for line in reversed(evaluated) if line.split == "test"), None)
 
     @property
@@ -147,11 +141,33 @@ class Run:
             case "epochs":
                 return self._epochs()
             case "attacks":
-                return self._attacks()
+                return [
+                    {"party": party.name, "layer": layer, "attack": attack, "over": over}
+                    | {column: getattr(found, name) for column, name in _FIGURES[over].items()}
+                    for party in self._files().parties
+                    for over, layers in _measured(party.summary.of_leak).items()
+                    for layer, attacks in layers.items()
+                    for attack, found in attacks.items()
+                ]
             case "steps":
-                return [asdict(line) for line in self._files().active.metrics.of(TrainingLine)]
+                return [
+                    asdict(line) for line in self._files().active.metrics.of(lines.TrainingLine)
+                ]
             case "batches":
-                return self._batches()
+                return [
+                    {
+                        "party": party.name,
+                        "epoch": line.epoch,
+                        "step": line.step,
+                        "layer": one.layer,
+                        "attack": one.attack,
+                        "leak_auc": one.leak_auc,
+                        "random": line.random,
+                    }
+                    for party in self._files().parties
+                    for line in party.metrics.of(lines.LeakLine)
+                    for one in line.figures
+                ]
         raise ValueError(f"expected one of {', '.join(get_args(Kind))}, got {of!r}")
 
     def report(self, output: str | Path | None = None) -> Path:
@@ -315,47 +331,21 @@ class Run:
     def _epochs(self) -> list[Row]:
         metrics = self._files().active.metrics
         by_epoch: dict[int, dict[str, object]] = {}
-        for line in metrics.of(EvaluationLine):
+        for line in metrics.of(lines.EvaluationLine):
             row = by_epoch.setdefault(line.epoch, {"epoch": line.epoch})
             row["train_loss"] = line.train_loss
             measured = ("loss", "auc", "average_precision", "calibration_error")
             row |= {f"{line.split}_{name}": getattr(line, name) for name in measured}
             if line.class_aucs:
                 row[f"{line.split}_accuracy"] = line.accuracy
-        for ledger in metrics.of(LedgerLine):
+        for ledger in metrics.of(lines.LedgerLine):
             row = by_epoch.setdefault(ledger.epoch, {"epoch": ledger.epoch})
             row["sum_kl"] = ledger.bounds.sum_kl.max
             row |= {p.column: one.max for p, one in ledger.bounds.by_peers().items()}
-        for leak in metrics.of(EpochLeakLine):
+        for leak in metrics.of(lines.EpochLeakLine):
             row = by_epoch.setdefault(leak.epoch, {"epoch": leak.epoch})
             row |= {f"{one.layer}/{one.attack}": one.leak_auc for one in leak.figures}
         return [by_epoch[epoch] for epoch in sorted(by_epoch)]
-
-    def _attacks(self) -> list[Row]:
-        return [
-            {"party": party.name, "layer": layer, "attack": attack, "over": over}
-            | {column: getattr(found, name) for column, name in _FIGURES[over].items()}
-            for party in self._files().parties
-            for over, layers in _measured(party.summary.of_leak).items()
-            for layer, attacks in layers.items()
-            for attack, found in attacks.items()
-        ]
-
-    def _batches(self) -> list[Row]:
-        return [
-            {
-                "party": party.name,
-                "epoch": line.epoch,
-                "step": line.step,
-                "layer": one.layer,
-                "attack": one.attack,
-                "leak_auc": one.leak_auc,
-                "random": line.random,
-            }
-            for party in self._files().parties
-            for line in party.metrics.of(LeakLine)
-            for one in line.figures
-        ]
 
 
 def _measured(leak: LeakFigures) -> dict[str, Mapping[str, Mapping[str, Any]]]:

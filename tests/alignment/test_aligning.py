@@ -14,8 +14,7 @@ from splitveil.active_party.run.preparation import OwnRows
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.alignment.channel import AlignChannel
 from splitveil.common.alignment.ecdh import EcdhEngine
-from splitveil.common.alignment.ristretto import load
-from splitveil.common.alignment.workers import GroupOperations
+from splitveil.common.alignment.ristretto import GroupOperations, load
 from splitveil.common.errors import ContractMismatch, OutOfStep
 from splitveil.common.run.contract import AlignmentContract, Contract
 from splitveil.common.run.messages import Activation, BatchId, LeaveReason

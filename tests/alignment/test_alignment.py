@@ -9,8 +9,8 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
+from splitveil.common.alignment.buckets import secret_permutation
 from splitveil.common.alignment.channel import channel_pair
-from splitveil.common.alignment.common_tags import secret_permutation
 from splitveil.common.alignment.exchange import _send_all, align
 from splitveil.common.data.ids import canonical_ids
 from splitveil.common.errors import AlignmentError, DataError, InvalidMessage, PeerUnreachable

@@ -12,8 +12,7 @@ from splitveil.common.alignment import ristretto
 from splitveil.common.alignment.channel import QueueChannel, StreamChannel, channel_pair
 from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
 from splitveil.common.alignment.exchange import _transfer, align
-from splitveil.common.alignment.ristretto import Ristretto
-from splitveil.common.alignment.workers import WorkerPool
+from splitveil.common.alignment.ristretto import Ristretto, WorkerPool
 from splitveil.common.errors import (
     AlignmentError,
     InvalidMessage,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from splitveil.common.alignment.common_tags import common_tags
+from splitveil.common.alignment.buckets import common_tags
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.ids import Allowed
 from splitveil.common.errors import AlignmentError, InvalidMessage

@@ -7,8 +7,12 @@ import sys
 import pytest
 
 from splitveil.common.alignment import ristretto
-from splitveil.common.alignment.ristretto import LibraryError, NotInGroupError, Ristretto
-from splitveil.common.alignment.workers import WorkerPool
+from splitveil.common.alignment.ristretto import (
+    LibraryError,
+    NotInGroupError,
+    Ristretto,
+    WorkerPool,
+)
 
 # RFC 9496, appendix A.1: the generator's multiples 1, 2, 3, ...
 MULTIPLES = [

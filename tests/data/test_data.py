@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from splitveil.common.data import conversion, sources
 from splitveil.common.data import converted as converted_module
+from splitveil.common.data import sources
 from splitveil.common.data.csv_file import CsvFile
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.table import Table, read_table
@@ -73,8 +73,8 @@ def converted(file: CsvFile, names: list[str], folder: Path) -> Rows:
     source = {"kind": "csv", "path": "unused", "cache_dir": "cache"}
     chosen = {"categorical": names, "missing_texts": []}
     (folder / "cache").mkdir()
-    with mock.patch.object(conversion, "sync"):
-        conversion.convert(
+    with mock.patch.object(converted_module, "sync"):
+        converted_module.convert(
             data_settings(source=source, features=chosen), file, folder / "cache", lambda _: None
         )
     table = converted_module._open(folder / "cache")

@@ -18,7 +18,7 @@ from PIL import EpsImagePlugin, Image
 from pyarrow import parquet
 
 from splitveil.common.data import converted, sources
-from splitveil.common.data.conversion import convert as convert_file
+from splitveil.common.data.converted import convert as convert_file
 from splitveil.common.data.converted import open_converted
 from splitveil.common.data.features import FeatureEncoder, Features, MappedFeatures, RowEncoder
 from splitveil.common.data.settings import DataSettings

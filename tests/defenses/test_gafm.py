@@ -20,7 +20,7 @@ from splitveil.active_party.defenses import (
     NoDefense,
     RawBatch,
 )
-from splitveil.active_party.defenses import gafm_losses as losses
+from splitveil.active_party.defenses import gafm as losses
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.gafm import Adversarial
 from splitveil.active_party.defenses.interface import DefenseReport, LeakCharge

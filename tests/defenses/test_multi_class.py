@@ -9,7 +9,7 @@ import torch
 from scipy import optimize
 from torch import Tensor
 
-from splitveil.active_party.defenses.multi_class_marvell import (
+from splitveil.active_party.defenses.marvell import (
     SharedNoise,
     draw_shared_noise,
     pair_divergences,

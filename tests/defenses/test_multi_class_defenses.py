@@ -24,14 +24,14 @@ from splitveil.active_party.defenses.label_mechanisms import (
     draw_noisy_labels,
     label_leak,
 )
-from splitveil.active_party.defenses.max_norm import MaxNorm
-from splitveil.active_party.defenses.multi_class_marvell import (
+from splitveil.active_party.defenses.marvell import (
     MultiClassMarvell,
     pair_divergences,
     power_for_worst_pair,
     solve_shared_noise,
     worst_pair_factor,
 )
+from splitveil.active_party.defenses.max_norm import MaxNorm
 from splitveil.active_party.defenses.noise import InsecureSeededNoise
 from splitveil.active_party.defenses.strength import (
     DetectionError,

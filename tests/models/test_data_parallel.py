@@ -26,7 +26,14 @@ from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.models import ranks as ranks_module
 from splitveil.common.models.conv import ConvTop
-from splitveil.common.models.data_parallel import Beginning, DataParallelModel, Learner, begin, work
+from splitveil.common.models.data_parallel import (
+    Beginning,
+    DataParallelModel,
+    Learner,
+    begin,
+    with_whole_batches,
+    work,
+)
 from splitveil.common.models.factory import build_bottom_model, build_top_model
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.ranks import RankLost, Ranks
@@ -39,7 +46,6 @@ from splitveil.common.models.settings import (
     WideDeepModel,
 )
 from splitveil.common.models.speed import speed_up
-from splitveil.common.models.whole_batch_norm import with_whole_batches
 from splitveil.passive_party.bottom_trainer import LayerTap, stashing_weights
 from tests.support.forked import server
 

@@ -8,8 +8,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.x509.oid import NameOID
 
-from splitveil.deploy.authority import PartyFolder
-from splitveil.deploy.certificate_requests import REQUEST, make_request
+from splitveil.deploy.authority import REQUEST, PartyFolder, make_request
 from tests.support.certificates import certs
 
 

@@ -7,6 +7,7 @@ from sklearn.cluster import KMeans
 from torch import Tensor
 
 from splitveil.common.privacy.attacks import ATTACKS, Knowledge, SideInformation
+from splitveil.common.privacy.gradient_rows import settled_centres, two_clusters
 from splitveil.common.privacy.leakage import auc, leak_auc
 from splitveil.common.privacy.scores import (
     activation_kmeans,
@@ -16,7 +17,6 @@ from splitveil.common.privacy.scores import (
     nearest_hint,
     spectral,
 )
-from splitveil.common.privacy.top_direction import settled_centres, two_clusters
 
 
 def softmax_gradients(

@@ -8,7 +8,7 @@ from torch import Tensor
 from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.leakage import auc, leak_auc
 from splitveil.common.privacy.observation import Observation
-from splitveil.common.privacy.residual_energy import rare_cluster_up, residual_energy
+from splitveil.common.privacy.scores import rare_cluster_up, residual_energy
 
 FLOOR = 0.05
 """Deviation of clean gradients in each weak direction, where a gap between classes has 1."""

@@ -30,8 +30,7 @@ from splitveil.common.data.features import Features
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.informed import KnownPredictions, informed
 from splitveil.common.privacy.leakage import auc
-from splitveil.common.privacy.residual_energy import rare_cluster_up, residual_energy
-from splitveil.common.privacy.scores import norm, spectral
+from splitveil.common.privacy.scores import norm, rare_cluster_up, residual_energy, spectral
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.sample_order import Positions
 from splitveil.passive_party.bottom_trainer import BottomTrainer

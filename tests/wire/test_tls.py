@@ -247,7 +247,7 @@ import grpc
 from pathlib import Path
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.errors import SettingsError
-from splitveil.common.wire.tls import channel_credentials, server_credentials
+from splitveil.common.wire.endpoint import channel_credentials, server_credentials
 folder = Path(sys.argv[1]) / "active"
 paths = [folder / f"{name}.pem" for name in ("certificate", "private_key", "authority")]
 files = CredentialFiles(*paths, "active.splitveil")

@@ -88,11 +88,11 @@ TAX_OFFICE = (
 )
 CLICK = ("os", "channel", "click_time", "attributed_time", "is_attributed")
 ADVERTISER = (
-    *("id", "click", "C1", "banner_pos", "device_type", "device_conn_type"),
+    *("click", "C1", "banner_pos", "device_type", "device_conn_type"),
     *(f"C{number}" for number in range(14, 22)),
 )
 PUBLISHER = (
-    *("id", "site_id", "site_domain", "site_category", "app_id", "app_domain", "app_category"),
+    *("site_id", "site_domain", "site_category", "app_id", "app_domain", "app_category"),
     *("device_id", "device_ip", "device_model"),
 )
 COUNTS = tuple(f"I{number}" for number in range(1, 14))
@@ -117,7 +117,8 @@ CUTS = {
         ("avazu/avazu",) * 2,
         "click",
         (ADVERTISER, PUBLISHER),
-        categorical=(*ADVERTISER[2:], *PUBLISHER[1:]),
+        has_id=False,  # spreadsheets have shortened some
+        categorical=(*ADVERTISER[1:], *PUBLISHER),
     ),
     "digits": Cut(("", ""), "is_odd"),
     "adult": Cut(("adult/adult",) * 2, "income", (EMPLOYER, TAX_OFFICE)),

@@ -255,8 +255,13 @@ class BottomTrainer:
             if len(answer) != 16 + 4 * self._sums.size:
                 raise InvalidMessage(f"noisy sums in {len(answer)} bytes")
             deviation, grid = np.frombuffer(answer[:16], "<f8").tolist()
-            if not (0 < deviation < math.inf and 0 < grid < math.inf):
-                raise InvalidMessage("noisy sums without the deviation of their noise")
+            # As an honest label owner's: a power of two that leaves the noise room in 32 bits.
+            is_grid = 1 <= grid <= 2**20 and math.frexp(grid)[0] == 0.5
+            least = 0.01 * math.sqrt(len(self._sums))
+            if not (is_grid and least <= deviation <= 2**31 / grid):
+                raise InvalidMessage(
+                    f"noisy sums of deviation {deviation:g} in steps of 1/{grid:g}"
+                )
             theirs = np.frombuffer(answer[16:], "<u4").reshape(self._sums.shape)
             sums = (self._sums - theirs).astype(np.uint32).astype(np.int32) / grid
             places = np.array_split(batch.positions, -(-len(batch.positions) // FIT_ROWS))
@@ -282,7 +287,10 @@ class BottomTrainer:
             "random": training_state.random_state(self._device),
             "gpu": gpu_of(self._device),
             "ranks": [] if self._parallel is None else self._parallel.random_states(),
-            "sums": None if self._sums is None else torch.from_numpy(self._sums),
+            # With the weights of the bits: found again elsewhere, a row's may be another.
+            "sums": self._sums
+            if self._sums is None
+            else (torch.from_numpy(self._sums), self._score.of_bits),
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -295,7 +303,9 @@ class BottomTrainer:
         go_on(self._parallel, state["ranks"])
         self._noisy.clear()
         self._receiver = None
-        self._sums = None if state["sums"] is None else state["sums"].numpy()
+        self._sums = None
+        if state["sums"] is not None:
+            self._sums, self._score.of_bits = state["sums"][0].numpy(), state["sums"][1]
 
     def embed(self, features: Features) -> Tensor:
         return predict_in_blocks(self.model, features)

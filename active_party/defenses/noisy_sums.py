@@ -33,7 +33,7 @@ from splitveil.common.run.messages import bytes_of, tensor_of
 
 COMPUTATIONAL = (
     "The bound is computational: it holds for anybody who cannot break the oblivious transfer, "
-    "which rests on AES-128 and on ristretto255."
+    "which rests on AES-128 as an ideal cipher, BLAKE3 as a random oracle, and ristretto255."
 )
 _MOST_DEVIATIONS = 10  # `noise.py` draws none beyond 9.42
 _FINEST = 2.0**20

@@ -40,6 +40,7 @@ MOST_DENSE = 4096
 _MOST_BITS = 127  # of a row, without the bit that is always 1
 _CLIP = 5.0
 FIT_ROWS = 2**14  # rows whose codes are held at once
+_ROUNDED = 1e-3  # a score's variance, which is 1, is less if there was nearly none to scale
 _TINY = 1e-9  # share of the largest variance below which a component is rounding
 
 Blocks = Callable[[], Iterable[Features]]
@@ -67,7 +68,7 @@ class ComponentsBottom(nn.Module):
         self.register_buffer("limit", torch.full((width,), math.inf))
         starts = torch.tensor([0, *accumulate(self._sizes)][:-1], dtype=torch.int64)
         self.register_buffer("starts", starts + self._num_dense, persistent=False)
-        # Weights, and in the last line thresholds, of the bits; found again from the table.
+        # Weights, and in the last line thresholds, of the bits.
         self.register_buffer("of_bits", torch.zeros(self.num_codes + 1, 0), persistent=False)
 
     def forward(self, features: Features) -> Tensor:
@@ -215,7 +216,7 @@ class ComponentsBottom(nn.Module):
         last over all rows, (num_bits + 1, targets), each with normal noise of deviation ``sigma``.
         ``blocks`` yields those rows in parts.
 
-        Raises InvalidMessage for sums of another shape, or that are not finite.
+        Raises InvalidMessage for sums of another shape, that are not finite, or that give no score.
         """
         if sums.shape[:-1] != (self.num_bits + 1,) or not np.isfinite([*sums.flat, sigma]).all():
             raise InvalidMessage(
@@ -223,7 +224,10 @@ class ComponentsBottom(nn.Module):
             )
         with torch.no_grad():
             joined = self._sums((part, torch.from_numpy(self.bits(part))) for part in blocks())
-            told = told_by_sums(joined, self.num_codes, torch.from_numpy(sums), sigma)
+            try:
+                told = told_by_sums(joined, self.num_codes, torch.from_numpy(sums), sigma)
+            except (OverflowError, RuntimeError) as error:  # the last is of torch.linalg
+                raise InvalidMessage(f"sums with noise of deviation {sigma:g}") from error
             self._fit(told, moments, names)
 
     def scores_of(self, rows: Features, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,12 +237,14 @@ class ComponentsBottom(nn.Module):
 
     def _fit(self, told: Told, moments: Tensor, names: Sequence[str]) -> None:
         weight, bias = Ridge(told).function()
+        if not ((told.variance(weight) - 1).abs() < _ROUNDED).all():
+            raise InvalidMessage("labels or sums to which no score can be fitted")
         first, settings = len(bias), self.settings
         of_code = np.array(names, dtype=object)[self.column_of_code()]
         if isinstance(settings, ScoreModel) and settings.max_column_share is not None:
             for name in sorted({*names}):
                 share = told.share(weight, torch.from_numpy(np.flatnonzero(of_code == name)))
-                if share > settings.max_column_share:
+                if not share <= settings.max_column_share:
                     raise SettingsError(
                         f"bottom_model.max_column_share: {settings.max_column_share:g}; column "
                         f"{name} alone explains {share:.3f} of a score's variance. It was not sent."

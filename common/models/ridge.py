@@ -36,10 +36,14 @@ class Told(NamedTuple):
     """Gradient of the logarithm of the likelihood at 0, by row, (codes, targets)."""
 
     def share(self, weight: Tensor, of_codes: Tensor) -> float:
-        """Return the most that a regression on some codes explains of a standardised score."""
+        """Return the most that a regression on some codes explains of a score's variance."""
         together = (self.covariance @ weight)[of_codes]
         inverse = torch.linalg.pinv(self.covariance[of_codes][:, of_codes], hermitian=True)
-        return float((together * (inverse @ together)).sum(0).max())
+        explained = (together * (inverse @ together)).sum(0)
+        return float((explained / self.variance(weight)).max())
+
+    def variance(self, weight: Tensor) -> Tensor:
+        return (weight * (self.covariance @ weight)).sum(0)
 
 
 def told_by_labels(sums: Tensor, num_codes: int) -> Told:

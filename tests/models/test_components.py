@@ -166,6 +166,20 @@ def test_sums_lose_less_than_labels_that_are_noised_for_the_same_bound() -> None
     assert np.mean(by_sums) > np.mean(by_labels) + 0.05
 
 
+@pytest.mark.parametrize("sigma", [1e154, 1e160])
+def test_noise_that_no_number_holds_is_refused(sigma: float) -> None:
+    model, _ = ready()
+    with pytest.raises(InvalidMessage, match=r"sums with noise of deviation 1e\+1"):
+        fitted_to_sums(sums_of(model, LABELS), sigma)
+
+
+@pytest.mark.parametrize("scale", [1e160, 1e-20, 0])
+def test_sums_that_give_no_score_are_refused(scale: float) -> None:
+    model, _ = ready()
+    with pytest.raises(InvalidMessage, match="to which no score can be fitted"):
+        fitted_to_sums(scale * sums_of(model, LABELS), 10.0)
+
+
 @pytest.mark.parametrize("wrong", ["one sum too few", "not a number", "infinite noise"])
 def test_sums_that_cannot_be_are_refused(wrong: str) -> None:
     model, _ = ready()
@@ -194,3 +208,21 @@ def test_labels_that_are_a_column_in_disguise_are_refused_by_its_owner() -> None
     noisy = column[:, None] + DRAWN.normal(size=(ROWS, 1))
     with pytest.raises(SettingsError, match="column x4 alone explains"):
         model.fit_score(PLACES, noisy.astype(np.float32), moments, COLUMNS)
+    # The share is that of the score's own variance, however little it was fitted to.
+    with pytest.raises(InvalidMessage, match="to which no score can be fitted"):
+        model.fit_score(PLACES, (1e-32 * noisy).astype(np.float32), moments, COLUMNS)
+    with pytest.raises(InvalidMessage, match="to which no score can be fitted"):
+        model.fit_sums(
+            lambda: iter([PLACES]), sums_of(model, column) / 1e20, sigma, moments, COLUMNS
+        )
+    assert torch.equal(model.weight, honest)
+
+
+def test_a_column_s_share_is_the_same_of_a_score_of_any_scale() -> None:
+    joined = torch.from_numpy(np.column_stack([np.ones(ROWS), X, SIGNAL]))
+    told = told_by_labels(joined.T @ joined, CODES)
+    weight = torch.zeros(CODES, 1).double()
+    weight[:2, 0] = torch.tensor([1.0, 0.5])
+    first = told.share(weight, torch.tensor([0]))
+    assert first == pytest.approx(0.8, abs=0.02)
+    assert told.share(1e-20 * weight, torch.tensor([0])) == pytest.approx(first)

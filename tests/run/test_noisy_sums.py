@@ -20,6 +20,7 @@ from splitveil.active_party.defenses.noisy_sums import NoisySums
 from splitveil.active_party.ledger.account_book import LEDGER
 from splitveil.active_party.planned import plan_of
 from splitveil.common.errors import BudgetExhausted, OutOfStep, ProtocolError, SettingsError
+from splitveil.common.models.components import ComponentsBottom
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run import course
@@ -246,6 +247,33 @@ def test_a_party_s_part_of_the_sums_is_a_file_for_its_owner_alone(tmp_path: Path
     assert [path.stat().st_mode & 0o777 for path in stored] == [0o600, 0o600]
 
 
+def test_after_a_restart_the_bits_are_those_that_were_transferred(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eigenvectors are not the same to the last digit elsewhere, and a row may lie between."""
+    write_example(tmp_path, rows=160)
+    whole = with_sums(tmp_path, tmp_path / "whole")
+    run_in_process(whole)
+    runs = tmp_path / "kept"
+    with pytest.raises(Lost):
+        run_in_process(with_sums(tmp_path, runs), dying(4, after=False))
+    found = ComponentsBottom.before_labels
+
+    def elsewhere(model: ComponentsBottom, *given: Any) -> torch.Tensor:
+        moments = found(model, *given)
+        model.of_bits = -model.of_bits
+        return moments
+
+    monkeypatch.setattr(ComponentsBottom, "before_labels", elsewhere)
+    again = with_sums(tmp_path, runs)
+    again.session.reopen()
+    run_in_process(again)
+    first, second = (one.run.trainer for one in (whole, again))
+    assert first is not None
+    assert second is not None
+    assert torch.equal(first._score.of_bits, second._score.of_bits)
+
+
 def test_a_peer_that_lost_its_part_of_the_sums_needs_a_new_run(tmp_path: Path) -> None:
     """Neither another release for other bits, nor the same noise for them."""
     write_example(tmp_path, rows=160)
@@ -360,6 +388,11 @@ def test_a_question_that_is_not_due_is_refused(tmp_path: Path, what: str) -> Non
     assert ("sums", 0) not in peer.seen
 
 
+def stated(what: str, number: float, sent: bytes) -> bytes:
+    place = 0 if what == "noise" else 8
+    return sent[:place] + np.array(number, "<f8").tobytes() + sent[place + 8 :]
+
+
 ANSWERS: dict[str, tuple[tuple[str, int], Callable[[bytes], bytes]]] = {
     "a shorter request": (("transfer", 0), lambda sent: sent[:-1]),
     "a shorter answer": (("transfer", 1), lambda sent: sent[:-4]),
@@ -371,6 +404,19 @@ ANSWERS: dict[str, tuple[tuple[str, int], Callable[[bytes], bytes]]] = {
         lambda sent: np.array(np.nan, "<f8").tobytes() + sent[8:],
     ),
     "no grid": (("sums", 0), lambda sent: sent[:8] + bytes(8) + sent[16:]),
+    **{
+        f"{what} of {number}": (("sums", 0), partial(stated, what, number))
+        for what, number in [
+            ("noise", 1e160),
+            ("noise", 1e154),
+            ("noise", 1e-3),
+            ("noise", 2.0**31),
+            ("grid", 1e-160),
+            ("grid", 0.5),
+            ("grid", 3.0),
+            ("grid", 2.0**21),
+        ]
+    },
 }
 
 

@@ -233,9 +233,9 @@ class ActiveSettings(PartySettings):
     """The half of the network above the cut layer."""
 
     defense: DefenseSettings
-    """The defense that is applied to each gradient before it is sent. It is private: neither a
-    message nor the transcript names it, though the noise in what arrives says something about its
-    strength."""
+    """The defense of each gradient, or of the release of a one-shot run, before it is sent. It is
+    private: neither a message nor the transcript names it, though the noise in what arrives says
+    something about its strength, and noisy sums come with the deviation of theirs."""
 
     noise_key_path: Annotated[Path | None, Mark.PATH] = None
     """File of the secret key of persistent noise and noisy labels, made with mode 0600.
@@ -245,8 +245,8 @@ class ActiveSettings(PartySettings):
     over several runs with the same defense on the same label column, which together then reveal no
     more than the first one: an example is trained on the label with which it was first used,
     whatever the column says now. These labels lie beside the key, in a file with the ending
-    ``.labels``: move both. With another strength or column, the information in the runs adds up.
-    Anyone who can read this file can subtract the noise. Needs ``data.id_column``.
+    ``.labels``: move both. With another strength or column, and with noisy sums, what runs reveal
+    adds up. Anyone who can read this file can subtract the noise. Needs ``data.id_column``.
     """
 
     leak_monitor: LeakMonitorSettings | None = LeakMonitorSettings()

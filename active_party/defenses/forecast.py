@@ -3,7 +3,7 @@
 The defense, the epochs and the labels are known before a run; the gradients are not. Therefore a
 forecast is one of four kinds:
 
-    exact       only the strength decides: persistent noise, noisy labels, no credit at all
+    exact       only the strength decides: persistent noise, noisy labels or sums, no credit at all
     bound       no gradient is charged more; proved where it is computed
     estimate    the charge of batches that are as the estimate assumes. Other batches are charged
                 more, up to infinity, and so may the run be

@@ -193,7 +193,7 @@ class Defense(ABC):
         return batch.labels
 
     def released_labels(self, _rows: Tensor, /) -> Defended:
-        """Return noisy labels of some rows by position, (rows, values) on the CPU, to be sent."""
+        """Return noisy labels of rows by position, (rows, values) on the CPU, or noisy sums."""
         raise ValueError("this defense releases no labels")
 
     def charge_covering(self, _move: LabelMove, /) -> LeakCharge:

@@ -53,13 +53,13 @@ def _word_of_true(value: object) -> object:
 
 
 class NoisyLabelDefense(SeededDefense):
-    """Send the gradients of noisy labels, made in one of several ways, instead of the labels'."""
+    """Send gradients of noisy labels, or in a one-shot run a release of noisy labels or sums."""
 
     name: Literal["noisy_label"] = "noisy_label"
 
     mechanism: LabelMechanism = GaussianLabels(kind="gaussian")
     """The kind and strength of the noise, drawn once per example from the key at
-    ``noise_key_path``."""
+    ``noise_key_path``; of noisy sums, once per sum and anew in each run."""
 
     top_labels: Annotated[Literal["noisy", "true"], BeforeValidator(_word_of_true)] = "noisy"
     """The labels from which the top model learns.

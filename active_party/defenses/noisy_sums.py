@@ -9,7 +9,7 @@ that on each sum is a Gaussian mechanism of mu = 1/k for every label, as that of
 against anybody who cannot break the transfer, whose security is computational.
 
 The transfer leaves sums R with the peer and H with the label owner, R - H = sum_i b_ij v_i modulo
-2^32, of which each alone is uniformly random. Only the last message, H - z, tells something. It is
+2^32, and each alone is uniformly random. Only the last message, H - z, tells something. It is
 made once: another one for other bits would be charged again, and the same noise for other bits
 would give exact sums by a difference. So its noise is keyed by H, which is stored before it leaves.
 Values and noise are rounded as in `label_mechanisms`, so coarsely that sums stay within 32 bits.

@@ -123,8 +123,8 @@ class Answering:
         number, asked = self.batch_number, activation.values
         if due.split == "transfer" and due.step == 0 and len(self.questions):
             raise OutOfStep(
-                "the noisy sums were released for a transfer of which the passive party has lost "
-                "its part: it needs a new run, which is charged again (--fresh at both parties)"
+                "the noisy sums were released for a transfer, and the passive party has lost its "
+                "part of it: it needs a new run, which is charged again (--fresh at both parties)"
             )
         if due.split == "sums":  # the same few bytes, whatever bits came before
             asked = self.trainer.sums.own

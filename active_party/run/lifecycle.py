@@ -214,7 +214,7 @@ class Lifecycle:
             errors.BudgetExhausted,
             errors.OtherAnswer,
             errors.StorageError,
-            errors.ProtocolError,  # of a transfer, of which no other message may be tried
+            errors.ProtocolError,  # of a transfer: no other message may be tried
         ) as error:
             if isinstance(error, errors.BudgetExhausted):
                 self._report_ledger(batch.epoch)

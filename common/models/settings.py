@@ -80,8 +80,8 @@ class ScoreModel(PcaModel):
     kind: Literal["score"]  # type: ignore[assignment]
 
     columns: int | None = Field(default=None, ge=1)
-    """Columns whose components stand beside the score: so many, those which the noisy labels say
-    are worth most. By default the components are those of all columns."""
+    """Columns whose components stand beside the score: so many, those which the release says are
+    worth most. By default the components are those of all columns."""
 
     columns_from: tuple[str, ...] | None = None
     """Names of the columns that ``columns`` may choose; by default all."""

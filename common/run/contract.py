@@ -54,7 +54,7 @@ class AlignmentSettings(Section):
     kind: Literal["mutual", "one_sided"] = "mutual"
     """Which parties learn the common ids.
 
-    ``mutual``: all. ``one_sided``: the active party alone, in a one-shot run without noisy labels
+    ``mutual``: all. ``one_sided``: the active party alone, in a one-shot run without a ``release``
     with one passive party, which fits its model to all rows of its own table, and serves them all,
     sealed: the active party opens the rows whose ids it has."""
 

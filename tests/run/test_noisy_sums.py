@@ -289,6 +289,29 @@ def test_a_run_that_is_put_back_by_a_backup_draws_other_noise_for_another_transf
     assert (drawn[0] != drawn[1]).all()
 
 
+def test_a_run_that_is_put_back_by_a_backup_draws_other_noise_at_another_strength(
+    tmp_path: Path,
+) -> None:
+    """The same normal numbers at two deviations would give the sums exactly."""
+    write_example(tmp_path, rows=160)
+    runs = tmp_path / "kept"
+    with pytest.raises(Lost):  # all is transferred, and nothing is released
+        run_in_process(with_sums(tmp_path, runs), dying(4, after=False))
+    drawn = []
+    for ratio in (2.79, 2.5):
+        shutil.copytree(runs, folder := tmp_path / str(ratio))
+        parties = with_sums(tmp_path, folder, f"defense.mechanism.noise_ratio={ratio}")
+        parties.session.reopen()
+        peer = noting()
+        run_in_process(parties, peer)
+        deviation, grid = np.frombuffer(peer.seen["sums", 0], "<f8", count=2)
+        theirs = np.frombuffer(peer.seen["sums", 0], "<u4", offset=16).astype(np.int64)
+        own = parties.session.lifecycle.answering.trainer.sums.own.flatten().numpy()
+        steps = (own - theirs + 2**31) % 2**32 - 2**31
+        drawn.append(steps / (deviation * grid))
+    assert np.abs(drawn[0] - drawn[1]).max() > 0.1
+
+
 class Alters(Notes):
     """Sends something else in place of a question."""
 

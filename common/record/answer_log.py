@@ -124,8 +124,8 @@ class AnswerLog:
         packed = self._packed(record)
         link = _link(self._link, packed)
         if self._path is not None:
-            # Synced only with the next checkpoint: a killed process loses nothing that it has
-            # written, and a peer cannot cause a power failure.
+            # Synced only with the next checkpoint, but for noisy sums: a killed process loses
+            # nothing that it has written, and a peer cannot cause a power failure.
             with _opened(self._path, os.O_APPEND) as file:
                 write_whole(file, packed + link)
         self._link = link

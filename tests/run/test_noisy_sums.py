@@ -19,14 +19,22 @@ from splitveil.active_party.defenses.interface import BuildInputs, DefenseContex
 from splitveil.active_party.defenses.noisy_sums import NoisySums
 from splitveil.active_party.ledger.account_book import LEDGER
 from splitveil.active_party.planned import plan_of
-from splitveil.common.errors import BudgetExhausted, OutOfStep, ProtocolError, SettingsError
+from splitveil.common.errors import (
+    BudgetExhausted,
+    OutOfStep,
+    ProtocolError,
+    SettingsError,
+    StorageError,
+)
 from splitveil.common.party.party_data import PartyData
+from splitveil.common.record.answer_log import AnswerLog
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run import course
 from splitveil.common.run.messages import Activation, Answer, DefendedGradient, bytes_of, tensor_of
 from splitveil.library.simulating import simulate
 from splitveil.passive_party import bottom_trainer
 from tests.run.test_one_shot import ONE_SHOT, RELEASE, SCORE, assert_goes_on
+from tests.run.test_what_was_answered import go_back, leave
 from tests.support.peers import DiesAt, InProcessPeer, Lost, dying
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
 from tests.support.tables import write_classes, write_numbers
@@ -310,6 +318,54 @@ def test_a_run_that_is_put_back_by_a_backup_draws_other_noise_at_another_strengt
         steps = (own - theirs + 2**31) % 2**32 - 2**31
         drawn.append(steps / (deviation * grid))
     assert np.abs(drawn[0] - drawn[1]).max() > 0.1
+
+
+def test_nothing_leaves_before_its_charge_survives_a_power_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A charge that is lost would let another transfer have a second release."""
+    write_example(tmp_path, rows=160)
+    sync = AnswerLog.sync
+
+    def fails_with_a_charge(log: AnswerLog) -> None:
+        if len(log):
+            raise StorageError("the disk is full")
+        sync(log)
+
+    monkeypatch.setattr(AnswerLog, "sync", fails_with_a_charge)
+    peer = noting()
+    with pytest.raises(StorageError):
+        run_in_process(with_sums(tmp_path, tmp_path / "kept"), peer)
+    assert ("transfer", 2) in peer.seen
+    assert ("sums", 0) not in peer.seen
+
+
+def test_no_checkpoint_is_of_the_middle_of_a_transfer(tmp_path: Path) -> None:
+    """A process that began there would have no part in it."""
+    write_example(tmp_path, rows=160)
+    parties = with_sums(tmp_path, tmp_path / "kept")
+    with pytest.raises(Lost):
+        run_in_process(parties, dying(2, after=True))
+    leave(parties.session)
+    assert parties.session.lifecycle.checkpoints == {0}
+    stray = course.Batch(0, "transfer", 2, np.arange(50), b"", False, closes_epoch=False)
+    with pytest.raises(OutOfStep, match="no transfer has begun"):
+        defense_of([0, 1]).transfer(stray, tensor_of(bytes(8)))
+
+
+def test_returns_to_before_a_transfer_are_counted(tmp_path: Path) -> None:
+    """They have the same work done again, though nothing was released; then the run goes on."""
+    write_example(tmp_path, rows=160)
+    parties = with_sums(tmp_path, tmp_path / "kept")
+    with pytest.raises(Lost):
+        run_in_process(parties, dying(2, after=True))
+    go_back(parties.session)
+    log = parties.session.lifecycle.answering.questions._log
+    assert log.num_resumptions() == 1
+    again = with_sums(tmp_path, tmp_path / "kept")
+    again.session.reopen()
+    run_in_process(again)
+    assert again.session.leak_bounds().sum_kl.max == 0.25
 
 
 class Alters(Notes):

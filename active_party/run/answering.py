@@ -231,7 +231,9 @@ class Answering:
     def account_book(self) -> AccountBook:
         """Return the accounts of this run and the runs before it, by example."""
         book = self.budget.account_book()
-        return book if book is self.budget.earlier else book.of_run(self._run_id)
+        if book is self.budget.earlier:
+            return book
+        return book.of_run(self._run_id + self.questions.replies.hex())
 
     def state_dict(self) -> State:
         """Return everything that a step changes, except what the observer has seen."""

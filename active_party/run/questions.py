@@ -54,6 +54,11 @@ class AnsweredQuestions:
         """Return all parties' questions about a batch, which may have been answered before."""
         return BatchQuestions(batch_number, fingerprints, self.secret, self._log)
 
+    @property
+    def replies(self) -> bytes:
+        """A hash of all answers that were given."""
+        return self._log.replies
+
     def sync(self) -> None:
         """Make the records survive a power failure."""
         self._log.sync()

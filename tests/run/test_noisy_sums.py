@@ -17,7 +17,7 @@ from splitveil.active_party.defenses import AnswerKeys, Examples, NoiseSecrets, 
 from splitveil.active_party.defenses.dp_bounds import leak_auc_of_mu
 from splitveil.active_party.defenses.interface import BuildInputs, DefenseContext, LeakCharge
 from splitveil.active_party.defenses.noisy_sums import NoisySums
-from splitveil.active_party.ledger.account_book import LEDGER
+from splitveil.active_party.ledger.account_book import LEDGER, AccountBook
 from splitveil.active_party.planned import plan_of
 from splitveil.common.errors import (
     BudgetExhausted,
@@ -281,7 +281,7 @@ def test_a_run_that_is_put_back_by_a_backup_draws_other_noise_for_another_transf
     runs = tmp_path / "kept"
     with pytest.raises(Lost):  # before anything was transferred
         run_in_process(with_sums(tmp_path, runs), dying(1, after=False))
-    drawn = []
+    drawn, books = [], []
     for part in ("one", "other"):
         folder = tmp_path / part
         shutil.copytree(runs, folder)
@@ -294,7 +294,13 @@ def test_a_run_that_is_put_back_by_a_backup_draws_other_noise_for_another_transf
             np.frombuffer(peer.seen["sums", 0], "<u4", offset=16).astype(np.int64)
         )
         drawn.append((trainer.sums.own.flatten() - theirs) % 2**32)
+        books.append(parties.session.lifecycle.phase.account_book())
+        again = with_sums(tmp_path, folder)
+        again.session.reopen()  # the same book, read from the files
+        books.append(again.session.lifecycle.phase.account_book())
     assert (drawn[0] != drawn[1]).all()
+    # Both copies count for a later run that is given their books.
+    assert AccountBook.together(books, b"").most() == 0.5
 
 
 def test_a_run_that_is_put_back_by_a_backup_draws_other_noise_at_another_strength(

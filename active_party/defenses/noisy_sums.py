@@ -11,7 +11,8 @@ against anybody who cannot break the transfer, whose security is computational.
 The transfer leaves sums R with the peer and H with the label owner, R - H = sum_i b_ij v_i modulo
 2^32, and each alone is uniformly random. Only the last message, H - z, tells something. It is
 made once: another one for other bits would be charged again, and the same noise for other bits
-would give exact sums by a difference. So its noise is keyed by H, which is stored before it leaves.
+would give exact sums by a difference. So its noise is keyed by H, which is stored before it leaves,
+and by its deviation: the same normal numbers at two deviations would give exact sums as well.
 Values and noise are rounded as in `label_mechanisms`, so coarsely that sums stay within 32 bits.
 """
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from splitveil.active_party.defenses import interface
 from splitveil.active_party.defenses.noise import SecureNoise, fresh_key
-from splitveil.common.errors import InvalidMessage
+from splitveil.common.errors import InvalidMessage, OutOfStep
 from splitveil.common.oblivious_transfer import Sender
 from splitveil.common.oblivious_transfer.extension import MAX_TRANSFERS
 from splitveil.common.run.contract import TRANSFER_ROWS
@@ -67,6 +68,12 @@ class NoisySums(interface.Defense):
             raise ValueError("no transfer was completed")
         return self._own
 
+    @property
+    def released(self) -> Tensor:
+        """All that the last message follows from but its noise: H, the deviation, the steps."""
+        strength = torch.tensor(self._noise_of(len(self.own)), dtype=torch.float64)
+        return torch.cat([self.own.flatten(), strength.view(torch.int64)])
+
     def transfer(self, batch: Batch, question: Tensor, /) -> interface.DefendedGradient:
         """Answer the next message of a transfer, (bytes,): nothing in it tells of a label.
 
@@ -81,7 +88,7 @@ class NoisySums(interface.Defense):
             self._own, self._sender = None, Sender(width, self._values.shape[1])
             return interface.DefendedGradient(tensor_of(self._sender.request))
         if self._sender is None:
-            raise ValueError("no transfer has begun")
+            raise OutOfStep("no transfer has begun")
         end = 4 + int.from_bytes(asked[:4], "little")
         if batch.step == 1:
             self._sender.accept(asked[4:end])

@@ -145,9 +145,9 @@ class AccountBook:
             named[_PERSONS] = torch.from_numpy(self.person_of)
         return self.ledger.state_dict() | named | id_rules_as_tensor(self.id_rules)
 
-    def of_run(self, run_id: str) -> "AccountBook":
+    def of_run(self, run: str) -> "AccountBook":
         """Return the book as that of a run; if the run charges more later, as that of another."""
-        hashed = hashlib.blake2b(run_id.encode(), digest_size=_DIGEST_BYTES, person=b"leak account")
+        hashed = hashlib.blake2b(run.encode(), digest_size=_DIGEST_BYTES, person=b"leak account")
         for _, part in sorted(self.state_dict().items()):
             hashed.update(part.numpy().data)
         return replace(self, runs=self.runs | {hashed.digest()})

@@ -102,7 +102,9 @@ class Answering:
 
     @property
     def is_between_steps(self) -> bool:
-        return self.trainer.is_between_steps and not self.is_midway
+        due = self.progress.due
+        is_transferring = due is not None and due.split == "transfer" and due.step > 0
+        return self.trainer.is_between_steps and not (self.is_midway or is_transferring)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -121,13 +123,14 @@ class Answering:
             raise OutOfStep(f"expected a batch of {due.split} now")
         self._check_batch(activation, due)
         number, asked = self.batch_number, activation.values
-        if due.split == "transfer" and due.step == 0 and len(self.questions):
+        is_new = len(self.questions) == self.questions.num_resumptions
+        if due.split == "transfer" and due.step == 0 and not is_new:
             raise OutOfStep(
                 "the noisy sums were released for a transfer, and the passive party has lost its "
                 "part of it: it needs a new run, which is charged again (--fresh at both parties)"
             )
         if due.split == "sums":  # the same few bytes, whatever bits came before
-            asked = self.trainer.sums.own
+            asked = self.trainer.sums.released
         fingerprint = self.questions.fingerprint(number, asking.index, asked)
         asking.ask(OpenQuestion(activation, fingerprint))
         return due
@@ -176,6 +179,8 @@ class Answering:
             entry = self.budget.entry_of(report.charge)
             is_repeated, log = questions.admission(entry, defended, where)
             self.budget.admit(batch.positions, entry, where, is_repeated=is_repeated, log=log)
+            if batch.split == "sums":  # one release, even after a power failure
+                self.questions.sync()
             replies = [Answer(q.activation.batch, p) for q, p in zip(asked, parts, strict=True)]
             self._reply(replies)
         if result is not None:
@@ -226,7 +231,9 @@ class Answering:
     def account_book(self) -> AccountBook:
         """Return the accounts of this run and the runs before it, by example."""
         book = self.budget.account_book()
-        return book if book is self.budget.earlier else book.of_run(self._run_id)
+        if book is self.budget.earlier:
+            return book
+        return book.of_run(self._run_id + self.questions.replies.hex())
 
     def state_dict(self) -> State:
         """Return everything that a step changes, except what the observer has seen."""

@@ -178,7 +178,9 @@ class Lifecycle:
 
     def resume_at(self, batch_number: int) -> None:
         """Resume from a checkpoint with every party."""
-        self.answering.questions.note_resumption(batch_number)
+        questions = self.answering.questions
+        if questions.is_answered(batch_number) or batch_number < self.answering.batch_number:
+            questions.note_resumption()
         self.run = self.run._replace(resumed_at=batch_number)
         self._restore(batch_number, self._store.load(batch_number))
         for party in self.parties:

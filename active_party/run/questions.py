@@ -54,16 +54,27 @@ class AnsweredQuestions:
         """Return all parties' questions about a batch, which may have been answered before."""
         return BatchQuestions(batch_number, fingerprints, self.secret, self._log)
 
+    @property
+    def replies(self) -> bytes:
+        """A hash of all answers that were given."""
+        return self._log.replies
+
+    def sync(self) -> None:
+        """Make the records survive a power failure."""
+        self._log.sync()
+
     def since(self, count: int) -> Iterator[Record]:
         """Yield the answers about batches that follow the first few records."""
         records = self._log.since(count)
         return (record for record in records if record.number < FIRST_RESUMPTION_NUMBER)
 
-    def note_resumption(self, batch_number: int) -> None:
+    @property
+    def num_resumptions(self) -> int:
+        return self._log.num_resumptions()
+
+    def note_resumption(self) -> None:
         """Note that the run goes back over a batch; OutOfStep after ``MAX_RESUMPTIONS`` times."""
-        if not self.is_answered(batch_number):
-            return
-        count = self._log.num_resumptions()
+        count = self.num_resumptions
         if count >= MAX_RESUMPTIONS:
             raise OutOfStep(
                 f"the run has gone back to a checkpoint {count} times, as often as it may: start "

@@ -136,7 +136,8 @@ class Sender(_Party):
         received = np.frombuffer(extension, np.uint8)
         sent = np.repeat(received[:-_CHECK_BYTES].reshape(NUM_TREES, size), DEPTH, axis=0)
         columns, _ = streams.next(size)
-        # Masks and no branch or index: the time does not depend on the bits of delta.
+        # Masks and no branch or index: here, unlike in the base transfers, which happen once for a
+        # fresh delta, the time does not depend on its bits.
         columns ^= sent & (0 - self._delta_bits)[:, None]
         check = received[-_CHECK_BYTES:].reshape(-1, _BLOCK_BYTES)
         check_consistency(universal_hash(check_key, columns), check, self._delta_bits)

@@ -82,6 +82,7 @@ class AnswerLog:
             f"<Q{questions * _FINGERPRINT_BYTES}s{_FINGERPRINT_BYTES}sdd{_DIGEST_BYTES}sBdd"
         )
         self._link = _link(run, _header(questions))
+        self.replies = b""  # a hash of all replies, by which copies of a run that go on differ
         if path is not None:
             self._read(path, first_batch)
 
@@ -124,13 +125,13 @@ class AnswerLog:
         packed = self._packed(record)
         link = _link(self._link, packed)
         if self._path is not None:
-            # Synced only with the next checkpoint: a killed process loses nothing that it has
-            # written, and a peer cannot cause a power failure.
+            # Synced only with the next checkpoint, but for noisy sums: a killed process loses
+            # nothing that it has written, and a peer cannot cause a power failure.
             with _opened(self._path, os.O_APPEND) as file:
                 write_whole(file, packed + link)
         self._link = link
         self._count += 1
-        self._known[number] = record
+        self._note(record)
 
     def sync(self) -> None:
         """Make the log survive a power failure, as the checkpoint that counts its records does."""
@@ -177,12 +178,17 @@ class AnswerLog:
             if data[start + len(packed) : start + size] != self._link:
                 raise StorageError(f"{path}: record {number + 1} is damaged: {HOW_TO_RECOVER}")
             record = self._unpacked(packed)
-            if record.number >= first_batch:
-                self._known[record.number] = record
+            self._note(record, first_batch)
         whole = len(header) + self._count * size
         if len(data) != whole:  # a crash left part of a record: its answer never left this party
             with storage_errors(path, "cannot be written"):
                 os.truncate(path, whole)
+
+    def _note(self, record: Record, first_batch: int = 0) -> None:
+        if record.reply != NO_REPLY:
+            self.replies = _link(self.replies, record.reply)
+        if record.number >= first_batch:
+            self._known[record.number] = record
 
     def _packed(self, record: Record) -> bytes:
         sum_kl, identity, epsilon, *more = record.charge

@@ -158,13 +158,13 @@ class Progress:
         self.due = None
 
     def save(self, state: Callable[[], State], *, soon: bool = False) -> None:
-        """Save a checkpoint, if the store keeps any, or raise StorageError."""
-        self.checkpoint_due = False
+        """Save a checkpoint, if the store keeps any, or raise StorageError; then it stays due."""
         if self.store.keeps:
             # A party's own part of noisy sums is stored before they are asked for, or sent.
             soon = soon and (self.due is None or self.due.split != "sums")
             save = self.store.save_soon if soon else self.store.save
             save(self.batch_number, state())
+        self.checkpoint_due = False
 
 
 @contextmanager

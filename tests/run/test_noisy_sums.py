@@ -17,17 +17,26 @@ from splitveil.active_party.defenses import AnswerKeys, Examples, NoiseSecrets, 
 from splitveil.active_party.defenses.dp_bounds import leak_auc_of_mu
 from splitveil.active_party.defenses.interface import BuildInputs, DefenseContext, LeakCharge
 from splitveil.active_party.defenses.noisy_sums import NoisySums
-from splitveil.active_party.ledger.account_book import LEDGER
+from splitveil.active_party.ledger.account_book import LEDGER, AccountBook
 from splitveil.active_party.planned import plan_of
-from splitveil.common.errors import BudgetExhausted, OutOfStep, ProtocolError, SettingsError
+from splitveil.active_party.run.parties import Reply
+from splitveil.common.errors import (
+    BudgetExhausted,
+    OutOfStep,
+    ProtocolError,
+    SettingsError,
+    StorageError,
+)
 from splitveil.common.models.components import ComponentsBottom
 from splitveil.common.party.party_data import PartyData
+from splitveil.common.record.answer_log import AnswerLog
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run import course
 from splitveil.common.run.messages import Activation, Answer, DefendedGradient, bytes_of, tensor_of
 from splitveil.library.simulating import simulate
 from splitveil.passive_party import bottom_trainer
 from tests.run.test_one_shot import ONE_SHOT, RELEASE, SCORE, assert_goes_on
+from tests.run.test_what_was_answered import go_back, leave
 from tests.support.peers import DiesAt, InProcessPeer, Lost, dying
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
 from tests.support.tables import write_classes, write_numbers
@@ -301,7 +310,7 @@ def test_a_run_that_is_put_back_by_a_backup_draws_other_noise_for_another_transf
     runs = tmp_path / "kept"
     with pytest.raises(Lost):  # before anything was transferred
         run_in_process(with_sums(tmp_path, runs), dying(1, after=False))
-    drawn = []
+    drawn, books = [], []
     for part in ("one", "other"):
         folder = tmp_path / part
         shutil.copytree(runs, folder)
@@ -314,7 +323,91 @@ def test_a_run_that_is_put_back_by_a_backup_draws_other_noise_for_another_transf
             np.frombuffer(peer.seen["sums", 0], "<u4", offset=16).astype(np.int64)
         )
         drawn.append((trainer.sums.own.flatten() - theirs) % 2**32)
+        books.append(parties.session.lifecycle.phase.account_book())
+        again = with_sums(tmp_path, folder)
+        again.session.reopen()  # the same book, read from the files
+        books.append(again.session.lifecycle.phase.account_book())
     assert (drawn[0] != drawn[1]).all()
+    # Both copies count for a later run that is given their books.
+    assert AccountBook.together(books, b"").most() == 0.5
+
+
+def test_a_run_that_is_put_back_by_a_backup_draws_other_noise_at_another_strength(
+    tmp_path: Path,
+) -> None:
+    """The same normal numbers at two deviations would give the sums exactly."""
+    write_example(tmp_path, rows=160)
+    runs = tmp_path / "kept"
+    with pytest.raises(Lost):  # all is transferred, and nothing is released
+        run_in_process(with_sums(tmp_path, runs), dying(4, after=False))
+    drawn = []
+    for ratio in (2.79, 2.5):
+        shutil.copytree(runs, folder := tmp_path / str(ratio))
+        parties = with_sums(tmp_path, folder, f"defense.mechanism.noise_ratio={ratio}")
+        parties.session.reopen()
+        peer = noting()
+        run_in_process(parties, peer)
+        deviation, grid = np.frombuffer(peer.seen["sums", 0], "<f8", count=2)
+        theirs = np.frombuffer(peer.seen["sums", 0], "<u4", offset=16).astype(np.int64)
+        own = parties.session.lifecycle.answering.trainer.sums.own.flatten().numpy()
+        steps = (own - theirs + 2**31) % 2**32 - 2**31
+        drawn.append(steps / (deviation * grid))
+    assert np.abs(drawn[0] - drawn[1]).max() > 0.1
+
+
+def test_nothing_leaves_before_its_charge_survives_a_power_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A charge that is lost would let another transfer have a second release."""
+    write_example(tmp_path, rows=160)
+    sync = AnswerLog.sync
+
+    def fails_with_a_charge(log: AnswerLog) -> None:
+        if len(log):
+            raise StorageError("the disk is full")
+        sync(log)
+
+    monkeypatch.setattr(AnswerLog, "sync", fails_with_a_charge)
+    parties = with_sums(tmp_path, tmp_path / "kept")
+    peers, left = parties.session.parties, []
+    answer = peers.answer
+
+    def answers(replies: Sequence[Reply]) -> None:
+        left.append(replies)
+        answer(replies)
+
+    monkeypatch.setattr(peers, "answer", answers)
+    with pytest.raises(StorageError):
+        run_in_process(parties)
+    assert len(left) == 3  # the answers of the transfer
+
+
+def test_no_checkpoint_is_of_the_middle_of_a_transfer(tmp_path: Path) -> None:
+    """A process that began there would have no part in it."""
+    write_example(tmp_path, rows=160)
+    parties = with_sums(tmp_path, tmp_path / "kept")
+    with pytest.raises(Lost):
+        run_in_process(parties, dying(2, after=True))
+    leave(parties.session)
+    assert parties.session.lifecycle.checkpoints == {0}
+    stray = course.Batch(0, "transfer", 2, np.arange(50), b"", False, closes_epoch=False)
+    with pytest.raises(OutOfStep, match="no transfer has begun"):
+        defense_of([0, 1]).transfer(stray, tensor_of(bytes(8)))
+
+
+def test_returns_to_before_a_transfer_are_counted(tmp_path: Path) -> None:
+    """They have the same work done again, though nothing was released; then the run goes on."""
+    write_example(tmp_path, rows=160)
+    parties = with_sums(tmp_path, tmp_path / "kept")
+    with pytest.raises(Lost):
+        run_in_process(parties, dying(2, after=True))
+    go_back(parties.session)
+    log = parties.session.lifecycle.answering.questions._log
+    assert log.num_resumptions() == 1
+    again = with_sums(tmp_path, tmp_path / "kept")
+    again.session.reopen()
+    run_in_process(again)
+    assert again.session.leak_bounds().sum_kl.max == 0.25
 
 
 class Alters(Notes):

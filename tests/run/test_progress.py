@@ -53,6 +53,26 @@ def test_batches_become_due_in_the_order_of_the_course(
     assert (progress.batch_number, progress.checkpoint_due) == (2, False)
 
 
+def test_a_checkpoint_that_could_not_be_saved_stays_due(
+    contract: Contract, rows: AlignedRows
+) -> None:
+    """Otherwise noisy sums could leave before this party's part of them is stored."""
+
+    class Full(NoStore):
+        keeps = True
+
+        def _fail(self, *_: object) -> None:
+            raise StorageError("the disk is full")
+
+        save = save_soon = _fail
+
+    progress = Progress(contract, rows, Full())
+    progress.checkpoint_due = True
+    with pytest.raises(StorageError):
+        progress.save(dict)
+    assert progress.checkpoint_due
+
+
 @pytest.mark.parametrize(("is_training", "most_ahead"), [(True, 4), (False, 16)])
 def test_what_is_sent_ahead_ends_with_the_pass_over_its_rows(
     contract: Contract, is_training: bool, most_ahead: int

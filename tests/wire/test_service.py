@@ -46,7 +46,7 @@ class ImpatientFromTheFirstStep(GrpcPeer):
     """Until then it has the patience of its settings, which a slow machine may need."""
 
     def send_activation(self, activation: Activation) -> None:
-        self._reconnect = ReconnectSettings(max_s=1, first_wait_s=0.1, deadline_s=1)
+        self._reconnect = ReconnectSettings(max_s=1, deadline_s=1)
         self._retrying = Retrying(
             self._reconnect, lambda: None, self.connection.where, self.connection.renew
         )

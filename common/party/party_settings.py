@@ -159,10 +159,10 @@ class PartySettings(Section):
     log_format: Annotated[LogFormat, Mark.MAY_CHANGE] = "text"
     """``json``: each line of the log is a JSON object with date, level, run and message."""
 
-    runs_dir: Annotated[Path, Mark.MAY_CHANGE] = Path("runs")
+    runs_dir: Annotated[Path, Mark.MAY_CHANGE, Mark.PER_RUN] = Path("runs")
     """Folder of all runs, relative to the folder in which the command is started."""
 
-    insecure_nonce_seed: Annotated[int | None, Mark.HIDDEN] = Field(default=None, ge=0)
+    insecure_nonce_seed: Annotated[int | None, Mark.HIDDEN, Mark.SEED] = Field(default=None, ge=0)
     """For tests only: makes this party's share of the joint seed predictable."""
 
     base_dir: Path = Field(default=Path(), exclude=True)

@@ -146,6 +146,9 @@ logger = logging.getLogger(__name__)
 
 def run_command(parsed: argparse.Namespace, party: str, actions: Mapping[str, str]) -> int:
     """Do what parsed arguments say by one of the named functions, and return the exit code."""
+    # Before torch is imported. Threads that spin while they wait for each other take the cores from
+    # the other party on this machine, and gain nothing on small batches.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     def act() -> None:
         action = resolve_name(actions[parsed.command])

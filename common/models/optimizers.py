@@ -33,9 +33,8 @@ def _uncompiled(kind: type[_OptimizerT]) -> type[_OptimizerT]:
     return type(kind.__name__, (kind,), {**methods, "step": step})
 
 
-SGD, Adam, AdamW, SparseAdam = map(
-    _uncompiled, (optim.SGD, optim.Adam, optim.AdamW, optim.SparseAdam)
-)
+SGD, Adam = _uncompiled(optim.SGD), _uncompiled(optim.Adam)
+AdamW, SparseAdam = _uncompiled(optim.AdamW), _uncompiled(optim.SparseAdam)
 
 
 def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> Optimizer:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 def align(parsed: argparse.Namespace) -> None:
     interruption = Interruption()
     interruption.install()
-    settings = aligned_table.aligning(command_line.load_settings(ActiveSettings, parsed, "active"))
+    settings = aligned_table.aligning(parsed.loaded)
     aligned_table.check_outputs(settings, parsed.output, positions=parsed.positions)
     serve = checked_server(settings)
     check_free(settings.status)

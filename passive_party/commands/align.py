@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 def align(parsed: argparse.Namespace) -> None:
     interruption = Interruption()
     interruption.install()
-    settings = aligning(command_line.load_settings(PassiveSettings, parsed, "passive"))
+    settings = aligning(parsed.loaded)
     check_outputs(settings, parsed.output, positions=parsed.positions)
     connect = checked_connection(settings)
     own = read_own_ids(settings)

@@ -19,7 +19,7 @@ from splitveil.common.run.sample_order import CommonOrder
 
 
 def align(parsed: argparse.Namespace) -> None:
-    aligned_table.align(parsed, "active", ActiveSettings, _alignment_of)
+    aligned_table.align(parsed, _alignment_of)
 
 
 def _alignment_of(settings: ActiveSettings) -> aligned_table.Alignment:

@@ -17,7 +17,6 @@ from splitveil.active_party.planned import (
     plan_of,
 )
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.party import command_line
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.adversary import Adversary
@@ -26,7 +25,7 @@ from splitveil.common.text.visible_text import PlainTable, visible
 
 
 def plan(parsed: argparse.Namespace) -> None:
-    settings = command_line.load_settings(ActiveSettings, parsed, "active")
+    settings: ActiveSettings = parsed.loaded
     data = PartyData.of(settings)
     planned = plan_of(settings, data, parsed.target_leak_auc, answers_before(settings))
     if parsed.json:

@@ -31,7 +31,7 @@ logger = logging.getLogger("splitveil.active_party")
 
 
 def run(parsed: argparse.Namespace) -> None:
-    settings = command_line.load_settings(ActiveSettings, parsed, "active")
+    settings: ActiveSettings = parsed.loaded
     check_processes(settings)
     train = partial(_take_part, fresh=parsed.fresh)
     run_as_party(settings, ("top_model", "defense"), learner_of_rank, train)

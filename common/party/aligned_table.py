@@ -46,12 +46,7 @@ class Alignment(NamedTuple):
     shows_bar: bool = True
 
 
-def align(
-    parsed: argparse.Namespace,
-    party: str,
-    section: type[PartySettingsT],
-    alignment_of: Callable[[PartySettingsT], Alignment],
-) -> None:
+def align(parsed: argparse.Namespace, alignment_of: Callable[[PartySettingsT], Alignment]) -> None:
     """Find the rows that all parties have, and write this party's; what both parties do alike.
 
     Args:
@@ -59,7 +54,7 @@ def align(
     """
     interruption = Interruption()
     interruption.install()
-    settings = aligning(command_line.load_settings(section, parsed, party))
+    settings = aligning(parsed.loaded)
     check_outputs(settings, parsed.output, positions=parsed.positions)
     name, status, find, shows_bar = alignment_of(settings)
     own = read_own_ids(settings)

@@ -174,6 +174,10 @@ def run_command(parsed: argparse.Namespace, party: str, **elsewhere: str) -> int
     own = f"splitveil.{party}_party.commands.{name}:{name}"
 
     def act() -> None:
+        if "overrides" in parsed:  # first: a mistake is answered before the command is imported
+            section = resolve_name(f"splitveil.{party}_party.settings:{party.title()}Settings")
+            load = resolve_name("splitveil.common.party.party_settings:load_settings")
+            parsed.loaded = load(section, parsed, party)
         action = resolve_name((common | elsewhere).get(name, own))
         resolve_name("splitveil.common.party.workers:act")(parsed, action)
 

@@ -34,16 +34,19 @@ The oracles learn the classes from examples other than the ones that they score:
 includes the scored example itself finds a leak in pure noise.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from splitveil.common.privacy import scores
-from splitveil.common.privacy.gradient_rows import Gradients
-from splitveil.common.privacy.informed import KnownPredictions, informed
+    from splitveil.common.privacy import scores
+    from splitveil.common.privacy.gradient_rows import Gradients
+    from splitveil.common.privacy.informed import KnownPredictions
 
 BatchAttackName: TypeAlias = Literal[
     "norm",
@@ -212,7 +215,20 @@ class RunAttack(NamedTuple):
         return frozenset[SideInformation]().union(*(ATTACKS[name].needs for name in self.sources))
 
 
-def _hinted(score: Callable[[Gradients, Tensor], Tensor], num_hints: int) -> Attack:
+def _score(name: str) -> Callable[..., Tensor]:
+    """Return a score, whose module is imported when it is first called: names need no torch."""
+
+    def score(*given: Any) -> Tensor:
+        from splitveil.common.privacy import informed, scores  # noqa: PLC0415
+
+        found: Tensor = getattr(informed if name == "informed" else scores, name)(*given)
+        return found
+
+    score.__name__ = name
+    return score
+
+
+def _hinted(score: Callable[..., Tensor], num_hints: int) -> Attack:
     return Attack(score, frozenset({SideInformation.HINTS}), num_hints)
 
 
@@ -223,27 +239,29 @@ _CLASSES = frozenset({SideInformation.CLASSES})
 
 ATTACKS: Mapping[BatchAttackName, Attack] = MappingProxyType(
     {
-        "norm": Attack(scores.norm),
-        "cosine": Attack(scores.cosine, frozenset({SideInformation.POSITIVE_GRADIENT})),
-        "cosine_majority": Attack(scores.cosine_majority, _MINORITY),
-        "hint_inner_product_1": _hinted(scores.hint_inner_product, 1),
-        "hint_inner_product_3": _hinted(scores.hint_inner_product, 3),
-        "hint_inner_product_5": _hinted(scores.hint_inner_product, 5),
-        "hint_distance_1": _hinted(scores.hint_distance, 1),
-        "hint_distance_3": _hinted(scores.hint_distance, 3),
-        "hint_distance_5": _hinted(scores.hint_distance, 5),
-        "mean": Attack(scores.mean, _CLASSES),
-        "median": Attack(scores.median, _CLASSES),
-        "lda": Attack(scores.lda, _CLASSES),
-        "spectral": Attack(scores.spectral, _MINORITY),
-        "residual_energy": Attack(scores.residual_energy, _MINORITY),
-        "informed": Attack(informed, frozenset({SideInformation.PREDICTIONS})),
-        "regress_out": Attack(scores.regress_out, _OWN_MINORITY),
-        "activation_spectral": Attack(scores.spectral, _OWN_MINORITY, reads_gradients=False),
-        "kmeans": Attack(scores.kmeans, _MINORITY),
-        "kmeans_hint": Attack(scores.kmeans_hint, _ONE_OF_EACH_CLASS, num_hints=1),
-        "nearest_hint": Attack(scores.nearest_hint, _ONE_OF_EACH_CLASS, num_hints=1),
-        "activation_kmeans": Attack(scores.activation_kmeans, _OWN_MINORITY, reads_gradients=False),
+        "norm": Attack(_score("norm")),
+        "cosine": Attack(_score("cosine"), frozenset({SideInformation.POSITIVE_GRADIENT})),
+        "cosine_majority": Attack(_score("cosine_majority"), _MINORITY),
+        "hint_inner_product_1": _hinted(_score("hint_inner_product"), 1),
+        "hint_inner_product_3": _hinted(_score("hint_inner_product"), 3),
+        "hint_inner_product_5": _hinted(_score("hint_inner_product"), 5),
+        "hint_distance_1": _hinted(_score("hint_distance"), 1),
+        "hint_distance_3": _hinted(_score("hint_distance"), 3),
+        "hint_distance_5": _hinted(_score("hint_distance"), 5),
+        "mean": Attack(_score("mean"), _CLASSES),
+        "median": Attack(_score("median"), _CLASSES),
+        "lda": Attack(_score("lda"), _CLASSES),
+        "spectral": Attack(_score("spectral"), _MINORITY),
+        "residual_energy": Attack(_score("residual_energy"), _MINORITY),
+        "informed": Attack(_score("informed"), frozenset({SideInformation.PREDICTIONS})),
+        "regress_out": Attack(_score("regress_out"), _OWN_MINORITY),
+        "activation_spectral": Attack(_score("spectral"), _OWN_MINORITY, reads_gradients=False),
+        "kmeans": Attack(_score("kmeans"), _MINORITY),
+        "kmeans_hint": Attack(_score("kmeans_hint"), _ONE_OF_EACH_CLASS, num_hints=1),
+        "nearest_hint": Attack(_score("nearest_hint"), _ONE_OF_EACH_CLASS, num_hints=1),
+        "activation_kmeans": Attack(
+            _score("activation_kmeans"), _OWN_MINORITY, reads_gradients=False
+        ),
     }
 )
 

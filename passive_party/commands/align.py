@@ -16,7 +16,7 @@ from splitveil.passive_party.settings import PassiveSettings
 
 
 def align(parsed: argparse.Namespace) -> None:
-    aligned_table.align(parsed, "passive", PassiveSettings, _alignment_of)
+    aligned_table.align(parsed, _alignment_of)
 
 
 def _alignment_of(settings: PassiveSettings) -> aligned_table.Alignment:

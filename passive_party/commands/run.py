@@ -38,7 +38,7 @@ logger = logging.getLogger("splitveil.passive_party")
 
 def run(parsed: argparse.Namespace) -> None:
     """Train with the active party, or resume a run; a rank above 0 computes with rank 0."""
-    settings = command_line.load_settings(PassiveSettings, parsed, "passive")
+    settings: PassiveSettings = parsed.loaded
     train = partial(_take_part, fresh=parsed.fresh)
     run_as_party(settings, ("bottom_model", "adversary"), assembly.learner_of_rank, train)
 

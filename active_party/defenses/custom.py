@@ -16,7 +16,7 @@ from torch import Tensor
 
 from splitveil.active_party.defenses import interface
 from splitveil.active_party.defenses.forecast import UNKNOWN, ChargeForecast
-from splitveil.active_party.defenses.noise import NoiseSource, SecureNoise
+from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.section import Coverage, NoisyDefense
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import load_class
@@ -47,7 +47,7 @@ class CustomDefense(NoisyDefense):
 
     def require_usable(self, context: interface.DefenseContext, /) -> None:
         """Try out the class on batches of all classes, of one class, and of zeros."""
-        defense = self._load(context, SecureNoise())
+        defense = self._load(context, NoiseSource())
         for batch in _probe_batches(context, with_keys=self.traits.needs_example_keys):
             try:
                 defense.defend(batch)
@@ -81,7 +81,7 @@ class CustomDefense(NoisyDefense):
         return Coverage(Adversary.ANYBODY, said)
 
     def _replaces_labels(self, context: interface.DefenseContext) -> bool:
-        return self._load(context, SecureNoise()).replaces_labels
+        return self._load(context, NoiseSource()).replaces_labels
 
     def _load(self, context: interface.DefenseContext, noise: NoiseSource) -> "CheckedDefense":
         cls = load_class(self.module)

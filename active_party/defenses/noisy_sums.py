@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses import interface
-from splitveil.active_party.defenses.noise import SecureNoise, fresh_key
+from splitveil.active_party.defenses.noise import NoiseSource, fresh_key
 from splitveil.common.errors import InvalidMessage, OutOfStep
 from splitveil.common.oblivious_transfer import Sender
 from splitveil.common.oblivious_transfer.extension import MAX_TRANSFERS
@@ -53,7 +53,7 @@ class NoisySums(interface.Defense):
         self._values = np.stack([labels == one for one in classes] or [labels], axis=1)
         self._ratio = noise_ratio * math.sqrt(2 if classes else 1)
         self._report = interface.DefenseReport(0.0, charge=charge)
-        self._noise = SecureNoise(given.secrets.draw_keys or fresh_key)
+        self._noise = NoiseSource(given.secrets.draw_keys or fresh_key)
         self._sender: Sender | None = None
         self._own: Tensor | None = None
 

@@ -25,14 +25,7 @@ from torch import Tensor, nn
 
 from splitveil.active_party.defenses import example_keys, interface
 from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast, NoiseKind
-from splitveil.active_party.defenses.noise import (
-    DefaultNoise,
-    EntropyNoise,
-    InsecureSeededNoise,
-    NoiseSource,
-    SecureNoise,
-    fresh_key,
-)
+from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource, fresh_key
 from splitveil.active_party.defenses.objective import Objective, TopModel
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import SettingsError
@@ -317,15 +310,6 @@ class NoisyDefense(SeededDefense):
     ``noise_key_path``.
     """
 
-    secure_noise: bool | None = None
-    """The source of fresh noise.
-
-    ``true``: a cipher's keystream, computed on the CPU and copied to a GPU (about 6 ns per number
-    and the copy). ``false``: the device's own generator, filled with the operating system's
-    entropy, but never meant to withstand an adversary. Without a value: secure on the CPU, and the
-    device's own generator on a GPU. Persistent noise is always cryptographic.
-    """
-
     @property
     def traits(self) -> Traits:
         is_persistent = self.noise == "persistent"
@@ -368,14 +352,12 @@ class NoisyDefense(SeededDefense):
     def _noise_source(self, secrets: interface.NoiseSecrets) -> NoiseSource:
         if self.noise == "persistent":
             require_key(secrets.noise_key, self.title)
-        if self.insecure_noise_seed is not None:
-            warn_about_seed()
-            if secrets.draw_keys is None:
-                return InsecureSeededNoise(self.insecure_noise_seed)
-        keys = secrets.draw_keys or fresh_key
-        if self.secure_noise is None:
-            return DefaultNoise(keys)
-        return SecureNoise(keys) if self.secure_noise else EntropyNoise(keys)
+        seed = self.insecure_noise_seed
+        if seed is None:
+            return NoiseSource(secrets.draw_keys or fresh_key)
+        warn_about_seed()
+        known = AnswerKeys(example_keys.key_from_insecure_seed(seed))
+        return NoiseSource(secrets.draw_keys or known)
 
 
 PERSISTENT_NOISE_HONESTY = "Charges of persistent noise depend only on the strength."

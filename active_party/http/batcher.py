@@ -61,14 +61,12 @@ class Batcher(Closing):
         self,
         predictor: Predictor,
         contract: Contract,
-        wait_s: float,
         timeout_s: float,
         status: OnlineStatus,
     ) -> None:
         self._predictor = predictor
         self._status = status
         self._contract = contract
-        self._wait_s = wait_s
         self._timeout_s = timeout_s
         self._incoming: queue.Queue[_WaitingQuestion | None] = queue.Queue(MOST_WAITING)
         self._under_way: queue.Queue[_UnderWay | None] = queue.Queue(IN_FLIGHT)
@@ -121,11 +119,9 @@ class Batcher(Closing):
         self._under_way.put(None)
 
     def _gathered(self) -> tuple[list[_WaitingQuestion], bool]:
-        first = self._next or self._incoming.get()
+        batch, num_ids = list[_WaitingQuestion](), 0
+        following = self._next or self._incoming.get()
         self._next = None
-        batch: list[_WaitingQuestion] = []
-        num_ids, until = 0, time.monotonic() + self._wait_s
-        following = first
         while following is not None:
             if following.is_wanted():
                 num_ids += len(following.question.ids)
@@ -134,11 +130,7 @@ class Batcher(Closing):
                     return batch, False
                 batch.append(following)
             try:
-                left_s = until - time.monotonic()
-                if left_s > 0:
-                    following = self._incoming.get(timeout=left_s)
-                else:
-                    following = self._incoming.get_nowait()
+                following = self._incoming.get_nowait()
             except queue.Empty:
                 return batch, False
         return batch, True

@@ -166,6 +166,9 @@ def run_command(parsed: argparse.Namespace, party: str, **elsewhere: str) -> int
 
     A command is the function of its name in the module of its name, if ``elsewhere`` has no other.
     """
+    # Before torch is imported. Threads that spin while they wait for each other take the cores from
+    # the other party on this machine, and gain nothing on small batches.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     name = str(parsed.command).replace("-", "_")
     common = {"verify_transcript": "splitveil.common.party.command_line:verify_transcript"}
     own = f"splitveil.{party}_party.commands.{name}:{name}"

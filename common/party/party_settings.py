@@ -75,16 +75,13 @@ SecuritySettings = Annotated[
 
 
 class ReconnectSettings(Section):
-    """Waiting times for a silent or absent peer."""
+    """Waiting times for a silent or absent peer.
+
+    An absent one is tried again after 0.2 s, and then after twice as long each time, up to 1 s.
+    """
 
     max_s: float = Field(default=300.0, gt=0, le=86_400)
     """Seconds without the peer after which this party saves its model and gives up."""
-
-    first_wait_s: float = Field(default=0.2, gt=0, le=60)
-    """Seconds before the first new attempt; each further wait is twice as long."""
-
-    longest_wait_s: float = Field(default=5.0, gt=0, le=600)
-    """Longest wait between two attempts, in seconds."""
 
     deadline_s: float = Field(default=120.0, gt=0, le=86_400)
     """Seconds within which the peer must answer a message."""
@@ -144,7 +141,10 @@ class PartySettings(Section):
     per attempt."""
 
     reconnect: Annotated[ReconnectSettings, Mark.MAY_CHANGE] = ReconnectSettings()
-    """Waiting times for a silent or absent peer."""
+    """Waiting times for a silent or absent peer.
+
+    An absent one is tried again after 0.2 s, and then after twice as long each time, up to 1 s.
+    """
 
     transcript: Annotated[bool, Mark.MAY_CHANGE] = True
     """Whether to record what crosses the wire: kind, step, size and digest of every message."""

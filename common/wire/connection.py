@@ -160,6 +160,11 @@ class MessageStream:
 
 logger = logging.getLogger(__name__)
 
+FIRST_WAIT_S = 0.2
+"""Wait before the first new attempt to reach the peer; each further one is twice as long."""
+
+LONGEST_WAIT_S = 1.0
+
 MAX_DAMAGED = 3
 """Times in a row that a question is asked again because it, or its answer, arrived damaged."""
 
@@ -192,7 +197,7 @@ class Retrying:
 
         Raises PeerUnreachable, PeerUntrusted, ProtocolError or Interrupted.
         """
-        wait_s = self._settings.first_wait_s
+        wait_s = FIRST_WAIT_S
         lost_at: float | None = None
         damaged = 0
         while True:
@@ -224,7 +229,7 @@ class Retrying:
                 return answer
             self._renew()
             self.sleep(min(wait_s * random.uniform(0.5, 1.0), left_s))
-            wait_s = min(2 * wait_s, self._settings.longest_wait_s)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     def _noted(self, ask: Callable[[], ResultT]) -> ResultT:
         try:

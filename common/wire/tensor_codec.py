@@ -158,8 +158,8 @@ class TensorLimits:
             contract.cut_shape,
             contract.cut_dtype,
             contract.max_rows,
-            contract.wire.unchunked_bytes,
-            contract.wire.chunk_bytes,
+            contract.unchunked_bytes,
+            contract.chunk_bytes,
             MAX_TRANSFER_BYTES if contract.releases_sums else 0,
         )
 

@@ -53,7 +53,7 @@ STRANGERS = [f"stranger-{number:05d}" for number in range(ROWS)]
 MANY, FEW, NONE = (OURS[:count] + STRANGERS[: 250 - count] for count in (200, 5, 0))
 ALIGNMENT = {"kind": "one_sided", "min_aligned": 20, "max_set_size": 500}
 ONE_SHOT = {**runs.CONTRACT, "exchange": "one_shot", "alignment": ALIGNMENT}
-QUICK = ("reconnect={max_s: 0.2, first_wait_s: 0.05, deadline_s: 60}", "leak_monitor=null")
+QUICK = ("reconnect={max_s: 0.2, deadline_s: 60}", "leak_monitor=null")
 
 
 def write(folder: Path, ids: Sequence[str], **contract: object) -> None:

@@ -233,9 +233,8 @@ class Supervised:
 def test_killed_ranks_end_in_a_resumed_run_with_the_same_course(tmp_path: Path) -> None:
     """A worker, then rank 0; each rank goes on with its own masks of dropout."""
     lasting = ("contract.epochs=40", "contract.batch_size=63", "contract.checkpoints.every_steps=7")
-    again = "reconnect={max_s: 300, first_wait_s: 0.1, longest_wait_s: 0.5}"
     noisy = "defense={name: marvell, insecure_noise_seed: 7}"
-    settings = Settings((*lasting, again), active=(noisy, "top_model.dropout=0.1"))
+    settings = Settings(lasting, active=(noisy, "top_model.dropout=0.1"))
     for name in ("whole", "killed"):
         write_example(tmp_path / name)
     with ranks(tmp_path / "whole", settings, active=2, passive=1) as both:

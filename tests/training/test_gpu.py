@@ -47,7 +47,6 @@ OF_TWO = f"""{OF_SEVERAL}
 {{name: iso, noise: persistent}}
 {{name: max_norm}}
 {{name: max_norm_positive}}
-{{name: marvell, secure_noise: true}}
 {{name: marvell, noise: persistent}}
 {{name: marvell, strength: {{leak_auc: 0.6}}}}
 {GAUSSIAN}

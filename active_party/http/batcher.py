@@ -50,7 +50,7 @@ class _WaitingQuestion(NamedTuple):
 
 class _UnderWay(NamedTuple):
     batch: list[_WaitingQuestion]
-    asked: list[Asked]  # the messages of which the batch's question consists
+    asked: list[Asked]  # the messages that make up the batch's question
     places: list[NDArray[np.int64]]  # of each request's ids among those asked for
 
 

@@ -236,7 +236,7 @@ _FILE_SETTINGS = (
     *("cache_dir", "path", "table", "store"),
     *("driver", "uri", "uri_file", "query", "snapshot", "snapshot_dir"),
 )
-"""Settings of sources that decide only which files are read, of which the key has the stamps."""
+"""Settings of sources that only decide which files are read; the key holds those files' stamps."""
 
 
 def open_converted(

@@ -123,7 +123,7 @@ def _parsed(text: ArrowColumn) -> ArrowColumn:
 
 
 def time_formats(text: ArrowColumn) -> dict[str | None, NDArray[np.bool_]]:
-    """Return which texts are times, by ISO 8601 (None) and the forms of which some are."""
+    """Return which texts are times, by ISO 8601 (None) and each form that some of them have."""
     found: dict[str | None, NDArray[np.bool_]] = {None: are_times(text)}
     for form in (date + clock for date in _DATES for clock in _CLOCKS):
         if _are_in_form(text[:_TRIED_FIRST], form).any():

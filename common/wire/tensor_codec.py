@@ -50,7 +50,7 @@ class Frame:
         return self._parts
 
     def place(self) -> tuple[int | None, int | None]:
-        """Return the epoch and step of which the frame says that it is, None for junk."""
+        """Return the epoch and step that the frame names, None for junk."""
         try:
             fields, _ = self.parts()
         except ProtocolError:

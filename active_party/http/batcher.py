@@ -50,7 +50,7 @@ class _WaitingQuestion(NamedTuple):
 
 class _UnderWay(NamedTuple):
     batch: list[_WaitingQuestion]
-    asked: list[Asked]  # the messages of which the batch's question consists
+    asked: list[Asked]  # the messages that make up the batch's question
     places: list[NDArray[np.int64]]  # of each request's ids among those asked for
 
 
@@ -170,12 +170,16 @@ def _answers(
     embedded: Sequence[Embedded],
 ) -> list[Predictions]:
     if any(waiting.question.own is not None for waiting in batch):
-        return [
-            predictor.combine(
-                _part_of(asked, at), [_rows_of(answer, at) for answer in embedded], w.question.own
-            )
-            for w, at in zip(batch, places, strict=True)
-        ]
+        found = []
+        for waiting, at in zip(batch, places, strict=True):
+            rows = None if asked.rows is None else asked.rows[at]
+            answers = []
+            for known, values in embedded:
+                places_of_known = (np.cumsum(known) - 1)[at][known[at]]
+                answers.append(Embedded(known[at], values[torch.from_numpy(places_of_known)]))
+            part = Asked([asked.ids[place] for place in at], rows, [])
+            found.append(predictor.combine(part, answers, waiting.question.own))
+        return found
     together = predictor.combine(asked, embedded)
     return [Predictions(together.probabilities[at], together.found[at], {}) for at in places]
 
@@ -194,13 +198,3 @@ def _joined(asked: Sequence[Asked]) -> tuple[Asked, list[Embedded]]:
         for of_party in zip(*answers, strict=True)
     ]
     return Asked(ids, np.concatenate(rows) if rows else None, []), together
-
-
-def _part_of(asked: Asked, at: NDArray[np.int64]) -> Asked:
-    return Asked([asked.ids[i] for i in at], None if asked.rows is None else asked.rows[at], [])
-
-
-def _rows_of(embedded: Embedded, at: NDArray[np.int64]) -> Embedded:
-    known = embedded.known[at]
-    rows = (np.cumsum(embedded.known) - 1)[at]
-    return Embedded(known, embedded.values[torch.from_numpy(rows[known])])

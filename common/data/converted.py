@@ -49,7 +49,7 @@ from splitveil.common.data.sources import TableSource
 from splitveil.common.data.sql_snapshot import snapshot_of
 from splitveil.common.data.stored_ids import ID_OFFSETS, IDS, GrowingArrays, RowNumbers, StoredIds
 from splitveil.common.data.table import Table, TableReader
-from splitveil.common.data.table_paths import FoundFile, find_files, table_path_of
+from splitveil.common.data.table_paths import find_files, table_path_of
 from splitveil.common.errors import DataError, StorageError
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule, rules_as_plain
 from splitveil.common.settings import Mark, marked, without
@@ -277,8 +277,12 @@ def stamps_of(source: source_settings.Source, base_dir: Path) -> list[list[Any]]
     """Return path, size and time of each file that a source consists of."""
     match source:
         case source_settings.ParquetSource() | source_settings.CsvSource():
-            found = find_files(table_path_of(source, base_dir))
-            return [[_resolved(file), file.num_bytes, file.modified_ns] for file in found]
+            stamps: list[list[Any]] = []
+            for file in find_files(table_path_of(source, base_dir)):
+                place = file.location
+                path = str(place.resolve()) if isinstance(place, Path) else place
+                stamps.append([path, file.num_bytes, file.modified_ns])
+            return stamps
         case source_settings.SqlSource():
             paths = [snapshot_of(source, base_dir)]
         case source_settings.FileSource():
@@ -294,10 +298,6 @@ def _stamp(path: Path) -> list[Any]:
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     return [str(path.resolve()), found.st_size, found.st_mtime_ns]
-
-
-def _resolved(file: FoundFile) -> str:
-    return str(file.location.resolve()) if isinstance(file.location, Path) else file.location
 
 
 def _convert(

@@ -146,8 +146,8 @@ class FeatureSettings(Section):
     ``68`` is 1968 and ``26`` is 2026."""
 
     lists: Columns = ()
-    """Columns of which each cell holds any number of categories: a Parquet list, or text in which
-    ``list_separator`` stands between them. Each becomes one number per category, 1 for those that
+    """Columns whose cells hold any number of categories: a Parquet list, or text with
+    ``list_separator`` between them. Each becomes one number per category, 1 for those that
     the cell holds and 0 for the others, and one more for any category that is not kept."""
 
     list_separator: Annotated[str, StringConstraints(min_length=1, max_length=8)] = "|"
@@ -274,8 +274,8 @@ class DataSettings(Section):
 
     classes: Annotated[Classes | None, Mark.ABOUT_LABELS] = None
     """Three or more classes, for a softmax over them: a number K, for a column that holds the whole
-    numbers 0 to K - 1, or the list of the texts (or whole numbers) that the column holds, of which
-    equal numbers (``1`` and ``1.0``) are one. If absent, there are two classes."""
+    numbers 0 to K - 1, or the list of the texts (or whole numbers) that the column holds; equal
+    numbers (``1`` and ``1.0``) are one class. If absent, there are two classes."""
 
     label_range: Annotated[LabelRange | None, Mark.ABOUT_LABELS] = None
     """Bounds of a label that is a number: the model then predicts a number (regression). Without

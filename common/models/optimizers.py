@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import (
+    SPARSE_FROM_ROWS,
     AdamSettings,
     AdamWOptimizer,
     OptimizerSettings,
@@ -40,7 +41,7 @@ AdamW, SparseAdam = _uncompiled(optim.AdamW), _uncompiled(optim.SparseAdam)
 def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> Optimizer:
     """Return an optimizer for a model's parameters.
 
-    Embedding tables that are large according to the settings are switched to sparse gradients.
+    Large embedding tables are switched to sparse gradients where no step has to move every row.
 
     Raises:
         SettingsError: the model has no trainable parameters, or none that ``rates`` names.
@@ -100,12 +101,12 @@ def _clip(limit: float, optimizer: Optimizer, *_given: Any) -> None:
 
 def _large_tables(settings: OptimizerSettings, model: nn.Module) -> Iterator[nn.Embedding]:
     momentum = settings.momentum if isinstance(settings, SgdOptimizer) else 0.0
-    if settings.sparse_from_rows is None or settings.weight_decay or momentum:
+    if settings.weight_decay or momentum:
         return
     for part in model.modules():
         if not isinstance(part, nn.Embedding) or not part.weight.requires_grad:
             continue
-        if part.num_embeddings >= settings.sparse_from_rows:
+        if part.num_embeddings >= SPARSE_FROM_ROWS:
             yield part
 
 

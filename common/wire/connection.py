@@ -85,15 +85,13 @@ class PeerConnection:
             self._channel.close()
             self._channel = None
 
-    def _noted_party(self) -> str | None:
-        is_one_of_many = self.party != ACTIVE and len(self.contract.passive_parties) > 1
-        return self.party if is_one_of_many else None
-
     def _open(self) -> grpc.Channel:
         channel = open_channel(self._address, self.contract, self._shown, self.proxy, self.party)
         if self._transcript is None:
             return channel
-        return grpc.intercept_channel(channel, NotingClient(self._transcript, self._noted_party()))
+        is_one_of_many = self.party != ACTIVE and len(self.contract.passive_parties) > 1
+        noting = NotingClient(self._transcript, self.party if is_one_of_many else None)
+        return grpc.intercept_channel(channel, noting)
 
 
 FAREWELL_S = 2.0  # time that the other side of a stream may take to close it as well
@@ -223,7 +221,12 @@ class Retrying:
                         self._settings.max_s,
                         extra=log_fields(reason=type(error).__name__),
                     )
-                left_s = self._left_s(lost_at, error)
+                left_s = lost_at + self._settings.max_s - time.monotonic()
+                if left_s <= 0:
+                    raise errors.PeerUnreachable(
+                        f"{self._where} has not answered for {self._settings.max_s:g} s "
+                        f"(reconnect.max_s)"
+                    ) from error
             else:
                 self._was_answered = True
                 return answer
@@ -248,11 +251,3 @@ class Retrying:
             if signal_number is not None:
                 raise errors.Interrupted(signal_number)
             time.sleep(min(left, 0.1))
-
-    def _left_s(self, lost_at: float, error: errors.PeerUnreachable) -> float:
-        left_s = lost_at + self._settings.max_s - time.monotonic()
-        if left_s <= 0:
-            raise errors.PeerUnreachable(
-                f"{self._where} has not answered for {self._settings.max_s:g} s (reconnect.max_s)"
-            ) from error
-        return left_s

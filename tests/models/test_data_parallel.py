@@ -38,6 +38,7 @@ from splitveil.common.models.factory import build_bottom_model, build_top_model
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.ranks import RankLost, Ranks
 from splitveil.common.models.settings import (
+    SPARSE_FROM_ROWS,
     AdamOptimizer,
     ConvModel,
     MlpModel,
@@ -166,7 +167,7 @@ def dense() -> nn.Module:
 
 
 def sparse() -> nn.Module:
-    return Parts(nn.Linear(3, 4), nn.Embedding(5, 4, sparse=True))
+    return Parts(nn.Linear(3, 4), nn.Embedding(SPARSE_FROM_ROWS, 4, sparse=True))
 
 
 def dropping() -> nn.Module:
@@ -203,7 +204,7 @@ def begun(ranks: Ranks, learner: Learner) -> DataParallelModel:
         (normalised, {}, 3),
         (averaged, {}, 2),
         (sparse, {}, 2),
-        (sparse, {"optimizer": AdamOptimizer(kind="adam", sparse_from_rows=2)}, 3),
+        (sparse, {"optimizer": AdamOptimizer(kind="adam")}, 3),
         (normalised, {"autocast": "bfloat16"}, 2),
         pytest.param(normalised, {"compiled": True}, 2, marks=NEEDS_COMPILER),
     ],

@@ -118,7 +118,7 @@ def test_several_processes_follow_the_course_of_one(
 ) -> None:
     """With certificates, and gradients of an inner layer, which the adversary looks at."""
     write_example(tmp_path)
-    settings = Settings((*SHORT, "optimizer.sparse_from_rows=2"), active=(f"defense={LABELS}",))
+    settings = Settings(SHORT, active=(f"defense={LABELS}",))
     folder = certificates.make(tmp_path / "certificates")
     certificates.use(folder, tmp_path)
     run_once(tmp_path / "alone", settings, trusted=folder)

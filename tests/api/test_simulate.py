@@ -212,7 +212,7 @@ class Halved(Defense):
 
     def defend(self, batch: defenses.RawBatch) -> defenses.Defended:
         sent = defenses.release(batch.gradients * self._factor, batch.gradients)
-        charge = defenses.LeakCharge(0.25, adversary=defenses.Adversary.ANYBODY)
+        charge = defenses.Charge(0.25, adversary=defenses.Adversary.ANYBODY)
         return defenses.Defended(sent, defenses.DefenseReport(0.0, charge=charge))
 
 

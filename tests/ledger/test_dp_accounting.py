@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from splitveil.active_party.defenses import Adversary, LeakCharge, NoisyLabelDefense
+from splitveil.active_party.defenses import Adversary, Charge, NoisyLabelDefense, noise_digest
 from splitveil.active_party.defenses.dp_bounds import delta_of
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.ledger.bounds import LeakBounds
@@ -35,18 +35,20 @@ ROUNDED_UP = 5e-4
 class Draw(NamedTuple):
     """A release that is made once and may be repeated."""
 
-    charge: LeakCharge
+    charge: Charge
     events: list[Any]
 
 
 def fresh(mu: float) -> Draw:
-    charge = LeakCharge(mu**2, adversary=Adversary.ANYBODY, is_gaussian=True)
+    charge = Charge(mu**2, adversary=Adversary.ANYBODY, is_gaussian=True)
     return Draw(charge, [accounting.GaussianDpEvent(1 / mu)])
 
 
 def label(key: str, kind: str, strength: float, classes: int = 2) -> Draw:
     named: dict[str, Any] = {"noise_ratio" if kind == "gaussian" else "epsilon": strength}
-    charge = NoisyLabelDefense(kind=kind, **named).charge(classes, f"{kind} {strength} {key}")
+    charge = NoisyLabelDefense(kind=kind, **named).charge(
+        classes, noise_digest(f"{kind} {strength} {key}")
+    )
     chance = classes / (classes - 1 + math.exp(strength))  # of an answer at random
     events = {
         "gaussian": [accounting.GaussianDpEvent(strength)],
@@ -60,7 +62,7 @@ def label(key: str, kind: str, strength: float, classes: int = 2) -> Draw:
 def ledger_after(draws: Sequence[Draw], repeats: int) -> LeakBounds:
     ledger = LeakLedger(1)
     for charge, _ in draws:
-        for _ in range(1 if charge.noise_identity is None else repeats):
+        for _ in range(1 if not charge.noise_identity else repeats):
             ledger.charge(np.array([0]), charge)
     return ledger.bounds(np.array([0]))
 

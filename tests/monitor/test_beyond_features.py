@@ -110,7 +110,7 @@ def test_too_few_rows_exclude_no_epsilon() -> None:
 
 
 OVERSTATED = '''
-from splitveil.active_party.defenses.interface import Adversary
+from splitveil.active_party.defenses import Adversary, noise_digest
 
 class Overstated(Defense):
     """Sends bare gradients and states an epsilon of 1/10 for anybody."""
@@ -119,7 +119,8 @@ class Overstated(Defense):
         pass
 
     def defend(self, batch):
-        report = DefenseReport(0.0, charge=LeakCharge(0.1, "bare", 0.1, Adversary.ANYBODY))
+        charge = Charge(0.1, noise_digest("bare"), 0.1, Adversary.ANYBODY)
+        report = DefenseReport(0.0, charge=charge)
         return Defended(release(batch.gradients, batch.gradients), report)
 '''
 

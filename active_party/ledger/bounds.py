@@ -25,7 +25,6 @@ by how much mu^2 exceeds it.
 
 import math
 from collections.abc import Callable, Iterator
-from operator import ge
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,8 +35,8 @@ from splitveil.active_party.defenses.dp_bounds import auc_of_epsilon, gaussian_o
 from splitveil.active_party.defenses.sum_kl import estimated_auc, leak_auc_bound
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.charge import NOT_GAUSSIAN, Charge, holds_against, strongest_adversary
+from splitveil.common.privacy.figures import LeakBounds, Spread
 from splitveil.common.run.sample_order import Positions
-from splitveil.common.text.upper_bounds import auc_at_most
 
 Figures = npt.NDArray[Any]
 _NONE_YET = 0.5  # leak AUC of an account without charges
@@ -128,74 +127,6 @@ def estimate_of(one: Accounts) -> float:
 
 _SATURATED = 75.0  # divergence above which both AUCs are 1 to nine digits
 _CELLS_PER_UNIT = 4096  # for mean AUCs, rounded up: millions of roots take seconds
-_ROUNDING = 1e-9  # difference of two AUCs below which rounding may have made them differ
-
-
-class Spread(NamedTuple):
-    """One figure over the training examples."""
-
-    max: float
-    q95: float  # that 95 % of the examples do not exceed
-    mean: float
-
-
-class PeerBound(NamedTuple):
-    """The bound for one adversary class."""
-
-    leak_auc: Spread  # AUC that no score of such a peer exceeds; 1 for an example without a bound
-    mu: float | None
-    """Parameter of the Gaussian mechanism that all answers are together, of the most exposed
-    example; None if they are not one, or not for these peers."""
-
-
-class LeakBounds(NamedTuple):
-    """Bounds on the information about the labels that a run may have revealed so far."""
-
-    sum_kl: Spread
-    estimate: Spread  # AUC of the best score under the Gaussian model
-    by_peers: tuple[PeerBound, ...]  # one for each adversary class, in the order of ``Adversary``
-    epsilon: float | None  # label-DP of all answers together; None if one had none
-
-    def against(self, peers: Adversary) -> PeerBound:
-        """Return the bound for an adversary class."""
-        return self.by_peers[list(Adversary).index(peers)]
-
-    @property
-    def guarantee(self) -> Spread:
-        """AUC that no score of anybody exceeds."""
-        return self.against(Adversary.ANYBODY).leak_auc
-
-    def in_words(self) -> str:
-        """Return the bounds of the most exposed example, for the log."""
-        aucs = {peers: self.against(peers).leak_auc.max for peers in Adversary}
-        parts = (f"{who} {'none' if auc >= 1 else auc_at_most(auc)}" for who, auc in aucs.items())
-        return "bounds on the leak AUC: " + ", ".join(parts)
-
-    def or_more(self, other: "LeakBounds | None") -> "LeakBounds":
-        """Return the larger bounds: of two sets of answers of which one contains the other."""
-        # Bit for bit where possible: AUCs of nearly equal divergences may differ in either way.
-        if other is None or self._is_at_least(other):
-            return self
-        bounded = self.epsilon is not None and other.epsilon is not None
-        return LeakBounds(
-            _larger(self.sum_kl, other.sum_kl),
-            _larger(self.estimate, other.estimate),
-            tuple(
-                PeerBound(
-                    _larger(one.leak_auc, another.leak_auc),
-                    None if one.mu is None or another.mu is None else max(one.mu, another.mu),
-                )
-                for one, another in zip(self.by_peers, other.by_peers, strict=True)
-            ),
-            max(self.epsilon or 0.0, other.epsilon or 0.0) if bounded else None,
-        )
-
-    def _is_at_least(self, other: "LeakBounds") -> bool:
-        return all(map(ge, self.sum_kl, other.sum_kl)) and all(
-            mine >= theirs - _ROUNDING
-            for ours, others in zip(self.by_peers, other.by_peers, strict=True)
-            for mine, theirs in zip(ours.leak_auc, others.leak_auc, strict=True)
-        )
 
 
 def bounds_of(accounts: Accounts) -> LeakBounds:
@@ -206,12 +137,19 @@ def bounds_of(accounts: Accounts) -> LeakBounds:
     sums.partition(rank)
     sum_kl = Spread(largest, float(sums[rank]), mean)
     epsilon = max(float(one.most.epsilon) for one in groups)
-    for_anybody = all(holds_against(int(one.most.caveats), Adversary.ANYBODY) for one in groups)
+    caveats = int(np.bitwise_or.reduce([int(one.most.caveats) for one in groups]))
+    anybody, honest, class_means = (holds_against(caveats, peers) for peers in Adversary)
+    mu = math.sqrt(largest) if math.isfinite(largest) and not caveats & NOT_GAUSSIAN else None
     return LeakBounds(
         sum_kl,
         _auc_spread(groups, sum_kl, estimate_of),
-        tuple(_bound_for(peers, groups, sum_kl) for peers in Adversary),
-        epsilon if for_anybody and math.isfinite(epsilon) else None,
+        _bound_for(Adversary.ANYBODY, groups, sum_kl),
+        _bound_for(Adversary.HONEST_BUT_CURIOUS, groups, sum_kl),
+        _bound_for(Adversary.CLASS_MEANS, groups, sum_kl),
+        epsilon if anybody and math.isfinite(epsilon) else None,
+        mu if anybody else None,
+        mu if honest else None,
+        mu if class_means else None,
     )
 
 
@@ -251,15 +189,12 @@ def _groups(accounts: Accounts) -> Iterator[_Group]:
         yield _Group(most, np.bincount(roots.astype(np.int32)))
 
 
-def _bound_for(peers: Adversary, groups: list[_Group], sum_kl: Spread) -> PeerBound:
-    def bound(one: Accounts) -> float:
-        return auc_bound(one) if holds_against(int(one.caveats), peers) else 1.0
-
-    caveats = [int(group.most.caveats) for group in groups]
-    exact = all(holds_against(one, peers) and not one & NOT_GAUSSIAN for one in caveats)
-    mu = math.sqrt(sum_kl.max)
-    spread = _auc_spread(groups, sum_kl, bound)
-    return PeerBound(spread, mu if exact and math.isfinite(mu) else None)
+def _bound_for(peers: Adversary, groups: list[_Group], sum_kl: Spread) -> Spread:
+    return _auc_spread(
+        groups,
+        sum_kl,
+        lambda one: auc_bound(one) if holds_against(int(one.caveats), peers) else 1.0,
+    )
 
 
 def _auc_spread(groups: list[_Group], sum_kl: Spread, auc: Callable[[Accounts], float]) -> Spread:
@@ -276,7 +211,3 @@ def _auc_spread(groups: list[_Group], sum_kl: Spread, auc: Callable[[Accounts], 
     rank = math.ceil(0.95 * (int(counts.sum()) - 1))
     q95 = float(aucs[np.searchsorted(np.cumsum(counts), rank, side="right")])
     return Spread(largest, min(q95, largest), mean)
-
-
-def _larger(one: Spread, other: Spread) -> Spread:
-    return Spread(*map(max, one, other))

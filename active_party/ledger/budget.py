@@ -21,11 +21,12 @@ from torch import Tensor
 
 from splitveil.active_party.defenses.sum_kl import sum_kl_for_estimated_auc, sum_kl_for_leak_auc
 from splitveil.active_party.ledger.account_book import AccountBook, Names
-from splitveil.active_party.ledger.bounds import Accounts, Figures, LeakBounds, auc_bound
+from splitveil.active_party.ledger.bounds import Accounts, Figures, auc_bound
 from splitveil.active_party.ledger.ledger import LeakLedger
 from splitveil.common.errors import BudgetExhausted
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.charge import Charge
+from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.text.upper_bounds import at_most, auc_at_most

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from splitveil.active_party.ledger.bounds import Accounts, LeakBounds, bounds_of
+from splitveil.active_party.ledger.bounds import Accounts, bounds_of
 from splitveil.common.privacy.charge import ALL_CAVEATS, Charge
+from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.run.sample_order import Positions
 
 

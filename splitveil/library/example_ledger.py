@@ -12,13 +12,14 @@ import numpy as np
 from torch import Tensor
 
 from splitveil.active_party.ledger import account_book
-from splitveil.active_party.ledger.bounds import LeakBounds, auc_bound
+from splitveil.active_party.ledger.bounds import auc_bound
 from splitveil.active_party.ledger.budget import Limit
 from splitveil.active_party.ledger.ledger import LeakLedger
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.ids import canonical_ids
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.charge import Charge, holds_against
+from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.id_rules import rules_as_bytes, rules_of_bytes
 from splitveil.common.run.sample_order import Positions
@@ -213,7 +214,7 @@ class Ledger:
                 for name, auc in zip(("max", "95 %", "mean"), spread, strict=True)
             }
             for one in Adversary
-            for spread in [bounds.against(one).leak_auc]
+            for spread in [bounds.against(one)]
         ]
         title = f"Leak ledger of {len(self):,} examples: bounds on the leak AUC"
         return as_html(title, rows, f"largest sum_kl: {at_most(bounds.sum_kl.max)}; 1 is no bound")

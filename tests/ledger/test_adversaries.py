@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from splitveil.active_party.defenses import Adversary, Charge
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound, sum_kl_for_leak_auc
 from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.ledger.budget import Limit
 from splitveil.active_party.ledger.label_signals import (
     LabelUses,
@@ -21,6 +20,7 @@ from splitveil.active_party.ledger.label_signals import (
 )
 from splitveil.active_party.ledger.ledger import LeakLedger
 from splitveil.common.privacy.adversary import narrowest
+from splitveil.common.privacy.figures import LeakBounds
 
 ANYBODY, HONEST, WEAK = Adversary
 EVERYBODY_COVERED = Charge(0.3, adversary=ANYBODY)
@@ -37,7 +37,7 @@ def after(*charges: Charge, of: int = 1) -> LeakLedger:
 
 def columns(ledger: LeakLedger) -> list[float]:
     bounds = ledger.bounds(np.arange(len(ledger)))
-    return [bounds.against(peers).leak_auc.max for peers in Adversary]
+    return [bounds.against(peers).max for peers in Adversary]
 
 
 def exact(mu: float) -> float:
@@ -67,17 +67,17 @@ def test_an_answer_that_tells_a_weak_peer_nothing_still_bounds_nobody_else() -> 
 
 def test_one_charge_of_unknown_distribution_takes_the_exact_figure_away() -> None:
     bounds = after(GAUSSIAN, Charge(0.2, adversary=ANYBODY)).bounds(np.array([0]))
-    assert bounds.against(ANYBODY).mu is None
+    assert bounds.mu_by_peers()[ANYBODY] is None
     assert bounds.guarantee.max == pytest.approx(leak_auc_bound(0.5), rel=1e-12)
 
 
 def test_mu_is_that_of_the_most_exposed_example_and_of_covered_ones_alone() -> None:
     ledger = after(GAUSSIAN, of=3)
     ledger.charge(np.array([2]), GAUSSIAN)
-    assert [one.mu for one in ledger.bounds(np.arange(3)).by_peers] == [math.sqrt(0.6)] * 3
+    assert list(ledger.bounds(np.arange(3)).mu_by_peers().values()) == [math.sqrt(0.6)] * 3
     ledger.charge(np.array([0]), Charge(0.0, adversary=WEAK))
-    assert [one.mu for one in ledger.bounds(np.arange(3)).by_peers] == [None, None, math.sqrt(0.6)]
-    assert ledger.bounds(np.array([1, 2])).against(ANYBODY).mu == math.sqrt(0.6)
+    assert list(ledger.bounds(np.arange(3)).mu_by_peers().values()) == [None, None, math.sqrt(0.6)]
+    assert ledger.bounds(np.array([1, 2])).mu_by_peers()[ANYBODY] == math.sqrt(0.6)
 
 
 def test_bounds_of_mixed_accounts_are_those_of_each_one() -> None:
@@ -91,11 +91,11 @@ def test_bounds_of_mixed_accounts_are_those_of_each_one() -> None:
         ledger.charge(np.array([position]), charge)
         bound = exact(math.sqrt(sum_kl)) if is_gaussian else leak_auc_bound(float(sum_kl))
         found[position] = min(bound, best) if adversary is ANYBODY else 1.0
-    spread = ledger.bounds(np.arange(600)).against(ANYBODY).leak_auc
+    spread = ledger.bounds(np.arange(600)).against(ANYBODY)
     assert spread.max == found.max() == 1
     assert found.mean() <= spread.mean <= found.mean() + 1e-3
     covered = np.flatnonzero(found < 1)
-    spread = ledger.bounds(covered).against(ANYBODY).leak_auc
+    spread = ledger.bounds(covered).against(ANYBODY)
     assert spread.max == pytest.approx(found[covered].max(), rel=1e-12)
     assert np.quantile(found[covered], 0.95) - 1e-9 <= spread.q95
     assert spread.q95 <= np.quantile(found[covered], 0.96)
@@ -120,7 +120,7 @@ def test_whom_accounts_describe_survives_the_file_and_the_adding_up_of_books(
     assert tuesday.worst().adversary is ANYBODY
     bob = both.opening_ledger(["bob"], 1).bounds(np.array([0]))
     assert bob.sum_kl.max == pytest.approx(0.4)
-    assert [one.leak_auc.max for one in bob.by_peers][:2] == [1, 1]
+    assert [one.max for one in bob.by_peers().values()][:2] == [1, 1]
     carried = read.closing_book(IDS[2:], read.opening_ledger(IDS[2:], 1))
     assert carried.worst().adversary is WEAK
 
@@ -169,7 +169,7 @@ def test_the_larger_of_two_bounds_is_as_narrow_as_either() -> None:
 
     course, both = bounds(GAUSSIAN), bounds(GAUSSIAN, Charge(0.0))
     assert course.or_more(both).guarantee.max == 1
-    assert course.or_more(both).against(ANYBODY).mu is None
+    assert course.or_more(both).mu_by_peers()[ANYBODY] is None
     assert both.or_more(course) is both
 
 

@@ -17,8 +17,8 @@ import pytest
 from splitveil.active_party.defenses import Adversary, Charge, NoisyLabelDefense, noise_digest
 from splitveil.active_party.defenses.dp_bounds import delta_of
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
-from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.ledger.ledger import LeakLedger
+from splitveil.common.privacy.figures import LeakBounds
 
 accounting = pytest.importorskip("dp_accounting")
 pld = pytest.importorskip("dp_accounting.pld").privacy_loss_distribution  # of 0.6 and newer
@@ -141,13 +141,13 @@ def test_the_divergence_of_all_draws_is_the_accountant_s(draws: list[Draw]) -> N
 def test_gaussian_mechanisms_compose_exactly(draws: list[Draw]) -> None:
     """Delta at every epsilon, and the AUC. Rejects one draw less."""
     bounds = ledger_after(draws, repeats=7)
-    guarantee = bounds.against(Adversary.ANYBODY)
-    assert guarantee.mu is not None
-    assert guarantee.leak_auc == bounds.estimate
+    mu = bounds.mu_anybody
+    assert mu is not None
+    assert bounds.guarantee == bounds.estimate
     deltas = deltas_of(draws)
-    own = np.array([delta_of(guarantee.mu, epsilon) for epsilon in EPSILONS])
+    own = np.array([delta_of(mu, epsilon) for epsilon in EPSILONS])
     assert own == pytest.approx(deltas, abs=1e-5)
-    assert guarantee.leak_auc.max == pytest.approx(best_auc(deltas), abs=ROUNDED_UP)
+    assert bounds.guarantee.max == pytest.approx(best_auc(deltas), abs=ROUNDED_UP)
     assert own != pytest.approx(deltas_of(draws[1:] or [fresh(1e-3)]), abs=1e-3)
 
 

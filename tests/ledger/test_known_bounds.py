@@ -36,9 +36,10 @@ from splitveil.active_party.defenses.label_mechanisms import (
 )
 from splitveil.active_party.defenses.sum_kl import estimated_auc, leak_auc_bound
 from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.ledger.bounds import Accounts, LeakBounds
+from splitveil.active_party.ledger.bounds import Accounts
 from splitveil.active_party.ledger.budget import Limit
 from splitveil.active_party.ledger.ledger import LeakLedger
+from splitveil.common.privacy.figures import LeakBounds
 from tests.ledger.test_account_book import after_run
 from tests.ledger.test_adversaries import after
 
@@ -97,7 +98,7 @@ def test_a_label_drawn_once_is_bounded_by_the_auc_of_the_best_score(
     chosen = at_leak_auc(mechanism, 0.6)
     bounds = bounds_after(*[charge_of(chosen)] * 30)
     found = best_auc(ratios_of(chosen, seed=3))
-    assert [one.leak_auc.max for one in bounds.by_peers] == [pytest.approx(0.6, abs=1e-9)] * 3
+    assert [one.max for one in bounds.by_peers().values()] == [pytest.approx(0.6, abs=1e-9)] * 3
     assert bounds.guarantee.mean == bounds.guarantee.q95 == bounds.guarantee.max
     assert abs(found - bounds.guarantee.max) < TOLERANCE
     assert leak_auc_bound(bounds.sum_kl.max) > 0.65 > found + TOLERANCE
@@ -292,14 +293,14 @@ def test_a_top_model_that_knows_the_labels_leaves_the_figure_of_the_draw_and_no_
     bounds = bounds_after(
         settings.charge(2, noise_digest("draw")), settings.charge(2, noise_digest("draw"))
     )
-    aucs = [one.leak_auc.max for one in bounds.by_peers]
+    aucs = [one.max for one in bounds.by_peers().values()]
     exact = dp_bounds.response_auc(1.0)
     assert aucs == [1.0, exact, exact]
     assert bounds.epsilon is None
     two = bounds_after(
         settings.charge(2, noise_digest("draw")), settings.charge(2, noise_digest("other"))
     )
-    assert two.by_peers[1].leak_auc.max == pytest.approx(estimated_auc(2 * MU_SQUARED_OF_1))
+    assert two.honest_but_curious.max == pytest.approx(estimated_auc(2 * MU_SQUARED_OF_1))
 
 
 def test_settings_keep_everything_but_their_strength() -> None:

@@ -1,6 +1,7 @@
 """The leak ledger: its sums, its bounds, its state, and the alarm that compares leaks with it."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,12 +11,11 @@ from torch import Tensor
 
 from splitveil.active_party.defenses import Charge, noise_digest
 from splitveil.active_party.defenses.sum_kl import estimated_auc, leak_auc_bound
-from splitveil.active_party.ledger.bounds import LeakBounds, PeerBound, Spread
 from splitveil.active_party.ledger.ledger import LeakLedger
 from splitveil.active_party.monitor.leak_alarm import MIN_BATCHES, LeakAlarm
-from splitveil.active_party.monitor.stated_bounds import ledger_figures
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.audit import AuditedBatch
+from splitveil.common.privacy.figures import LeakBounds, Spread
 from splitveil.common.privacy.leakage import leak_auc
 
 
@@ -33,7 +33,7 @@ def test_a_charge_that_is_no_divergence_counts_as_infinite(sum_kl: float, identi
 
 
 def of_class_means(bounds: LeakBounds) -> Spread:
-    return bounds.against(Adversary.CLASS_MEANS).leak_auc
+    return bounds.against(Adversary.CLASS_MEANS)
 
 
 def account(*charges: Charge) -> float:
@@ -105,7 +105,7 @@ def test_bounds_are_those_of_the_accounts_one_by_one() -> None:
         assert found.max == pytest.approx(values.max(), rel=1e-12)
         assert np.mean(values <= found.q95) == pytest.approx(0.95, abs=0.0011)
         assert values.mean() - 1e-12 <= found.mean <= values.mean() + 1 / 4096
-    flat = ledger_figures(bounds).form()
+    flat = bounds.form()
     assert flat["knows_class_means_only_q95"] == of_class_means(bounds).q95
     assert flat["anybody_q95"] == flat["honest_but_curious_mean"] == 1
 
@@ -194,9 +194,9 @@ def test_short_epochs_are_judged_together_and_by_their_own_charges() -> None:
 
 def test_bounds_have_flat_names_and_leave_out_an_epsilon_that_is_none() -> None:
     bounds: LeakBounds = LeakLedger(1).bounds(np.array([0]))
-    assert ledger_figures(bounds).form()["epsilon"] == 0.0
-    assert ledger_figures(bounds).form().keys() >= {"sum_kl_max", "estimate_mean", "anybody_q95"}
-    assert "epsilon" not in ledger_figures(bounds._replace(epsilon=None)).form()
+    assert bounds.form()["epsilon"] == 0.0
+    assert bounds.form().keys() >= {"sum_kl_max", "estimate_mean", "anybody_q95"}
+    assert "epsilon" not in replace(bounds, epsilon=None).form()
 
 
 def test_the_larger_of_two_bounds_is_that_of_the_larger_sums_to_the_last_bit() -> None:
@@ -204,11 +204,11 @@ def test_the_larger_of_two_bounds_is_that_of_the_larger_sums_to_the_last_bit() -
 
     def bounds(largest: float, guarantee: float, epsilon: float | None) -> LeakBounds:
         sums, aucs = Spread(largest, 1.0, 0.5), Spread(guarantee, 0.8, 0.7)
-        return LeakBounds(sums, aucs, (PeerBound(aucs, None),) * 3, epsilon)
+        return LeakBounds(sums, aucs, aucs, aucs, aucs, epsilon)
 
     less, more = bounds(53.6, 1.0, 1.0), bounds(58.6, 1.0 - 1e-16, 2.0)
     assert more.or_more(less) is more
     assert more.or_more(None) is more
     assert less.or_more(more).sum_kl == more.sum_kl
     assert less.or_more(more).epsilon == 2.0
-    assert less.or_more(more._replace(epsilon=None)).epsilon is None
+    assert less.or_more(replace(more, epsilon=None)).epsilon is None

@@ -117,8 +117,8 @@ def _say(folder: Path, book: AccountBook) -> None:
     written_s = max(path.stat().st_mtime for path in (folder / "checkpoint").iterdir())
     logger.info(
         "these labels were released at a leak AUC of %s for %s in %s (%s)",
-        auc_at_most(auc_bound(book.most(), book.known())),
-        book.adversary().in_words,
+        auc_at_most(auc_bound(book.worst())),
+        book.worst().adversary.in_words,
         folder,
         datetime.fromtimestamp(written_s, UTC).date(),
     )

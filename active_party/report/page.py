@@ -31,7 +31,7 @@ from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.report_parts import circumstances, read_traffic, render, traffic_rows
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import ATTACKS, needs_of
-from splitveil.common.privacy.figures import LedgerFigures
+from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.run_folder import write_text_atomically
 from splitveil.common.settings import Mark, marked
@@ -53,7 +53,7 @@ class _Compared(NamedTuple):
     leak: LeakAssessment
     strongest: str  # the strongest attack and its figure, or why there is none
     decision: Decision
-    ledger: LedgerFigures | None
+    ledger: LeakBounds | None
     bounds: dict[Adversary, str]
 
 

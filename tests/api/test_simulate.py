@@ -179,7 +179,7 @@ def test_the_ledger_of_a_run_bounds_what_its_summary_bounds(swept: Runs) -> None
     (run, *_) = swept.of("iso noise_ratio=2")
     bounds = run.ledger.guarantee()
     for peers in defenses.Adversary:
-        assert bounds.against(peers).leak_auc.max == run.bounds[str(peers)]
+        assert bounds.against(peers).max == run.bounds[str(peers)]
     assert run.bounds["knows class means only"] < 1 == run.bounds["anybody"]
 
 
@@ -212,7 +212,7 @@ class Halved(Defense):
 
     def defend(self, batch: defenses.RawBatch) -> defenses.Defended:
         sent = defenses.release(batch.gradients * self._factor, batch.gradients)
-        charge = defenses.LeakCharge(0.25, adversary=defenses.Adversary.ANYBODY)
+        charge = defenses.Charge(0.25, adversary=defenses.Adversary.ANYBODY)
         return defenses.Defended(sent, defenses.DefenseReport(0.0, charge=charge))
 
 

@@ -25,7 +25,6 @@ from torch import Tensor
 from splitveil.active_party.assembly import allowance_of, build_session
 from splitveil.active_party.grpc_server.server import start_server
 from splitveil.active_party.grpc_server.service import ActiveService
-from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
@@ -39,6 +38,7 @@ from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
+from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.course import AlignedRows, Batch

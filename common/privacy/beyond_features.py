@@ -13,7 +13,7 @@ the half of the rows that chooses attacks; the other half tests them.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,11 @@ class Covariates(NamedTuple):
     activations: npt.NDArray[np.float32]  # of the passive parties, (rows, values), finite
     predictions: npt.NDArray[np.float32]  # of the whole model, (rows, values), finite
     own: npt.NDArray[np.float32]  # of the active party, (rows, values), finite; perhaps none
-    labels: ClassIndices  # class indices, (rows,), only for the measurement
+    labels: npt.NDArray[Any]  # class indices or numbers, (rows,), only for the measurement
+
+    @property
+    def features(self) -> npt.NDArray[np.float32]:
+        return np.column_stack([self.activations, self.predictions, self.own])
 
 
 class _PairScores(NamedTuple):
@@ -57,8 +61,7 @@ def measure_beyond_features(
     Attacks have one score, or one per target. Those that ``know_classes``, whose score of a row
     depends on labels of other rows that are tested, do not count for epsilon.
     """
-    features = np.column_stack([covariates.activations, covariates.predictions, covariates.own])
-    models = FeatureModels.of(features, covariates.labels)
+    models = FeatureModels.of(covariates.features, covariates.labels)
     try:
         predicted = models.predictions(covariates.labels, classes.num_classes)
     except TooFewRows:

@@ -112,28 +112,33 @@ def _add(
 
 
 class LatestScores:
-    """Keeps each example's latest standardised scores of one layer: 2 bytes for each."""
+    """Keeps each example's latest scores of one layer: standardised ones take 2 bytes each."""
 
-    def __init__(self, attacks: Sequence[str], num_examples: int) -> None:
+    def __init__(
+        self, attacks: Sequence[str], num_examples: int, *, standardises: bool = True
+    ) -> None:
         self._attacks = tuple(attacks)
         self._num_examples = num_examples
+        self._standardises = standardises
         self._scores: dict[str, Tensor] = {}
         """Attack -> (scores, examples); NaN for an example without a score."""
 
     def add(self, positions: Tensor, attacks: Mapping[str, AttackScores]) -> None:
         """Replace the scores of one batch's examples."""
         rows = positions.numpy()
+        dtype = torch.float16 if self._standardises else torch.float32
         for name in self._attacks:
             if name not in attacks:
                 continue
             if name not in self._scores:
                 shape = (len(attacks[name].by_target), self._num_examples)
-                self._scores[name] = torch.full(shape, torch.nan, dtype=torch.float16)
+                self._scores[name] = torch.full(shape, torch.nan, dtype=dtype)
             for latest, scores, known in zip(self._scores[name], *attacks[name], strict=True):
                 if scores is not None:
-                    values = standardised(scores).half().numpy()
-                    values[list(known)] = np.nan
-                    latest.numpy()[rows] = values
+                    values = standardised(scores) if self._standardises else scores.cpu()
+                    as_kept = values.to(dtype).numpy()
+                    as_kept[list(known)] = np.nan
+                    latest.numpy()[rows] = as_kept
 
     def result(self) -> dict[str, list[RunScores]]:
         """Return attack -> its scores, one for all classes or one for each target."""

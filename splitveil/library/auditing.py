@@ -196,7 +196,7 @@ def audit(
     of_stored = () if examples is None or activations is None else STORED_ROW_ATTACKS
     _check(chosen, {*known, *own, *of_stored})
     found = LeakAudit(
-        chosen, num_examples=given.num_examples, class_names=classes.names, custom=own,
+        chosen, num_examples=given.num_examples, labels=classes, custom=own,
         keeps_scores=covariates is not None or predictions is not None,
     )  # fmt: skip
     measured: dict[str, list[float]] = {}

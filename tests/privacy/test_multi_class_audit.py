@@ -23,7 +23,7 @@ from splitveil.common.privacy.attacks import (
 )
 from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.informed import KnownPredictions
-from splitveil.common.privacy.observation import Observation
+from splitveil.common.privacy.observation import LabelClasses, Observation
 from splitveil.common.record.run_record import write_summary
 from tests.support.equality import same, stored
 from tests.support.recorders import recorders
@@ -70,7 +70,7 @@ def batches(audit: LeakAudit, epochs: int = 3) -> Iterator[Observation]:
 
 
 def new_audit(attacks: Sequence[AttackName] = ALL) -> LeakAudit:
-    return LeakAudit(attacks, num_examples=NUM_EXAMPLES, class_names=NAMES)
+    return LeakAudit(attacks, num_examples=NUM_EXAMPLES, labels=LabelClasses(NAMES))
 
 
 def leak(labels: np.ndarray, scores: np.ndarray, one: int, other: int | None) -> float:
@@ -225,9 +225,12 @@ def test_a_stored_audit_resumes_to_the_same_figures() -> None:
 @pytest.mark.parametrize(
     ("other", "part"),
     [
-        (LeakAudit(ALL, num_examples=NUM_EXAMPLES, class_names=(*NAMES, "d")), "4 classes"),
-        (LeakAudit(("norm",), num_examples=NUM_EXAMPLES, class_names=NAMES), "norm"),
-        (LeakAudit(ALL, num_examples=7, class_names=NAMES), "7 examples"),
+        (
+            LeakAudit(ALL, num_examples=NUM_EXAMPLES, labels=LabelClasses((*NAMES, "d"))),
+            "4 classes",
+        ),
+        (LeakAudit(("norm",), num_examples=NUM_EXAMPLES, labels=LabelClasses(NAMES)), "norm"),
+        (LeakAudit(ALL, num_examples=7, labels=LabelClasses(NAMES)), "7 examples"),
     ],
 )
 def test_another_audit_s_state_is_refused(other: LeakAudit, part: str) -> None:

@@ -86,7 +86,7 @@ class LeakAudit:
         convention: Literal["leak", "paper"] = "leak",
     ) -> None:
         self._labels = labels
-        table = {str(name): attack for name, attack in (*ATTACKS.items(), *custom.items())}
+        table = {**ATTACKS, **custom}
         self.has_numbers = isinstance(labels, LabelNumbers)
         if self.has_numbers:
             table, attacks = BATCH_ATTACKS, tuple(BATCH_ATTACKS)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from splitveil.common.privacy import adjusted_auc, observational_audit
 from splitveil.common.privacy.accumulation import RunScores, combine_with_hints
-from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, WITHOUT_GRADIENTS, RunAttackName
+from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, WITHOUT_GRADIENTS
 from splitveil.common.privacy.cross_fitting import FeatureModels, Predictions, TooFewRows
 from splitveil.common.privacy.figures import AdjustedFigures, AdvantageFigures, BeyondFigures
 from splitveil.common.privacy.leakage import ClassIndices, Floats, OneClass, PairAucs, pair_aucs
@@ -52,7 +52,7 @@ class _PairScores(NamedTuple):
 def measure_beyond_features(
     covariates: Covariates,
     batch_attacks: Mapping[str, Sequence[RunScores]],
-    run_attacks: Mapping[RunAttackName, Sequence[RunScores]],
+    run_attacks: Mapping[str, Sequence[RunScores]],
     classes: LabelClasses = TWO_CLASSES,
     know_classes: Collection[str] = (),
 ) -> BeyondFigures | None:
@@ -150,9 +150,7 @@ def _worst_pair(
         return None
 
 
-def _advantage(
-    name: RunAttackName, pair: _PairScores, covariates: Covariates
-) -> AdvantageFigures | None:
+def _advantage(name: str, pair: _PairScores, covariates: Covariates) -> AdvantageFigures | None:
     """Compare an attack with a model of the activations that knows as many labels.
 
     None for an attack that knows labels of the whole run in the end, because it knows something

@@ -19,7 +19,7 @@ from torch import Tensor
 from splitveil.common.privacy import leakage
 from splitveil.common.privacy.accumulation import RunScores, combine_with_hints
 from splitveil.common.privacy.adjusted_auc import advantage_over, operating_points
-from splitveil.common.privacy.attacks import CUT, RUN_ATTACKS, RunAttackName
+from splitveil.common.privacy.attacks import CUT, RUN_ATTACKS
 from splitveil.common.privacy.figures import ClassFigures, RunFigures
 from splitveil.common.privacy.final_attacks import LastActivations, final_scores
 from splitveil.common.privacy.gathered_scores import GatheredLayer
@@ -52,7 +52,7 @@ class RunAudit:
 
     def __init__(
         self,
-        attacks: Sequence[RunAttackName],
+        attacks: Sequence[str],
         num_examples: int,
         classes: LabelClasses = TWO_CLASSES,
     ) -> None:
@@ -125,7 +125,7 @@ class RunAudit:
                 figures.by_class.setdefault(layer, {})[attack] = by_class
         return figures
 
-    def scores(self, layer: str) -> dict[RunAttackName, list[RunScores]]:
+    def scores(self, layer: str) -> dict[str, list[RunScores]]:
         """Return attack -> its scores of one layer, one for all classes or one per target."""
         with self._lock:
             return {
@@ -193,7 +193,7 @@ class RunAudit:
         of_classes = dict(zip(names, map(as_number, leaks), strict=True))
         return ClassFigures(tuple(names[index] for index in worst_pair), classes=of_classes)
 
-    def _scores(self, *, hinted: bool) -> Iterator[tuple[str, RunAttackName, list[RunScores]]]:
+    def _scores(self, *, hinted: bool) -> Iterator[tuple[str, str, list[RunScores]]]:
         """Yield the scores of examples whose label an attack did not know: one, or by target."""
         for layer, gathered in self._layers.items():
             for attack, sums in gathered.sums.items():
@@ -205,16 +205,14 @@ class RunAudit:
             for attack in self._final:
                 yield CUT, attack, self._final_scores(attack)
 
-    def _final_scores(
-        self, attack: RunAttackName, features: Tensor | None = None
-    ) -> list[RunScores]:
+    def _final_scores(self, attack: str, features: Tensor | None = None) -> list[RunScores]:
         """Run an attack on the last activations, or on features, with the same known labels."""
         positions, activations = self._last.seen()
         rows = activations if features is None else features
         labels = self._labels_at(positions)
         return final_scores(attack, positions, rows, labels, self.classes, SEED)
 
-    def _combined(self, attack: RunAttackName, gathered: GatheredLayer) -> list[RunScores]:
+    def _combined(self, attack: str, gathered: GatheredLayer) -> list[RunScores]:
         """Fit a combining attack to each target class against the rest."""
         seen = np.flatnonzero(self._labels.numpy() != UNSEEN)
         labels = self._labels_at(seen)

@@ -16,7 +16,6 @@ from splitveil.common.privacy.accumulation import (
     combine_with_hints,
     standardised,
 )
-from splitveil.common.privacy.attacks import AttackName
 from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.gradient_rows import prepared
 from splitveil.common.privacy.leakage import auc, leak_auc, leak_auc_interval
@@ -30,7 +29,7 @@ from splitveil.common.privacy.scores import spectral
 
 _SEED = bytes(32)
 _EXAMPLES, _BATCH = 2000, 250
-_GATHERING: tuple[AttackName, ...] = (
+_GATHERING: tuple[str, ...] = (
     "accumulated_spectral",
     "accumulated_cosine",
     "accumulated_kmeans",
@@ -45,7 +44,7 @@ Reference = Literal["sent", "sent, its sign as it comes", "clean"]
 def _run_audit(
     deviation: float,
     num_epochs: int,
-    attacks: tuple[AttackName, ...] = _GATHERING,
+    attacks: tuple[str, ...] = _GATHERING,
     *,
     reference: Reference = "clean",
 ) -> LeakAudit:

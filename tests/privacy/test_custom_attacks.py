@@ -14,7 +14,7 @@ from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.report import write_report
 from splitveil.active_party.settings import LeakMonitorSettings
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.attacks import ATTACKS, BatchAttackName
+from splitveil.common.privacy.attacks import ATTACKS
 from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.custom_attacks import load_custom_attacks, try_custom_attacks
 from splitveil.common.privacy.leakage import leak_auc
@@ -91,7 +91,7 @@ OWN = [
     own("hint_distance", name="own_hints", needs=["hints"], num_hints=3),
     own("mean", name="own_mean", needs=["classes"]),
 ]
-BUILT_IN: dict[str, BatchAttackName] = {
+BUILT_IN: dict[str, str] = {
     "energy": "norm",
     "own-cosine": "cosine",
     "own_hints": "hint_distance_3",

@@ -9,7 +9,7 @@ from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ from splitveil.active_party.report.run_files import leak_series
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.report_parts import breakable
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName, is_oracle, needs_of
+from splitveil.common.privacy.attacks import BUILT_IN_NAMES, is_oracle, needs_of
 from splitveil.common.privacy.figures import (
     AdjustedFigures,
     AdvantageFigures,
@@ -558,7 +558,7 @@ def test_what_was_noticed_and_told_stands_in_tables(tmp_path: Path) -> None:
     assert "Earlier runs" not in without
 
 
-@pytest.mark.parametrize("attack", [*get_args(BatchAttackName), *get_args(RunAttackName)])
+@pytest.mark.parametrize("attack", BUILT_IN_NAMES)
 def test_what_an_attack_needs_is_known_of_each(attack: str) -> None:
     assert needs_of(attack) != "not known here"
     assert is_oracle(attack) is (attack in ORACLES)

@@ -147,7 +147,7 @@ def numbers_of(passive: dict[str, Any]) -> NDArray[np.float64]:
     return np.column_stack([passive["x0"], passive["x1"], *tags, np.zeros(300)])
 
 
-@pytest.fixture(scope="module", params=HALVES)
+@pytest.fixture(scope="module")
 def run(request: pytest.FixtureRequest, mixed: Columns) -> Run:
     active, passive = mixed
     bottom, top = HALVES[request.param]
@@ -166,7 +166,15 @@ def call_of(path: Path) -> Callable[..., Tensor]:
     )
 
 
-@pytest.mark.parametrize("kind", ["torch.export", "onnx"])
+EXPORTED = [
+    *((half, "torch.export") for half in HALVES),
+    *((half, "onnx") for half in ("own", "tabular", "several classes")),
+    # Their export is tested above; ONNX takes three CPU seconds each.
+    *(pytest.param(half, "onnx", marks=pytest.mark.slow) for half in ("mlp", "wide_deep")),
+]
+
+
+@pytest.mark.parametrize(("run", "kind"), EXPORTED, indirect=["run"])
 def test_exported_halves_give_of_numbers_as_they_are_what_trained_ones_and_predictions_do(
     run: Run, mixed: Columns, kind: Format, tmp_path: Path
 ) -> None:

@@ -1,5 +1,6 @@
 """Models are built from settings alone, and the gradients at their layers can be watched."""
 
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from splitveil.common.models.training_state import freeze
 from splitveil.common.record.model_files import EarlierModel, save_model
 from splitveil.common.settings import Section, validate
 from splitveil.passive_party.bottom_trainer import LayerTap, first_layer, named_layer
+from tests.support.programs import run_program
 
 SHAPES = FeatureShapes(numeric_dim=3, vocabulary_sizes=(4, 5), image_shape=(1, 2, 2))
 
@@ -681,6 +683,23 @@ def test_optimizers_take_the_steps_that_their_settings_say() -> None:
                 weight.grad = torch.tensor([gradient])
                 rule.step()
         torch.testing.assert_close(ours, theirs)
+
+
+def test_an_optimizer_does_not_import_the_compiler_of_torch() -> None:
+    code = (
+        "import sys, torch\n"
+        "from splitveil.common.models.optimizers import build_optimizer\n"
+        "from splitveil.common.models.settings import AdamOptimizer\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "rule = build_optimizer(AdamOptimizer(kind='adam'), model)\n"
+        "rule.zero_grad()\n"
+        "model(torch.ones(3, 2)).sum().backward()\n"
+        "rule.step()\n"
+        "rule.load_state_dict(rule.state_dict())\n"
+        "print([name for name in sys.modules if name.startswith('torch._dynamo')])"
+    )
+    done = run_program(sys.executable, "-c", code)
+    assert (done.returncode, done.stdout) == (0, "[]\n")
 
 
 def table_and_layer(rows: int = 50) -> nn.Sequential:

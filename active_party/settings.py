@@ -219,7 +219,7 @@ class InferenceSettings(Section):
 class ActiveSettings(PartySettings):
     """The label owner's settings, which stay private."""
 
-    listen: Annotated[Address, Mark.MAY_CHANGE] = "127.0.0.1:50051"
+    listen: Annotated[Address, Mark.MAY_CHANGE, Mark.PER_RUN] = "127.0.0.1:50051"
     """Host and port at which the passive party reaches this one."""
 
     first_contact_s: Annotated[float, Mark.MAY_CHANGE] = Field(default=3600.0, gt=0)

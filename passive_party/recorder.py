@@ -13,6 +13,7 @@ from torch import Tensor
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_status import OPEN, RunStatus
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
+from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses
 from splitveil.common.privacy.run_level import FeaturesOf
 from splitveil.common.record.leak_recorder import IDLE_S, AuditedRun, LeakRecorder
 from splitveil.common.record.metrics_log import RunRecorder
@@ -197,17 +198,17 @@ class PassiveRecorder(RunRecorder):
         return rows
 
     def _start_attacks(self, rows: AlignedRows, seed: bytes) -> None:
-        names: Sequence[str] = ()
+        classes = TWO_CLASSES
         if self._evaluation_labels is not None:
             ids = [self._ids[row] for row in rows.file_rows]
             self._labels = self._evaluation_labels.labels_of(ids)
-            names = self._evaluation_labels.settings.class_names
+            classes = LabelClasses(self._evaluation_labels.settings.class_names)
         chosen = self._settings.adversary
         if chosen is None or self._settings.contract.is_one_shot:  # no gradient comes
             return
         if self._labels is not None:
             self._leaks = self._of_run.enter_context(
-                LeakRecorder(chosen, self._metrics, AuditedRun(seed, len(rows), names))
+                LeakRecorder(chosen, self._metrics, AuditedRun(seed, len(rows), classes))
             )
 
     def _wait_until_idle(self, timeout_s: float) -> bool:

@@ -14,9 +14,15 @@ gradients of any trainer.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from splitveil.common.privacy.attacks import ATTACKS, Attack, Knowledge, SideInformation
+from splitveil.common.privacy.attacks import (
+    ATTACKS,
+    BUILT_IN_NAMES,
+    Attack,
+    Knowledge,
+    SideInformation,
+)
 from splitveil.common.privacy.leakage import LeakInterval, leak_auc
-from splitveil.common.privacy.settings import BUILT_IN_NAMES, CustomAttack
+from splitveil.common.privacy.settings import CustomAttack
 from splitveil.common.privacy.stored_row_attacks import STORED_ROW_ATTACKS
 from splitveil.library.choices import own_attack as own
 

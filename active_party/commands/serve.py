@@ -46,7 +46,7 @@ class Access(NamedTuple):
 def serve(parsed: argparse.Namespace) -> None:
     interruption = Interruption()
     interruption.install()
-    settings = command_line.load_settings(ActiveSettings, parsed, "active")
+    settings: ActiveSettings = parsed.loaded
     if settings.contract.is_one_sided:
         raise SettingsError(
             "contract.alignment.kind: one_sided: serve asks for single ids, which the passive "

@@ -21,6 +21,7 @@ from splitveil.active_party.defenses.section import Coverage, NoisyDefense
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import load_class
 from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Charge
 from splitveil.common.text.imports import first_line
 
 _PROBE_ROWS = 8
@@ -64,7 +65,7 @@ class CustomDefense(NoisyDefense):
         return f"custom {self.module} {sorted(self.arguments.items())!r}"
 
     def _fresh_charge(self, _context: interface.DefenseContext) -> ChargeForecast:
-        charge = interface.LeakCharge(math.inf, adversary=Adversary.ANYBODY)
+        charge = Charge(math.inf, adversary=Adversary.ANYBODY)
         return UNKNOWN._replace(highest=charge)  # only the class itself states it
 
     def _repeated_charge(self, context: interface.DefenseContext) -> ChargeForecast:
@@ -127,7 +128,7 @@ class CheckedDefense(interface.RememberingDefense):
             raise ValueError("the targets hold NaN or infinity")
         return targets.to(batch.labels)
 
-    def charge_covering(self, move: interface.LabelMove, /) -> interface.LeakCharge:
+    def charge_covering(self, move: interface.LabelMove, /) -> Charge:
         return self._own.charge_covering(move)
 
 

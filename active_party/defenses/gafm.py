@@ -36,7 +36,6 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torch.optim import Adam
 from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.active_party.defenses import interface, section
@@ -66,6 +65,7 @@ from splitveil.active_party.defenses.objective import (
     descend,
 )
 from splitveil.common.data.features import Features
+from splitveil.common.models.optimizers import Adam
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.run.progress import State
 

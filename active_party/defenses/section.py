@@ -285,7 +285,9 @@ class DefenseSection(Section):
 class SeededDefense(DefenseSection):
     """The settings of every defense that draws random numbers."""
 
-    insecure_noise_seed: Annotated[int | None, Mark.HIDDEN] = Field(default=None, ge=0, lt=2**63)
+    insecure_noise_seed: Annotated[int | None, Mark.HIDDEN, Mark.SEED] = Field(
+        default=None, ge=0, lt=2**63
+    )
     """For tests only: anyone who knows the seed can reproduce everything that the defense draws,
     and so remove the noise. A run without it takes nothing over from a run with it, such as
     ``simulate`` starts. Without it, the noise is unpredictable."""

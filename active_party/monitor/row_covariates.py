@@ -16,18 +16,17 @@ the second, once.
 import functools
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from splitveil.active_party.training.predictions import auc_of_classes
+from splitveil.active_party.training.label_kinds import LabelKind
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.data.features import Features
 from splitveil.common.privacy.beyond_features import Covariates
-from splitveil.common.privacy.number_attacks import NumberCovariates
 from splitveil.common.run.course import Batch
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
@@ -44,7 +43,6 @@ MAX_GAP = 0.02
 """AUC, or R2 of numbers, by which training labels may be predicted better than held-out ones."""
 
 _TRUSTED_EPOCHS = 2
-_LARGEST_LOGIT = 30.0
 _LARGEST_HALF = 6e4
 
 
@@ -90,15 +88,14 @@ class Latest:
 
 
 class RowCovariates:
-    _LABEL_TYPE: ClassVar[torch.dtype] = torch.int8
-
-    def __init__(self, training: Positions, num_examples: int, num_classes: int) -> None:
-        self._positions = training[: 2 * MAX_ROWS // num_classes]
+    def __init__(self, training: Positions, num_examples: int, kind: LabelKind) -> None:
+        self._kind = kind
+        self._num_logits = math.prod(kind.shape_of_row)
+        self._positions = training[: 2 * MAX_ROWS // max(self._num_logits, 2)]
         num_rows = len(self._positions)
         self._slots = np.full(num_examples, -1, dtype=np.int64)
         self._slots[self._positions] = np.arange(num_rows)
-        self._num_logits = 1 if num_classes == 2 else num_classes
-        self._labels = torch.full((num_rows,), -1, dtype=self._LABEL_TYPE)
+        self._labels = torch.full((num_rows,), -1, dtype=kind.stored_type)
         self._own = torch.zeros(num_rows, 0, dtype=torch.float16)
         self._knows_rows = False
         """Whether every row was visited, so that its label and own features are known."""
@@ -126,7 +123,7 @@ class RowCovariates:
         if not self._knows_rows:
             self._note_own(rows, among, result.own)
             labels = result.labels.detach().reshape(-1).cpu()[among]
-            self._labels[rows] = labels.to(self._LABEL_TYPE)
+            self._labels[rows] = labels.to(self._kind.stored_type)
 
     def note_held_out(self, figure: float) -> None:
         """Note how well the model predicts the labels of held-out rows: AUC, or R2 of numbers."""
@@ -143,21 +140,19 @@ class RowCovariates:
 
     def result(self) -> Covariates | None:
         """Return what is known about the rows that were visited; None before the first one."""
-        known = self._visited()
-        return None if known is None else known._replace(labels=known.labels.astype(np.int64))
-
-    def _visited(self) -> Covariates | None:
         self._sum_up()
         known = self._latest if self._trusted is None else self._trusted
         visited = self._visits.numpy() > 0
         if not visited.any():
             return None
-        labels = self._labels.numpy()[visited]
+        labels = self._labels.double() if self._labels.is_floating_point() else self._labels.long()
         activations, logits, own = (
             _finite(part.float()).numpy()[visited]
             for part in (known.activations, known.logits, self._own)
         )
-        return Covariates(self._positions[visited], activations, logits, own, labels)
+        return Covariates(
+            self._positions[visited], activations, logits, own, labels.numpy()[visited]
+        )
 
     def state_dict(self) -> State:
         self._sum_up()
@@ -190,7 +185,7 @@ class RowCovariates:
         rows = torch.from_numpy(np.flatnonzero(self._unsummed))
         self._unsummed[:] = False
         self._visits[rows] += 1
-        logits = self._logits_of(self._predictions[rows])
+        logits = self._kind.logits_of(self._predictions[rows])
         self._latest.add(rows, logits, self._visits[rows, None])
 
     def _note_own(self, rows: Tensor, among: Tensor, own: Features | None) -> None:
@@ -208,45 +203,8 @@ class RowCovariates:
     def _gap(self) -> float:
         visited = self._visits > 0
         logits = self._latest.logits[visited, : self._num_logits].float()
-        gap = self._figure(logits, self._labels[visited]) - self._held_out
+        gap = self._kind.agreement(logits, self._labels[visited]) - self._held_out
         return math.inf if math.isnan(gap) else gap
-
-    def _logits_of(self, probabilities: Tensor) -> Tensor:
-        wide = probabilities.double()
-        logits = wide.logit() if self._num_logits == 1 else wide.log()
-        return logits.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).float()
-
-    def _figure(self, logits: Tensor, labels: Tensor) -> float:
-        logits = logits[:, 0] if self._num_logits == 1 else logits
-        return auc_of_classes(logits, labels)
-
-
-class NumberRowCovariates(RowCovariates):
-    """What is known about some training rows whose labels are numbers.
-
-    Predictions stand as they are in place of logits, and ``MAX_GAP`` is one of R2.
-    """
-
-    _LABEL_TYPE = torch.float32
-
-    def __init__(self, training: Positions, num_examples: int) -> None:
-        super().__init__(training, num_examples, num_classes=2)
-
-    def numbers(self) -> NumberCovariates | None:
-        """Return what is known about the rows that were visited; None before the first one."""
-        known = self._visited()
-        if known is None:
-            return None
-        positions, *features, labels = known
-        return NumberCovariates(positions, np.column_stack(features), labels.astype(np.float64))
-
-    def _logits_of(self, probabilities: Tensor) -> Tensor:
-        return probabilities
-
-    def _figure(self, logits: Tensor, labels: Tensor) -> float:
-        spread = float((labels.double() - labels.double().mean()).square().sum())
-        missed = float((labels.double() - logits[:, 0].double()).square().sum())
-        return 1 - missed / spread if spread > 0 else math.nan
 
 
 def _finite(values: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ are in the label's unit. The ordinary objective learns from the loss of a kind.
 """
 
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from splitveil.active_party.defenses import objective
 from splitveil.active_party.training.predictions import (
     LossWeights,
     PredictionFigures,
+    auc_of_classes,
     measure_predictions,
     probabilities_of,
     weighted_cross_entropy,
@@ -28,37 +29,18 @@ from splitveil.common.data.settings import DataSettings
 from splitveil.common.models.data_parallel import DataParallelModel, go_on
 from splitveil.common.models.training_state import trained_of
 from splitveil.common.privacy.figures import NumberFigures
+from splitveil.common.privacy.number_attacks import LabelNumbers
+from splitveil.common.privacy.observation import LabelClasses
 from splitveil.common.run.progress import State
 
-
-class LabelKind(Protocol):
-    @property
-    def shape_of_row(self) -> tuple[int, ...]: ...
-
-    def in_units(self, predictions: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return predictions in the label's unit; probabilities have none."""
-        ...
-
-    @property
-    def slope_of_residual(self) -> float:
-        """The slope of a row's loss in its output, for each unit of prediction less label."""
-        ...
-
-    def loss(self, outputs: Tensor, labels: Tensor, weights: LossWeights) -> Tensor:
-        """Return the mean loss over some rows, with its graph."""
-        ...
-
-    def predicted(self, outputs: Tensor) -> Tensor:
-        """Return predictions within the range of the labels, of the same shape as the outputs."""
-        ...
-
-    def measure(self, outputs: Tensor, labels: Tensor) -> PredictionFigures: ...
+_LARGEST_LOGIT = 30.0
 
 
 class ClassLabels(NamedTuple):
     """Labels that are classes: a cross entropy, probabilities, and AUCs."""
 
     num_classes: int = 2
+    names: tuple[str, ...] = ()  # of more than two classes
 
     @property
     def shape_of_row(self) -> tuple[int, ...]:
@@ -80,6 +62,22 @@ class ClassLabels(NamedTuple):
 
     def measure(self, outputs: Tensor, labels: Tensor) -> PredictionFigures:
         return measure_predictions(outputs, labels)
+
+    @property
+    def audited(self) -> LabelClasses:
+        return LabelClasses(self.names)
+
+    @property
+    def stored_type(self) -> torch.dtype:
+        return torch.int8
+
+    def logits_of(self, predictions: Tensor) -> Tensor:
+        wide = predictions.double()
+        logits = wide.logit() if self.num_classes == 2 else wide.log()
+        return logits.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).float()
+
+    def agreement(self, logits: Tensor, labels: Tensor) -> float:
+        return auc_of_classes(logits[:, 0] if self.num_classes == 2 else logits, labels)
 
 
 CLASS_LABELS = ClassLabels()
@@ -129,10 +127,30 @@ class NumberLabels(NamedTuple):
         loss = float(errors.square().mean())
         return PredictionFigures(loss, math.nan, math.nan, None, number)
 
+    @property
+    def audited(self) -> LabelNumbers:
+        return LabelNumbers()
+
+    @property
+    def stored_type(self) -> torch.dtype:
+        return torch.float32
+
+    def logits_of(self, predictions: Tensor) -> Tensor:
+        return predictions
+
+    def agreement(self, logits: Tensor, labels: Tensor) -> float:
+        labels = labels.double()
+        spread = float((labels - labels.mean()).square().sum())
+        missed = float((labels - logits[:, 0].double()).square().sum())
+        return 1 - missed / spread if spread > 0 else math.nan
+
+
+LabelKind: TypeAlias = ClassLabels | NumberLabels
+
 
 def kind_of(settings: DataSettings, mean_share: float = math.nan) -> LabelKind:
     if settings.label_range is None:
-        return ClassLabels(settings.num_classes)
+        return ClassLabels(settings.num_classes, settings.class_names)
     return NumberLabels(settings.label_range, mean_share)
 
 

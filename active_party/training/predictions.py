@@ -95,6 +95,11 @@ class PredictionFigures:
         return self.auc if self.number is None else -math.sqrt(self.loss)
 
     @property
+    def agreement(self) -> float:
+        """How well predictions agree with labels: the AUC, or the R2 of numbers."""
+        return self.auc if self.number is None else self.number.r2
+
+    @property
     def in_short(self) -> str:
         """The figure by which predictions are judged, for a log line."""
         if self.number is not None:

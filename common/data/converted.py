@@ -52,6 +52,7 @@ from splitveil.common.data.table import Table, TableReader
 from splitveil.common.data.table_paths import find_files, table_path_of
 from splitveil.common.errors import DataError, StorageError
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule, rules_as_plain
+from splitveil.common.settings import Mark, marked, without
 from splitveil.common.text.files import only_one_process, sync
 
 MANIFEST = "manifest.json"
@@ -232,12 +233,6 @@ def _replace(path: Path, pieces: Iterator[NDArray[np.uint8]]) -> None:
 VERSION = 2
 """Version of the format of these files and of the rules by which cells are read."""
 
-_FILE_SETTINGS = (
-    *("cache_dir", "path", "table", "store"),
-    *("driver", "uri", "uri_file", "query", "snapshot", "snapshot_dir"),
-)
-"""Settings of sources that only decide which files are read; the key holds those files' stamps."""
-
 
 def open_converted(
     settings: DataSettings,
@@ -252,19 +247,7 @@ def open_converted(
     stamps = stamps_of(source, base_dir)
     name = getattr(source, "path", "query").rstrip("/").rpartition("/")[2]
     name = re.sub(r"[*?\[\]:${}]+", "_", name)
-    plain = settings.model_dump(
-        mode="json",
-        exclude={
-            "source": set(_FILE_SETTINGS),
-            "features": {
-                **dict.fromkeys(("signed_log1p", "numeric_scaling", "missing_numeric"), True),
-                **dict.fromkeys(("missing_indicator", "min_count", "max_list_categories"), True),
-                "sequences": {"__all__": {"max_length", "tokenizer"}},  # num_tokens says which kind
-            },
-            "class_weights": True,
-            "weights_are_label_free": True,
-        },
-    )
+    plain = without(marked(DataSettings, Mark.UNCACHED), settings.model_dump(mode="json"))
     gaps = None if settings.features is None else settings.features.gaps
     rules = rules_as_plain(id_rules)
     text = json.dumps([VERSION, stamps, plain, gaps, split_column, rules], sort_keys=True)

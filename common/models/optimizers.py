@@ -1,12 +1,14 @@
 """Builds optimizers from settings; large embedding tables get sparse gradients."""
 
+import inspect
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import nn, optim
 from torch.nn.utils import get_total_norm
-from torch.optim import SGD, Adam, AdamW, Optimizer, SparseAdam
+from torch.optim import Optimizer
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import (
@@ -17,6 +19,23 @@ from splitveil.common.models.settings import (
     SgdOptimizer,
 )
 from splitveil.common.models.training_state import check_names, is_in
+
+_OptimizerT = TypeVar("_OptimizerT", bound=Optimizer)
+
+
+def _uncompiled(kind: type[_OptimizerT]) -> type[_OptimizerT]:
+    """Return the same optimizer without the decorators that keep torch's compiler out of methods.
+
+    To do so they import it, which takes a second and 70 MiB, and nothing compiles an optimizer.
+    """
+    names = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
+    methods = {name: inspect.unwrap(getattr(kind, name)) for name in names}
+    step = torch.no_grad()(inspect.unwrap(kind.step))
+    return type(kind.__name__, (kind,), {**methods, "step": step})
+
+
+SGD, Adam = _uncompiled(optim.SGD), _uncompiled(optim.Adam)
+AdamW, SparseAdam = _uncompiled(optim.AdamW), _uncompiled(optim.SparseAdam)
 
 
 def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> Optimizer:

@@ -1,5 +1,6 @@
 """Private settings common to both kinds of party."""
 
+import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from splitveil.common.settings import (
     validate,
 )
 from splitveil.common.text.addresses import usable
-from splitveil.common.text.log_lines import LogFormat
+from splitveil.common.text.log_lines import LogFormat, add_to_log_lines, use_log_format
 from splitveil.common.text.wording import suggest
 
 Address = Annotated[str, AfterValidator(usable)]
@@ -159,10 +160,10 @@ class PartySettings(Section):
     log_format: Annotated[LogFormat, Mark.MAY_CHANGE] = "text"
     """``json``: each line of the log is a JSON object with date, level, run and message."""
 
-    runs_dir: Annotated[Path, Mark.MAY_CHANGE] = Path("runs")
+    runs_dir: Annotated[Path, Mark.MAY_CHANGE, Mark.PER_RUN] = Path("runs")
     """Folder of all runs, relative to the folder in which the command is started."""
 
-    insecure_nonce_seed: Annotated[int | None, Mark.HIDDEN] = Field(default=None, ge=0)
+    insecure_nonce_seed: Annotated[int | None, Mark.HIDDEN, Mark.SEED] = Field(default=None, ge=0)
     """For tests only: makes this party's share of the joint seed predictable."""
 
     base_dir: Path = Field(default=Path(), exclude=True)
@@ -178,6 +179,22 @@ class PartySettings(Section):
 
 
 PartySettingsT = TypeVar("PartySettingsT", bound=PartySettings)
+
+
+def load_settings(
+    section: type[PartySettingsT], arguments: argparse.Namespace, party: str
+) -> PartySettingsT:
+    """Read the settings of a command; from then on lines of the log have their form."""
+    overrides = [text.removeprefix(f"{party}.") for text in arguments.overrides]
+    if arguments.runs is not None:
+        overrides.append(f"runs_dir={arguments.runs}")
+    if arguments.log_format is not None:
+        use_log_format(arguments.log_format)  # now: problems of the settings are logged, too
+        overrides.append(f"log_format={arguments.log_format}")
+    settings = load_party_settings(section, arguments.settings, overrides)
+    use_log_format(settings.log_format)
+    add_to_log_lines(run=settings.contract.run_name)
+    return settings
 
 
 def load_party_settings(

@@ -34,58 +34,19 @@ The oracles learn the classes from examples other than the ones that they score:
 includes the scored example itself finds a leak in pure noise.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from splitveil.common.privacy import scores
-from splitveil.common.privacy.gradient_rows import Gradients
-from splitveil.common.privacy.informed import KnownPredictions, informed
-
-BatchAttackName: TypeAlias = Literal[
-    "norm",
-    "cosine",
-    "cosine_majority",
-    "hint_inner_product_1",
-    "hint_inner_product_3",
-    "hint_inner_product_5",
-    "hint_distance_1",
-    "hint_distance_3",
-    "hint_distance_5",
-    "mean",
-    "median",
-    "lda",
-    "spectral",
-    "residual_energy",
-    "informed",
-    "regress_out",
-    "activation_spectral",
-    "kmeans",
-    "kmeans_hint",
-    "nearest_hint",
-    "activation_kmeans",
-]
-
-RunAttackName: TypeAlias = Literal[
-    "accumulated_spectral",
-    "accumulated_residual_energy",
-    "accumulated_cosine",
-    "accumulated_kmeans",
-    "accumulated_nearest_hint",
-    "accumulated_informed",
-    "hint_combiner_50",
-    "hint_combiner_200",
-    "final_kmeans",
-    "final_nearest_hint",
-    "completion_10",
-    "completion_40",
-    "completion_400",
-]
-
-AttackName: TypeAlias = Literal[BatchAttackName, RunAttackName]
+    from splitveil.common.privacy import scores
+    from splitveil.common.privacy.gradient_rows import GradientRows, Gradients, TopDirection
+    from splitveil.common.privacy.informed import KnownPredictions
 
 CUT = "cut"  # name of the layer at which the gradients arrive
 
@@ -134,6 +95,11 @@ class Attack(NamedTuple):
     needs: frozenset[SideInformation] = frozenset()
     num_hints: int = 0
     reads_gradients: bool = True  # false for an attack whose scores are the same at every layer
+    direction: Callable[[GradientRows, Tensor, Tensor], TopDirection] | None = None
+    """From gradients, scores and a positive's gradient: the direction behind the scores, if its
+    sign says nothing."""
+    follows_batches: bool = False
+    """Whether sums over several classes are along one direction that follows the batches."""
 
     @property
     def is_oracle(self) -> bool:
@@ -186,10 +152,9 @@ class Attack(NamedTuple):
 
 
 class RunAttack(NamedTuple):
-    sources: tuple[BatchAttackName, ...] = ()  # whose scores it sums up; none: last activations
+    sources: tuple[str, ...] = ()  # whose scores it sums up; none: last activations
     num_hints: int = 0  # labels of the run that it knows, if that does not depend on it
-    labels: str | None = None  # of the run that it knows, in words; None without any
-    has_sum_per_target: bool = False  # because it knows something about each class
+    one_of_each_class: bool = False  # whether it knows the label of one example of each
     standardises: bool = True  # false for sums in which batches that say more count more
     agrees_with_sums: bool = False  # each batch's sign, with its examples' sums
 
@@ -212,7 +177,26 @@ class RunAttack(NamedTuple):
         return frozenset[SideInformation]().union(*(ATTACKS[name].needs for name in self.sources))
 
 
-def _hinted(score: Callable[[Gradients, Tensor], Tensor], num_hints: int) -> Attack:
+def _score(name: str) -> Callable[..., Tensor]:
+    """Return a score, whose module is imported when it is first called: names need no torch."""
+
+    def score(*given: Any) -> Tensor:
+        from splitveil.common.privacy import informed, scores  # noqa: PLC0415
+
+        found: Tensor = getattr(informed if name == "informed" else scores, name)(*given)
+        return found
+
+    score.__name__ = name
+    return score
+
+
+def _along_reference(_rows: GradientRows, cosines: Tensor, reference: Tensor) -> TopDirection:
+    from splitveil.common.privacy.gradient_rows import TopDirection, unit_vector  # noqa: PLC0415
+
+    return TopDirection(cosines, unit_vector(reference))
+
+
+def _hinted(score: Callable[..., Tensor], num_hints: int) -> Attack:
     return Attack(score, frozenset({SideInformation.HINTS}), num_hints)
 
 
@@ -221,57 +205,69 @@ _MINORITY = frozenset({SideInformation.POSITIVES_ARE_FEWER})
 _OWN_MINORITY = _MINORITY | {SideInformation.ACTIVATIONS}
 _CLASSES = frozenset({SideInformation.CLASSES})
 
-ATTACKS: Mapping[BatchAttackName, Attack] = MappingProxyType(
+ATTACKS: Mapping[str, Attack] = MappingProxyType(
     {
-        "norm": Attack(scores.norm),
-        "cosine": Attack(scores.cosine, frozenset({SideInformation.POSITIVE_GRADIENT})),
-        "cosine_majority": Attack(scores.cosine_majority, _MINORITY),
-        "hint_inner_product_1": _hinted(scores.hint_inner_product, 1),
-        "hint_inner_product_3": _hinted(scores.hint_inner_product, 3),
-        "hint_inner_product_5": _hinted(scores.hint_inner_product, 5),
-        "hint_distance_1": _hinted(scores.hint_distance, 1),
-        "hint_distance_3": _hinted(scores.hint_distance, 3),
-        "hint_distance_5": _hinted(scores.hint_distance, 5),
-        "mean": Attack(scores.mean, _CLASSES),
-        "median": Attack(scores.median, _CLASSES),
-        "lda": Attack(scores.lda, _CLASSES),
-        "spectral": Attack(scores.spectral, _MINORITY),
-        "residual_energy": Attack(scores.residual_energy, _MINORITY),
-        "informed": Attack(informed, frozenset({SideInformation.PREDICTIONS})),
-        "regress_out": Attack(scores.regress_out, _OWN_MINORITY),
-        "activation_spectral": Attack(scores.spectral, _OWN_MINORITY, reads_gradients=False),
-        "kmeans": Attack(scores.kmeans, _MINORITY),
-        "kmeans_hint": Attack(scores.kmeans_hint, _ONE_OF_EACH_CLASS, num_hints=1),
-        "nearest_hint": Attack(scores.nearest_hint, _ONE_OF_EACH_CLASS, num_hints=1),
-        "activation_kmeans": Attack(scores.activation_kmeans, _OWN_MINORITY, reads_gradients=False),
+        "norm": Attack(_score("norm")),
+        "cosine": Attack(
+            _score("cosine"),
+            frozenset({SideInformation.POSITIVE_GRADIENT}),
+            direction=_along_reference,
+        ),
+        "cosine_majority": Attack(_score("cosine_majority"), _MINORITY),
+        "hint_inner_product_1": _hinted(_score("hint_inner_product"), 1),
+        "hint_inner_product_3": _hinted(_score("hint_inner_product"), 3),
+        "hint_inner_product_5": _hinted(_score("hint_inner_product"), 5),
+        "hint_distance_1": _hinted(_score("hint_distance"), 1),
+        "hint_distance_3": _hinted(_score("hint_distance"), 3),
+        "hint_distance_5": _hinted(_score("hint_distance"), 5),
+        "mean": Attack(_score("mean"), _CLASSES),
+        "median": Attack(_score("median"), _CLASSES),
+        "lda": Attack(_score("lda"), _CLASSES),
+        "spectral": Attack(
+            _score("spectral"), _MINORITY, direction=lambda rows, *_: rows.top, follows_batches=True
+        ),
+        "residual_energy": Attack(_score("residual_energy"), _MINORITY),
+        "informed": Attack(_score("informed"), frozenset({SideInformation.PREDICTIONS})),
+        "regress_out": Attack(_score("regress_out"), _OWN_MINORITY),
+        "activation_spectral": Attack(_score("spectral"), _OWN_MINORITY, reads_gradients=False),
+        "kmeans": Attack(_score("kmeans"), _MINORITY, direction=lambda rows, *_: rows.clusters),
+        "kmeans_hint": Attack(_score("kmeans_hint"), _ONE_OF_EACH_CLASS, num_hints=1),
+        "nearest_hint": Attack(_score("nearest_hint"), _ONE_OF_EACH_CLASS, num_hints=1),
+        "activation_kmeans": Attack(
+            _score("activation_kmeans"), _OWN_MINORITY, reads_gradients=False
+        ),
     }
 )
 
-RUN_ATTACKS: Mapping[RunAttackName, RunAttack] = MappingProxyType(
+RUN_ATTACKS: Mapping[str, RunAttack] = MappingProxyType(
     {
         "accumulated_spectral": RunAttack(("spectral",)),
         "accumulated_residual_energy": RunAttack(("residual_energy",), agrees_with_sums=True),
-        "accumulated_cosine": RunAttack(("cosine",), has_sum_per_target=True),
+        "accumulated_cosine": RunAttack(("cosine",)),
         "accumulated_kmeans": RunAttack(("kmeans",)),
-        "accumulated_nearest_hint": RunAttack(("nearest_hint",), has_sum_per_target=True),
-        "accumulated_informed": RunAttack(
-            ("informed",), has_sum_per_target=True, standardises=False
-        ),
-        "hint_combiner_50": RunAttack(("spectral", "norm"), 50, "50 labels of the run"),
-        "hint_combiner_200": RunAttack(("spectral", "norm"), 200, "200 labels of the run"),
+        "accumulated_nearest_hint": RunAttack(("nearest_hint",)),
+        "accumulated_informed": RunAttack(("informed",), standardises=False),
+        "hint_combiner_50": RunAttack(("spectral", "norm"), 50),
+        "hint_combiner_200": RunAttack(("spectral", "norm"), 200),
         "final_kmeans": RunAttack(),
-        "final_nearest_hint": RunAttack(labels="one label of each class"),
-        "completion_10": RunAttack(num_hints=10, labels="10 labels of the run"),
-        "completion_40": RunAttack(num_hints=40, labels="40 labels of the run"),
-        "completion_400": RunAttack(num_hints=400, labels="400 labels of the run"),
+        "final_nearest_hint": RunAttack(one_of_each_class=True),
+        "completion_10": RunAttack(num_hints=10),
+        "completion_40": RunAttack(num_hints=40),
+        "completion_400": RunAttack(num_hints=400),
     }
 )
+
+BUILT_IN_NAMES = (*ATTACKS, *RUN_ATTACKS)
+if TYPE_CHECKING:
+    AttackName: TypeAlias = str
+else:
+    AttackName = Literal[BUILT_IN_NAMES]
 
 FINAL_ATTACKS = tuple(name for name, attack in RUN_ATTACKS.items() if attack.is_final)
 
 WITHOUT_GRADIENTS = frozenset(
-    str(name) for name, attack in ATTACKS.items() if not attack.reads_gradients
-) | frozenset(map(str, FINAL_ATTACKS))
+    name for name, attack in ATTACKS.items() if not attack.reads_gradients
+) | frozenset(FINAL_ATTACKS)
 """Attacks that look only at a party's own activations: a baseline, and not a gradient leak."""
 
 
@@ -281,8 +277,11 @@ def needs_of(attack: str) -> str:
     if known is None:
         return "not known here"
     needs = [one.value for one in known.needs]
-    labels = known.labels if isinstance(known, RunAttack) else None
-    return "; ".join(sorted(needs + ([] if labels is None else [labels]))) or "nothing"
+    if isinstance(known, RunAttack) and known.one_of_each_class:
+        needs.append("one label of each class")
+    elif isinstance(known, RunAttack) and known.num_hints:
+        needs.append(f"{known.num_hints} labels of the run")
+    return "; ".join(sorted(needs)) or "nothing"
 
 
 def is_oracle(attack: str) -> bool:
@@ -291,7 +290,4 @@ def is_oracle(attack: str) -> bool:
     return known is not None and any(one.is_oracle for one in known.needs)
 
 
-_BY_NAME: Mapping[str, Attack | RunAttack] = {
-    **{str(name): one for name, one in ATTACKS.items()},
-    **{str(name): one for name, one in RUN_ATTACKS.items()},
-}
+_BY_NAME: Mapping[str, Attack | RunAttack] = {**ATTACKS, **RUN_ATTACKS}

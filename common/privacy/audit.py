@@ -21,10 +21,23 @@ from torch import Tensor
 
 from splitveil.common.privacy.attacks import ATTACKS, CUT, RUN_ATTACKS, Attack
 from splitveil.common.privacy.beyond_features import Covariates, measure_beyond_features
-from splitveil.common.privacy.figures import BatchCounts, BatchFigures, BeyondFigures, ClassFigures
+from splitveil.common.privacy.figures import (
+    BatchCounts,
+    BatchFigures,
+    BeyondFigures,
+    ClassFigures,
+    NumberLeak,
+)
 from splitveil.common.privacy.gathered_scores import LatestScores
-from splitveil.common.privacy.leakage import Score, batch_aucs
+from splitveil.common.privacy.leakage import Score
+from splitveil.common.privacy.number_attacks import (
+    BATCH_ATTACKS,
+    COMPARABLE,
+    GradientSums,
+    LabelNumbers,
+)
 from splitveil.common.privacy.observation import (
+    TWO_CLASSES,
     Clues,
     LabelClasses,
     Observation,
@@ -56,8 +69,9 @@ class AuditedBatch(NamedTuple):
 class LeakAudit:
     """The leak AUC of every attack on every layer and batch of a run, and of the run as a whole.
 
-    Attacks that accumulate need ``num_examples``, the aligned ones. ``class_names`` is empty for
-    two classes. ``keeps_scores`` keeps each example's latest scores at the cut layer, too.
+    Attacks that accumulate need ``num_examples``, the aligned ones. ``labels`` decide how attacks
+    are measured; those on numbers are always the same. ``keeps_scores`` keeps each example's latest
+    scores at the cut layer, too.
     """
 
     def __init__(
@@ -65,14 +79,18 @@ class LeakAudit:
         attacks: Sequence[str] = ("norm", "cosine", "spectral"),
         every_steps: int = 1,
         num_examples: int = 0,
-        class_names: Sequence[str] = (),
+        labels: LabelClasses | LabelNumbers = TWO_CLASSES,
         custom: Mapping[str, Attack] = MappingProxyType({}),
         *,
         keeps_scores: bool = False,
         convention: Literal["leak", "paper"] = "leak",
     ) -> None:
-        self._is_plain = convention == "paper" and not class_names
-        table = {str(name): attack for name, attack in (*ATTACKS.items(), *custom.items())}
+        self._labels = labels
+        table = {**ATTACKS, **custom}
+        self.has_numbers = isinstance(labels, LabelNumbers)
+        if self.has_numbers:
+            table, attacks = BATCH_ATTACKS, tuple(BATCH_ATTACKS)
+        self._is_plain = convention == "paper" and not labels.is_multi_class
         self._attacks = tuple(name for name in table if name in attacks)
         run_attacks = tuple(name for name in RUN_ATTACKS if name in attacks)
         scored = {*self._attacks, *(of for name in run_attacks for of in RUN_ATTACKS[name].sources)}
@@ -85,11 +103,17 @@ class LeakAudit:
         self._left_out = 0
         self._left_out_lock = threading.Lock()  # the training must not wait for the other one
         self._latest: AuditedBatch | None = None
-        self._classes = LabelClasses(tuple(class_names))
-        self._scorer = BatchScorer(self._scored, self._classes.targets)
-        self.run = RunAudit(run_attacks, num_examples, self._classes)
+        self._scorer = BatchScorer(self._scored, labels.targets)
+        self.run = (
+            GradientSums(num_examples)
+            if isinstance(labels, LabelNumbers)
+            else RunAudit(run_attacks, num_examples, labels)
+        )
         """The attacks over the run."""
-        self._latest_scores = LatestScores(self._attacks if keeps_scores else (), num_examples)
+        kept = COMPARABLE if self.has_numbers else self._attacks
+        self._latest_scores = LatestScores(
+            kept if keeps_scores else (), num_examples, standardises=not self.has_numbers
+        )
         self._by_class: dict[tuple[str, str], MultiClassTally] = {}
 
     def wants(self, step: int) -> bool:
@@ -136,7 +160,7 @@ class LeakAudit:
 
     @property
     def is_multi_class(self) -> bool:
-        return self._classes.is_multi_class
+        return self._labels.is_multi_class
 
     def clues(
         self, observation: Observation, seed: bytes, sources: Mapping[str, Tensor]
@@ -148,7 +172,7 @@ class LeakAudit:
         """
         return {
             target: pick_clues(observation, sources, seed, self.num_hints, target)
-            for target in self._classes.targets
+            for target in self._labels.targets
         }
 
     def observe(self, observation: Observation) -> AuditedBatch | None:
@@ -158,7 +182,7 @@ class LeakAudit:
         """
         if not self.wants(observation.step):
             return None
-        labels = self._classes.indices(observation.labels)
+        labels = self._labels.indices(observation.labels)
         # A batch of a single class, too: a checkpoint, and so the peer, waits for this.
         layers = self._scorer.score(observation, labels)
         if observation.positions is not None:
@@ -170,7 +194,7 @@ class LeakAudit:
             )
         measured = self._measure(observation, layers, labels)
         with self._lock:
-            if not self._classes.is_mixed(labels):
+            if not self._labels.is_mixed(labels):
                 self._skipped_one_class += 1
                 return None
             self._observed += 1
@@ -186,9 +210,33 @@ class LeakAudit:
             return {}
         with self._lock:
             return by_layer(
-                (layer, attack, self._by_class[layer, attack].result(self._classes.names))
+                (layer, attack, self._by_class[layer, attack].result(self._labels.names))
                 for layer, attack, _ in self._measured()
             )
+
+    @property
+    def needs_activations(self) -> bool:
+        """Whether an attack over the run looks at the last activations."""
+        return self.has_numbers or any(RUN_ATTACKS[name].is_final for name in self.run.attacks)
+
+    def numbers(self, covariates: Covariates | None) -> dict[str, NumberLeak]:
+        """Return attack -> its figures where labels are numbers; only of what was measured."""
+        with self._lock:
+            found = {
+                attack: NumberLeak(
+                    tally.mean,
+                    tally.quantile(0.95),
+                    tally.epoch_mean(tally.last_epoch),
+                    tally.random_mean,
+                )
+                for _, attack, tally in self._measured()
+            }
+        latest = self._latest_scores.result()
+        return (
+            self.run.numbers(found, latest, covariates)
+            if isinstance(self.run, GradientSums)
+            else {}
+        )
 
     def beyond_features(self, covariates: Covariates) -> BeyondFigures | None:
         """Measure attacks on the cut beyond features; None if too few rows of a class are known."""
@@ -197,7 +245,7 @@ class LeakAudit:
             covariates,
             self._latest_scores.result(),
             self.run.scores(CUT),
-            self._classes,
+            self.run.classes,
             know_classes,
         )
 
@@ -212,7 +260,7 @@ class LeakAudit:
                 "latest": None if self._latest is None else self._latest._asdict(),
                 "run": self.run.state_dict(),
                 "latest_scores": self._latest_scores.state_dict(),
-                "num_classes": self._classes.num_classes,
+                "num_classes": self._labels.num_classes,
                 "by_class": _states(self._by_class),
             }
 
@@ -223,7 +271,7 @@ class LeakAudit:
                 f"expected figures of {', '.join(self._attacks)}; "
                 f"got those of {', '.join(state['attacks'])}"
             )
-        stored, expected = state["num_classes"], self._classes.num_classes
+        stored, expected = state["num_classes"], self._labels.num_classes
         if stored != expected:
             raise ValueError(f"expected figures of {expected} classes, got those of {stored}")
         with self._lock:
@@ -236,7 +284,7 @@ class LeakAudit:
             self._latest = None if latest is None else AuditedBatch(**latest)
             self._tallies, self._by_class = {}, {}
             for layer, attack, of_attack in _stored(state["tallies"]):
-                self._tallies[layer, attack] = AttackTally()
+                self._tallies[layer, attack] = AttackTally(self._labels.floor)
                 self._tallies[layer, attack].load_state_dict(of_attack)
             for layer, attack, of_attack in _stored(state["by_class"]):
                 self._by_class[layer, attack] = MultiClassTally(expected)
@@ -258,18 +306,18 @@ class LeakAudit:
             if name in layers[layer].scores
         ]
         scores = [self._scores_of(layers[layer].scores[name]) for layer, name in places]
-        random = [Score(random_scores(observation), (), of) for of in self._classes.of_scores(1)]
-        (of_random, *worst), by_class = batch_aucs(
-            [random, *scores], labels, self._classes.num_classes, is_plain=self._is_plain
+        random = [Score(random_scores(observation), (), of) for of in self._labels.of_scores(1)]
+        (of_random, *worst), by_class = self._labels.measure(
+            [random, *scores], labels, is_plain=self._is_plain
         )
         leak: LeakByAttack = {layer: {} for layer in layers}
         with self._lock:
             # The size of a state must not depend on what can be measured, and so on labels.
             for place in product(layers, self._attacks):
                 if place not in self._tallies:
-                    self._tallies[place] = AttackTally()
+                    self._tallies[place] = AttackTally(self._labels.floor)
                     if by_class is not None:
-                        self._by_class[place] = MultiClassTally(self._classes.num_classes)
+                        self._by_class[place] = MultiClassTally(self._labels.num_classes)
             for number, ((layer, attack), value) in enumerate(zip(places, worst, strict=True), 1):
                 if math.isnan(value):  # the attack knew too little, or every row of a class
                     continue
@@ -280,7 +328,7 @@ class LeakAudit:
 
     def _scores_of(self, attack: AttackScores) -> list[Score]:
         by_target, left_out = attack
-        of_scores = self._classes.of_scores(len(by_target))
+        of_scores = self._labels.of_scores(len(by_target))
         return [
             Score(values, () if self._is_plain else known, of_class)
             for values, known, of_class in zip(by_target, left_out, of_scores, strict=True)

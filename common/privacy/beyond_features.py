@@ -13,14 +13,14 @@ the half of the rows that chooses attacks; the other half tests them.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from splitveil.common.privacy import adjusted_auc, observational_audit
 from splitveil.common.privacy.accumulation import RunScores, combine_with_hints
-from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, WITHOUT_GRADIENTS, RunAttackName
+from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, WITHOUT_GRADIENTS
 from splitveil.common.privacy.cross_fitting import FeatureModels, Predictions, TooFewRows
 from splitveil.common.privacy.figures import AdjustedFigures, AdvantageFigures, BeyondFigures
 from splitveil.common.privacy.leakage import ClassIndices, Floats, OneClass, PairAucs, pair_aucs
@@ -35,7 +35,11 @@ class Covariates(NamedTuple):
     activations: npt.NDArray[np.float32]  # of the passive parties, (rows, values), finite
     predictions: npt.NDArray[np.float32]  # of the whole model, (rows, values), finite
     own: npt.NDArray[np.float32]  # of the active party, (rows, values), finite; perhaps none
-    labels: ClassIndices  # class indices, (rows,), only for the measurement
+    labels: npt.NDArray[Any]  # class indices or numbers, (rows,), only for the measurement
+
+    @property
+    def features(self) -> npt.NDArray[np.float32]:
+        return np.column_stack([self.activations, self.predictions, self.own])
 
 
 class _PairScores(NamedTuple):
@@ -48,7 +52,7 @@ class _PairScores(NamedTuple):
 def measure_beyond_features(
     covariates: Covariates,
     batch_attacks: Mapping[str, Sequence[RunScores]],
-    run_attacks: Mapping[RunAttackName, Sequence[RunScores]],
+    run_attacks: Mapping[str, Sequence[RunScores]],
     classes: LabelClasses = TWO_CLASSES,
     know_classes: Collection[str] = (),
 ) -> BeyondFigures | None:
@@ -57,8 +61,7 @@ def measure_beyond_features(
     Attacks have one score, or one per target. Those that ``know_classes``, whose score of a row
     depends on labels of other rows that are tested, do not count for epsilon.
     """
-    features = np.column_stack([covariates.activations, covariates.predictions, covariates.own])
-    models = FeatureModels.of(features, covariates.labels)
+    models = FeatureModels.of(covariates.features, covariates.labels)
     try:
         predicted = models.predictions(covariates.labels, classes.num_classes)
     except TooFewRows:
@@ -147,9 +150,7 @@ def _worst_pair(
         return None
 
 
-def _advantage(
-    name: RunAttackName, pair: _PairScores, covariates: Covariates
-) -> AdvantageFigures | None:
+def _advantage(name: str, pair: _PairScores, covariates: Covariates) -> AdvantageFigures | None:
     """Compare an attack with a model of the activations that knows as many labels.
 
     None for an attack that knows labels of the whole run in the end, because it knows something

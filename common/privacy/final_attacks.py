@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from splitveil.common.privacy.accumulation import RunScores
-from splitveil.common.privacy.attacks import RUN_ATTACKS, RunAttackName
+from splitveil.common.privacy.attacks import RUN_ATTACKS
 from splitveil.common.privacy.observation import LabelClasses
 from splitveil.common.privacy.scores import activation_kmeans, activation_nearest_hint
 
@@ -89,7 +89,7 @@ class LastActivations:
 
 
 def final_scores(
-    attack: RunAttackName,
+    attack: str,
     positions: npt.NDArray[np.int64],
     activations: Tensor,
     labels: npt.NDArray[np.int64],

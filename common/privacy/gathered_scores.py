@@ -15,34 +15,33 @@ from splitveil.common.privacy.accumulation import (
     ScoreHistory,
     standardised,
 )
-from splitveil.common.privacy.attacks import RUN_ATTACKS, RunAttackName
+from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS
 from splitveil.common.privacy.observation import LabelClasses
 from splitveil.common.privacy.scoring import AttackScores, LayerScores
 
 
 class GatheredLayer:
-    def __init__(
-        self, attacks: Sequence[RunAttackName], num_examples: int, classes: LabelClasses
-    ) -> None:
-        num_targets = len(classes.targets)
+    def __init__(self, attacks: Sequence[str], num_examples: int, classes: LabelClasses) -> None:
+        def num_scores(source: str) -> int:
+            return 1 if ATTACKS[source].is_free else len(classes.targets)
+
         self.combining = tuple(attack for attack in attacks if RUN_ATTACKS[attack].combines)
-        self.sums: dict[RunAttackName, list[AccumulatedScores]] = {}
+        self.sums: dict[str, list[AccumulatedScores]] = {}
         """Attack -> one sum for all classes, or one for each target."""
         for name in attacks:
             attack = RUN_ATTACKS[name]
             if not attack.combines and not attack.is_final:
-                num_sums = num_targets if attack.has_sum_per_target else 1
+                num_sums = num_scores(attack.sources[0])
                 self.sums[name] = [AccumulatedScores(num_examples) for _ in range(num_sums)]
-        self._follows = classes.is_multi_class
+        self._is_multi_class = classes.is_multi_class
         # One history serves all numbers of hints, and all classes.
         self.history = ScoreHistory(num_examples if self.combining else 0)
-        num_signs = {"spectral": 1, "kmeans": 1, "cosine": num_targets}
-        used = {source for name in attacks for source in RUN_ATTACKS[name].sources}
-        # Only these: once a batch had a positive, the sign of cosines enlarges a checkpoint.
+        # Only of these: once a batch had a positive, the sign of cosines enlarges a checkpoint.
         self._signs = {
-            source: [ContinuousSign() for _ in range(number)]
-            for source, number in num_signs.items()
-            if source in used
+            source: [ContinuousSign() for _ in range(num_scores(source))]
+            for name in attacks
+            for source in RUN_ATTACKS[name].sources
+            if ATTACKS[source].direction is not None
         }
 
     def add(self, epoch: int, positions: Tensor, layer: LayerScores) -> None:
@@ -53,13 +52,13 @@ class GatheredLayer:
                     None
                     if direction is None
                     else sign.follow(layer.rows, direction)
-                    if self._follows and source == "spectral"
+                    if self._is_multi_class and ATTACKS[source].follows_batches
                     else sign.turn(direction)
-                    for sign, direction in zip(self._signs[source], directions, strict=True)
+                    for sign, direction in zip(signs, directions, strict=True)
                 ]
             )
-            for source, directions in layer.directions.items()
-            if source in self._signs
+            for source, signs in self._signs.items()
+            if (directions := layer.directions.get(source)) is not None
         }
         for name, by_target in self.sums.items():
             (source,) = RUN_ATTACKS[name].sources
@@ -67,10 +66,11 @@ class GatheredLayer:
                 for sums, scores, known in zip(by_target, *signed[source], strict=True):
                     if scores is not None:
                         _add(name, sums, positions, scores, known)
-        if self.combining and "spectral" in signed:
-            spectral, norms = (signed[source].by_target[0] for source in ("spectral", "norm"))
-            if spectral is not None and norms is not None:
-                self.history.add(epoch, positions, (standardised(spectral), standardised(norms)))
+        for name in self.combining[:1]:
+            sources = RUN_ATTACKS[name].sources
+            first, second = (signed[source].by_target[0] for source in sources)
+            if first is not None and second is not None:
+                self.history.add(epoch, positions, (standardised(first), standardised(second)))
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -94,7 +94,7 @@ class GatheredLayer:
 
 
 def _add(
-    name: RunAttackName,
+    name: str,
     sums: AccumulatedScores,
     positions: Tensor,
     scores: Tensor,
@@ -112,28 +112,33 @@ def _add(
 
 
 class LatestScores:
-    """Keeps each example's latest standardised scores of one layer: 2 bytes for each."""
+    """Keeps each example's latest scores of one layer: standardised ones take 2 bytes each."""
 
-    def __init__(self, attacks: Sequence[str], num_examples: int) -> None:
+    def __init__(
+        self, attacks: Sequence[str], num_examples: int, *, standardises: bool = True
+    ) -> None:
         self._attacks = tuple(attacks)
         self._num_examples = num_examples
+        self._standardises = standardises
         self._scores: dict[str, Tensor] = {}
         """Attack -> (scores, examples); NaN for an example without a score."""
 
     def add(self, positions: Tensor, attacks: Mapping[str, AttackScores]) -> None:
         """Replace the scores of one batch's examples."""
         rows = positions.numpy()
+        dtype = torch.float16 if self._standardises else torch.float32
         for name in self._attacks:
             if name not in attacks:
                 continue
             if name not in self._scores:
                 shape = (len(attacks[name].by_target), self._num_examples)
-                self._scores[name] = torch.full(shape, torch.nan, dtype=torch.float16)
+                self._scores[name] = torch.full(shape, torch.nan, dtype=dtype)
             for latest, scores, known in zip(self._scores[name], *attacks[name], strict=True):
                 if scores is not None:
-                    values = standardised(scores).half().numpy()
-                    values[list(known)] = np.nan
-                    latest.numpy()[rows] = values
+                    values = standardised(scores) if self._standardises else scores.cpu()
+                    as_kept = values.to(dtype).numpy()
+                    as_kept[list(known)] = np.nan
+                    latest.numpy()[rows] = as_kept
 
     def result(self) -> dict[str, list[RunScores]]:
         """Return attack -> its scores, one for all classes or one for each target."""

@@ -21,13 +21,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 Values: TypeAlias = Tensor | npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]
 ClassIndices = npt.NDArray[np.int64]
-
-_LARGEST_KEY = 2**63 - 1
 
 
 class OneClass(ValueError):
@@ -37,40 +34,45 @@ class OneClass(ValueError):
 def auc(scores: Values, labels: Values) -> float:
     """Return the area under the ROC curve, ties counted as one half.
 
-    Computed on the device of ``scores``, in float64. Scores may be infinite, labels are 0 or 1 in
-    any dtype, (batch,) or (batch, 1) each. Raises OneClass without both classes, and ValueError if
-    shapes differ, a score is NaN, or a label is something else.
+    Computed in float64. Scores may be infinite, labels are 0 or 1 in any dtype, (batch,) or
+    (batch, 1) each. Raises OneClass without both classes, and ValueError if shapes differ, a score
+    is NaN, or a label is something else.
     """
     values = _one_per_example(scores, "scores").double()
-    classes = _one_per_example(labels, "labels").to(values.device)
+    classes = _one_per_example(labels, "labels").cpu()
     if len(values) != len(classes):
         raise ValueError(f"expected one label per score, got {len(classes)} for {len(values)}")
-    _refuse_nan(values)
     positive = classes == 1
-    num_positives = _count(positive)
-    if num_positives + _count(classes == 0) != len(classes):
+    if not bool((positive | (classes == 0)).all()):
         raise ValueError("expected labels in {0, 1}")
-    if num_positives in (0, len(classes)):
+    area = float(areas(values[None], positive)[0])
+    if math.isnan(area):
         raise OneClass(f"{len(classes)} labels of one class have no AUC")
-    return float(areas(values[None], positive)[0])
+    return area
 
 
 def areas(scores: Tensor, positive: Tensor, chosen: Tensor | None = None) -> Tensor:
     """Return the AUC of several scores, (scores, batch) float64, at once, on their device.
 
     Only examples chosen for a score, (scores, batch), count. The result, (scores,) float64, is NaN
-    where they are all of one class. Which operations are done depends only on the scores. Raises
-    ValueError if a score is NaN.
+    where they are all of one class. Which operations are done depends only on the scores and on
+    which are chosen. Raises ValueError if a score is NaN.
     """
-    _refuse_nan(scores)
-    counted = None if chosen is None else chosen.to(scores.device)
-    if scores.device.type != "cpu":
-        return _by_average_ranks(scores, positive, counted)
-    aucs, tied = map(torch.from_numpy, _by_sorted_keys(scores, positive, counted))
-    if bool(tied.any()):
-        of_tied = None if counted is None else counted[tied]
-        aucs[tied] = _by_average_ranks(scores[tied], positive, of_tied)
-    return aucs
+    values, is_positive = scores.cpu().numpy(), positive.cpu().numpy()
+    if np.isnan(values).any():
+        raise ValueError("expected scores without NaN")
+    found = np.full(len(values), np.nan)
+    for number, row in enumerate(values):
+        uses = slice(None) if chosen is None else chosen[number].cpu().numpy()
+        order = np.argsort(row[uses])
+        first, end = _ends_of_ties(row[uses][order])
+        num_positives = int(np.count_nonzero(is_positive[uses]))
+        # The sum of twice the average ranks, in integers, so that nothing is rounded.
+        twice = int((first + end + 1) @ is_positive[uses][order])
+        pairs = num_positives * (len(order) - num_positives)
+        if pairs:
+            found[number] = (twice - num_positives * (num_positives + 1)) / (2 * pairs)
+    return torch.from_numpy(found).to(scores.device)
 
 
 def leak_auc(scores: Values, labels: Values) -> float:
@@ -97,16 +99,16 @@ def leak_auc_interval(
     values = _one_per_example(scores, "scores").double().cpu()
     positive = (_one_per_example(labels, "labels") == 1).cpu()
     ranked, order = values.sort()
-    first, last = (ends[0].numpy() for ends in _ends_of_ties(ranked[None]))
+    first, end = _ends_of_ties(ranked.numpy())
     is_positive = positive[order].numpy()
     positives, negatives = np.flatnonzero(is_positive), np.flatnonzero(~is_positive)
-    first, last = first[positives], last[positives]
+    first, end = first[positives], end[positives]
     draws = []
     for _ in range(min(500, max(100, 5_000_000 // len(values)))):
         drawn = negatives[generator.integers(len(negatives), size=len(negatives))]
         below = np.concatenate([[0], np.bincount(drawn, minlength=len(values)).cumsum()])
         chosen = generator.integers(len(positives), size=len(positives))
-        twice = (below[first] + below[last + 1])[chosen].sum()
+        twice = (below[first] + below[end])[chosen].sum()
         draws.append(twice / (2 * len(positives) * len(negatives)))
     low, high = np.quantile(draws, [0.025, 0.975])
     if area < 0.5:
@@ -197,17 +199,12 @@ def pair_aucs(
         raise ValueError(f"expected one class per score, got {labels.shape} for {scores.shape}")
     if np.isnan(scores).any():
         raise ValueError("expected scores without NaN")
-    if num_classes == 2 and of_class == 1:
-        aucs = PairAucs.none(2)  # by a faster sort
-        area = areas(torch.from_numpy(scores)[None], torch.from_numpy(labels == 1))
-        aucs.pairs[1, 0] = aucs.one_vs_rest[1] = float(area[0])
-        return aucs
     order = np.argsort(scores)
     ranked, members = scores[order], np.eye(num_classes)[labels[order]]
     up_to_here = np.concatenate([np.zeros((1, num_classes)), members.cumsum(axis=0)])
-    first, last = (np.searchsorted(ranked, ranked, side) for side in ("left", "right"))
+    first, end = _ends_of_ties(ranked)
     # Lower examples of each class count twice, ties once: integers, so nothing is rounded.
-    twice_below = up_to_here[first] + up_to_here[last]
+    twice_below = up_to_here[first] + up_to_here[end]
     if of_class is None:
         wins = members.T @ twice_below
     else:
@@ -222,77 +219,11 @@ def pair_aucs(
     return PairAucs(pairs, one_vs_rest)
 
 
-def _by_sorted_keys(
-    values: Tensor, positives: Tensor, chosen: Tensor | None
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-    """Return the AUCs by one plain sort of 64-bit keys, and which rows have ties.
-
-    A float64's bits, read as an integer, are in the order of the numbers, apart from the sign. The
-    lowest bit makes room for the label, so that nothing has to be looked up in the order found: a
-    third of the time. Scores that differ only in that bit count as tied.
-    """
-    positive = positives.numpy()
-    keys = (values.numpy() + 0.0).view(np.int64)  # turns -0.0 into 0.0
-    keys = keys ^ ((keys >> 63) & _LARGEST_KEY)
-    keys = (keys & ~1) | positive
-    num_positives: Any = np.count_nonzero(positive)
-    num_chosen: Any = len(positive)
-    if chosen is not None:
-        uses = chosen.numpy()
-        keys[~uses] = _LARGEST_KEY - 1  # above every score, where it changes no rank
-        num_positives = np.count_nonzero(uses & positive, axis=1)
-        num_chosen = np.count_nonzero(uses, axis=1)
-    keys.sort(axis=1)
-    tied = ((keys[:, 1:] ^ keys[:, :-1]) <= 1).any(axis=1)
-    ranks = (keys & 1) @ np.arange(len(positive))
-    below = ranks - num_positives * (num_positives - 1) // 2
-    pairs = num_positives * (num_chosen - num_positives)
-    return np.divide(below, pairs, out=np.full(len(keys), np.nan), where=pairs > 0), tied
-
-
-def _by_average_ranks(values: Tensor, positive: Tensor, chosen: Tensor | None) -> Tensor:
-    order = _ascending(values)
-    ranked = values.gather(1, order)
-    positive, negative = positive[order], ~positive[order]
-    if chosen is not None:
-        counts = chosen.gather(1, order)
-        positive, negative = positive & counts, negative & counts
-    up_to_here = negative.cumsum(dim=1)
-    first, last = _ends_of_ties(ranked)
-    # Negatives below a positive count twice here, its ties once: the average rank, in integers.
-    below = (up_to_here - negative.long()).gather(1, first)
-    below_or_tied = up_to_here.gather(1, last)
-    twice = ((below + below_or_tied) * positive).sum(dim=1)
-    # A float among these integers would make them a float32.
-    return twice.double() / (2 * positive.sum(dim=1) * negative.sum(dim=1)).double()
-
-
-def _refuse_nan(scores: Tensor) -> None:
-    if _count(scores.isnan()):
-        raise ValueError("expected scores without NaN")
-
-
-def _count(true: Tensor) -> int:
-    if true.device.type == "cpu":  # there numpy takes a fraction of torch's time
-        return int(np.count_nonzero(true.numpy()))
-    return int(true.sum())
-
-
-def _ascending(values: Tensor) -> Tensor:
-    if values.device.type == "cpu":  # numpy's is several times faster than torch's
-        return torch.from_numpy(np.argsort(values.numpy(), axis=1))
-    return values.argsort(dim=1)
-
-
-def _ends_of_ties(ranked: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each index of sorted rows the first and the last index of the same value."""
-    num_columns = ranked.shape[1]
-    place = torch.arange(num_columns, device=ranked.device)
-    differs = ranked[:, 1:] != ranked[:, :-1]
-    starts, ends = pad(differs, (1, 0), value=True), pad(differs, (0, 1), value=True)
-    first = torch.where(starts, place, 0).cummax(dim=1).values
-    last = torch.where(ends, place, num_columns - 1).flip(1).cummin(dim=1).values.flip(1)
-    return first, last
+def _ends_of_ties(ranked: Floats) -> tuple[ClassIndices, ClassIndices]:
+    """Return for each of some sorted scores where its ties begin, and where they have ended."""
+    starts = np.flatnonzero(np.concatenate(([True], ranked[1:] != ranked[:-1])))
+    sizes = np.diff(starts, append=len(ranked))
+    return np.repeat(starts, sizes), np.repeat(starts + sizes, sizes)
 
 
 def _one_per_example(values: Values, name: str) -> Tensor:
@@ -306,7 +237,7 @@ def _one_per_example(values: Values, name: str) -> Tensor:
 
 
 def _aucs_of_one_pair(scores: Sequence[Score], labels: Tensor, *, is_plain: bool) -> list[float]:
-    """Return the AUCs of two classes by one sort of all scores, on the scores' device."""
+    """Return the AUCs of two classes on the scores' device."""
     device = scores[-1].values.device
     chosen = np.ones((len(scores), len(labels)), dtype=np.bool_)
     for row, score in enumerate(scores):

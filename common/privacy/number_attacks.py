@@ -6,7 +6,8 @@ variance that the attack explains, where 1 reads every label.
 
     top_direction              squared correlation of the labels with the gradients' projections on
                                the direction in which one batch stretches most; it knows nothing,
-                               and the sign that is left open is one bit for the whole batch
+                               and the sign that is left open is one bit for the whole batch, so
+                               that its scores in different batches do not compare
     informed                   an oracle that knows predictions p and slopes J: it solves each row
                                for its label, and so reads whatever label the gradient is made of
     accumulated_top_direction  the first one on the sum of each example's gradients over the run
@@ -27,8 +28,9 @@ Every prediction comes from a regression that has not seen the row (`FeatureMode
 knows better than these regressions how features reveal labels has more than 0 without any leak.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,9 +38,17 @@ import torch
 from torch import Tensor
 
 from splitveil.common.privacy.accumulation import RunScores
+from splitveil.common.privacy.attacks import CUT, Attack, SideInformation
+from splitveil.common.privacy.beyond_features import Covariates
 from splitveil.common.privacy.cross_fitting import FeatureModels
-from splitveil.common.privacy.figures import STANDARD_ERRORS, NumberBeyond
-from splitveil.common.privacy.gradient_rows import prepared
+from splitveil.common.privacy.figures import STANDARD_ERRORS, NumberBeyond, NumberLeak
+from splitveil.common.privacy.gradient_rows import GradientRows, Gradients, prepared
+from splitveil.common.privacy.informed import KnownPredictions
+from splitveil.common.privacy.leakage import BatchAucs, Score
+from splitveil.common.privacy.run_level import SEED, RunAudit
+from splitveil.common.privacy.scoring import LayerScores
+
+_LEAST_ROWS = 8  # rows below which a batch's R2 is mostly chance
 
 MIN_ROWS = 50  # rows below which regressions on features say nothing
 
@@ -53,25 +63,68 @@ _MOST_VALUES = 2**24  # of the sums: 64 MiB; of a long run, evenly spaced exampl
 _Floats = npt.NDArray[np.float64]
 
 
-def top_direction_r2(gradients: Tensor, labels: Tensor) -> float:
-    """Return the squared correlation of labels and projections; NaN if one of them is constant."""
-    return r2_of(prepared(gradients.cpu()).top.projections, labels)
-
-
 def r2_of(scores: Tensor, labels: Tensor) -> float:
     """Return the squared correlation of scores and labels; NaN if one of them is constant."""
-    centred, known = scores.numpy(), labels.detach().double().cpu().numpy()
+    centred, known = scores.cpu().numpy(), labels.detach().double().cpu().numpy()
     centred, known = centred - centred.mean(), known - known.mean()
     sizes = np.square(centred).sum() * np.square(known).sum()
     return float((centred @ known) ** 2 / sizes) if sizes > 0 else float("nan")
 
 
-def informed_scores(gradients: Tensor, predictions: Tensor, slopes: Tensor) -> Tensor:
+def top_direction(gradients: Gradients) -> Tensor:
+    """Score each row by its projection on the top direction, whose sign says nothing."""
+    return prepared(gradients).top.projections
+
+
+def informed(gradients: Gradients, known: KnownPredictions, _target: int = 1) -> Tensor:
     """Return prediction less residual, (rows,) float64; slopes are of a residual of 1."""
-    rows, units = (values.detach().flatten(1).cpu().double() for values in (gradients, slopes))
+    sent = gradients.gradients if isinstance(gradients, GradientRows) else gradients
+    rows, units = (values.detach().flatten(1).cpu().double() for values in (sent, known.slopes))
     powers = units.square().sum(dim=1)
     residuals = (rows * units).sum(dim=1) / powers.clamp_min(1e-300)
-    return predictions.detach().cpu().double() - residuals
+    return known.probabilities.detach().cpu().double() - residuals
+
+
+BATCH_ATTACKS = {
+    "top_direction": Attack(top_direction),
+    "informed": Attack(informed, frozenset({SideInformation.PREDICTIONS})),
+}
+COMPARABLE = ("informed",)  # whose scores mean the same in every batch
+
+TOP, RIDGE = "accumulated_top_direction", "accumulated_ridge_40"
+
+
+class LabelNumbers:
+    """Labels that are shares of a range: what attacks find of them is an R2."""
+
+    names: tuple[str, ...] = ()
+    num_classes = 1  # one value is predicted for each row
+    is_multi_class = False
+    targets = (1,)
+    floor = 0.0
+
+    @staticmethod
+    def of_scores(_num_scores: int) -> tuple[None]:
+        return (None,)
+
+    @staticmethod
+    def indices(labels: Tensor) -> Tensor:
+        """Return the labels, (batch,) float32."""
+        return labels.detach().reshape(-1).cpu().float()
+
+    @staticmethod
+    def is_mixed(labels: Tensor) -> bool:
+        """Return whether a batch has an R2 that is not mostly chance."""
+        return len(labels) >= _LEAST_ROWS and bool((labels != labels[:1]).any())
+
+    @staticmethod
+    def measure(
+        attacks: Sequence[Sequence[Score]], labels: Tensor, *, is_plain: bool = False
+    ) -> BatchAucs:
+        """Return the R2 of several attacks on one batch; random scores have the mean of theirs."""
+        del is_plain
+        chance = 1 / max(len(labels) - 1, 1)
+        return BatchAucs([chance, *(r2_of(one.values, labels) for (one,) in attacks[1:])], None)
 
 
 def ridge_scores(gradients: Tensor, labels: Tensor, seed: int) -> RunScores:
@@ -120,51 +173,89 @@ def _ridge(rows: _Floats, labels: _Floats) -> _Floats:
     return weights
 
 
-class SummedGradients:
+class GradientSums(RunAudit):
     """Adds up each example's gradients over a run, and remembers its last activation."""
 
     def __init__(self, num_examples: int) -> None:
-        self._num_examples = num_examples
-        self._sums: Tensor | None = None
-        self._last = torch.empty(0)
-        self._labels = torch.empty(0)
+        super().__init__((), num_examples)
+        self._sums: tuple[Tensor, Tensor, Tensor] | None = None
+        """Of gradients, (examples, row_dim), with the last activations and the labels."""
 
     def add(
-        self, positions: Tensor, gradients: Tensor, labels: Tensor, activations: Tensor
+        self,
+        epoch: int,
+        positions: Tensor,
+        labels: Tensor,
+        layers: Mapping[str, LayerScores],
+        activations: Tensor | None = None,
     ) -> None:
         """Add one batch; positions are those of the examples in the common order."""
-        rows = gradients.detach().flatten(start_dim=1).cpu().float()
-        every = _apart(self._num_examples, rows.shape[1])
-        if self._sums is None:
-            size = -(-self._num_examples // every)
-            self._sums = torch.zeros(size, rows.shape[1])
-            self._last = torch.zeros(size, rows.shape[1])
-            self._labels = torch.full((size,), torch.nan)
-        chosen = positions % every == 0
-        places = positions[chosen] // every
-        self._sums.index_add_(0, places, rows[chosen])
-        self._last[places] = activations.detach().flatten(start_dim=1).cpu().float()[chosen]
-        self._labels[places] = labels.detach().cpu().float()[chosen]
+        rows = layers[CUT].rows.cpu().float()
+        with self._lock:
+            self._enter(epoch)
+            every = _apart(self._num_examples, rows.shape[1])
+            if self._sums is None:
+                size = -(-self._num_examples // every)
+                sums, last = torch.zeros(2, size, rows.shape[1])
+                self._sums = sums, last, torch.full((size,), torch.nan)
+            sums, last, known = self._sums
+            chosen = positions.cpu() % every == 0
+            places = positions.cpu()[chosen] // every
+            sums.index_add_(0, places, rows[chosen])
+            if activations is not None:
+                last[places] = activations.detach().flatten(1).cpu().float()[chosen]
+            known[places] = labels[chosen]
 
     def seen(self) -> "SeenSums | None":
         """Return the sums and labels of the examples that were visited; None without any."""
         if self._sums is None:
             return None
-        visited = ~self._labels.isnan()
-        every = _apart(self._num_examples, self._sums.shape[1])
-        positions = visited.nonzero()[:, 0] * every
-        sums, last = self._sums[visited], self._last[visited]
-        return SeenSums(sums, last, self._labels[visited], positions)
+        sums, last, known = self._sums
+        visited = ~known.isnan()
+        positions = visited.nonzero()[:, 0] * _apart(self._num_examples, sums.shape[1])
+        return SeenSums(sums[visited], last[visited], known[visited], positions)
 
-    def state_dict(self) -> dict[str, Tensor | None]:
-        sums = None if self._sums is None else self._sums.clone()
-        return {"sums": sums, "last": self._last.clone(), "labels": self._labels.clone()}
+    def _figures(self) -> Iterator[tuple[str, str, float]]:
+        if (seen := self.seen()) is not None:
+            yield CUT, TOP, r2_of(top_direction(seen.gradients), seen.labels)
+            yield CUT, RIDGE, ridge_r2(seen.for_ridge(), seen.labels, SEED)
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        sums = state["sums"]
-        self._sums = None if sums is None else sums.clone()
-        self._last = state["last"].clone()
-        self._labels = state["labels"].clone()
+    def numbers(
+        self,
+        batches: Mapping[str, NumberLeak],
+        latest: Mapping[str, Sequence[RunScores]],
+        covariates: Covariates | None,
+    ) -> dict[str, NumberLeak]:
+        """Return attack -> its figures; ``latest`` are scores that mean the same in every batch."""
+        seen, figures = self.seen(), dict(batches)
+        if seen is None:
+            return figures
+        examples = len(seen.labels)
+        for _, attack, r2 in self._figures():
+            if not math.isnan(r2):
+                figures[attack] = NumberLeak(r2, random=1 / max(examples - 1, 1), examples=examples)
+        if covariates is None:
+            return figures
+        scores = {attack: of_all for attack, (of_all,) in latest.items()}
+        positions = seen.positions.numpy()
+        scores[TOP] = RunScores(positions, top_direction(seen.gradients).numpy())
+        if examples > NUM_HINTS:
+            others, values = ridge_scores(seen.for_ridge(), seen.labels, SEED)
+            order = np.argsort(others)
+            scores[RIDGE] = RunScores(positions[others[order]], values[order])
+        beyond = measure_numbers_beyond_features(covariates, scores)
+        return {name: one._replace(beyond=beyond.get(name)) for name, one in figures.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        with self._lock:
+            sums = None if self._sums is None else [one.clone() for one in self._sums]
+        return super().state_dict() | {"sums": sums}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        with self._lock:
+            sums = state["sums"]
+            self._sums = None if sums is None else tuple(one.clone() for one in sums)
 
 
 def _apart(num_examples: int, width: int) -> int:
@@ -177,23 +268,7 @@ class SeenSums(NamedTuple):
     labels: Tensor  # (examples,)
     positions: Tensor  # of the examples in the common order, ascending, (examples,)
 
-    def figures(self, seed: int) -> tuple[float, float]:
-        """Return those of ``accumulated_top_direction`` and ``accumulated_ridge_40``."""
-        ridge = ridge_r2(self._for_ridge(), self.labels, seed)
-        return top_direction_r2(self.gradients, self.labels), ridge
-
-    def top_direction_scores(self) -> RunScores:
-        """Return the scores of ``accumulated_top_direction``."""
-        scores = prepared(self.gradients).top.projections.numpy()
-        return RunScores(self.positions.numpy(), scores)
-
-    def ridge_scores(self, seed: int) -> RunScores:
-        """Return the scores of ``accumulated_ridge_40``, without the rows that it knows."""
-        others, scores = ridge_scores(self._for_ridge(), self.labels, seed)
-        order = np.argsort(others)
-        return RunScores(self.positions.numpy()[others[order]], scores[order])
-
-    def _for_ridge(self) -> Tensor:
+    def for_ridge(self) -> Tensor:
         parts = (_standardised(self.gradients), _standardised(self.activations))
         return torch.cat(parts, dim=1)
 
@@ -202,14 +277,6 @@ def _standardised(columns: Tensor) -> Tensor:
     """Return columns with a mean of 0 and one common scale: single columns may be all noise."""
     centred = columns.double() - columns.double().mean(dim=0)
     return centred / centred.square().mean().sqrt().clamp_min(1e-300)
-
-
-class NumberCovariates(NamedTuple):
-    """What predicts the labels of some training rows without having memorised them."""
-
-    positions: npt.NDArray[np.int64]  # in the common order, ascending, (rows,)
-    features: npt.NDArray[np.float32]  # activations, predictions, own features, (rows, values)
-    labels: _Floats  # shares of the range, (rows,), only for the measurement
 
 
 def adjusted_r2(
@@ -241,9 +308,10 @@ def adjusted_r2(
 
 
 def measure_numbers_beyond_features(
-    covariates: NumberCovariates, attacks: Mapping[str, RunScores]
+    covariates: Covariates, attacks: Mapping[str, RunScores]
 ) -> dict[str, NumberBeyond]:
     """Measure attacks on some of a run's rows; those that scored too few of these are left out."""
+    features = covariates.features
     figures = {}
     for attack, seen in attacks.items():
         _, rows, scored = np.intersect1d(
@@ -252,7 +320,7 @@ def measure_numbers_beyond_features(
         if len(rows) < MIN_ROWS:
             continue
         labels, scores = covariates.labels[rows], seen.scores[scored]
-        figure = adjusted_r2(covariates.features[rows], labels, scores)
+        figure = adjusted_r2(features[rows], labels.astype(np.float64), scores)
         if not np.isnan(figure.r2):
             figures[attack] = figure
     return figures

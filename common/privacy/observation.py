@@ -7,11 +7,11 @@ compared: the choice depends only on the joint seed, the epoch and the step.
 """
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -19,9 +19,11 @@ from torch import Tensor
 
 from splitveil.common.privacy.gradient_rows import GradientRows
 from splitveil.common.privacy.informed import KnownPredictions
+from splitveil.common.privacy.leakage import BatchAucs, Score, batch_aucs
 
 
-class LabelClasses(NamedTuple):
+@dataclass(frozen=True)
+class LabelClasses:
     """Two classes, with the one target 1, or more classes with names, each a target in turn."""
 
     names: tuple[str, ...] = ()  # of more than two classes, by index; empty for two
@@ -33,6 +35,8 @@ class LabelClasses(NamedTuple):
     @property
     def is_multi_class(self) -> bool:
         return self.num_classes > 2
+
+    floor: ClassVar[float] = 0.5  # the figure of a score that reveals nothing
 
     @property
     def targets(self) -> tuple[int, ...]:
@@ -60,6 +64,12 @@ class LabelClasses(NamedTuple):
         """Return whether a batch holds examples of more than one class."""
         return bool((indices != indices[:1]).any())
 
+    def measure(
+        self, attacks: Sequence[Sequence[Score]], indices: Tensor, *, is_plain: bool = False
+    ) -> BatchAucs:
+        """Return the leak AUCs of several attacks on one batch; the first has random scores."""
+        return batch_aucs(attacks, indices, self.num_classes, is_plain=is_plain)
+
 
 TWO_CLASSES = LabelClasses()  # negatives, class 0, and positives, class 1
 
@@ -80,7 +90,7 @@ class Observation:
     epoch: int
     step: int
     gradients: Mapping[str, Tensor]  # layer name -> gradients, (batch, ...)
-    labels: Tensor  # class indices, (batch,) or (batch, 1)
+    labels: Tensor  # class indices or shares of a range, (batch,) or (batch, 1)
     clues: Mapping[int, Clues] = field(default_factory=dict)
     """Class index -> clues about the class; with two classes, only about the positives."""
     positions: Tensor | None = None  # in the common order, (batch,); None: nothing is summed

@@ -19,7 +19,7 @@ from torch import Tensor
 from splitveil.common.privacy import leakage
 from splitveil.common.privacy.accumulation import RunScores, combine_with_hints
 from splitveil.common.privacy.adjusted_auc import advantage_over, operating_points
-from splitveil.common.privacy.attacks import CUT, RUN_ATTACKS, RunAttackName
+from splitveil.common.privacy.attacks import CUT, RUN_ATTACKS
 from splitveil.common.privacy.figures import ClassFigures, RunFigures
 from splitveil.common.privacy.final_attacks import LastActivations, final_scores
 from splitveil.common.privacy.gathered_scores import GatheredLayer
@@ -52,13 +52,13 @@ class RunAudit:
 
     def __init__(
         self,
-        attacks: Sequence[RunAttackName],
+        attacks: Sequence[str],
         num_examples: int,
         classes: LabelClasses = TWO_CLASSES,
     ) -> None:
         self.attacks = tuple(attacks)
         self._num_examples = num_examples
-        self._classes = classes
+        self.classes = classes
         self._lock = threading.Lock()
         size = num_examples if attacks else 0
         self._labels = torch.full((size,), UNSEEN, dtype=torch.int8)  # a byte each: runs are long
@@ -83,9 +83,7 @@ class RunAudit:
         if not self.attacks:
             return
         with self._lock:
-            if epoch != self._epoch:
-                self._close_epoch()
-                self._epoch = epoch
+            self._enter(epoch)
             rows = positions.cpu()
             self._labels.numpy()[rows.numpy()] = labels.cpu().numpy()
             for name, layer in layers.items():
@@ -101,7 +99,7 @@ class RunAudit:
             self._close_epoch()
 
     def after_epoch(self, epoch: int) -> dict[str, dict[str, float]]:
-        """Return layer -> attack -> leak AUC of the sums after one of the last epochs."""
+        """Return layer -> attack -> figure of the sums after one of the last epochs."""
         with self._lock:
             return self._after_epoch.get(epoch, {})
 
@@ -118,16 +116,16 @@ class RunAudit:
             aucs = self._aucs(scores)
             final = RUN_ATTACKS[attack].is_final and RUN_ATTACKS[attack].num_hints
             alone = self._final_scores(attack, values) if final and values is not None else None
-            leak = run_level_leak(scores, aucs, self._labels.numpy(), self._classes, alone)
+            leak = run_level_leak(scores, aucs, self._labels.numpy(), self.classes, alone)
             if leak is None:
                 continue
             figures.leak.setdefault(layer, {})[attack] = leak
-            if self._classes.is_multi_class:
+            if self.classes.is_multi_class:
                 by_class = self._by_class(aucs, aucs.worst_pair())
                 figures.by_class.setdefault(layer, {})[attack] = by_class
         return figures
 
-    def scores(self, layer: str) -> dict[RunAttackName, list[RunScores]]:
+    def scores(self, layer: str) -> dict[str, list[RunScores]]:
         """Return attack -> its scores of one layer, one for all classes or one per target."""
         with self._lock:
             return {
@@ -162,15 +160,23 @@ class RunAudit:
             self._after_epoch = {int(epoch): aucs for epoch, aucs in state["after_epoch"].items()}
 
     def _new_layer(self) -> GatheredLayer:
-        return GatheredLayer(self.attacks, self._num_examples, self._classes)
+        return GatheredLayer(self.attacks, self._num_examples, self.classes)
+
+    def _enter(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            self._close_epoch()
+            self._epoch = epoch
+
+    def _figures(self) -> Iterator[tuple[str, str, float]]:
+        """Yield layer, attack and figure of the sums so far; NaN where there is none."""
+        for layer, attack, scores in self._scores(hinted=False):
+            yield layer, attack, float(self._aucs(scores).worst())
 
     def _close_epoch(self) -> None:
         if self._epoch is None:
             return
         self._after_epoch[self._epoch] = by_layer(
-            (layer, attack, worst)
-            for layer, attack, scores in self._scores(hinted=False)
-            if not math.isnan(worst := float(self._aucs(scores).worst()))
+            one for one in self._figures() if not math.isnan(one[-1])
         )
         for earlier in sorted(self._after_epoch)[:-REMEMBERED_EPOCHS]:
             del self._after_epoch[earlier]
@@ -179,15 +185,15 @@ class RunAudit:
         return self._labels.numpy()[positions].astype(np.int64)
 
     def _aucs(self, scores: Sequence[RunScores]) -> leakage.PairAucs:
-        return aucs_of(scores, self._labels.numpy(), self._classes)
+        return aucs_of(scores, self._labels.numpy(), self.classes)
 
     def _by_class(self, aucs: leakage.PairAucs, worst_pair: tuple[int, int]) -> ClassFigures:
-        names = self._classes.names
+        names = self.classes.names
         leaks = aucs.leak().one_vs_rest.tolist()
         of_classes = dict(zip(names, map(as_number, leaks), strict=True))
         return ClassFigures(tuple(names[index] for index in worst_pair), classes=of_classes)
 
-    def _scores(self, *, hinted: bool) -> Iterator[tuple[str, RunAttackName, list[RunScores]]]:
+    def _scores(self, *, hinted: bool) -> Iterator[tuple[str, str, list[RunScores]]]:
         """Yield the scores of examples whose label an attack did not know: one, or by target."""
         for layer, gathered in self._layers.items():
             for attack, sums in gathered.sums.items():
@@ -199,22 +205,20 @@ class RunAudit:
             for attack in self._final:
                 yield CUT, attack, self._final_scores(attack)
 
-    def _final_scores(
-        self, attack: RunAttackName, features: Tensor | None = None
-    ) -> list[RunScores]:
+    def _final_scores(self, attack: str, features: Tensor | None = None) -> list[RunScores]:
         """Run an attack on the last activations, or on features, with the same known labels."""
         positions, activations = self._last.seen()
         rows = activations if features is None else features
         labels = self._labels_at(positions)
-        return final_scores(attack, positions, rows, labels, self._classes, SEED)
+        return final_scores(attack, positions, rows, labels, self.classes, SEED)
 
-    def _combined(self, attack: RunAttackName, gathered: GatheredLayer) -> list[RunScores]:
+    def _combined(self, attack: str, gathered: GatheredLayer) -> list[RunScores]:
         """Fit a combining attack to each target class against the rest."""
         seen = np.flatnonzero(self._labels.numpy() != UNSEEN)
         labels = self._labels_at(seen)
         features = gathered.history.features(seen)
         scores = []
-        for target in self._classes.targets:
+        for target in self.classes.targets:
             combined = combine_with_hints(
                 features,
                 (labels == target).astype(np.int64),

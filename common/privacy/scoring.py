@@ -13,7 +13,7 @@ from torch import Tensor
 
 from splitveil.common.privacy.accumulation import standardised
 from splitveil.common.privacy.attacks import Attack, Knowledge, SideInformation
-from splitveil.common.privacy.gradient_rows import GradientRows, TopDirection, unit_vector
+from splitveil.common.privacy.gradient_rows import GradientRows, TopDirection
 from splitveil.common.privacy.observation import Clues, Observation
 from splitveil.common.privacy.scores import KnownClasses
 
@@ -82,17 +82,16 @@ class BatchScorer:
         layer: str,
     ) -> dict[str, Sequence[TopDirection | None]]:
         directions: dict[str, Sequence[TopDirection | None]] = {}
-        if "spectral" in scores:
-            directions["spectral"] = [gradients.top]
-        if "kmeans" in scores:
-            directions["kmeans"] = [gradients.clusters]
-        if "cosine" in scores and not observation.references_are_clean:
-            cosines = zip(self._targets, scores["cosine"].by_target, strict=True)
-            directions["cosine"] = [
+        for name, found in scores.items():
+            attack, along = self._attacks[name], self._attacks[name].direction
+            if along is None or (observation.references_are_clean and not attack.is_free):
+                continue
+            clues = [observation.clues.get(target, _NO_CLUES) for target in self._targets]
+            directions[name] = [
                 None
                 if values is None
-                else TopDirection(values, unit_vector(observation.clues[target].references[layer]))
-                for target, values in cosines
+                else along(gradients, values, one.references.get(layer, values))
+                for values, one in zip(found.by_target, clues, strict=False)
             ]
         return directions
 

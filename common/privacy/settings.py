@@ -1,6 +1,6 @@
 """The settings of an audit: which attacks run, and how often."""
 
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -12,7 +12,13 @@ from pydantic import (
     model_validator,
 )
 
-from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, AttackName, SideInformation
+from splitveil.common.privacy.attacks import (
+    ATTACKS,
+    BUILT_IN_NAMES,
+    RUN_ATTACKS,
+    AttackName,
+    SideInformation,
+)
 from splitveil.common.settings import Section
 from splitveil.common.text.wording import suggest
 
@@ -25,8 +31,6 @@ DEFAULT_ATTACKS: tuple[AttackName, ...] = (
     "accumulated_residual_energy",
     "accumulated_cosine",
 )
-
-BUILT_IN_NAMES: tuple[AttackName, ...] = get_args(AttackName)
 
 _TAKEN_NAMES = (*BUILT_IN_NAMES, "random")
 """Names that a user-defined attack may not have: metrics hold other figures under them."""

@@ -1,7 +1,8 @@
-"""Leak AUCs of one attack on one layer over a run, in memory that does not grow with the run.
+"""Figures of one attack on one layer over a run, in memory that does not grow with the run.
 
-Sums are exact. Quantiles come from counts in 10,000 equal cells between 0.5 and 1, and are off by
-at most half a cell, 0.000025; AUCs below 0.5 count as 0.5 there.
+Sums are exact. Quantiles come from counts in 10,000 equal cells between 1 and the figure of scores
+that reveal nothing, 1/2 of an AUC and 0 of an R2, and are off by at most half a cell; AUCs below
+1/2 count as 1/2 there.
 """
 
 import math
@@ -31,16 +32,17 @@ def by_layer(figures: Iterable[tuple[str, str, T]]) -> dict[str, dict[str, T]]:
 
 
 class AttackTally:
-    def __init__(self) -> None:
+    def __init__(self, floor: float = 0.5) -> None:
+        self._floor = floor
         self.batches = 0
         self.last_epoch = -1
-        self._sum = 0.0
+        self._sum = self._random_sum = 0.0
         self._measured, self._random = (np.zeros(_CELLS, dtype=np.int32) for _ in range(2))
-        """Numbers of AUCs in each cell between 0.5 and 1: 40 KiB each."""
+        """Numbers of figures in each cell: 40 KiB each."""
         self._epochs: dict[int, tuple[float, int]] = {}
-        self._worst_before = 0.5
+        self._worst_before = floor
 
-    def add(self, epoch: int, auc: float, random: float) -> None:
+    def add(self, epoch: int, leak: float, random: float) -> None:
         """Add one batch; its epoch is not before that of the previous batch."""
         if epoch != self.last_epoch:
             if self.last_epoch in self._epochs:
@@ -50,20 +52,26 @@ class AttackTally:
                 del self._epochs[earlier]
             self.last_epoch = epoch
         total, count = self._epochs[epoch]
-        self._epochs[epoch] = (total + auc, count + 1)
+        self._epochs[epoch] = (total + leak, count + 1)
         self.batches += 1
-        self._sum += auc
-        for counts, value in ((self._measured, auc), (self._random, random)):
-            counts[min(max(int((value - 0.5) * 2 * _CELLS), 0), _CELLS - 1)] += 1
+        self._sum += leak
+        self._random_sum += random
+        for counts, value in ((self._measured, leak), (self._random, random)):
+            cell = int((value - self._floor) / (1 - self._floor) * _CELLS)
+            counts[min(max(cell, 0), _CELLS - 1)] += 1
 
     @property
     def mean(self) -> float:
         return self._sum / self.batches
 
     @property
+    def random_mean(self) -> float:
+        return self._random_sum / self.batches
+
+    @property
     def worst_epoch(self) -> float:
-        """Mean over the batches of the epoch in which it is largest, and at least 1/2."""
-        return max(self._worst_before, self.epoch_mean(self.last_epoch) or 0.5)
+        """Mean over the batches of the epoch in which it is largest."""
+        return max(self._worst_before, self.epoch_mean(self.last_epoch) or self._floor)
 
     def epoch_mean(self, epoch: int) -> float | None:
         """Return the mean over one of the last epochs; None for an older or an empty epoch."""
@@ -73,17 +81,18 @@ class AttackTally:
         return total / count
 
     def quantile(self, share: float) -> float:
-        return _quantile(self._measured, share)
+        return self._quantile(self._measured, share)
 
     def random_quantile(self, share: float) -> float:
         """Return the same quantile of random scores on the same batches."""
-        return _quantile(self._random, share)
+        return self._quantile(self._random, share)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "batches": self.batches,
             "last_epoch": self.last_epoch,
             "sum": self._sum,
+            "random_sum": self._random_sum,
             "measured": torch.from_numpy(self._measured.copy()),
             "random": torch.from_numpy(self._random.copy()),
             "epochs": {str(epoch): [*total] for epoch, total in self._epochs.items()},
@@ -92,7 +101,8 @@ class AttackTally:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.batches, self.last_epoch = state["batches"], state["last_epoch"]
-        self._sum, self._worst_before = state["sum"], state["worst_before"]
+        self._sum, self._random_sum = state["sum"], state["random_sum"]
+        self._worst_before = state["worst_before"]
         self._measured, self._random = (
             state[name].numpy().copy() for name in ("measured", "random")
         )
@@ -100,16 +110,16 @@ class AttackTally:
         epochs = sorted((int(epoch), *total) for epoch, total in state["epochs"].items())
         self._epochs = {epoch: (total, count) for epoch, total, count in epochs}
 
-
-def _quantile(counts: npt.NDArray[np.int32], share: float) -> float:
-    """Return the quantile of the cells' midpoints, interpolated as numpy does by default."""
-    cumulated = np.cumsum(counts)
-    place = share * (int(cumulated[-1]) - 1)
-    below, above = (
-        (int(np.searchsorted(cumulated, rank, side="right")) + 0.5) / (2 * _CELLS) + 0.5
-        for rank in (math.floor(place), math.ceil(place))
-    )
-    return below + (above - below) * (place - math.floor(place))
+    def _quantile(self, counts: npt.NDArray[np.int32], share: float) -> float:
+        """Return the quantile of the cells' midpoints, interpolated as numpy does by default."""
+        cumulated = np.cumsum(counts)
+        place = share * (int(cumulated[-1]) - 1)
+        below, above = (
+            (int(np.searchsorted(cumulated, rank, side="right")) + 0.5) * (1 - self._floor) / _CELLS
+            + self._floor
+            for rank in (math.floor(place), math.ceil(place))
+        )
+        return below + (above - below) * (place - math.floor(place))
 
 
 class MultiClassTally:

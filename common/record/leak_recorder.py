@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -18,10 +18,11 @@ from splitveil.common.privacy.beyond_features import Covariates
 from splitveil.common.privacy.custom_attacks import load_custom_attacks
 from splitveil.common.privacy.figures import AttackFigure, LeakByClass, LeakFigures
 from splitveil.common.privacy.informed import KnownPredictions
-from splitveil.common.privacy.observation import Observation
+from splitveil.common.privacy.number_attacks import LabelNumbers
+from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses, Observation
 from splitveil.common.privacy.run_level import FeaturesOf
 from splitveil.common.privacy.settings import AuditSettings
-from splitveil.common.record.lines import EpochLeakLine, LeakLine
+from splitveil.common.record.lines import EpochLeakLine, LeakLine, NumberLeakLine
 from splitveil.common.record.metrics_log import ChartClock, MetricsLog
 from splitveil.common.run.course import Batch
 
@@ -34,7 +35,7 @@ _COPYING = 10  # CPU time of the attacks between two copies, in units of that of
 class AuditedRun(NamedTuple):
     seed: bytes  # the joint seed, from which both parties pick the same positives
     num_examples: int
-    class_names: Sequence[str] = ()  # empty where there are two classes
+    labels: LabelClasses | LabelNumbers = TWO_CLASSES
     keeps_scores: bool = False  # whether what attacks reveal beyond features will be measured
 
 
@@ -44,7 +45,8 @@ class LeakRecorder:
     Both parties use one: on the gradients that they received or sent. Metrics get a ``leak`` line
     per batch and an ``epoch_leak`` line per epoch, once its batches are measured: the mean over
     them, and the leak AUC of the sums so far. With more than two classes, figures are about the
-    pair separated best. ``on_leak`` is called in the audit's thread after a batch's line. With
+    pair separated best; of numbers, there is a line per epoch alone, with R2 in place of AUCs.
+    ``on_leak`` is called in the audit's thread after a batch's line. With
     ``copied_with``, the thread copies its state and what that returns for `latest_copy`.
     """
 
@@ -69,11 +71,12 @@ class LeakRecorder:
             settings.attack_names,
             settings.every_steps,
             run.num_examples,
-            run.class_names,
+            run.labels,
             load_custom_attacks(settings),
             keeps_scores=run.keeps_scores,
             convention=settings.convention,
         )
+        self.needs_activations = self._audit.needs_activations
         self._worker = AuditWorker(
             self._audit,
             settings.queue_batches,
@@ -127,7 +130,7 @@ class LeakRecorder:
 
     def shown(self) -> dict[str, float]:
         latest = self._audit.latest()
-        if latest is None:
+        if latest is None or self._audit.has_numbers:
             return {}
         layer = next(iter(latest.leak))
         # Raw: unlike the ledger's figure beside them, these contain what features reveal.
@@ -137,6 +140,9 @@ class LeakRecorder:
         self, covariates: Covariates | None = None, features: FeaturesOf | None = None
     ) -> LeakFigures:
         """Return the part of the summary about the leak; call it after closing."""
+        if self._audit.has_numbers:
+            numbers = self._audit.numbers(covariates)
+            return LeakFigures(of_numbers=numbers, counts=self._audit.counts())
         # Side by side, as a run's end waits for both.
         with ThreadPoolExecutor(1) as executor:
             measured = None
@@ -208,14 +214,19 @@ class LeakRecorder:
             epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
             found = (self._audit.epoch_means(epoch), self._audit.run.after_epoch(epoch))
             figures = (*attack_figures(found[0]), *attack_figures(found[1]))
-            self._metrics.write(EpochLeakLine(epoch, figures))
+            if not self._audit.has_numbers:
+                self._metrics.write(EpochLeakLine(epoch, figures))
+            elif found[0]:
+                of_attacks = {attack: r2 for _, attack, r2 in figures}
+                self._metrics.write(NumberLeakLine(epoch, of_attacks))
 
     def _note(self, measured: AuditedBatch) -> None:
         try:
             self._write_epochs(measured.epoch - 1)
-            figures = attack_figures(measured.leak)
-            line = LeakLine(measured.epoch, measured.step, figures, measured.random)
-            self._metrics.write(line, charted=self._charting.is_due())
+            if not self._audit.has_numbers:
+                figures = attack_figures(measured.leak)
+                line = LeakLine(measured.epoch, measured.step, figures, measured.random)
+                self._metrics.write(line, charted=self._charting.is_due())
         except StorageError as error:
             # A full disk ends the run; this thread cannot, so the next batch does.
             self._unwritten = error

@@ -14,7 +14,7 @@ from pydantic import Field, PositiveInt, StringConstraints, Tag, field_validator
 
 from splitveil.common.errors import ContractMismatch
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRules
-from splitveil.common.settings import Section, kind_by_field
+from splitveil.common.settings import Mark, Section, kind_by_field
 from splitveil.common.text.visible_text import visible
 
 CutDtype = Literal["float32", "float16", "bfloat16"]
@@ -152,7 +152,7 @@ class Contract(Section):
     protocol_version: Literal[1] = 1
     """Version of the rules in ``protos/split_learning.proto``."""
 
-    run_name: Name
+    run_name: Annotated[Name, Mark.PER_RUN]
     """Name of the run, and of its folder at every party."""
 
     passive_parties: tuple[Name, ...] = Field(

@@ -12,14 +12,20 @@ import torch
 from torch import Tensor
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.attacks import ATTACKS, CUT, RUN_ATTACKS, Attack, SideInformation
+from splitveil.common.privacy.attacks import (
+    ATTACKS,
+    BUILT_IN_NAMES,
+    CUT,
+    RUN_ATTACKS,
+    Attack,
+    SideInformation,
+)
 from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.figures import BeyondFigures, EpsilonBound
 from splitveil.common.privacy.gradient_rows import Gradients
 from splitveil.common.privacy.leakage import leak_auc_interval
 from splitveil.common.privacy.observation import LabelClasses
 from splitveil.common.privacy.scoring import BatchScorer
-from splitveil.common.privacy.settings import BUILT_IN_NAMES
 from splitveil.common.privacy.stored_row_attacks import STORED_ROW_ATTACKS
 from splitveil.common.text.upper_bounds import at_least
 from splitveil.common.text.visible_text import visible
@@ -196,7 +202,7 @@ def audit(
     of_stored = () if examples is None or activations is None else STORED_ROW_ATTACKS
     _check(chosen, {*known, *own, *of_stored})
     found = LeakAudit(
-        chosen, num_examples=given.num_examples, class_names=classes.names, custom=own,
+        chosen, num_examples=given.num_examples, labels=classes, custom=own,
         keeps_scores=covariates is not None or predictions is not None,
     )  # fmt: skip
     measured: dict[str, list[float]] = {}

@@ -23,11 +23,12 @@ from splitveil.active_party.defenses import (
 from splitveil.active_party.defenses import gafm as losses
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.gafm import Adversarial
-from splitveil.active_party.defenses.interface import DefenseReport, LeakCharge
+from splitveil.active_party.defenses.interface import DefenseReport
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.objective import BatchLabels, TopModel
 from splitveil.common.models.dense import MlpTop
 from splitveil.common.models.settings import MlpModel
+from splitveil.common.privacy.charge import Charge
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.scores import norm
 from splitveil.experiments.models import knows_output
@@ -254,9 +255,7 @@ def whole(settings: GafmDefense, mixed: Tensor, labels: Tensor, label_move: floa
     return defense.defend(RawBatch(mixed, labels, label_move=label_move)).report
 
 
-def charge_of(
-    settings: GafmDefense, mixed: Tensor, labels: Tensor, label_move: float
-) -> LeakCharge:
+def charge_of(settings: GafmDefense, mixed: Tensor, labels: Tensor, label_move: float) -> Charge:
     return whole(settings, mixed, labels, label_move).charge
 
 

@@ -26,7 +26,7 @@ from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import DataError, Interrupted, SettingsError
 from splitveil.common.models.dense import WideDeepTop
 from splitveil.common.privacy import leakage
-from splitveil.common.privacy.attacks import ATTACKS, BatchAttackName
+from splitveil.common.privacy.attacks import ATTACKS
 from splitveil.common.privacy.figures import AttackFigure, BatchFigures, LeakFigures, RunFigures
 from splitveil.common.privacy.scoring import cross_scores
 from splitveil.common.record.lines import EpochLeakLine, EvaluationLine, LeakLine
@@ -824,7 +824,7 @@ def test_the_networks_of_gafm_s_paper() -> None:
     ("name", "hard"), [("mean", mean_hard), ("median", median_hard)], ids=["mean", "median"]
 )
 def test_an_assigned_class_leaks_less_than_its_score(
-    name: BatchAttackName, hard: Callable[..., Tensor]
+    name: str, hard: Callable[..., Tensor]
 ) -> None:
     """Two Gaussian classes at distance d: Phi(d / 2), and Phi(d / sqrt 2) for the scores."""
     generator, distance, normal = torch.Generator().manual_seed(3), 1.2, statistics.NormalDist()

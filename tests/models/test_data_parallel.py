@@ -51,7 +51,11 @@ from splitveil.passive_party.bottom_trainer import LayerTap, stashing_weights
 from tests.support.forked import server
 
 CPU = torch.device("cpu")
-NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+# Two processes compile, for as long as all other cases take; test_speed.py compiles for one.
+COMPILED = (
+    pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler"),
+    pytest.mark.slow,
+)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -206,7 +210,7 @@ def begun(ranks: Ranks, learner: Learner) -> DataParallelModel:
         (sparse, {}, 2),
         (sparse, {"optimizer": AdamOptimizer(kind="adam")}, 3),
         (normalised, {"autocast": "bfloat16"}, 2),
-        pytest.param(normalised, {"compiled": True}, 2, marks=NEEDS_COMPILER),
+        pytest.param(normalised, {"compiled": True}, 2, marks=COMPILED),
     ],
 )
 def test_several_ranks_learn_what_one_does(model: Build, how: Any, size: int) -> None:

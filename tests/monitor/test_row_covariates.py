@@ -15,6 +15,7 @@ from splitveil.active_party.monitor.row_covariates import (
     MAX_VALUES,
     RowCovariates,
 )
+from splitveil.active_party.training.label_kinds import ClassLabels
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.data.features import Features
 from splitveil.common.privacy.beyond_features import Covariates
@@ -64,7 +65,7 @@ def knowing(certainty: float) -> Tensor:
 
 
 def test_the_last_visit_of_each_row_is_kept_with_the_mean_of_its_predictions() -> None:
-    kept = RowCovariates(np.arange(ROWS), ROWS, 2)
+    kept = RowCovariates(np.arange(ROWS), ROWS, ClassLabels())
     visit(kept, 0, torch.full((ROWS,), 0.5), value=1.0)
     visit(kept, 1, torch.full((ROWS,), 0.75), value=2.0)
     result = found(kept)
@@ -77,7 +78,7 @@ def test_the_last_visit_of_each_row_is_kept_with_the_mean_of_its_predictions() -
 
 def test_visits_of_a_model_that_has_memorised_labels_do_not_count_after_two_epochs() -> None:
     """It knows a tenth of them, which makes its AUC .05 larger than that of held-out rows."""
-    kept = RowCovariates(np.arange(ROWS), ROWS, 2)
+    kept = RowCovariates(np.arange(ROWS), ROWS, ClassLabels())
     # In the first epoch no row that is predicted was seen, in the second one each once: whatever
     # held-out rows say, both count.
     for epoch in range(3):
@@ -92,7 +93,7 @@ def test_visits_of_a_model_that_has_memorised_labels_do_not_count_after_two_epoc
 
 
 def test_before_the_end_of_the_first_epoch_the_rows_visited_are_known() -> None:
-    kept = RowCovariates(np.arange(50, ROWS), ROWS, 2)
+    kept = RowCovariates(np.arange(50, ROWS), ROWS, ClassLabels())
     assert kept.result() is None
     rows = np.array([150, 60, 3])
     kept.note_step(batch_of(rows), step(rows, torch.ones(3, 2), torch.full((3,), 0.5)))
@@ -100,7 +101,7 @@ def test_before_the_end_of_the_first_epoch_the_rows_visited_are_known() -> None:
 
 
 def test_what_is_kept_is_finite_whatever_a_peer_sends() -> None:
-    kept = RowCovariates(np.arange(ROWS), ROWS, 2)
+    kept = RowCovariates(np.arange(ROWS), ROWS, ClassLabels())
     rows = np.arange(4)
     huge = torch.tensor([[1e30, -1e30], [0.0, 1e-40], [6e4, 1.0], [3e38, -3e38]])
     kept.note_step(batch_of(rows), step(rows, huge, torch.tensor([0.0, 1.0, torch.nan, 1e-30])))
@@ -111,22 +112,22 @@ def test_what_is_kept_is_finite_whatever_a_peer_sends() -> None:
 
 def test_memory_is_bounded() -> None:
     rows = np.arange(3 * MAX_ROWS)
-    kept = RowCovariates(rows, len(rows), 2)
+    kept = RowCovariates(rows, len(rows), ClassLabels())
     seen = step(rows, torch.ones(len(rows), 4, 20), torch.full((len(rows),), 0.5))
     kept.note_step(batch_of(rows), seen)
     assert found(kept).activations.shape == (MAX_ROWS, MAX_VALUES)
-    assert len(RowCovariates(rows, len(rows), 10)._positions) == MAX_ROWS // 5
+    assert len(RowCovariates(rows, len(rows), ClassLabels(10))._positions) == MAX_ROWS // 5
 
 
 def test_several_classes_have_a_prediction_each() -> None:
-    kept = RowCovariates(np.arange(ROWS), ROWS, 3)
+    kept = RowCovariates(np.arange(ROWS), ROWS, ClassLabels(3))
     shares = torch.tensor([0.5, 0.3, 0.2]).expand(ROWS, 3)
     visit(kept, 0, shares, value=1.0)
     assert found(kept).predictions == pytest.approx(np.log([[0.5, 0.3, 0.2] * 2] * ROWS), abs=1e-3)
 
 
 def test_own_features_are_kept_as_numbers_and_slots() -> None:
-    kept = RowCovariates(np.arange(2, 6), 6, 2)
+    kept = RowCovariates(np.arange(2, 6), 6, ClassLabels())
     rows = np.array([4, 0, 2])
     own = Features(torch.tensor([[4.5], [0.5], [2.5]]), torch.tensor([[4, 40], [0, 10], [2, 20]]))
     seen = step(rows, torch.zeros(3, 2), torch.full((3,), 0.5))
@@ -138,7 +139,7 @@ def test_own_features_are_kept_as_numbers_and_slots() -> None:
 
 
 def test_a_state_brings_everything_back() -> None:
-    kept, other = (RowCovariates(np.arange(ROWS), ROWS, 2) for _ in range(2))
+    kept, other = (RowCovariates(np.arange(ROWS), ROWS, ClassLabels()) for _ in range(2))
     kept.note_held_out(0.75)
     visit(kept, 0, knowing(0.2), value=1.0)
     rows = np.arange(9)
@@ -153,7 +154,7 @@ def test_a_state_brings_everything_back() -> None:
 
 def test_looking_within_an_epoch_changes_nothing() -> None:
     """Predictions are summed up when somebody looks: each of them once."""
-    kept, watched = (RowCovariates(np.arange(ROWS), ROWS, 2) for _ in range(2))
+    kept, watched = (RowCovariates(np.arange(ROWS), ROWS, ClassLabels()) for _ in range(2))
     for covariates in (kept, watched):
         covariates.note_held_out(0.5)
     for epoch in range(3):

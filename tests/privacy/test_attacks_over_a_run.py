@@ -16,16 +16,20 @@ from splitveil.common.privacy.accumulation import (
     combine_with_hints,
     standardised,
 )
-from splitveil.common.privacy.attacks import AttackName
 from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.gradient_rows import prepared
 from splitveil.common.privacy.leakage import auc, leak_auc, leak_auc_interval
-from splitveil.common.privacy.observation import Clues, Observation, pick_reference_row
+from splitveil.common.privacy.observation import (
+    Clues,
+    LabelClasses,
+    Observation,
+    pick_reference_row,
+)
 from splitveil.common.privacy.scores import spectral
 
 _SEED = bytes(32)
 _EXAMPLES, _BATCH = 2000, 250
-_GATHERING: tuple[AttackName, ...] = (
+_GATHERING: tuple[str, ...] = (
     "accumulated_spectral",
     "accumulated_cosine",
     "accumulated_kmeans",
@@ -40,7 +44,7 @@ Reference = Literal["sent", "sent, its sign as it comes", "clean"]
 def _run_audit(
     deviation: float,
     num_epochs: int,
-    attacks: tuple[AttackName, ...] = _GATHERING,
+    attacks: tuple[str, ...] = _GATHERING,
     *,
     reference: Reference = "clean",
 ) -> LeakAudit:
@@ -197,7 +201,7 @@ def test_several_classes_are_added_up_along_one_direction() -> None:
     """Each batch's own top direction is another one, and sums along them reach .87."""
     generator = torch.Generator().manual_seed(28)
     labels = torch.arange(800) % 8
-    audit = LeakAudit(["accumulated_spectral"], 1, 800, tuple("abcdefgh"))
+    audit = LeakAudit(["accumulated_spectral"], 1, 800, LabelClasses(tuple("abcdefgh")))
     for epoch in range(12):
         for step, rows in enumerate(torch.randperm(800, generator=generator).reshape(8, 100)):
             noise = 0.5 * torch.randn(100, 32, generator=generator)

@@ -7,19 +7,13 @@ import os
 import threading
 from collections.abc import Iterator
 from functools import partial
-from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
-from splitveil.common.privacy.attacks import (
-    FINAL_ATTACKS,
-    AttackName,
-    BatchAttackName,
-    RunAttackName,
-)
+from splitveil.common.privacy.attacks import ATTACKS, BUILT_IN_NAMES, FINAL_ATTACKS, RUN_ATTACKS
 from splitveil.common.privacy.audit import AuditedBatch, LeakAudit
 from splitveil.common.privacy.audit_worker import AuditWorker, CpuBudget
 from splitveil.common.privacy.informed import KnownPredictions
@@ -177,7 +171,7 @@ def test_both_parties_pick_the_same_positive_and_not_always_the_same_place() -> 
 
 
 def test_every_attack_can_be_audited_at_every_layer() -> None:
-    audit = LeakAudit(get_args(AttackName), num_examples=5 * 64)
+    audit = LeakAudit(BUILT_IN_NAMES, num_examples=5 * 64)
     measured = [audit.observe(observation) for observation in _run(num_epochs=2)]
     assert all(leak is not None for leak in measured)
     audit.run.close_epoch()
@@ -185,7 +179,7 @@ def test_every_attack_can_be_audited_at_every_layer() -> None:
         at_cut = {"activation_spectral", "activation_kmeans", "informed", "accumulated_informed"}
         of_batches, of_run = (
             set(names) - (set() if layer == "cut" else at_cut.union(FINAL_ATTACKS))
-            for names in (get_args(BatchAttackName), get_args(RunAttackName))
+            for names in (tuple(ATTACKS), tuple(RUN_ATTACKS))
         )
         assert set(audit.summary()[layer]) == of_batches
         assert set(audit.run.result().leak[layer]) == of_run - {"completion_400"}  # all examples
@@ -240,7 +234,7 @@ def test_hints_are_left_out_of_their_own_attack_s_auc_alone() -> None:
 def test_an_attack_without_what_it_needs_is_not_measured() -> None:
     labels = (torch.arange(64) == 7).float()
     bare = Observation(0, 0, _observation(0, 0).gradients, labels)
-    measured = LeakAudit(get_args(AttackName), num_examples=64).observe(bare)
+    measured = LeakAudit(BUILT_IN_NAMES, num_examples=64).observe(bare)
     assert measured is not None
     need_nothing = {"norm", "cosine_majority", "spectral", "residual_energy", "kmeans"}
     assert set(measured.leak["cut"]) == need_nothing
@@ -408,14 +402,14 @@ def test_the_worker_gives_way_and_leaves_the_other_threads_alone() -> None:
 
 def _whole_run(cut: int | None) -> tuple[LeakAudit, list[object]]:
     """Audit three epochs with every attack, in objects that are new from batch ``cut`` on."""
-    audit = LeakAudit(get_args(AttackName), num_examples=5 * 64)
+    audit = LeakAudit(BUILT_IN_NAMES, num_examples=5 * 64)
     for number, observation in enumerate(_run(num_epochs=3, num_steps=4)):
         if number == cut:
             state = audit.state_dict()
             copy = stored(state)
             audit.observe(_observation(9, 0))  # what comes later changes no copy
             assert same(stored(state), copy)
-            audit = LeakAudit(get_args(AttackName), num_examples=5 * 64)
+            audit = LeakAudit(BUILT_IN_NAMES, num_examples=5 * 64)
             audit.load_state_dict(copy)
             assert same(audit.state_dict(), state)
         if number % 7 == 3:

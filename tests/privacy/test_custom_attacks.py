@@ -14,11 +14,11 @@ from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.report import write_report
 from splitveil.active_party.settings import LeakMonitorSettings
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.attacks import ATTACKS, BatchAttackName
+from splitveil.common.privacy.attacks import ATTACKS
 from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.custom_attacks import load_custom_attacks, try_custom_attacks
 from splitveil.common.privacy.leakage import leak_auc
-from splitveil.common.privacy.observation import Observation
+from splitveil.common.privacy.observation import LabelClasses, Observation
 from splitveil.common.privacy.settings import AuditSettings
 from splitveil.common.record.run_folder import write_json_atomically
 from splitveil.common.settings import validate
@@ -91,7 +91,7 @@ OWN = [
     own("hint_distance", name="own_hints", needs=["hints"], num_hints=3),
     own("mean", name="own_mean", needs=["classes"]),
 ]
-BUILT_IN: dict[str, BatchAttackName] = {
+BUILT_IN: dict[str, str] = {
     "energy": "norm",
     "own-cosine": "cosine",
     "own_hints": "hint_distance_3",
@@ -127,7 +127,7 @@ def observation(audit: LeakAudit, epoch: int, step: int, num_classes: int = 2) -
 
 def new_audit(settings: AuditSettings, class_names: tuple[str, ...] = ()) -> LeakAudit:
     custom = load_custom_attacks(settings)
-    return LeakAudit(settings.attack_names, 1, 96, class_names, custom)
+    return LeakAudit(settings.attack_names, 1, 96, LabelClasses(class_names), custom)
 
 
 @pytest.mark.parametrize("class_names", [(), ("a", "b", "c")])

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import permutations
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,16 +14,10 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 from splitveil.active_party.report import write_comparison, write_report
-from splitveil.common.privacy.attacks import (
-    ATTACKS,
-    FINAL_ATTACKS,
-    AttackName,
-    BatchAttackName,
-    RunAttackName,
-)
+from splitveil.common.privacy.attacks import ATTACKS, BUILT_IN_NAMES, FINAL_ATTACKS, RUN_ATTACKS
 from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.informed import KnownPredictions
-from splitveil.common.privacy.observation import Observation
+from splitveil.common.privacy.observation import LabelClasses, Observation
 from splitveil.common.record.run_record import write_summary
 from tests.support.equality import same, stored
 from tests.support.recorders import recorders
@@ -32,7 +26,7 @@ from tests.support.tables import CLASSES, write_classes
 
 SEED = bytes(32)
 NAMES = ("a", "b", "c")
-ALL = get_args(AttackName)
+ALL = BUILT_IN_NAMES
 NUM_EXAMPLES = 120
 
 
@@ -69,8 +63,8 @@ def batches(audit: LeakAudit, epochs: int = 3) -> Iterator[Observation]:
         yield observation(audit, epoch, step)
 
 
-def new_audit(attacks: Sequence[AttackName] = ALL) -> LeakAudit:
-    return LeakAudit(attacks, num_examples=NUM_EXAMPLES, class_names=NAMES)
+def new_audit(attacks: Sequence[str] = ALL) -> LeakAudit:
+    return LeakAudit(attacks, num_examples=NUM_EXAMPLES, labels=LabelClasses(NAMES))
 
 
 def leak(labels: np.ndarray, scores: np.ndarray, one: int, other: int | None) -> float:
@@ -134,7 +128,7 @@ def test_every_attack_is_measured_for_every_class_and_pair() -> None:
             assert found.worst_pair_auc is not None
             assert found.worst_pair_auc >= max(areas) - 1e-12
             assert audit.summary()[layer][attack].mean >= found.worst_pair_auc - 1e-12
-        of_run = set(get_args(RunAttackName)) - {
+        of_run = set(RUN_ATTACKS) - {
             "hint_combiner_200",
             "completion_400",
         }  # all examples
@@ -147,7 +141,7 @@ def test_every_attack_is_measured_for_every_class_and_pair() -> None:
 
 def test_each_class_is_taken_for_the_positives_as_for_two_classes() -> None:
     """The figures for class c alone, of a batch and over the run, equal those of two classes."""
-    oracles: tuple[BatchAttackName, ...] = ("mean", "median", "lda", "hint_inner_product_3")
+    oracles: tuple[str, ...] = ("mean", "median", "lda", "hint_inner_product_3")
     audit = new_audit((*oracles, "accumulated_cosine"))
     everything = list(batches(audit))
     for seen in everything:
@@ -225,9 +219,12 @@ def test_a_stored_audit_resumes_to_the_same_figures() -> None:
 @pytest.mark.parametrize(
     ("other", "part"),
     [
-        (LeakAudit(ALL, num_examples=NUM_EXAMPLES, class_names=(*NAMES, "d")), "4 classes"),
-        (LeakAudit(("norm",), num_examples=NUM_EXAMPLES, class_names=NAMES), "norm"),
-        (LeakAudit(ALL, num_examples=7, class_names=NAMES), "7 examples"),
+        (
+            LeakAudit(ALL, num_examples=NUM_EXAMPLES, labels=LabelClasses((*NAMES, "d"))),
+            "4 classes",
+        ),
+        (LeakAudit(("norm",), num_examples=NUM_EXAMPLES, labels=LabelClasses(NAMES)), "norm"),
+        (LeakAudit(ALL, num_examples=7, labels=LabelClasses(NAMES)), "7 examples"),
     ],
 )
 def test_another_audit_s_state_is_refused(other: LeakAudit, part: str) -> None:

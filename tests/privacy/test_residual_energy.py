@@ -7,7 +7,7 @@ from torch import Tensor
 
 from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.leakage import auc, leak_auc
-from splitveil.common.privacy.observation import Observation
+from splitveil.common.privacy.observation import LabelClasses, Observation
 from splitveil.common.privacy.scores import rare_cluster_up, residual_energy
 
 FLOOR = 0.05
@@ -115,7 +115,7 @@ def test_over_a_run_scores_add_up_although_neither_class_is_rare() -> None:
 
 def test_a_multi_class_run_has_one_sum_for_all() -> None:
     audit = LeakAudit(
-        ["accumulated_residual_energy"], num_examples=EXAMPLES, class_names=("a", "b", "c")
+        ["accumulated_residual_energy"], num_examples=EXAMPLES, labels=LabelClasses(("a", "b", "c"))
     )
     for observation in observations((0.4, 0.3, 0.3)):
         audit.observe(observation)

@@ -8,18 +8,18 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
-from splitveil.common.privacy.attacks import ATTACKS, AttackName, SideInformation
+from splitveil.common.privacy.attacks import ATTACKS, BUILT_IN_NAMES, SideInformation
 from tests.support.recorders import Recorded, record
 
 MARVELL = "defense={name: marvell, insecure_noise_seed: 7}"
 OF_ONE_PARTY = {SideInformation.ACTIVATIONS, SideInformation.PREDICTIONS}
 ATTACKS_OF_BOTH = [
     name
-    for name in get_args(AttackName)
+    for name in BUILT_IN_NAMES
     if name not in ("accumulated_informed", "completion_400")  # too few rows for the latter
     and (name not in ATTACKS or ATTACKS[name].needs.isdisjoint(OF_ONE_PARTY))
 ]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,17 +24,17 @@ from splitveil.active_party.report.run_files import leak_series
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.report_parts import breakable
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName, is_oracle, needs_of
+from splitveil.common.privacy.attacks import BUILT_IN_NAMES, is_oracle, needs_of
 from splitveil.common.privacy.figures import (
     AdjustedFigures,
     AdvantageFigures,
     AttackFigure,
     BatchCounts,
     BeyondFigures,
+    LeakBounds,
     LeakFigures,
-    LedgerFigures,
     RunFigures,
-    SpreadFigures,
+    Spread,
 )
 from splitveil.common.record.lines import AlarmLine, EvaluationLine, LeakLine, LedgerLine, Line
 from splitveil.common.record.run_record import METRICS, SUMMARY, write_summary
@@ -86,13 +86,13 @@ def write_party(
             lines.append(LeakLine(epoch, step, figures, 0.57 + noise))
         if bound is not None:
             sums, estimate, anybody, honest, means = (
-                SpreadFigures(one, one, one)
+                Spread(one, one, one)
                 for one in (
                     *(0.1 * (epoch + 1), estimated_auc(0.1)),
                     *(bound if adversary.includes(peers) else 1.0 for peers in Adversary),
                 )
             )
-            figures_of_ledger = LedgerFigures(sums, estimate, anybody, honest, means)
+            figures_of_ledger = LeakBounds(sums, estimate, anybody, honest, means)
             lines.append(LedgerLine(epoch, figures_of_ledger))
             lines.append(EvaluationLine(epoch, "test", 0.5 / (epoch + 1), 0.8, None, 0.4))
     append_lines(folder, *lines)
@@ -532,9 +532,7 @@ def test_each_leak_chart_shows_what_features_reveal(tmp_path: Path) -> None:
 
 
 def test_what_was_noticed_and_told_stands_in_tables(tmp_path: Path) -> None:
-    earlier = LedgerFigures(
-        SpreadFigures(max=0.1), knows_class_means_only=SpreadFigures(max=0.6172)
-    )
+    earlier = LeakBounds(Spread(max=0.1), knows_class_means_only=Spread(max=0.6172))
     summary = of_active(
         leak_alarms=1,
         earlier_answers=EarlierAnswers(1234, earlier),
@@ -560,7 +558,7 @@ def test_what_was_noticed_and_told_stands_in_tables(tmp_path: Path) -> None:
     assert "Earlier runs" not in without
 
 
-@pytest.mark.parametrize("attack", [*get_args(BatchAttackName), *get_args(RunAttackName)])
+@pytest.mark.parametrize("attack", BUILT_IN_NAMES)
 def test_what_an_attack_needs_is_known_of_each(attack: str) -> None:
     assert needs_of(attack) != "not known here"
     assert is_oracle(attack) is (attack in ORACLES)

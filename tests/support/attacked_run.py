@@ -14,21 +14,14 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
-from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.privacy.accumulation import combine_with_hints
-from splitveil.common.privacy.attacks import (
-    ATTACKS,
-    RUN_ATTACKS,
-    AttackName,
-    BatchAttackName,
-    RunAttackName,
-)
+from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS
 from splitveil.common.privacy.audit import LeakAudit, LeakByAttack
-from splitveil.common.privacy.figures import BatchFigures, RunFigures
+from splitveil.common.privacy.figures import BatchFigures, LeakBounds, RunFigures
 from splitveil.common.privacy.final_attacks import complete_model, one_against_rest, pick_labelled
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.leakage import auc
@@ -36,7 +29,7 @@ from splitveil.common.privacy.observation import Observation
 from splitveil.common.run.course import AlignedRows, Batch
 from tests.support import runs
 
-BATCH_ATTACKS: tuple[BatchAttackName, ...] = tuple(ATTACKS)
+BATCH_ATTACKS = tuple(ATTACKS)
 STORE_SLOPES = "leak_monitor={attacks: [informed]}"
 """Override with which the active party's results hold the slopes of its predictions."""
 
@@ -50,7 +43,7 @@ class AttackedRun(NamedTuple):
 
     worst_epoch: LeakByAttack
     run_level: Mapping[str, Mapping[str, RunFigures]]
-    features_alone: dict[RunAttackName, float]
+    features_alone: dict[str, float]
     """AUC of a logistic regression on the passive party's own features, fitted to the labels that
     the combining attack of this name knows, or of model completion on features: what the attack
     could have had without any gradient."""
@@ -74,7 +67,7 @@ def attacked_run(
     example: Path,
     active: Sequence[str],
     passive: Sequence[str] = (),
-    attacks: Sequence[AttackName] = (*BATCH_ATTACKS, *RUN_ATTACKS),
+    attacks: Sequence[str] = (*BATCH_ATTACKS, *RUN_ATTACKS),
     on_step: StepListener | None = None,
 ) -> AttackedRun:
     """Train once and attack the cut layer and the passive party's first layer.
@@ -123,7 +116,7 @@ def deal_labels(example: Path, folder: Path, seed: int) -> list[str]:
     return [f"data={{{source}, id_column: id, label_column: label{classes}}}"]
 
 
-def _features_alone(parties: runs.Parties) -> dict[RunAttackName, float]:
+def _features_alone(parties: runs.Parties) -> dict[str, float]:
     rows, bottom, top = (
         parties.active.rows,
         parties.run.trainer,
@@ -135,7 +128,7 @@ def _features_alone(parties: runs.Parties) -> dict[RunAttackName, float]:
     known = bottom.rows(rows.splits["train"]).numeric
     assert known is not None
     features, labels = known.double().numpy(), top.labels_of(rows.splits["train"]).long().numpy()
-    found: dict[RunAttackName, float] = {}
+    found: dict[str, float] = {}
     for attack, over_run in RUN_ATTACKS.items():
         if not over_run.combines:
             continue
@@ -170,7 +163,7 @@ class _RedTeam(runs.PassiveRecording):
     """Attacks the received gradients; labels and clean gradients come from the other party."""
 
     def __init__(
-        self, sender: Sender, attacks: Sequence[AttackName], on_step: StepListener | None
+        self, sender: Sender, attacks: Sequence[str], on_step: StepListener | None
     ) -> None:
         super().__init__()
         self.audit = LeakAudit(attacks)

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses.interface import DefenseReport, release
-from splitveil.active_party.monitor.row_covariates import MAX_GAP, NumberRowCovariates
+from splitveil.active_party.monitor.row_covariates import MAX_GAP, RowCovariates
+from splitveil.active_party.training.label_kinds import NumberLabels
 from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.common.data.label_range import LabelRange
 from splitveil.common.privacy.accumulation import RunScores
+from splitveil.common.privacy.beyond_features import Covariates
 from splitveil.common.privacy.number_attacks import (
     MIN_ROWS,
-    NumberCovariates,
     adjusted_r2,
     measure_numbers_beyond_features,
 )
@@ -79,7 +81,8 @@ def test_what_is_constant_or_known_in_full_has_no_figure() -> None:
 
 def test_scores_and_covariates_meet_at_their_positions() -> None:
     features, _, labels = drawn()
-    covariates = NumberCovariates(2 * np.arange(ROWS), features, labels)
+    nothing = features[:, :0]
+    covariates = Covariates(2 * np.arange(ROWS), features, nothing, nothing, labels)
     positions = np.arange(1000, 4000)
     scores = np.random.default_rng(3).standard_normal(3000)
     scores[positions % 2 == 0] = labels[500:2000]
@@ -94,9 +97,10 @@ def test_scores_and_covariates_meet_at_their_positions() -> None:
 # ---- what is kept of the rows
 
 LABELS = torch.linspace(0, 1, 200)
+NUMBERS = NumberLabels(LabelRange(low=0, high=1))
 
 
-def visit(kept: NumberRowCovariates, epoch: int, predictions: Tensor, value: float) -> None:
+def visit(kept: RowCovariates, epoch: int, predictions: Tensor, value: float) -> None:
     rows = np.random.default_rng(epoch).permutation(200)
     chosen = torch.from_numpy(rows)
     activation = torch.full((200, 3), value)
@@ -115,23 +119,23 @@ def visit(kept: NumberRowCovariates, epoch: int, predictions: Tensor, value: flo
 
 
 def test_visits_count_while_training_labels_are_explained_no_better_than_held_out_ones() -> None:
-    kept = NumberRowCovariates(np.arange(200), 200)
+    kept = RowCovariates(np.arange(200), 200, NUMBERS)
     mean = torch.full((200,), 0.5)
     half_way = 0.5 + (LABELS - 0.5) / 2  # an R2 of 3/4
     kept.note_held_out(0.0)
     for epoch in range(2):
         visit(kept, epoch, mean, float(epoch))
     visit(kept, 2, half_way, 2.0)
-    found = kept.numbers()
+    found = kept.result()
     assert found is not None
     assert found.features[:, 0].tolist() == [1.0] * 200
     assert found.labels == pytest.approx(LABELS.numpy())
     kept.note_held_out(0.75 - MAX_GAP / 2)
     visit(kept, 3, half_way, 3.0)
-    found = kept.numbers()
+    found = kept.result()
     assert found is not None
     assert found.features[:, 0].tolist() == [3.0] * 200
     assert found.features[:, 3] == pytest.approx(half_way.numpy(), abs=1e-3)
-    other = NumberRowCovariates(np.arange(200), 200)
+    other = RowCovariates(np.arange(200), 200, NUMBERS)
     other.load_state_dict(stored(kept.state_dict()))
     assert same(other.state_dict(), kept.state_dict())

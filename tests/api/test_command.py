@@ -254,7 +254,7 @@ def test_check_prints_every_problem_after_the_resolved_settings(folder: Path, ca
     ):
         assert text in said
     said = call("passive", "check", folder / "passive.yaml", "-v").out
-    assert "deadline_s: 120.0\n" in said
+    assert "alignment_attempts: 3\n" in said
     assert "ok: connect: no active party answers at 127.0.0.1:1 now" in said
 
 

@@ -275,13 +275,13 @@ def open_converted(
 
 def stamps_of(source: source_settings.Source, base_dir: Path) -> list[list[Any]]:
     """Return path, size and time of each file that a source consists of."""
+    stamps: list[list[Any]] = []
     match source:
         case source_settings.ParquetSource() | source_settings.CsvSource():
-            stamps: list[list[Any]] = []
             for file in find_files(table_path_of(source, base_dir)):
                 place = file.location
-                path = str(place.resolve()) if isinstance(place, Path) else place
-                stamps.append([path, file.num_bytes, file.modified_ns])
+                named = str(place.resolve()) if isinstance(place, Path) else place
+                stamps.append([named, file.num_bytes, file.modified_ns])
             return stamps
         case source_settings.SqlSource():
             paths = [snapshot_of(source, base_dir)]
@@ -289,15 +289,13 @@ def stamps_of(source: source_settings.Source, base_dir: Path) -> list[list[Any]]
             paths = source.files(base_dir)
         case _:
             paths = []
-    return [_stamp(path) for path in paths]
-
-
-def _stamp(path: Path) -> list[Any]:
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    return [str(path.resolve()), found.st_size, found.st_mtime_ns]
+    for path in paths:
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        stamps.append([str(path.resolve()), stat.st_size, stat.st_mtime_ns])
+    return stamps
 
 
 def _convert(

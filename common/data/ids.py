@@ -243,9 +243,14 @@ class IdReader:
         is_kept[[row for row, _ in twins]] = False
         if not is_kept.any():
             raise DataError(f"{self._where}: none of the {len(ids)} rows has a usable id")
+        several = len(self._columns) > 1
+        changes = {
+            f"{rule} of {self._columns[column]!r}" if several else rule: count
+            for (column, rule), count in self._effects.items()
+        }
         report = IdReport(
             len(ids),
-            _changes_in_words(self._effects, self._columns),
+            changes,
             unusable,
             len(same),
             len(alike),
@@ -253,7 +258,7 @@ class IdReader:
             0 if labels is None else sum(bool(labels[x] != labels[y]) for x, y in twins),
         )
         doubts = [
-            f"{name!r}: {doubt}" if len(self._columns) > 1 else doubt
+            f"{name!r}: {doubt}" if several else doubt
             for name, forms in zip(self._columns, self._forms, strict=True)
             for doubt in forms.doubts()
         ]
@@ -316,13 +321,6 @@ def check_allowed(
         problems.append(_problem(alike, "ids equal to another id once normalised"))
     if any(problems):
         raise DataError("\n".join(f"{source}: {problem}" for problem in problems if problem))
-
-
-def _changes_in_words(effects: Effects, names: Sequence[str]) -> dict[str, int]:
-    """Return how many ids each rule has changed, by the rule's name and, of several, the column."""
-    if len(names) < 2:
-        return {rule: count for (_, rule), count in effects.items()}
-    return {f"{rule} of {names[column]!r}": count for (column, rule), count in effects.items()}
 
 
 def _is_blank(text: str, form: CanonicalForm) -> bool:

@@ -131,9 +131,10 @@ class ParquetFiles:
             elif not pa.types.is_null(file.schema.field(name).type):
                 known.append((_plain_type(file.schema.field(name).type), file.found.name))
         if lacking:
+            named = ", ".join(lacking[:_NAMED]) + (", ..." if len(lacking) > _NAMED else "")
             problems.append(
                 f"{self.name}: column {name!r} is missing in {len(lacking)} of "
-                f"{len(self._files)} files: {_first(lacking)}"
+                f"{len(self._files)} files: {named}"
             )
         kind, first = known[0] if known else (pa.null(), "")
         for other, where in known:
@@ -184,7 +185,3 @@ def _part(table: Any, done_fraction: float) -> Part:
 
 def _listed(names: Mapping[str, object]) -> str:
     return ", ".join(map(repr, names)) or "none"
-
-
-def _first(names: Sequence[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")

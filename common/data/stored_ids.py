@@ -147,15 +147,14 @@ class IdIndex:
         rows = np.where(self._hashes[places] == hashes, self._rows[places], ABSENT)
         candidates = np.flatnonzero(rows != ABSENT)
         wanted = [ids[at] for at in candidates.tolist()] if len(candidates) < len(ids) else ids
-        if not self._holds(rows[candidates], wanted):
+        if isinstance(self._ids, StoredIds):
+            are_equal = self._ids.holds(rows[candidates], wanted)
+        else:
+            are_equal = [self._ids[row] for row in rows[candidates].tolist()] == list(wanted)
+        if not are_equal:
             for at, text in zip(candidates.tolist(), wanted, strict=True):
                 rows[at] = self._among_equal_hashes(int(places[at]), text)
         return rows
-
-    def _holds(self, rows: NDArray[np.int64], wanted: Sequence[str]) -> bool:
-        if isinstance(self._ids, StoredIds):
-            return self._ids.holds(rows, wanted)
-        return list(map(self._ids.__getitem__, rows.tolist())) == list(wanted)
 
     def _among_equal_hashes(self, place: int, wanted: str) -> int:
         first = self._hashes[place]

@@ -56,16 +56,14 @@ def read_timestamps(
     Years of two digits are among the hundred from ``first_year``. DataError names the rows whose
     text is no time (by default of ISO 8601), never the text.
     """
-    times = _times(column, text_format, first_year)
-    return {part: _as_numbers(times, part) for part in parts}
-
-
-def _as_numbers(times: ArrowColumn, part: TimestampPart) -> NDArray[np.float64]:
-    if part == "seconds":
-        numbers = pc.divide(pc.cast(pc.cast(times, pa.int64()), pa.float64(), safe=False), 1e6)
-    else:
-        numbers = pc.cast(_PARTS[part](times), pa.float64())
-    return np.asarray(numbers.to_numpy(), np.float64)
+    times, found = _times(column, text_format, first_year), {}
+    for part in parts:
+        if part == "seconds":
+            numbers = pc.divide(pc.cast(pc.cast(times, pa.int64()), pa.float64(), safe=False), 1e6)
+        else:
+            numbers = pc.cast(_PARTS[part](times), pa.float64())
+        found[part] = np.asarray(numbers.to_numpy(), np.float64)
+    return found
 
 
 def _times(column: WrittenColumn, text_format: str | None, first_year: int) -> ArrowColumn:

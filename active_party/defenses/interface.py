@@ -125,6 +125,7 @@ class LabelledRows(NamedTuple):
     logits: Callable[[], Tensor] = _no_logits
     """Computes what the top model predicts at this step, (batch,) or (batch, classes), without a
     graph, dropout or any trace in the model. Costs a pass through the top model, if it is asked."""
+    weights: Tensor | None = None  # of each row in the loss, (batch,); None if all count 1
 
 
 class LabelMove(NamedTuple):

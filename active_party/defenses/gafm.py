@@ -359,7 +359,7 @@ class MixedGradientDefense(interface.RememberingDefense):
             raise ValueError("expected a gradient of gafm's objective, with its label_move")
         defended, report = self.behind.defend(batch)
         cut_dim = batch.gradients[0].numel()
-        charge = self.behind.charge_covering(interface.LabelMove(batch.label_move, cut_dim, report))
+        charge = self.behind.charge_covering(batch.label_move, cut_dim, report)
         return interface.Defended(defended, replace(report, charge=charge))
 
     def targets(self, batch: interface.LabelledRows, /) -> Tensor:

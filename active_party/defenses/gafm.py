@@ -57,13 +57,7 @@ from splitveil.active_party.defenses.max_norm import MaxNormDefense
 from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource, fresh_key, open_uniform
 from splitveil.active_party.defenses.noisy_label import NoisyLabelDefense
 from splitveil.active_party.defenses.none import NoDefense
-from splitveil.active_party.defenses.objective import (
-    BatchLabels,
-    Objective,
-    StepOutcome,
-    TopModel,
-    descend,
-)
+from splitveil.active_party.defenses.objective import Objective, StepOutcome, TopModel, descend
 from splitveil.common.data.features import Features
 from splitveil.common.models.optimizers import Adam
 from splitveil.common.privacy.adversary import Adversary
@@ -355,7 +349,7 @@ class MixedGradientDefense(interface.RememberingDefense):
             raise ValueError("expected a gradient of gafm's objective, with its label_move")
         defended, report = self.behind.defend(batch)
         cut_dim = batch.gradients[0].numel()
-        charge = self.behind.charge_covering(interface.LabelMove(batch.label_move, cut_dim, report))
+        charge = self.behind.charge_covering(batch.label_move, cut_dim, report)
         return interface.Defended(defended, replace(report, charge=charge))
 
     def targets(self, batch: interface.LabelledRows, /) -> Tensor:
@@ -393,19 +387,30 @@ class Adversarial:
         self._noise = noise
         self._shifts = shifts
 
-    def compute(self, activation: Tensor, own: Features | None, labels: BatchLabels) -> StepOutcome:
-        self._teach_critic(activation, own, labels.targets)
+    def compute(
+        self,
+        activation: Tensor,
+        own: Features | None,
+        targets: Tensor,
+        batch: interface.LabelledRows,
+    ) -> StepOutcome:
+        self._teach_critic(activation, own, targets)
         self._teach_generator(activation, own)
         logits = self._generator(activation, own)
         predictions = torch.sigmoid(logits)
-        soft = soften(labels.targets, self._own_shifts(labels))
+        width = self._settings.response_width
+        if self._shifts is None:
+            shifts = uniform(self._noise, targets, width)
+        else:
+            shifts = self._shifts[batch.rows]
+        soft = soften(targets, shifts)
         mixed = mix(self._terms, activation, predictions, self._critic, soft)
-        self._oriented.watch(predictions.detach(), labels.targets)
+        self._oriented.watch(predictions.detach(), targets)
         oriented = self._oriented.orient(logits.detach())
         return StepOutcome(
             mixed.raw,
             torch.sigmoid(oriented),
-            binary_cross_entropy_with_logits(oriented, labels.true),
+            binary_cross_entropy_with_logits(oriented, batch.labels),
             mixed.label_move,
         )
 
@@ -444,8 +449,3 @@ class Adversarial:
         predictions = torch.sigmoid(self._generator(activation.detach(), own))
         loss = generator_loss(self._critic, predictions)
         descend(loss, self._generator.parameters(), self._optimizer)
-
-    def _own_shifts(self, labels: BatchLabels) -> Tensor:
-        if self._shifts is None:
-            return uniform(self._noise, labels.targets, self._settings.response_width)
-        return self._shifts[labels.rows]

@@ -125,14 +125,7 @@ class LabelledRows(NamedTuple):
     logits: Callable[[], Tensor] = _no_logits
     """Computes what the top model predicts at this step, (batch,) or (batch, classes), without a
     graph, dropout or any trace in the model. Costs a pass through the top model, if it is asked."""
-
-
-class LabelMove(NamedTuple):
-    """The influence of an example's own label on its own row, and the noise put on that row."""
-
-    size: float  # the most by which the label moves the row, as a norm; infinite if it is unknown
-    cut_dim: int
-    report: DefenseReport  # of the same batch
+    weights: Tensor | None = None  # of each row in the loss, (batch,); None if all count 1
 
 
 class Defense(ABC):
@@ -158,10 +151,12 @@ class Defense(ABC):
         """Return noisy labels of rows by position, (rows, values) on the CPU, or noisy sums."""
         raise ValueError("this defense releases no labels")
 
-    def charge_covering(self, _move: LabelMove, /) -> Charge:
+    def charge_covering(self, _size: float, _cut_dim: int, _report: DefenseReport, /) -> Charge:
         """Return a charge that also holds for a peer that knows all but the example's own label.
 
-        By default the charge for such a peer is unknown, and therefore infinite.
+        The label moves the example's own row, of so many values, by a norm of ``size`` at most,
+        infinite if it is unknown; the report is that of the same batch. By default the charge for
+        such a peer is unknown, and therefore infinite.
         """
         return UNBOUNDED
 

@@ -128,11 +128,13 @@ class Isotropic(interface.RememberingDefense):
         )
         return interface.Defended(interface.release(defended, batch.gradients), report)
 
-    def charge_covering(self, move: interface.LabelMove, /) -> Charge:
+    def charge_covering(
+        self, size: float, cut_dim: int, report: interface.DefenseReport, /
+    ) -> Charge:
         """Charge the label's own move against the noise, which is the same in all directions."""
-        deviation = math.sqrt(move.report.noise_power / move.cut_dim)
-        own = sum_kl_along_gap(deviation, deviation, move.size)
-        return Charge(max(own, move.report.charge.sum_kl))
+        deviation = math.sqrt(report.noise_power / cut_dim)
+        own = sum_kl_along_gap(deviation, deviation, size)
+        return Charge(max(own, report.charge.sum_kl))
 
 
 class PersistentIsotropic(interface.Defense):

@@ -238,22 +238,24 @@ class Marvell(interface.RememberingDefense):
         )
         return interface.Defended(interface.release(defended, batch.gradients), report)
 
-    def charge_covering(self, move: interface.LabelMove, /) -> Charge:
+    def charge_covering(
+        self, size: float, cut_dim: int, report: interface.DefenseReport, /
+    ) -> Charge:
         """Charge the label's own move against the noise, which covers it on a cut of one value.
 
         On a wider cut the noise lies along the gap of the classes, and the label moves its row in
         another direction.
         """
-        solution = move.report.solution
+        solution = report.solution
         if solution is None:
             own = 0.0  # noise without any signal
-        elif move.cut_dim == 1:
+        elif cut_dim == 1:
             own = sum_kl_along_gap(
-                math.sqrt(solution.neg_along), math.sqrt(solution.pos_along), move.size
+                math.sqrt(solution.neg_along), math.sqrt(solution.pos_along), size
             )
         else:
             own = math.inf
-        return Charge(max(own, move.report.charge.sum_kl))
+        return Charge(max(own, report.charge.sum_kl))
 
     def _answer_without_signal(self, rows: Tensor, batch: interface.RawBatch) -> interface.Defended:
         return interface.noise_alone(

@@ -239,6 +239,8 @@ class NoisyLabel(interface.Defense):
             interface.DefendedGradient(batch.gradients.detach()), self._report
         )
 
-    def charge_covering(self, move: interface.LabelMove, /) -> Charge:
+    def charge_covering(
+        self, _size: float, _cut_dim: int, report: interface.DefenseReport, /
+    ) -> Charge:
         """Return the same charge: every gradient is a function of features and noisy labels."""
-        return move.report.charge
+        return report.charge

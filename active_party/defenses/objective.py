@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from splitveil.active_party.defenses.interface import LabelledRows
 from splitveil.common.data.features import Features
 from splitveil.common.run.progress import State
 
@@ -31,17 +32,6 @@ class TopModel(NamedTuple):
     model: nn.Module  # maps (activation, own features or None) to logits
     optimizer: Optimizer
     schedule: Schedule
-
-
-class BatchLabels(NamedTuple):
-    """The active party's knowledge about a batch's labels."""
-
-    rows: Tensor  # indices in the common order, (batch,)
-    true: Tensor  # (batch,), 0 or 1, or the class index
-    targets: Tensor
-    """The labels from which the gradient that leaves is computed: the true ones, or the targets
-    with which a defense replaces them, (batch,)."""
-    weights: Tensor | None = None  # of each row in the loss, (batch,); None if all count 1
 
 
 @dataclass(frozen=True)
@@ -68,8 +58,14 @@ class Objective(Protocol):
     """The model that makes the predictions. Maps (activation, own features or None) to logits,
     (batch,), or (batch, classes) with several classes."""
 
-    def compute(self, activation: Tensor, own: Features | None, labels: BatchLabels) -> StepOutcome:
-        """Compute the gradient at the activation, (batch, *cut_shape), which requires it."""
+    def compute(
+        self, activation: Tensor, own: Features | None, targets: Tensor, batch: LabelledRows
+    ) -> StepOutcome:
+        """Compute the gradient at the activation, (batch, *cut_shape), which requires it.
+
+        Targets, (batch,), are the labels from which it is computed: the true ones of the batch, or
+        those with which a defense replaces them.
+        """
         ...
 
     def learn(self, outcome: StepOutcome, /) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.active_party.defenses import objective
+from splitveil.active_party.defenses.interface import LabelledRows
 from splitveil.active_party.training.predictions import (
     LossWeights,
     PredictionFigures,
@@ -180,7 +181,7 @@ class OrdinaryObjective:
         self._kind = kind
 
     def compute(
-        self, activation: Tensor, own: Features | None, labels: objective.BatchLabels
+        self, activation: Tensor, own: Features | None, targets: Tensor, batch: LabelledRows
     ) -> objective.StepOutcome:
         """Compute the gradient at the cut layer, and nothing else.
 
@@ -189,12 +190,12 @@ class OrdinaryObjective:
         if self.parallel is None:
             outputs = self.model(activation, own)
         else:
-            outputs = self.parallel(labels.rows, activation)
-        weights, kind = LossWeights(labels.weights, self._class_weights), self._kind
-        loss = kind.loss(outputs, labels.targets, weights)
+            outputs = self.parallel(batch.rows, activation)
+        weights, kind = LossWeights(batch.weights, self._class_weights), self._kind
+        loss = kind.loss(outputs, targets, weights)
         (raw,) = torch.autograd.grad(loss, activation, retain_graph=True)
         if not self._learns_targets:
-            loss = kind.loss(outputs, labels.true, weights)
+            loss = kind.loss(outputs, batch.labels, weights)
         return objective.StepOutcome(raw, kind.predicted(outputs.detach()), loss, logits=outputs)
 
     def learn(self, outcome: objective.StepOutcome, /) -> None:

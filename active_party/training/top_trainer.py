@@ -20,7 +20,7 @@ from splitveil.active_party.defenses import (
 )
 from splitveil.active_party.defenses.interface import LabelledRows
 from splitveil.active_party.defenses.noisy_sums import NoisySums
-from splitveil.active_party.defenses.objective import BatchLabels, Objective, StepOutcome
+from splitveil.active_party.defenses.objective import Objective, StepOutcome
 from splitveil.active_party.training.boosting import WithTrees
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.active_party.training.own_models import CutMemory, KnownRows
@@ -153,14 +153,14 @@ class TopTrainer:
         cut = to_device(activation, self._device, torch.float32).requires_grad_()
         labels = self._labels.index_select(0, rows)
         values = cut.detach()
-        targets = self._targets(
-            LabelledRows(rows, labels, values, lambda: self._logits(rows, values))
-        )
+        weights = None if self._weights.of_rows is None else self._weights.of_rows[rows]
+        batch = LabelledRows(rows, labels, values, lambda: self._logits(rows, values), weights)
+        with self._defending("the defense has no targets to train on"):
+            targets = self.defense.targets(batch)
         in_training_mode(self.model)
         own = self._own(rows)
-        weights = None if self._weights.of_rows is None else self._weights.of_rows[rows]
         with self.phases(Phase.FORWARD):
-            outcome = self._objective.compute(cut, own, BatchLabels(rows, labels, targets, weights))
+            outcome = self._objective.compute(cut, own, targets, batch)
             slopes = _slopes(outcome.logits, cut, weights) if self._gives_slopes else None
             if slopes is not None:
                 slopes *= self.kind.slope_of_residual
@@ -177,10 +177,6 @@ class TopTrainer:
             slopes,
             own,
         )
-
-    def _targets(self, batch: LabelledRows) -> Tensor:
-        with self._defending("the defense has no targets to train on"):
-            return self.defense.targets(batch)
 
     def _defend(
         self, outcome: StepOutcome, labels: Tensor, positions: Positions, slopes: Tensor | None

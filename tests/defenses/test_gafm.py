@@ -23,9 +23,9 @@ from splitveil.active_party.defenses import (
 from splitveil.active_party.defenses import gafm as losses
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.gafm import Adversarial
-from splitveil.active_party.defenses.interface import DefenseReport
+from splitveil.active_party.defenses.interface import DefenseReport, LabelledRows
 from splitveil.active_party.defenses.noise import NoiseSource
-from splitveil.active_party.defenses.objective import BatchLabels, TopModel
+from splitveil.active_party.defenses.objective import TopModel
 from splitveil.common.models.dense import MlpTop
 from splitveil.common.models.settings import MlpModel
 from splitveil.common.privacy.charge import Charge
@@ -312,7 +312,9 @@ def test_critic_and_generator_learn_before_the_answer_and_pull_in_their_directio
     critic, model = losses.build_critic(1.0, answer_noise()), generator_of(3)
     critic.load_state_dict(before["critic"])
     model.load_state_dict(found._generator.state_dict())
-    found.compute(activation, None, BatchLabels(torch.arange(64), labels, labels))
+    found.compute(
+        activation, None, labels, LabelledRows(torch.arange(64), labels, activation.detach())
+    )
     with torch.no_grad():
         old = torch.sigmoid(model(activation, None))
         new = torch.sigmoid(found._generator(activation, None))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from splitveil.active_party.defenses import Adversary, Charge
+from splitveil.active_party.defenses import Adversary, Charge, noise_digest
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound, sum_kl_for_leak_auc
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import Limit
@@ -193,3 +193,15 @@ def test_whatever_else_depends_on_training_labels_voids_the_bound_for_anybody(
         assert (objection is None) == strongest.includes(peers)
         if objection is not None:
             assert objection.startswith(f"{setting} leaves no bound for anybody")
+
+
+def test_an_epsilon_is_stated_only_where_every_charge_describes_anybody() -> None:
+    """Label-DP is a promise to everybody: beside early stopping, say, nobody can give it."""
+    drawn = Charge(0.5, noise_digest("key"), epsilon=1.0, adversary=ANYBODY)
+    for charges, expected in (
+        ([drawn, drawn], 1.0),
+        ([drawn.narrowed(HONEST)], None),
+        ([drawn, Charge(0.0, adversary=WEAK)], None),
+        ([drawn, Charge(0.0, adversary=ANYBODY)], 1.0),
+    ):
+        assert after(*charges).bounds(np.array([0])).epsilon == expected

@@ -2,7 +2,9 @@
 
 import errno
 import hashlib
+import math
 import os
+import struct
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
@@ -159,6 +161,22 @@ def test_a_ledger_that_cannot_be_deleted_is_an_error_of_the_disk(tmp_path: Path)
 
 
 # ---- damage ----
+
+
+def test_a_charge_is_read_from_its_own_bytes_alone() -> None:
+    """A figure that is no number would pass every budget, and a cut name would be another noise."""
+    for charge in (FRESH, REPEATED, NO_CHARGE, Charge(math.inf)):
+        assert Charge.from_bytes(charge.to_bytes()) == charge
+    whole, nan = REPEATED.to_bytes(), struct.pack("<d", math.nan)
+    for damaged in (
+        nan + whole[8:],
+        whole[:16] + nan + whole[24:],
+        whole[:64] + b"\3" + whole[65:],
+    ):
+        with pytest.raises(ValueError, match="a charge"):
+            Charge.from_bytes(damaged)
+    with pytest.raises(ValueError, match="noise_digest"):
+        Charge(0.5, b"a name that is no digest")
 
 
 FIRST, SECOND = (

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitveil.active_party.defenses.objective import BatchLabels, TopModel
+from splitveil.active_party.defenses.interface import LabelledRows
+from splitveil.active_party.defenses.objective import TopModel
 from splitveil.active_party.training.label_kinds import OrdinaryObjective
 from splitveil.active_party.training.predictions import (
     LossWeights,
@@ -122,13 +123,17 @@ def test_class_weights_follow_the_target_and_not_the_label(num_classes: int) -> 
     activation = torch.randn(6, 4).requires_grad_()
     raw = [
         objective.compute(
-            activation, None, BatchLabels(torch.arange(6), torch.full((6,), label), targets)
+            activation,
+            None,
+            targets,
+            LabelledRows(torch.arange(6), torch.full((6,), label), activation.detach()),
         ).raw
         for label in (0.0, 1.0)
     ]
     assert torch.equal(*raw)
-    other = BatchLabels(torch.arange(6), torch.zeros(6), targets.flip(0))
-    assert not torch.equal(objective.compute(activation, None, other).raw, raw[0])
+    batch = LabelledRows(torch.arange(6), torch.zeros(6), activation.detach())
+    other = objective.compute(activation, None, targets.flip(0), batch)
+    assert not torch.equal(other.raw, raw[0])
 
 
 class WithoutFeatures(nn.Module):

@@ -183,3 +183,22 @@ def _epoch_axis(epochs: Sequence[run_files.Numbers]) -> Axis:
     unit = math.ceil(last / 8)
     ticks = [1, *(tick for tick in range(unit, last + 1, unit) if tick > 1)]
     return Axis("epochs trained", 1, last, ticks)
+
+
+def number_panels(run: run_files.RunFiles) -> list[Panel]:
+    """Return the test RMSE over epochs beside that of the constant prediction."""
+    lines = [line for line in run_files.test_lines(run) if line.number is not None]
+    if not lines:
+        return []
+    epochs = run_files.column(line.epoch for line in lines) + 1
+    found = run_files.column(line.number and line.number.rmse for line in lines)
+    constant = run_files.column(line.number and line.number.constant_rmse for line in lines)
+    return [
+        figure_panel(
+            "Test RMSE",
+            [
+                Line(epochs, constant, "muted dashed", "constant"),
+                Line(epochs, found, "utility", "test", markers=True),
+            ],
+        )
+    ]

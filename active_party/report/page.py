@@ -121,9 +121,7 @@ def report_page(run: RunFiles) -> str:
         not_run=sorted(set(map(str, ATTACKS)) - {found.attack for found in findings}),
         has_passives=bool(run.passives),
         ledger=bounds.ledger_of(run),
-        training=[*panels.training_panels(run), *panels.number_panels(run)]
-        if leak.has_gradients
-        else [],
+        training=panels.training_panels(run) if leak.has_gradients else [],
         number_rows=list(tables.number_rows(run)),
         of_numbers=run_files.is_of_numbers(run),
         leak_panels=panels.leak_panels(run, series, leak.feature_auc),

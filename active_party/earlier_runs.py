@@ -33,6 +33,7 @@ from splitveil.active_party.named_inputs import HAS_KNOWN_NOISE
 from splitveil.active_party.run.observer import Unobserved
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder
+from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.command_line import stored_settings
 from splitveil.common.party.party_data import PartyData
@@ -41,7 +42,7 @@ from splitveil.common.record.run_folder import claimed, has_finished, storage_er
 from splitveil.common.record.run_store import ANSWERED, RUN_STATE, RunStore
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.id_rules import rules_as_bytes
-from splitveil.common.settings import validate
+from splitveil.common.settings import Mark, marked, validate, without
 from splitveil.common.text.files import only_one_process
 from splitveil.common.text.upper_bounds import auc_at_most
 
@@ -51,7 +52,6 @@ _FOLDER = re.compile(rf"{ACTIVE}(\.previous-[0-9]+)?")
 _IS_RUNNING = "a run about the same labels has this folder: wait for its end"
 _LOCK = ".counting.lock"  # file in ``runs_dir``
 _NOTHING = AccountBook.empty()
-_READS_ALIKE = {"cache_dir", "store", "snapshot", "snapshot_dir", "encoding", "decimal"}
 
 
 @contextmanager
@@ -117,8 +117,8 @@ def _say(folder: Path, book: AccountBook) -> None:
     written_s = max(path.stat().st_mtime for path in (folder / "checkpoint").iterdir())
     logger.info(
         "these labels were released at a leak AUC of %s for %s in %s (%s)",
-        auc_at_most(auc_bound(book.most(), book.known())),
-        book.adversary().in_words,
+        auc_at_most(auc_bound(book.worst())),
+        book.worst().adversary.in_words,
         folder,
         datetime.fromtimestamp(written_s, UTC).date(),
     )
@@ -156,10 +156,8 @@ def _is_about_labels_of(settings: ActiveSettings, data: dict[str, Any]) -> bool:
     if all(have_ids):
         return True
     # The number of a row names an example in one file only.
-    one, other = (
-        {name: value for name, value in source.items() if name not in _READS_ALIKE}
-        for source in (data["source"], own["source"])
-    )
+    same = marked(DataSettings, Mark.SAME_ROWS)
+    one, other = (without(same, whole)["source"] for whole in (data, own))
     if one != other:
         return False
     if any(have_ids):

@@ -7,11 +7,10 @@ with the run's budget.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,16 +21,9 @@ from splitveil.active_party.defenses.marvell import power_ratio_for, worst_pair_
 from splitveil.active_party.defenses.noisy_sums import COMPUTATIONAL
 from splitveil.active_party.defenses.sum_kl import sum_kl_for_estimated_auc, sum_kl_for_leak_auc
 from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.ledger.bounds import (
-    KnownBounds,
-    auc_bound,
-    compose,
-    estimate_of,
-    known_of_entry,
-)
+from splitveil.active_party.ledger.bounds import Accounts, auc_bound, estimate_of
 from splitveil.active_party.ledger.budget import num_answers_within
 from splitveil.active_party.ledger.label_signals import widest_adversary
-from splitveil.active_party.ledger.ledger import logged
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
@@ -62,22 +54,22 @@ class PlannedAnswers(NamedTuple):
     charge: ChargeForecast
     """Of all of them together."""
 
-    def figure(self, of_divergence: Callable[[float], float]) -> tuple[float, float] | None:
+    def figure(self, of_account: Callable[[Accounts], float]) -> tuple[float, float] | None:
         if self.charge.certainty == "unknown":
             return None
-        return of_divergence(self.charge.low), of_divergence(self.charge.high)
+        least, most = accounts_of(self.charge)
+        return of_account(least), of_account(most)
 
     def bound(self, peers: Adversary) -> tuple[float, float] | None:
         """Return the least and the most that the bound on the leak AUC may be, if it is known."""
         charge = self.charge
         if not charge.adversary.includes(peers) or not math.isfinite(charge.high):
             return None
-        return self.figure(partial(auc_bound, known=known_of_forecast(charge)))
+        return self.figure(auc_bound)
 
     def row(self) -> dict[str, Any]:
         """Return plain values, column -> value; None for what is unknown or not bounded."""
-        known = known_of_forecast(self.charge)
-        sum_kl, estimate = self.figure(float), self.figure(partial(estimate_of, known=known))
+        sum_kl, estimate = self.figure(lambda one: float(one.sum_kl)), self.figure(estimate_of)
         figures = {"sum_kl": sum_kl, "estimated_leak_auc": estimate}
         figures |= {peers.column: self.bound(peers) for peers in Adversary}
         return {
@@ -232,17 +224,18 @@ def _shares(labels: Tensor, data: PartyData) -> str:
 def _with_earlier(book: AccountBook, charge: ChargeForecast) -> str:
     if book.ledger.reveals_nothing:
         return ""
-    before, peers = book.known(), narrowest(book.adversary(), charge.adversary)
-    both = auc_bound(book.most() + charge.high, compose(before, known_of_forecast(charge)))
+    before = book.worst()
+    peers = narrowest(before.adversary, charge.adversary)
+    both = auc_bound(before.together(accounts_of(charge)[1]))
     together = (
         f"together with this run {auc_at_most(both)}, bounded for {peers.in_words}"
         if charge.is_promise
         else "what this run adds is not known before"
     )
     return (
-        f"What earlier runs have revealed comes on top, sum_kl {at_most(book.most())} at most, a "
-        f"leak AUC of {auc_at_most(auc_bound(book.most(), before))}, bounded for "
-        f"{book.adversary().in_words}; {together}."
+        f"What earlier runs have revealed comes on top, sum_kl {at_most(float(before.sum_kl))} at "
+        f"most, a leak AUC of {auc_at_most(auc_bound(before))}, bounded for "
+        f"{before.adversary.in_words}; {together}."
     )
 
 
@@ -261,17 +254,17 @@ def _brief(
     yield together_in_words
     if settings.run_budget is None:
         return
-    known = known_of_forecast(forecast.charge)
-    earlier, together = book.most(), compose(book.known(), known)
+    before, (_, account) = book.worst(), accounts_of(forecast.charge)
     limit, contract = settings.run_budget.limit, settings.contract
     epochs = 1 if contract.is_one_shot else contract.epochs
     # Repeated noise exceeds the budget either with its first answer or never.
     epochs_charged = epochs if forecast.configured == "fresh" else 1
     charge = forecast.charge
-    last = stop_epoch(charge.low, epochs_charged, float(limit.of(known)))
-    first = stop_epoch(charge.high, epochs_charged, float(limit.of(together)) - earlier)
+    last = stop_epoch(charge.low, epochs_charged, float(limit.of(account)))
+    left = float(limit.of(before.together(account)) - before.sum_kl)
+    first = stop_epoch(charge.high, epochs_charged, left)
     ends = _end_in_words(first, last, epochs, charge)
-    yield f"run_budget, for {limit.peers.in_words}: {limit.in_words(known)}: {ends}"
+    yield f"run_budget, for {limit.peers.in_words}: {limit.in_words(account)}: {ends}"
 
 
 def _end_in_words(first: int | None, last: int | None, epochs: int, charge: ChargeForecast) -> str:
@@ -315,23 +308,25 @@ def bound_in_words(charge: ChargeForecast, peers: Adversary) -> str:
     described = charge.high < math.inf or charge.certainty == "unknown"
     if not (described and charge.adversary.includes(peers)):
         return "none"
-    known = known_of_forecast(charge)
-    return forecast_in_words(charge, lambda sum_kl: auc_at_most(auc_bound(sum_kl, known)))
+
+    return forecast_in_words(charge, lambda one: auc_at_most(auc_bound(one)))
 
 
-def forecast_in_words(charge: ChargeForecast, figure: Callable[[float], str]) -> str:
-    """Write a figure of a charge's divergence, and how certain it is."""
+def forecast_in_words(charge: ChargeForecast, figure: Callable[[Accounts], str]) -> str:
+    """Write a figure of an account with this charge, and how certain it is."""
+    least, most = accounts_of(charge)
     match charge.certainty:
         case "exact":
-            return figure(charge.high)
+            return figure(most)
         case "bound":
-            return f"at most {figure(charge.high)}"
+            return f"at most {figure(most)}"
         case "estimate":
-            return f"likely {figure(charge.low)} .. {figure(charge.high)}"
+            return f"likely {figure(least)} .. {figure(most)}"
         case "unknown":
             return "not known before"
 
 
-def known_of_forecast(charge: ChargeForecast) -> KnownBounds:
-    """Return what would be known of a charge as high as forecast, besides its divergence."""
-    return known_of_entry(logged(replace(charge.highest, noise_identity="forecast")))
+def accounts_of(charge: ChargeForecast) -> tuple[Accounts, Accounts]:
+    """Return the accounts, (), that are charged the lowest and the highest divergence forecast."""
+    most = Accounts.of_charge(charge.highest)
+    return most._replace(sum_kl=np.asarray(charge.low)), most

@@ -59,10 +59,6 @@ class ServingSettings(Section):
     timeout_s: float = Field(default=1.0, gt=0, le=600)
     """Seconds after which a request without an answer from every passive party is given up."""
 
-    batch_wait_ms: float = Field(default=0.0, ge=0, le=1000)
-    """Milliseconds for which a request waits for others, to be sent together with them. Requests
-    that arrive while earlier ones are under way are sent together in any case."""
-
     ids_per_second: float | None = Field(default=None, gt=0)
     """Largest number of ids per second on average for each program; ``null`` for no limit. One
     second's number may be asked for at once."""
@@ -223,7 +219,7 @@ class InferenceSettings(Section):
 class ActiveSettings(PartySettings):
     """The label owner's settings, which stay private."""
 
-    listen: Annotated[Address, Mark.MAY_CHANGE] = "127.0.0.1:50051"
+    listen: Annotated[Address, Mark.MAY_CHANGE, Mark.PER_RUN] = "127.0.0.1:50051"
     """Host and port at which the passive party reaches this one."""
 
     first_contact_s: Annotated[float, Mark.MAY_CHANGE] = Field(default=3600.0, gt=0)

@@ -23,7 +23,7 @@ from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
 from splitveil.common.data.features import FeatureEncoder, Features, FeatureShapes
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.models.data_parallel import Beginning, Learner, begin
-from splitveil.common.models.factory import Trial, build_top_model
+from splitveil.common.models.factory import Trial, build_top_model, one_at_a_time
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.ranks import Ranks
 from splitveil.common.models.settings import bins_of
@@ -41,6 +41,7 @@ _MOST_REMEMBERED_BYTES = 2**28  # last activations of a run with gradients, in e
 class TrainerBuilder:
     """Builds the trainer once the common rows are known, and keeps the encoder fitted on them."""
 
+    @one_at_a_time
     def __init__(
         self,
         settings: ActiveSettings,
@@ -73,6 +74,7 @@ class TrainerBuilder:
         began_free = self._earlier is None or self._earlier.is_label_free
         return began_free and self._settings.defense.traits.model_is_label_free
 
+    @one_at_a_time
     def __call__(self, rows: AlignedRows) -> TopTrainer:
         """Build the trainer.
 

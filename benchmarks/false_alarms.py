@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from benchmarks.environment import print_environment
 from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.beyond_features import Covariates
-from splitveil.common.privacy.figures import BeyondFigures, LedgerFigures, SpreadFigures
+from splitveil.common.privacy.figures import BeyondFigures, LeakBounds, Spread
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.leakage import ClassIndices, Floats
 from splitveil.common.privacy.observation import Observation
@@ -146,9 +146,9 @@ def main() -> None:
 
 def outcome(found: BeyondFigures) -> tuple[bool, bool, bool]:
     """Return whether there is an alarm, and a leak; and that something was measured."""
-    bound = SpreadFigures(BOUND, BOUND, BOUND)
-    none = SpreadFigures(1.0, 1.0, 1.0)
-    assessed = assess_figures(found, LedgerFigures(bound, bound, none, none, bound), {})
+    bound = Spread(BOUND, BOUND, BOUND)
+    none = Spread(1.0, 1.0, 1.0)
+    assessed = assess_figures(found, LeakBounds(bound, bound, none, none, bound), {})
     leaks = any(one.finding in {Finding.LEAKS, Finding.ABOVE_BOUND} for one in assessed.attacks)
     return bool(assessed.above_bound), leaks, True
 

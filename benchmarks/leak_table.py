@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.environment import print_environment
-from splitveil.active_party.monitor.stated_bounds import ledger_figures
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.attacks import ON_STORED_ROWS
 from splitveil.common.privacy.adversary import Adversary
@@ -164,7 +163,7 @@ def run_table(runs: Mapping[str, Sequence[AttackedRun]]) -> list[str]:
     for defense, found in runs.items():
         leaks = [interval([r.run_level[layer][name] for r in found]) for layer, name in columns]
         estimate = average(found, lambda r: r.bounds.estimate.max)
-        bound = average(found, lambda r: r.bounds.against(Adversary.CLASS_MEANS).leak_auc.max)
+        bound = average(found, lambda r: r.bounds.against(Adversary.CLASS_MEANS).max)
         test = average(found, lambda r: r.test_aucs[-1])
         lines.append(row([defense, test, *leaks, estimate, bound]))
     alone = [
@@ -229,7 +228,7 @@ def main() -> None:
         print_tables(tasks[0], runs)
         print(f"\n{len(tasks)} runs in {time.monotonic() - begun:.0f} s")
         kept += [
-            to_form(task._asdict() | result._asdict() | {"bounds": ledger_figures(result.bounds)})
+            to_form(task._asdict() | result._asdict() | {"bounds": result.bounds})
             for task, result in found
         ]
         if arguments.json is not None:

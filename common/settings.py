@@ -5,10 +5,12 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from enum import Enum, auto
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Discriminator, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from splitveil.common.errors import SettingsError
@@ -34,7 +36,13 @@ class Mark(Enum):
     PATH = auto()  # one or several, relative to the settings file
     LIBRARY = auto()  # a path if it has a slash, otherwise a name
     HIDDEN = auto()  # it may hold a secret, which no message repeats
+    SEED = auto()  # whoever knows it can repeat what is otherwise drawn in secret
     MAY_CHANGE = auto()  # when a run is resumed; all others affect its results
+    ABOUT_LABELS = auto()  # of no use in a table without labels
+    SAME_ROWS = auto()  # whatever it is, row n of a source is the same example
+    UNCACHED = auto()  # columns kept in ``cache_dir`` are the same whatever it is
+    PER_RUN = auto()  # runs that are compared differ in it
+    KIND = auto()  # it chooses the section's class: every field of one text only
 
 
 class Section(BaseModel):
@@ -245,9 +253,10 @@ def _parent(where: Sequence[str | int], paths: Collection[tuple[str, ...]]) -> t
     return parent
 
 
-def marked(section: type[Section], *marks: Mark) -> set[Place]:
-    """Return the places of all fields that have one of these marks."""
-    return _field_paths(section, marks=marks)
+@cache
+def marked(section: type[Section], mark: Mark) -> frozenset[Place]:
+    """Return the places of all fields that have this mark."""
+    return frozenset(_field_paths(section, mark=mark))
 
 
 def change_at(places: Collection[Place], values: Any, change: Callable[[Any], Any]) -> Any:
@@ -256,11 +265,22 @@ def change_at(places: Collection[Place], values: Any, change: Callable[[Any], An
         return [change_at(places, one, change) for one in values]
     if not isinstance(values, Mapping):
         return change(values) if () in places else values
-    found = {}
-    for name, value in values.items():
-        inner = {place[1:] for place in places if not place or place[0] in {name, "*"}}
-        found[name] = change_at(inner, value, change)
-    return found
+    return {name: change_at(below(places, name), value, change) for name, value in values.items()}
+
+
+def without(places: Collection[Place], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return plain settings without what stands at these places."""
+    inner = {name: below(places, name) for name in values}
+    return {
+        name: without(inner[name], value) if isinstance(value, Mapping) else value
+        for name, value in values.items()
+        if () not in inner[name]
+    }
+
+
+def below(places: Collection[Place], name: str) -> set[Place]:
+    """Return the places in a section, as they are called there; the section's own is ``()``."""
+    return {place[1:] for place in places if place[:1] in {(), (name,), ("*",)}}
 
 
 def _field_paths(
@@ -268,12 +288,12 @@ def _field_paths(
     path: Place = (),
     within: tuple[Any, ...] = (),
     tags: Collection[str] = (),
-    marks: Collection[Mark] = (),
+    mark: Mark | None = None,
 ) -> set[Place]:
     """Collect the paths of all fields reachable from a type; the types around it may recur.
 
-    Of a union of sections, only those that ``tags`` name are followed, if it names any. With marks,
-    only fields that have one are collected.
+    Of a union of sections, only those that ``tags`` name are followed, if it names any; ``mark``
+    leaves only the fields that have it.
     """
     if annotation in within:
         return set()
@@ -282,19 +302,26 @@ def _field_paths(
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         for name, field in annotation.model_fields.items():
             inner = (*path, name)
-            if not marks or any(one in marks for one in field.metadata):
+            is_kind = mark is Mark.KIND and isinstance(only_value(field), str)
+            if mark is None or mark in field.metadata or is_kind:
                 found.add(inner)
-            found |= _field_paths(field.annotation, inner, around, tags, marks)
+            found |= _field_paths(field.annotation, inner, around, tags, mark)
     kinds = get_args(annotation)
-    if marks and get_origin(annotation) is dict:
+    if mark is not None and get_origin(annotation) is dict:
         path = (*path, "*")
-    for argument in [kind for kind in kinds if _tag_of(kind) in tags] or kinds:
+    for argument in [kind for kind in kinds if tag_of(kind) in tags] or kinds:
         if isinstance(argument, type) or get_args(argument):
-            found |= _field_paths(argument, path, around, tags, marks)
+            found |= _field_paths(argument, path, around, tags, mark)
     return found
 
 
-def _tag_of(kind: Any) -> Any:
-    fields = getattr(kind, "model_fields", {})
-    field = next((fields[name] for name in ("name", "kind") if name in fields), None)
-    return next(iter(get_args(field.annotation)), None) if field is not None else None
+def only_value(field: FieldInfo) -> Any:
+    """Return the only value that a field can have; None if it can have several."""
+    values = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    return values[0] if len(values) == 1 else None
+
+
+def tag_of(kind: Any) -> str | None:
+    """Return the word by which a section names its kind; None if it does not have one."""
+    values = map(only_value, getattr(kind, "model_fields", {}).values())
+    return next((value for value in values if isinstance(value, str)), None)

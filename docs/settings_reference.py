@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.run.contract import Contract
-from splitveil.common.settings import Section
+from splitveil.common.settings import Mark, Section, only_value, tag_of
 from splitveil.common.text.addresses import usable
 from splitveil.experiments.settings import Experiment
 from splitveil.passive_party.settings import PassiveSettings
@@ -130,7 +130,7 @@ class Place:
         """Yield the fields shown here: not those that only repeat the heading's tag."""
         hidden = () if self.root is None else self.root.inherited.model_fields
         for name, info in self.section.model_fields.items():
-            repeats_tag = isinstance(_only_value(info), str) and not info.description
+            repeats_tag = isinstance(only_value(info), str) and not info.description
             if name not in hidden and not info.exclude and not repeats_tag:
                 yield name, info
 
@@ -188,7 +188,8 @@ class Reference:
                 key = f"{place.key}.{name}"
                 anchor = "" if key in below else f'<a id="{key}"></a>'
                 kind = "path" if place.is_path(name) else self._kind(name, info)
-                yield f"- {anchor}**`{name}`**: {kind}; {_default(info)}."
+                marks = "; may change when a run is resumed" * (Mark.MAY_CHANGE in info.metadata)
+                yield f"- {anchor}**`{name}`**: {kind}; {_default(info)}{marks}."
                 yield from (f"  {line}".rstrip() for line in _prose(info.description))
             if any(place.fields()):
                 yield ""
@@ -231,7 +232,7 @@ def sections_of(
         sections = [pair for part in parts for pair in sections_of(part)]
         are_alternatives = origin in {Union, UnionType} and len(sections) > 1
         for section, own_tag in sections:
-            yield section, own_tag or (_tag_of(section) if are_alternatives else None)
+            yield section, own_tag or (tag_of(section) if are_alternatives else None)
 
 
 def joined(words: Sequence[str]) -> str:
@@ -241,20 +242,9 @@ def joined(words: Sequence[str]) -> str:
     return f"{', '.join(others)}{comma} or {last}" if others else last
 
 
-def _only_value(info: FieldInfo) -> Any:
-    values = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
-    return values[0] if len(values) == 1 else None
-
-
-def _tag_of(section: type[Section]) -> str | None:
-    """Return the word by which a section names its kind; None if it does not have one."""
-    values = (_only_value(info) for info in section.model_fields.values())
-    return next((value for value in values if isinstance(value, str)), None)
-
-
 def _fields_with_value(section: type[Section], tag: str | None) -> list[str]:
     """Return the name of the first field that can only have the tag's value, if there is one."""
-    names = [name for name, info in section.model_fields.items() if _only_value(info) == tag]
+    names = [name for name, info in section.model_fields.items() if only_value(info) == tag]
     return names[:1] if tag is not None else []
 
 
@@ -314,7 +304,7 @@ def _default(info: FieldInfo) -> str:
         return "required"
     value = info.get_default(call_default_factory=True)
     if isinstance(value, Section) and not value.model_fields_set:
-        tag = _tag_of(type(value))
+        tag = tag_of(type(value))
         value = dict.fromkeys(_fields_with_value(type(value), tag), tag)
         if not value:
             return "default: that section with its own defaults"

@@ -15,7 +15,7 @@ from splitveil.common.data.features import FeatureEncoder, FeatureShapes
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.components import ComponentsBottom
 from splitveil.common.models.data_parallel import Beginning, Learner, Take, begin
-from splitveil.common.models.factory import Trial, build_bottom_model
+from splitveil.common.models.factory import Trial, build_bottom_model, one_at_a_time
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.ranks import Ranks
 from splitveil.common.models.settings import PcaModel, ScoreModel, bins_of
@@ -90,6 +90,7 @@ def check_named_code(settings: PassiveSettings) -> None:
 class BottomBuilder:
     """Makes the trainer once the common rows are known, and keeps the encoder fitted on them."""
 
+    @one_at_a_time
     def __init__(
         self,
         settings: PassiveSettings,
@@ -119,6 +120,7 @@ class BottomBuilder:
         found = identity_metadata(identity, self._settings.contract)
         logger.debug("model saved in %s", save_model(folder, model, self.encoder, found))
 
+    @one_at_a_time
     def __call__(self, rows: AlignedRows) -> BottomTrainer:
         settings, contract = self._settings, self._settings.contract
         is_computed = isinstance(settings.bottom_model, PcaModel)

@@ -6,7 +6,6 @@ number ridge regression.
 """
 
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -20,12 +19,14 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from splitveil.common.data.features import FeatureEncoder, Features
+from splitveil.common.models.optimizers import Adam
 
 MOST_DIMENSIONS = 512  # wider activations are projected onto as many random directions first
 RARE_ROWS = 5  # levels in fewer of the rows are taken together
 MOST_LEVELS = 1000  # the most frequent; the others are taken together
 
 _NEIGHBOURS = 15
+_AT_ONCE = 1024  # rows whose neighbours are looked for
 _QUARTERS = np.arange(4)
 _RIDGE = 1e-6
 _SEED = 0
@@ -111,10 +112,10 @@ def random_directions(dimensions: int, seed: int) -> _Numbers:
 
 
 def _quarters(values: npt.NDArray[Any]) -> _Rows:
-    from scipy.stats import rankdata  # noqa: PLC0415
-
     # Equal numbers stay together, in the quarter of their middle.
-    quarters: _Rows = ((rankdata(values) - 0.5) * 4 / len(values)).astype(np.int64)
+    _, members, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - counts / 2)[members]
+    quarters: _Rows = (ranks * 4 / len(values)).astype(np.int64)
     return quarters
 
 
@@ -146,7 +147,7 @@ def _by_network(activations: _Numbers, columns: Sequence[Column], known: int) ->
             nn.ReLU(),
             nn.Linear(_HIDDEN, len(columns) * most),
         )
-        optimizer = torch.optim.Adam(model.parameters(), _LEARNING_RATE)
+        optimizer = Adam(model.parameters(), _LEARNING_RATE, fused=True)
         steps = -(-_EPOCHS * known // _BATCH) if columns else 0
         for step in range(steps):
             for group in optimizer.param_groups:
@@ -176,11 +177,16 @@ def _one_thread() -> Iterator[None]:
 
 
 def _nearest_rows(activations: _Numbers, known: int) -> tuple[_Rows, _Numbers]:
-    # Importing it takes time that only a run that is measured should pay.
-    from sklearn.neighbors import NearestNeighbors  # noqa: PLC0415
-
-    nearest = NearestNeighbors(n_neighbors=_NEIGHBOURS).fit(activations[:known])
-    distances, rows = nearest.kneighbors(activations[known:])
+    of_known, asked, found = activations[:known], activations[known:], []
+    squares = np.square(of_known).sum(axis=1)
+    for part in np.array_split(asked, range(_AT_ONCE, len(asked), _AT_ONCE)):
+        # Less the square of the row itself, which is the same for all of its neighbours.
+        nearness = 2 * part @ of_known.T - squares
+        rows = np.argpartition(-nearness, _NEIGHBOURS, axis=1)[:, :_NEIGHBOURS]
+        distances = np.linalg.norm(part[:, None] - of_known[rows], axis=2)
+        order = np.argsort(distances, axis=1)
+        found.append([np.take_along_axis(one, order, axis=1) for one in (rows, distances)])
+    rows, distances = map(np.concatenate, zip(*found, strict=True))
     return rows, 1 / (distances + 1e-6)
 
 
@@ -195,25 +201,27 @@ def _by_regression(
     activations: _Numbers, values: npt.NDArray[Any], classes: _Rows, known: int
 ) -> _Rows:
     """Return the class of the number that is nearest to the one that ridge regression predicts."""
-    from sklearn.linear_model import Ridge  # noqa: PLC0415
-
     order = np.argsort(values)
     ordered = values[order].astype(np.float64)
-    predicted = Ridge(_RIDGE).fit(activations[:known], values[:known]).predict(activations[known:])
-    nearest = np.searchsorted((ordered[1:] + ordered[:-1]) / 2, predicted)
+    mean, centre = values[:known].mean(dtype=np.float64), activations[:known].mean(axis=0)
+    centred = activations - centre
+    products = centred[:known].T @ centred[:known] + _RIDGE * np.eye(len(centre))
+    slopes = np.linalg.solve(products, centred[:known].T @ (values[:known] - mean))
+    nearest = np.searchsorted((ordered[1:] + ordered[:-1]) / 2, centred[known:] @ slopes + mean)
     guessed: _Rows = classes[order[nearest]]
     return guessed
 
 
 def _by_class_means(activations: _Numbers, classes: _Rows, known: int) -> _Rows:
-    from sklearn.discriminant_analysis import LinearDiscriminantAnalysis  # noqa: PLC0415
-
-    if (classes[:known] == classes[0]).all():
-        return np.full(len(classes) - known, classes[0])
-    model = LinearDiscriminantAnalysis(solver="lsqr", shrinkage=_RIDGE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a class with one known row
-        guessed: _Rows = model.fit(activations[:known], classes[:known]).predict(
-            activations[known:]
-        )
+    levels, members, counts = np.unique(classes[:known], return_inverse=True, return_counts=True)
+    means = np.zeros((len(levels), activations.shape[1]))
+    np.add.at(means, members, activations[:known])
+    means /= counts[:, None]
+    centred = activations[:known] - means[members]
+    covariance = centred.T @ centred / known
+    unit = np.trace(covariance) / len(covariance) * np.eye(len(covariance))
+    shrunk = (1 - _RIDGE) * covariance + _RIDGE * unit
+    weights = np.linalg.lstsq(shrunk, means.T, rcond=None)[0]
+    merits = activations[known:] @ weights - (means.T * weights).sum(axis=0) / 2
+    guessed: _Rows = levels[(merits + np.log(counts / known)).argmax(axis=1)]
     return guessed

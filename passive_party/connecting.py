@@ -16,7 +16,7 @@ from splitveil.common.party.party_status import OPEN, RunStatus
 from splitveil.common.record.run_folder import end_of
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
-from splitveil.common.wire.connection import NoteAttempt, PeerConnection
+from splitveil.common.wire.connection import FIRST_WAIT_S, NoteAttempt, PeerConnection
 from splitveil.common.wire.endpoint import log_security
 from splitveil.common.wire.http_proxy import HttpProxy, named_proxy, proxy_of_environment
 from splitveil.common.wire.recorded_calls import AllNotes, Notes
@@ -121,5 +121,5 @@ def _is_back(settings: PassiveSettings, interruption: Interruption) -> bool:
             with suppress(PeerError):
                 if peer.is_ready():
                     return True
-            time.sleep(settings.reconnect.first_wait_s)
+            time.sleep(FIRST_WAIT_S)
     return False

@@ -21,6 +21,7 @@ from splitveil.common.run.messages import Activation
 from splitveil.common.text.closing import Closing
 from splitveil.common.wire import probes, small_messages, tensor_codec
 from splitveil.common.wire.connection import (
+    FIRST_WAIT_S,
     Interruption,
     MessageStream,
     NoteAttempt,
@@ -248,7 +249,7 @@ class GrpcPeer(Closing):
                     deadline = time.monotonic() + patience_s  # the peer decides when to go
                 if time.monotonic() > deadline:
                     raise
-                self._retrying.sleep(self._reconnect.first_wait_s)
+                self._retrying.sleep(FIRST_WAIT_S)
             else:
                 return
 

@@ -23,16 +23,17 @@ from typing import get_args
 
 from splitveil.active_party.defenses import (
     Adversary,
+    Charge,
     Defended,
     DefendedGradient,
     Defense,
     DefenseContext,
     DefenseReport,
     DefenseSettings,
-    LeakCharge,
     NoDefense,
     NoiseSource,
     RawBatch,
+    noise_digest,
     release,
 )
 from splitveil.active_party.defenses import CustomDefense as Custom
@@ -47,6 +48,7 @@ from splitveil.library.choices import own_defense as own
 __all__ = [
     "NAMES",
     "Adversary",
+    "Charge",
     "Custom",
     "Defended",
     "DefendedGradient",
@@ -55,7 +57,6 @@ __all__ = [
     "DefenseReport",
     "Gafm",
     "Iso",
-    "LeakCharge",
     "Marvell",
     "MaxNorm",
     "MaxNormPositive",
@@ -63,6 +64,7 @@ __all__ = [
     "NoiseSource",
     "NoisyLabel",
     "RawBatch",
+    "noise_digest",
     "own",
     "release",
 ]

@@ -36,7 +36,7 @@ from splitveil.common.wire.endpoint import check_security
 
 
 def check(parsed: argparse.Namespace) -> None:
-    settings = command_line.load_settings(ActiveSettings, parsed, "active")
+    settings: ActiveSettings = parsed.loaded
 
     monitor, listen = settings.leak_monitor, (settings.listen, "listen")
     checks: list[Check] = [

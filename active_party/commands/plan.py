@@ -8,16 +8,8 @@ from rich.console import Console
 from splitveil.active_party.defenses.forecast import ChargeForecast
 from splitveil.active_party.earlier_runs import answers_before
 from splitveil.active_party.ledger.bounds import estimate_of
-from splitveil.active_party.planned import (
-    Plan,
-    Target,
-    bound_in_words,
-    forecast_in_words,
-    known_of_forecast,
-    plan_of,
-)
+from splitveil.active_party.planned import Plan, Target, bound_in_words, forecast_in_words, plan_of
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.party import command_line
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.adversary import Adversary
@@ -26,7 +18,7 @@ from splitveil.common.text.visible_text import PlainTable, visible
 
 
 def plan(parsed: argparse.Namespace) -> None:
-    settings = command_line.load_settings(ActiveSettings, parsed, "active")
+    settings: ActiveSettings = parsed.loaded
     data = PartyData.of(settings)
     planned = plan_of(settings, data, parsed.target_leak_auc, answers_before(settings))
     if parsed.json:
@@ -121,7 +113,7 @@ def _target_table(target: Target) -> PlainTable:
 
 
 def _figures(charge: ChargeForecast) -> list[str]:
-    known = known_of_forecast(charge)
-    estimate = forecast_in_words(charge, lambda sum_kl: f"{estimate_of(sum_kl, known):.3f}")
+    sum_kl = forecast_in_words(charge, lambda one: at_most(float(one.sum_kl)))
+    estimate = forecast_in_words(charge, lambda one: f"{estimate_of(one):.3f}")
     bounds = (bound_in_words(charge, peers) for peers in Adversary)
-    return [forecast_in_words(charge, at_most), estimate, *bounds]
+    return [sum_kl, estimate, *bounds]

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 def predict(parsed: argparse.Namespace) -> None:
     interruption = Interruption()
     interruption.install()
-    settings = command_line.load_settings(ActiveSettings, parsed, "active")
+    settings: ActiveSettings = parsed.loaded
     check_output(parsed.output)
     log_security(settings)
     device = command_line.prepare(settings)

@@ -11,19 +11,13 @@ from typing import NoReturn
 from splitveil.common.party.arguments import (
     Commands,
     add_command,
-    add_verbosity,
+    add_report,
+    add_serve,
     end_program,
     party_parser,
     run_command,
 )
 from splitveil.common.party.json_output import add_json
-
-_OWN = "splitveil.active_party.commands"
-_NAMES = ("align", "run", "check", "plan", "predict", "refit", "report", "serve")
-_ACTIONS = {
-    **{name: f"{_OWN}.{name}:{name}" for name in _NAMES},
-    "verify-transcript": "splitveil.common.party.command_line:verify_transcript",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -36,7 +30,7 @@ def parser(program: str = "active-party") -> argparse.ArgumentParser:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    return run_command(parsed, "active", _ACTIONS)
+    return run_command(parsed, "active")
 
 
 def _add_own_commands(commands: Commands) -> None:
@@ -48,7 +42,8 @@ def _add_own_commands(commands: Commands) -> None:
         "fit another top model on what a finished run has left, without any other party",
         "active.yaml --set model_seed=2 --set refit.epochs=50",
     )
-    _add_serve(commands)
+    own = "this party's own features, which needs no labels"
+    add_serve(commands, "active", "answer other programs' requests for predictions", own)
     _add_report(commands)
 
 
@@ -112,26 +107,11 @@ def _add_predict(commands: Commands) -> None:
     add_json(command)
 
 
-def _add_serve(commands: Commands) -> None:
-    command = add_command(
-        commands,
-        "serve",
-        "answer other programs' requests for predictions, until stopped",
-        "active.yaml",
-    )
-    command.add_argument(
-        "--data",
-        type=Path,
-        metavar="FILE",
-        help="table with this party's own features, which needs no labels (default: data.source "
-        "of the settings)",
-    )
-
-
 def _add_report(commands: Commands) -> None:
-    purpose = "write a page that shows what a run revealed about the labels"
-    command = commands.add_parser(
-        "report", help=purpose, description=purpose, example="runs/breast_cancer"
+    command = add_report(
+        commands,
+        "write a page that shows what a run revealed about the labels",
+        "active/report.html in the run's folder, or comparison.html here",
     )
     command.add_argument(
         "run_dirs",
@@ -146,11 +126,3 @@ def _add_report(commands: Commands) -> None:
         metavar="AUC",
         help="pass or fail one run against this instead of report.target_leak_auc",
     )
-    command.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="default: active/report.html in the run's folder, or comparison.html here",
-    )
-    add_json(command)
-    add_verbosity(command)

@@ -39,7 +39,7 @@ class Refitted(NamedTuple):
 
 
 def refit(parsed: argparse.Namespace) -> None:
-    settings = command_line.load_settings(ActiveSettings, parsed, "active")
+    settings: ActiveSettings = parsed.loaded
     found = refit_again(settings, command_line.prepare(settings))
     was, now = ("no test rows" if one is None else f"test {one.in_short}" for one in found[1:])
     end = f"now {now}" if found.is_better else "it stays: the new one is no better on held-out rows"

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -11,12 +12,15 @@ from splitveil.active_party import results
 from splitveil.active_party.assembly import allowance_of, build_session, signals_of
 from splitveil.active_party.commands.check import check_files_and_address
 from splitveil.active_party.earlier_runs import counting
-from splitveil.active_party.grpc_server.server import Serve, checked_server
+from splitveil.active_party.grpc_server.server import Serve, Served, checked_server
 from splitveil.active_party.ledger.account_book import AccountBook
+from splitveil.active_party.ledger.budget import Allowance
 from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.one_sided import checked_table
 from splitveil.active_party.planned import plan_of
+from splitveil.active_party.run.preparation import Counting
+from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder, check_processes, learner_of_rank
 from splitveil.common.party import command_line
@@ -31,7 +35,7 @@ logger = logging.getLogger("splitveil.active_party")
 
 
 def run(parsed: argparse.Namespace) -> None:
-    settings = command_line.load_settings(ActiveSettings, parsed, "active")
+    settings: ActiveSettings = parsed.loaded
     check_processes(settings)
     train = partial(_take_part, fresh=parsed.fresh)
     run_as_party(settings, ("top_model", "defense"), learner_of_rank, train)
@@ -50,6 +54,29 @@ def _take_part(settings: ActiveSettings, process: Process, *, fresh: bool) -> No
         folder = results.open_folder(settings, fresh=fresh and not process.restarts)
         if folder is not None:
             _train(settings, data, folder, process, serve, status)
+
+
+def train(
+    settings: ActiveSettings,
+    data: PartyData,
+    folder: Path,
+    builder: TrainerBuilder,
+    recorder: ActiveRecorder,
+    serve: Callable[[ActiveSession], Served],
+    store: RunStore | None = None,
+    allowance: Allowance | None = None,
+    count: Counting = nullcontext,
+) -> Served:
+    """Serve a session over any link until it is over, and save what it has learned."""
+    draw_nonce = partial(command_line.draw_nonce, settings)
+    session = build_session(settings, data, builder, recorder, draw_nonce, store, allowance, count)
+    session.reopen()
+    results.forget_account(folder)
+    try:
+        return serve(session)
+    finally:
+        recorder.note_refit(results.save_results(settings, folder, session, builder))
+        recorder.note_alone(results.save_alone(settings, folder, session, builder))
 
 
 def _train(
@@ -76,25 +103,13 @@ def _train(
         recorder = resources.enter_context(ActiveRecorder(settings, folder, status))
         keep, num_parties = contract.checkpoints.keep, len(contract.passive_parties)
         store = resources.enter_context(RunStore(folder, keep, num_parties, in_background=True))
-        session = build_session(
-            settings,
-            data,
-            build_trainer,
-            recorder,
-            partial(command_line.draw_nonce, settings),
-            store,
-            allowance,
-            count,
+
+        def meet(session: ActiveSession) -> Served:
+            return serve(session, data, folder, transcript, status, process.interruption)
+
+        refused, stopped, forget = train(
+            settings, data, folder, build_trainer, recorder, meet, store, allowance, count
         )
-        session.reopen()
-        results.forget_account(folder)
-        try:
-            refused, stopped, forget = serve(
-                session, data, folder, transcript, status, process.interruption
-            )
-        finally:
-            recorder.note_refit(results.save_results(settings, folder, session, build_trainer))
-            recorder.note_alone(results.save_alone(settings, folder, session, build_trainer))
     end = None if transcript is None else transcript.summary()
     summary = replace(recorder.summary(refused), transcript=end)
     results.leave_summary(settings, folder, summary, stopped)

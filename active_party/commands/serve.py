@@ -46,7 +46,7 @@ class Access(NamedTuple):
 def serve(parsed: argparse.Namespace) -> None:
     interruption = Interruption()
     interruption.install()
-    settings = command_line.load_settings(ActiveSettings, parsed, "active")
+    settings: ActiveSettings = parsed.loaded
     if settings.contract.is_one_sided:
         raise SettingsError(
             "contract.alignment.kind: one_sided: serve asks for single ids, which the passive "
@@ -116,10 +116,7 @@ def open_service(
     if own.fallback:
         fallback = Fallback.load(settings, predictor.own_rows, predictor.model.identity)
     watch = resources.enter_context(PeerWatch(predictor.clients, status))
-    wait_s = own.batch_wait_ms / 1000
-    batcher = resources.enter_context(
-        Batcher(predictor, settings.contract, wait_s, own.timeout_s, status)
-    )
+    batcher = resources.enter_context(Batcher(predictor, settings.contract, own.timeout_s, status))
     form = CanonicalForm(settings.contract.ids)
     rules = Rules(own.max_ids, own.timeout_s, allowed, RateLimit(own.ids_per_second), form)
     given = GivenFeatures(settings.data, predictor.model.encoder)

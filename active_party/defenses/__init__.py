@@ -22,7 +22,6 @@ from splitveil.active_party.defenses.interface import (
     DefenseContext,
     DefenseReport,
     Examples,
-    LeakCharge,
     NoiseSecrets,
     RawBatch,
     release,
@@ -34,10 +33,12 @@ from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource
 from splitveil.active_party.defenses.noisy_label import NoisyLabelDefense
 from splitveil.active_party.defenses.none import NoDefense
 from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Charge, noise_digest
 
 __all__ = [
     "Adversary",
     "AnswerKeys",
+    "Charge",
     "CustomDefense",
     "Defended",
     "DefendedGradient",
@@ -48,7 +49,6 @@ __all__ = [
     "Examples",
     "GafmDefense",
     "IsoDefense",
-    "LeakCharge",
     "MarvellDefense",
     "MaxNormDefense",
     "MaxNormPositiveDefense",
@@ -57,6 +57,7 @@ __all__ = [
     "NoiseSource",
     "NoisyLabelDefense",
     "RawBatch",
+    "noise_digest",
     "release",
 ]
 

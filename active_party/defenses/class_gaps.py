@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses import class_statistics
-from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.active_party.defenses.rows import as_classes, as_positive
 from splitveil.active_party.defenses.sum_kl import sum_kl_along_gap
+from splitveil.common.privacy.charge import UNBOUNDED, Charge
 
 
 class RowNoise(NamedTuple):
@@ -39,7 +39,7 @@ class _TwoClassGap(NamedTuple):
             return 0.0
         return math.inf if self.estimate is None else self.estimate.gap_length
 
-    def charge(self, noise: RowNoise) -> LeakCharge:
+    def charge(self, noise: RowNoise) -> Charge:
         """Charge the gap against the mean noise variance that each class has on it.
 
         In a batch of one class, a row at the other class's running mean represents that class,
@@ -49,10 +49,10 @@ class _TwoClassGap(NamedTuple):
         """
         target = float(torch.hypot(self.norms, noise.norms).max())
         if target == 0:
-            return LeakCharge(0.0)
+            return Charge(0.0)
         batch, estimate = self.batch, self.estimate
         if estimate is None or estimate.gap_squared == 0:
-            return LeakCharge(math.inf)
+            return UNBOUNDED
         direction = estimate.gap / math.sqrt(estimate.gap_squared)
         cosines = (noise.directions @ direction.to(noise.directions.dtype)).double()
         cosines[noise.bare] = noise.directions.shape[1] ** -0.5  # mean over random directions
@@ -70,7 +70,7 @@ class _TwoClassGap(NamedTuple):
         else:
             pos_variance = _stand_in_variance(neg.mean / target + other, direction)
         gap = estimate.gap_length / target
-        return LeakCharge(sum_kl_along_gap(math.sqrt(neg_variance), math.sqrt(pos_variance), gap))
+        return Charge(sum_kl_along_gap(math.sqrt(neg_variance), math.sqrt(pos_variance), gap))
 
 
 class _MultiClassGaps(NamedTuple):
@@ -86,7 +86,7 @@ class _MultiClassGaps(NamedTuple):
             return math.inf
         return class_statistics.longest_gap(self.estimate.means) if self.largest else 0.0
 
-    def charge(self, noise: RowNoise) -> LeakCharge:
+    def charge(self, noise: RowNoise) -> Charge:
         """Charge each pair's gap against the mean noise variance that either class has on it.
 
         A class that the batch lacks is represented by a row at its running mean, stretched as the
@@ -94,21 +94,21 @@ class _MultiClassGaps(NamedTuple):
         """
         target = float(torch.hypot(self.norms, noise.norms).max())
         if target == 0:
-            return LeakCharge(0.0)
+            return Charge(0.0)
         if self.estimate is None:
-            return LeakCharge(math.inf)
+            return UNBOUNDED
         means = self.estimate.means / target
         _, lengths, axes = torch.linalg.svd(means - means.mean(dim=0), full_matrices=False)
         axes = axes[lengths > 1e-12 * lengths[0]]
         if not lengths[0] > 0:
-            return LeakCharge(math.inf)
+            return UNBOUNDED
         coordinates = means @ axes.T
         moments = _second_moments(noise, target, self.classes, axes, len(means))
         for lacking in (self.batch.counts == 0).nonzero().squeeze(1).tolist():
             length = float(torch.linalg.vector_norm(means[lacking]))
             share = max(1 / (length * length) - 1, 0.0) if length else 0.0
             moments[lacking] = torch.outer(coordinates[lacking], coordinates[lacking]) * share
-        return LeakCharge(_worst_pair(coordinates, moments))
+        return Charge(_worst_pair(coordinates, moments))
 
 
 class _TwoClassMemory(class_statistics.RunningClasses):

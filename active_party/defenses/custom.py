@@ -16,11 +16,12 @@ from torch import Tensor
 
 from splitveil.active_party.defenses import interface
 from splitveil.active_party.defenses.forecast import UNKNOWN, ChargeForecast
-from splitveil.active_party.defenses.noise import NoiseSource, SecureNoise
+from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.section import Coverage, NoisyDefense
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import load_class
 from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Charge
 from splitveil.common.text.imports import first_line
 
 _PROBE_ROWS = 8
@@ -47,7 +48,7 @@ class CustomDefense(NoisyDefense):
 
     def require_usable(self, context: interface.DefenseContext, /) -> None:
         """Try out the class on batches of all classes, of one class, and of zeros."""
-        defense = self._load(context, SecureNoise())
+        defense = self._load(context, NoiseSource())
         for batch in _probe_batches(context, with_keys=self.traits.needs_example_keys):
             try:
                 defense.defend(batch)
@@ -64,7 +65,7 @@ class CustomDefense(NoisyDefense):
         return f"custom {self.module} {sorted(self.arguments.items())!r}"
 
     def _fresh_charge(self, _context: interface.DefenseContext) -> ChargeForecast:
-        charge = interface.LeakCharge(math.inf, adversary=Adversary.ANYBODY)
+        charge = Charge(math.inf, adversary=Adversary.ANYBODY)
         return UNKNOWN._replace(highest=charge)  # only the class itself states it
 
     def _repeated_charge(self, context: interface.DefenseContext) -> ChargeForecast:
@@ -81,7 +82,7 @@ class CustomDefense(NoisyDefense):
         return Coverage(Adversary.ANYBODY, said)
 
     def _replaces_labels(self, context: interface.DefenseContext) -> bool:
-        return self._load(context, SecureNoise()).replaces_labels
+        return self._load(context, NoiseSource()).replaces_labels
 
     def _load(self, context: interface.DefenseContext, noise: NoiseSource) -> "CheckedDefense":
         cls = load_class(self.module)
@@ -127,7 +128,7 @@ class CheckedDefense(interface.RememberingDefense):
             raise ValueError("the targets hold NaN or infinity")
         return targets.to(batch.labels)
 
-    def charge_covering(self, move: interface.LabelMove, /) -> interface.LeakCharge:
+    def charge_covering(self, move: interface.LabelMove, /) -> Charge:
         return self._own.charge_covering(move)
 
 

@@ -10,13 +10,11 @@ forecast is one of four kinds:
     unknown     only the gradients decide
 """
 
-import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from splitveil.active_party.defenses.interface import LeakCharge
-from splitveil.common.privacy.adversary import Adversary, narrowest
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import UNBOUNDED, Charge
 
 NoiseKind = Literal["fresh", "persistent"]
 
@@ -27,7 +25,7 @@ class ChargeForecast(NamedTuple):
     """A charge, as precisely as it is known before the run."""
 
     low: float  # the lowest divergence
-    highest: LeakCharge  # with the highest divergence, and all else known of it
+    highest: Charge  # with the highest divergence, and all else known of it
     certainty: Certainty
     """The relation of the divergence to the two: exactly ``high`` (then ``low`` is the same), at
     most ``high``, probably between the two, or anything at all."""
@@ -50,25 +48,23 @@ class ChargeForecast(NamedTuple):
         if answers == 1:
             return self
         charge = self.highest
-        whole = LeakCharge(
+        whole = Charge(
             self.high * answers, adversary=charge.adversary, is_gaussian=charge.is_gaussian
         )
         return ChargeForecast(self.low * answers, whole, self.certainty)
 
     def narrowed(self, peers: Adversary) -> "ChargeForecast":
         """Return the same for no more peers than these."""
-        return self._replace(
-            highest=replace(self.highest, adversary=narrowest(self.adversary, peers))
-        )
+        return self._replace(highest=self.highest.narrowed(peers))
 
 
-def exactly(charge: LeakCharge | float) -> ChargeForecast:
+def exactly(charge: Charge | float) -> ChargeForecast:
     """Return a charge that the settings determine."""
-    charge = charge if isinstance(charge, LeakCharge) else LeakCharge(charge)
+    charge = charge if isinstance(charge, Charge) else Charge(charge)
     return ChargeForecast(charge.sum_kl, charge, "exact")
 
 
-UNKNOWN = ChargeForecast(0.0, LeakCharge(math.inf), "unknown")
+UNKNOWN = ChargeForecast(0.0, UNBOUNDED, "unknown")
 
 
 class Forecast(NamedTuple):

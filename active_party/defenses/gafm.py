@@ -27,7 +27,6 @@ wrong one. Therefore the label owner tracks the end at which its positives are, 
 if it is the lower one (`Oriented`). Nothing that is sent depends on it.
 """
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,7 +36,6 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torch.optim import Adam
 from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.active_party.defenses import interface, section
@@ -56,13 +54,7 @@ from splitveil.active_party.defenses.forecast import (
 from splitveil.active_party.defenses.iso import IsoDefense
 from splitveil.active_party.defenses.marvell import MarvellDefense
 from splitveil.active_party.defenses.max_norm import MaxNormDefense
-from splitveil.active_party.defenses.noise import (
-    NoiseSource,
-    SecureNoise,
-    fill_state,
-    fresh_key,
-    open_uniform,
-)
+from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource, fresh_key, open_uniform
 from splitveil.active_party.defenses.noisy_label import NoisyLabelDefense
 from splitveil.active_party.defenses.none import NoDefense
 from splitveil.active_party.defenses.objective import (
@@ -73,10 +65,13 @@ from splitveil.active_party.defenses.objective import (
     descend,
 )
 from splitveil.common.data.features import Features
+from splitveil.common.models.optimizers import Adam
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.run.progress import State
 
 _LABEL_RESPONSE = b"label response"
+
+_CRITIC_WIDTH = 16
 
 
 class MixedTerms(NamedTuple):
@@ -123,17 +118,16 @@ class Oriented(nn.Module):
             self.agreement.lerp_(apart.detach().to(self.agreement.dtype), 1 - KEPT_SHARE)
 
 
-def build_critic(width: int, weight_limit: float, entropy: bytes) -> nn.Sequential:
-    """Return a critic of single numbers: two dense layers, clipped, from 2,496 secret bytes."""
-    with torch.random.fork_rng(devices=()):  # layers fill themselves from torch's own generator
-        layers = nn.Linear(1, width), nn.LeakyReLU(), nn.Linear(width, 1), nn.LeakyReLU()
-        critic = nn.Sequential(*layers)
-    generator = torch.Generator()
-    fill_state(generator, entropy)
+def build_critic(weight_limit: float, noise: NoiseSource) -> nn.Sequential:
+    """Return a critic of single numbers: two dense layers, clipped."""
+    sizes = (1, _CRITIC_WIDTH), (_CRITIC_WIDTH, 1)
+    hidden, output = (nn.Linear(*size, device="meta").to_empty(device="cpu") for size in sizes)
+    critic = nn.Sequential(hidden, nn.LeakyReLU(), output, nn.LeakyReLU())
     with torch.no_grad():
-        for layer, fan_in in ((critic[0], 1), (critic[2], width)):
+        for layer in (hidden, output):
             for parameter in layer.parameters():
-                parameter.uniform_(-(fan_in**-0.5), fan_in**-0.5, generator=generator)
+                limit = layer.in_features**-0.5
+                parameter.copy_(uniform(noise, parameter, 2 * limit) - limit)
     clip_weights(critic, weight_limit)
     return critic
 
@@ -161,11 +155,11 @@ def soften(labels: Tensor, shifts: Tensor) -> Tensor:
     return torch.where(labels == 1, 0.5 + shifts, 0.5 - shifts)
 
 
-def draw_shifts(noise: NoiseSource, labels: Tensor, width: float) -> Tensor:
-    """Draw fresh distances of each label from 1/2, uniform between 0 and ``width``, (batch,)."""
-    numbers = noise.standard_normal(tuple(labels.shape), labels)
-    uniform: Tensor = torch.special.ndtr(numbers)
-    return uniform * width
+def uniform(noise: NoiseSource, like: Tensor, width: float) -> Tensor:
+    """Draw numbers that are uniform between 0 and ``width``, of the shape of ``like``."""
+    numbers = noise.standard_normal(tuple(like.shape), like)
+    shares: Tensor = torch.special.ndtr(numbers)
+    return shares * width
 
 
 def persistent_shifts(key: NoiseKey, ids: Sequence[str], width: float) -> Tensor:
@@ -246,9 +240,6 @@ class GafmDefense(section.SeededDefense):
     label_noise: float = Field(default=0.01, ge=0, le=1)
     """Standard deviation of the noise on the labels that the critic sees."""
 
-    critic_width: int = Field(default=16, ge=1, le=4096)
-    """Width of the critic's hidden layer."""
-
     weight_limit: float = Field(default=0.1, gt=0, le=100)
     """Size to which the critic's weights are clipped."""
 
@@ -299,13 +290,12 @@ class GafmDefense(section.SeededDefense):
             shifts = persistent_shifts(secrets.noise_key, examples.ids, self.response_width)
             shifts = shifts.to(examples.device)
         key = fresh_key() if seed is None else key_from_insecure_seed(seed)
-        entropy = hashlib.shake_256(b"critic" + key).digest(2496)
-        critic = build_critic(self.critic_width, self.weight_limit, entropy)
+        critic = build_critic(self.weight_limit, NoiseSource(AnswerKeys(key)))
         return Adversarial(
             self,
             top,
             critic=critic.to(examples.device),
-            noise=SecureNoise(secrets.draw_keys or fresh_key),
+            noise=NoiseSource(secrets.draw_keys or fresh_key),
             shifts=shifts,
         )
 
@@ -457,5 +447,5 @@ class Adversarial:
 
     def _own_shifts(self, labels: BatchLabels) -> Tensor:
         if self._shifts is None:
-            return draw_shifts(self._noise, labels.targets, self._settings.response_width)
+            return uniform(self._noise, labels.targets, self._settings.response_width)
         return self._shifts[labels.rows]

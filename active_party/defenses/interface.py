@@ -18,48 +18,10 @@ from splitveil.active_party.defenses.noise import DrawKeys, NoiseSource, isotrop
 from splitveil.active_party.defenses.rows import all_finite
 from splitveil.active_party.defenses.sum_kl import NoiseSolution
 from splitveil.common.data.label_range import ONE_NUMBER
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import UNBOUNDED, Charge
 from splitveil.common.run import messages
 
 DefendedGradient = messages.DefendedGradient  # may leave the active party; only defenses create one
-
-
-@dataclass(frozen=True, slots=True)
-class LeakCharge:
-    """The amount that an answer adds to what the peer may learn about each example in it."""
-
-    sum_kl: float
-    """Divergence of the classes along their gap, computed as if the classes had zero spread,
-    because the peer may predict the spread from its activations. Infinite for a bare gradient.
-    """
-    noise_identity: str | None = None
-    """None for fresh noise, whose charges add up. Answers with the same identity repeat the same
-    noise for each example: the largest of their charges counts, not the sum."""
-    epsilon: float | None = None  # label-DP of all answers of this identity together
-    adversary: Adversary = Adversary.CLASS_MEANS  # the peers whom the charge describes
-    is_gaussian: bool = False
-    """Whether the answers are a Gaussian mechanism with mu^2 = ``sum_kl``. Then the best AUC is
-    Phi(mu / sqrt 2), exactly (Dong, Roth and Su 2022); otherwise only a bound for any distributions
-    is known."""
-    leak_auc: float | None = None
-    """AUC that no score of all answers of this identity together passes, where it is known, and
-    mostly smaller than what follows from ``sum_kl``. It bounds an account that is charged nothing
-    else. From ``epsilon`` it follows without being stated."""
-    dominating_mu: float | None = None
-    """mu of a Gaussian mechanism that reveals no less than all answers of this identity together,
-    where one is known: with it the charge adds up to other charges. It follows from ``is_gaussian``
-    and from ``epsilon`` without being stated."""
-
-    def __post_init__(self) -> None:
-        """Take a divergence that is not a number for infinite, other such figures for unknown."""
-        if not self.sum_kl >= 0:
-            object.__setattr__(self, "sum_kl", math.inf)
-        if self.epsilon is not None and not self.epsilon >= 0:
-            object.__setattr__(self, "epsilon", None)
-        if self.leak_auc is not None and not 0.5 <= self.leak_auc <= 1:
-            object.__setattr__(self, "leak_auc", None)
-        if self.dominating_mu is not None and not self.dominating_mu >= 0:
-            object.__setattr__(self, "dominating_mu", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +31,7 @@ class DefenseReport:
     noise_power: float  # mean expected squared noise norm per example
     _: KW_ONLY
     solution: NoiseSolution | None = None  # the noise of each class, where a solver chose it
-    charge: LeakCharge = LeakCharge(math.inf)  # of each example of the batch
+    charge: Charge = UNBOUNDED  # of each example of the batch
 
 
 class DefenseContext(NamedTuple):
@@ -196,12 +158,12 @@ class Defense(ABC):
         """Return noisy labels of rows by position, (rows, values) on the CPU, or noisy sums."""
         raise ValueError("this defense releases no labels")
 
-    def charge_covering(self, _move: LabelMove, /) -> LeakCharge:
+    def charge_covering(self, _move: LabelMove, /) -> Charge:
         """Return a charge that also holds for a peer that knows all but the example's own label.
 
         By default the charge for such a peer is unknown, and therefore infinite.
         """
-        return LeakCharge(math.inf)
+        return UNBOUNDED
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state that later batches need about earlier ones; empty by default."""
@@ -228,7 +190,7 @@ class RememberingDefense(Defense):
 
 def noise_alone(rows: Tensor, gradients: Tensor, largest: float, noise: NoiseSource) -> Defended:
     """Answer with only noise, of the largest norm, which reveals nothing; (batch, cut_dim)."""
-    report = DefenseReport(noise_power=largest * largest, charge=LeakCharge(0.0))
+    report = DefenseReport(noise_power=largest * largest, charge=Charge(0.0))
     return Defended(release(isotropic_noise(rows, largest, noise), gradients), report)
 
 

@@ -22,6 +22,7 @@ from splitveil.active_party.defenses.persistent import moves_of, noisy_rows, rep
 from splitveil.active_party.defenses.rows import as_rows
 from splitveil.active_party.defenses.sum_kl import sum_kl_along_gap
 from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Charge, noise_digest
 
 
 class IsoDefense(section.NoisyDefense):
@@ -67,14 +68,12 @@ class IsoDefense(section.NoisyDefense):
         power_ratio = self.norm_ratio**2
         if not power_ratio:
             return exactly(math.inf)
-        return ChargeForecast(
-            0.0, interface.LeakCharge(4 * context.cut_dim / power_ratio), "estimate"
-        )
+        return ChargeForecast(0.0, Charge(4 * context.cut_dim / power_ratio), "estimate")
 
     def _repeated_charge(self, context: interface.DefenseContext) -> ChargeForecast:
         ratio = self.norm_ratio
         sum_kl = context.cut_dim / ratio**2 if ratio else math.inf
-        return exactly(interface.LeakCharge(sum_kl, adversary=Adversary.HONEST_BUT_CURIOUS))
+        return exactly(Charge(sum_kl, adversary=Adversary.HONEST_BUT_CURIOUS))
 
     def _honesty(self, _context: interface.DefenseContext) -> str:
         if self.noise == "persistent":
@@ -125,17 +124,15 @@ class Isotropic(interface.RememberingDefense):
         defended = isotropic_noise(rows, noise_norm, self._noise).add_(rows)
         report = interface.DefenseReport(
             noise_power=noise_norm * noise_norm,
-            charge=interface.LeakCharge(
-                _charge(gaps.longest(), gaps.largest, noise_norm, rows.shape[1])
-            ),
+            charge=Charge(_charge(gaps.longest(), gaps.largest, noise_norm, rows.shape[1])),
         )
         return interface.Defended(interface.release(defended, batch.gradients), report)
 
-    def charge_covering(self, move: interface.LabelMove, /) -> interface.LeakCharge:
+    def charge_covering(self, move: interface.LabelMove, /) -> Charge:
         """Charge the label's own move against the noise, which is the same in all directions."""
         deviation = math.sqrt(move.report.noise_power / move.cut_dim)
         own = sum_kl_along_gap(deviation, deviation, move.size)
-        return interface.LeakCharge(max(own, move.report.charge.sum_kl))
+        return Charge(max(own, move.report.charge.sum_kl))
 
 
 class PersistentIsotropic(interface.Defense):
@@ -165,12 +162,12 @@ class PersistentIsotropic(interface.Defense):
             interface.release(defended.to(batch.gradients.dtype), batch.gradients), report
         )
 
-    def _charge(self, cut_dim: int) -> interface.LeakCharge:
+    def _charge(self, cut_dim: int) -> Charge:
         ratio = self._norm_ratio
         sum_kl = cut_dim / ratio / ratio if ratio else math.inf
-        return interface.LeakCharge(
+        return Charge(
             sum_kl,
-            noise_identity=f"iso {ratio!r} {self._key_name}",
+            noise_digest(f"iso {ratio!r} {self._key_name}"),
             adversary=Adversary.HONEST_BUT_CURIOUS,
         )
 

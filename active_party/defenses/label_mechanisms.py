@@ -41,8 +41,8 @@ from splitveil.active_party.defenses.example_keys import (
     example_keys,
     scalars,
 )
-from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.active_party.defenses.noise import open_uniform
+from splitveil.common.privacy.charge import Charge
 from splitveil.common.settings import Section
 
 _GRID = 2.0**10
@@ -115,11 +115,11 @@ LabelMechanism = Annotated[
 """The way in which a noisy label is made from a label."""
 
 
-def label_leak(mechanism: LabelMechanism, num_classes: int = 2) -> LeakCharge:
+def label_leak(mechanism: LabelMechanism, num_classes: int = 2) -> Charge:
     """Return what one draw reveals between two classes, with the best AUC of any score."""
     if isinstance(mechanism, GaussianLabels):
         mu = 1 / mechanism.noise_ratio
-        return LeakCharge(
+        return Charge(
             mechanism.noise_ratio**-2,
             is_gaussian=True,
             leak_auc=dp_bounds.leak_auc_of_mu(mu),
@@ -143,7 +143,7 @@ def label_leak(mechanism: LabelMechanism, num_classes: int = 2) -> LeakCharge:
                 dp_bounds.response_auc(epsilon, num_classes),
                 dp_bounds.gaussian_of_response(epsilon, num_classes),
             )
-    return LeakCharge(sum_kl, epsilon=epsilon, leak_auc=auc, dominating_mu=mu)
+    return Charge(sum_kl, epsilon=epsilon, leak_auc=auc, dominating_mu=mu)
 
 
 def at_leak_auc(mechanism: LabelMechanism, leak_auc: float, num_classes: int = 2) -> LabelMechanism:

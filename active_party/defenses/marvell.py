@@ -83,6 +83,7 @@ from splitveil.active_party.defenses.sum_kl import (
     sum_kl_along_gap,
 )
 from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Charge, noise_digest
 
 
 class MarvellDefense(section.NoisyDefense):
@@ -132,18 +133,16 @@ class MarvellDefense(section.NoisyDefense):
             low = repeated_sum_kl(self.strength)
             high = low if ratio is None else worst_pair_factor(context.num_classes) / ratio
             is_bound = self.statistics == "batch"
-            return ChargeForecast(
-                low, interface.LeakCharge(high), "bound" if is_bound else "estimate"
-            )
+            return ChargeForecast(low, Charge(high), "bound" if is_bound else "estimate")
         if ratio is None:
             charge = repeated_sum_kl(self.strength)
         else:
             charge = solve_noise(0.0, 0.0, 1.0, context.cut_dim, context.pos_fraction, ratio).sum_kl
-        return ChargeForecast(charge, interface.LeakCharge(charge * (1 + charge)), "estimate")
+        return ChargeForecast(charge, Charge(charge * (1 + charge)), "estimate")
 
     def _repeated_charge(self, _context: interface.DefenseContext) -> ChargeForecast:
         sum_kl = repeated_sum_kl(self.strength)
-        return exactly(interface.LeakCharge(sum_kl, adversary=Adversary.HONEST_BUT_CURIOUS))
+        return exactly(Charge(sum_kl, adversary=Adversary.HONEST_BUT_CURIOUS))
 
     def _honesty(self, context: interface.DefenseContext) -> str:
         if context.num_classes > 2:
@@ -239,7 +238,7 @@ class Marvell(interface.RememberingDefense):
         )
         return interface.Defended(interface.release(defended, batch.gradients), report)
 
-    def charge_covering(self, move: interface.LabelMove, /) -> interface.LeakCharge:
+    def charge_covering(self, move: interface.LabelMove, /) -> Charge:
         """Charge the label's own move against the noise, which covers it on a cut of one value.
 
         On a wider cut the noise lies along the gap of the classes, and the label moves its row in
@@ -254,7 +253,7 @@ class Marvell(interface.RememberingDefense):
             )
         else:
             own = math.inf
-        return interface.LeakCharge(max(own, move.report.charge.sum_kl))
+        return Charge(max(own, move.report.charge.sum_kl))
 
     def _answer_without_signal(self, rows: Tensor, batch: interface.RawBatch) -> interface.Defended:
         return interface.noise_alone(
@@ -306,10 +305,8 @@ class PersistentMarvell(interface.Defense):
 
     def __init__(self, sum_kl: float, key_name: str) -> None:
         self._norm_ratio = sum_kl**-0.5
-        identity = f"marvell {sum_kl!r} {key_name}"
-        self._charge = interface.LeakCharge(
-            sum_kl, identity, adversary=Adversary.HONEST_BUT_CURIOUS
-        )
+        identity = noise_digest(f"marvell {sum_kl!r} {key_name}")
+        self._charge = Charge(sum_kl, identity, adversary=Adversary.HONEST_BUT_CURIOUS)
 
     def defend(self, batch: interface.RawBatch) -> interface.Defended:
         moves = moves_of(batch)
@@ -318,13 +315,11 @@ class PersistentMarvell(interface.Defense):
         return interface.Defended(interface.release(defended, batch.gradients), report)
 
 
-def _charge(
-    solution: NoiseSolution, estimate: ClassEstimate, current: ClassEstimate
-) -> interface.LeakCharge:
+def _charge(solution: NoiseSolution, estimate: ClassEstimate, current: ClassEstimate) -> Charge:
     """Charge the gap, the longer of that fitted and this batch's, against the noise on it."""
     if not any((current.gap_squared, current.neg_variance, current.pos_variance)):
-        return interface.LeakCharge(0.0)
-    return interface.LeakCharge(
+        return Charge(0.0)
+    return Charge(
         sum_kl_along_gap(
             math.sqrt(solution.neg_along),
             math.sqrt(solution.pos_along),
@@ -381,7 +376,7 @@ class MultiClassMarvell(interface.RememberingDefense):
         noise = draw_shared_noise(solution, rows, self._noise).mul_(unit)
         left = pair_divergences(means, solution)
         charged = left if current is estimate else _charged(left, means, current.means / unit)
-        charge = interface.LeakCharge(float(charged.max()))
+        charge = Charge(float(charged.max()))
         report = interface.DefenseReport(noise_power=power * unit * unit, charge=charge)
         return interface.Defended(interface.release(noise.add_(rows), batch.gradients), report)
 

@@ -32,6 +32,7 @@ from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.persistent import checked_probabilities, own_scalars
 from splitveil.active_party.defenses.rows import as_rows
 from splitveil.active_party.defenses.section import NoisyDefense, refusal_of_several_classes
+from splitveil.common.privacy.charge import UNBOUNDED
 
 
 class _NormAligningDefense(NoisyDefense):
@@ -105,7 +106,7 @@ class MaxNorm(interface.RememberingDefense):
         else:
             scalars = self._noise.standard_normal((rows.shape[0], 1), rows)
         noise = _stretch_rows(rows, gaps.norms, missing, scalars, self._noise)
-        charge = interface.LeakCharge(math.inf) if self._is_persistent else gaps.charge(noise)
+        charge = UNBOUNDED if self._is_persistent else gaps.charge(noise)
         defended = noise.directions.mul_(noise.scalars).add_(rows)
         report = interface.DefenseReport(
             noise_power=float(noise.norms.square().mean()), charge=charge

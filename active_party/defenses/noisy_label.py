@@ -22,6 +22,7 @@ nothing bounds what it learns, and there is no label-DP. Targets that depend on 
 refused with it: they would pass on the label itself.
 """
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -46,6 +47,7 @@ from splitveil.active_party.defenses.noisy_sums import NoisySums
 from splitveil.active_party.defenses.rows import as_rows, check_labels
 from splitveil.active_party.defenses.section import Coverage, SeededDefense, Traits, require_key
 from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Charge, noise_digest
 
 
 def _word_of_true(value: object) -> object:
@@ -121,16 +123,16 @@ class NoisyLabelDefense(SeededDefense):
             return None
         return f"noisy_label {strength_name(self.mechanism)}"
 
-    def charge(self, num_classes: int, noise_identity: str | None = None) -> interface.LeakCharge:
+    def charge(self, num_classes: int, noise_identity: bytes = b"") -> Charge:
         """Return the charge of an answer; the noise identity names the draw of the labels."""
         leak = label_leak(self.mechanism, num_classes)
         if leak.is_gaussian:  # then both follow from the divergence
-            leak = replace(leak, leak_auc=None, dominating_mu=None)
+            leak = replace(leak, leak_auc=1.0, dominating_mu=math.inf)
         return replace(
             leak,
             noise_identity=noise_identity,
             # A top model that knows the labels leaves no bound on the odds.
-            epsilon=leak.epsilon if self.top_labels == "noisy" else None,
+            epsilon=leak.epsilon if self.top_labels == "noisy" else math.inf,
             adversary=self.traits.coverage.adversary,
         )
 
@@ -210,7 +212,7 @@ class NoisyLabel(interface.Defense):
         self._evidence = None
         if mechanism.posterior == "model" and noisy_labels is not None:
             self._evidence = evidence(mechanism, noisy_labels, num_classes)
-        identity = f"noisy_label {strength_name(mechanism)} {key_name(key)}"
+        identity = noise_digest(f"noisy_label {strength_name(mechanism)} {key_name(key)}")
         # The noise is in the labels: nothing is added to the gradient.
         self._report = interface.DefenseReport(0.0, charge=settings.charge(num_classes, identity))
 
@@ -237,6 +239,6 @@ class NoisyLabel(interface.Defense):
             interface.DefendedGradient(batch.gradients.detach()), self._report
         )
 
-    def charge_covering(self, move: interface.LabelMove, /) -> interface.LeakCharge:
+    def charge_covering(self, move: interface.LabelMove, /) -> Charge:
         """Return the same charge: every gradient is a function of features and noisy labels."""
         return move.report.charge

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses import interface
-from splitveil.active_party.defenses.noise import SecureNoise, fresh_key
+from splitveil.active_party.defenses.noise import NoiseSource, fresh_key
 from splitveil.common.errors import InvalidMessage, OutOfStep
 from splitveil.common.oblivious_transfer import Sender
 from splitveil.common.oblivious_transfer.extension import MAX_TRANSFERS
+from splitveil.common.privacy.charge import Charge
 from splitveil.common.run.contract import TRANSFER_ROWS
 from splitveil.common.run.course import Batch
 from splitveil.common.run.messages import bytes_of, tensor_of
@@ -43,9 +44,7 @@ _FINEST = 2.0**20
 class NoisySums(interface.Defense):
     """The label owner's side of a transfer, and the sums that it releases once."""
 
-    def __init__(
-        self, noise_ratio: float, charge: interface.LeakCharge, given: interface.BuildInputs
-    ) -> None:
+    def __init__(self, noise_ratio: float, charge: Charge, given: interface.BuildInputs) -> None:
         if given.examples is None:
             raise ValueError("noisy sums need the examples")
         labels, num_classes = given.examples.labels.cpu().numpy(), given.context.num_classes
@@ -53,7 +52,7 @@ class NoisySums(interface.Defense):
         self._values = np.stack([labels == one for one in classes] or [labels], axis=1)
         self._ratio = noise_ratio * math.sqrt(2 if classes else 1)
         self._report = interface.DefenseReport(0.0, charge=charge)
-        self._noise = SecureNoise(given.secrets.draw_keys or fresh_key)
+        self._noise = NoiseSource(given.secrets.draw_keys or fresh_key)
         self._sender: Sender | None = None
         self._own: Tensor | None = None
 

@@ -8,6 +8,7 @@ from splitveil.active_party.defenses.forecast import Forecast, exactly
 from splitveil.active_party.defenses.rows import as_rows, check_labels
 from splitveil.active_party.defenses.section import DefenseSection, Traits
 from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Charge
 
 
 class NoDefense(DefenseSection):
@@ -27,7 +28,7 @@ class NoDefense(DefenseSection):
 
     def forecast(self, context: interface.DefenseContext) -> Forecast:
         if context.is_one_shot:
-            nothing = interface.LeakCharge(0.0, adversary=Adversary.ANYBODY, is_gaussian=True)
+            nothing = Charge(0.0, adversary=Adversary.ANYBODY, is_gaussian=True)
             said = "Nothing that depends on a label is sent."
             return Forecast({"fresh": exactly(nothing)}, "fresh", said)
         said = "Raw gradients reveal the label outright."

@@ -37,8 +37,9 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses.example_keys import scalars
-from splitveil.active_party.defenses.interface import DefenseReport, LeakCharge, RawBatch
+from splitveil.active_party.defenses.interface import DefenseReport, RawBatch
 from splitveil.active_party.defenses.rows import as_positive, as_rows, row_norms
+from splitveil.common.privacy.charge import Charge
 
 _GRID = 2.0**20  # the noise on a label is a multiple of its inverse, as the label is
 
@@ -79,7 +80,7 @@ def own_scalars(example_keys: Tensor | None, rows: Tensor) -> Tensor:
     return scalars(example_keys)[:, None].to(rows.device, torch.float64)
 
 
-def repeated_report(moves: LabelMoves, noise_ratio: float, charge: LeakCharge) -> DefenseReport:
+def repeated_report(moves: LabelMoves, noise_ratio: float, charge: Charge) -> DefenseReport:
     """Report noise drawn once per example, in units of a label's move, charged as a whole."""
     power = float((moves.norms * noise_ratio).square_().mean())
     return DefenseReport(noise_power=power, charge=charge)

@@ -25,14 +25,7 @@ from torch import Tensor, nn
 
 from splitveil.active_party.defenses import example_keys, interface
 from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast, NoiseKind
-from splitveil.active_party.defenses.noise import (
-    DefaultNoise,
-    EntropyNoise,
-    InsecureSeededNoise,
-    NoiseSource,
-    SecureNoise,
-    fresh_key,
-)
+from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource, fresh_key
 from splitveil.active_party.defenses.objective import Objective, TopModel
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import SettingsError
@@ -292,7 +285,9 @@ class DefenseSection(Section):
 class SeededDefense(DefenseSection):
     """The settings of every defense that draws random numbers."""
 
-    insecure_noise_seed: Annotated[int | None, Mark.HIDDEN] = Field(default=None, ge=0, lt=2**63)
+    insecure_noise_seed: Annotated[int | None, Mark.HIDDEN, Mark.SEED] = Field(
+        default=None, ge=0, lt=2**63
+    )
     """For tests only: anyone who knows the seed can reproduce everything that the defense draws,
     and so remove the noise. A run without it takes nothing over from a run with it, such as
     ``simulate`` starts. Without it, the noise is unpredictable."""
@@ -313,15 +308,6 @@ class NoisyDefense(SeededDefense):
     repeats one answer however long the run is; for ``max_norm`` it protects only against a peer
     that adds up answers, and the leak ledger does not give a bound. It is drawn from the key at
     ``noise_key_path``.
-    """
-
-    secure_noise: bool | None = None
-    """The source of fresh noise.
-
-    ``true``: a cipher's keystream, computed on the CPU and copied to a GPU (about 6 ns per number
-    and the copy). ``false``: the device's own generator, filled with the operating system's
-    entropy, but never meant to withstand an adversary. Without a value: secure on the CPU, and the
-    device's own generator on a GPU. Persistent noise is always cryptographic.
     """
 
     @property
@@ -366,14 +352,12 @@ class NoisyDefense(SeededDefense):
     def _noise_source(self, secrets: interface.NoiseSecrets) -> NoiseSource:
         if self.noise == "persistent":
             require_key(secrets.noise_key, self.title)
-        if self.insecure_noise_seed is not None:
-            warn_about_seed()
-            if secrets.draw_keys is None:
-                return InsecureSeededNoise(self.insecure_noise_seed)
-        keys = secrets.draw_keys or fresh_key
-        if self.secure_noise is None:
-            return DefaultNoise(keys)
-        return SecureNoise(keys) if self.secure_noise else EntropyNoise(keys)
+        seed = self.insecure_noise_seed
+        if seed is None:
+            return NoiseSource(secrets.draw_keys or fresh_key)
+        warn_about_seed()
+        known = AnswerKeys(example_keys.key_from_insecure_seed(seed))
+        return NoiseSource(secrets.draw_keys or known)
 
 
 PERSISTENT_NOISE_HONESTY = "Charges of persistent noise depend only on the strength."

@@ -97,15 +97,13 @@ def _unary(
     )
 
 
+Served = tuple[dict[str, int], EndedForGood | None, Callable[[], None]]
+"""The numbers of refused messages by kind, the limit that has ended the run for good, if one has,
+and what forgets the exchange of ids, once the results are written."""
 Serve = Callable[
-    [ActiveSession, PartyData, Path, Transcript | None, ActiveStatus, Interruption],
-    tuple[dict[str, int], EndedForGood | None, Callable[[], None]],
+    [ActiveSession, PartyData, Path, Transcript | None, ActiveStatus, Interruption], Served
 ]
-"""Serves a session until it is over and the passive parties have heard so.
-
-Returns the numbers of refused messages by kind, the limit that has ended the run for good, if one
-has, and what forgets the exchange of ids, once the results are written.
-"""
+"""Serves a session until it is over and the passive parties have heard so."""
 
 
 def checked_server(settings: ActiveSettings) -> Serve:
@@ -126,7 +124,7 @@ def _serve_until_end(
     transcript: Transcript | None,
     status: ActiveStatus,
     interruption: Interruption,
-) -> tuple[dict[str, int], EndedForGood | None, Callable[[], None]]:
+) -> Served:
     contract = settings.contract
     engine = build_engine(contract.alignment)
     exchanges, tried = records_of(settings, folder)

@@ -50,7 +50,7 @@ class _WaitingQuestion(NamedTuple):
 
 class _UnderWay(NamedTuple):
     batch: list[_WaitingQuestion]
-    asked: list[Asked]  # the messages of which the batch's question consists
+    asked: list[Asked]  # the messages that make up the batch's question
     places: list[NDArray[np.int64]]  # of each request's ids among those asked for
 
 
@@ -61,14 +61,12 @@ class Batcher(Closing):
         self,
         predictor: Predictor,
         contract: Contract,
-        wait_s: float,
         timeout_s: float,
         status: OnlineStatus,
     ) -> None:
         self._predictor = predictor
         self._status = status
         self._contract = contract
-        self._wait_s = wait_s
         self._timeout_s = timeout_s
         self._incoming: queue.Queue[_WaitingQuestion | None] = queue.Queue(MOST_WAITING)
         self._under_way: queue.Queue[_UnderWay | None] = queue.Queue(IN_FLIGHT)
@@ -121,11 +119,9 @@ class Batcher(Closing):
         self._under_way.put(None)
 
     def _gathered(self) -> tuple[list[_WaitingQuestion], bool]:
-        first = self._next or self._incoming.get()
+        batch, num_ids = list[_WaitingQuestion](), 0
+        following = self._next or self._incoming.get()
         self._next = None
-        batch: list[_WaitingQuestion] = []
-        num_ids, until = 0, time.monotonic() + self._wait_s
-        following = first
         while following is not None:
             if following.is_wanted():
                 num_ids += len(following.question.ids)
@@ -134,11 +130,7 @@ class Batcher(Closing):
                     return batch, False
                 batch.append(following)
             try:
-                left_s = until - time.monotonic()
-                if left_s > 0:
-                    following = self._incoming.get(timeout=left_s)
-                else:
-                    following = self._incoming.get_nowait()
+                following = self._incoming.get_nowait()
             except queue.Empty:
                 return batch, False
         return batch, True
@@ -178,12 +170,16 @@ def _answers(
     embedded: Sequence[Embedded],
 ) -> list[Predictions]:
     if any(waiting.question.own is not None for waiting in batch):
-        return [
-            predictor.combine(
-                _part_of(asked, at), [_rows_of(answer, at) for answer in embedded], w.question.own
-            )
-            for w, at in zip(batch, places, strict=True)
-        ]
+        found = []
+        for waiting, at in zip(batch, places, strict=True):
+            rows = None if asked.rows is None else asked.rows[at]
+            answers = []
+            for known, values in embedded:
+                places_of_known = (np.cumsum(known) - 1)[at][known[at]]
+                answers.append(Embedded(known[at], values[torch.from_numpy(places_of_known)]))
+            part = Asked([asked.ids[place] for place in at], rows, [])
+            found.append(predictor.combine(part, answers, waiting.question.own))
+        return found
     together = predictor.combine(asked, embedded)
     return [Predictions(together.probabilities[at], together.found[at], {}) for at in places]
 
@@ -202,13 +198,3 @@ def _joined(asked: Sequence[Asked]) -> tuple[Asked, list[Embedded]]:
         for of_party in zip(*answers, strict=True)
     ]
     return Asked(ids, np.concatenate(rows) if rows else None, []), together
-
-
-def _part_of(asked: Asked, at: NDArray[np.int64]) -> Asked:
-    return Asked([asked.ids[i] for i in at], None if asked.rows is None else asked.rows[at], [])
-
-
-def _rows_of(embedded: Embedded, at: NDArray[np.int64]) -> Embedded:
-    known = embedded.known[at]
-    rows = (np.cumsum(embedded.known) - 1)[at]
-    return Embedded(known, embedded.values[torch.from_numpy(rows[known])])

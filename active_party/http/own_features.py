@@ -121,7 +121,13 @@ class GivenFeatures:
     def _cells(self, name: str, values: Sequence[Any]) -> Any:
         expected = self._expected[name]
         if expected is _TOKENS:
-            values = [list(map(_token, one)) if isinstance(one, list) else one for one in values]
+            # A whole number is the text of its digits; a bool is none.
+            values = [
+                [str(part) if type(part) is int else part for part in one]
+                if isinstance(one, list)
+                else one
+                for one in values
+            ]
         kinds = frozenset(map(_kind, values)) - {type(None)}
         if kinds and not any(kinds <= allowed for allowed in expected.types):
             raise Unusable(f"features: column {name!r}: expected {expected.words}")
@@ -182,10 +188,6 @@ class Fallback:
         if found.any():
             probabilities[found] = known
         return Predictions(probabilities, found, {})
-
-
-def _token(part: Any) -> Any:
-    return str(part) if type(part) is int else part  # no bool
 
 
 def _kind(value: Any) -> type:

@@ -105,7 +105,7 @@ _SETTING = "serving.token_file"
 
 
 class Tokens:
-    """The tokens of a file, of which only digests are stored."""
+    """The tokens of a file; only their digests are stored."""
 
     def __init__(self, tokens: dict[str, str]) -> None:
         self._digests = {name: _digest(token) for name, token in tokens.items()}

@@ -28,10 +28,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from splitveil.active_party.ledger.bounds import NOTHING, KnownBounds, strongest_adversary
-from splitveil.active_party.ledger.ledger import Exposure, LeakLedger
+from splitveil.active_party.ledger.bounds import Accounts
+from splitveil.active_party.ledger.ledger import LeakLedger
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.run.id_rules import rules_of_bytes
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.text.files import check_regular
@@ -109,18 +108,11 @@ class AccountBook:
     def __len__(self) -> int:
         return len(self.names)
 
-    def most(self) -> float:
-        """Return the largest divergence among all accounts, 0 if there are none."""
-        return self._exposure().most if len(self) else 0.0
-
-    def known(self) -> KnownBounds:
-        """Return what is known of every account besides its divergence, (3,)."""
-        known: KnownBounds = np.column_stack([self._exposure().known, NOTHING]).max(axis=1)
-        return known
-
-    def adversary(self) -> Adversary:
-        """Return the strongest adversary class that every account describes."""
-        return strongest_adversary(int(np.bitwise_or.reduce(self._exposure().caveats)))
+    def worst(self) -> Accounts:
+        """Return one account, (), that reveals as much as any of the book's."""
+        if not len(self):
+            return Accounts.empty()
+        return self.total().accounts(np.arange(len(self))).worst()
 
     def total(self) -> LeakLedger:
         """Return all accounts, an example's together with that of its person."""
@@ -129,11 +121,8 @@ class AccountBook:
         total, every = LeakLedger(len(self)), np.arange(len(self))
         total.add(every, self.ledger, every)
         has_person = np.flatnonzero(self.person_of >= 0)
-        total.add(has_person, self.ledger, self.person_of[has_person], is_counted=True)
+        total.add(has_person, self.ledger, self.person_of[has_person])
         return total
-
-    def _exposure(self) -> Exposure:
-        return self.total().exposure(np.arange(len(self)))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the tensors from which ``from_state`` rebuilds the book."""
@@ -174,7 +163,7 @@ class AccountBook:
             before = person_of[at]
             # What an earlier person was charged stays with a row that has become another one's.
             moved = np.flatnonzero((before >= 0) & (theirs >= 0) & (before != theirs))
-            ledger.add(at[moved], self.ledger, before[moved], is_counted=True)
+            ledger.add(at[moved], self.ledger, before[moved])
             person_of[at] = np.where(theirs < 0, before, theirs)
         return AccountBook(names, ledger, self.id_rules, self.runs | other.runs, person_of)
 
@@ -194,7 +183,7 @@ class AccountBook:
             is_added = (of_person >= 0) & (of_person != of)
             is_added &= (of < 0) | (of_person != before[of])
             added = np.flatnonzero(is_added)
-            earlier.add(added, total, of_person[added], is_counted=True)
+            earlier.add(added, total, of_person[added])
             earlier.share(_numbered(persons))
         return LeakLedger(num_examples, earlier)
 
@@ -219,7 +208,7 @@ class AccountBook:
         if len(named):
             whole = ledger.whole(named)
             whole.share(groups)
-            closed.add(at_person, whole, first, is_counted=True)
+            closed.add(at_person, whole, first)
             is_carried[at[named]] = is_carried[at_person] = False
         carried = np.flatnonzero(is_carried[: len(self)])
         closed.add(carried, self.ledger, carried)

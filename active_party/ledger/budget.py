@@ -13,26 +13,20 @@ mechanism, and any divergence where another bound (see ``bounds``) is within the
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
-from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.active_party.defenses.sum_kl import sum_kl_for_estimated_auc, sum_kl_for_leak_auc
 from splitveil.active_party.ledger.account_book import AccountBook, Names
-from splitveil.active_party.ledger.bounds import (
-    KnownBounds,
-    LeakBounds,
-    auc_bound,
-    strongest_adversary,
-)
-from splitveil.active_party.ledger.ledger import Exposure, LeakLedger, logged
+from splitveil.active_party.ledger.bounds import Accounts, Figures, auc_bound
+from splitveil.active_party.ledger.ledger import LeakLedger
 from splitveil.common.errors import BudgetExhausted
-from splitveil.common.privacy.adversary import Adversary, narrowest
-from splitveil.common.record.answer_log import ChargedAnswer
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Charge
+from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
@@ -60,42 +54,43 @@ class Limit:
         general, gaussian = sum_kl_for_leak_auc(leak_auc), sum_kl_for_estimated_auc(leak_auc)
         return cls(general, gaussian, peers, leak_auc)
 
-    def of(self, known: KnownBounds) -> npt.NDArray[np.float64]:
-        """Return the divergence allowed to each account of which this is known, (accounts,)."""
-        leak_auc, epsilon, excess = known
+    def of(self, accounts: Accounts) -> Figures:
+        """Return the divergence allowed to each account, (accounts,)."""
+        leak_auc, epsilon = accounts.leak_auc, accounts.epsilon
         if self.max_leak_auc is None:
             return np.full(leak_auc.shape, self.max_sum_kl)
         bound = np.minimum(leak_auc, 0.5 + np.tanh(epsilon / 2) / 2)  # `dp_bounds.auc_of_epsilon`
         is_within = bound - 0.5 <= (self.max_leak_auc - 0.5) * (1 + ROUNDING)
-        allowed = np.maximum(self.max_sum_kl, self.max_gaussian_sum_kl - excess)
+        allowed = np.maximum(self.max_sum_kl, self.max_gaussian_sum_kl - accounts.excess)
         return np.where(is_within, math.inf, allowed)
 
-    def objection(self, reached: Exposure) -> str | None:
+    def objection(self, reached: Accounts) -> str | None:
         """Say by how much some accounts would exceed the limit; None if they are within it."""
-        narrow = narrowest(*map(strongest_adversary, np.unique(reached.caveats).tolist()))
+        narrow = reached.adversary
         if not narrow.includes(self.peers):
             return (
                 f"would leave an example without a bound for {self.peers.in_words}: what was "
                 f"revealed about it is bounded for {narrow.in_words}"
             )
-        excess = reached.sum_kl / self.of(reached.known)
+        excess = reached.sum_kl / self.of(reached)
         worst = int(excess.argmax())
         if excess[worst] <= 1 + ROUNDING:
             return None
-        known, sum_kl = reached.known[:, worst], float(reached.sum_kl[worst])
+        account = reached.at(worst)
         return (
-            f"would take an example to {_in_words(sum_kl, auc_bound(sum_kl, known))} for "
-            f"{self.peers.in_words}; the budget is {self.in_words(known)}"
+            f"would take an example to {_in_words(float(account.sum_kl), auc_bound(account))} for "
+            f"{self.peers.in_words}; the budget is {self.in_words(account)}"
         )
 
-    def in_words(self, known: KnownBounds) -> str:
-        """Describe what is allowed to an account of which this is known, (3,)."""
-        allowed = float(self.of(known))
+    def in_words(self, account: Accounts) -> str:
+        """Describe what is allowed to one account, ()."""
+        allowed = self.of(account)
         if self.max_leak_auc is None:
-            of_any_epsilon = np.array([1.0, math.inf, known[2]])
-            return _in_words(allowed, auc_bound(allowed, of_any_epsilon))
+            infinite = np.asarray(math.inf)
+            at_limit = account._replace(sum_kl=allowed, leak_auc=np.ones(()), epsilon=infinite)
+            return _in_words(float(allowed), auc_bound(at_limit))
         if math.isfinite(allowed):
-            return _in_words(allowed, self.max_leak_auc)
+            return _in_words(float(allowed), self.max_leak_auc)
         return f"a leak AUC of at most {auc_at_most(self.max_leak_auc)}"
 
 
@@ -148,9 +143,7 @@ class RunLedger:
         """Take a checkpoint's accounts as the course's; ValueError for other examples."""
         self.course = self._loaded(course)
 
-    def reopen(
-        self, state: Mapping[str, Any], since: Iterable[tuple[Positions, ChargedAnswer]]
-    ) -> None:
+    def reopen(self, state: Mapping[str, Any], since: Iterable[tuple[Positions, Charge]]) -> None:
         """Rebuild the accounts that an earlier process of the run had.
 
         They are those of the newest checkpoint, and the answers that were given since. Raises
@@ -159,7 +152,7 @@ class RunLedger:
         total = state["course"] if state["total"] is None else state["total"]
         self.total = self._loaded(total)
         for positions, charge in since:
-            self.total.enter(positions, charge)
+            self.total.charge(positions, charge)
         self.go_back(state["course"])
 
     def state_dict(self) -> dict[str, Any]:
@@ -189,18 +182,13 @@ class LeakBudget:
         self._persons = persons
         begun = allowance.earlier.opening_ledger(self._ids_in_order(), len(rows), persons)
         if allowance.reveals_validation:
-            revealed = LeakCharge(0.0, adversary=allowance.peers, is_gaussian=True)
-            begun.enter(rows.splits["validation"], logged(revealed))
+            begun.charge(rows.splits["validation"], Charge(0.0, adversary=allowance.peers))
         self.accounts = RunLedger(begun)
-
-    def entry_of(self, charge: LeakCharge) -> ChargedAnswer:
-        """Return a charge as it is entered into the log of answers and the accounts."""
-        return logged(replace(charge, adversary=narrowest(charge.adversary, self._allowance.peers)))
 
     def admit(
         self,
         positions: Positions,
-        entry: ChargedAnswer,
+        charge: Charge,
         what: str,
         *,
         is_repeated: bool,
@@ -208,20 +196,21 @@ class LeakBudget:
     ) -> None:
         """Charge an answer that is about to be given, or refuse it.
 
-        ``entry`` is the charge of each of these training rows, ``what`` names it in the refusal.
-        ``is_repeated`` says that this very answer has left before, so that it reveals nothing new.
+        ``charge`` is that of each of these training rows, for no more than ``peers``; ``what``
+        names the answer in the refusal. ``is_repeated`` says that this very answer has left
+        before, so that it reveals nothing new.
         ``log`` writes it to the log of answers once it is known to fit; if that fails, nothing is
         charged. Raises BudgetExhausted if it would take an example past the limit.
         """
         limit, total = self._allowance.limit, self.accounts.total
         if limit is not None and len(positions):
-            reached = total.exposure(positions) if is_repeated else total.after(positions, entry)
+            reached = total.accounts(positions) if is_repeated else total.after(positions, charge)
             objection = limit.objection(reached)
             if objection is not None:
                 raise BudgetExhausted(f"run_budget: {what} {objection}")
         log()
         # A run that is behind has given it before, so that only its course is charged.
-        self.accounts.course.enter(positions, entry)
+        self.accounts.course.charge(positions, charge)
 
     def bounds(self) -> LeakBounds:
         """Bound what all answers ever given may have revealed about the training examples."""

@@ -9,13 +9,11 @@ from contextlib import contextmanager
 
 from prometheus_client import Gauge
 
-from splitveil.active_party.ledger.bounds import LeakBounds, Spread
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_status import RunStatus
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.figures import AttackFigure
+from splitveil.common.privacy.figures import AttackFigure, LeakBounds, Spread
 from splitveil.common.record.lines import AlarmLine, EpochLeakLine, EvaluationLine, LeakLine, Line
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.phases import Phase
@@ -130,11 +128,9 @@ class ActiveStatus(RunStatus):
         for statistic in Spread._fields:
             self._sum_kl.labels(statistic).set(getattr(bounds.sum_kl, statistic))
             self._estimate.labels(statistic).set(getattr(bounds.estimate, statistic))
-            for peers in Adversary:
-                spread = bounds.against(peers).leak_auc
+            for peers, spread in bounds.by_peers().items():
                 self._bound.labels(peers.value, statistic).set(getattr(spread, statistic))
-        for peers in Adversary:
-            mu = bounds.against(peers).mu
+        for peers, mu in bounds.mu_by_peers().items():
             self._mu.labels(peers.value).set(float("inf") if mu is None else mu)
         self._epsilon.set(float("inf") if bounds.epsilon is None else bounds.epsilon)
         self._note_budget(bounds)
@@ -143,7 +139,7 @@ class ActiveStatus(RunStatus):
         limit = self._limit
         if limit is None:
             return
-        is_exact = bounds.against(limit.peers).mu is not None
+        is_exact = bounds.mu_by_peers()[limit.peers] is not None
         allowed = limit.max_gaussian_sum_kl if is_exact else limit.max_sum_kl
         self._left.set(max(1 - bounds.sum_kl.max / allowed, 0))
 

@@ -4,7 +4,6 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.monitor import stated_bounds
 from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.monitor.leak_watch import LeakWatch
@@ -13,7 +12,7 @@ from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
-from splitveil.common.privacy.figures import LeakFigures, NumberFigures
+from splitveil.common.privacy.figures import LeakBounds, LeakFigures, NumberFigures
 from splitveil.common.record.lines import EvaluationLine, LedgerLine, TrainingLine
 from splitveil.common.record.metrics_log import OF_MONITOR, ChartClock, RunRecorder
 from splitveil.common.record.run_record import write_ledger_ahead
@@ -75,7 +74,7 @@ class ActiveRecorder(RunRecorder):
         self._status.note_aligned(rows)
 
     def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
-        self._earlier = EarlierAnswers(examples, stated_bounds.ledger_figures(bounds))
+        self._earlier = EarlierAnswers(examples, bounds)
         self._status.note_bounds(bounds.or_more(self._ahead))
         logger.info(
             "earlier runs answered about %d of the training rows: sum_kl %s, %s (largest of all "
@@ -121,7 +120,7 @@ class ActiveRecorder(RunRecorder):
         self._bounds, total = bounds, bounds.or_more(self._ahead)
         self._status.note_bounds(total)
         with self._status.phases(Phase.RECORD):
-            self._metrics.write(LedgerLine(epoch, stated_bounds.ledger_figures(bounds)))
+            self._metrics.write(LedgerLine(epoch, bounds))
         logger.debug(
             "epoch %d: leak ledger: sum_kl %s, leak AUC estimated %.3f, %s (largest of all "
             "examples)",
@@ -143,7 +142,7 @@ class ActiveRecorder(RunRecorder):
         self._ahead = bounds
         self._status.note_bounds((self._bounds or bounds).or_more(bounds))
         # For the report of a run that is abandoned here: its metrics end where it has resumed.
-        write_ledger_ahead(self._folder, stated_bounds.ledger_figures(bounds))
+        write_ledger_ahead(self._folder, bounds)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         with self._status.phases(Phase.RECORD):
@@ -223,8 +222,7 @@ class ActiveRecorder(RunRecorder):
         active = ActiveFigures(
             model=self._model_figures(),
             defense=self._settings.defense.model_dump(mode="json"),
-            ledger=None if total is None else stated_bounds.ledger_figures(total),
-            bounds=() if total is None else stated_bounds.peer_bounds(total),
+            ledger=total,
             refused_messages=refused,
             earlier_answers=self._earlier,
             leak_alarms=self._watch.alarms(),

@@ -4,57 +4,32 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any
 
 from splitveil.active_party.defenses.dp_bounds import epsilon_of
-from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.figures import BeyondFigures, LedgerFigures, SpreadFigures
+from splitveil.common.privacy.figures import BeyondFigures, LeakBounds
 from splitveil.common.privacy.observational_audit import p_value
-from splitveil.common.record import summary
 from splitveil.common.record.assessment import assess_figures, passes_stated
 from splitveil.common.text.upper_bounds import at_least, at_most
 
 logger = logging.getLogger(__name__)
 
 
-def ledger_figures(bounds: LeakBounds) -> LedgerFigures:
-    """Return bounds as a run's record holds them."""
-    anybody, honest, class_means = (SpreadFigures(*one.leak_auc) for one in bounds.by_peers)
-    sum_kl, estimate = SpreadFigures(*bounds.sum_kl), SpreadFigures(*bounds.estimate)
-    return LedgerFigures(sum_kl, estimate, anybody, honest, class_means, bounds.epsilon)
-
-
-def peer_bounds(bounds: LeakBounds) -> tuple[summary.AdversaryBound, ...]:
-    """Return the bounds of the most exposed example as a run's summary holds them."""
-    return tuple(
-        summary.AdversaryBound(peers, bounds.against(peers).leak_auc.max, bounds.against(peers).mu)
-        for peers in Adversary
-    )
-
-
-class Stated(NamedTuple):
-    """The smallest epsilon that a ledger states."""
-
-    epsilon: float
-    peers: Adversary
-    """For whom."""
-
-
-def stated_epsilon(bounds: LeakBounds, delta: float) -> Stated | None:
-    """Return the smallest epsilon of label differential privacy that bounds state at a delta.
+def stated_epsilon(bounds: LeakBounds, delta: float) -> tuple[float, Adversary] | None:
+    """Return the smallest epsilon of label-DP that bounds state at a delta, and for whom.
 
     A Gaussian mechanism states one at every delta (Dong, Roth and Su 2022, corollary 2.13), a
     randomised label the same at all. None where nothing states one.
     """
     found = []
     if bounds.epsilon is not None:
-        found.append(Stated(bounds.epsilon, Adversary.ANYBODY))
-    for peers in Adversary:
-        mu = bounds.against(peers).mu
+        found.append((bounds.epsilon, Adversary.ANYBODY))
+    for peers, mu in bounds.mu_by_peers().items():
         if mu is not None and math.isfinite(epsilon_of(mu, delta)):
-            found.append(Stated(epsilon_of(mu, delta), peers))
-    return min(found, key=lambda one: one.epsilon, default=None)
+            found.append((epsilon_of(mu, delta), peers))
+    return min(found, key=itemgetter(0), default=None)
 
 
 def hold_against(beyond: BeyondFigures, bounds: LeakBounds | None) -> BeyondFigures:
@@ -69,9 +44,9 @@ def hold_against(beyond: BeyondFigures, bounds: LeakBounds | None) -> BeyondFigu
     return replace(
         beyond,
         epsilon=measured._replace(
-            stated=stated.epsilon,
-            stated_for=stated.peers,
-            p_value_of_stated=p_value(*guesses, stated.epsilon, measured.delta),
+            stated=stated[0],
+            stated_for=stated[1],
+            p_value_of_stated=p_value(*guesses, stated[0], measured.delta),
         ),
     )
 
@@ -81,7 +56,7 @@ def log_beyond(
 ) -> None:
     """Log what attacks reveal beyond features, and an alarm for every statement that they pass."""
     epsilon = beyond.epsilon
-    assessment = assess_figures(beyond, None if bounds is None else ledger_figures(bounds), defense)
+    assessment = assess_figures(beyond, bounds, defense)
     logger.info("feature-adjusted leak AUC, strongest attack: %s", assessment.in_words)
     if epsilon is not None:
         logger.debug(

@@ -75,7 +75,10 @@ class Parts:
         self._written = written or pa.table({"id": pa.array(ids, pa.string())})
         self._output = output
         self._schema = plan.schema(self._written.schema)
-        self._plan_digest = _digest_of(plan, ids)
+        digest = hashlib.sha256(repr(plan).encode())
+        for start in range(0, len(ids), PART_ROWS):
+            digest.update("\0".join(["", *ids[start : start + PART_ROWS]]).encode())
+        self._plan_digest = digest.digest()
         self._order = asking_order(ids)
         num_values = len(self._schema) - self._written.num_columns - 2
         of_row = [("values", "<f4", (num_values,)), ("found", "?")]
@@ -149,13 +152,6 @@ class Parts:
 
 def _is_ours(path: Path) -> bool:
     return _ENDING in path.name  # also a temporary file that a killed process has left
-
-
-def _digest_of(plan: PredictionPlan, ids: Sequence[str]) -> bytes:
-    found = hashlib.sha256(repr(plan).encode())
-    for start in range(0, len(ids), PART_ROWS):
-        found.update("\0".join(["", *ids[start : start + PART_ROWS]]).encode())
-    return found.digest()
 
 
 IN_FLIGHT = 4  # questions: a passive party computes while an answer travels

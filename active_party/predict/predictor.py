@@ -52,8 +52,16 @@ def load_top(
 ) -> tuple[TrainedModel, nn.Module, Literal["trained", "refitted"]]:
     """Load the top model that a run has left, in eval mode on the CPU, and say which it is."""
     contract, folder = settings.contract, settings.run_folder(ACTIVE)
-    kind = _which(choice or settings.inference.model, folder)
-    weights = REFITTED if kind == "refitted" else WEIGHTS
+    choice = choice or settings.inference.model
+    has_refitted = (folder / "checkpoint" / REFITTED).exists()
+    if choice == "refitted" and not has_refitted:
+        raise SettingsError(
+            f"inference.model: {folder} has no {REFITTED}: only a run to its end with settings for "
+            f"refit leaves one"
+        )
+    if choice == "best":
+        choice = "refitted" if has_refitted else "trained"
+    weights = REFITTED if choice == "refitted" else WEIGHTS
     trained = TrainedModel.open(folder, contract, weights)
     built_by = trained.saved.metadata.get(TOP_MODEL)  # ``active refit`` may have chosen another
     model = build_top_model(
@@ -67,7 +75,7 @@ def load_top(
         model = WithTrees(model, *map(int, sizes.split()))
     model = settings.defense.predicting(model)
     trained.put_into(model)
-    return trained, model, kind
+    return trained, model, choice
 
 
 class JointModel:
@@ -116,18 +124,6 @@ class JointModel:
             features = None if own is None else own.to(self._device)
             found = predict_in_blocks(self._model, cut, features, link=self._labels.predicted)
         return self._labels.in_units(np.asarray(found.cpu().numpy(), np.float32))
-
-
-def _which(choice: ModelChoice, folder: Path) -> Literal["trained", "refitted"]:
-    has_refitted = (folder / "checkpoint" / REFITTED).exists()
-    if choice == "refitted" and not has_refitted:
-        raise SettingsError(
-            f"inference.model: {folder} has no {REFITTED}: only a run to its end with settings for "
-            f"refit leaves one"
-        )
-    if choice == "best":
-        return "refitted" if has_refitted else "trained"
-    return choice
 
 
 class Predictions(NamedTuple):

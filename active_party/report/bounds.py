@@ -17,7 +17,7 @@ from splitveil.active_party.report.figures import ABSENT, TableRow, figure
 from splitveil.active_party.report.run_files import RunFiles, is_one_shot
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import CUT, needs_of
-from splitveil.common.privacy.figures import BeyondFigures, LedgerFigures
+from splitveil.common.privacy.figures import BeyondFigures, LeakBounds
 from splitveil.common.record.assessment import (
     Finding,
     LeakAssessment,
@@ -50,19 +50,14 @@ def bounds_of(run: RunFiles) -> dict[Adversary, float]:
     return bounds_by_peers(ledger_of(run))
 
 
-def ledger_of(run: RunFiles) -> LedgerFigures | None:
+def ledger_of(run: RunFiles) -> LeakBounds | None:
     """Return the ledger's last entry, or the bounds of a run abandoned after it went back."""
     if run.active.summary.of_active.ledger is not None:
         return run.active.summary.of_active.ledger
     entries = [line.bounds for line in run.active.metrics.of(LedgerLine)[-1:]]
     if run.active.ledger_ahead is not None:
         entries.append(run.active.ledger_ahead)
-    return max(entries, key=_most, default=None)
-
-
-def _most(bounds: LedgerFigures) -> float:
-    largest = bounds.sum_kl.max
-    return math.inf if largest is None else largest  # infinite divergences are written as null
+    return max(entries, key=lambda bounds: bounds.sum_kl.max, default=None)
 
 
 def defense_of(settings: Mapping[str, Any]) -> DefenseSettings | None:

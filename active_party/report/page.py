@@ -24,14 +24,16 @@ from splitveil.active_party.report import (
 from splitveil.active_party.report.decision import Decision
 from splitveil.active_party.report.figures import MeasuredAttack
 from splitveil.active_party.report.run_files import RunFiles, read_run
+from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import read_predictions
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.report_parts import circumstances, read_traffic, render, traffic_rows
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import ATTACKS, needs_of
-from splitveil.common.privacy.figures import LedgerFigures
+from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.run_folder import write_text_atomically
+from splitveil.common.settings import Mark, marked
 from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 
 logger = logging.getLogger("splitveil.active_party")
@@ -39,7 +41,6 @@ logger = logging.getLogger("splitveil.active_party")
 _REPORT_LATER = "once the cause is gone: splitveil active report"
 _PACKAGE = "splitveil.active_party.report"
 _NAME_LENGTH = 36
-_EXPECTED_TO_DIFFER = {"contract.run_name", "listen", "runs_dir"}
 
 
 class _Compared(NamedTuple):
@@ -51,7 +52,7 @@ class _Compared(NamedTuple):
     leak: LeakAssessment
     strongest: str  # the strongest attack and its figure, or why there is none
     decision: Decision
-    ledger: LedgerFigures | None
+    ledger: LeakBounds | None
     bounds: dict[Adversary, str]
 
 
@@ -234,4 +235,5 @@ def _differences(compared: Sequence[_Compared]) -> list[tuple[str, list[str]]]:
     flat = [dict(tables.flattened(one.run.active.settings)) for one in compared]
     names = dict.fromkeys(name for settings in flat for name in settings)
     rows = [(name, [settings.get(name, "–") for settings in flat]) for name in names]
-    return [row for row in rows if len(set(row[1])) > 1 and row[0] not in _EXPECTED_TO_DIFFER]
+    of_one = {".".join(place) for place in marked(ActiveSettings, Mark.PER_RUN)}
+    return [row for row in rows if len(set(row[1])) > 1 and row[0] not in of_one]

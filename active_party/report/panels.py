@@ -12,7 +12,7 @@ from splitveil.active_party.report.figures import windows
 from splitveil.active_party.report.svg import Axis, Band, Chart, Dot, Line, Mark, Rule, round_axis
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS, is_oracle
-from splitveil.common.privacy.figures import NumberFigures, SpreadFigures
+from splitveil.common.privacy.figures import NumberFigures, Spread
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.lines import LedgerLine
 from splitveil.common.text.upper_bounds import auc_at_most
@@ -155,16 +155,16 @@ def trade_off(dots: Sequence[Dot]) -> Markup | None:
 
 
 def _peer_marks(
-    epochs: run_files.Numbers, ledgers: Sequence[Mapping[Adversary, SpreadFigures]]
+    epochs: run_files.Numbers, ledgers: Sequence[Mapping[Adversary, Spread]]
 ) -> Iterator[Mark]:
     recorded = [
         (peers, [bounds[peers] for bounds in ledgers])
         for peers in Adversary
-        if any(bounds[peers].max is not None for bounds in ledgers)
+        if any(math.isfinite(bounds[peers].max) for bounds in ledgers)
     ]
     for peers, spreads in recorded:
         last = spreads[-1].max
-        if (last is not None and last < 1) or peers is recorded[-1][0]:
+        if last < 1 or peers is recorded[-1][0]:
             yield from _bound_marks(epochs, "guarantee", spreads, auc_at_most, f"{peers}")
             return
 
@@ -172,7 +172,7 @@ def _peer_marks(
 def _bound_marks(
     epochs: run_files.Numbers,
     style: str,
-    spreads: Sequence[SpreadFigures],
+    spreads: Sequence[Spread],
     written: Callable[[float], str],
     name: str | None = None,
 ) -> Iterator[Mark]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.figures import LedgerFigures
+from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record import run_record
 from splitveil.common.record.lines import EvaluationLine, LeakLine, TrainingLine
 from splitveil.common.record.summary import Summary
@@ -34,7 +34,7 @@ class PartyFiles(NamedTuple):
     summary: Summary  # empty if the run has not ended
     has_ended: bool
     metrics: run_record.Metrics
-    ledger_ahead: LedgerFigures | None = None  # on answers after the point resumed from
+    ledger_ahead: LeakBounds | None = None  # on answers after the point resumed from
 
     def setting(self, *path: str) -> Any:
         """Return a setting by the names of its sections and its own; None if it is not there."""

@@ -16,6 +16,7 @@ from splitveil.active_party.report.figures import (
     estimate_of,
     figure,
 )
+from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.adversary import Adversary
@@ -23,6 +24,7 @@ from splitveil.common.privacy.attacks import CUT, needs_of
 from splitveil.common.privacy.figures import AttackFigure, ClassFigures, LeakByClass, RunFigures
 from splitveil.common.record.lines import AlarmLine
 from splitveil.common.record.run_record import find_summary
+from splitveil.common.settings import Mark, marked
 from splitveil.common.text.upper_bounds import auc_at_most
 from splitveil.common.text.wording import setting_in_words
 
@@ -33,7 +35,6 @@ _NEEDS_OF_NUMBERS = {
     "accumulated_top_direction": "nothing",
     "accumulated_ridge_40": "40 labels of the run, and its own activations",
 }
-_SECRETS = ("insecure_nonce_seed", "insecure_noise_seed")  # noise or batches follow from them
 
 
 def leak_rows(findings: Sequence[MeasuredAttack]) -> Iterator[TableRow]:
@@ -191,23 +192,21 @@ def alarm_rows(run: run_files.RunFiles) -> Iterator[TableRow]:
 def settings_tables(settings: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
     """Return one table per section of the settings; the first has settings outside sections."""
     tables: dict[str, list[tuple[str, str]]] = {"this party": []}
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            tables[name] = list(flattened(value))
-        else:
-            tables["this party"] += flattened({name: value})
+    for name, value in flattened(settings):
+        section, _, inner = name.partition(".")
+        tables.setdefault(section if inner else "this party", []).append((inner or name, value))
     return {name: rows for name, rows in tables.items() if rows}
 
 
-def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flattened(settings: Mapping[str, Any], *place: str) -> Iterator[tuple[str, str]]:
     """Yield every setting with its dotted name, without values that would reveal the noise."""
     for name, value in settings.items():
+        inner = (*place, name)
         if isinstance(value, Mapping) and value:
-            yield from flattened(value, f"{prefix}{name}.")
-        elif name in _SECRETS and value is not None:
-            yield f"{prefix}{name}", "set (not shown)"
+            yield from flattened(value, *inner)
         else:
-            yield f"{prefix}{name}", setting_in_words(value)
+            is_hidden = inner in marked(ActiveSettings, Mark.HIDDEN) and value is not None
+            yield ".".join(inner), "set (not shown)" if is_hidden else setting_in_words(value)
 
 
 def bound_cells(run: run_files.RunFiles) -> dict[Adversary, str]:

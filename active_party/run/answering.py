@@ -22,7 +22,7 @@ from splitveil.active_party.training.aggregation import aggregate, parts_of
 from splitveil.active_party.training.evaluation import Evaluation, Evaluator, HeldOutPredictions
 from splitveil.active_party.training.top_trainer import StepResult, TopTrainer
 from splitveil.common.errors import OutOfStep
-from splitveil.common.record.answer_log import ChargedAnswer
+from splitveil.common.privacy.charge import Charge
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import HELD_OUT, AlignedRows, Batch, batch_in_words, run_course
 from splitveil.common.run.host_copies import to_host
@@ -176,9 +176,9 @@ class Answering:
                 result = self.trainer.gradient(batch.positions, cut, questions.answer_key)
                 defended, report = to_host(result.defended), result.report
                 parts = parts_of(aggregation, defended, len(asked))
-            entry = self.budget.entry_of(report.charge)
-            is_repeated, log = questions.admission(entry, defended, where)
-            self.budget.admit(batch.positions, entry, where, is_repeated=is_repeated, log=log)
+            charge = report.charge.narrowed(self.budget.peers)
+            is_repeated, log = questions.admission(charge, defended, where)
+            self.budget.admit(batch.positions, charge, where, is_repeated=is_repeated, log=log)
             if batch.split == "sums":  # one release, even after a power failure
                 self.questions.sync()
             replies = [Answer(q.activation.batch, p) for q, p in zip(asked, parts, strict=True)]
@@ -267,7 +267,7 @@ class Answering:
         self.progress.go_to(batch_number)
         self._catch_up()
 
-    def _charged_since(self, count: int) -> Iterator[tuple[Positions, ChargedAnswer]]:
+    def _charged_since(self, count: int) -> Iterator[tuple[Positions, Charge]]:
         course: Iterator[Batch] = iter(())
         following: int | None = None
         for record in self.questions.since(count):

@@ -2,9 +2,9 @@
 
 from typing import Any, Protocol
 
-from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.progress import State
 

@@ -16,12 +16,8 @@ from cryptography.hazmat.primitives.poly1305 import Poly1305
 from torch import Tensor
 
 from splitveil.common.errors import OtherAnswer, OutOfStep
-from splitveil.common.record.answer_log import (
-    FIRST_RESUMPTION_NUMBER,
-    AnswerLog,
-    ChargedAnswer,
-    Record,
-)
+from splitveil.common.privacy.charge import Charge
+from splitveil.common.record.answer_log import FIRST_RESUMPTION_NUMBER, AnswerLog, Record
 
 MAX_RESUMPTIONS = 100
 """Times that a run goes back over answers that it has given: a peer that measures how long this
@@ -111,7 +107,7 @@ class BatchQuestions:
             self._log.record(self._number, self._fingerprints)
 
     def admission(
-        self, charge: ChargedAnswer, answer: Tensor, where: str
+        self, charge: Charge, answer: Tensor, where: str
     ) -> tuple[bool, Callable[[], None]]:
         """Return whether this very answer was given before, and a function that logs it.
 

@@ -18,7 +18,6 @@ takes back the charge of the first one.
 from collections.abc import Callable
 from typing import ClassVar
 
-from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.run import parties
 from splitveil.active_party.run.handshake import Handshakes
 from splitveil.active_party.run.lifecycle import ActiveStore, Lifecycle, OpenRun
@@ -27,6 +26,7 @@ from splitveil.active_party.run.preparation import OwnRows, OwnRules, Preparatio
 from splitveil.active_party.run.stages import Listening, Stage
 from splitveil.common import errors
 from splitveil.common.alignment.share import Share
+from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record.run_store import NoStore
 from splitveil.common.run import messages
 from splitveil.common.run.contract import Contract

@@ -79,9 +79,10 @@ def with_trees(
         counts = torch.bincount(labels.long(), minlength=kind.num_classes).tolist()
     if min(counts) < _LEAST_ROWS:
         return None
-    counted = torch.ones(len(labels)) if weights.of_rows is None else weights.of_rows
+    counted = weights.of_rows
     if weights.of_classes is not None:
-        counted = counted * weights.of_classes[labels.long()]
+        of_class = weights.of_classes[labels.long()]
+        counted = of_class if counted is None else counted * of_class
     given: dict[str, Any] = {
         "max_depth": _DEPTH,
         "early_stopping": True,
@@ -92,7 +93,8 @@ def with_trees(
     else:
         grown = ensemble.HistGradientBoostingRegressor(**given)
         targets = -residuals_of(torch.zeros(len(labels)), labels)
-    grown.fit(columns.numpy(), targets.numpy(), counted.numpy())
+    # Weights of 1 would take seconds: quantiles of weighted rows are found one by one.
+    grown.fit(columns.numpy(), targets.numpy(), None if counted is None else counted.numpy())
     try:  # no public name gives the nodes
         predictors, baseline = attrgetter("_predictors", "_baseline_prediction")(grown)
         trees = [tree.nodes for iteration in predictors for tree in iteration]

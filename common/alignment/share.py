@@ -60,16 +60,10 @@ def receive_share(
             nonces = tuple(frame.share.nonces)
         mask += frame.share.mask
         chunk += 1
-    if not _are_as_committed(nonces, commitments):
+    hashed = [hashlib.sha256(nonce).digest() for nonce in nonces]
+    if len(hashed) != len(commitments) or not all(map(hmac.compare_digest, hashed, commitments)):
         raise InvalidMessage("the passive parties' nonces do not match their commitments")
     bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little").astype(bool)
     if bits[num_ids:].any():
         raise InvalidMessage("the mask has more bits than the two parties have ids in common")
     return Share(bits[:num_ids], nonces)
-
-
-def _are_as_committed(nonces: Sequence[bytes], commitments: Sequence[bytes]) -> bool:
-    return len(nonces) == len(commitments) and all(
-        hmac.compare_digest(hashlib.sha256(nonce).digest(), commitment)
-        for nonce, commitment in zip(nonces, commitments, strict=True)
-    )

@@ -49,9 +49,10 @@ from splitveil.common.data.sources import TableSource
 from splitveil.common.data.sql_snapshot import snapshot_of
 from splitveil.common.data.stored_ids import ID_OFFSETS, IDS, GrowingArrays, RowNumbers, StoredIds
 from splitveil.common.data.table import Table, TableReader
-from splitveil.common.data.table_paths import FoundFile, find_files, table_path_of
+from splitveil.common.data.table_paths import find_files, table_path_of
 from splitveil.common.errors import DataError, StorageError
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule, rules_as_plain
+from splitveil.common.settings import Mark, marked, without
 from splitveil.common.text.files import only_one_process, sync
 
 MANIFEST = "manifest.json"
@@ -232,12 +233,6 @@ def _replace(path: Path, pieces: Iterator[NDArray[np.uint8]]) -> None:
 VERSION = 2
 """Version of the format of these files and of the rules by which cells are read."""
 
-_FILE_SETTINGS = (
-    *("cache_dir", "path", "table", "store"),
-    *("driver", "uri", "uri_file", "query", "snapshot", "snapshot_dir"),
-)
-"""Settings of sources that decide only which files are read, of which the key has the stamps."""
-
 
 def open_converted(
     settings: DataSettings,
@@ -252,19 +247,7 @@ def open_converted(
     stamps = stamps_of(source, base_dir)
     name = getattr(source, "path", "query").rstrip("/").rpartition("/")[2]
     name = re.sub(r"[*?\[\]:${}]+", "_", name)
-    plain = settings.model_dump(
-        mode="json",
-        exclude={
-            "source": set(_FILE_SETTINGS),
-            "features": {
-                **dict.fromkeys(("signed_log1p", "numeric_scaling", "missing_numeric"), True),
-                **dict.fromkeys(("missing_indicator", "min_count", "max_list_categories"), True),
-                "sequences": {"__all__": {"max_length", "tokenizer"}},  # num_tokens says which kind
-            },
-            "class_weights": True,
-            "weights_are_label_free": True,
-        },
-    )
+    plain = without(marked(DataSettings, Mark.UNCACHED), settings.model_dump(mode="json"))
     gaps = None if settings.features is None else settings.features.gaps
     rules = rules_as_plain(id_rules)
     text = json.dumps([VERSION, stamps, plain, gaps, split_column, rules], sort_keys=True)
@@ -294,8 +277,12 @@ def stamps_of(source: source_settings.Source, base_dir: Path) -> list[list[Any]]
     """Return path, size and time of each file that a source consists of."""
     match source:
         case source_settings.ParquetSource() | source_settings.CsvSource():
-            found = find_files(table_path_of(source, base_dir))
-            return [[_resolved(file), file.num_bytes, file.modified_ns] for file in found]
+            stamps: list[list[Any]] = []
+            for file in find_files(table_path_of(source, base_dir)):
+                place = file.location
+                path = str(place.resolve()) if isinstance(place, Path) else place
+                stamps.append([path, file.num_bytes, file.modified_ns])
+            return stamps
         case source_settings.SqlSource():
             paths = [snapshot_of(source, base_dir)]
         case source_settings.FileSource():
@@ -311,10 +298,6 @@ def _stamp(path: Path) -> list[Any]:
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     return [str(path.resolve()), found.st_size, found.st_mtime_ns]
-
-
-def _resolved(file: FoundFile) -> str:
-    return str(file.location.resolve()) if isinstance(file.location, Path) else file.location
 
 
 def _convert(

@@ -388,7 +388,7 @@ class RowEncoder:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MappedFeatures(Features):
-    """Features of many rows, of which only the requested rows are read and encoded."""
+    """Features of many rows; only the requested rows are read and encoded."""
 
     encode: RowEncoder
     file_rows: NDArray[np.int64]

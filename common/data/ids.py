@@ -203,7 +203,7 @@ class IdReader:
         self._arrays.append(stored_ids.ID_OFFSETS, np.zeros(1, np.int64))
 
     def add(self, raw: Sequence[str], labels: NDArray[np.float32] | None = None) -> None:
-        """Take the ids of the next rows, of which those with a label of NaN are left out."""
+        """Take the ids of the next rows; rows with a label of NaN are left out."""
         before = self._num_rows
         offset = f" (data rows counted after row {before})" if before else ""
         ids = self._form.of(raw, self._effects)

@@ -229,7 +229,7 @@ class TokenReader:
 
 
 def say_cut(columns: Sequence[TokenColumn], table: Table, rows: NDArray[np.int64]) -> None:
-    """Warn of columns of which some of the training rows are longer than ``max_length``."""
+    """Warn of columns with training rows longer than ``max_length``."""
     some = rows[np.linspace(0, len(rows) - 1, min(len(rows), MEASURED_ROWS)).astype(np.int64)]
     for column in columns:
         coded = table.sequences[column.name]

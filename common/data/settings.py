@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 from splitveil.common.data.label_range import ONE_NUMBER, LabelRange
 from splitveil.common.data.source_settings import ColumnName, Source
 from splitveil.common.run.id_rules import MAX_ID_COLUMNS
-from splitveil.common.settings import Mark, Section
+from splitveil.common.settings import Mark, Section, marked
 
 
 def _as_list(value: Any) -> Any:
@@ -88,7 +88,7 @@ class ImageSettings(Section):
 class SequenceSettings(Section):
     """A column of sequences of tokens: of whole numbers, or of texts that a tokenizer splits."""
 
-    max_length: int = Field(ge=1, le=65_536)
+    max_length: Annotated[int, Mark.UNCACHED] = Field(ge=1, le=65_536)
     """Most tokens of a cell that the model gets; the rest of a longer one is cut off, and the log
     says in how many rows. An empty cell is a sequence of length 0."""
 
@@ -96,7 +96,7 @@ class SequenceSettings(Section):
     """For whole numbers, in a Parquet list or in text in which ``list_separator`` stands between
     them: all are at least 0 and less than this."""
 
-    tokenizer: Annotated[str | None, Mark.PATH] = Field(default=None, min_length=1)
+    tokenizer: Annotated[str | None, Mark.PATH, Mark.UNCACHED] = Field(default=None, min_length=1)
     """For texts: a file of the library ``tokenizers`` (the extra ``text``), usually
     ``tokenizer.json``. Relative to this settings file; ``~`` and ``${NAME}`` are replaced. A copy
     is kept with the model. A file whose rules can make a text more than 4,000 times as long is
@@ -146,14 +146,14 @@ class FeatureSettings(Section):
     ``68`` is 1968 and ``26`` is 2026."""
 
     lists: Columns = ()
-    """Columns of which each cell holds any number of categories: a Parquet list, or text in which
-    ``list_separator`` stands between them. Each becomes one number per category, 1 for those that
+    """Columns whose cells hold any number of categories: a Parquet list, or text with
+    ``list_separator`` between them. Each becomes one number per category, 1 for those that
     the cell holds and 0 for the others, and one more for any category that is not kept."""
 
     list_separator: Annotated[str, StringConstraints(min_length=1, max_length=8)] = "|"
     """What stands between the categories of a text. Space around a category is no part of it."""
 
-    max_list_categories: int = Field(default=100, ge=1, le=10_000)
+    max_list_categories: Annotated[int, Mark.UNCACHED] = Field(default=100, ge=1, le=10_000)
     """How many categories of a column of lists are kept: those in the most training rows, the first
     by their text among equals."""
 
@@ -172,7 +172,7 @@ class FeatureSettings(Section):
     """Whether an entry with ``*``, ``?`` or ``[...]`` is a pattern with shell wildcards unless a
     column has just this name. With ``false``, every entry is the name of a column."""
 
-    missing_numeric: Literal["error", "zero", "mean", "median"] = "error"
+    missing_numeric: Annotated[Literal["error", "zero", "mean", "median"], Mark.UNCACHED] = "error"
     """Treatment of an empty cell in a numeric column or a timestamp: an error, the number 0, or the
     mean or median of the column's numbers in the training rows; see ``new_gaps`` for predictions
     with a model that was trained without any. Mean and median are taken after
@@ -184,7 +184,7 @@ class FeatureSettings(Section):
     with the mean, and the log counts such rows; or the row is an error. With ``missing_numeric:
     zero`` and no indicator, it is 0 as in the training."""
 
-    missing_indicator: bool = False
+    missing_indicator: Annotated[bool, Mark.UNCACHED] = False
     """Whether every column of numbers that has gaps in the training rows makes one more number: 1
     where there is a gap, otherwise 0. These come after all columns of numbers, unscaled."""
 
@@ -196,14 +196,14 @@ class FeatureSettings(Section):
     """The same for single columns, in place of ``missing_texts``: with ``{country: [""]}``, ``NA``
     is a country. It may name the label column."""
 
-    signed_log1p: bool = False
+    signed_log1p: Annotated[bool, Mark.UNCACHED] = False
     """Whether numbers x become sign(x) log(1 + |x|) before scaling, which suits counts."""
 
-    numeric_scaling: Literal["standard", "min_max", "none"] = "standard"
+    numeric_scaling: Annotated[Literal["standard", "min_max", "none"], Mark.UNCACHED] = "standard"
     """Scaling by mean and standard deviation (``standard``) or by minimum and maximum
     (``min_max``) of the training rows, or no scaling."""
 
-    min_count: int = Field(default=1, ge=1)
+    min_count: Annotated[int, Mark.UNCACHED] = Field(default=1, ge=1)
     """Categories, also those of lists, in fewer training rows than this share the slot of unknown
     categories."""
 
@@ -232,12 +232,6 @@ class FeatureSettings(Section):
         if self.missing_numeric == "zero" and not self.missing_indicator:
             return "zero"
         return "nan"
-
-
-_ABOUT_LABELS = (
-    *("label_column", "positive_label", "classes", "label_range", "class_weights"),
-    "weight_column",
-)
 
 
 class DataSettings(Section):
@@ -270,33 +264,35 @@ class DataSettings(Section):
     table did not have them: the peer learns that the common ids have labels. Predictions need no
     label."""
 
-    label_column: ColumnName | None = None
+    label_column: Annotated[ColumnName | None, Mark.ABOUT_LABELS] = None
     """Column with the label: 0 or 1, one of ``classes``, or a number within ``label_range``."""
 
-    positive_label: PositiveLabel | None = None
+    positive_label: Annotated[PositiveLabel | None, Mark.ABOUT_LABELS] = None
     """The text that stands for label 1, or a list of such texts, for instance ``["yes", "YES"]``;
     all other texts then stand for 0, and ``check`` counts them. Numbers are compared as numbers:
     ``"1"`` is also ``1.0``. By default the column must hold 0 and 1."""
 
-    classes: Classes | None = None
+    classes: Annotated[Classes | None, Mark.ABOUT_LABELS] = None
     """Three or more classes, for a softmax over them: a number K, for a column that holds the whole
-    numbers 0 to K - 1, or the list of the texts (or whole numbers) that the column holds, of which
-    equal numbers (``1`` and ``1.0``) are one. If absent, there are two classes."""
+    numbers 0 to K - 1, or the list of the texts (or whole numbers) that the column holds; equal
+    numbers (``1`` and ``1.0``) are one class. If absent, there are two classes."""
 
-    label_range: LabelRange | None = None
+    label_range: Annotated[LabelRange | None, Mark.ABOUT_LABELS] = None
     """Bounds of a label that is a number: the model then predicts a number (regression). Without
     it, labels are classes. The bounds stay with the label owner."""
 
-    class_weights: tuple[Weight, ...] | None = Field(default=None, min_length=2)
+    class_weights: Annotated[tuple[Weight, ...] | None, Mark.ABOUT_LABELS, Mark.UNCACHED] = Field(
+        default=None, min_length=2
+    )
     """What an example of each class counts in the loss: of label 0 and label 1, or of the classes
     in their order; by default all count 1. A target between two labels counts in proportion."""
 
-    weight_column: ColumnName | None = None
+    weight_column: Annotated[ColumnName | None, Mark.ABOUT_LABELS] = None
     """Column with a positive number for each row: what the row counts in the loss, in units of the
     mean over the training rows. The peer can read the weights off the gradients. It belongs to the
     label owner's table."""
 
-    weights_are_label_free: bool = False
+    weights_are_label_free: Annotated[bool, Mark.ABOUT_LABELS, Mark.UNCACHED] = False
     """Whether the weights were chosen without a look at any label, such as the sampling weights of
     a survey. Without it, defenses whose bounds hold for more than class means refuse a
     ``weight_column``: it could tell what they hide, and no charge would count that."""
@@ -320,8 +316,9 @@ class DataSettings(Section):
 
     def without_labels(self, **changed: Any) -> "DataSettings":
         """Return the settings without those about labels and weights, and with others changed."""
-        unlabelled = dict.fromkeys(_ABOUT_LABELS) | {"weights_are_label_free": False}
-        return self.model_copy(update=unlabelled | changed)
+        about = marked(DataSettings, Mark.ABOUT_LABELS)
+        absent = {name: DataSettings.model_fields[name].default for (name,) in about}
+        return self.model_copy(update=absent | changed)
 
     def missing_texts(self, column: str) -> tuple[str, ...]:
         """Return the cells of a column that mean "no value"."""
@@ -352,8 +349,8 @@ class DataSettings(Section):
         if self.label_column is None:
             if self.features is None:
                 raise ValueError("name a label_column, features, or both")
-            for name in _ABOUT_LABELS:
-                if getattr(self, name) is not None:
+            for (name,) in sorted(marked(DataSettings, Mark.ABOUT_LABELS)):
+                if getattr(self, name) not in {None, False}:
                     raise ValueError(f"{name} needs a label_column")
         if self.classes is not None and self.positive_label is not None:
             raise ValueError("positive_label is for two classes; leave it or classes out")

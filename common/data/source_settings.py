@@ -13,7 +13,8 @@ from splitveil.common.settings import Mark, Section
 from splitveil.common.text.addresses import may_hold_secret
 
 ColumnName = Annotated[str, StringConstraints(min_length=1)]
-PathText = Annotated[str, StringConstraints(min_length=1), Mark.PATH]
+PathText = Annotated[str, StringConstraints(min_length=1), Mark.PATH, Mark.UNCACHED]
+"""The copy that ``cache_dir`` keeps goes by the files' sizes and times."""
 
 
 def expand_path(setting: str, path: str, base_dir: Path) -> Path:
@@ -49,7 +50,7 @@ def expand_variables(setting: str, text: str) -> str:
 class CacheableSource(Section):
     """A source whose rows can be kept as memory-mapped columns."""
 
-    cache_dir: Annotated[ColumnName | None, Mark.PATH] = None
+    cache_dir: Annotated[ColumnName | None, Mark.PATH, Mark.SAME_ROWS, Mark.UNCACHED] = None
     """Folder for a copy as memory-mapped columns, for files that do not fit into memory; written
     like ``path``. The file is converted when it is first used, and again after it or the requested
     columns have changed. By default the whole file is read into memory each time."""
@@ -103,11 +104,11 @@ class CsvSource(FileSource):
     column_names: tuple[ColumnName, ...] | None = Field(default=None, min_length=1)
     """The column names, for a file without a header line; by default the first line has them."""
 
-    encoding: str = "utf-8"
+    encoding: Annotated[str, Mark.SAME_ROWS] = "utf-8"
     """The text's encoding, by a name that Python knows, such as ``cp1252`` (Windows, in Western
     Europe), ``gbk`` or ``utf-16``. A byte order mark at the beginning takes precedence."""
 
-    decimal: Literal[".", ","] | None = None
+    decimal: Annotated[Literal[".", ","] | None, Mark.SAME_ROWS] = None
     """The decimal mark of numbers: of numeric columns, weights and labels that are numbers. With
     ``","``, ``1.234,5`` and ``1 234,5`` are 1234.5 and ``1.234`` is 1234; with ``"."``, ``1,234.5``
     and ``1'234.5`` are 1234.5.
@@ -172,7 +173,7 @@ class ParquetSource(FileSource):
 
     kind: Literal["parquet"]
 
-    store: StoreSettings = StoreSettings()
+    store: Annotated[StoreSettings, Mark.SAME_ROWS, Mark.UNCACHED] = StoreSettings()
     """How an object store is reached; of no effect on paths of this machine."""
 
     @property
@@ -221,27 +222,27 @@ class SqlSource(CacheableSource):
 
     kind: Literal["sql"]
 
-    driver: Annotated[ColumnName, Mark.LIBRARY]
+    driver: Annotated[ColumnName, Mark.LIBRARY, Mark.UNCACHED]
     """``sqlite``, ``postgresql``, ``duckdb`` or another ADBC driver: the NAME of an installed
     package ``adbc-driver-NAME``, a name that ADBC's driver manager knows, or the path of a shared
     library, which has a slash. A driver is code that runs in this process."""
 
-    uri: Annotated[ColumnName | None, Mark.PATH, Mark.HIDDEN] = None
+    uri: Annotated[ColumnName | None, Mark.PATH, Mark.HIDDEN, Mark.UNCACHED] = None
     """The database's address, without a password: ``postgresql://USER@HOST/DATABASE``; for SQLite
     and DuckDB the file, written like the path of other sources, or for DuckDB ``:memory:``."""
 
-    uri_file: Annotated[ColumnName | None, Mark.PATH] = None
+    uri_file: Annotated[ColumnName | None, Mark.PATH, Mark.UNCACHED] = None
     """File, mode 0600, whose only line is the address, instead of ``uri``."""
 
-    query: ColumnName
+    query: Annotated[ColumnName, Mark.UNCACHED]
     """One SELECT statement. It decides which rows are read, and in which order. Paths in a query of
     DuckDB are relative to the settings file's folder, and need ``uri: ":memory:"``: neither a query
     of a database's file nor the views and macros in it may read another file."""
 
-    snapshot: str = ""
+    snapshot: Annotated[str, Mark.SAME_ROWS, Mark.UNCACHED] = ""
     """Any text, such as a date. Change it to run the query again."""
 
-    snapshot_dir: PathText = "snapshots"
+    snapshot_dir: Annotated[PathText, Mark.SAME_ROWS] = "snapshots"
     """Folder for the results of queries, readable by this user only; written like a path."""
 
     @model_validator(mode="after")

@@ -83,20 +83,23 @@ def _times(column: WrittenColumn, text_format: str | None, first_year: int) -> A
         raise DataError(f"{column.where}: expected dates, times or text, not {kind}")
     text = clean_text(column._replace(cells=cells))
     if text_format is not None:
-        times = _in_format(column, text, text_format)
+        times = pc.strptime(text, format=text_format, unit="us", error_is_null=True)
+        is_wrong = pc.and_(pc.is_null(times), pc.is_valid(text)).to_numpy()
+        column.check(is_wrong, f"times written as {text_format}")
         return _in_century(times, first_year) if "%y" in text_format else times
-    return _in_iso_form(column, text)
+    try:
+        return _parsed(text)
+    except pa.ArrowInvalid as error:
+        where = column.list_rows(~are_times(text) & pc.is_valid(text).to_numpy())
+        raise DataError(
+            f"{column.where}: expected times such as 2026-03-01 or 2026-03-01T17:30:00 in {where}; "
+            f"data.features.timestamp_format names another form, and data.features.missing_texts "
+            f"texts that mean no value"
+        ) from error
 
 
 def _without_zone(times: ArrowColumn) -> ArrowColumn:
     return pc.cast(pc.cast(times, pa.int64()), _NAIVE)
-
-
-def _in_format(column: WrittenColumn, text: ArrowColumn, text_format: str) -> ArrowColumn:
-    times = pc.strptime(text, format=text_format, unit="us", error_is_null=True)
-    is_wrong = pc.and_(pc.is_null(times), pc.is_valid(text)).to_numpy()
-    column.check(is_wrong, f"times written as {text_format}")
-    return times
 
 
 def _in_century(times: ArrowColumn, first_year: int) -> ArrowColumn:
@@ -107,18 +110,6 @@ def _in_century(times: ArrowColumn, first_year: int) -> ArrowColumn:
     moved = np.where(np.isnat(plain), 0, (first_year - years + 99) // 100)
     exact = (months + 1200 * moved).astype(plain.dtype) + (plain - months)
     return pa.chunked_array([pa.array(exact, _NAIVE)])
-
-
-def _in_iso_form(column: WrittenColumn, text: ArrowColumn) -> ArrowColumn:
-    try:
-        return _parsed(text)
-    except pa.ArrowInvalid as error:
-        where = column.list_rows(~are_times(text) & pc.is_valid(text).to_numpy())
-        raise DataError(
-            f"{column.where}: expected times such as 2026-03-01 or 2026-03-01T17:30:00 in {where}; "
-            f"data.features.timestamp_format names another form, and data.features.missing_texts "
-            f"texts that mean no value"
-        ) from error
 
 
 def _parsed(text: ArrowColumn) -> ArrowColumn:
@@ -132,7 +123,7 @@ def _parsed(text: ArrowColumn) -> ArrowColumn:
 
 
 def time_formats(text: ArrowColumn) -> dict[str | None, NDArray[np.bool_]]:
-    """Return which texts are times, by ISO 8601 (None) and the forms of which some are."""
+    """Return which texts are times, by ISO 8601 (None) and each form that some of them have."""
     found: dict[str | None, NDArray[np.bool_]] = {None: are_times(text)}
     for form in (date + clock for date in _DATES for clock in _CLOCKS):
         if _are_in_form(text[:_TRIED_FIRST], form).any():

@@ -112,8 +112,10 @@ def _hand_over_tensors(model: nn.Module, shapes: FeatureShapes, role: str, *, le
             f"{role}: {type(model).__name__}.forward does not say its parameters: name them, in a "
             f"module that is written in Python, neither compiled nor wrapped"
         )
-    if any(one.name == "features" or _is_features(one.annotation) for one in parameters):
-        return
+    for one in parameters:
+        said = inspect.formatannotation(one.annotation)
+        if one.name == "features" or re.search(r"\bFeatures\b", said):
+            return
     parts: list[tuple[str, str | None]] = [(p.name, p.name) for p in parameters if p.name in _PARTS]
     there = vars(shapes.zeros(1))
     # Whoever takes tokens may do without their lengths.
@@ -131,7 +133,3 @@ def _hand_over_tensors(model: nn.Module, shapes: FeatureShapes, role: str, *, le
     # First: the hook by which a lazy layer learns its size expects tensors.
     call = _Call(leading, tuple(parts))
     model.register_forward_pre_hook(call, prepend=True, with_kwargs=True)
-
-
-def _is_features(annotation: object) -> bool:
-    return re.search(r"\bFeatures\b", inspect.formatannotation(annotation)) is not None

@@ -4,9 +4,11 @@ The initial weights depend only on the given seed; the state of torch's own gene
 """
 
 import copy
+import threading
 from collections.abc import Callable, Sequence
+from functools import wraps
 from textwrap import shorten
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from safetensors.torch import load, save
@@ -35,6 +37,22 @@ from splitveil.common.text.imports import fault_in_words, first_line, import_nam
 
 PROBE_ROWS = 2
 DROP_LAST = "contract.drop_last: true"
+
+
+_ArgumentsP = ParamSpec("_ArgumentsP")
+_BuiltT = TypeVar("_BuiltT")
+_drawing = threading.RLock()
+
+
+def one_at_a_time(build: Callable[_ArgumentsP, _BuiltT]) -> Callable[_ArgumentsP, _BuiltT]:
+    """Let no parties of one process build at once: torch has one generator for all of them."""
+
+    @wraps(build)
+    def locked(*arguments: _ArgumentsP.args, **named: _ArgumentsP.kwargs) -> _BuiltT:
+        with _drawing:
+            return build(*arguments, **named)
+
+    return locked
 
 
 class Trial(NamedTuple):

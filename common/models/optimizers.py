@@ -1,15 +1,18 @@
 """Builds optimizers from settings; large embedding tables get sparse gradients."""
 
+import inspect
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import nn, optim
 from torch.nn.utils import get_total_norm
-from torch.optim import SGD, Adam, AdamW, Optimizer, SparseAdam
+from torch.optim import Optimizer
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import (
+    SPARSE_FROM_ROWS,
     AdamSettings,
     AdamWOptimizer,
     OptimizerSettings,
@@ -17,11 +20,28 @@ from splitveil.common.models.settings import (
 )
 from splitveil.common.models.training_state import check_names, is_in
 
+_OptimizerT = TypeVar("_OptimizerT", bound=Optimizer)
+
+
+def _uncompiled(kind: type[_OptimizerT]) -> type[_OptimizerT]:
+    """Return the same optimizer without the decorators that keep torch's compiler out of methods.
+
+    To do so they import it, which takes a second and 70 MiB, and nothing compiles an optimizer.
+    """
+    names = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
+    methods = {name: inspect.unwrap(getattr(kind, name)) for name in names}
+    step = torch.no_grad()(inspect.unwrap(kind.step))
+    return type(kind.__name__, (kind,), {**methods, "step": step})
+
+
+SGD, Adam = _uncompiled(optim.SGD), _uncompiled(optim.Adam)
+AdamW, SparseAdam = _uncompiled(optim.AdamW), _uncompiled(optim.SparseAdam)
+
 
 def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> Optimizer:
     """Return an optimizer for a model's parameters.
 
-    Embedding tables that are large according to the settings are switched to sparse gradients.
+    Large embedding tables are switched to sparse gradients where no step has to move every row.
 
     Raises:
         SettingsError: the model has no trainable parameters, or none that ``rates`` names.
@@ -81,12 +101,12 @@ def _clip(limit: float, optimizer: Optimizer, *_given: Any) -> None:
 
 def _large_tables(settings: OptimizerSettings, model: nn.Module) -> Iterator[nn.Embedding]:
     momentum = settings.momentum if isinstance(settings, SgdOptimizer) else 0.0
-    if settings.sparse_from_rows is None or settings.weight_decay or momentum:
+    if settings.weight_decay or momentum:
         return
     for part in model.modules():
         if not isinstance(part, nn.Embedding) or not part.weight.requires_grad:
             continue
-        if part.num_embeddings >= settings.sparse_from_rows:
+        if part.num_embeddings >= SPARSE_FROM_ROWS:
             yield part
 
 

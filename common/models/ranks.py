@@ -64,8 +64,8 @@ class Ranks:
 
     All processes find each other where the environment says, or in a file. ``attempt`` counts their
     starts: the place where they meet may outlive them and holds the addresses of those before.
-    Nobody else may open ``file``: it holds a secret of which each rank proves knowledge before
-    anything else travels. Raises RankLost.
+    Nobody else may open ``file``: it holds a secret, and each rank proves that it knows it
+    before anything else travels. Raises RankLost.
     """
 
     def __init__(

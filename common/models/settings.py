@@ -191,6 +191,11 @@ def bins_of(settings: BottomModelSettings) -> int:
     return settings.num_bins if isinstance(settings, TabularModel | PcaModel) else 0
 
 
+SPARSE_FROM_ROWS = 100_000
+"""Rows from which a step updates only those rows of an embedding table that a batch looks up, so
+that its time does not depend on the size of the table."""
+
+
 class StepSettings(Section):
     """What all optimizers have in common."""
 
@@ -198,7 +203,9 @@ class StepSettings(Section):
 
     weight_decay: float = Field(default=0.0, ge=0)
     """The multiple of the weights that is added to their gradient; with ``adamw``, the share by
-    which a step of size 1 shrinks them."""
+    which a step of size 1 shrinks them. Without it, and without ``momentum``, a step updates only
+    those rows of an embedding table of 100,000 rows or more that the batch looks up; ``adam`` and
+    ``adamw`` then leave the running averages of the other rows as they are."""
 
     clip_norm: float | None = Field(default=None, gt=0)
     """Largest norm of the gradient of all weights of this party's half together, before weight
@@ -220,12 +227,6 @@ class AdamSettings(StepSettings):
         Annotated[float, Field(ge=0, lt=1)],
     ] = (0.9, 0.999)
     """Decay rates of the running averages of the gradient and the squared gradient."""
-
-    sparse_from_rows: int | None = Field(default=100_000, ge=1)
-    """Number of rows from which an embedding table is updated only in the rows that a batch looks
-    up. The cost of a step is then independent of the size of the table, and the running averages of
-    the other rows stay as they are instead of moving these rows further. ``null`` disables this;
-    so does ``weight_decay``, which moves every row in every step."""
 
 
 class AdamOptimizer(AdamSettings):
@@ -250,11 +251,6 @@ class SgdOptimizer(StepSettings):
 
     momentum: float = Field(default=0.0, ge=0, lt=1)
     """Fraction of the previous step that each step keeps."""
-
-    sparse_from_rows: int | None = Field(default=100_000, ge=1)
-    """Number of rows from which a step touches only the rows of an embedding table that a batch
-    looks up, for the same result in less time. ``null`` disables this; so do ``momentum`` and
-    ``weight_decay``, which move every row in every step."""
 
 
 OptimizerSettings = Annotated[

@@ -1,7 +1,9 @@
 """What both parties' ``align`` do alike: reads a party's ids alone, and writes its common rows."""
 
+import argparse
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +16,17 @@ from splitveil.common.data.kinds import columns_in_parts, in_small_blocks, open_
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import TableSource
 from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.party import command_line
+from splitveil.common.party.endpoint import serving_status
+from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData, read_ids_alone
 from splitveil.common.party.party_settings import PartySettings, PartySettingsT
+from splitveil.common.party.party_status import RunStatus
+from splitveil.common.record.progress import CountProgress
+from splitveil.common.record.run_folder import open_run_folder
 from splitveil.common.record.table_output import check_output, replacing, writer_of
+from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import AlignmentContract
 from splitveil.common.run.sample_order import CommonOrder
 
@@ -26,6 +35,49 @@ _logger = logging.getLogger(__name__)
 _ROWS_AT_ONCE = 2**16
 
 FOLDER = "alignment"  # folder of a run's alignments, in which each party has its own
+
+
+class Alignment(NamedTuple):
+    """How a party finds the common rows."""
+
+    folder_name: str
+    status: RunStatus
+    find: Callable[[PartyData, Path, Transcript | None, Interruption], CommonOrder]
+    shows_bar: bool = True
+
+
+def align(parsed: argparse.Namespace, alignment_of: Callable[[PartySettingsT], Alignment]) -> None:
+    """Find the rows that all parties have, and write this party's; what both parties do alike.
+
+    Args:
+        alignment_of: called before the ids are read, to check what the connection needs.
+    """
+    interruption = Interruption()
+    interruption.install()
+    settings = aligning(parsed.loaded)
+    check_outputs(settings, parsed.output, positions=parsed.positions)
+    name, status, find, shows_bar = alignment_of(settings)
+    own = read_own_ids(settings)
+    _logger.info("%d ids read from %s", len(own.data.ids), own.data.table.source)
+    interruption.check()
+    with (
+        CountProgress(f"{status.party}: aligning") as progress,
+        serving_status(status, settings.status, interruption),
+    ):
+        status.alignment_bar = progress if shows_bar else None
+        folder = open_run_folder(settings.runs_dir / settings.contract.run_name, FOLDER, name)
+        command_line.save_resolved(settings, folder)
+        with Transcript(folder, status.party) if settings.transcript else nullcontext() as written:
+            order = find(own.data, folder, written, interruption)
+    write_aligned(settings, own, order, parsed.output, positions=parsed.positions)
+    num_ids, num_common = len(own.data.ids), len(order.file_rows)
+    if parsed.json:
+        counts = {"run_id": order.run_id, "ids": num_ids, "aligned": num_common}
+        print_json(counts | {"fingerprint": order.fingerprint, "output": str(parsed.output)})
+    _logger.info(
+        "%s of %s ids are common to all parties; they are in %s, in the order with fingerprint %s",
+        *(f"{num_common:,}", f"{num_ids:,}", parsed.output, order.fingerprint),
+    )
 
 
 def aligning(settings: PartySettingsT) -> PartySettingsT:
@@ -78,12 +130,6 @@ def _ids_alone(data: DataSettings) -> DataSettings:
     return data.model_copy(update=changed | {"weights_are_label_free": False})
 
 
-class AlignedTable(NamedTuple):
-    order: CommonOrder
-    num_ids: int  # this party's usable ids
-    output: Path
-
-
 def write_aligned(
     settings: PartySettings,
     own: StampedIds,
@@ -91,7 +137,7 @@ def write_aligned(
     output: Path,
     *,
     positions: bool = False,
-) -> AlignedTable:
+) -> None:
     """Write the common rows in their order, or only their ids and positions in it."""
     data = own.data
     rows = order.file_rows if data.kept is None else data.kept[order.file_rows]
@@ -106,18 +152,6 @@ def write_aligned(
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             places = np.searchsorted(ordered, rows[first : first + _ROWS_AT_ONCE])
             writer.write_table(table.take(_indices(places)))
-    return AlignedTable(order, len(data.ids), output)
-
-
-def print_aligned(found: AlignedTable, *, as_json: bool) -> None:
-    order, num_common = found.order, len(found.order.file_rows)
-    if as_json:
-        counts = {"run_id": order.run_id, "ids": found.num_ids, "aligned": num_common}
-        print_json(counts | {"fingerprint": order.fingerprint, "output": str(found.output)})
-    _logger.info(
-        "%s of %s ids are common to all parties; they are in %s, in the order with fingerprint %s",
-        *(f"{num_common:,}", f"{found.num_ids:,}", found.output, order.fingerprint),
-    )
 
 
 def _rows_of(source: TableSource, rows: NDArray[np.int64], names: Sequence[str]) -> Any:

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
@@ -134,6 +134,23 @@ def add_command(commands: Commands, name: str, purpose: str, example: str) -> Pa
     return command
 
 
+def add_serve(commands: Commands, party: str, purpose: str, rows: str) -> None:
+    command = add_command(commands, "serve", f"{purpose}, until stopped", f"{party}.yaml")
+    about = f"table with {rows} (default: data.source of the settings)"
+    command.add_argument("--data", type=Path, metavar="FILE", help=about)
+
+
+def add_report(commands: Commands, purpose: str, otherwise: str) -> Parser:
+    """Add the command that writes a page, to a place ``otherwise`` if none is given."""
+    report: Parser = commands.add_parser(
+        "report", help=purpose, description=purpose, example="runs/breast_cancer"
+    )
+    report.add_argument("--output", type=Path, metavar="FILE", help=f"default: {otherwise}")
+    add_json(report)
+    add_verbosity(report)
+    return report
+
+
 def add_verbosity(command: argparse.ArgumentParser) -> None:
     command.add_argument("-v", "--verbose", action="count", default=0, help="show all details")
     command.add_argument(
@@ -144,11 +161,24 @@ def add_verbosity(command: argparse.ArgumentParser) -> None:
 logger = logging.getLogger(__name__)
 
 
-def run_command(parsed: argparse.Namespace, party: str, actions: Mapping[str, str]) -> int:
-    """Do what parsed arguments say by one of the named functions, and return the exit code."""
+def run_command(parsed: argparse.Namespace, party: str, **elsewhere: str) -> int:
+    """Do what parsed arguments say, and return the exit code.
+
+    A command is the function of its name in the module of its name, if ``elsewhere`` has no other.
+    """
+    # Before torch is imported. Threads that spin while they wait for each other take the cores from
+    # the other party on this machine, and gain nothing on small batches.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    name = str(parsed.command).replace("-", "_")
+    common = {"verify_transcript": "splitveil.common.party.command_line:verify_transcript"}
+    own = f"splitveil.{party}_party.commands.{name}:{name}"
 
     def act() -> None:
-        action = resolve_name(actions[parsed.command])
+        if "overrides" in parsed:  # first: a mistake is answered before the command is imported
+            section = resolve_name(f"splitveil.{party}_party.settings:{party.title()}Settings")
+            load = resolve_name("splitveil.common.party.party_settings:load_settings")
+            parsed.loaded = load(section, parsed, party)
+        action = resolve_name((common | elsewhere).get(name, own))
         resolve_name("splitveil.common.party.workers:act")(parsed, action)
 
     configure_logging(party, parsed.verbose - parsed.quiet)

@@ -19,7 +19,7 @@ from rich.console import Console
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.models.device import use_device
 from splitveil.common.party.json_output import print_json
-from splitveil.common.party.party_settings import PartySettings, PartySettingsT, load_party_settings
+from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.party.workers import ONLY, Rank
 from splitveil.common.record.run_folder import end_of, has_finished, write_text_atomically
 from splitveil.common.record.run_store import RunStore
@@ -27,7 +27,6 @@ from splitveil.common.record.transcript import Broken, Verified, compare, verify
 from splitveil.common.run.contract import in_short
 from splitveil.common.settings import Mark, Place, marked
 from splitveil.common.text.files import why_unreadable
-from splitveil.common.text.log_lines import add_to_log_lines, use_log_format
 from splitveil.common.text.visible_text import visible, visible_lines
 from splitveil.common.text.yaml_text import RESOLVED, read_yaml_file
 
@@ -77,21 +76,6 @@ def _verified(path: Path) -> Verified:
     if isinstance(found, Broken):
         raise SplitveilError(f"{path}: line {found.line}: {found.reason}")
     return found
-
-
-def load_settings(
-    section: type[PartySettingsT], arguments: argparse.Namespace, party: str
-) -> PartySettingsT:
-    overrides = [text.removeprefix(f"{party}.") for text in arguments.overrides]
-    if arguments.runs is not None:
-        overrides.append(f"runs_dir={arguments.runs}")
-    if arguments.log_format is not None:
-        use_log_format(arguments.log_format)  # now: problems of the settings are logged, too
-        overrides.append(f"log_format={arguments.log_format}")
-    settings = load_party_settings(section, arguments.settings, overrides)
-    use_log_format(settings.log_format)
-    add_to_log_lines(run=settings.contract.run_name)
-    return settings
 
 
 def prepare(settings: PartySettings, rank: Rank = ONLY) -> torch.device:

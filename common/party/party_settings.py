@@ -1,5 +1,6 @@
 """Private settings common to both kinds of party."""
 
+import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from splitveil.common.settings import (
     validate,
 )
 from splitveil.common.text.addresses import usable
-from splitveil.common.text.log_lines import LogFormat
+from splitveil.common.text.log_lines import LogFormat, add_to_log_lines, use_log_format
 from splitveil.common.text.wording import suggest
 
 Address = Annotated[str, AfterValidator(usable)]
@@ -75,16 +76,13 @@ SecuritySettings = Annotated[
 
 
 class ReconnectSettings(Section):
-    """Waiting times for a silent or absent peer."""
+    """Waiting times for a silent or absent peer.
+
+    An absent one is tried again after 0.2 s, and then after twice as long each time, up to 1 s.
+    """
 
     max_s: float = Field(default=300.0, gt=0, le=86_400)
     """Seconds without the peer after which this party saves its model and gives up."""
-
-    first_wait_s: float = Field(default=0.2, gt=0, le=60)
-    """Seconds before the first new attempt; each further wait is twice as long."""
-
-    longest_wait_s: float = Field(default=5.0, gt=0, le=600)
-    """Longest wait between two attempts, in seconds."""
 
     deadline_s: float = Field(default=120.0, gt=0, le=86_400)
     """Seconds within which the peer must answer a message."""
@@ -144,7 +142,10 @@ class PartySettings(Section):
     per attempt."""
 
     reconnect: Annotated[ReconnectSettings, Mark.MAY_CHANGE] = ReconnectSettings()
-    """Waiting times for a silent or absent peer."""
+    """Waiting times for a silent or absent peer.
+
+    An absent one is tried again after 0.2 s, and then after twice as long each time, up to 1 s.
+    """
 
     transcript: Annotated[bool, Mark.MAY_CHANGE] = True
     """Whether to record what crosses the wire: kind, step, size and digest of every message."""
@@ -159,10 +160,10 @@ class PartySettings(Section):
     log_format: Annotated[LogFormat, Mark.MAY_CHANGE] = "text"
     """``json``: each line of the log is a JSON object with date, level, run and message."""
 
-    runs_dir: Annotated[Path, Mark.MAY_CHANGE] = Path("runs")
+    runs_dir: Annotated[Path, Mark.MAY_CHANGE, Mark.PER_RUN] = Path("runs")
     """Folder of all runs, relative to the folder in which the command is started."""
 
-    insecure_nonce_seed: Annotated[int | None, Mark.HIDDEN] = Field(default=None, ge=0)
+    insecure_nonce_seed: Annotated[int | None, Mark.HIDDEN, Mark.SEED] = Field(default=None, ge=0)
     """For tests only: makes this party's share of the joint seed predictable."""
 
     base_dir: Path = Field(default=Path(), exclude=True)
@@ -178,6 +179,22 @@ class PartySettings(Section):
 
 
 PartySettingsT = TypeVar("PartySettingsT", bound=PartySettings)
+
+
+def load_settings(
+    section: type[PartySettingsT], arguments: argparse.Namespace, party: str
+) -> PartySettingsT:
+    """Read the settings of a command; from then on lines of the log have their form."""
+    overrides = [text.removeprefix(f"{party}.") for text in arguments.overrides]
+    if arguments.runs is not None:
+        overrides.append(f"runs_dir={arguments.runs}")
+    if arguments.log_format is not None:
+        use_log_format(arguments.log_format)  # now: problems of the settings are logged, too
+        overrides.append(f"log_format={arguments.log_format}")
+    settings = load_party_settings(section, arguments.settings, overrides)
+    use_log_format(settings.log_format)
+    add_to_log_lines(run=settings.contract.run_name)
+    return settings
 
 
 def load_party_settings(

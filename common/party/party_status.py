@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from splitveil.common.errors import ContractMismatch, PeerError, ProtocolError
+from splitveil.common.record.progress import CountProgress
 from splitveil.common.record.transcript import Crossing
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows, Batch
@@ -292,6 +293,7 @@ class RunStatus(PartyStatus):
         self._clock = clock
         self._steps_per_epoch = 0
         self._last_step_at: float | None = None
+        self.alignment_bar: CountProgress | None = None
         gauge, counter = self.metrics.gauge, self.metrics.counter
         self._aligned = gauge("aligned_rows", "Rows that all parties have in common.")
         self._alignment = gauge(
@@ -315,6 +317,8 @@ class RunStatus(PartyStatus):
 
     def note_alignment(self, done_ids: int, total_ids: int) -> None:
         self._alignment.set(done_ids / total_ids if total_ids else 0.0)
+        if self.alignment_bar is not None:
+            self.alignment_bar.note(done_ids, total_ids)
 
     def note_aligned(self, rows: AlignedRows) -> None:
         self._alignment.set(1)

@@ -34,21 +34,19 @@ The oracles learn the classes from examples other than the ones that they score:
 includes the scored example itself finds a leak in pure noise.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from splitveil.common.privacy import scores
-from splitveil.common.privacy.gradient_rows import (
-    GradientRows,
-    Gradients,
-    TopDirection,
-    unit_vector,
-)
-from splitveil.common.privacy.informed import KnownPredictions, informed
+    from splitveil.common.privacy import scores
+    from splitveil.common.privacy.gradient_rows import GradientRows, Gradients, TopDirection
+    from splitveil.common.privacy.informed import KnownPredictions
 
 CUT = "cut"  # name of the layer at which the gradients arrive
 
@@ -179,7 +177,26 @@ class RunAttack(NamedTuple):
         return frozenset[SideInformation]().union(*(ATTACKS[name].needs for name in self.sources))
 
 
-def _hinted(score: Callable[[Gradients, Tensor], Tensor], num_hints: int) -> Attack:
+def _score(name: str) -> Callable[..., Tensor]:
+    """Return a score, whose module is imported when it is first called: names need no torch."""
+
+    def score(*given: Any) -> Tensor:
+        from splitveil.common.privacy import informed, scores  # noqa: PLC0415
+
+        found: Tensor = getattr(informed if name == "informed" else scores, name)(*given)
+        return found
+
+    score.__name__ = name
+    return score
+
+
+def _along_reference(_rows: GradientRows, cosines: Tensor, reference: Tensor) -> TopDirection:
+    from splitveil.common.privacy.gradient_rows import TopDirection, unit_vector  # noqa: PLC0415
+
+    return TopDirection(cosines, unit_vector(reference))
+
+
+def _hinted(score: Callable[..., Tensor], num_hints: int) -> Attack:
     return Attack(score, frozenset({SideInformation.HINTS}), num_hints)
 
 
@@ -190,33 +207,35 @@ _CLASSES = frozenset({SideInformation.CLASSES})
 
 ATTACKS: Mapping[str, Attack] = MappingProxyType(
     {
-        "norm": Attack(scores.norm),
+        "norm": Attack(_score("norm")),
         "cosine": Attack(
-            scores.cosine,
+            _score("cosine"),
             frozenset({SideInformation.POSITIVE_GRADIENT}),
-            direction=lambda _, cosines, reference: TopDirection(cosines, unit_vector(reference)),
+            direction=_along_reference,
         ),
-        "cosine_majority": Attack(scores.cosine_majority, _MINORITY),
-        "hint_inner_product_1": _hinted(scores.hint_inner_product, 1),
-        "hint_inner_product_3": _hinted(scores.hint_inner_product, 3),
-        "hint_inner_product_5": _hinted(scores.hint_inner_product, 5),
-        "hint_distance_1": _hinted(scores.hint_distance, 1),
-        "hint_distance_3": _hinted(scores.hint_distance, 3),
-        "hint_distance_5": _hinted(scores.hint_distance, 5),
-        "mean": Attack(scores.mean, _CLASSES),
-        "median": Attack(scores.median, _CLASSES),
-        "lda": Attack(scores.lda, _CLASSES),
+        "cosine_majority": Attack(_score("cosine_majority"), _MINORITY),
+        "hint_inner_product_1": _hinted(_score("hint_inner_product"), 1),
+        "hint_inner_product_3": _hinted(_score("hint_inner_product"), 3),
+        "hint_inner_product_5": _hinted(_score("hint_inner_product"), 5),
+        "hint_distance_1": _hinted(_score("hint_distance"), 1),
+        "hint_distance_3": _hinted(_score("hint_distance"), 3),
+        "hint_distance_5": _hinted(_score("hint_distance"), 5),
+        "mean": Attack(_score("mean"), _CLASSES),
+        "median": Attack(_score("median"), _CLASSES),
+        "lda": Attack(_score("lda"), _CLASSES),
         "spectral": Attack(
-            scores.spectral, _MINORITY, direction=lambda rows, *_: rows.top, follows_batches=True
+            _score("spectral"), _MINORITY, direction=lambda rows, *_: rows.top, follows_batches=True
         ),
-        "residual_energy": Attack(scores.residual_energy, _MINORITY),
-        "informed": Attack(informed, frozenset({SideInformation.PREDICTIONS})),
-        "regress_out": Attack(scores.regress_out, _OWN_MINORITY),
-        "activation_spectral": Attack(scores.spectral, _OWN_MINORITY, reads_gradients=False),
-        "kmeans": Attack(scores.kmeans, _MINORITY, direction=lambda rows, *_: rows.clusters),
-        "kmeans_hint": Attack(scores.kmeans_hint, _ONE_OF_EACH_CLASS, num_hints=1),
-        "nearest_hint": Attack(scores.nearest_hint, _ONE_OF_EACH_CLASS, num_hints=1),
-        "activation_kmeans": Attack(scores.activation_kmeans, _OWN_MINORITY, reads_gradients=False),
+        "residual_energy": Attack(_score("residual_energy"), _MINORITY),
+        "informed": Attack(_score("informed"), frozenset({SideInformation.PREDICTIONS})),
+        "regress_out": Attack(_score("regress_out"), _OWN_MINORITY),
+        "activation_spectral": Attack(_score("spectral"), _OWN_MINORITY, reads_gradients=False),
+        "kmeans": Attack(_score("kmeans"), _MINORITY, direction=lambda rows, *_: rows.clusters),
+        "kmeans_hint": Attack(_score("kmeans_hint"), _ONE_OF_EACH_CLASS, num_hints=1),
+        "nearest_hint": Attack(_score("nearest_hint"), _ONE_OF_EACH_CLASS, num_hints=1),
+        "activation_kmeans": Attack(
+            _score("activation_kmeans"), _OWN_MINORITY, reads_gradients=False
+        ),
     }
 )
 

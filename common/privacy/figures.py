@@ -6,13 +6,14 @@ attack, all of the cut layer; ``epsilon_lower_bound`` is a number, and
 """
 
 import math
-from dataclasses import dataclass, field
-from operator import itemgetter
+from dataclasses import dataclass, field, fields
+from operator import ge, itemgetter
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator
 
 from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.text.upper_bounds import auc_at_most
 from splitveil.common.text.values import (
     IF_ANY,
     ByAttack,
@@ -39,12 +40,20 @@ class AttackFigure(NamedTuple):
     leak_auc: float | None
 
 
-class SpreadFigures(NamedTuple):
-    """One figure over the training examples; None where it is infinite or was not written."""
+def _or_infinite(value: object) -> float:
+    number = as_number(value)
+    return math.inf if number is None else number
 
-    max: Number = None
-    q95: Number = None  # the value that 95 % of the examples do not exceed
-    mean: Number = None
+
+OrInfinite = Annotated[float, BeforeValidator(_or_infinite)]  # JSON has null for it
+
+
+class Spread(NamedTuple):
+    """One figure over the training examples; NaN where it was not written."""
+
+    max: OrInfinite = math.nan
+    q95: OrInfinite = math.nan  # the value that 95 % of the examples do not exceed
+    mean: OrInfinite = math.nan
 
 
 def _or_nan(value: object) -> float:
@@ -63,30 +72,73 @@ class NumberFigures(NamedTuple):
     constant_mae: OrNan = math.nan  # the MAE of the same prediction
 
 
-_NONE = SpreadFigures()
+_NONE = Spread()
+_ROUNDING = 1e-9  # difference of two AUCs below which rounding may have made them differ
 
 
 @dataclass(frozen=True)
-class LedgerFigures(Form):
+class LeakBounds(Form):
     """The bounds of a leak ledger on what the answers so far may have revealed."""
 
-    sum_kl: Annotated[SpreadFigures, Flat("sum_kl_")] = _NONE
-    estimate: Annotated[SpreadFigures, Flat("estimate_")] = _NONE
+    sum_kl: Annotated[Spread, Flat("sum_kl_")] = _NONE
+    estimate: Annotated[Spread, Flat("estimate_")] = _NONE
     """AUC of the best score if the classes are Gaussian."""
-    anybody: Annotated[SpreadFigures, Flat("anybody_")] = _NONE
+    anybody: Annotated[Spread, Flat("anybody_")] = _NONE
     """AUC that no score of anybody exceeds, the guarantee; 1 for an example without a bound."""
-    honest_but_curious: Annotated[SpreadFigures, Flat("honest_but_curious_")] = _NONE
+    honest_but_curious: Annotated[Spread, Flat("honest_but_curious_")] = _NONE
     """The same for a peer that sends its model's activations."""
-    knows_class_means_only: Annotated[SpreadFigures, Flat("knows_class_means_only_")] = _NONE
+    knows_class_means_only: Annotated[Spread, Flat("knows_class_means_only_")] = _NONE
     """The same for a peer that compares gradients with the class means of a batch."""
     epsilon: Annotated[Number, IF_ANY] = None  # label-DP of all answers; None if some lack it
+    mu_anybody: Annotated[Number, IF_ANY] = None
+    """Parameter of the Gaussian mechanism that all answers are together, of the most exposed
+    example; None if they are not one, or not for these peers."""
+    mu_honest_but_curious: Annotated[Number, IF_ANY] = None
+    mu_knows_class_means_only: Annotated[Number, IF_ANY] = None
 
-    def against(self, peers: Adversary) -> SpreadFigures:
+    def against(self, peers: Adversary) -> Spread:
+        """Return the AUC that no score of an adversary class exceeds."""
         return self.by_peers()[peers]
 
-    def by_peers(self) -> dict[Adversary, SpreadFigures]:
+    def by_peers(self) -> dict[Adversary, Spread]:
         bounds = (self.anybody, self.honest_but_curious, self.knows_class_means_only)
         return dict(zip(Adversary, bounds, strict=True))
+
+    def mu_by_peers(self) -> dict[Adversary, float | None]:
+        mus = (self.mu_anybody, self.mu_honest_but_curious, self.mu_knows_class_means_only)
+        return dict(zip(Adversary, mus, strict=True))
+
+    @property
+    def guarantee(self) -> Spread:
+        """AUC that no score of anybody exceeds."""
+        return self.anybody
+
+    def in_words(self) -> str:
+        """Return the bounds of the most exposed example, for the log."""
+        aucs = {peers: spread.max for peers, spread in self.by_peers().items()}
+        parts = (f"{who} {'none' if auc >= 1 else auc_at_most(auc)}" for who, auc in aucs.items())
+        return "bounds on the leak AUC: " + ", ".join(parts)
+
+    def or_more(self, other: "LeakBounds | None") -> "LeakBounds":
+        """Return the larger bounds, where one set of answers contains the other."""
+        # Bit for bit where possible: AUCs of nearly equal divergences may differ in either way.
+        if other is None or self._is_at_least(other):
+            return self
+        larger: dict[str, Any] = {}
+        for name in (one.name for one in fields(self)):
+            one, another = getattr(self, name), getattr(other, name)
+            if isinstance(one, Spread):
+                larger[name] = Spread(*map(max, one, another))
+            else:
+                larger[name] = None if None in (one, another) else max(one, another)
+        return LeakBounds(**larger)
+
+    def _is_at_least(self, other: "LeakBounds") -> bool:
+        return all(map(ge, self.sum_kl, other.sum_kl)) and all(
+            mine >= theirs - _ROUNDING
+            for peers in Adversary
+            for mine, theirs in zip(self.against(peers), other.against(peers), strict=True)
+        )
 
 
 _DETAILS = "epsilon_lower_bound_details"

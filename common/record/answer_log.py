@@ -4,8 +4,7 @@ A run may go back to a checkpoint, but its later answers stay answered. So the l
 an answer leaves, and nothing in it is ever changed. It is a sequence of records:
 
     header    a name, the version, and the number of fingerprints in a record
-    record    number, fingerprints, reply, sum_kl, epsilon, noise identity, caveats, leak AUC, mu,
-              link
+    record    number, fingerprints, reply, charge, link
 
 The number is that of a batch in the run, or at least 3 * 2^61 where the run went back to a
 checkpoint.
@@ -16,7 +15,6 @@ run.
 """
 
 import hashlib
-import math
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -26,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from splitveil.common.errors import StorageError
+from splitveil.common.privacy.charge import CHARGE_BYTES, NO_CHARGE, Charge
 from splitveil.common.record.run_folder import storage_errors, write_whole
 
 FIRST_RESUMPTION_NUMBER = 3 << 61  # from here on the times that a run went back
@@ -35,32 +34,17 @@ HOW_TO_RECOVER = (
 )
 
 _NAME = b"splitveil answers"
-_VERSION = 4
+_VERSION = 5
 _HEADER = struct.Struct(f"<{len(_NAME)}sBB")
 _FINGERPRINT_BYTES = 16
 _LINK_BYTES = 8
-_DIGEST_BYTES = 32
-
-
-class ChargedAnswer(NamedTuple):
-    """The charge of an answer for each of its examples, as the log keeps it."""
-
-    sum_kl: float
-    identity: bytes  # digest of the noise identity, 32 bytes; empty for fresh noise
-    epsilon: float  # infinite for an answer without label differential privacy
-    caveats: int = 0  # what does not hold of it, one bit each, below 256: see the ledger
-    leak_auc: float = 1.0  # no score of the identity's answers passes it; 1 if unknown
-    dominating_mu: float = math.inf  # of a Gaussian mechanism that reveals no less
-
-
-NO_CHARGE = ChargedAnswer(0.0, b"", 0.0)
 NO_REPLY = bytes(_FINGERPRINT_BYTES)  # of a reply that the questions determine
 
 
 class Record(NamedTuple):
     number: int
     fingerprints: tuple[bytes, ...]  # fingerprint of each passive party's question, 16 bytes each
-    charge: ChargedAnswer
+    charge: Charge
     reply: bytes = NO_REPLY  # fingerprint of the answer, 16 bytes
 
 
@@ -79,7 +63,7 @@ class AnswerLog:
         self._known: dict[int, Record] = {}
         self._count = 0
         self._record = struct.Struct(
-            f"<Q{questions * _FINGERPRINT_BYTES}s{_FINGERPRINT_BYTES}sdd{_DIGEST_BYTES}sBdd"
+            f"<Q{questions * _FINGERPRINT_BYTES}s{_FINGERPRINT_BYTES}s{CHARGE_BYTES}s"
         )
         self._link = _link(run, _header(questions))
         self.replies = b""  # a hash of all replies, by which copies of a run that go on differ
@@ -115,7 +99,7 @@ class AnswerLog:
         self,
         number: int,
         fingerprints: Sequence[bytes],
-        charge: ChargedAnswer = NO_CHARGE,
+        charge: Charge = NO_CHARGE,
         reply: bytes = NO_REPLY,
     ) -> None:
         """Record that a question is about to be answered: it must not be after a StorageError."""
@@ -191,24 +175,21 @@ class AnswerLog:
             self._known[record.number] = record
 
     def _packed(self, record: Record) -> bytes:
-        sum_kl, identity, epsilon, *more = record.charge
         fingerprints = b"".join(record.fingerprints)
         return self._record.pack(
-            record.number, fingerprints, record.reply, sum_kl, epsilon, identity, *more
+            record.number, fingerprints, record.reply, record.charge.to_bytes()
         )
 
     def _unpacked(self, data: bytes) -> Record:
-        number, joined, reply, *charge = self._record.unpack(data)
-        sum_kl, epsilon, identity, caveats, leak_auc, mu = charge
-        if any(map(math.isnan, (sum_kl, epsilon, leak_auc, mu))):
-            raise StorageError(f"{self._path}: a charge is not a number: {HOW_TO_RECOVER}")
+        number, joined, reply, charge = self._record.unpack(data)
         fingerprints = tuple(
             joined[start : start + _FINGERPRINT_BYTES]
             for start in range(0, len(joined), _FINGERPRINT_BYTES)
         )
-        known = identity if any(identity) else b""
-        answer = ChargedAnswer(sum_kl, known, epsilon, caveats, leak_auc, mu)
-        return Record(number, fingerprints, answer, reply)
+        try:
+            return Record(number, fingerprints, Charge.from_bytes(charge), reply)
+        except ValueError as error:
+            raise StorageError(f"{self._path}: {error}: {HOW_TO_RECOVER}") from error
 
 
 def _header(questions: int) -> bytes:

@@ -8,6 +8,7 @@ above it shows that the models of the features say less than the attack knows of
 bounds hold only for peers who do no more than is said, and a figure above one is a finding.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -19,7 +20,7 @@ from splitveil.common.privacy.figures import (
     AdjustedFigures,
     BeyondFigures,
     EpsilonBound,
-    LedgerFigures,
+    LeakBounds,
 )
 from splitveil.common.record.summary import Summary
 from splitveil.common.text.upper_bounds import auc_at_most
@@ -129,7 +130,7 @@ def passes_stated(epsilon: EpsilonBound, assessment: LeakAssessment) -> bool:
 
 
 def assess_figures(
-    beyond: BeyondFigures | None, ledger: LedgerFigures | None, defense: Mapping[str, Any]
+    beyond: BeyondFigures | None, ledger: LeakBounds | None, defense: Mapping[str, Any]
 ) -> LeakAssessment:
     """Judge what attacks reveal beyond features by what the ledger states under a defense."""
     measured = beyond or BeyondFigures()
@@ -151,10 +152,10 @@ def assess_figures(
     )
 
 
-def bounds_by_peers(ledger: LedgerFigures | None) -> dict[Adversary, float]:
+def bounds_by_peers(ledger: LeakBounds | None) -> dict[Adversary, float]:
     """Return the bound for each adversary class, of the most exposed example; empty without any."""
     spreads = {} if ledger is None else ledger.by_peers()
-    return {peers: one.max for peers, one in spreads.items() if one.max is not None}
+    return {peers: one.max for peers, one in spreads.items() if math.isfinite(one.max)}
 
 
 def _assessed(

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import BeforeValidator
 
-from splitveil.common.privacy.figures import AttackFigure, LedgerFigures, NumberFigures
+from splitveil.common.privacy.figures import AttackFigure, LeakBounds, NumberFigures
 from splitveil.common.record.run_folder import finite_or_null
 from splitveil.common.run.sample_order import SplitName
 from splitveil.common.text.values import (
@@ -99,7 +99,7 @@ class NumberLeakLine(Form):
 @dataclass(frozen=True)
 class LedgerLine(Form):
     epoch: KnownCount
-    bounds: Annotated[LedgerFigures, Flat()]
+    bounds: Annotated[LeakBounds, Flat()]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.figures import LedgerFigures
+from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record import lines
 from splitveil.common.record.lines import Line, LineT
 from splitveil.common.record.run_folder import write_json_atomically
@@ -79,13 +79,13 @@ def text_of(path: Path) -> str:
         raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def write_ledger_ahead(folder: Path, bounds: LedgerFigures) -> None:
+def write_ledger_ahead(folder: Path, bounds: LeakBounds) -> None:
     write_json_atomically(folder / LEDGER_AHEAD, bounds.form())
 
 
-def find_ledger_ahead(folder: Path) -> LedgerFigures | None:
+def find_ledger_ahead(folder: Path) -> LeakBounds | None:
     found = _read_object(folder / LEDGER_AHEAD)
-    return from_form(LedgerFigures, found) if found else None
+    return from_form(LeakBounds, found) if found else None
 
 
 def _timed_lines(path: Path) -> Iterator[TimedLine]:

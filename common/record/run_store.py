@@ -24,7 +24,7 @@ from splitveil.common.text.closing import Closing
 
 DIGEST_BYTES = 32
 
-_VERSION = 3
+_VERSION = 4
 
 
 class UnreadableError(Exception):

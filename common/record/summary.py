@@ -11,10 +11,9 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BeforeValidator, OnErrorOmit
+from pydantic import BeforeValidator
 
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.figures import LEAK_TABLES, LeakFigures, LedgerFigures, NumberFigures
+from splitveil.common.privacy.figures import LEAK_TABLES, LeakBounds, LeakFigures, NumberFigures
 from splitveil.common.record.transcript import TranscriptEnd
 from splitveil.common.text.values import (
     IF_ANY,
@@ -26,7 +25,6 @@ from splitveil.common.text.values import (
     Object,
     Text,
     as_count,
-    as_list,
 )
 
 
@@ -79,31 +77,35 @@ class ModelFigures(Form):
         return written
 
 
-class AdversaryBound(NamedTuple):
-    adversary: Adversary
-    leak_auc: Number = None  # of the most exposed example; 1 without a bound
-    mu: Number = None  # of the Gaussian mechanism that all answers are, if they are one
-
-
 @dataclass(frozen=True)
 class EarlierAnswers(Form):
     examples: Count  # number of training rows of this run about which earlier runs answered
-    bounds: Annotated[LedgerFigures, Flat()]
+    bounds: Annotated[LeakBounds, Flat()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActiveFigures(Form):
     model: Annotated[ModelFigures, Flat()] = field(default_factory=ModelFigures)
     defense: Object[Any] = field(default_factory=dict)
-    ledger: Maybe[LedgerFigures] = None  # of all answers; None before the first one
-    bounds: Annotated[tuple[OnErrorOmit[AdversaryBound], ...], BeforeValidator(as_list)] = ()
-    """One for each adversary class, in their order; empty before the first answer."""
+    ledger: Maybe[LeakBounds] = None  # of all answers; None before the first one
     refused_messages: Object[Annotated[int, BeforeValidator(lambda n: as_count(n) or 0)]] = field(
         default_factory=dict
     )
     """Status word -> number."""
     earlier_answers: Annotated[Maybe[EarlierAnswers], IF_ANY] = None
     leak_alarms: Annotated[Count, IF_ANY] = None  # None without a leak monitor
+
+    def form(self) -> dict[str, Any]:
+        ledger, bounds = self.ledger, list[dict[str, Any]]()
+        if ledger is not None:
+            bounds = [
+                {"adversary": peers, "leak_auc": spread.max, "mu": ledger.mu_by_peers()[peers]}
+                for peers, spread in ledger.by_peers().items()
+            ]
+        written: dict[str, Any] = {}
+        for name, value in super().form().items():
+            written |= {name: value} | ({"bounds": bounds} if name == "ledger" else {})
+        return written
 
 
 @dataclass(frozen=True, kw_only=True)

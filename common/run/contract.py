@@ -8,13 +8,13 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, StringConstraints, Tag, field_validator, model_validator
 
 from splitveil.common.errors import ContractMismatch
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRules
-from splitveil.common.settings import Section, kind_by_field
+from splitveil.common.settings import Mark, Section, kind_by_field
 from splitveil.common.text.visible_text import visible
 
 CutDtype = Literal["float32", "float16", "bfloat16"]
@@ -130,16 +130,6 @@ class LearningRateSchedule(Section):
         return 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
 
-class WireLimits(Section):
-    """The sizes of the messages in which tensors travel."""
-
-    unchunked_bytes: int = Field(default=4 * 1024 * 1024, ge=1, le=1024 * 1024 * 1024)
-    """Tensors up to this many bytes travel in one message."""
-
-    chunk_bytes: int = Field(default=1024 * 1024, ge=512 * 1024, le=1024 * 1024 * 1024)
-    """Larger tensors travel in chunks of this many bytes."""
-
-
 class CheckpointPlan(Section):
     """The checkpoints that both parties save, so that they have one in common to resume from."""
 
@@ -156,10 +146,13 @@ class CheckpointPlan(Section):
 class Contract(Section):
     """Everything that the parties hold in common."""
 
+    unchunked_bytes: ClassVar = 4 * 1024 * 1024  # tensors up to this size travel in one message
+    chunk_bytes: ClassVar = 1024 * 1024  # larger ones in chunks of this size
+
     protocol_version: Literal[1] = 1
     """Version of the rules in ``protos/split_learning.proto``."""
 
-    run_name: Name
+    run_name: Annotated[Name, Mark.PER_RUN]
     """Name of the run, and of its folder at every party."""
 
     passive_parties: tuple[Name, ...] = Field(
@@ -231,9 +224,6 @@ class Contract(Section):
     ids: IdRules = Field(default=tuple(AS_WRITTEN), validate_default=False)
     """How the ids of all parties are brought into the form in which they are compared: rules for
     each column that ``data.id_column`` names, in the same order."""
-
-    wire: WireLimits = WireLimits()
-    """Sizes of the messages in which tensors travel."""
 
     checkpoints: CheckpointPlan = CheckpointPlan()
     """Interval and number of the checkpoints that the parties save."""
@@ -333,7 +323,7 @@ class Contract(Section):
         tensor_bytes = self.max_rows * self.cut_dim * DTYPE_BYTES[self.cut_dtype]
         if self.releases_sums:
             tensor_bytes = MAX_TRANSFER_BYTES
-        return max(min(tensor_bytes, self.wire.unchunked_bytes), self.wire.chunk_bytes) + 65536
+        return max(min(tensor_bytes, self.unchunked_bytes), self.chunk_bytes) + 65536
 
     def canonical_json(self) -> str:
         """Return the text that represents this contract on the wire."""

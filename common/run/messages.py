@@ -4,20 +4,23 @@ Both state machines speak in these types. ``splitveil.common.wire`` translates t
 back, and nothing else does.
 """
 
+from __future__ import annotations
+
 import re
 import string
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, NewType
+from typing import TYPE_CHECKING, NamedTuple, NewType
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from splitveil.common.run.sample_order import PassName
 
-DefendedGradient = NewType("DefendedGradient", Tensor)
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DefendedGradient = NewType("DefendedGradient", "Tensor")
 """A gradient that may leave the active party, or that has left it.
 
 Only defenses create one, and the decoder of what has arrived at the passive party. An ``Answer``
@@ -57,6 +60,8 @@ def bytes_of(values: Tensor) -> bytes:
 
 def tensor_of(message: bytes) -> Tensor:
     """Return bytes as the values of an activation or an answer, (bytes,) uint8."""
+    import torch  # noqa: PLC0415 - what reads ids uses this module, too, and needs no torch
+
     return torch.frombuffer(bytearray(message), dtype=torch.uint8)
 
 

@@ -123,12 +123,12 @@ class _JsonFormatter(logging.Formatter):
             own["exception"] = self.formatException(record.exc_info)
         fields: Mapping[str, object] = getattr(record, "fields", {})
         # A field of a message never replaces one that every line has.
-        further = {name: _as_json(one) for name, one in fields.items() if name not in own}
+        further = {
+            name: str(one) if isinstance(one, float) and not math.isfinite(one) else one
+            for name, one in fields.items()
+            if name not in own
+        }
         return json.dumps(own | further, default=str)
-
-
-def _as_json(value: object) -> object:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _on_failed_thread(

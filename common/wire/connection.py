@@ -85,15 +85,13 @@ class PeerConnection:
             self._channel.close()
             self._channel = None
 
-    def _noted_party(self) -> str | None:
-        is_one_of_many = self.party != ACTIVE and len(self.contract.passive_parties) > 1
-        return self.party if is_one_of_many else None
-
     def _open(self) -> grpc.Channel:
         channel = open_channel(self._address, self.contract, self._shown, self.proxy, self.party)
         if self._transcript is None:
             return channel
-        return grpc.intercept_channel(channel, NotingClient(self._transcript, self._noted_party()))
+        is_one_of_many = self.party != ACTIVE and len(self.contract.passive_parties) > 1
+        noting = NotingClient(self._transcript, self.party if is_one_of_many else None)
+        return grpc.intercept_channel(channel, noting)
 
 
 FAREWELL_S = 2.0  # time that the other side of a stream may take to close it as well
@@ -160,6 +158,11 @@ class MessageStream:
 
 logger = logging.getLogger(__name__)
 
+FIRST_WAIT_S = 0.2
+"""Wait before the first new attempt to reach the peer; each further one is twice as long."""
+
+LONGEST_WAIT_S = 1.0
+
 MAX_DAMAGED = 3
 """Times in a row that a question is asked again because it, or its answer, arrived damaged."""
 
@@ -192,7 +195,7 @@ class Retrying:
 
         Raises PeerUnreachable, PeerUntrusted, ProtocolError or Interrupted.
         """
-        wait_s = self._settings.first_wait_s
+        wait_s = FIRST_WAIT_S
         lost_at: float | None = None
         damaged = 0
         while True:
@@ -218,13 +221,18 @@ class Retrying:
                         self._settings.max_s,
                         extra=log_fields(reason=type(error).__name__),
                     )
-                left_s = self._left_s(lost_at, error)
+                left_s = lost_at + self._settings.max_s - time.monotonic()
+                if left_s <= 0:
+                    raise errors.PeerUnreachable(
+                        f"{self._where} has not answered for {self._settings.max_s:g} s "
+                        f"(reconnect.max_s)"
+                    ) from error
             else:
                 self._was_answered = True
                 return answer
             self._renew()
             self.sleep(min(wait_s * random.uniform(0.5, 1.0), left_s))
-            wait_s = min(2 * wait_s, self._settings.longest_wait_s)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     def _noted(self, ask: Callable[[], ResultT]) -> ResultT:
         try:
@@ -243,11 +251,3 @@ class Retrying:
             if signal_number is not None:
                 raise errors.Interrupted(signal_number)
             time.sleep(min(left, 0.1))
-
-    def _left_s(self, lost_at: float, error: errors.PeerUnreachable) -> float:
-        left_s = lost_at + self._settings.max_s - time.monotonic()
-        if left_s <= 0:
-            raise errors.PeerUnreachable(
-                f"{self._where} has not answered for {self._settings.max_s:g} s (reconnect.max_s)"
-            ) from error
-        return left_s

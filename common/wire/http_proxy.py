@@ -11,7 +11,6 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
@@ -79,19 +78,18 @@ def without_proxy() -> ChannelOptions:
 
 
 def named_proxy(url: str, credentials: Path | None = None) -> HttpProxy:
-    known = "" if credentials is None else _read_credentials(credentials)
+    known = ""
+    if credentials is not None:
+        user, separator, password = read_secret(credentials, "proxy_credentials").partition(":")
+        if not user or not separator:
+            raise SettingsError(
+                f"proxy_credentials: {credentials}: expected one line USER:PASSWORD"
+            )
+        known = f"{quote(user, safe='')}:{quote(password, safe='')}"
     try:
         return replace(_proxy_of(url), credentials=known)
     except ValueError as error:
         raise SettingsError(f"proxy: expected http://HOST:PORT, got {url}") from error
-
-
-def _read_credentials(path: Path) -> str:
-    text = read_secret(path, "proxy_credentials")
-    user, separator, password = text.partition(":")
-    if not user or not separator:
-        raise SettingsError(f"proxy_credentials: {path}: expected one line USER:PASSWORD")
-    return f"{quote(user, safe='')}:{quote(password, safe='')}"
 
 
 def proxy_of_environment(address: str) -> HttpProxy | None:
@@ -138,12 +136,9 @@ def _proxy_of(text: str) -> HttpProxy:
 def _is_excepted(host: str) -> bool:
     """Decide by the end of the name or by a network, as gRPC does, which decides for itself."""
     name = host.strip("[]").lower()
-    return any(name.endswith(end) or _is_within(name, end) for end in _exceptions())
-
-
-def _exceptions() -> Iterator[str]:
     listed = next((os.environ[name] for name in EXCEPTIONS if name in os.environ), "")
-    return (entry.strip().lower() for entry in listed.split(",") if entry.strip())
+    ends = (entry.strip().lower() for entry in listed.split(",") if entry.strip())
+    return any(name.endswith(end) or _is_within(name, end) for end in ends)
 
 
 def _is_within(host: str, network: str) -> bool:

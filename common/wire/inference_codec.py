@@ -56,7 +56,7 @@ def most_ids(contract: Contract) -> int:
     if row_bytes > space:
         raise TooLarge(
             f"one activation has {row_bytes:,} bytes, and joint inference sends no activation in "
-            f"parts: contract.wire.unchunked_bytes has to be as large"
+            f"parts: expected a contract.cut_shape of at most {space:,} bytes"
         )
     return min(MAX_IDS, contract.max_rows, space // row_bytes)
 

@@ -83,8 +83,8 @@ RUN_ID_PATTERN = r"[A-Za-z0-9_-]{1,64}"
 # ---- calls ----
 
 SERVER_THREADS = 12
-"""Two each for Train, Evaluate and Align (``StreamSlots``), the rest for unary calls, the
-longest of which waits five seconds for an alignment to end."""
+"""Two each for Train, Evaluate and Align (``StreamSlots``), the rest for unary calls: the
+longest waits five seconds for an alignment to end."""
 THREADS_PER_PARTY = 8
 """Additional threads for each further passive party: its streams, and two calls that wait for
 other parties."""

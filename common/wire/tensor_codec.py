@@ -50,7 +50,7 @@ class Frame:
         return self._parts
 
     def place(self) -> tuple[int | None, int | None]:
-        """Return the epoch and step of which the frame says that it is, None for junk."""
+        """Return the epoch and step that the frame names, None for junk."""
         try:
             fields, _ = self.parts()
         except ProtocolError:
@@ -158,8 +158,8 @@ class TensorLimits:
             contract.cut_shape,
             contract.cut_dtype,
             contract.max_rows,
-            contract.wire.unchunked_bytes,
-            contract.wire.chunk_bytes,
+            contract.unchunked_bytes,
+            contract.chunk_bytes,
             MAX_TRANSFER_BYTES if contract.releases_sums else 0,
         )
 
@@ -222,7 +222,11 @@ class TensorAssembler(Generic[MessageT]):
     def of_answers(limits: TensorLimits) -> "TensorAssembler[Answer]":
         # Of noisy labels, a bottom model has a score for each class but one.
         most = math.prod(limits.cut_shape) + 1
-        return TensorAssembler(limits, _received_answer, most_label_values=most)
+
+        def received(batch: BatchId, values: Tensor) -> Answer:
+            return Answer(batch, DefendedGradient(values))  # it has left the active party already
+
+        return TensorAssembler(limits, received, most_label_values=most)
 
     def add(self, frame: Frame) -> MessageT | None:
         """Take a frame; return the message if it is complete, or raise ProtocolError."""
@@ -297,10 +301,6 @@ def _all_finite(values: Tensor) -> bool:
     # sum of large finite values may overflow as well, so only a finite one decides.
     total = values.sum(dtype=torch.float32)
     return math.isfinite(total.item()) or bool(torch.isfinite(values).all())
-
-
-def _received_answer(batch: BatchId, values: Tensor) -> Answer:
-    return Answer(batch, DefendedGradient(values))  # it has left the active party already
 
 
 def _identity(fields: pb.TensorFrame) -> tuple[object, ...]:

@@ -11,7 +11,6 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
-from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.ids import CONTRADICTING
 from splitveil.common.data.kinds import with_advice
 from splitveil.common.data.settings import DataSettings
@@ -19,7 +18,6 @@ from splitveil.common.data.sources import ColumnsInMemory
 from splitveil.common.data.table import Table, table_of
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.json_output import print_json
-from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import Address, load_party_settings
 from splitveil.common.record.run_folder import write_text_atomically
 from splitveil.common.run.contract import ACTIVE, Name
@@ -36,7 +34,6 @@ from splitveil.deploy.init.proposal import (
     write_files,
 )
 from splitveil.deploy.init.tables import RawTable, read_raw
-from splitveil.passive_party.exposure_plan import exposure_plan_of
 from splitveil.passive_party.settings import PassiveSettings
 
 
@@ -142,6 +139,9 @@ def initialise(
     files = write_files(terms.folder, texts, force=force)
     # Read back as a run does; a passive party may not have the contract yet.
     if terms.role == ACTIVE:
+        # Here, because they import torch.
+        from splitveil.active_party.settings import ActiveSettings  # noqa: PLC0415
+
         load_party_settings(ActiveSettings, terms.folder / "active.yaml")
     elif (terms.folder / "contract.yaml").exists():
         load_party_settings(PassiveSettings, terms.folder / "passive.yaml")
@@ -180,6 +180,9 @@ def _narrow(folder: Path) -> str:
     settings = load_party_settings(PassiveSettings, own, ["contract.cut_shape=[1]"])
     if not agreed.is_one_shot:
         return ""
+    from splitveil.common.party.party_data import PartyData  # noqa: PLC0415
+    from splitveil.passive_party.exposure_plan import exposure_plan_of  # noqa: PLC0415
+
     try:
         plan = exposure_plan_of(settings, PartyData.of(settings))
     except SplitveilError as error:

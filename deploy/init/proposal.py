@@ -16,6 +16,7 @@ from splitveil.common.data.label_columns import others_in_words
 from splitveil.common.data.settings import MAX_CLASSES
 from splitveil.common.data.source_settings import not_expanded
 from splitveil.common.errors import SettingsError
+from splitveil.common.models.settings import SPARSE_FROM_ROWS
 from splitveil.common.record.run_folder import storage_errors, write_text_atomically
 from splitveil.common.run.contract import ACTIVE, NAME_CHARACTERS
 from splitveil.common.text.visible_text import visible
@@ -67,7 +68,6 @@ def _at(steps: tuple[tuple[int, int], ...], num_rows: int) -> int:
 
 Role = Literal["active", "passive"]
 
-_LARGE_VOCABULARY = 100_000  # the default of ``optimizer.sparse_from_rows``
 _ROWS_PER_COUNT = 4000
 _MOST_MIN_COUNT = 20
 _WIDE_OPEN = 0o644
@@ -117,7 +117,7 @@ class Proposal(NamedTuple):
     def weight_decay(self) -> float:
         """Return 0 where it would make every step touch all rows of a large embedding table."""
         columns = self.choices.categorical
-        return 0.0 if any(column.distinct >= _LARGE_VOCABULARY for column in columns) else 0.01
+        return 0.0 if any(column.distinct >= SPARSE_FROM_ROWS for column in columns) else 0.01
 
     @property
     def balance(self) -> str:

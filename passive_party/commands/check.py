@@ -28,7 +28,7 @@ from splitveil.passive_party.settings import PassiveSettings
 
 
 def check(parsed: argparse.Namespace) -> None:
-    settings = command_line.load_settings(PassiveSettings, parsed, "passive")
+    settings: PassiveSettings = parsed.loaded
     is_one_sided = settings.contract.is_one_sided
     if is_one_sided and parsed.connect:
         raise SettingsError(

@@ -5,7 +5,6 @@ import sys
 
 from rich.console import Console
 
-from splitveil.common.party import command_line
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.text.visible_text import PlainTable, visible
@@ -22,7 +21,7 @@ _TOTALS = {"mean disclosure": "disclosure", "strongest": "strongest_disclosure"}
 
 
 def plan(parsed: argparse.Namespace) -> None:
-    settings = command_line.load_settings(PassiveSettings, parsed, "passive")
+    settings: PassiveSettings = parsed.loaded
     found = exposure_plan_of(settings, PartyData.of(settings))
     if parsed.json:
         print_json(found.to_json())

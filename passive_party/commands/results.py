@@ -15,6 +15,8 @@ from splitveil.common.text.version import VERSION
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.exposure_plan import remedy_of
 from splitveil.passive_party.feature_exposure import Sample, SentInEpochs, measure_exposure
+from splitveil.passive_party.recorder import PassiveRecorder
+from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
 
 _logger = logging.getLogger(__name__)
@@ -42,6 +44,22 @@ def try_to_measure(
         _logger.error("%s", error)
     except Exception:
         _logger.exception("what the activations reveal of the features could not be measured")
+
+
+def measured_summary(
+    folder: Path,
+    run: PassiveRun,
+    encoder: FeatureEncoder | None,
+    own_rows: int,
+    recorder: PassiveRecorder,
+    settings: PassiveSettings | None = None,
+) -> Summary:
+    """Leave what was sent reveals, and return the figures of a run whose recorder is closed."""
+    trainer = run.trainer
+    if trainer is not None and encoder is not None:
+        sample, of_epochs = recorder.sample, recorder.sent_in_epochs()
+        try_to_measure(folder, trainer, encoder, own_rows, sample, of_epochs, settings)
+    return recorder.summary(None if trainer is None else trainer.feature_values)
 
 
 def try_to_report(folder: Path) -> None:

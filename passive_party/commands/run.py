@@ -25,7 +25,12 @@ from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.text.version import VERSION
 from splitveil.passive_party import assembly
-from splitveil.passive_party.commands.results import leave_results, try_to_measure, try_to_report
+from splitveil.passive_party.commands.results import (
+    leave_results,
+    measured_summary,
+    try_to_measure,
+    try_to_report,
+)
 from splitveil.passive_party.connecting import ENDED, Connect, checked_connection, was_ended
 from splitveil.passive_party.feature_exposure import Sample
 from splitveil.passive_party.opening import Aligner
@@ -38,7 +43,7 @@ logger = logging.getLogger("splitveil.passive_party")
 
 def run(parsed: argparse.Namespace) -> None:
     """Train with the active party, or resume a run; a rank above 0 computes with rank 0."""
-    settings = command_line.load_settings(PassiveSettings, parsed, "passive")
+    settings: PassiveSettings = parsed.loaded
     train = partial(_take_part, fresh=parsed.fresh)
     run_as_party(settings, ("bottom_model", "adversary"), assembly.learner_of_rank, train)
 
@@ -154,11 +159,7 @@ def _train(
     if end_of(folder) is not None:
         logger.warning(ENDED)
         return
-    if run.trainer is not None and build_trainer.encoder is not None:
-        sample, of_epochs = recorder.sample, recorder.sent_in_epochs()
-        encoder = build_trainer.encoder
-        try_to_measure(folder, run.trainer, encoder, len(data.ids), sample, of_epochs, settings)
-    features = None if run.trainer is None else run.trainer.feature_values
-    leave_results(folder, recorder.summary(features), transcript, stopped, device)
+    found = measured_summary(folder, run, build_trainer.encoder, len(data.ids), recorder, settings)
+    leave_results(folder, found, transcript, stopped, device)
     aligner.tried.forget()
     store.forget_finished()  # last: a process that ends before this does not train from scratch

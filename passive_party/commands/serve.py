@@ -29,7 +29,7 @@ _LOOK_EVERY_S = 0.2
 def serve(parsed: argparse.Namespace) -> None:
     interruption = Interruption()
     interruption.install()
-    settings = command_line.load_settings(PassiveSettings, parsed, "passive")
+    settings: PassiveSettings = parsed.loaded
     address = settings.answers.listen
     credentials = credential_files(settings, settings.party)
     log_security(credentials, address, "answers.listen")

@@ -11,19 +11,15 @@ from typing import TypeAlias
 import numpy as np
 from torch import Tensor
 
-from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.active_party.ledger import account_book
-from splitveil.active_party.ledger.bounds import (
-    LeakBounds,
-    auc_bound,
-    holds_against,
-    strongest_adversary,
-)
+from splitveil.active_party.ledger.bounds import auc_bound
 from splitveil.active_party.ledger.budget import Limit
-from splitveil.active_party.ledger.ledger import LeakLedger, logged
+from splitveil.active_party.ledger.ledger import LeakLedger
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.ids import canonical_ids
 from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Charge, holds_against
+from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.id_rules import rules_as_bytes, rules_of_bytes
 from splitveil.common.run.sample_order import Positions
@@ -79,7 +75,7 @@ class Ledger:
 
     def charge(
         self,
-        charge: LeakCharge | float,
+        charge: Charge | float,
         rows: Rows = None,
         *,
         adversary: Adversary | str | None = None,
@@ -89,7 +85,7 @@ class Ledger:
 
         Args:
             charge: what it adds to each example: the symmetrised divergence between the answers of
-                the two labels, or a `LeakCharge` with noise identity and epsilon.
+                the two labels, or a `Charge` with noise identity and epsilon.
             rows: the examples that it is about, each once; all by default.
             adversary: the peers whom a plain divergence describes: ``anybody``,
                 ``honest-but-curious`` or ``knows class means only``. Required for a number.
@@ -116,7 +112,7 @@ class Ledger:
 
     def would_exceed(
         self,
-        charge: LeakCharge | float,
+        charge: Charge | float,
         rows: Rows = None,
         *,
         adversary: Adversary | str | None = None,
@@ -143,7 +139,7 @@ class Ledger:
         positions = self._positions(rows)
         if not len(positions):
             return False
-        reached = self._accounts.after(positions, logged(_charge(charge, adversary, is_gaussian)))
+        reached = self._accounts.after(positions, _charge(charge, adversary, is_gaussian))
         return limit.objection(reached) is not None
 
     def frame(self, rows: Rows = None) -> Frame:
@@ -153,21 +149,19 @@ class Ledger:
         and the bound for each adversary class. ``rows`` are all examples by default.
         """
         positions = self._positions(rows)
-        found = self._accounts.exposure(positions)
-        accounts = zip(positions, found.sum_kl, found.caveats, found.known.T, strict=True)
+        found = self._accounts.accounts(positions)
+        accounts = ((position, found.at(at)) for at, position in enumerate(positions))
         return frame(
             {
                 "example": int(position),
-                "sum_kl": float(sum_kl),
-                "adversary": str(strongest_adversary(int(caveats))),
+                "sum_kl": float(one.sum_kl),
+                "adversary": str(one.adversary),
                 **{
-                    peers.column: auc_bound(float(sum_kl), known)
-                    if holds_against(int(caveats), peers)
-                    else 1.0
+                    peers.column: auc_bound(one) if holds_against(int(one.caveats), peers) else 1.0
                     for peers in Adversary
                 },
             }
-            for position, sum_kl, caveats, known in accounts
+            for position, one in accounts
         )
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -220,7 +214,7 @@ class Ledger:
                 for name, auc in zip(("max", "95 %", "mean"), spread, strict=True)
             }
             for one in Adversary
-            for spread in [bounds.against(one).leak_auc]
+            for spread in [bounds.against(one)]
         ]
         title = f"Leak ledger of {len(self):,} examples: bounds on the leak AUC"
         return as_html(title, rows, f"largest sum_kl: {at_most(bounds.sum_kl.max)}; 1 is no bound")
@@ -247,18 +241,18 @@ class Ledger:
 
 
 def _charge(
-    charge: LeakCharge | float,
+    charge: Charge | float,
     adversary: Adversary | str | None,
     is_gaussian: bool,  # noqa: FBT001 - handed on from keywords
-) -> LeakCharge:
-    if isinstance(charge, LeakCharge):
+) -> Charge:
+    if isinstance(charge, Charge):
         if adversary is not None or is_gaussian:
-            raise ValueError("adversary and is_gaussian: a LeakCharge says both itself")
+            raise ValueError("adversary and is_gaussian: a Charge says both itself")
         return charge
     if adversary is None:
         names = ", ".join(repr(str(one)) for one in Adversary)
         raise ValueError(f"adversary: expected the peers whom the charge describes: {names}")
-    return LeakCharge(float(charge), adversary=Adversary(adversary), is_gaussian=is_gaussian)
+    return Charge(float(charge), adversary=Adversary(adversary), is_gaussian=is_gaussian)
 
 
 def _limit(leak_auc: float | None, sum_kl: float | None, peers: Adversary) -> Limit:

@@ -1,6 +1,6 @@
 """Writes the contract and the settings files with which real parties repeat a simulated run."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,12 @@ from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
 from splitveil.common.record.run_folder import write_bytes_atomically
 from splitveil.common.run.contract import ACTIVE
+from splitveil.common.settings import Mark, Place, Section, below, marked, without
 from splitveil.common.text.imports import HANDED_OVER
 from splitveil.deploy.init.proposal import write_files
 from splitveil.deploy.init.tables import read_raw
 from splitveil.library.loading import files_of, with_paths_from
 from splitveil.passive_party.settings import PassiveSettings
-
-_KINDS = {"kind", "name", "mode"}
-"""Settings that choose a section's class: they are written even where they are the default."""
 
 
 def write_settings_of(
@@ -81,21 +79,23 @@ def _written(party: str, settings: PartySettings, base_dir: Path, run: Path) -> 
 def _party(settings: PartySettings, base_dir: Path, *, seeds: bool) -> Any:
     full = settings.model_dump(mode="json", exclude={"runs_dir", "contract"})
     chosen = {"contract": "contract.yaml"} | _chosen(full, settings)
-    if adversary := chosen.get("adversary"):
-        adversary.pop("labels", None)  # they stay with the label owner
-    if not seeds:
-        chosen.pop("insecure_nonce_seed", None)
-        chosen.get("defense", {}).pop("insecure_noise_seed", None)
+    left_out = frozenset() if seeds else marked(type(settings), Mark.SEED)
+    chosen = without({*left_out, ("adversary", "labels")}, chosen)  # which stay with their owner
     return with_paths_from(base_dir.absolute(), type(settings), chosen)
 
 
-def _chosen(full: dict[str, Any], section: Any) -> dict[str, Any]:
-    return _reduced(full, section.model_dump(mode="json", exclude_defaults=True))
+def _chosen(full: dict[str, Any], section: Section) -> dict[str, Any]:
+    short = section.model_dump(mode="json", exclude_defaults=True)
+    return _reduced(full, short, marked(type(section), Mark.KIND))
 
 
-def _reduced(full: dict[str, Any], short: Mapping[str, Any]) -> dict[str, Any]:
+def _reduced(
+    full: dict[str, Any], short: Mapping[str, Any], kinds: Collection[Place]
+) -> dict[str, Any]:
     return {
-        name: _reduced(value, short[name]) if isinstance(short.get(name), dict) else value
+        name: _reduced(value, short[name], below(kinds, name))
+        if isinstance(short.get(name), dict)
+        else value
         for name, value in full.items()
-        if name in short or (name in _KINDS and value is not None)
+        if name in short or (name,) in kinds
     }

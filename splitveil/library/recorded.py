@@ -9,21 +9,19 @@ dropout, whose draws come from one generator here.
 """
 
 import io
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from rich.console import Console
 
-from splitveil.active_party.assembly import allowance_of, build_session
+from splitveil.active_party.assembly import allowance_of
+from splitveil.active_party.commands.run import train
+from splitveil.active_party.grpc_server.server import Served
 from splitveil.active_party.monitor.recorder import ActiveRecorder
-from splitveil.active_party.results import save_alone, save_results
-from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
@@ -34,26 +32,17 @@ from splitveil.common.models.device import torch_device
 from splitveil.common.party import command_line
 from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.record.model_files import identity_metadata, save_model
 from splitveil.common.record.run_record import write_summary
-from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.contract import ACTIVE, AlignmentSettings
-from splitveil.common.run.course import AlignedRows
 from splitveil.common.text.version import VERSION
 from splitveil.library.in_process import InProcessPeer, meet
 from splitveil.library.loading import PartiesSettings
 from splitveil.passive_party.assembly import BottomBuilder, evaluation_labels
-from splitveil.passive_party.commands.results import try_to_measure
+from splitveil.passive_party.commands.results import measured_summary
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.passive_party.training import RunObserver
-
-ResultT = TypeVar("ResultT")
-
-_seeding = threading.Lock()
-"""Held while weights are drawn: torch has one generator for all parties of this process."""
 
 
 def run_recorded(
@@ -65,34 +54,39 @@ def run_recorded(
     active party keeps its noise key. EndedForGood after a budget: the figures are there.
     What ``on_epoch`` raises ends the run, as if the first passive party had failed.
     """
-    folder = _folder_with_settings(settings.active, run_folder / ACTIVE)
-    stopped: EndedForGood | None = None
+    own, folder = settings.active, _folder_with_settings(settings.active, run_folder / ACTIVE)
     with ExitStack() as resources:
-        recorder = resources.enter_context(ActiveRecorder(settings.active, folder))
-        session, top = assemble_active(settings.active, recorder)
+        recorder = resources.enter_context(ActiveRecorder(own, folder))
+        data = PartyData.of(own)
+        builder = TopBuilder(own, data, torch_device(own.device))
+        allowance = allowance_of(own, own.earlier_answers())
         passive = {
             name: _Passive(one, run_folder, resources) for name, one in settings.passive.items()
         }
         watched = next(iter(passive.values())).recorder
         watched.then = on_epoch
-        engine = clear_engine(settings.active.contract.alignment)
-        try:
-            meet(
-                session,
-                {name: party.run for name, party in passive.items()},
-                partial(InProcessPeer, session, engine),
-            )
-        except EndedForGood as error:
-            stopped = error  # as configured: it ends with a summary, like any other run
-        except BaseException:
-            if watched.raised is not None:  # and not what the parties made of it
-                raise watched.raised from None
-            raise
-        finally:
-            recorder.note_refit(save_results(settings.active, folder, session, top))
-            recorder.note_alone(save_alone(settings.active, folder, session, top))
-            for party in passive.values():
-                party.save_model()
+
+        def serve(session: ActiveSession) -> Served:
+            stopped: EndedForGood | None = None
+            runs = {name: party.run for name, party in passive.items()}
+            try:
+                meet(
+                    session,
+                    runs,
+                    partial(InProcessPeer, session, clear_engine(own.contract.alignment)),
+                )
+            except EndedForGood as error:
+                stopped = error  # as configured: it ends with a summary, like any other run
+            except BaseException:
+                if watched.raised is not None:  # and not what the parties made of it
+                    raise watched.raised from None
+                raise
+            finally:
+                for party in passive.values():
+                    party.save_model()
+            return {}, stopped, lambda: None
+
+        _, stopped, _ = train(own, data, folder, builder, recorder, serve, allowance=allowance)
     write_summary(folder, replace(recorder.summary({}), version=VERSION))
     for party in passive.values():
         party.write_summary()
@@ -102,7 +96,6 @@ def run_recorded(
 
 class _Passive:
     def __init__(self, settings: PassiveSettings, run_folder: Path, resources: ExitStack) -> None:
-        self._settings = settings
         self._folder = _folder_with_settings(settings, run_folder / settings.folder_name())
         data = PartyData.of(settings)
         self._own_rows = len(data.ids)
@@ -110,24 +103,22 @@ class _Passive:
         # The active party's bar shows every step, in a notebook, too.
         observer.console = Console(file=io.StringIO(), force_jupyter=False)
         self.recorder = resources.enter_context(observer)
-        engine = clear_engine(settings.contract.alignment)
-        self.run: PassiveRun
-        self._builder: BottomBuilder
-        self.run, self._builder = assemble_passive(settings, data, self.recorder, engine)
+        self._builder = BottomBuilder(settings, data, torch_device(settings.device))
+        me = Participant(settings.contract, settings.party, data.ids, data.table.splits)
+        aligner = Aligner(
+            me, clear_engine(settings.contract.alignment), partial(draw_nonce, settings)
+        )
+        self.run = PassiveRun(aligner, self._builder, self.recorder)
 
     def save_model(self) -> None:
         if self.run.trainer is not None:
-            identity = identity_metadata(self.run.model_identity, self._settings.contract)
-            save_model(self._folder, self.run.trainer.model, self._builder.encoder, identity)
+            self._builder.save(self._folder, self.run.trainer.model, self.run.model_identity)
 
     def write_summary(self) -> None:
         """Write summary and exposure, after the recorder has been closed."""
-        trainer, encoder = self.run.trainer, self._builder.encoder
-        if trainer is not None and encoder is not None:
-            sample, of_epochs = self.recorder.sample, self.recorder.sent_in_epochs()
-            try_to_measure(self._folder, trainer, encoder, self._own_rows, sample, of_epochs)
-        summary = self.recorder.summary(None if trainer is None else trainer.feature_values)
-        write_summary(self._folder, replace(summary, version=VERSION))
+        encoder, own_rows = self._builder.encoder, self._own_rows
+        found = measured_summary(self._folder, self.run, encoder, own_rows, self.recorder)
+        write_summary(self._folder, replace(found, version=VERSION))
 
 
 class _Recorder(PassiveRecorder):
@@ -151,54 +142,6 @@ def _folder_with_settings(settings: ActiveSettings | PassiveSettings, folder: Pa
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     command_line.save_resolved(settings, folder)
     return folder
-
-
-def assemble_active(
-    settings: ActiveSettings,
-    observer: SessionObserver,
-    *,
-    store: RunStore | None = None,
-    device: torch.device | None = None,
-) -> tuple[ActiveSession, TopBuilder]:
-    """Build the active party's session with any observer, and what builds its trainer."""
-    data = PartyData.of(settings)
-    with _seeding:
-        builder = TopBuilder(settings, data, device or torch_device(settings.device))
-    session = build_session(
-        settings,
-        data,
-        _one_at_a_time(builder),
-        observer,
-        partial(draw_nonce, settings),
-        store,
-        allowance_of(settings, settings.earlier_answers()),
-    )
-    return session, builder
-
-
-def assemble_passive(
-    settings: PassiveSettings,
-    data: PartyData,
-    observer: RunObserver,
-    engine: EcdhEngine,
-    *,
-    store: RunStore | None = None,
-    device: torch.device | None = None,
-) -> tuple[PassiveRun, BottomBuilder]:
-    """Build a passive party's run with any observer, and what builds its trainer."""
-    with _seeding:
-        builder = BottomBuilder(settings, data, device or torch_device(settings.device))
-    me = Participant(settings.contract, settings.party, data.ids, data.table.splits)
-    aligner = Aligner(me, engine, partial(draw_nonce, settings))
-    return PassiveRun(aligner, _one_at_a_time(builder), observer, store), builder
-
-
-def _one_at_a_time(build: Callable[[AlignedRows], ResultT]) -> Callable[[AlignedRows], ResultT]:
-    def locked(rows: AlignedRows) -> ResultT:
-        with _seeding:
-            return build(rows)
-
-    return locked
 
 
 class _ClearGroup:

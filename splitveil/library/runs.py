@@ -24,6 +24,7 @@ from splitveil.common.privacy.attacks import CUT
 from splitveil.common.privacy.figures import LeakFigures
 from splitveil.common.record import lines
 from splitveil.common.record.assessment import LeakAssessment
+from splitveil.common.record.run_folder import finite_or_null
 from splitveil.common.text.visible_text import visible
 from splitveil.library.example_ledger import Ledger
 from splitveil.library.frames import Frame, Row, as_html, frame
@@ -108,8 +109,8 @@ class Run:
         found = ledger_of(self._files())
         if found is None:
             return {}
-        spreads = found.by_peers()
-        return {str(p): 1.0 if (most := spreads[p].max) is None else most for p in Adversary}
+        spreads = found.by_peers().items()
+        return {str(p): one.max if math.isfinite(one.max) else 1.0 for p, one in spreads}
 
     @property
     def ledger(self) -> Ledger:
@@ -340,8 +341,9 @@ class Run:
                 row[f"{line.split}_accuracy"] = line.accuracy
         for ledger in metrics.of(lines.LedgerLine):
             row = by_epoch.setdefault(ledger.epoch, {"epoch": ledger.epoch})
-            row["sum_kl"] = ledger.bounds.sum_kl.max
-            row |= {p.column: one.max for p, one in ledger.bounds.by_peers().items()}
+            row["sum_kl"] = finite_or_null(ledger.bounds.sum_kl.max)
+            bounds = ledger.bounds.by_peers().items()
+            row |= {peers.column: finite_or_null(one.max) for peers, one in bounds}
         for leak in metrics.of(lines.EpochLeakLine):
             row = by_epoch.setdefault(leak.epoch, {"epoch": leak.epoch})
             row |= {f"{one.layer}/{one.attack}": one.leak_auc for one in leak.figures}

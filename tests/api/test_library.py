@@ -173,7 +173,7 @@ def test_a_ledger_adds_up_charges_by_example() -> None:
     ledger.charge(0.5, np.array([True, False, False, True]), adversary="honest-but-curious")
     assert ledger.guarantee([0]).sum_kl.max == 0.75
     assert ledger.guarantee([1]).guarantee.max == pytest.approx(leak_auc_bound(0.25))
-    honest = ledger.guarantee([0]).against(defenses.Adversary.HONEST_BUT_CURIOUS).leak_auc.max
+    honest = ledger.guarantee([0]).against(defenses.Adversary.HONEST_BUT_CURIOUS).max
     assert honest == pytest.approx(leak_auc_bound(0.75))
     assert ledger.guarantee().guarantee.max == 1.0
     columns = np.array(ledger.frame()).tolist()
@@ -226,7 +226,7 @@ def test_a_run_continues_the_ledger_of_another_trainer(tmp_path: Path) -> None:
     write_example(tmp_path)
     values = {**ACTIVE, "contract": CONTRACT, "earlier_ledgers": ["other/checkpoint"]}
     settings = validate(ActiveSettings, {**values, "base_dir": tmp_path}, "active")
-    assert settings.earlier_answers().most() == 0.25
+    assert settings.earlier_answers().worst().sum_kl == 0.25
     again = Ledger.load(tmp_path / "other" / "checkpoint")
     assert again.guarantee([ids[0]]).sum_kl.max == 0.25
     assert again.guarantee([ids[100]]).sum_kl.max == 0.0
@@ -242,7 +242,7 @@ def test_a_run_continues_the_ledger_of_another_trainer(tmp_path: Path) -> None:
         (((0.1, [1, 1]), {"adversary": "anybody"}), "each example once"),
         (((0.1, ["ann"]), {"adversary": "anybody"}), "knows no ids"),
         (((0.1, [1]), {"adversary": "everybody"}), "not a valid Adversary"),
-        (((defenses.LeakCharge(0.1), [1]), {"adversary": "anybody"}), "says both itself"),
+        (((defenses.Charge(0.1), [1]), {"adversary": "anybody"}), "says both itself"),
     ],
 )
 def test_a_charge_that_says_too_little_is_refused(arguments: Any, message: str) -> None:

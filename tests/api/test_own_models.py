@@ -288,7 +288,7 @@ def test_a_top_model_is_fitted_again_to_what_a_run_has_left_without_any_peer(
 ) -> None:
     """Labels may have been corrected since: nothing of the new model is sent."""
     active, passive = columns
-    settings = {**SHORT, "active.refit.epochs": 1, "active.optimizer.learning_rate": 1e-4}
+    settings = {**SHORT, "active.refit": {"epochs": 1}, "active.optimizer.learning_rate": 1e-4}
     (run,) = simulate(
         active=active, passive=passive, key="id", attacks=[], runs=tmp_path, settings=settings
     )

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from splitveil.active_party.defenses import LeakCharge
+from splitveil.active_party.defenses import Charge
 from splitveil.active_party.ledger.account_book import AccountBook, open_books
 from splitveil.active_party.ledger.ledger import LeakLedger
 from splitveil.common.data import canonical_form, sources
@@ -317,7 +317,7 @@ def test_an_account_book_is_refused_under_other_rules(tmp_path: Path) -> None:
     assert rules_of_bytes(rules) == (TextId(fold_case=True),)
     for name, under in (("plain", b""), ("folded", rules)):
         ledger = LeakLedger(1)
-        ledger.charge(np.arange(1), LeakCharge(0.5))
+        ledger.charge(np.arange(1), Charge(0.5))
         book = AccountBook.empty(under).closing_book(["ann"], ledger)
         from safetensors.torch import save_file
 

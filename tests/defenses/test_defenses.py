@@ -13,7 +13,6 @@ from splitveil.active_party import defenses
 from splitveil.active_party.defenses import Defended, Defense, DefenseSettings, RawBatch
 from splitveil.active_party.defenses.class_statistics import measure_classes
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
-from splitveil.active_party.defenses.noise import fill_state
 from splitveil.active_party.defenses.rows import all_finite
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.scores import norm
@@ -466,26 +465,6 @@ def test_noise_is_new_for_every_build_and_an_insecure_seed_repeats_it_and_warns(
     first, second = (answered(name, gradients, labels, seed=3).gradient for _ in range(2))
     assert torch.equal(first, second)
     assert "INSECURE" in caplog.text
-
-
-def test_torchs_own_seed_would_be_guessable_and_ours_is_not() -> None:
-    """torch's CPU generator drops all but 32 bits of its seed; every bit of ours counts."""
-
-    def seeded(seed: int) -> Tensor:
-        return torch.randn(64, generator=torch.Generator().manual_seed(seed))
-
-    def filled(entropy: bytes) -> Tensor:
-        generator = torch.Generator()
-        fill_state(generator, entropy)
-        return torch.randn(3000, generator=generator, dtype=torch.float64)
-
-    assert torch.equal(seeded(5), seeded(5 + 2**32))
-    entropy = bytes(range(256)) * 9 + bytes(192)
-    assert torch.equal(filled(entropy), filled(entropy))
-    for position in (3, 4, 1000, 2495):  # the first bytes hold the one unused part, 31 bits
-        changed = bytearray(entropy)
-        changed[position] ^= 0x80
-        assert not torch.equal(filled(entropy), filled(bytes(changed)))
 
 
 @pytest.mark.parametrize("name", ["none", *NOISY])

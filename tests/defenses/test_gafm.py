@@ -23,18 +23,17 @@ from splitveil.active_party.defenses import (
 from splitveil.active_party.defenses import gafm as losses
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.gafm import Adversarial
-from splitveil.active_party.defenses.interface import DefenseReport, LeakCharge
-from splitveil.active_party.defenses.noise import SecureNoise
+from splitveil.active_party.defenses.interface import DefenseReport
+from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.objective import BatchLabels, TopModel
 from splitveil.common.models.dense import MlpTop
 from splitveil.common.models.settings import MlpModel
+from splitveil.common.privacy.charge import Charge
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.scores import norm
 from splitveil.experiments.models import knows_output
 from tests.ledger.test_charges import divergence
 from tests.support.defenses import build_defense
-
-ENTROPY = hashlib.shake_256(b"test").digest(2496)
 
 
 def seeded(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -47,10 +46,8 @@ def generator_of(cut_dim: int) -> nn.Module:
         return MlpTop(MlpModel(kind="mlp", hidden=(8,), activation="leaky_relu"), (cut_dim,), None)
 
 
-def answer_noise(seed: int = 1) -> SecureNoise:
-    keys = AnswerKeys()
-    keys.begin(hashlib.sha256(b"%d" % seed).digest())
-    return SecureNoise(keys)
+def answer_noise(seed: int = 1) -> NoiseSource:
+    return NoiseSource(AnswerKeys(hashlib.sha256(b"%d" % seed).digest()))
 
 
 class Case:
@@ -61,7 +58,7 @@ class Case:
         # What features say of the label is in the activation.
         self.activation = seeded(batch, cut_dim) + 0.5 * self.labels[:, None]
         self.generator = generator_of(cut_dim).double()
-        self.critic = losses.build_critic(5, 0.5, ENTROPY).double()
+        self.critic = losses.build_critic(0.5, answer_noise(3)).double()
         self.shifts = 0.05 * (1 + torch.arange(batch) % 4).double() / 4
 
     def predictions(self, activation: Tensor) -> Tensor:
@@ -149,10 +146,9 @@ def test_a_term_without_any_slope_is_left_out_and_no_nan_is_sent() -> None:
     assert torch.isfinite(with_both).all()
 
 
-def test_a_critic_starts_within_its_limit_from_its_entropy_alone() -> None:
+def test_a_critic_starts_within_its_limit_from_its_noise_alone() -> None:
     state = torch.random.get_rng_state()
-    first, again = losses.build_critic(16, 0.1, ENTROPY), losses.build_critic(16, 0.1, ENTROPY)
-    other = losses.build_critic(16, 0.1, ENTROPY[::-1])
+    first, again, other = (losses.build_critic(0.1, answer_noise(seed)) for seed in (1, 1, 2))
     assert torch.equal(torch.random.get_rng_state(), state)
     weights, same, others = (
         nn.utils.parameters_to_vector(critic.parameters()).detach()
@@ -187,7 +183,7 @@ def test_softened_labels_are_uniform_on_their_side_of_a_half(response: str) -> N
     """Kolmogorov-Smirnov; rejects a width 5 % off."""
     labels = (torch.arange(20_000) % 4 == 0).float()
     if response == "fresh":
-        shifts = losses.draw_shifts(answer_noise(), labels, 0.3)
+        shifts = losses.uniform(answer_noise(), labels, 0.3)
     else:
         ids = [str(number) for number in range(len(labels))]
         shifts = losses.persistent_shifts(key_from_insecure_seed(1), ids, 0.3)
@@ -200,7 +196,7 @@ def test_softened_labels_are_uniform_on_their_side_of_a_half(response: str) -> N
 
 def test_fresh_responses_follow_the_question_and_persistent_ones_the_example() -> None:
     labels = torch.ones(64)
-    first, same, other = (losses.draw_shifts(answer_noise(seed), labels, 0.5) for seed in (1, 1, 2))
+    first, same, other = (losses.uniform(answer_noise(seed), labels, 0.5) for seed in (1, 1, 2))
     assert torch.equal(first, same)
     assert float((first == other).float().mean()) < 0.1
     key, ids = key_from_insecure_seed(1), [str(number) for number in range(64)]
@@ -218,7 +214,7 @@ def one_number_batch(width: float) -> tuple[Tensor, Tensor, losses.MixedGradient
     case = Case(batch=1000, cut_dim=1)
     case.labels = (torch.arange(1000) % 5 < 2).double()
     case.activation = 0.4 * seeded(1000, 1) + 0.3 * (case.labels[:, None] - 0.4)
-    case.shifts = losses.draw_shifts(answer_noise(), case.labels, width)
+    case.shifts = losses.uniform(answer_noise(), case.labels, width)
     return case.labels, case.activation, case.mix(GafmDefense(response_width=width))
 
 
@@ -259,9 +255,7 @@ def whole(settings: GafmDefense, mixed: Tensor, labels: Tensor, label_move: floa
     return defense.defend(RawBatch(mixed, labels, label_move=label_move)).report
 
 
-def charge_of(
-    settings: GafmDefense, mixed: Tensor, labels: Tensor, label_move: float
-) -> LeakCharge:
+def charge_of(settings: GafmDefense, mixed: Tensor, labels: Tensor, label_move: float) -> Charge:
     return whole(settings, mixed, labels, label_move).charge
 
 
@@ -303,7 +297,7 @@ def objective(settings: GafmDefense) -> Adversarial:
     return Adversarial(
         settings,
         TopModel(model, torch.optim.Adam(model.parameters(), lr=1e-2), lambda step: 1 / (1 + step)),
-        critic=losses.build_critic(settings.critic_width, settings.weight_limit, ENTROPY),
+        critic=losses.build_critic(settings.weight_limit, answer_noise()),
         noise=answer_noise(),
         shifts=None,
     )
@@ -315,7 +309,7 @@ def test_critic_and_generator_learn_before_the_answer_and_pull_in_their_directio
     activation = seeded(64, 3, dtype=torch.float32).requires_grad_()
     labels = (torch.arange(64) % 3 == 0).float()
     before = found.state_dict()
-    critic, model = losses.build_critic(16, 1.0, ENTROPY), generator_of(3)
+    critic, model = losses.build_critic(1.0, answer_noise()), generator_of(3)
     critic.load_state_dict(before["critic"])
     model.load_state_dict(found._generator.state_dict())
     found.compute(activation, None, BatchLabels(torch.arange(64), labels, labels))
@@ -359,7 +353,6 @@ def test_settings_name_what_it_cannot_be_composed_with() -> None:
         ({"response_width": 0.6}, "response_width"),
         ({"gan_weight": 0}, "gan_weight"),
         ({"weight_limit": 0}, "weight_limit"),
-        ({"critic_width": 0}, "critic_width"),
         ({"term": "both"}, "term"),
     ):
         with pytest.raises(ValidationError, match=complaint):

@@ -9,13 +9,14 @@ import torch
 from scipy import optimize
 from torch import Tensor
 
+from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.marvell import (
     SharedNoise,
     draw_shared_noise,
     pair_divergences,
     solve_shared_noise,
 )
-from splitveil.active_party.defenses.noise import InsecureSeededNoise
+from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource
 
 
 def random_problem(seed: int, classes: int, cut_dim: int) -> tuple[Tensor, Tensor, float]:
@@ -102,7 +103,9 @@ def test_noise_that_is_drawn_is_unbiased_and_has_the_covariance_of_the_solution(
     solution = solve_shared_noise(means, priors, power)
     rows = 200_000
     noise = draw_shared_noise(
-        solution, torch.empty(rows, 6, dtype=torch.float64), InsecureSeededNoise(77)
+        solution,
+        torch.empty(rows, 6, dtype=torch.float64),
+        NoiseSource(AnswerKeys(key_from_insecure_seed(77))),
     ).numpy()
     expected = covariance(solution)
     error = np.sqrt(np.diag(expected) / rows)
@@ -126,7 +129,11 @@ def test_noise_that_is_drawn_is_unbiased_and_has_the_covariance_of_the_solution(
 def test_classes_that_do_not_differ_get_no_noise(problem: tuple[Any, ...]) -> None:
     solution = solve_shared_noise(*problem)
     assert float(solution.variances.sum()) == 0
-    drawn = draw_shared_noise(solution, torch.empty(5, problem[0].shape[1]), InsecureSeededNoise(1))
+    drawn = draw_shared_noise(
+        solution,
+        torch.empty(5, problem[0].shape[1]),
+        NoiseSource(AnswerKeys(key_from_insecure_seed(1))),
+    )
     assert torch.equal(drawn, torch.zeros(5, problem[0].shape[1]))
 
 

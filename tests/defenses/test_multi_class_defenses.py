@@ -32,7 +32,7 @@ from splitveil.active_party.defenses.marvell import (
     worst_pair_factor,
 )
 from splitveil.active_party.defenses.max_norm import MaxNorm
-from splitveil.active_party.defenses.noise import InsecureSeededNoise
+from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource
 from splitveil.active_party.defenses.strength import (
     DetectionError,
     LeakAuc,
@@ -61,14 +61,18 @@ def softmax_batch(
     return torch.from_numpy((residuals @ weights + spread) / rows).float(), torch.tensor(labels)
 
 
+def noise_of(seed: int) -> NoiseSource:
+    return NoiseSource(AnswerKeys(key_from_insecure_seed(seed)))
+
+
 def marvell(strength: Strength, seed: int = 7, num_classes: int = 4) -> MultiClassMarvell:
-    return MultiClassMarvell(strength, InsecureSeededNoise(seed), num_classes)
+    return MultiClassMarvell(strength, noise_of(seed), num_classes)
 
 
 MultiClass = Isotropic | MaxNorm | MultiClassMarvell
 DEFENSES: dict[str, Callable[[int], MultiClass]] = {
-    "iso": lambda seed: Isotropic(1.0, InsecureSeededNoise(seed), 4),
-    "max_norm": lambda seed: MaxNorm(InsecureSeededNoise(seed), 4),
+    "iso": lambda seed: Isotropic(1.0, noise_of(seed), 4),
+    "max_norm": lambda seed: MaxNorm(noise_of(seed), 4),
     "marvell": lambda seed: marvell(PowerRatio(power_ratio=4), seed),
 }
 
@@ -119,7 +123,7 @@ def test_no_pair_is_told_apart_better_than_its_charge_says() -> None:
     measured = worst_oracle_auc(defended, means, labels)
     assert measured == pytest.approx(charged, abs=0.01)
     deviation = math.sqrt(report.noise_power / 16)
-    noise = InsecureSeededNoise(3).standard_normal((40_000, 16), bare)
+    noise = noise_of(3).standard_normal((40_000, 16), bare)
     assert worst_oracle_auc(bare + deviation * noise, means, labels) > charged + 0.05
     i, j = np.unravel_index(int(squared_distances(means).argmax()), (4, 4))
     gap = means[i] - means[j]
@@ -230,7 +234,7 @@ def test_before_every_class_was_seen_nothing_is_given_away() -> None:
 
 def test_noise_fitted_to_earlier_batches_is_charged_for_longer_gaps() -> None:
     gradients, labels = softmax_batch(200)
-    defense = MultiClassMarvell(SumKl(sum_kl=0.3), InsecureSeededNoise(1), 4, from_earlier=True)
+    defense = MultiClassMarvell(SumKl(sum_kl=0.3), noise_of(1), 4, from_earlier=True)
     assert defense.defend(defenses.RawBatch(gradients, labels))[1].charge.sum_kl == 0
     assert defense.defend(defenses.RawBatch(gradients, labels))[1].charge.sum_kl == pytest.approx(
         0.3, rel=1e-9
@@ -240,7 +244,7 @@ def test_noise_fitted_to_earlier_batches_is_charged_for_longer_gaps() -> None:
 
 
 def test_a_state_of_another_number_of_classes_is_refused() -> None:
-    five = MaxNorm(InsecureSeededNoise(1), 5)
+    five = MaxNorm(noise_of(1), 5)
     defense = DEFENSES["max_norm"](1)
     assert defense.state_dict() == {}
     defense.defend(defenses.RawBatch(*softmax_batch(60)))

@@ -164,7 +164,7 @@ def test_the_charge_bounds_what_remembering_gives(
     labels = epochs[0].labels
     answers = defended(settings, epochs)
     charge = build_defense(settings, KEY).defend(epochs[0].asks()).report.charge
-    assert charge.noise_identity is not None
+    assert charge.noise_identity
     assert charge.adversary is Adversary.HONEST_BUT_CURIOUS
     estimate = NormalDist().cdf(math.sqrt(charge.sum_kl / 2))
     leaks = [leak_auc(added_up(answers), labels)]
@@ -312,7 +312,7 @@ def test_iso_spends_its_power_evenly_over_all_directions() -> None:
 
 
 def test_an_identity_names_defense_strength_and_key_and_nothing_else_changes_it() -> None:
-    def identity(settings: DefenseSettings, key: NoiseKey = KEY) -> str | None:
+    def identity(settings: DefenseSettings, key: NoiseKey = KEY) -> bytes:
         return build_defense(settings, key).defend(batch()).report.charge.noise_identity
 
     marvell = defenses.MarvellDefense(noise="persistent")

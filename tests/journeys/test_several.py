@@ -1,14 +1,18 @@
-"""Examples of several passive parties and of several classes, by the launcher and the demo."""
+"""An example of several passive parties, by the launcher."""
 
 import json
 from pathlib import Path
 
 from splitveil.common.record.transcript import FILE, Verified, compare, verify
-from tests.system.conftest import SAME_SPLIT, run_locally
+from tests.system.conftest import run_locally
 
 
 def test_the_example_with_two_laboratories_runs(tmp_path: Path) -> None:
-    options = ("--set", "contract.epochs=1", "passive_b.model_seed=5")
+    few = "attacks=[norm, cosine]"
+    own = (f"active.leak_monitor.{few}", "active.refit=null")
+    theirs = [f"passive_{party}.adversary.{few}" for party in "ab"]
+    shared = ("--set", "contract.epochs=1", "passive_b.model_seed=5")
+    options = (*shared, *own, *theirs)
     run = run_locally(tmp_path, "breast_cancer_two_labs", *options)
     assert run.exit_code == 0, run.output
     for party in ("active", "means", "extremes"):
@@ -29,16 +33,3 @@ def test_the_example_with_two_laboratories_runs(tmp_path: Path) -> None:
     line = {"number", "time", "link", "party"}
     message = frozenset(line | {"direction", "kind", "epoch", "step", "bytes", "digest"})
     assert {frozenset(one) for one in lines} == {frozenset(line | {"event", "version"}), message}
-
-
-def test_the_example_without_a_file_learns_ten_digits(tmp_path: Path) -> None:
-    options = ("--defense", "none", "--set", "contract.epochs=4", *SAME_SPLIT)
-    run = run_locally(tmp_path, "digits", *options, command="demo")
-    assert run.exit_code == 0, run.output
-    summary = run.summary("digits", "active")
-    assert summary["aligned_rows"] == 1797
-    assert summary["test_auc"] > 0.95
-    assert len(summary["test_auc_by_class"]) == 10
-    leak = run.summary("digits", "passive")["leak_classes"]["cut"]["cosine"]
-    assert leak["worst_pair_auc"] >= 0.95
-    assert len(leak["classes"]) == 10

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from safetensors.torch import load, save
 
-from splitveil.active_party.defenses import LeakCharge
+from splitveil.active_party.defenses import Charge, noise_digest
 from splitveil.active_party.ledger.account_book import AccountBook, persons_of
-from splitveil.active_party.ledger.bounds import holds_against
 from splitveil.common.data.ids import numbered_subjects, read_subjects
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import holds_against
 
 CHARGES = [2.0**-number for number in range(5)]
 MONDAY, TUESDAY = ("ann", "bob", "eve"), ("eve", "dan", "ann")
 
 
-def after_run(book: AccountBook, ids: Sequence[str], *charges: LeakCharge) -> AccountBook:
+def after_run(book: AccountBook, ids: Sequence[str], *charges: Charge) -> AccountBook:
     ledger = book.opening_ledger(ids, len(ids))
     for charge in charges:
         ledger.charge(np.arange(len(ids)), charge)
@@ -39,11 +39,11 @@ def of(book: AccountBook, ids: str = "ann bob eve dan fay") -> list[float]:
 
 
 def test_charges_of_fresh_noise_add_up_for_the_same_id_wherever_it_stands() -> None:
-    monday = after_run(AccountBook.empty(), MONDAY, LeakCharge(0.25), LeakCharge(0.5))
+    monday = after_run(AccountBook.empty(), MONDAY, Charge(0.25), Charge(0.5))
     assert of(monday) == [0.75, 0.75, 0.75, 0, 0]
-    tuesday = after_run(monday, TUESDAY, LeakCharge(1.0))
+    tuesday = after_run(monday, TUESDAY, Charge(1.0))
     assert of(tuesday) == [1.75, 0.75, 1.75, 1.0, 0]
-    wednesday = after_run(tuesday, ("bob", "fay"), LeakCharge(2.0))
+    wednesday = after_run(tuesday, ("bob", "fay"), Charge(2.0))
     assert of(wednesday) == [1.75, 2.75, 1.75, 1.0, 2.0]
     assert len(wednesday) == 5
 
@@ -54,7 +54,7 @@ def test_what_is_charged_to_a_person_counts_for_all_of_its_rows_in_any_run() -> 
         persons = persons_of(np.array(people, dtype=object), ids)
         ledger = book.opening_ledger(ids, len(ids), persons)
         rows = np.flatnonzero((persons == persons[-1]).all(axis=1))
-        ledger.charge(rows, LeakCharge(0.5, epsilon=1.0, noise_identity=f"{len(book)}"))
+        ledger.charge(rows, Charge(0.5, epsilon=1.0, noise_identity=noise_digest(f"{len(book)}")))
         closed = book.closing_book(ids, ledger, persons)
         return AccountBook.from_state(load(save(closed.state_dict())))
 
@@ -68,7 +68,7 @@ def test_what_is_charged_to_a_person_counts_for_all_of_its_rows_in_any_run() -> 
     again = after(wednesday, ["c", "f"], ["bob", "ann"])
     assert of(again, "b c d e f") == [1.5, 1.5, 2.0, 2.0, 2.0]
     # Before anybody was named, a row was charged by itself.
-    book = after_run(AccountBook.empty(), ["c", "g"], LeakCharge(0.25))
+    book = after_run(AccountBook.empty(), ["c", "g"], Charge(0.25))
     named = after(book, ["c", "h", "g"], ["ann", "ann", "ann"])
     assert of(named, "c h g") == [0.75, 0.75, 0.75]
     assert of(after(named, ["k"], ["ann"]), "k") == [1.25]
@@ -112,7 +112,7 @@ def as_one(book: AccountBook, run: Run) -> AccountBook:
     named = persons if run.is_named else None
     ledger = book.opening_ledger(rows, len(rows), named)
     about = np.array([rows.index(row) for row in sorted(run.about)])
-    ledger.charge(about, LeakCharge(run.charge, adversary=run.adversary))
+    ledger.charge(about, Charge(run.charge, adversary=run.adversary))
     closed = book.closing_book(rows, ledger, named)
     return AccountBook.from_state(load(save(closed.of_run(str(run)).state_dict())))
 
@@ -167,18 +167,19 @@ def test_the_account_of_a_row_has_all_that_mixed_runs_revealed_of_it_and_of_its_
         book, runs = as_one(book, run), [*runs, run]
         plain.add(run)
         for row in "abcdefg":
-            (found,), (caveats,), _ = book.opening_ledger([row], 1).exposure(np.array([0]))
+            account = book.opening_ledger([row], 1).accounts(np.array([0])).at(0)
+            found, caveats = account.sum_kl, int(account.caveats)
             assert found == plain.of(row)
             ever = revealing(runs, row, plain.person.get(row, ""))
             assert found >= sum(one.charge for one in ever)
             for peers in Adversary:
                 described = all(one.adversary.includes(peers) for one in ever)
-                assert described or not holds_against(int(caveats), peers)
+                assert described or not holds_against(caveats, peers)
 
 
 def test_every_byte_of_a_name_counts() -> None:
     ids = [str(number) for number in range(2000)]
-    book = after_run(AccountBook.empty(), ids, LeakCharge(0.5))
+    book = after_run(AccountBook.empty(), ids, Charge(0.5))
     assert (book.names[:, -1] == 0).any()
     found = book.opening_ledger(ids, len(ids)).bounds(np.arange(len(ids))).sum_kl
     assert (found.mean, found.max) == (0.5, 0.5)
@@ -186,9 +187,9 @@ def test_every_byte_of_a_name_counts() -> None:
 
 
 def test_noise_that_two_runs_repeat_counts_once() -> None:
-    same, other = (LeakCharge(0.5, name, epsilon=1.0) for name in ("key one", "key two"))
+    same, other = (Charge(0.5, noise_digest(name), epsilon=1.0) for name in ("key one", "key two"))
     monday = after_run(AccountBook.empty(), MONDAY, same)
-    again = after_run(monday, TUESDAY, LeakCharge(0.75, "key one", epsilon=2.0))
+    again = after_run(monday, TUESDAY, Charge(0.75, noise_digest("key one"), epsilon=2.0))
     assert of(again) == [0.75, 0.5, 0.75, 0.75, 0]
     added = after_run(monday, TUESDAY, other)
     assert of(added) == [1.0, 0.5, 1.0, 0.5, 0]
@@ -200,20 +201,25 @@ def test_epsilon_adds_up_over_runs_and_not_by_closing_a_book() -> None:
     def epsilon(book: AccountBook) -> float | None:
         return book.ledger.bounds(np.arange(len(book))).epsilon
 
-    one, other = (LeakCharge(0.5, name, epsilon=1.0) for name in ("key one", "key two"))
+    one, other = (
+        Charge(0.5, noise_digest(name), epsilon=1.0, adversary=Adversary.ANYBODY)
+        for name in ("key one", "key two")
+    )
     monday = after_run(AccountBook.empty(), MONDAY, one)
     assert epsilon(monday) == 1.0
     assert epsilon(after_run(monday, ("dan",), one)) == 1.0
     assert epsilon(after_run(monday, TUESDAY, other)) == 2.0
-    assert epsilon(after_run(monday, TUESDAY, LeakCharge(0.5))) is None
+    assert epsilon(after_run(monday, TUESDAY, Charge(0.5))) is None
 
 
-@pytest.mark.parametrize("names", [("a", "a"), ("a", "b"), (None, "b"), ("a", None), (None, None)])
+@pytest.mark.parametrize("names", [("a", "a"), ("a", "b"), ("", "b"), ("a", ""), ("", "")])
 def test_books_of_runs_beside_each_other_add_up_in_any_order(
-    names: tuple[str | None, str | None],
+    names: tuple[str, str],
 ) -> None:
-    first, second = (LeakCharge(charge, name) for charge, name in zip((0.5, 0.25), names,
-                                                                      strict=True))  # fmt: skip
+    first, second = (
+        Charge(charge, noise_digest(name) if name else b"")
+        for charge, name in zip((0.5, 0.25), names, strict=True)
+    )
     one = after_run(AccountBook.empty(), MONDAY, first)
     two = after_run(AccountBook.empty(), TUESDAY, second)
     both = 0.5 if names == ("a", "a") else 0.75
@@ -223,20 +229,20 @@ def test_books_of_runs_beside_each_other_add_up_in_any_order(
 
 
 def test_what_has_no_bound_stays_without_one() -> None:
-    monday = after_run(AccountBook.empty(), MONDAY, LeakCharge(math.inf))
-    assert of(after_run(monday, TUESDAY, LeakCharge(0.5))) == [math.inf] * 3 + [0.5, 0]
+    monday = after_run(AccountBook.empty(), MONDAY, Charge(math.inf))
+    assert of(after_run(monday, TUESDAY, Charge(0.5))) == [math.inf] * 3 + [0.5, 0]
 
 
 @pytest.mark.parametrize("break_it", ["no names", "narrow", "negative", "too few"])
 def test_what_is_no_book_is_refused(break_it: str) -> None:
-    state = after_run(AccountBook.empty(), MONDAY, LeakCharge(0.5)).state_dict()
+    state = after_run(AccountBook.empty(), MONDAY, Charge(0.5)).state_dict()
     match break_it:
         case "no names":
             del state["examples"]
         case "narrow":
             state["examples"] = state["examples"][:, :8]
         case "negative":
-            state["settled"] = -state["settled"]
+            state["settled_sum_kl"] = -state["settled_sum_kl"]
         case "too few":
             state["examples"] = state["examples"][:2]
     with pytest.raises(ValueError, match=r"accounts|expected"):

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from splitveil.active_party.defenses import Adversary, LeakCharge
+from splitveil.active_party.defenses import Adversary, Charge
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound, sum_kl_for_leak_auc
 from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.ledger.budget import Limit
 from splitveil.active_party.ledger.label_signals import (
     LabelUses,
@@ -19,16 +18,17 @@ from splitveil.active_party.ledger.label_signals import (
     objection_to,
     widest_adversary,
 )
-from splitveil.active_party.ledger.ledger import LeakLedger, logged
+from splitveil.active_party.ledger.ledger import LeakLedger
 from splitveil.common.privacy.adversary import narrowest
+from splitveil.common.privacy.figures import LeakBounds
 
 ANYBODY, HONEST, WEAK = Adversary
-EVERYBODY_COVERED = LeakCharge(0.3, adversary=ANYBODY)
-GAUSSIAN = LeakCharge(0.3, adversary=ANYBODY, is_gaussian=True)
+EVERYBODY_COVERED = Charge(0.3, adversary=ANYBODY)
+GAUSSIAN = Charge(0.3, adversary=ANYBODY, is_gaussian=True)
 IDS = ("ann", "bob", "cid")
 
 
-def after(*charges: LeakCharge, of: int = 1) -> LeakLedger:
+def after(*charges: Charge, of: int = 1) -> LeakLedger:
     ledger = LeakLedger(of)
     for charge in charges:
         ledger.charge(np.arange(of), charge)
@@ -37,7 +37,7 @@ def after(*charges: LeakCharge, of: int = 1) -> LeakLedger:
 
 def columns(ledger: LeakLedger) -> list[float]:
     bounds = ledger.bounds(np.arange(len(ledger)))
-    return [bounds.against(peers).leak_auc.max for peers in Adversary]
+    return [bounds.against(peers).max for peers in Adversary]
 
 
 def exact(mu: float) -> float:
@@ -46,40 +46,38 @@ def exact(mu: float) -> float:
 
 def test_a_charge_describes_its_own_adversaries_and_weaker_ones() -> None:
     bound = leak_auc_bound(0.3)
-    assert columns(after(LeakCharge(0.3, adversary=ANYBODY))) == [bound, bound, bound]
-    assert columns(after(LeakCharge(0.3, adversary=HONEST))) == [1, bound, bound]
-    assert columns(after(LeakCharge(0.3, adversary=WEAK))) == [1, 1, bound]
+    assert columns(after(Charge(0.3, adversary=ANYBODY))) == [bound, bound, bound]
+    assert columns(after(Charge(0.3, adversary=HONEST))) == [1, bound, bound]
+    assert columns(after(Charge(0.3, adversary=WEAK))) == [1, 1, bound]
     assert narrowest(HONEST, ANYBODY) is HONEST
     assert narrowest() is ANYBODY
 
 
 def test_the_narrowest_charge_of_an_account_decides_and_stays() -> None:
-    mixed = after(
-        LeakCharge(0.1, adversary=HONEST), LeakCharge(0.1, adversary=WEAK), EVERYBODY_COVERED
-    )
+    mixed = after(Charge(0.1, adversary=HONEST), Charge(0.1, adversary=WEAK), EVERYBODY_COVERED)
     assert columns(mixed) == [1, 1, pytest.approx(leak_auc_bound(0.5), rel=1e-12)]
 
 
 def test_an_answer_that_tells_a_weak_peer_nothing_still_bounds_nobody_else() -> None:
     bound = pytest.approx(exact(math.sqrt(0.3)), rel=1e-12)
-    assert columns(after(GAUSSIAN, LeakCharge(0.0))) == [1, 1, bound]
-    nothing = LeakCharge(0.0, adversary=ANYBODY)
+    assert columns(after(GAUSSIAN, Charge(0.0))) == [1, 1, bound]
+    nothing = Charge(0.0, adversary=ANYBODY)
     assert columns(after(GAUSSIAN, nothing)) == [bound] * 3
 
 
 def test_one_charge_of_unknown_distribution_takes_the_exact_figure_away() -> None:
-    bounds = after(GAUSSIAN, LeakCharge(0.2, adversary=ANYBODY)).bounds(np.array([0]))
-    assert bounds.against(ANYBODY).mu is None
+    bounds = after(GAUSSIAN, Charge(0.2, adversary=ANYBODY)).bounds(np.array([0]))
+    assert bounds.mu_by_peers()[ANYBODY] is None
     assert bounds.guarantee.max == pytest.approx(leak_auc_bound(0.5), rel=1e-12)
 
 
 def test_mu_is_that_of_the_most_exposed_example_and_of_covered_ones_alone() -> None:
     ledger = after(GAUSSIAN, of=3)
     ledger.charge(np.array([2]), GAUSSIAN)
-    assert [one.mu for one in ledger.bounds(np.arange(3)).by_peers] == [math.sqrt(0.6)] * 3
-    ledger.charge(np.array([0]), LeakCharge(0.0, adversary=WEAK))
-    assert [one.mu for one in ledger.bounds(np.arange(3)).by_peers] == [None, None, math.sqrt(0.6)]
-    assert ledger.bounds(np.array([1, 2])).against(ANYBODY).mu == math.sqrt(0.6)
+    assert list(ledger.bounds(np.arange(3)).mu_by_peers().values()) == [math.sqrt(0.6)] * 3
+    ledger.charge(np.array([0]), Charge(0.0, adversary=WEAK))
+    assert list(ledger.bounds(np.arange(3)).mu_by_peers().values()) == [None, None, math.sqrt(0.6)]
+    assert ledger.bounds(np.array([1, 2])).mu_by_peers()[ANYBODY] == math.sqrt(0.6)
 
 
 def test_bounds_of_mixed_accounts_are_those_of_each_one() -> None:
@@ -89,17 +87,15 @@ def test_bounds_of_mixed_accounts_are_those_of_each_one() -> None:
     for position, sum_kl in enumerate(generator.gamma(2.0, 0.2, size=600)):
         is_gaussian, adversary = bool(position % 2), (ANYBODY, HONEST, ANYBODY)[position % 3]
         best = 0.55 if position % 5 else 1.0
-        charge = LeakCharge(
-            float(sum_kl), adversary=adversary, is_gaussian=is_gaussian, leak_auc=best
-        )
+        charge = Charge(float(sum_kl), adversary=adversary, is_gaussian=is_gaussian, leak_auc=best)
         ledger.charge(np.array([position]), charge)
         bound = exact(math.sqrt(sum_kl)) if is_gaussian else leak_auc_bound(float(sum_kl))
         found[position] = min(bound, best) if adversary is ANYBODY else 1.0
-    spread = ledger.bounds(np.arange(600)).against(ANYBODY).leak_auc
+    spread = ledger.bounds(np.arange(600)).against(ANYBODY)
     assert spread.max == found.max() == 1
     assert found.mean() <= spread.mean <= found.mean() + 1e-3
     covered = np.flatnonzero(found < 1)
-    spread = ledger.bounds(covered).against(ANYBODY).leak_auc
+    spread = ledger.bounds(covered).against(ANYBODY)
     assert spread.max == pytest.approx(found[covered].max(), rel=1e-12)
     assert np.quantile(found[covered], 0.95) - 1e-9 <= spread.q95
     assert spread.q95 <= np.quantile(found[covered], 0.96)
@@ -109,10 +105,10 @@ def test_whom_accounts_describe_survives_the_file_and_the_adding_up_of_books(
     tmp_path: Path,
 ) -> None:
     """A history of marvell, then noisy labels: nothing bounds anybody on its rows."""
-    monday = AccountBook.empty().closing_book(IDS[:2], after(LeakCharge(0.1), of=2))
+    monday = AccountBook.empty().closing_book(IDS[:2], after(Charge(0.1), of=2))
     save_file(monday.state_dict(), tmp_path / "book")
     read = AccountBook.from_state(load_file(tmp_path / "book"))
-    assert read.adversary() is WEAK
+    assert read.worst().adversary is WEAK
     begun = read.opening_ledger(IDS, 3)
     begun.charge(np.arange(3), GAUSSIAN)
     assert columns(begun)[0] == 1
@@ -120,13 +116,13 @@ def test_whom_accounts_describe_survives_the_file_and_the_adding_up_of_books(
     assert alone.guarantee.max == pytest.approx(exact(math.sqrt(0.3)), rel=1e-12)
     tuesday = AccountBook.empty().closing_book(IDS[1:], after(GAUSSIAN, of=2))
     both = tuesday.with_all_of(read)
-    assert both.adversary() is WEAK
-    assert tuesday.adversary() is ANYBODY
+    assert both.worst().adversary is WEAK
+    assert tuesday.worst().adversary is ANYBODY
     bob = both.opening_ledger(["bob"], 1).bounds(np.array([0]))
     assert bob.sum_kl.max == pytest.approx(0.4)
-    assert [one.leak_auc.max for one in bob.by_peers][:2] == [1, 1]
+    assert [one.max for one in bob.by_peers().values()][:2] == [1, 1]
     carried = read.closing_book(IDS[2:], read.opening_ledger(IDS[2:], 1))
-    assert carried.adversary() is WEAK
+    assert carried.worst().adversary is WEAK
 
 
 def test_a_limit_in_aucs_allows_a_gaussian_mechanism_its_exact_divergence() -> None:
@@ -137,8 +133,8 @@ def test_a_limit_in_aucs_allows_a_gaussian_mechanism_its_exact_divergence() -> N
     ledger, at = LeakLedger(1), np.array([0])
 
     def objection(sum_kl: float, *, is_gaussian: bool) -> str | None:
-        charge = LeakCharge(sum_kl, adversary=ANYBODY, is_gaussian=is_gaussian)
-        return limit.objection(ledger.after(at, logged(charge)))
+        charge = Charge(sum_kl, adversary=ANYBODY, is_gaussian=is_gaussian)
+        return limit.objection(ledger.after(at, charge))
 
     assert objection(exactly, is_gaussian=True) is None
     assert objection(general, is_gaussian=False) is None
@@ -150,7 +146,7 @@ def test_a_limit_in_aucs_allows_a_gaussian_mechanism_its_exact_divergence() -> N
 def test_a_limit_objects_to_whom_an_account_does_not_describe(peers: Adversary) -> None:
     limit = Limit.of_sum_kl(1.0, peers)
     for adversary in Adversary:
-        reached = LeakLedger(1).after(np.array([0]), logged(LeakCharge(0.1, adversary=adversary)))
+        reached = LeakLedger(1).after(np.array([0]), Charge(0.1, adversary=adversary))
         objection = limit.objection(reached)
         assert (objection is None) == adversary.includes(peers)
         if objection is not None:
@@ -160,20 +156,20 @@ def test_a_limit_objects_to_whom_an_account_does_not_describe(peers: Adversary) 
 
 def test_a_tiny_account_among_others_does_not_hide_a_large_one_of_another_kind() -> None:
     ledger = LeakLedger(2)
-    ledger.charge(np.array([0]), LeakCharge(0.05, adversary=ANYBODY))
-    ledger.charge(np.array([1]), LeakCharge(0.12, adversary=ANYBODY, is_gaussian=True))
-    objection = Limit.of_leak_auc(0.6).objection(ledger.exposure(np.arange(2)))
+    ledger.charge(np.array([0]), Charge(0.05, adversary=ANYBODY))
+    ledger.charge(np.array([1]), Charge(0.12, adversary=ANYBODY, is_gaussian=True))
+    objection = Limit.of_leak_auc(0.6).objection(ledger.accounts(np.arange(2)))
     assert objection is not None
     assert "take an example to sum_kl 0.05," in objection
 
 
 def test_the_larger_of_two_bounds_is_as_narrow_as_either() -> None:
-    def bounds(*charges: LeakCharge) -> LeakBounds:
+    def bounds(*charges: Charge) -> LeakBounds:
         return after(*charges).bounds(np.array([0]))
 
-    course, both = bounds(GAUSSIAN), bounds(GAUSSIAN, LeakCharge(0.0))
+    course, both = bounds(GAUSSIAN), bounds(GAUSSIAN, Charge(0.0))
     assert course.or_more(both).guarantee.max == 1
-    assert course.or_more(both).against(ANYBODY).mu is None
+    assert course.or_more(both).mu_by_peers()[ANYBODY] is None
     assert both.or_more(course) is both
 
 

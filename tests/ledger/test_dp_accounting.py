@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from splitveil.active_party.defenses import Adversary, LeakCharge, NoisyLabelDefense
+from splitveil.active_party.defenses import Adversary, Charge, NoisyLabelDefense, noise_digest
 from splitveil.active_party.defenses.dp_bounds import delta_of
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
-from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.ledger.ledger import LeakLedger
+from splitveil.common.privacy.figures import LeakBounds
 
 accounting = pytest.importorskip("dp_accounting")
 pld = pytest.importorskip("dp_accounting.pld").privacy_loss_distribution  # of 0.6 and newer
@@ -35,18 +35,20 @@ ROUNDED_UP = 5e-4
 class Draw(NamedTuple):
     """A release that is made once and may be repeated."""
 
-    charge: LeakCharge
+    charge: Charge
     events: list[Any]
 
 
 def fresh(mu: float) -> Draw:
-    charge = LeakCharge(mu**2, adversary=Adversary.ANYBODY, is_gaussian=True)
+    charge = Charge(mu**2, adversary=Adversary.ANYBODY, is_gaussian=True)
     return Draw(charge, [accounting.GaussianDpEvent(1 / mu)])
 
 
 def label(key: str, kind: str, strength: float, classes: int = 2) -> Draw:
     named: dict[str, Any] = {"noise_ratio" if kind == "gaussian" else "epsilon": strength}
-    charge = NoisyLabelDefense(kind=kind, **named).charge(classes, f"{kind} {strength} {key}")
+    charge = NoisyLabelDefense(kind=kind, **named).charge(
+        classes, noise_digest(f"{kind} {strength} {key}")
+    )
     chance = classes / (classes - 1 + math.exp(strength))  # of an answer at random
     events = {
         "gaussian": [accounting.GaussianDpEvent(strength)],
@@ -60,7 +62,7 @@ def label(key: str, kind: str, strength: float, classes: int = 2) -> Draw:
 def ledger_after(draws: Sequence[Draw], repeats: int) -> LeakBounds:
     ledger = LeakLedger(1)
     for charge, _ in draws:
-        for _ in range(1 if charge.noise_identity is None else repeats):
+        for _ in range(1 if not charge.noise_identity else repeats):
             ledger.charge(np.array([0]), charge)
     return ledger.bounds(np.array([0]))
 
@@ -139,13 +141,13 @@ def test_the_divergence_of_all_draws_is_the_accountant_s(draws: list[Draw]) -> N
 def test_gaussian_mechanisms_compose_exactly(draws: list[Draw]) -> None:
     """Delta at every epsilon, and the AUC. Rejects one draw less."""
     bounds = ledger_after(draws, repeats=7)
-    guarantee = bounds.against(Adversary.ANYBODY)
-    assert guarantee.mu is not None
-    assert guarantee.leak_auc == bounds.estimate
+    mu = bounds.mu_anybody
+    assert mu is not None
+    assert bounds.guarantee == bounds.estimate
     deltas = deltas_of(draws)
-    own = np.array([delta_of(guarantee.mu, epsilon) for epsilon in EPSILONS])
+    own = np.array([delta_of(mu, epsilon) for epsilon in EPSILONS])
     assert own == pytest.approx(deltas, abs=1e-5)
-    assert guarantee.leak_auc.max == pytest.approx(best_auc(deltas), abs=ROUNDED_UP)
+    assert bounds.guarantee.max == pytest.approx(best_auc(deltas), abs=ROUNDED_UP)
     assert own != pytest.approx(deltas_of(draws[1:] or [fresh(1e-3)]), abs=1e-3)
 
 

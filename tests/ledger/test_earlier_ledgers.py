@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 
 from splitveil.active_party import earlier_runs
 from splitveil.active_party.assembly import build_session
+from splitveil.active_party.defenses import Charge
 from splitveil.active_party.defenses.dp_bounds import (
     auc_of_epsilon,
     gaussian_of_epsilon,
     leak_auc_of_mu,
 )
-from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.active_party.earlier_runs import earlier_answers
 from splitveil.active_party.ledger.account_book import LEDGER, AccountBook
 from splitveil.active_party.ledger.budget import Allowance
@@ -256,18 +256,18 @@ def test_every_run_about_the_same_labels_counts_whatever_its_name_and_wherever_i
     one, other = run(example, MARVELL), run(example, MARVELL, "insecure_nonce_seed=44")
     left(tmp_path, "a/active", one)
     (tmp_path / "no run/active/checkpoint").mkdir(parents=True)  # as a noise key alone leaves it
-    assert found(example, tmp_path).most() == pytest.approx(2 / 16, rel=0.02)
+    assert found(example, tmp_path).worst().sum_kl == pytest.approx(2 / 16, rel=0.02)
     assert len(found(example, tmp_path, own="a/active")) == 0
     assert len(found(example, tmp_path, "earlier_ledgers=[]")) == 0
     left(tmp_path, "new/active.previous-2", other)
     with caplog.at_level(logging.INFO):
-        assert found(example, tmp_path).most() == pytest.approx(4 / 16, rel=0.02)
+        assert found(example, tmp_path).worst().sum_kl == pytest.approx(4 / 16, rel=0.02)
     for name in ("a/active", "new/active.previous-2"):
         assert re.search(rf"labels were released at .* in {tmp_path / name} \(20", caplog.text)
     after_a = f"earlier_ledgers=[{tmp_path / 'a/active/checkpoint'}]"
     left(tmp_path, "b/active", run(example, MARVELL, after_a, "insecure_nonce_seed=45"))
-    assert found(example, tmp_path).most() == pytest.approx(6 / 16, rel=0.02)
-    assert found(example, tmp_path, after_a).most() == pytest.approx(2 / 16, rel=0.02)
+    assert found(example, tmp_path).worst().sum_kl == pytest.approx(6 / 16, rel=0.02)
+    assert found(example, tmp_path, after_a).worst().sum_kl == pytest.approx(2 / 16, rel=0.02)
     assert len(found(example, tmp_path, "data.label_column=own1")) == 0
 
 
@@ -284,18 +284,18 @@ def test_a_run_that_is_moved_aside_while_others_are_counted_counts(
         return book_in(folder, *words, **named)
 
     monkeypatch.setattr(earlier_runs, "_book_in", meanwhile)
-    assert found(example, tmp_path).most() == pytest.approx(4 / 16, rel=0.02)
+    assert found(example, tmp_path).worst().sum_kl == pytest.approx(4 / 16, rel=0.02)
 
 
 def test_a_run_that_charged_nothing_and_describes_few_peers_counts(
     example: Path, tmp_path: Path
 ) -> None:
     ledger = AccountBook.empty().opening_ledger(["person-00001"], 1)
-    ledger.charge(np.array([0]), LeakCharge(0.0, adversary=Adversary.CLASS_MEANS))
+    ledger.charge(np.array([0]), Charge(0.0, adversary=Adversary.CLASS_MEANS))
     book = AccountBook.empty().closing_book(["person-00001"], ledger).of_run("a")
     folder = left(tmp_path, "a/active", parties_with(example, MARVELL), book=False)
     save_tensors(folder, LEDGER, book.state_dict())
-    assert found(example, tmp_path).adversary() is Adversary.CLASS_MEANS
+    assert found(example, tmp_path).worst().adversary is Adversary.CLASS_MEANS
 
 
 def test_rows_without_ids_are_those_of_the_same_file(example: Path, tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_rows_without_ids_are_those_of_the_same_file(example: Path, tmp_path: Pa
     parties = build_parties(example, [MARVELL, *by_row], passive)
     run_in_process(parties)
     left(tmp_path, "a/active", parties)
-    assert found(example, tmp_path, *by_row).most() == pytest.approx(2 / 16, rel=0.02)
+    assert found(example, tmp_path, *by_row).worst().sum_kl == pytest.approx(2 / 16, rel=0.02)
     assert len(found(example, tmp_path, by_row[0])) == 0
     assert len(found(example, tmp_path)) == 0
     with pytest.raises(SettingsError, match=r"only one of the runs names examples by ids"):
@@ -328,7 +328,7 @@ def test_a_run_that_was_killed_counts_with_all_that_it_has_answered(
     before = sorted(path for path in tmp_path.rglob("*") if path.name[0] != ".")
     book = found(example, tmp_path)
     assert sorted(path for path in tmp_path.rglob("*") if path.name[0] != ".") == before
-    assert book.most() == charged.most() > 0
+    assert book.worst().sum_kl == charged.worst().sum_kl > 0
     assert book.runs == charged.runs
     assert not np.setdiff1d(book.names, charged.names).size
     start = settings(example, f"runs_dir={tmp_path}")
@@ -390,6 +390,6 @@ def test_the_plan_says_what_was_told_before(example: Path) -> None:
         printed_plan(example, MARVELL, AFTER_FIRST),
     )
     assert said is not None
-    told = settings(example, AFTER_FIRST).earlier_answers().most()
+    told = settings(example, AFTER_FIRST).earlier_answers().worst().sum_kl
     assert told == pytest.approx(2 / 16, rel=0.02)
     assert told <= float(said[1]) <= told * (1 + 1e-3)

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from splitveil.active_party.defenses import (
     Adversary,
+    Charge,
     DefenseContext,
     IsoDefense,
-    LeakCharge,
     MarvellDefense,
     NoisyLabelDefense,
     dp_bounds,
+    noise_digest,
 )
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.label_mechanisms import (
@@ -35,9 +36,10 @@ from splitveil.active_party.defenses.label_mechanisms import (
 )
 from splitveil.active_party.defenses.sum_kl import estimated_auc, leak_auc_bound
 from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.ledger.bounds import NOTHING, OF_ANY_KIND, LeakBounds, known_of
+from splitveil.active_party.ledger.bounds import Accounts
 from splitveil.active_party.ledger.budget import Limit
-from splitveil.active_party.ledger.ledger import LeakLedger, logged
+from splitveil.active_party.ledger.ledger import LeakLedger
+from splitveil.common.privacy.figures import LeakBounds
 from tests.ledger.test_account_book import after_run
 from tests.ledger.test_adversaries import after
 
@@ -61,15 +63,17 @@ def kind_of(mechanism: LabelMechanism) -> str:
     return mechanism.kind
 
 
-def charge_of(mechanism: LabelMechanism, draw: str = "draw", num_classes: int = 2) -> LeakCharge:
-    return NoisyLabelDefense(mechanism=mechanism).charge(num_classes, f"{mechanism!r} {draw}")
+def charge_of(mechanism: LabelMechanism, draw: str = "draw", num_classes: int = 2) -> Charge:
+    return NoisyLabelDefense(mechanism=mechanism).charge(
+        num_classes, noise_digest(f"{mechanism!r} {draw}")
+    )
 
 
-def bounds_after(*charges: LeakCharge) -> LeakBounds:
+def bounds_after(*charges: Charge) -> LeakBounds:
     return after(*charges).bounds(np.array([0]))
 
 
-def guarantee_after(*charges: LeakCharge) -> float:
+def guarantee_after(*charges: Charge) -> float:
     return bounds_after(*charges).guarantee.max
 
 
@@ -94,7 +98,7 @@ def test_a_label_drawn_once_is_bounded_by_the_auc_of_the_best_score(
     chosen = at_leak_auc(mechanism, 0.6)
     bounds = bounds_after(*[charge_of(chosen)] * 30)
     found = best_auc(ratios_of(chosen, seed=3))
-    assert [one.leak_auc.max for one in bounds.by_peers] == [pytest.approx(0.6, abs=1e-9)] * 3
+    assert [one.max for one in bounds.by_peers().values()] == [pytest.approx(0.6, abs=1e-9)] * 3
     assert bounds.guarantee.mean == bounds.guarantee.q95 == bounds.guarantee.max
     assert abs(found - bounds.guarantee.max) < TOLERANCE
     assert leak_auc_bound(bounds.sum_kl.max) > 0.65 > found + TOLERANCE
@@ -181,7 +185,7 @@ def test_a_mechanism_that_dominates_tells_no_less(mechanism: LabelMechanism) -> 
     assert charge.dominating_mu**2 > charge.sum_kl
     assert dp_bounds.leak_auc_of_mu(charge.dominating_mu) > (label_leak(mechanism).leak_auc or 1)
     assert charge.dominating_mu <= dp_bounds.gaussian_of_epsilon(1.0) * (1 + 1e-12)
-    fresh = LeakCharge(0.5, adversary=Adversary.ANYBODY, is_gaussian=True)
+    fresh = Charge(0.5, adversary=Adversary.ANYBODY, is_gaussian=True)
     found = guarantee_after(charge, fresh, fresh)
     assert found == pytest.approx(dp_bounds.leak_auc_of_mu(math.sqrt(1 + charge.dominating_mu**2)))
 
@@ -189,13 +193,13 @@ def test_a_mechanism_that_dominates_tells_no_less(mechanism: LabelMechanism) -> 
 def test_a_draw_that_comes_back_is_no_second_one_and_any_other_is() -> None:
     once, other = charge_of(RESPONSE), charge_of(RESPONSE, "another draw")
     exact = pytest.approx(dp_bounds.auc_of_epsilon(1.0), rel=1e-12)
-    assert guarantee_after(once, once, LeakCharge(0.0, adversary=Adversary.ANYBODY)) == exact
+    assert guarantee_after(once, once, Charge(0.0, adversary=Adversary.ANYBODY)) == exact
     both = guarantee_after(once, other)
     assert both == pytest.approx(
         min(dp_bounds.auc_of_epsilon(2.0), estimated_auc(2 * MU_SQUARED_OF_1))
     )
     assert guarantee_after(once, other, once) > both  # by then nobody knows that it came back
-    unknown = LeakCharge(0.01, adversary=Adversary.ANYBODY)
+    unknown = Charge(0.01, adversary=Adversary.ANYBODY)
     together = guarantee_after(once, unknown)
     assert together == leak_auc_bound(once.sum_kl + 0.01)
 
@@ -234,7 +238,7 @@ def test_a_budget_allows_the_strength_of_its_auc_and_no_larger_one(
 
     def objection(leak_auc: float) -> str:
         chosen = at_leak_auc(mechanism, leak_auc, num_classes)
-        entry = logged(charge_of(chosen, num_classes=num_classes))
+        entry = charge_of(chosen, num_classes=num_classes)
         return limit.objection(ledger.after(at, entry)) or ""
 
     assert objection(0.6) == ""
@@ -243,47 +247,60 @@ def test_a_budget_allows_the_strength_of_its_auc_and_no_larger_one(
     # A limit to the divergence allows what it says, whatever is known besides.
     charge = charge_of(mechanism, num_classes=num_classes)
     exactly, less = Limit.of_sum_kl(charge.sum_kl), Limit.of_sum_kl(0.9 * charge.sum_kl)
-    assert exactly.objection(ledger.after(at, logged(charge))) is None
-    assert less.objection(ledger.after(at, logged(charge))) is not None
+    assert exactly.objection(ledger.after(at, charge)) is None
+    assert less.objection(ledger.after(at, charge)) is not None
 
 
 def test_a_budget_that_one_draw_uses_up_allows_no_second_one() -> None:
     chosen = at_leak_auc(RESPONSE, 0.6)
     ledger, limit = after(charge_of(chosen)), Limit.of_leak_auc(0.6)
     at = np.array([0])
-    assert limit.objection(ledger.after(at, logged(charge_of(chosen)))) is None
-    again = ledger.after(at, logged(charge_of(chosen, "another key")))
+    assert limit.objection(ledger.after(at, charge_of(chosen))) is None
+    again = ledger.after(at, charge_of(chosen, "another key"))
     assert "would take an example to sum_kl" in (limit.objection(again) or "")
-    mixed = ledger.after(
-        at, logged(LeakCharge(0.01, adversary=Adversary.ANYBODY, is_gaussian=True))
-    )
+    mixed = ledger.after(at, Charge(0.01, adversary=Adversary.ANYBODY, is_gaussian=True))
     assert limit.objection(mixed) is not None
     roomy = Limit.of_leak_auc(0.66)  # Phi of mu^2 together is .646, where the divergence gives .69
     assert roomy.objection(mixed) is None
 
 
 def test_what_cannot_be_an_auc_or_an_epsilon_counts_as_unknown() -> None:
-    for leak_auc, epsilon in ((math.nan, math.nan), (0.4, -1.0), (1.5, None)):
-        charge = LeakCharge(
-            0.3, "key", epsilon, Adversary.ANYBODY, leak_auc=leak_auc, dominating_mu=epsilon
+    for leak_auc, epsilon in ((math.nan, math.nan), (0.4, -1.0), (1.5, math.nan)):
+        charge = Charge(
+            0.3,
+            noise_digest("key"),
+            epsilon,
+            Adversary.ANYBODY,
+            leak_auc=leak_auc,
+            dominating_mu=epsilon,
         )
-        assert (charge.leak_auc, charge.epsilon, charge.dominating_mu) == (None, None, None)
+        assert (charge.leak_auc, charge.epsilon, charge.dominating_mu) == (1.0, math.inf, math.inf)
         assert guarantee_after(charge) == leak_auc_bound(0.3)
-    assert known_of(math.inf, 1.0, 0.6).tolist() == OF_ANY_KIND.tolist()
-    assert known_of(0.0, math.inf).tolist() == NOTHING.tolist()
-    assert known_of(0.3, math.inf, mu=math.sqrt(0.3)).tolist() == [1.0, math.inf, 0.0]
-    assert guarantee_after(LeakCharge(math.inf, "key", 1.0, Adversary.ANYBODY, leak_auc=0.6)) == 1
+    for charge, figures in (
+        (Charge(math.inf, epsilon=1.0, leak_auc=0.6), [math.inf, 1.0, math.inf, math.inf]),
+        (Charge(0.0), [0.0, 0.5, 0.0, 0.0]),
+        (Charge(0.3, dominating_mu=math.sqrt(0.3)), [0.3, 1.0, math.inf, 0.0]),
+    ):
+        assert list(Accounts.of_charge(charge)[:4]) == figures
+    assert (
+        guarantee_after(Charge(math.inf, noise_digest("key"), 1.0, Adversary.ANYBODY, leak_auc=0.6))
+        == 1
+    )
 
 
 def test_a_top_model_that_knows_the_labels_leaves_the_figure_of_the_draw_and_no_epsilon() -> None:
     settings = NoisyLabelDefense(mechanism=RESPONSE, top_labels="true")
-    bounds = bounds_after(settings.charge(2, "draw"), settings.charge(2, "draw"))
-    aucs = [one.leak_auc.max for one in bounds.by_peers]
+    bounds = bounds_after(
+        settings.charge(2, noise_digest("draw")), settings.charge(2, noise_digest("draw"))
+    )
+    aucs = [one.max for one in bounds.by_peers().values()]
     exact = dp_bounds.response_auc(1.0)
     assert aucs == [1.0, exact, exact]
     assert bounds.epsilon is None
-    two = bounds_after(settings.charge(2, "draw"), settings.charge(2, "other"))
-    assert two.by_peers[1].leak_auc.max == pytest.approx(estimated_auc(2 * MU_SQUARED_OF_1))
+    two = bounds_after(
+        settings.charge(2, noise_digest("draw")), settings.charge(2, noise_digest("other"))
+    )
+    assert two.honest_but_curious.max == pytest.approx(estimated_auc(2 * MU_SQUARED_OF_1))
 
 
 def test_settings_keep_everything_but_their_strength() -> None:

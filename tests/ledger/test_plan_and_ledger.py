@@ -86,7 +86,7 @@ def charged(folder: Path, overrides: Sequence[str]) -> tuple[float, float]:
     parties = build_parties(folder, overrides, contract)
     run_in_process(parties)
     bounds = parties.session.leak_bounds()
-    return bounds.sum_kl.max, bounds.against(Adversary.CLASS_MEANS).leak_auc.max
+    return bounds.sum_kl.max, bounds.against(Adversary.CLASS_MEANS).max
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from splitveil.active_party.defenses.sum_kl import (
     power_for_sum_kl,
     sum_kl_for_leak_auc,
 )
-from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.planned import stop_epoch
 from splitveil.active_party.run.stages import Stage
@@ -28,6 +27,7 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import BudgetExhausted, Interrupted, PeerLeft, SettingsError
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.text.upper_bounds import at_most
@@ -71,9 +71,9 @@ def test_without_a_defense_the_ledger_promises_nothing(example: Path) -> None:
     parties = parties_with(example)
     run_in_process(parties)
     assert parties.session.leak_bounds().sum_kl.max == math.inf
-    for one in parties.session.leak_bounds().by_peers:
-        assert one.leak_auc.mean == pytest.approx(1)
-        assert one.mu is None
+    for one in parties.session.leak_bounds().by_peers().values():
+        assert one.mean == pytest.approx(1)
+    assert set(parties.session.leak_bounds().mu_by_peers().values()) == {None}
 
 
 def budget_of_class_means(limit: str) -> str:
@@ -81,7 +81,7 @@ def budget_of_class_means(limit: str) -> str:
 
 
 def bound(bounds: LeakBounds) -> float:
-    return bounds.against(Adversary.CLASS_MEANS).leak_auc.max
+    return bounds.against(Adversary.CLASS_MEANS).max
 
 
 @pytest.mark.parametrize("limit", ["leak_auc: 0.7", f"sum_kl: {sum_kl_for_leak_auc(0.7)}"])
@@ -189,7 +189,7 @@ def test_a_run_that_stops_before_its_first_evaluation_has_a_summary_all_the_same
     assert summary.of_active.model.test_auc is None
     assert summary.of_active.ledger is not None
     assert summary.of_active.ledger.anybody.max == 0.5
-    assert {one.leak_auc for one in summary.of_active.bounds} == {0.5}
+    assert {one["leak_auc"] for one in summary.form()["bounds"]} == {0.5}
     print_summary("active party", summary, console=Console(file=io.StringIO()))
 
 

@@ -7,7 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from splitveil.common.models.optimizers import build_optimizer
-from splitveil.common.models.settings import AdamOptimizer, OptimizerSettings, SgdOptimizer
+from splitveil.common.models.settings import (
+    SPARSE_FROM_ROWS,
+    AdamOptimizer,
+    OptimizerSettings,
+    SgdOptimizer,
+)
 from tests.support.amplified_steps import amplified, amplify_steps
 
 
@@ -71,7 +76,7 @@ class TableAndLayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(50, 2)
+        self.table = nn.Embedding(SPARSE_FROM_ROWS, 2)
         self.layer = nn.Linear(2, 1)
 
     def loss(self, step: int) -> Tensor:
@@ -85,7 +90,7 @@ def test_sparse_tables_learn_as_they_would_and_the_layers_beside_them_do_not() -
     for amplifies in (False, True):
         torch.manual_seed(0)
         model = TableAndLayer()
-        optimizer = build_optimizer(AdamOptimizer(kind="adam", sparse_from_rows=10), model)
+        optimizer = build_optimizer(AdamOptimizer(kind="adam"), model)
         if amplifies:
             amplify_steps(optimizer)
         for step in range(3):

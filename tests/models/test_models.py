@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import SettingsError
+from splitveil.common.models import optimizers
 from splitveil.common.models.dense import interpolated
 from splitveil.common.models.device import restoring_devices, use_device
 from splitveil.common.models.factory import Trial, build_bottom_model, build_top_model, load_class
 from splitveil.common.models.optimizers import build_optimizer
-from splitveil.common.models.settings import ModelSettings, OptimizerSettings
+from splitveil.common.models.settings import SPARSE_FROM_ROWS, ModelSettings, OptimizerSettings
 from splitveil.common.models.training_state import freeze
 from splitveil.common.record.model_files import EarlierModel, save_model
 from splitveil.common.settings import Section, validate
@@ -696,19 +697,20 @@ def train(built: nn.Module, rule: torch.optim.Optimizer, batches: list[list[int]
 
 
 @pytest.mark.parametrize(
-    ("values", "is_sparse"),
+    ("rows", "values", "is_sparse"),
     [
-        ({"kind": "adam", "sparse_from_rows": 50}, True),
-        ({"kind": "adam", "sparse_from_rows": 51}, False),
-        ({"kind": "adam", "sparse_from_rows": None}, False),
-        ({"kind": "adam", "sparse_from_rows": 1, "weight_decay": 0.1}, False),
-        ({"kind": "sgd", "sparse_from_rows": 50}, True),
-        ({"kind": "sgd", "sparse_from_rows": 1, "momentum": 0.5}, False),
-        ({"kind": "sgd", "sparse_from_rows": 1, "weight_decay": 0.5}, False),
+        (SPARSE_FROM_ROWS, {"kind": "adam"}, True),
+        (SPARSE_FROM_ROWS - 1, {"kind": "adam"}, False),
+        (SPARSE_FROM_ROWS, {"kind": "adam", "weight_decay": 0.1}, False),
+        (SPARSE_FROM_ROWS, {"kind": "sgd"}, True),
+        (SPARSE_FROM_ROWS, {"kind": "sgd", "momentum": 0.5}, False),
+        (SPARSE_FROM_ROWS, {"kind": "sgd", "weight_decay": 0.5}, False),
     ],
 )
-def test_large_tables_learn_from_sparse_gradients(values: dict[str, Any], is_sparse: bool) -> None:
-    built = table_and_layer()
+def test_large_tables_learn_from_sparse_gradients(
+    rows: int, values: dict[str, Any], is_sparse: bool
+) -> None:
+    built = table_and_layer(rows)
     rule = build_optimizer(optimizer(**values), built)
     train(built, rule, [[1, 2, 2]])
     gradient = built.get_parameter("0.weight").grad
@@ -716,33 +718,35 @@ def test_large_tables_learn_from_sparse_gradients(values: dict[str, Any], is_spa
     assert gradient.is_sparse is is_sparse
 
 
-def test_sparse_steps_equal_dense_ones_where_every_row_is_in_every_batch() -> None:
+def test_sparse_steps_equal_dense_ones_where_every_row_is_in_every_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     batches = [[2, 0, 1, 0], [1, 1, 2, 0], [0, 1, 2, 2]]
     for kind in ("adam", "sgd"):
         trained = []
-        for rows in (1, None):
+        for rows in (1, 4):
+            monkeypatch.setattr(optimizers, "SPARSE_FROM_ROWS", rows)
             built = table_and_layer(3)
-            values = {"kind": kind, "learning_rate": 0.05, "sparse_from_rows": rows}
-            train(built, build_optimizer(optimizer(**values), built), batches)
+            rule = build_optimizer(optimizer(kind=kind, learning_rate=0.05), built)
+            train(built, rule, batches)
             trained.append(nn.utils.parameters_to_vector(built.parameters()).detach())
         torch.testing.assert_close(trained[0], trained[1])
         start = nn.utils.parameters_to_vector(table_and_layer(3).parameters()).detach()
         assert not torch.allclose(trained[0], start, atol=0.05)
 
 
-@pytest.mark.parametrize("rows", [1, None])
+@pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize(("limit", "is_clipped"), [(0.5, True), (1e3, False)])
 def test_the_gradients_of_all_weights_are_clipped_together(
-    rows: int | None, limit: float, is_clipped: bool
+    rows: int, limit: float, is_clipped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sparse ones, too, with rows that a batch has twice."""
+    monkeypatch.setattr(optimizers, "SPARSE_FROM_ROWS", rows)
     seen = []
     for values in ({}, {"clip_norm": limit}):
         built = table_and_layer(3)
         start = nn.utils.parameters_to_vector(built.parameters()).detach()
-        rule = build_optimizer(
-            optimizer(kind="sgd", learning_rate=1.0, sparse_from_rows=rows, **values), built
-        )
+        rule = build_optimizer(optimizer(kind="sgd", learning_rate=1.0, **values), built)
         train(built, rule, [[1, 2, 2]])
         seen.append(nn.utils.parameters_to_vector(built.parameters()).detach() - start)
     free, clipped = seen
@@ -754,16 +758,16 @@ def test_the_gradients_of_all_weights_are_clipped_together(
 
 def test_dense_and_sparse_parts_of_adam_are_clipped_together() -> None:
     """Adam's first step only shows signs, and its second one the ratio of both gradients."""
-    built = table_and_layer()
-    rule = build_optimizer(optimizer(kind="adam", sparse_from_rows=1, clip_norm=0.5), built)
+    built = table_and_layer(SPARSE_FROM_ROWS)
+    rule = build_optimizer(optimizer(kind="adam", clip_norm=0.5), built)
     train(built, rule, [[1, 2, 2]])
     gradients = [weight.grad.to_dense() for weight in built.parameters() if weight.grad is not None]
     assert float(torch.cat([one.flatten() for one in gradients]).norm()) == pytest.approx(0.5)
 
 
 def test_a_schedule_changes_the_rate_of_dense_and_sparse_parameters_alike() -> None:
-    built = table_and_layer()
-    rule = build_optimizer(optimizer(kind="adam", learning_rate=0.5, sparse_from_rows=1), built)
+    built = table_and_layer(SPARSE_FROM_ROWS)
+    rule = build_optimizer(optimizer(kind="adam", learning_rate=0.5), built)
     schedule = torch.optim.lr_scheduler.LambdaLR(rule, lambda step: 0.0 if step == 1 else 1.0)
     train(built, rule, [[1]])
     schedule.step()
@@ -777,10 +781,13 @@ def test_a_schedule_changes_the_rate_of_dense_and_sparse_parameters_alike() -> N
     assert not torch.equal(nn.utils.parameters_to_vector(built.parameters()), before)
 
 
-@pytest.mark.parametrize("rows", [1, None])
+@pytest.mark.parametrize("rows", [1, 51])
 @pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
-def test_named_parts_train_at_rates_of_their_own(kind: str, rows: int | None) -> None:
+def test_named_parts_train_at_rates_of_their_own(
+    kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each as if its rate were the only one; a longer name counts more, and a frozen part stays."""
+    monkeypatch.setattr(optimizers, "SPARSE_FROM_ROWS", rows)
     chosen = {"0": 0.5, "1": 0.1, "1.bias": 0.02}
 
     def trained(**values: Any) -> dict[str, torch.Tensor]:
@@ -789,7 +796,7 @@ def test_named_parts_train_at_rates_of_their_own(kind: str, rows: int | None) ->
             for weight in part.parameters():
                 nn.init.constant_(weight, start)
         freeze(built, ["3"], "frozen")
-        rule = build_optimizer(optimizer(kind=kind, sparse_from_rows=rows, **values), built)
+        rule = build_optimizer(optimizer(kind=kind, **values), built)
         train(built, rule, [[1, 2, 2]])
         return dict(built.named_parameters())
 

@@ -126,6 +126,7 @@ def test_an_objective_of_several_models_is_refused(
     for name, text in TORCHRUN.items():
         monkeypatch.setenv(name, text)
     parsed = parser("splitveil active").parse_args(["run", str(path)])
+    parsed.loaded = load_party_settings(ActiveSettings, path)
     with pytest.raises(SettingsError, match="defense: gafm"):
         run(parsed)
 

@@ -9,14 +9,8 @@ from typing import Any
 
 import pytest
 
-from splitveil.active_party.ledger.bounds import LeakBounds, PeerBound, Spread
 from splitveil.active_party.monitor.recorder import ActiveRecorder
-from splitveil.active_party.monitor.stated_bounds import (
-    hold_against,
-    ledger_figures,
-    log_beyond,
-    stated_epsilon,
-)
+from splitveil.active_party.monitor.stated_bounds import hold_against, log_beyond, stated_epsilon
 from splitveil.active_party.report import write_report
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.figures import (
@@ -24,7 +18,9 @@ from splitveil.common.privacy.figures import (
     AdvantageFigures,
     BeyondFigures,
     EpsilonBound,
+    LeakBounds,
     LeakFigures,
+    Spread,
 )
 from splitveil.common.record.assessment import assess_figures
 from splitveil.common.record.run_record import METRICS, write_summary
@@ -110,7 +106,7 @@ def test_too_few_rows_exclude_no_epsilon() -> None:
 
 
 OVERSTATED = '''
-from splitveil.active_party.defenses.interface import Adversary
+from splitveil.active_party.defenses import Adversary, noise_digest
 
 class Overstated(Defense):
     """Sends bare gradients and states an epsilon of 1/10 for anybody."""
@@ -119,7 +115,8 @@ class Overstated(Defense):
         pass
 
     def defend(self, batch):
-        report = DefenseReport(0.0, charge=LeakCharge(0.1, "bare", 0.1, Adversary.ANYBODY))
+        charge = Charge(0.1, noise_digest("bare"), 0.1, Adversary.ANYBODY)
+        report = DefenseReport(0.0, charge=charge)
         return Defended(release(batch.gradients, batch.gradients), report)
 '''
 
@@ -178,8 +175,7 @@ def test_a_resumed_run_measures_the_same(tmp_path: Path, monkeypatch: pytest.Mon
 
 def bounds(leak_auc: float, mu: float | None = None, epsilon: float | None = None) -> LeakBounds:
     spread = Spread(leak_auc, leak_auc, leak_auc)
-    of_peers = tuple(PeerBound(spread, mu) for _ in Adversary)
-    return LeakBounds(Spread(1, 1, 1), spread, of_peers, epsilon)
+    return LeakBounds(Spread(1, 1, 1), spread, spread, spread, spread, epsilon, mu, mu, mu)
 
 
 OWN_DEFENSE = {"name": "custom"}
@@ -197,8 +193,8 @@ def test_a_gaussian_mechanism_states_its_epsilon_at_the_delta_of_the_audit() -> 
     for epsilon, expected in ((None, 4.377), (2.0, 2.0)):
         found = stated_epsilon(bounds(0.76, mu=1.0, epsilon=epsilon), 1e-5)
         assert found is not None
-        assert found.epsilon == pytest.approx(expected, abs=2e-3)
-        assert found.peers is Adversary.ANYBODY
+        assert found[0] == pytest.approx(expected, abs=2e-3)
+        assert found[1] is Adversary.ANYBODY
     for without in (bounds(0.76), bounds(1.0, mu=float("inf"))):
         assert stated_epsilon(without, 1e-5) is None
         assert hold_against(BEYOND, without) == hold_against(BEYOND, None) == BEYOND
@@ -267,9 +263,9 @@ def test_an_alarm_and_a_clear_leak_come_before_larger_figures_that_may_be_chance
     wide, above = AdjustedFigures(0.62, 0.49, 0.74), AdjustedFigures(0.64, 0.63, 0.65)
     leaking, unknown = AdjustedFigures(0.55, 0.54, 0.56), AdjustedFigures(0.9, 0.3, 1.0)
     figures = {"norm": wide, "cosine": above, "spectral": leaking, "kmeans": unknown}
-    found = assess_figures(BeyondFigures(figures), ledger_figures(bounds(0.6)), OWN_DEFENSE)
+    found = assess_figures(BeyondFigures(figures), bounds(0.6), OWN_DEFENSE)
     assert [one.attack for one in found.attacks] == ["cosine", "spectral", "norm", "kmeans"]
     assert "more than the 0.600 that the ledger states for anybody" in found.in_words
-    proved = assess_figures(BeyondFigures(figures), ledger_figures(bounds(0.6)), {})
+    proved = assess_figures(BeyondFigures(figures), bounds(0.6), {})
     assert [one.attack for one in proved.attacks] == ["spectral", "cosine", "norm", "kmeans"]
     assert not proved.above_bound

@@ -144,8 +144,6 @@ def test_yaml_that_settings_need_is_read() -> None:
         ("contract.cut_shape=[4611686018427387904, 4611686018427387904]", "cut_shape"),
         ("contract.cut_shape=[4097, 4096]", "cut_shape"),
         (f"contract.cut_shape=[{100 * '9'}]", "cut_shape"),
-        ("contract.wire.chunk_bytes=99999999999999999999", "wire.chunk_bytes"),
-        ("contract.wire.unchunked_bytes=99999999999999999999", "wire.unchunked_bytes"),
         ("bottom_model.hidden=[99999999999999999999]", "bottom_model: cannot be built"),
         ("bottom_model.hidden=[1000000000000000]", "bottom_model: cannot be built"),
     ],

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 import pytest
 
@@ -13,7 +13,7 @@ from splitveil.common.party.command_line import save_resolved, takes_up
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.run.contract import Contract
-from splitveil.common.settings import Mark, Section, closest_setting, marked
+from splitveil.common.settings import Mark, Section, change_at, closest_setting, marked
 from splitveil.deploy.overrides import refuse_unknown_settings
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support.runs import ACTIVE, CONTRACT, write_yaml
@@ -78,6 +78,32 @@ def test_marks_hold_at_their_own_place_only() -> None:
     hidden = {".".join(place) for place in marked(ActiveSettings, Mark.HIDDEN)}
     assert {"insecure_nonce_seed", "defense.insecure_noise_seed", "data.source.uri"} <= hidden
     assert "uri" not in hidden
+
+
+@pytest.mark.parametrize("mark", [one for one in Mark if one is not Mark.KIND])
+def test_a_field_named_like_a_marked_one_in_another_section_has_no_mark(mark: Mark) -> None:
+    class Other(Section):
+        here: str = "other"
+
+    class Own(Other):
+        here: Annotated[str, mark] = "own"
+
+    class Whole(Section):
+        own: dict[str, Own]
+        others: tuple[Other, ...]
+
+    values = Whole(own={"here": Own(), "b": Own()}, others=(Other(),)).model_dump()
+    assert marked(Whole, mark) == {("own", "*", "here")}
+    assert change_at(marked(Whole, mark), values, str.upper) == {
+        "own": {"here": {"here": "OWN"}, "b": {"here": "OWN"}},
+        "others": [{"here": "other"}],
+    }
+
+
+def test_a_kind_is_written_where_it_chooses_a_section_only() -> None:
+    kinds = {".".join(place) for place in marked(ActiveSettings, Mark.KIND)}
+    assert {"defense.name", "security.mode", "data.source.kind", "optimizer.kind"} <= kinds
+    assert not {"contract.run_name", "leak_monitor.attacks.name"} & kinds
 
 
 def test_a_changed_argument_is_shown_whatever_its_name(label_owner: Path) -> None:

@@ -1,6 +1,7 @@
 """What a peer may send in joint inference, and what is refused before it is believed."""
 
 from contextlib import suppress
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -139,15 +140,18 @@ def test_as_many_ids_are_asked_for_as_answers_fit_into_a_message() -> None:
     assert most_ids(CONTRACT) == CONTRACT.evaluation_batch_size
     wide = CONTRACT.model_copy(update={"cut_shape": (2**16,)})
     assert most_ids(wide) * 2**18 <= wide.max_message_bytes < (most_ids(wide) + 1) * 2**18
-    with pytest.raises(TooLarge, match="unchunked_bytes"):
+    with pytest.raises(TooLarge, match=r"contract\.cut_shape of at most 4,194,304 bytes"):
         most_ids(CONTRACT.model_copy(update={"cut_shape": (2**22,)}))
+
+
+class Narrow(Contract):
+    chunk_bytes: ClassVar = 4096
 
 
 @given(st.lists(st.integers(1, ID_BYTES // 4), min_size=1, max_size=200), st.integers(1, 50))
 def test_portions_cover_all_ids_in_order_and_fit(lengths: list[int], most: int) -> None:
-    wire = CONTRACT.wire.model_copy(update={"chunk_bytes": 4096})
-    few = {"wire": wire, "batch_size": 1, "evaluation_batch_size": 1}
-    contract = CONTRACT.model_copy(update=few)
+    few = {"batch_size": 1, "evaluation_batch_size": 1}
+    contract = Narrow(**(CONTRACT.model_dump() | few))
     ids = ["x" * length for length in lengths]
     cuts = list(portions(ids, most, contract))
     assert [text for cut in cuts for text in ids[cut]] == ids

@@ -24,11 +24,11 @@ from splitveil.common.errors import DataError, PeerUnreachable, SettingsError, S
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.record.table_output import check_output
+from splitveil.common.wire import connection
 from splitveil.passive_party.predict.service import InferenceService
 from tests.support.inference import Trained, predicting
 
-IMPATIENT = ReconnectSettings(max_s=0.3, first_wait_s=0.05)
-PATIENT = ReconnectSettings(max_s=300, first_wait_s=0.01, longest_wait_s=0.01)
+IMPATIENT = ReconnectSettings(max_s=0.3)
 REQUEST = 20
 PART = 100
 
@@ -36,6 +36,7 @@ PART = 100
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "PART_ROWS", PART)
+    monkeypatch.setattr(connection, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(Predictor, "max_ids", property(lambda _: REQUEST))
 
 
@@ -95,7 +96,7 @@ def test_a_lost_connection_is_opened_again_and_changes_no_bit(
     failing_after(7, monkeypatch, times=3)
     output = tmp_path / "all.parquet"
     with predicting(small) as predictor:
-        reported = predict(predictor, output, reconnect=PATIENT)
+        reported = predict(predictor, output, reconnect=ReconnectSettings())
     np.testing.assert_array_equal(column(output), undisturbed)
     assert sum(reported) == len(IDS)
 

@@ -11,7 +11,6 @@ import pytest
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy import figures
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record import lines
 from splitveil.common.record import summary as summaries
 from splitveil.common.record.run_record import (
@@ -35,13 +34,15 @@ SPREADS = {
     "honest_but_curious": (0.8125, 0.75, 0.71875),
     "knows_class_means_only": (0.75, 0.6875, 0.65625),
 }
-_spreads: Any = [figures.SpreadFigures(*spread) for spread in SPREADS.values()]
-BOUNDS: figures.LedgerFigures = partial(figures.LedgerFigures, epsilon=1.5)(*_spreads)
+_spreads: Any = [figures.Spread(*spread) for spread in SPREADS.values()]
+BOUNDS: figures.LeakBounds = partial(
+    figures.LeakBounds, epsilon=1.5, mu_knows_class_means_only=0.5
+)(*_spreads)
 LEDGER_FORM = {
     f"{name}_{part}": value
     for name, spread in SPREADS.items()
     for part, value in zip(("max", "q95", "mean"), spread, strict=True)
-} | {"epsilon": 1.5}
+} | {"epsilon": 1.5, "mu_knows_class_means_only": 0.5}
 NORM = figures.AttackFigure("cut", "norm", 0.75)
 ELSEWHERE = figures.AttackFigure("ads/bank: first", "spectral", None)
 
@@ -181,11 +182,6 @@ SUMMARIES: Mapping[str, tuple[summaries.Summary, dict[str, Any]]] = {
                 model=summaries.ModelFigures(0.75, 0.5, 0.125, 0.25),
                 defense=DEFENSE,
                 ledger=BOUNDS,
-                bounds=(
-                    summaries.AdversaryBound(Adversary.ANYBODY, 1.0, None),
-                    summaries.AdversaryBound(Adversary.HONEST_BUT_CURIOUS, 0.8125, None),
-                    summaries.AdversaryBound(Adversary.CLASS_MEANS, 0.75, 0.5),
-                ),
                 refused_messages={"too-large": 1},
                 earlier_answers=summaries.EarlierAnswers(9, BOUNDS),
                 leak_alarms=1,

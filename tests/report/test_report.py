@@ -31,10 +31,10 @@ from splitveil.common.privacy.figures import (
     AttackFigure,
     BatchCounts,
     BeyondFigures,
+    LeakBounds,
     LeakFigures,
-    LedgerFigures,
     RunFigures,
-    SpreadFigures,
+    Spread,
 )
 from splitveil.common.record.lines import AlarmLine, EvaluationLine, LeakLine, LedgerLine, Line
 from splitveil.common.record.run_record import METRICS, SUMMARY, write_summary
@@ -86,13 +86,13 @@ def write_party(
             lines.append(LeakLine(epoch, step, figures, 0.57 + noise))
         if bound is not None:
             sums, estimate, anybody, honest, means = (
-                SpreadFigures(one, one, one)
+                Spread(one, one, one)
                 for one in (
                     *(0.1 * (epoch + 1), estimated_auc(0.1)),
                     *(bound if adversary.includes(peers) else 1.0 for peers in Adversary),
                 )
             )
-            figures_of_ledger = LedgerFigures(sums, estimate, anybody, honest, means)
+            figures_of_ledger = LeakBounds(sums, estimate, anybody, honest, means)
             lines.append(LedgerLine(epoch, figures_of_ledger))
             lines.append(EvaluationLine(epoch, "test", 0.5 / (epoch + 1), 0.8, None, 0.4))
     append_lines(folder, *lines)
@@ -532,9 +532,7 @@ def test_each_leak_chart_shows_what_features_reveal(tmp_path: Path) -> None:
 
 
 def test_what_was_noticed_and_told_stands_in_tables(tmp_path: Path) -> None:
-    earlier = LedgerFigures(
-        SpreadFigures(max=0.1), knows_class_means_only=SpreadFigures(max=0.6172)
-    )
+    earlier = LeakBounds(Spread(max=0.1), knows_class_means_only=Spread(max=0.6172))
     summary = of_active(
         leak_alarms=1,
         earlier_answers=EarlierAnswers(1234, earlier),

@@ -21,9 +21,9 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.figures import (
     AdjustedFigures,
     BeyondFigures,
+    LeakBounds,
     LeakFigures,
-    LedgerFigures,
-    SpreadFigures,
+    Spread,
 )
 from splitveil.common.record.lines import AlignmentLine, LeakLine, LedgerLine
 from splitveil.common.record.run_record import write_summary
@@ -42,10 +42,10 @@ LITTLE = {"norm": AdjustedFigures(0.52, 0.5, 0.54)}
 TEST_ROWS = 2_000
 
 
-def bounded(auc: float) -> LedgerFigures:
+def bounded(auc: float) -> LeakBounds:
     """Return a ledger whose bounds for all peers are an AUC."""
-    spread = SpreadFigures(auc, auc, auc)
-    return LedgerFigures(SpreadFigures(0.1, 0.1, 0.1), spread, spread, spread, spread)
+    spread = Spread(auc, auc, auc)
+    return LeakBounds(Spread(0.1, 0.1, 0.1), spread, spread, spread, spread)
 
 
 def write_run(

@@ -12,21 +12,20 @@ import torch
 
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.common.errors import OtherAnswer, OutOfStep, StorageError
-from splitveil.common.record.answer_log import (
-    FIRST_RESUMPTION_NUMBER,
-    NO_CHARGE,
-    AnswerLog,
-    ChargedAnswer,
-)
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import NO_CHARGE, Charge
+from splitveil.common.record.answer_log import FIRST_RESUMPTION_NUMBER, AnswerLog
 from splitveil.common.record.model_files import delete_saved
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.state_bytes import state_from_bytes, state_to_bytes
 from tests.run.test_what_was_answered import MARVELL, answered, parties_in
 from tests.support.runs import Parties, run_in_process
 
-FRESH = ChargedAnswer(0.25, b"", float("inf"))
-REPEATED = ChargedAnswer(0.5, b"i" * 32, 1.0, caveats=5, leak_auc=0.7, dominating_mu=1.5)
-HEADER_BYTES, RECORD_BYTES = 19, 113
+FRESH = Charge(0.25)
+REPEATED = Charge(
+    0.5, b"i" * 32, 1.0, Adversary.HONEST_BUT_CURIOUS, leak_auc=0.7, dominating_mu=1.5
+)
+HEADER_BYTES, RECORD_BYTES = 19, 114
 
 
 def log_of_three(path: Path) -> AnswerLog:
@@ -90,7 +89,7 @@ def test_a_question_has_one_answer_and_the_same_answer_one_charge(tmp_path: Path
     asked = [torch.ones(3), torch.zeros(3)]
     prints = [questions.fingerprint(4, asker, values) for asker, values in enumerate(asked)]
 
-    def admit(charge: ChargedAnswer = FRESH, answer: torch.Tensor = asked[0]) -> bool:
+    def admit(charge: Charge = FRESH, answer: torch.Tensor = asked[0]) -> bool:
         is_repeated, record = questions.of_batch(4, prints).admission(charge, answer, "step 5")
         record()
         return is_repeated

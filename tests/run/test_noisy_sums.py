@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from splitveil.active_party.defenses import AnswerKeys, Examples, NoiseSecrets, noisy_sums
+from splitveil.active_party.defenses import AnswerKeys, Charge, Examples, NoiseSecrets, noisy_sums
 from splitveil.active_party.defenses.dp_bounds import leak_auc_of_mu
-from splitveil.active_party.defenses.interface import BuildInputs, DefenseContext, LeakCharge
+from splitveil.active_party.defenses.interface import BuildInputs, DefenseContext
 from splitveil.active_party.defenses.noisy_sums import NoisySums
 from splitveil.active_party.ledger.account_book import LEDGER, AccountBook
 from splitveil.active_party.planned import plan_of
@@ -104,7 +104,7 @@ def defense_of(labels: Sequence[float], num_classes: int = 2, ratio: float = RAT
     context = DefenseContext((4,), num_classes, is_one_shot=True, releases_sums=True)
     examples = Examples([], torch.tensor(labels), torch.device("cpu"))
     secrets = NoiseSecrets(None, AnswerKeys())
-    return NoisySums(ratio, LeakCharge(1.0), BuildInputs(context, secrets, examples))
+    return NoisySums(ratio, Charge(1.0), BuildInputs(context, secrets, examples))
 
 
 def key_of(defense: NoisySums, key: int) -> None:
@@ -329,7 +329,7 @@ def test_a_run_that_is_put_back_by_a_backup_draws_other_noise_for_another_transf
         books.append(again.session.lifecycle.phase.account_book())
     assert (drawn[0] != drawn[1]).all()
     # Both copies count for a later run that is given their books.
-    assert AccountBook.together(books, b"").most() == 0.5
+    assert AccountBook.together(books, b"").worst().sum_kl == 0.5
 
 
 def test_a_run_that_is_put_back_by_a_backup_draws_other_noise_at_another_strength(

@@ -36,7 +36,6 @@ from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import Contract
 from splitveil.common.wire import inference_codec
 from splitveil.common.wire.recorded_calls import AllNotes
-from splitveil.library.recorded import assemble_active
 from splitveil.passive_party.commands import run, serve
 from splitveil.passive_party.predict import served_model
 from splitveil.passive_party.predict.inference_status import InferenceStatus
@@ -46,7 +45,7 @@ from splitveil.protos import split_learning_pb2 as pb
 from tests.support import runs
 from tests.support.commands import called
 from tests.support.runs import CPU, build_parties, write_table, write_yaml
-from tests.support.simulation import ActiveRecording, free_address
+from tests.support.simulation import ActiveRecording, assemble_active, free_address
 
 ROWS = 300
 OURS = [f"person-{number:05d}" for number in range(ROWS)]
@@ -54,7 +53,7 @@ STRANGERS = [f"stranger-{number:05d}" for number in range(ROWS)]
 MANY, FEW, NONE = (OURS[:count] + STRANGERS[: 250 - count] for count in (200, 5, 0))
 ALIGNMENT = {"kind": "one_sided", "min_aligned": 20, "max_set_size": 500}
 ONE_SHOT = {**runs.CONTRACT, "exchange": "one_shot", "alignment": ALIGNMENT}
-QUICK = ("reconnect={max_s: 0.2, first_wait_s: 0.05, deadline_s: 60}", "leak_monitor=null")
+QUICK = ("reconnect={max_s: 0.2, deadline_s: 60}", "leak_monitor=null")
 
 
 def write(folder: Path, ids: Sequence[str], **contract: object) -> None:

@@ -14,7 +14,6 @@ import torch
 from splitveil.active_party.defenses import AnswerKeys
 from splitveil.active_party.ledger.account_book import LEDGER
 from splitveil.active_party.monitor.recorder import ActiveRecorder
-from splitveil.active_party.monitor.stated_bounds import ledger_figures
 from splitveil.active_party.report.bounds import bounds_of
 from splitveil.active_party.report.run_files import read_run
 from splitveil.active_party.run.session import ActiveSession
@@ -51,7 +50,7 @@ def accounts(session: ActiveSession) -> Accounts:
 
 
 def charges(saved: Accounts) -> torch.Tensor:
-    return saved["settled"] + saved["current"]
+    return saved["settled_sum_kl"] + saved.get("current_sum_kl", 0)
 
 
 def go_back(session: ActiveSession, place: int = 0) -> None:
@@ -105,7 +104,9 @@ def test_nor_does_one_whose_leaving_is_found_by_a_process_that_was_killed(
     if resumes:
         go_back(again.session)
         assert (
-            again.session.lifecycle.answering.budget.accounts.course.exposure(np.arange(10)).most
+            again.session.lifecycle.answering.budget.accounts.course.accounts(
+                np.arange(10)
+            ).sum_kl.max()
             == 0
         )
     leave(again.session)
@@ -286,7 +287,7 @@ def test_log_summary_and_report_say_what_was_answered_and_not_where_the_run_went
             go_back(parties.session)
         leave(parties.session)
     assert "the ledger keeps the later answers" in caplog.text
-    assert recorder.summary({}).of_active.ledger == ledger_figures(bounds)
-    found = {peers: bounds.against(peers).leak_auc.max for peers in Adversary}
+    assert recorder.summary({}).of_active.ledger == bounds
+    found = {peers: bounds.against(peers).max for peers in Adversary}
     assert bounds_of(read_run(folder)) == found
     assert found[Adversary.CLASS_MEANS] < found[Adversary.ANYBODY] == 1

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
-from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.party.party_data import PartyData
@@ -22,7 +21,7 @@ from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.privacy.accumulation import combine_with_hints
 from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS
 from splitveil.common.privacy.audit import LeakAudit, LeakByAttack
-from splitveil.common.privacy.figures import BatchFigures, RunFigures
+from splitveil.common.privacy.figures import BatchFigures, LeakBounds, RunFigures
 from splitveil.common.privacy.final_attacks import complete_model, one_against_rest, pick_labelled
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.leakage import auc

@@ -27,7 +27,7 @@ OWN_DEFENSES = '''
 
 import torch
 
-from splitveil.active_party.defenses import Defended, Defense, DefenseReport, LeakCharge, release
+from splitveil.active_party.defenses import Defended, Defense, DefenseReport, Charge, release
 
 
 class Clipped(Defense):
@@ -46,7 +46,7 @@ class Clipped(Defense):
         deviation = self._ratio * self._limit
         noise = self._noise.standard_normal(tuple(rows.shape), rows)
         # Two clipped rows are at most 2 limits apart, whatever the labels.
-        charge = LeakCharge(4 / self._ratio**2)
+        charge = Charge(4 / self._ratio**2)
         report = DefenseReport(noise_power=rows.shape[1] * deviation**2, charge=charge)
         return Defended(release(rows + deviation * noise, batch.gradients), report)
 

@@ -299,11 +299,11 @@ class _Reader(PassiveRecording):
         of_class = positives * (len(labels) - positives)
         found = {name: self._broken(name, trained, labels) for name in READINGS}
         bounds = parties.session.leak_bounds()
-        bound = bounds.against(Adversary.CLASS_MEANS).leak_auc.max
+        bound = bounds.against(Adversary.CLASS_MEANS).max
         return Attacked(
             found,
             bound,
-            next(p for p in Adversary if bounds.against(p).leak_auc.max == bound),
+            next(p for p in Adversary if bounds.against(p).max == bound),
             math.sqrt((len(labels) + 1) / (12 * of_class)),
         )
 

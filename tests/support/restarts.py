@@ -31,7 +31,6 @@ SHORT = Settings(
         "contract.epochs=6",
         "contract.batch_size=32",
         "contract.checkpoints.every_steps=4",
-        "reconnect={max_s: 300, first_wait_s: 0.1, longest_wait_s: 0.5}",
     )
 )
 """A run of some seconds, with a checkpoint every few steps."""

@@ -22,18 +22,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from splitveil.active_party.assembly import allowance_of, build_session
 from splitveil.active_party.grpc_server.server import start_server
 from splitveil.active_party.grpc_server.service import ActiveService
-from splitveil.active_party.ledger.bounds import LeakBounds
+from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.alignment.exchange import build_engine
+from splitveil.common.models.device import torch_device
+from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
+from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.course import AlignedRows, Batch
@@ -41,14 +46,14 @@ from splitveil.common.wire.connection import PeerConnection
 from splitveil.deploy.overrides import party_kinds
 from splitveil.library.in_process import InProcessPeer, meet, start
 from splitveil.library.loading import PartiesSettings
-from splitveil.library.recorded import assemble_active, assemble_passive
 from splitveil.passive_party.assembly import BottomBuilder
 from splitveil.passive_party.grpc_peer import GrpcPeer
-from splitveil.passive_party.opening import Peer
+from splitveil.passive_party.opening import Aligner, Participant, Peer
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
+from splitveil.passive_party.training import RunObserver
 
-__all__ = ["InProcessPeer", "PartiesSettings", "assemble_active", "assemble_passive"]
+__all__ = ["InProcessPeer", "PartiesSettings"]
 
 
 def read_settings(
@@ -255,6 +260,36 @@ def build_active(
     store = _store(settings, ACTIVE, runs, num_parties)
     session, _ = assemble_active(settings, observer, store=store, device=device)
     return ActiveParty(settings, session, engine, observer)
+
+
+def assemble_active(
+    settings: ActiveSettings,
+    observer: SessionObserver,
+    *,
+    store: RunStore | None = None,
+    device: torch.device | None = None,
+) -> tuple[ActiveSession, TrainerBuilder]:
+    """Build the active party's session with any observer, and what builds its trainer."""
+    data, draw = PartyData.of(settings), partial(draw_nonce, settings)
+    builder = TrainerBuilder(settings, data, device or torch_device(settings.device))
+    allowance = allowance_of(settings, settings.earlier_answers())
+    return build_session(settings, data, builder, observer, draw, store, allowance), builder
+
+
+def assemble_passive(
+    settings: PassiveSettings,
+    data: PartyData,
+    observer: RunObserver,
+    engine: EcdhEngine,
+    *,
+    store: RunStore | None = None,
+    device: torch.device | None = None,
+) -> tuple[PassiveRun, BottomBuilder]:
+    """Build a passive party's run with any observer, and what builds its trainer."""
+    builder = BottomBuilder(settings, data, device or torch_device(settings.device))
+    me = Participant(settings.contract, settings.party, data.ids, data.table.splits)
+    aligner = Aligner(me, engine, partial(draw_nonce, settings))
+    return PassiveRun(aligner, builder, observer, store), builder
 
 
 def build_passive(

@@ -310,7 +310,7 @@ def test_the_ledger_s_bound_holds_for_what_gathers_over_fresh_answers(run: Runs)
     found, weaker = run("name: marvell, strength: {leak_auc: 0.6}"), run(FRESH_MARVELL)
     claim = Claim(
         "",
-        found.bounds.against(Adversary.CLASS_MEANS).leak_auc.max,
+        found.bounds.against(Adversary.CLASS_MEANS).max,
         "",
         tuple(name for name in RUN_ATTACKS if name not in BEYOND_MEANS),
     )
@@ -333,11 +333,11 @@ def test_what_combines_hints_with_gradients_finds_what_the_features_reveal_anywa
 def test_what_looks_beyond_class_means_passes_the_bound_of_fresh_noise(run: Runs) -> None:
     """And not that of persistent noise, which covers what an honest peer knows."""
     fresh, persistent = run(FRESH_MARVELL), run(PERSISTENT_MARVELL)
-    bound = fresh.bounds.against(Adversary.CLASS_MEANS).leak_auc.max
+    bound = fresh.bounds.against(Adversary.CLASS_MEANS).max
     for attack in ("accumulated_residual_energy", "accumulated_informed"):
         assert leaks(fresh)[attack] > bound
         assert leaks(persistent)[attack] <= of_one_number(2)
-    assert fresh.bounds.against(Adversary.HONEST_BUT_CURIOUS).leak_auc.max == 1.0
+    assert fresh.bounds.against(Adversary.HONEST_BUT_CURIOUS).max == 1.0
 
 
 def test_persistent_noise_holds_against_a_peer_who_knows_the_predictions() -> None:

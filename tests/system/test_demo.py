@@ -16,6 +16,7 @@ from splitveil.common.record.assessment import assess
 from splitveil.common.record.run_record import read_summary
 from splitveil.deploy import demo, flights, local
 from tests.support.programs import run_program
+from tests.system.conftest import SAME_SPLIT, run_locally
 
 LONGEST = 35  # lines
 FLIGHTS = 1600
@@ -170,3 +171,17 @@ def test_a_demo_that_fails_says_all_that_its_parties_said(tmp_path: Path) -> Non
     )
     assert done.returncode == 2
     assert re.search(r"active  \| .*ERROR.*run_budget", done.stdout)
+
+
+def test_the_example_without_a_file_learns_ten_digits(tmp_path: Path) -> None:
+    own = ("active.leak_monitor=null", "passive.adversary.attacks=[cosine]", "active.refit=null")
+    options = ("--defense", "none", "--set", "contract.epochs=4", *own, *SAME_SPLIT)
+    run = run_locally(tmp_path, "digits", *options, command="demo")
+    assert run.exit_code == 0, run.output
+    summary = run.summary("digits", "active")
+    assert summary["aligned_rows"] == 1797
+    assert summary["test_auc"] > 0.95
+    assert len(summary["test_auc_by_class"]) == 10
+    leak = run.summary("digits", "passive")["leak_classes"]["cut"]["cosine"]
+    assert leak["worst_pair_auc"] >= 0.95
+    assert len(leak["classes"]) == 10

@@ -32,7 +32,7 @@ SETTINGS = Settings(
         "contract.epochs=5",
         "contract.batch_size=32",
         "contract.checkpoints.every_steps=3",
-        "reconnect={max_s: 90, first_wait_s: 0.02, longest_wait_s: 0.3, deadline_s: 2}",
+        "reconnect={max_s: 90, deadline_s: 2}",
     ),
     active=("defense={name: marvell, insecure_noise_seed: 7}", "first_contact_s=90"),
 )

@@ -20,6 +20,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from splitveil.common.run.contract import Contract
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import method_path
 from splitveil.common.wire.limits import STREAMS_PER_CONNECTION
@@ -41,18 +42,21 @@ FLOOD_S = 2.0
 # A megabyte a tensor, in two chunks: what fills windows and buffers soonest.
 OVERRIDES = [
     "contract.cut_shape=[4096]",
-    "contract.wire={unchunked_bytes: 1000, chunk_bytes: 524288}",
     "contract.epochs=3",
 ]
 
-SERVE = """
+UNCHUNKED_BYTES, CHUNK_BYTES = 1000, 524_288
+
+SERVE = f"""
 import sys
 from pathlib import Path
+from splitveil.common.run.contract import Contract
 from tests.support.loopback import serving
 from tests.support.runs import build_parties
+Contract.unchunked_bytes, Contract.chunk_bytes = {UNCHUNKED_BYTES}, {CHUNK_BYTES}
 contract = [override for override in sys.argv[3:] if override.startswith("contract.")]
 parties = build_parties(Path(sys.argv[1]), sys.argv[3:], contract)
-parties.active.sent = type("Forgotten", (list,), {"append": lambda *_: None})()
+parties.active.sent = type("Forgotten", (list,), {{"append": lambda *_: None}})()
 with serving(parties, int(sys.argv[2])):
     print("ready", flush=True)
     sys.stdin.read()
@@ -268,9 +272,11 @@ FLOODS: list[Callable[[Flood], None]] = [
 
 
 def test_memory_stays_bounded_under_floods_and_the_honest_peer_gets_its_answers(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each flood begins before a step of the honest peer, and what it opened stays open."""
+    monkeypatch.setattr(Contract, "unchunked_bytes", UNCHUNKED_BYTES)
+    monkeypatch.setattr(Contract, "chunk_bytes", CHUNK_BYTES)
     write_example(tmp_path)
     parties, undisturbed = (build_parties(tmp_path, OVERRIDES, OVERRIDES) for _ in range(2))
     run_in_process(undisturbed)

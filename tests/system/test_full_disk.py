@@ -12,7 +12,7 @@ SETTINGS = Settings(
         "contract.epochs=2",
         "contract.batch_size=4",
         "contract.checkpoints.every_steps=500",
-        "reconnect={max_s: 60, first_wait_s: 0.1, longest_wait_s: 0.5}",
+        "reconnect.max_s=60",
     ),
     active=(
         "defense={name: marvell, noise: persistent, insecure_noise_seed: 7}",

@@ -146,7 +146,7 @@ def supervised(both: Pair) -> None:
 
 
 ENDED_EARLY = Settings(
-    both=("contract.epochs=10", "reconnect={max_s: 20, first_wait_s: 0.1, longest_wait_s: 0.5}"),
+    both=("contract.epochs=10", "reconnect.max_s=20"),
     active=("defense={name: marvell, insecure_noise_seed: 7, strength: {power_ratio: 16}}",),
     passive=("adversary=null",),
 )

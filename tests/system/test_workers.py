@@ -118,7 +118,7 @@ def test_several_processes_follow_the_course_of_one(
 ) -> None:
     """With certificates, and gradients of an inner layer, which the adversary looks at."""
     write_example(tmp_path)
-    settings = Settings((*SHORT, "optimizer.sparse_from_rows=2"), active=(f"defense={LABELS}",))
+    settings = Settings(SHORT, active=(f"defense={LABELS}",))
     folder = certificates.make(tmp_path / "certificates")
     certificates.use(folder, tmp_path)
     run_once(tmp_path / "alone", settings, trusted=folder)
@@ -233,9 +233,8 @@ class Supervised:
 def test_killed_ranks_end_in_a_resumed_run_with_the_same_course(tmp_path: Path) -> None:
     """A worker, then rank 0; each rank goes on with its own masks of dropout."""
     lasting = ("contract.epochs=40", "contract.batch_size=63", "contract.checkpoints.every_steps=7")
-    again = "reconnect={max_s: 300, first_wait_s: 0.1, longest_wait_s: 0.5}"
     noisy = "defense={name: marvell, insecure_noise_seed: 7}"
-    settings = Settings((*lasting, again), active=(noisy, "top_model.dropout=0.1"))
+    settings = Settings(lasting, active=(noisy, "top_model.dropout=0.1"))
     for name in ("whole", "killed"):
         write_example(tmp_path / name)
     with ranks(tmp_path / "whole", settings, active=2, passive=1) as both:

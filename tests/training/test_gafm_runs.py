@@ -146,6 +146,7 @@ needs_data = pytest.mark.skipif(
 
 
 @needs_data
+@pytest.mark.slow  # trains on real rows, for as long as all other tests here
 @pytest.mark.parametrize(
     ("experiment", "row", "epochs", "ranges"),
     [

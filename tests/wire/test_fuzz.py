@@ -16,7 +16,7 @@ from splitveil.common.alignment.exchange import align, build_engine
 from splitveil.common.errors import AlignmentError, ContractMismatch, InvalidMessage, PeerError
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run.messages import Activation, Course, LeaveReason, Offer
-from splitveil.common.wire import limits
+from splitveil.common.wire import connection, limits
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.limits import STREAMS_PER_CONNECTION
 from splitveil.common.wire.tensor_codec import Frame, TensorAssembler, TensorLimits
@@ -208,15 +208,15 @@ def replies_of(tape: Tape) -> dict[str, list[bytes]]:
 
 
 def test_mutated_replies_are_errors_of_the_peer_or_believable(
-    recorded: tuple[Parties, Tape], port: int
+    recorded: tuple[Parties, Tape], port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fifty of every kind of call: never a crash, a hang, or a gradient that is none."""
+    monkeypatch.setattr(connection, "FIRST_WAIT_S", 0.0001)
+    monkeypatch.setattr(connection, "LONGEST_WAIT_S", 0.0001)
     parties, tape = recorded
     replies = replies_of(tape)
     ask, mutator = asks(parties, tape), Mutator(replies, seed=3)
-    reconnect = ReconnectSettings(
-        max_s=0.01, first_wait_s=0.0001, longest_wait_s=0.0001, deadline_s=60
-    )
+    reconnect = ReconnectSettings(max_s=0.01, deadline_s=60)
     refused: dict[str, int] = dict.fromkeys(METHODS, 0)
     with (
         answering(port) as server,
@@ -239,7 +239,7 @@ def test_mutated_replies_are_errors_of_the_peer_or_believable(
 # ---- idle streams, and silent alignments ----
 
 
-PATIENCE = ReconnectSettings(max_s=300, first_wait_s=0.1, longest_wait_s=0.5, deadline_s=300)
+PATIENCE = ReconnectSettings(max_s=300, deadline_s=300)
 
 
 def handshake(flood: Flood, parties: Parties) -> str:

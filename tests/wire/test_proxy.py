@@ -19,7 +19,7 @@ from tests.support.loopback import peer_of, serving
 from tests.support.proxies import ConnectProxy
 from tests.support.runs import Parties, build_parties, write_example
 
-HASTY = ["reconnect={max_s: 1, first_wait_s: 0.3, longest_wait_s: 0.3}"]
+HASTY = ["reconnect.max_s=1"]
 UNREPEATED = "hunter2"
 
 

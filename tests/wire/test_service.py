@@ -14,6 +14,7 @@ from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import PeerError, PeerUnreachable
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.record.transcript import Crossing
+from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import Batch, run_course
 from splitveil.common.run.messages import Activation, Answer
 from splitveil.common.wire.connection import Retrying
@@ -46,7 +47,7 @@ class ImpatientFromTheFirstStep(GrpcPeer):
     """Until then it has the patience of its settings, which a slow machine may need."""
 
     def send_activation(self, activation: Activation) -> None:
-        self._reconnect = ReconnectSettings(max_s=1, first_wait_s=0.1, deadline_s=1)
+        self._reconnect = ReconnectSettings(max_s=1, deadline_s=1)
         self._retrying = Retrying(
             self._reconnect, lambda: None, self.connection.where, self.connection.renew
         )
@@ -110,8 +111,11 @@ class Breaking(GrpcPeer):
         return super().receive_gradient()
 
 
-def test_broken_streams_change_no_bit(example: Path, port: int) -> None:
-    both = pipelined(4, "contract.wire={unchunked_bytes: 100, chunk_bytes: 524288}")
+def test_broken_streams_change_no_bit(
+    example: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Contract, "unchunked_bytes", 100)
+    both = pipelined(4)
     there, here = (build_parties(example, [*both, MARVELL], both) for _ in range(2))
     run_in_process(here)
     with serving(there, port), peer_of(there, port, kind=Breaking) as peer:

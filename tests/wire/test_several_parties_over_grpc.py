@@ -43,7 +43,7 @@ from tests.support.waiting import HANGS_AFTER_S, wait_until
 
 __all__ = ["undisturbed"]
 
-HASTY = "reconnect={max_s: 300, first_wait_s: 0.1, longest_wait_s: 0.2, deadline_s: 1}"
+HASTY = "reconnect={max_s: 300, deadline_s: 1}"
 
 
 def start(

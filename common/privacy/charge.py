@@ -1,0 +1,113 @@
+"""The charge of an answer: what it adds to the account of each example in it."""
+
+import hashlib
+import math
+import struct
+from dataclasses import dataclass, replace
+from typing import Self
+
+from splitveil.common.privacy.adversary import Adversary, narrowest
+
+_FORM = struct.Struct("<dddd32sB?")
+_ADVERSARIES = tuple(Adversary)
+_DIGEST_BYTES = 32
+
+NOT_GAUSSIAN = 1
+_NOT_AGAINST = {adversary: 2 << rank for rank, adversary in enumerate(Adversary)}
+ALL_CAVEATS = NOT_GAUSSIAN + sum(_NOT_AGAINST.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """What a defense charges, the log of answers records, and accounts add up.
+
+    A figure that is not a number, or out of its range, counts as unknown. Raises ValueError for a
+    noise identity that is no digest.
+    """
+
+    sum_kl: float
+    """Divergence of the classes along their gap, computed as if the classes had zero spread,
+    because the peer may predict the spread from its activations. Infinite for a bare gradient.
+    """
+    noise_identity: bytes = b""
+    """Empty for fresh noise, whose charges add up. Answers with the same identity, a `noise_digest`
+    of 32 bytes, repeat the same noise for each example: the largest of their charges counts, not
+    the sum."""
+    epsilon: float = math.inf  # label-DP of all answers of this identity together; infinite: none
+    adversary: Adversary = Adversary.CLASS_MEANS  # the peers whom the charge describes
+    is_gaussian: bool = False
+    """Whether the answers are a Gaussian mechanism with mu^2 = ``sum_kl``. Then the best AUC is
+    Phi(mu / sqrt 2), exactly (Dong, Roth and Su 2022); otherwise only a bound for any distributions
+    is known."""
+    leak_auc: float = 1.0
+    """AUC that no score of all answers of this identity together passes, 1 if it is unknown; mostly
+    smaller than what follows from ``sum_kl``. It bounds an account that is charged nothing else.
+    From ``epsilon`` it follows without being stated."""
+    dominating_mu: float = math.inf
+    """mu of a Gaussian mechanism that reveals no less than all answers of this identity together,
+    infinite if none is known: with it the charge adds up to other charges. It follows from
+    ``is_gaussian`` and from ``epsilon`` without being stated."""
+
+    def __post_init__(self) -> None:
+        if len(self.noise_identity) not in (0, _DIGEST_BYTES):
+            raise ValueError("noise_identity: expected noise_digest(name), or b'' for fresh noise")
+        for name in ("sum_kl", "epsilon", "dominating_mu"):
+            if not getattr(self, name) >= 0:
+                object.__setattr__(self, name, math.inf)
+        if not 0.5 <= self.leak_auc <= 1:
+            object.__setattr__(self, "leak_auc", 1.0)
+
+    @property
+    def caveats(self) -> int:
+        """What does not hold of the charge, as bits below 256."""
+        narrow = sum(bit for to, bit in _NOT_AGAINST.items() if not self.adversary.includes(to))
+        # Nothing is added to a Gaussian mechanism by an answer that reveals nothing.
+        return narrow | (0 if self.is_gaussian or self.sum_kl == 0 else NOT_GAUSSIAN)
+
+    def narrowed(self, peers: Adversary) -> Self:
+        """Return the same charge for no more peers than these."""
+        return replace(self, adversary=narrowest(self.adversary, peers))
+
+    def to_bytes(self) -> bytes:
+        """Return `CHARGE_BYTES` bytes, from which ``from_bytes`` restores the charge exactly."""
+        return _FORM.pack(
+            self.sum_kl,
+            self.epsilon,
+            self.leak_auc,
+            self.dominating_mu,
+            self.noise_identity,
+            _ADVERSARIES.index(self.adversary),
+            self.is_gaussian,
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Restore a charge; raises ValueError for bytes that ``to_bytes`` does not return."""
+        sum_kl, epsilon, leak_auc, mu, noise, rank, is_gaussian = _FORM.unpack(data)
+        identity = noise if any(noise) else b""
+        if rank >= len(_ADVERSARIES):
+            raise ValueError("a charge for unknown peers")
+        charge = cls(sum_kl, identity, epsilon, _ADVERSARIES[rank], is_gaussian, leak_auc, mu)
+        if charge.to_bytes() != data:
+            raise ValueError("a figure of a charge is out of range")
+        return charge
+
+
+CHARGE_BYTES = _FORM.size
+NO_CHARGE = Charge(0.0, adversary=Adversary.ANYBODY, is_gaussian=True)
+UNBOUNDED = Charge(math.inf)
+
+
+def noise_digest(name: str) -> bytes:
+    """Return the identity of repeated noise, 32 bytes, from what the noise is drawn from."""
+    return hashlib.sha256(name.encode()).digest()
+
+
+def holds_against(caveats: int, peers: Adversary) -> bool:
+    """Return whether what has these caveats describes an adversary class."""
+    return not caveats & _NOT_AGAINST[peers]
+
+
+def strongest_adversary(caveats: int) -> Adversary:
+    """Return the strongest adversary class that what has these caveats describes."""
+    return next(peers for peers in Adversary if holds_against(caveats, peers))

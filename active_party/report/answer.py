@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup
 
-from splitveil.active_party.report.numbers import interval, strongest_beyond
 from splitveil.active_party.report.run_files import PartyFiles
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.party.report_parts import ScaleRow, columns_row, picture
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.figures import NumberLeak
+from splitveil.common.privacy.figures import NumberBeyond
 from splitveil.common.record.assessment import Finding, LeakAssessment
 from splitveil.common.text.upper_bounds import auc_at_most
 
@@ -78,20 +77,19 @@ def strongest_in_words(assessment: LeakAssessment) -> str:
     return f"The strongest attack that was run reaches {found}{by_chance}.{others}"
 
 
-def number_in_words(measured: Mapping[str, NumberLeak]) -> str:
+def number_in_words(found: NumberBeyond | None) -> str:
     """Say what the strongest attack explains of labels that are numbers."""
-    found = strongest_beyond(measured)
     if found is None:
         return "What attacks explain beyond these data was not measured."
     return (
-        f"The strongest attack that was run explains {found[1].r2:.0%} ({interval(found[1])}) of "
+        f"The strongest attack that was run explains {found.r2:.0%} ({found.interval}) of "
         "the variance that features leave. Another attack may do better."
     )
 
 
 def drawn(
     assessment: LeakAssessment,
-    measured: Mapping[str, NumberLeak],
+    of_number: NumberBeyond | None,
     target: float | None,
     passives: Sequence[PartyFiles],
 ) -> Markup:
@@ -106,7 +104,7 @@ def drawn(
         words = f"Labels: at most {share:.3f} ({assessment.adversary})"
         rows = [ScaleRow(words, "guarantee", 0.0, share, most=most)]
     if assessment.has_gradients:
-        rows.append(_attack_row(assessment, measured))
+        rows.append(_attack_row(assessment, of_number))
     columns = [
         columns_row(found, one.setting("max_exposure"), f" ({one.name})" * (len(passives) > 1))
         for one in passives
@@ -116,10 +114,10 @@ def drawn(
     return picture([*rows, *(columns or [unknown])])
 
 
-def _attack_row(assessment: LeakAssessment, measured: Mapping[str, NumberLeak]) -> ScaleRow:
-    of_number, strongest = strongest_beyond(measured), assessment.strongest
+def _attack_row(assessment: LeakAssessment, of_number: NumberBeyond | None) -> ScaleRow:
+    strongest = assessment.strongest
     if of_number is not None:
-        found = of_number[1].low, of_number[1].high, of_number[1].r2
+        found = of_number.low, of_number.high, of_number.r2
     elif strongest is not None:
         leak = (strongest.leak.low, strongest.leak.high, strongest.leak.value)
         low, high, value = (max(2 * one - 1, 0.0) for one in leak)

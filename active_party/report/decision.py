@@ -12,10 +12,8 @@ from typing import Literal, NamedTuple
 from splitveil.active_party.report import advice
 from splitveil.active_party.report.bounds import guarantee_of
 from splitveil.active_party.report.figures import Estimate, estimate_of
-from splitveil.active_party.report.numbers import strongest_beyond
-from splitveil.active_party.report.run_files import RunFiles, is_one_shot, num_classes
+from splitveil.active_party.report.run_files import RunFiles, is_of_numbers, is_one_shot
 from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
-from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.record.assessment import Finding, LeakAssessment, passes_stated
 from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 
@@ -93,12 +91,12 @@ def decide(run: RunFiles, assessment: LeakAssessment) -> Decision:
 
 
 def _is_recovered(run: RunFiles, assessment: LeakAssessment) -> bool:
-    beyond = strongest_beyond(run.active.summary.of_leak.of_numbers)
+    beyond = run.active.summary.of_leak.strongest_of_numbers
     strongest = assessment.strongest
     # Nobody recovers labels past a bound that is proved.
     excluded = assessment.is_proved and (assessment.bound or 0.0) < RECOVERED
     return (strongest is not None and strongest.leak.value >= RECOVERED and not excluded) or (
-        beyond is not None and beyond[1].r2 >= RECOVERED
+        beyond is not None and beyond.r2 >= RECOVERED
     )
 
 
@@ -149,8 +147,8 @@ def _measured_checks(run: RunFiles, target: float, assessment: LeakAssessment) -
     accepted, strongest = f"≤ {target:g}", assessment.strongest
     if not assessment.has_gradients:
         return
-    if num_classes(run) == ONE_NUMBER:
-        if strongest_beyond(run.active.summary.of_leak.of_numbers) is None:
+    if is_of_numbers(run):
+        if run.active.summary.of_leak.strongest_of_numbers is None:
             yield Check(_MEASURED, "open", "–", accepted, "Nothing was measured beyond features.")
         return
     if strongest is None:

@@ -16,7 +16,6 @@ from splitveil.active_party.report import (
     bounds,
     decision,
     figures,
-    numbers,
     panels,
     run_files,
     svg,
@@ -109,10 +108,12 @@ def report_page(run: RunFiles) -> str:
         decision=decided,
         question=answer.QUESTION,
         answer=answer.answer(leak, classes, decided.passed),
-        strongest=answer.number_in_words(of_leak.of_numbers)
-        if numbers.is_of_numbers(run) and leak.has_gradients
+        strongest=answer.number_in_words(of_leak.strongest_of_numbers)
+        if run_files.is_of_numbers(run) and leak.has_gradients
         else answer.strongest_in_words(leak),
-        drawn=answer.drawn(leak, of_leak.of_numbers, decision.target_of(run)[0], run.passives),
+        drawn=answer.drawn(
+            leak, of_leak.strongest_of_numbers, decision.target_of(run)[0], run.passives
+        ),
         epsilon=of_leak.beyond and of_leak.beyond.epsilon,
         why_not_anybody=""
         if leak.adversary is None
@@ -121,11 +122,9 @@ def report_page(run: RunFiles) -> str:
         not_run=sorted(set(map(str, ATTACKS)) - {found.attack for found in findings}),
         has_passives=bool(run.passives),
         ledger=bounds.ledger_of(run),
-        training=[*panels.training_panels(run), *numbers.number_panels(run)]
-        if leak.has_gradients
-        else [],
-        number_rows=list(numbers.number_rows(run)),
-        of_numbers=numbers.is_of_numbers(run),
+        training=panels.training_panels(run) if leak.has_gradients else [],
+        number_rows=list(tables.number_rows(run)),
+        of_numbers=run_files.is_of_numbers(run),
         leak_panels=panels.leak_panels(run, series, leak.feature_auc),
         layers=list(dict.fromkeys(one.layer for one in series)),
         num_classes=classes,
@@ -202,8 +201,8 @@ def _compared(title: str, style: str, run: RunFiles) -> _Compared:
         {(one.layer, one.attack): one for one in findings},
         {key: one.auc for key, one in tables.run_levels(run).items()},
         leak,
-        answer.number_in_words(run.active.summary.of_leak.of_numbers)
-        if numbers.is_of_numbers(run)
+        answer.number_in_words(run.active.summary.of_leak.strongest_of_numbers)
+        if run_files.is_of_numbers(run)
         else leak.figure_in_words(leak.strongest),
         decision.decide(run, leak),
         bounds.ledger_of(run),

@@ -12,7 +12,7 @@ from splitveil.active_party.report.figures import windows
 from splitveil.active_party.report.svg import Axis, Band, Chart, Dot, Line, Mark, Rule, round_axis
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS, is_oracle
-from splitveil.common.privacy.figures import Spread
+from splitveil.common.privacy.figures import NumberFigures, Spread
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.lines import LedgerLine
 from splitveil.common.text.upper_bounds import auc_at_most
@@ -34,7 +34,7 @@ class Panel(NamedTuple):
 
 
 def training_panels(run: run_files.RunFiles) -> list[Panel]:
-    """Return loss and test AUC over epochs; empty before the first epoch has ended."""
+    """Return loss and test AUC or RMSE over epochs; empty before the first epoch has ended."""
     lines = run_files.test_lines(run)
     if not lines:
         return []
@@ -47,7 +47,17 @@ def training_panels(run: run_files.RunFiles) -> list[Panel]:
         ),
     ]
     if lines[-1].number is not None:  # in shares of the squared range, and without an AUC
-        return [figure_panel("Mean squared error, share of the squared range", losses)]
+        numbers = [line.number or NumberFigures() for line in lines]
+        constant, found = (
+            run_files.column(getattr(one, name) for one in numbers)
+            for name in ("constant_rmse", "rmse")
+        )
+        errors = [
+            Line(epochs, constant, "muted dashed", "constant"),
+            Line(epochs, found, "utility", "test", markers=True),
+        ]
+        in_shares = figure_panel("Mean squared error, share of the squared range", losses)
+        return [in_shares, figure_panel("Test RMSE", errors)]
     auc = run_files.column(line.auc for line in lines)
     value = f"{auc[-1]:.3f}" if math.isfinite(auc[-1]) else ""
     aucs = [Line(epochs, auc, "utility", value, markers=True)]

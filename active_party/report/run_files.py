@@ -129,6 +129,10 @@ def num_classes(run: RunFiles) -> int:
     return len(declared) if isinstance(declared, list) else 2
 
 
+def is_of_numbers(run: RunFiles) -> bool:
+    return num_classes(run) == ONE_NUMBER
+
+
 def is_one_shot(run: RunFiles) -> bool:
     return bool(run.active.setting("contract", "exchange") == "one_shot")
 

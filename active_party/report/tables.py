@@ -29,6 +29,12 @@ from splitveil.common.text.upper_bounds import auc_at_most
 from splitveil.common.text.wording import setting_in_words
 
 _NOT_ALONE = "not measured (serving.fallback)"
+_NEEDS_OF_NUMBERS = {
+    "top_direction": "nothing",
+    "informed": "the model's predictions and slopes (evaluation only)",
+    "accumulated_top_direction": "nothing",
+    "accumulated_ridge_40": "40 labels of the run, and its own activations",
+}
 
 
 def leak_rows(findings: Sequence[MeasuredAttack]) -> Iterator[TableRow]:
@@ -38,6 +44,18 @@ def leak_rows(findings: Sequence[MeasuredAttack]) -> Iterator[TableRow]:
         figures = map(figure, (*of_attack, found.random_mean, found.random_q95))
         where = (found.party, found.layer, found.attack, needs_of(found.attack))
         yield TableRow((*where, *figures), found.beats_chance)
+
+
+def number_rows(run: run_files.RunFiles) -> Iterator[TableRow]:
+    """Yield the attacks on numbers: R2 beyond features with its interval, then other R2."""
+    for attack, found in run.active.summary.of_leak.of_numbers.items():
+        beyond, is_clear = (ABSENT, ABSENT), False
+        if found.beyond is not None:
+            beyond = (figure(found.beyond.r2), found.beyond.interval)
+            is_clear = found.beyond.low > 0
+        others = map(figure, (found.r2, found.q95, found.last_epoch, found.random))
+        needs = _NEEDS_OF_NUMBERS.get(attack, "not known here")
+        yield TableRow((attack, needs, *beyond, *others, count(found.examples)), is_clear)
 
 
 def run_levels(run: run_files.RunFiles) -> dict[tuple[str, str], RunFigures]:

@@ -288,6 +288,10 @@ class NumberBeyond(NamedTuple):
     low: Known  # lower end of its interval; 0 where it may be chance
     high: Known
 
+    @property
+    def interval(self) -> str:
+        return f"{self.low:.3f} to {self.high:.3f}"
+
 
 class NumberLeak(NamedTuple):
     r2: Known  # R2 with the labels; of an attack on single batches, its mean over them
@@ -319,6 +323,12 @@ class LeakFigures(Form):
     counts: Annotated[BatchCounts, Key("leak_batches")] = field(default_factory=BatchCounts)
     of_numbers: Annotated[Table[NumberLeak], Key(_OF_NUMBERS), IF_ANY] = field(default_factory=dict)
     """Attack -> its figures, where labels are numbers; no other figure is about these."""
+
+    @property
+    def strongest_of_numbers(self) -> NumberBeyond | None:
+        """Of the attack that explains most of what features leave of labels that are numbers."""
+        beyond = [one.beyond for one in self.of_numbers.values() if one.beyond is not None]
+        return max(beyond, key=itemgetter(0), default=None)
 
     def form(self) -> dict[str, Any]:
         return {_OF_NUMBERS: to_form(self.of_numbers)} if self.of_numbers else super().form()

@@ -45,6 +45,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from pyarrow import csv
 from sklearn.datasets import load_digits
 from sklearn.ensemble import HistGradientBoostingClassifier
@@ -59,6 +60,7 @@ from splitveil.deploy import flights
 from splitveil.deploy.init.choices import Wishes
 from splitveil.deploy.init.initialise import initialise
 from splitveil.deploy.init.proposal import Terms
+from splitveil.experiments.preparation import images_of
 from splitveil.passive_party.feature_exposure import Sample, measure_exposure
 from tests.support import simulation
 
@@ -122,6 +124,7 @@ CUTS = {
     ),
     "digits": Cut(("", ""), "is_odd"),
     "adult": Cut(("adult/adult",) * 2, "income", (EMPLOYER, TAX_OFFICE)),
+    "melanoma": Cut(("", ""), "is_melanoma"),
 }
 
 NOISE_RATIO = 1 / (math.sqrt(2) * statistics.NormalDist().inv_cdf(0.6))
@@ -517,6 +520,12 @@ def tables_of(name: str) -> Tables:
     if name == "digits":
         images, digits = load_digits(return_X_y=True)
         return in_halves(images, cut.label, digits % 2)
+    if name == "melanoma":  # means of 7 x 7 pixels and one colour
+        with np.load(Path(os.environ["SPLITVEIL_DATA"]) / "melanoma/melanoma84_jpeg.npz") as packed:
+            shrunk = [image.resize((12, 12), Image.Resampling.BOX) for image in images_of(packed)]
+            return in_halves(
+                np.array([np.asarray(one).ravel() for one in shrunk]), cut.label, packed["y"]
+            )
     own, other = map(read, cut.files, cut.columns)
     if name == "spambase":
         own, other = own.select([*range(28), cut.label]), other.select(range(28, 57))

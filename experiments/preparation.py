@@ -48,17 +48,17 @@ def _imdb(path: Path, folder: Path) -> None:
 
 def _melanoma(path: Path, folder: Path) -> None:
     with np.load(path, allow_pickle=False) as archive:
-        _write_images(folder / "melanoma", _images(archive), archive["y"])
+        _write_images(folder / "melanoma", images_of(archive), archive["y"])
 
 
 def _melanoma_grey64(path: Path, folder: Path) -> None:
     size = (GREY_SIDE, GREY_SIDE)
     with np.load(path, allow_pickle=False) as archive:
-        grey = (image.convert("L").resize(size) for image in _images(archive))
+        grey = (image.convert("L").resize(size) for image in images_of(archive))
         _write_images(folder / "melanoma_grey64", grey, archive["y"])
 
 
-def _images(archive: Mapping[str, NDArray[np.uint8]]) -> Iterator[Image.Image]:
+def images_of(archive: Mapping[str, NDArray[np.uint8]]) -> Iterator[Image.Image]:
     packed, offsets = archive["jpeg"].tobytes(), archive["offset"]
     for begin, end in itertools.pairwise(offsets):
         yield Image.open(io.BytesIO(packed[begin:end]))

@@ -1,4 +1,4 @@
-"""Uses this party's own features: those that a program sends, and those of its table.
+"""Uses this party's own features, as a program sends them or as its table has them.
 
 Sent features are encoded as those of the party's file were; the fallback model predicts from
 either.

@@ -1,4 +1,4 @@
-"""What the active party says about its online predictions: how many, how fast, by which model.
+"""Metrics of the active party's online predictions: how many, how fast, by which model.
 
 Every request is recorded in the metrics and in the transcript. No record has an id or a prediction.
 Everything is a count of requests, ids, questions or seconds. No figure depends on what was

@@ -1,4 +1,4 @@
-"""Predicts many ids: questions in flight, new attempts where a passive party was away, parts.
+"""Predicts many ids: questions in flight, retries where a passive party was away, parts.
 
 Finished predictions are stored in parts, so that an interrupted command goes on where it stopped:
 
@@ -37,13 +37,13 @@ from splitveil.common.wire.limits import ID_BYTES
 
 logger = logging.getLogger(__name__)
 
-PART_ROWS = 2**17  # rows of a part: what an interrupted command has to do again at most
+PART_ROWS = 2**17  # rows of a part: the most that an interrupted command computes again
 
 _ENDING = ".splitveil-part"
 
 
 class PredictionPlan(NamedTuple):
-    """What predicts. Parts of another plan are not continued."""
+    """The source of predictions. Parts of another plan are not continued."""
 
     model: str
     source: str  # where the rows come from

@@ -143,7 +143,7 @@ class Asked(NamedTuple):
 
 
 def asking_order(ids: Sequence[str]) -> NDArray[np.int64]:
-    """Return the order in which ids are asked for: a list's own may follow labels."""
+    """Return a sorted order of the ids: the order of a list may depend on labels."""
     return np.array(sorted(range(len(ids)), key=ids.__getitem__), np.int64)
 
 

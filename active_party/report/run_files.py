@@ -45,7 +45,7 @@ class PartyFiles(NamedTuple):
 
     @property
     def disclosure(self) -> float | None:
-        """What a passive party has measured that its columns give away, 0 to 1."""
+        """The disclosure of its columns as a passive party has measured it, 0 to 1."""
         path = self.folder / "exposure.json"
         found = _mapping(load_yaml(run_record.text_of(path) or "{}", str(path), RESOLVED))
         value = found.get("disclosure")

@@ -68,7 +68,7 @@ class PlannedAnswers(NamedTuple):
         return self.figure(auc_bound)
 
     def row(self) -> dict[str, Any]:
-        """Return plain values, column -> value; None for what is unknown or not bounded."""
+        """Return plain values, column -> value; None if unknown or not bounded."""
         sum_kl, estimate = self.figure(lambda one: float(one.sum_kl)), self.figure(estimate_of)
         figures = {"sum_kl": sum_kl, "estimated_leak_auc": estimate}
         figures |= {peers.column: self.bound(peers) for peers in Adversary}
@@ -111,7 +111,7 @@ class Plan(NamedTuple):
     them."""
     target: Target | None = None
     earlier: str = ""
-    """What earlier runs have revealed, by themselves and with this run; empty if nothing."""
+    """The leakage of earlier runs, by themselves and with this run; empty if none."""
 
     @property
     def of_run(self) -> PlannedAnswers:

@@ -1,4 +1,4 @@
-"""The defenses by which the active party limits what a gradient reveals about the labels.
+"""The active party's defenses, which limit what a gradient reveals about the labels.
 
 Every defense takes the raw gradient and the labels of one batch. All but ``none`` scale with the
 gradient: the answer to k g is k times the answer to g. Most defend the gradient of the cross

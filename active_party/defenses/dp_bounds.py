@@ -135,7 +135,7 @@ def strength_for_auc(auc_of: Callable[[float], float], leak_auc: float) -> float
 def _tilted_above_zero(uniform: int, size: float, centre: float, top: float) -> float:
     """Integrate exp((s - top)/2) over s > 0, s the centre plus some numbers uniform in +-size.
 
-    Without any the sum is an atom, half of which counts if it is at 0. The largest s is ``top``.
+    Without any the sum is an atom, and half of it counts if it is at 0. The largest s is ``top``.
     """
     if uniform == 0:
         return math.exp((centre - top) / 2) * (0.5 if centre == 0 else float(centre > 0))

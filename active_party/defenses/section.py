@@ -165,7 +165,7 @@ class DefenseSection(Section):
 
     @property
     def title(self) -> str:
-        """The name by which the settings choose the defense."""
+        """The name that the settings choose the defense by."""
         return str(type(self).model_fields["name"].default)
 
     @property

@@ -1,4 +1,4 @@
-"""What the active party knows about one calling passive party."""
+"""The active party's record of one calling passive party."""
 
 import threading
 import time

@@ -32,7 +32,7 @@ _ONE_WAY_S = 1.0
 class Introduced(NamedTuple):
     peer: probes.Introduction
     ahead_s: float
-    """Seconds by which its clock is ahead, less what its message took."""
+    """Seconds that its clock is ahead, less the travel time of its message."""
     certificate: bytes
     """PEM; empty without TLS."""
 

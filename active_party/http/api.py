@@ -62,7 +62,7 @@ _REQUEST = {_JSON: {"schema": PredictRequest.model_json_schema()}}
 
 
 class Reply(BaseModel):
-    """What every answer says beside the predictions, in the order of the ids."""
+    """The fields of every answer beside the predictions, in the order of the ids."""
 
     found: list[bool]
     """True if there is a prediction."""

@@ -1,10 +1,10 @@
 """Collects predictors of the training rows' labels, until the model has memorised them.
 
 To measure what an attack finds beyond features, the monitor needs predictions of labels by models
-that have not seen them. They are fitted across folds at the end of the run; what they are fitted on
-is stored here: the active party's own features of each row, and from its last visit its activation,
-the model's prediction of it, and the mean of its predictions so far, of which an attack over the
-run may know more than of the last one.
+that have not seen them. They are fitted across folds at the end of the run, on the values stored
+here: the active party's own features of each row, and from its last visit its activation, the
+model's prediction of it, and the mean of its predictions so far, since an attack over the run may
+know more of the mean than of the last one.
 
 A model that has memorised its training labels puts them into its activations, and an attack
 would be adjusted for the very label that it found. So the visits of an epoch count only while the

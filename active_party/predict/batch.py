@@ -4,10 +4,9 @@ Finished predictions are stored in parts, so that an interrupted command goes on
 
     predictions.parquet.parts/00000000.splitveil-part  the rows asked for first, and so on
 
-A part begins with the SHA-256 of what is predicted, of its place and of its rows: one that is
-damaged, or of another prediction, is computed again. Files with this ending, and no others, are
-deleted once the output is written. Predictions are about labels: the files are readable by their
-owner only.
+A part begins with the SHA-256 of its plan, its place and its rows: one that is damaged, or of
+another prediction, is computed again. Files with this ending, and no others, are deleted once the
+output is written. Predictions are about labels: the files are readable by their owner only.
 """
 
 import hashlib

@@ -112,7 +112,7 @@ class JointModel:
     def predictions(
         self, activations: Sequence[Tensor], own: Features | None
     ) -> NDArray[np.float32]:
-        """Return what the model predicts.
+        """Return the model's predictions.
 
         Returns the probabilities of label 1, (rows,), or of each class, (rows, classes); or numbers
         in the label's unit, (rows,). Shapes: ``activations`` (rows, *cut_shape).

@@ -1,4 +1,4 @@
-"""The answer to the report's question, for a reader who is no statistician: words and a picture."""
+"""The answer to the report's question, for laypeople in statistics: words and a picture."""
 
 from collections.abc import Mapping, Sequence
 

@@ -2,7 +2,7 @@
 
 A killed run does not have a summary, and its last line may be cut off; a party that keeps its files
 private does not have a folder here. Missing files are read as empty and never cause an error,
-except the active party's metrics, without which there is nothing to report.
+except the active party's metrics, which every report needs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

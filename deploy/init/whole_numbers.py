@@ -1,4 +1,4 @@
-"""Judges whole numbers by what they do: quantities, codes, or identifiers."""
+"""Judges whole numbers by their distribution: quantities, codes, or identifiers."""
 
 import numpy as np
 from numpy.typing import NDArray

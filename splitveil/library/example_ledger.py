@@ -1,7 +1,7 @@
 """The leak ledger for other trainers: what all answers about each example may have revealed.
 
-It is the ledger of a run (`splitveil.active_party.ledger`), which adds up charges example by
-example and knows for which peers a charge holds, behind an interface that needs no run.
+It is the ledger of a run (`splitveil.active_party.ledger`), which adds up charges by example and
+knows the peers that a charge holds for, behind an interface that needs no run.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -50,7 +50,7 @@ class Run:
     Args:
         path: the run's folder ``runs/<run name>``, or the active party's folder in it.
         owner: an object to keep as long as the run, such as one that deletes a temporary folder.
-        base_dir: the folder to which the paths of the settings are relative, if it is known.
+        base_dir: the folder that the paths of the settings are relative to, if known.
 
     Raises:
         SettingsError: there are no metrics of an active party in it.
@@ -70,7 +70,7 @@ class Run:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the active party has written its summary."""
+        """True if the active party has written its summary."""
         return self._files().active.has_ended
 
     @property

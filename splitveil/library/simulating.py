@@ -92,7 +92,7 @@ def simulate(
         settings: settings to override, by their dotted names as with ``--set``:
             ``{"contract.epochs": 3, "passive.bottom_model.hidden": [64]}``. A model may be a
             subclass of ``torch.nn.Module``, a function of `FeatureShapes` that returns a module, or
-            a module, of which every run trains a copy. With tables in memory, paths are relative to
+            a module; every run trains a copy of it. With tables in memory, paths are relative to
             the current folder.
         threads: the number of cores to compute on; by default the settings' number, or all. With
             small models, one core is often as fast as all; with several jobs, each has one.
@@ -100,8 +100,8 @@ def simulate(
         runs: the folder of all runs. By default they are in a temporary folder, which is deleted
             with the last reference to the result. Tables in memory are written there, too. A
             finished run with the same settings and tables is reused, which is logged, so that the
-            same call continues an interrupted one. A run with code of one's own (a model, defense
-            or attack) or with a file that has changed since runs again.
+            same call continues an interrupted one. A run with custom code (a model, defense or
+            attack) or with a file that has changed since runs again.
         callbacks: objects with ``on_epoch(run)``, called after every epoch with the run so far, or
             ``on_end(run)``, called with a run that has ended, or both; a function is an
             ``on_epoch``. A run waits for them; what one raises ends its run and the simulation, and

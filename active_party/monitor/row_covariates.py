@@ -57,7 +57,7 @@ class Latest:
 
     @classmethod
     def empty(cls, num_rows: int, num_logits: int) -> Self:
-        """Return it for rows without any visit, whose number of values is unknown."""
+        """Return the record of rows without any visit, whose number of values is unknown."""
         activations = torch.zeros(num_rows, 0, dtype=torch.float16)
         return cls(activations, torch.zeros(num_rows, 2 * num_logits, dtype=torch.float16))
 

@@ -86,7 +86,7 @@ class PredictionFigures:
     classes: FiguresByClass | None = None
     number: NumberFigures | None = None
     average_precision: float = math.nan
-    """With more than two classes, the mean over each class against the rest; NaN if labels are
+    """With more than two classes, the mean over classes, each against the rest; NaN if labels are
     numbers, or there is no positive."""
 
     @property

@@ -121,7 +121,7 @@ def _may_fold(raw: Sequence[str]) -> bool:
 
 
 def likely_ids(columns: Sequence[Column], cells: Mapping[str, Any]) -> dict[str, OwnIds]:
-    """Return the columns where more than half of the rows have a unique id."""
+    """Return the columns that have distinct ids for more than half of the rows."""
     found = {}
     for column in columns:
         own = cells[column.name]

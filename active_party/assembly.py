@@ -33,7 +33,7 @@ def signals_of(
 
 
 def allowance_of(settings: ActiveSettings, earlier: AccountBook | None = None) -> Allowance:
-    """Return the limit to what a run may reveal, and the peers for whom it can have bounds."""
+    """Return the limit on what a run may reveal, and the peers it can have bounds for."""
     budget, signals = settings.run_budget, signals_of(settings, earlier)
     objection = None if budget is None else objection_to(budget.peers, signals)
     if objection is not None:

@@ -108,7 +108,7 @@ def _folders(settings: ActiveSettings, own: Path | None) -> list[Path]:
 
 
 def answers_before(settings: ActiveSettings) -> AccountBook:
-    """Return what a run would begin with; a finished run of this name counts, as with --fresh."""
+    """Return a run's initial accounts; a finished run of this name counts, as with --fresh."""
     own = settings.run_folder(ACTIVE)
     return earlier_answers(settings, None if has_finished(own) else own, leaves_books=False)
 

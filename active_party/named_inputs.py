@@ -21,9 +21,9 @@ HAS_KNOWN_NOISE = (
 
 
 def label_uses_of(settings: ActiveSettings, earlier: AccountBook | None = None) -> LabelUses:
-    """Return where labels are used besides the answers, in the model to start from as well.
+    """Return where labels are used besides the answers, including the model to start from.
 
-    ``earlier`` has the accounts with which the run begins, as far as they are known.
+    ``earlier`` has the run's initial accounts, as far as they are known.
 
     Raises SettingsError if a named file of an earlier run cannot be taken over.
     """

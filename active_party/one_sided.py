@@ -1,4 +1,4 @@
-"""Takes part in a run whose common ids this party alone learns, from the sealed table of its peer.
+"""Takes part in a run whose common ids only this party learns, from its peer's sealed table.
 
 The passive party has fitted its model by itself, and serves it (``splitveil passive serve``). It is
 asked for its whole table, in the same way whichever ids are common; everything after that happens

@@ -1,4 +1,4 @@
-"""What a run will reveal about the labels, as far as it is known before any training.
+"""Forecasts what a run will reveal about the labels, before any training.
 
 The defense forecasts the charge of one answer (see ``defenses.forecast`` for the kinds of forecast,
 and the modules of the defenses for their proofs); here it is extended to the whole run and compared
@@ -49,7 +49,7 @@ class PlannedAnswers(NamedTuple):
     noise: str
     """``fresh`` or ``persistent``."""
     is_configured: bool
-    """Whether the settings choose this noise."""
+    """True if the settings choose this noise."""
     answers: int
     charge: ChargeForecast
     """Of all of them together."""
@@ -68,7 +68,7 @@ class PlannedAnswers(NamedTuple):
         return self.figure(auc_bound)
 
     def row(self) -> dict[str, Any]:
-        """Return plain values, column -> value; None for what is unknown or not bounded."""
+        """Return plain values, column -> value; None if unknown or not bounded."""
         sum_kl, estimate = self.figure(lambda one: float(one.sum_kl)), self.figure(estimate_of)
         figures = {"sum_kl": sum_kl, "estimated_leak_auc": estimate}
         figures |= {peers.column: self.bound(peers) for peers in Adversary}
@@ -96,7 +96,7 @@ class Target(NamedTuple):
     leak_auc: float
     ratios: tuple[PlannedRatio, ...]
     holds_for_any_means: bool
-    """Whether the ratios hold whatever the class means are, as with several classes."""
+    """True if the ratios hold for any class means, as with several classes."""
 
 
 class Plan(NamedTuple):
@@ -107,11 +107,11 @@ class Plan(NamedTuple):
     remarks: tuple[str, ...]
     """Sentences about the reliability of the figures, other signals and those in brief."""
     brief: tuple[str, ...] = ()
-    """Those without which bounds would be misread: of which labels they are, and what limits or
-    adds to them."""
+    """Sentences needed to read the bounds: the labels they are about, and what limits or adds to
+    them."""
     target: Target | None = None
     earlier: str = ""
-    """What earlier runs have revealed, by themselves and with this run; empty if nothing."""
+    """The leakage of earlier runs, by themselves and with this run; empty if none."""
 
     @property
     def of_run(self) -> PlannedAnswers:
@@ -197,7 +197,7 @@ def plan_of(
 
 
 def stop_epoch(charge: float, epochs: int, max_sum_kl: float) -> int | None:
-    """Return the epoch, from 0, in which a budget ends a run with fresh noise, or None."""
+    """Return the epoch, from 0, when a budget ends a run with fresh noise, or None."""
     whole = num_answers_within(max_sum_kl, charge)
     return None if whole >= epochs else int(whole)
 

@@ -1,4 +1,4 @@
-"""The folder of a run: opens it, finds a run that is over, and leaves the results of one that ends.
+"""The folder of a run: opens it, recognises a finished run, and saves an ending run's results.
 
 checkpoint/model.safetensors      the top model as it was trained
 checkpoint/refitted.safetensors   a top model fitted to the true labels afterwards; only for this
@@ -149,7 +149,7 @@ def fit_after_one_shot(
 def save_results(
     settings: ActiveSettings, folder: Path, session: ActiveSession, builder: TrainerBuilder
 ) -> PredictionFigures | None:
-    """Save what a run that is over has learned; return the refitted model's figures, if any."""
+    """Save the results of a run that is over; return the refitted model's figures, if any."""
     trainer = session.lifecycle.phase.trainer
     if trainer is None:
         return None
@@ -161,7 +161,7 @@ def save_results(
         refit = fit_after_one_shot(settings, folder, session, trainer)
     is_label_free = builder.is_label_free and not is_one_shot
     learned_from = model_files.RELEASED_LABELS if is_label_free else model_files.TRUE_LABELS
-    with session.lifecycle.stages:  # no handler that is still at work may charge meanwhile
+    with session.lifecycle.stages:  # no handler still at work may charge meanwhile
         book = session.lifecycle.phase.account_book()
     identity, noise = _identity(session), _noise(settings)
     result_of = model_files.identity_metadata(identity, settings.contract) | book.as_metadata()
@@ -227,7 +227,7 @@ def _noise(settings: ActiveSettings) -> dict[str, str]:
 def save_refitted(
     settings: ActiveSettings, folder: Path, model: nn.Module, identity: ModelIdentity
 ) -> None:
-    """Save a model that was fitted to true labels, as that of a run, and what builds it."""
+    """Save a run's model that was fitted to true labels, and the settings that build it."""
     built_by = {model_files.TOP_MODEL: settings.top_model.model_dump_json()}
     for part in model.modules():
         if isinstance(part, WithTrees):
@@ -260,7 +260,7 @@ def read_activations(
 ) -> tuple[Names, NDArray[np.uint8], Tensor]:
     """Return names, splits and last activations of a run's rows, in the common order.
 
-    ``of_run`` is what the weights of the run's model say. Raises SettingsError.
+    ``of_run`` is the metadata of the run's model. Raises SettingsError.
     """
     path = folder / "checkpoint" / _ACTIVATIONS
     said = model_files.metadata_of(path.parent, _ACTIVATIONS, "refit")

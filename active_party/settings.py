@@ -69,8 +69,8 @@ class ServingSettings(Section):
     relative to this settings file. ``null`` for all."""
 
     fallback: bool = False
-    """Whether to train a model of this party's own features only at the end of a run, and to
-    answer with it, marked as such, while a passive party is away or where it has no row of an id.
+    """At the end of a run, train a model of only this party's own features, and answer with it,
+    marked as such, while a passive party is away or where it has no row of an id.
     """
 
 
@@ -125,7 +125,7 @@ RunBudget = Annotated[
     Annotated[LeakAucBudget, Tag("leak_auc")] | Annotated[SumKlBudget, Tag("sum_kl")],
     kind_by_key("leak_auc", "sum_kl", error_type="run_budget_key"),
 ]
-"""Limit on what a run may reveal about each label; the key that is present names the unit."""
+"""Limit on what a run may reveal about each label; its key names the unit."""
 
 
 class EarlyStopping(Section):
@@ -193,13 +193,13 @@ class RefitSettings(Section):
     rate runs once; five without a smaller loss on the held-out rows are the last."""
 
     boosting: bool = False
-    """Whether to try the mean of its outputs and those of scikit-learn's gradient boosting, on the
-    activation and the own numbers and categories, at most 1,024 columns together. It is taken if it
-    predicts the held-out rows better."""
+    """Try the mean of its outputs and those of scikit-learn's gradient boosting, on the activation
+    and the own numbers and categories, at most 1,024 columns together. It is used if it predicts
+    the held-out rows better."""
 
 
 class InferenceSettings(Section):
-    """Predictions with the trained model, for which this party calls the passive parties."""
+    """Predictions with the trained model; this party calls the passive parties for them."""
 
     connect: dict[Name, Address] = Field(default_factory=dict)
     """Host and port of each passive party's ``splitveil passive serve``, by its name in the
@@ -239,8 +239,8 @@ class ActiveSettings(PartySettings):
     The path is relative to this settings file. By default the file lies beside the checkpoint: a
     run that resumes keeps its noise, and a new run draws new noise. Give a path to keep the noise
     over several runs with the same defense on the same label column, which together then reveal no
-    more than the first one: an example is trained on the label with which it was first used,
-    whatever the column says now. These labels lie beside the key, in a file with the ending
+    more than the first one: every example keeps the label it was first used with, whatever the
+    column says now. These labels lie beside the key, in a file with the ending
     ``.labels``: move both. With another strength or column, and with noisy sums, what runs reveal
     adds up. Anyone who can read this file can subtract the noise. Needs ``data.id_column``.
     """
@@ -288,7 +288,7 @@ class ActiveSettings(PartySettings):
     only."""
 
     def defense_context(self, pos_fraction: float = 0.5) -> DefenseContext:
-        """Return the facts on which the defense depends; forecasts need the share of positives."""
+        """Return the facts that the defense depends on; forecasts need the share of positives."""
         data, within = self.data, self.data.label_range
         bounds = None if within is None else (within.low, within.high)
         return DefenseContext(
@@ -313,7 +313,7 @@ class ActiveSettings(PartySettings):
         return self.run_folder(ACTIVE) / "checkpoint" / "noise.key"
 
     def earlier_answers(self) -> AccountBook:
-        """Return what the ledgers that are named say about earlier runs, by example."""
+        """Return the named ledgers' accounts of earlier runs, by example."""
         named = self.earlier_ledgers or ()
         folders = [expand_path(SETTING, text, self.base_dir) for text in named]
         own = self.run_folder(ACTIVE).resolve()

@@ -70,7 +70,7 @@ class TrainerBuilder:
 
     @property
     def is_label_free(self) -> bool:
-        """Whether the trained model depends on labels only through what a defense released."""
+        """True if the trained model depends on labels only through what a defense released."""
         began_free = self._earlier is None or self._earlier.is_label_free
         return began_free and self._settings.defense.traits.model_is_label_free
 

@@ -1,4 +1,4 @@
-"""Issues certificates: a trial authority's own, and those of the parties that it signs.
+"""Issues certificates: a trial authority's own, and the parties' certificates that it signs.
 
 ``DIR/<party>/`` holds everything that one party needs and nothing that belongs to another.
 
@@ -41,7 +41,7 @@ FOR_ALL = 0o644  # mode of a file that everybody may read
 AUTHORITY_DAYS = 3650
 PARTY_DAYS = 90
 CLOCK_SKEW = timedelta(hours=1)
-"""Time by which the other machine's clock may be behind."""
+"""Allowed lag of the other machine's clock."""
 
 
 class PartyFolder(NamedTuple):
@@ -280,9 +280,9 @@ def sign_request(
     """Sign a party's request, and write its certificate beside that of the authority.
 
     Only the public key and the one expected name are taken from the request. ``said`` is the public
-    key's SHA-256 as the other side has read it out, if it is compared here.
+    key's SHA-256 as read out by the other side, if it is compared here.
 
-    Returns the SHA-256 of the public key, and that of the authority's certificate.
+    Returns the SHA-256 of the public key and of the authority's certificate.
     """
     authority = read_authority(folder)
     request = read_request(path)
@@ -299,7 +299,7 @@ def sign_request(
             f"{path}: the public key's SHA-256 is not the one that was read out: this is not the "
             f"request that the other side has sent"
         )
-    # A folder is left alone if it holds another private key than the request's.
+    # A folder with another private key than the request's is not changed.
     if own.private_key.exists():
         if _read_private_key(own.private_key).public_key() != key:
             raise SettingsError(
@@ -330,7 +330,7 @@ def read_request(path: Path) -> x509.CertificateSigningRequest:
 
 
 def kind_of_file(path: Path) -> str:
-    """Return what a PEM file holds, in words."""
+    """Describe the content of a PEM file."""
     data = read_or_refuse(path, MAX_FILE_BYTES)
     found = re.search(rb"-----BEGIN ([A-Z ]{1,40})-----", data)
     label = found[1].decode() if found else ""

@@ -7,7 +7,7 @@ Once all parties have ended, the report is rewritten with the figures of all par
 one defense is given, they run one after another with the same batches and the same test rows, and
 the results are compared in a table and in ``<run name>-comparison.html`` in the folder of all runs.
 An unfinished run resumes, and a finished one is run again; no run counts as an earlier one.
-The exit code is that of the first party that fails; it is 5 if the run was ended for good, and 0 if
+The exit code comes from the first party that fails; it is 5 if the run was ended for good, and 0 if
 such a run is started again.
 """
 
@@ -155,7 +155,7 @@ def _show(name: str, ended: Mapping[str, EndedRun], page: Path | None) -> None:
 
 
 def _disclosed(folder: Path) -> Text | None:
-    """Return what a run has given away of the columns of its passive party, if there is one."""
+    """Return how much a run has given away of its passive party's columns, if known."""
     from splitveil.passive_party.report_page import read_exposure  # noqa: PLC0415
 
     found = read_exposure(folder / "passive")
@@ -314,8 +314,8 @@ def trial_overrides(
 ) -> dict[str, list[str]]:
     """Make certificates if a party's settings ask for mTLS and name files that do not exist.
 
-    ``overrides`` are those of each party's file. Returns further ones, with which each party finds
-    its certificates; they stay in ``runs_dir`` for the next call.
+    ``overrides`` are given by party's file. Returns further ones that name each party's
+    certificates, which stay in ``runs_dir`` for the next call.
     """
     settings = {
         kind: apply_overrides(

@@ -84,7 +84,7 @@ def _plain(value: object) -> object:
 def contract_values(
     example_dir: Path, settings: Mapping[str, Any], overrides: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the contract that a party's settings name, with those of its overrides for it."""
+    """Return the contract that a party's settings name, with the party's overrides of it."""
     contract = read_yaml(example_dir / str(settings.get("contract")))
     own = [text for text in overrides if text.startswith("contract.")]
     values: dict[str, Any] = apply_overrides({"contract": contract}, own)["contract"]
@@ -126,7 +126,7 @@ class NamedDefense(NamedTuple):
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The settings of all parties with which a run has this defense."""
+        """The overrides for all parties that give a run this defense."""
         own = override("active.defense", self.settings)
         if self.title != ONE_SHOT:
             return (own,)
@@ -137,7 +137,7 @@ class NamedDefense(NamedTuple):
         whole = f"{name}-{slug(self.title).strip('-')}"
         if len(whole) <= NAME_CHARACTERS:
             return whole
-        # Long settings differ in what is cut off.
+        # Long settings differ in the part that is cut off.
         digest = hashlib.blake2b(f"{name} {self.title}".encode(), digest_size=4).hexdigest()
         return f"{whole[: NAME_CHARACTERS - len(digest) - 1].rstrip('-_.')}-{digest}"
 

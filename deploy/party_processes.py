@@ -68,11 +68,11 @@ def run_parties(
 
     When one fails, the others have ``PEER_NOTICES_S`` to end by themselves. A SIGINT or SIGTERM
     received meanwhile is forwarded once to each. With ``stderr``, their output is shown there; with
-    ``quiet``, only that of a run in which a party fails, and errors, after a line on a terminal
-    that shows what a party logged last.
+    ``quiet``, only the output of a run where a party fails, and errors, after a line on a terminal
+    that shows a party's last log line.
 
-    Returns 0, or the exit code of the first party that failed, one that knows the reason before one
-    that only noticed that its peer was gone.
+    Returns 0, or the exit code of the first party that failed; a party that knows the reason goes
+    before one that only noticed that its peer was gone.
     """
     console = Console(stderr=stderr)
     stream = sys.stderr if stderr else sys.stdout

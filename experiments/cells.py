@@ -51,16 +51,16 @@ class Cell(NamedTuple):
     dataset: str
     variant: str
     series: str
-    """The variant's name in the experiment's file: the curve to which this point belongs."""
+    """The variant's name in the experiment's file: the curve this point belongs to."""
 
     seed: int
     settings: Settings
     prepare: str | None
     after: "Cell | None" = None
-    """The cell with whose weights it starts."""
+    """The cell whose weights it starts with."""
 
     is_followed: bool = False
-    """Whether other cells start with its weights."""
+    """True if other cells start with its weights."""
 
     @property
     def name(self) -> str:

@@ -195,7 +195,7 @@ def _of_received(party: str, epoch: int, path: Path, *, beside_logit: bool) -> I
     with np.load(path, allow_pickle=False) as stored:
         gradients, labels = stored["gradients"], stored.get("labels", np.zeros(0))
         _, batch, sizes = np.unique(stored["batches"], return_inverse=True, return_counts=True)
-    # Of an example's own loss: what is received is the slope of the batch's mean.
+    # Scaled to an example's own loss: the gradient received is of the batch's mean loss.
     rows = gradients.reshape(len(gradients), -1) * sizes[batch][:, None]
     of_cut, error = (rows[:, :-1], np.abs(rows[:, -1])) if beside_logit else (rows, None)
     figures = {"norm": np.linalg.norm(of_cut, axis=1)}

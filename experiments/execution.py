@@ -72,7 +72,7 @@ class Ending(NamedTuple):
 
 
 def is_finished(cell: Cell, results: Path) -> bool:
-    """Whether a cell has run to its end with exactly these settings."""
+    """Tell whether a cell has run to its end with exactly these settings."""
     return _digest_in(results / cell.folder / FINISHED) == cell.digest
 
 
@@ -179,7 +179,7 @@ def _run(
             cell, 1, 0.0, f"it starts with the weights of {cell.after.name}, which is not finished"
         )
     folder = results / cell.folder
-    if resources.in_process:  # what an interrupted one left would be counted among its figures
+    if resources.in_process:  # an interrupted run's figures would be counted among this one's
         shutil.rmtree(folder, ignore_errors=True)
     _make_ready(cell, results, prepared)
     begun = time.monotonic()

@@ -85,10 +85,10 @@ def median_hard(gradients: Tensor, classes: scores.KnownClasses) -> Tensor:
 
 
 def knows_output(gradients: Tensor, activations: Tensor) -> Tensor:
-    """Score GAFM's answers about a cut of one number, (rows, 1), as one who knows its activation.
+    """Score GAFM's answers about a cut of one number, (rows, 1), with the activation known.
 
-    All but the softened label is a smooth function of the activation: fits that and two levels, one
-    for each side of 1/2, in turns. Which level is the positives' is left open.
+    All but the softened label is a smooth function of the activation: fits this function and two
+    levels, one for each side of 1/2, in turns. It does not decide which level belongs to positives.
     """
     f, given = (part[:, 0].detach().double().numpy() for part in (activations, gradients))
     knots = np.quantile(f, np.linspace(0, 1, 8)[1:-1])

@@ -273,8 +273,8 @@ class Experiment(Section):
     """The figure behind a mean: the standard deviation over the seeds, or the standard error."""
 
     in_process: bool = False
-    """Whether both parties of a run share one process: several times faster, with the same bits,
-    but for models with dropout. For two parties; without checkpoints."""
+    """Run both parties in one process: several times faster, with the same bits except for models
+    with dropout. For two parties; without checkpoints."""
 
     datasets: dict[Label, Dataset] = Field(min_length=1)
     """The data sets to train on."""
@@ -332,7 +332,7 @@ def rows_of(name: str, variant: Variant) -> dict[str, dict[str, Swept]]:
 
 
 def load_experiment(name_or_path: str) -> tuple[str, Experiment, Path]:
-    """Return an experiment's name, its content, and the folder to which its paths refer."""
+    """Return an experiment's name, its content, and the folder its paths are relative to."""
     path = Path(name_or_path)
     if path.suffix != ".yaml":
         path = FOLDER / f"{name_or_path}.yaml"

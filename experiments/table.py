@@ -94,7 +94,7 @@ def _table(
     shows_seeds = len(set(measured.values())) > 1
     header += ["seeds"] if shows_seeds else []
     lines = [_row(header), "|" + "---|" * len(header)]
-    for variant in dict.fromkeys([*measured, *published]):  # some are in the publication alone
+    for variant in dict.fromkeys([*measured, *published]):  # some are only in the publication
         cells = [variant]
         for name in shown:
             cells.append(spread(found[name].get((dataset, variant), ()), experiment.spread))

@@ -1,4 +1,4 @@
-"""Attacks for programs: their names, their scores of one batch, and attacks of one's own.
+"""Attacks for programs: their names, their scores of one batch, and custom attacks.
 
     from splitveil import attacks, simulate
 

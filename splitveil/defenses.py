@@ -1,4 +1,4 @@
-"""Defenses for programs: their settings, and what a defense of one's own is made of.
+"""Defenses for programs: their settings, and the parts of a custom defense.
 
     from splitveil import defenses, simulate
 
@@ -72,4 +72,4 @@ __all__ = [
 NAMES: tuple[str, ...] = tuple(
     str(section.model_fields["name"].default) for section in get_args(get_args(DefenseSettings)[0])
 )
-"""The names by which settings and ``simulate`` choose a defense."""
+"""The names of defenses in settings and ``simulate``."""

@@ -1,4 +1,4 @@
-"""What models of one's own get: the features of some rows, and their shapes.
+"""The inputs of custom models: the features of some rows, and their shapes.
 
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""``splitveil active check``: tries everything on which a run depends, and changes nothing."""
+"""``splitveil active check``: tries everything a run depends on, and changes nothing."""
 
 import argparse
 import socket

@@ -1,4 +1,4 @@
-"""``splitveil active plan``: what a run will reveal about the labels, before any training."""
+"""``splitveil active plan``: forecasts what a run will reveal about the labels."""
 
 import argparse
 import sys

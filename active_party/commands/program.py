@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def parser(program: str = "active-party") -> argparse.ArgumentParser:
-    """Return the command's parser; ``program`` is the words with which it is called."""
+    """Return the command's parser; ``program`` is how the user calls it."""
     return party_parser(program, "active", _add_own_commands)
 
 

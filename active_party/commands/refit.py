@@ -1,7 +1,7 @@
-"""``splitveil active refit``: fits another top model on what a finished run has left.
+"""``splitveil active refit``: fits another top model on the files of a finished run.
 
-It asks no passive party and sends nothing, so it costs no privacy, whatever is tried, and however
-often; a label that was corrected since counts as it is now.
+It asks no passive party and sends nothing, so it costs no privacy, whatever is tried and however
+often. A label corrected since the run counts with its new value.
 """
 
 import argparse
@@ -29,10 +29,10 @@ from splitveil.common.text.visible_text import visible
 
 
 class Refitted(NamedTuple):
-    """What became of a new top model; figures are of the test rows, None without any."""
+    """The outcome of fitting a new top model; figures are of the test rows, None without any."""
 
     is_better: bool
-    """Whether it predicts the held-out rows better than the one before, and was saved."""
+    """True if it predicts the held-out rows better than the previous model, and was saved."""
     before: PredictionFigures | None
     after: PredictionFigures | None
     """Of the model that predicts from now on."""
@@ -50,8 +50,8 @@ def refit_again(settings: ActiveSettings, device: torch.device) -> Refitted:
     """Fit a new top model, and save it if it is better on held-out training rows.
 
     Raises:
-        SettingsError: there is no finished run that has kept its activations, or its contract or
-            encoding is another.
+        SettingsError: there is no finished run with stored activations, or its contract or encoding
+            differs.
         DataError: this party's table lacks the run's rows.
     """
     folder = settings.run_folder(ACTIVE)

@@ -67,7 +67,7 @@ def train(
     allowance: Allowance | None = None,
     count: Counting = nullcontext,
 ) -> Served:
-    """Serve a session over any link until it is over, and save what it has learned."""
+    """Serve a session over any link until it is over, and save its results."""
     draw_nonce = partial(command_line.draw_nonce, settings)
     session = build_session(settings, data, builder, recorder, draw_nonce, store, allowance, count)
     session.reopen()

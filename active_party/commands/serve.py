@@ -143,6 +143,6 @@ def serving(settings: ActiveSettings, service: AnswerService, access: Access) ->
 
 
 def impatient(settings: ActiveSettings) -> ActiveSettings:
-    """Return settings with which a stream whose answers come too late is given up."""
+    """Return settings that give up a stream whose answers come too late."""
     reconnect = settings.reconnect.model_copy(update={"deadline_s": settings.serving.timeout_s})
     return settings.model_copy(update={"reconnect": reconnect})

@@ -1,9 +1,8 @@
-"""Defenses, which the active party applies so that a gradient reveals little about the labels.
+"""The active party's defenses, which limit what a gradient reveals about the labels.
 
 Every defense takes the raw gradient and the labels of one batch. All but ``none`` scale with the
 gradient: the answer to k g is k times the answer to g. Most defend the gradient of the cross
-entropy; ``noisy_label`` replaces the labels from which the gradient is computed, and ``gafm`` the
-loss.
+entropy; ``noisy_label`` replaces the labels of the loss, and ``gafm`` the loss itself.
 
 A defense is one module: its settings class answers every question about it (see ``section``) and is
 a member of the union below.

@@ -43,9 +43,8 @@ class _TwoClassGap(NamedTuple):
         """Charge the gap against the mean noise variance that each class has on it.
 
         In a batch of one class, a row at the other class's running mean represents that class,
-        stretched to the largest norm of the answer. If that mean is longer, such a row would not
-        have received any noise, and the charge is infinite. It is also infinite if the other class
-        has never been seen.
+        stretched to the largest norm of the answer. The charge is infinite if that mean is longer,
+        since such a row would have received no noise, or if the other class has never been seen.
         """
         target = float(torch.hypot(self.norms, noise.norms).max())
         if target == 0:

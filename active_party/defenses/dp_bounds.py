@@ -1,4 +1,4 @@
-"""What a differentially private release reveals at most: exact AUCs, mu, epsilon and delta.
+"""Bounds on what a differentially private release reveals: exact AUCs, mu, epsilon and delta.
 
 A mechanism is mu-GDP if telling two neighbouring inputs apart by its output is at least as hard as
 telling N(0, 1) from N(mu, 1) (Dong, Roth and Su, JRSS B 2022, definition 2.5). A Gaussian mechanism
@@ -78,7 +78,7 @@ def auc_of_epsilon(epsilon: float) -> float:
 def gaussian_of_epsilon(epsilon: float) -> float:
     """Return the mu of the weakest Gaussian mechanism that reveals no less than any e-label-DP one.
 
-    An infinite epsilon is that of a mechanism without one.
+    Epsilon is infinite for a mechanism without label-DP.
     """
     # exp(-e) is 0 in double precision from 745 on.
     return gaussian_of_response(epsilon) if epsilon < 700 else math.inf
@@ -135,7 +135,7 @@ def strength_for_auc(auc_of: Callable[[float], float], leak_auc: float) -> float
 def _tilted_above_zero(uniform: int, size: float, centre: float, top: float) -> float:
     """Integrate exp((s - top)/2) over s > 0, s the centre plus some numbers uniform in +-size.
 
-    Without any the sum is an atom, half of which counts if it is at 0. The largest s is ``top``.
+    Without any the sum is an atom, and half of it counts if it is at 0. The largest s is ``top``.
     """
     if uniform == 0:
         return math.exp((centre - top) / 2) * (0.5 if centre == 0 else float(centre > 0))
@@ -165,7 +165,7 @@ _LARGEST_MU = 1e6
 
 
 def mu_of_leak_auc(leak_auc: float) -> float:
-    """Return the mu for which no score reaches a higher AUC, which is within [0.5, 1)."""
+    """Return the mu at which the best score has this AUC, which is within [0.5, 1)."""
     if not 0.5 <= leak_auc < 1:
         raise ValueError(f"expected a leak AUC from 0.5 to less than 1, got {leak_auc}")
     return math.sqrt(2) * float(special.ndtri(leak_auc))
@@ -193,7 +193,7 @@ def delta_of(mu: float, epsilon: float) -> float:
 def epsilon_of(mu: float, delta: float) -> float:
     """Return the least epsilon for which mu-GDP implies (epsilon, delta)-privacy.
 
-    Rounded up by less than a millionth; infinite for a mu beyond all use.
+    Rounded up by less than a millionth; infinite for a uselessly large mu.
     """
     if not mu >= 0 or not 0 < delta < 1:
         raise ValueError(f"expected mu of at least 0 and 0 < delta < 1, got {mu} and {delta}")

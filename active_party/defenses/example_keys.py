@@ -43,8 +43,8 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 def load_or_create_key(path: Path) -> NoiseKey:
     """Read the noise key, or create it. Safe for processes that start at the same time.
 
-    Raises SettingsError if it is no key, others own, read or write it, or `used_labels_file` is
-    not as the key was left; StorageError if it cannot be written.
+    Raises SettingsError if the file is not a key, others own, read or write it, or
+    `used_labels_file` does not match it; StorageError if it cannot be written.
     """
     used = used_labels_file(path)
     if not path.exists():
@@ -93,8 +93,8 @@ def used_labels_file(path: Path) -> Path:
 def used_labels(path: Path) -> bytes:
     """Return what `used_labels_file` holds; the caller holds the lock of the key's file.
 
-    Raises SettingsError if it is not what the key's file says: a file that was emptied, cut off,
-    put back from an old copy, or is another key's, would make used rows look new.
+    Raises SettingsError if it does not match the key's file: an empty, truncated or old file, or
+    another key's, would make used rows look new.
     """
     file = used_labels_file(path)
     if not file.exists():
@@ -157,7 +157,7 @@ def scalars(keys: Tensor) -> Tensor:
 
 
 def _read(path: Path) -> tuple[NoiseKey, list[bytes]]:
-    """Return the key, and the digests of the labels for which it was used, none if it was not."""
+    """Return the key, and the digests of the labels it was used for, none if it was not used."""
     # Non-blocking, because opening a pipe in the file's place would wait for a writer.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:

@@ -25,7 +25,7 @@ class ChargeForecast(NamedTuple):
     """A charge, as precisely as it is known before the run."""
 
     low: float  # the lowest divergence
-    highest: Charge  # with the highest divergence, and all else known of it
+    highest: Charge  # with the highest divergence, and all its other figures
     certainty: Certainty
     """The relation of the divergence to the two: exactly ``high`` (then ``low`` is the same), at
     most ``high``, probably between the two, or anything at all."""
@@ -40,7 +40,7 @@ class ChargeForecast(NamedTuple):
 
     @property
     def is_promise(self) -> bool:
-        """Whether a run is never charged more than ``high``."""
+        """True if a run is never charged more than ``high``."""
         return self.certainty in ("exact", "bound")
 
     def times(self, answers: int) -> "ChargeForecast":
@@ -71,8 +71,8 @@ class Forecast(NamedTuple):
     """A forecast of the charges of a run with a defense's settings."""
 
     charges: Mapping[NoiseKind, ChargeForecast]
-    """The charge of one answer, for each kind of noise that could be set; the charge of persistent
-    noise covers all repetitions."""
+    """The charge of one answer, by kind of noise; that of persistent noise covers all
+    repetitions."""
     configured: NoiseKind  # the kind of noise that is set, one of the keys of ``charges``
     honesty: str  # a sentence about how reliable the forecast is
 

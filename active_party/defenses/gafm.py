@@ -11,16 +11,16 @@ prediction Y^; a critic D on single numbers separates labels Y from predictions.
 
 D's weights are clipped to [-c, c], and the norms are taken over the whole batch.
 
-The paper calls Y~ a randomised response. It is not one in the sense of differential privacy: the
-side of 1/2 on which it lies *is* the label, which a peer reads off the residual of a smooth
-function of f. So an answer is charged without bound unless a defense behind the sum covers the move
-caused by the example's own label, at most
+The paper calls Y~ a randomised response. In the sense of differential privacy it is not: Y~ lies
+above 1/2 exactly if the label is 1, and a peer reads this off the residual of a smooth function of
+f. So an answer is charged without bound unless a defense behind the sum covers the move caused by
+the example's own label, at most
 
     2 D_max / |sigmoid(sum of f) - Y~|    (norm over the batch)
 
-along the direction in which all coordinates of the cut are equal. The classes' means would be the
-wrong measure here: the two terms make them cancel while each label's own share stays. As for every
-fresh charge, what G and D have learned about the labels is not counted.
+along the direction with all coordinates of the cut equal. The classes' means would be the wrong
+measure here: the two terms make them cancel while each label's own share stays. As for every fresh
+charge, what G and D have learned about the labels is not counted.
 
 The two losses do not determine which end of Y^ is the positive one, and some runs end with the
 wrong one. Therefore the label owner tracks the end at which its positives are, and predicts 1 - Y^
@@ -81,8 +81,8 @@ class MixedGradient(NamedTuple):
 
     raw: Tensor  # like the activation
     label_move: float
-    """The most by which one example's label moves its own row, all else equal; infinite if it is
-    unknown how labels enter."""
+    """The largest move of a row by its own label, all else equal; infinite if it is unknown how
+    labels enter."""
 
 
 class Oriented(nn.Module):
@@ -217,11 +217,10 @@ class GafmDefense(section.SeededDefense):
     """Largest distance of a softened label from 1/2."""
 
     response: Literal["fresh", "persistent"] = "fresh"
-    """Whether a label is softened again for every answer, or once for the whole run.
+    """How often a label is softened: again for every answer, or once for the whole run.
 
     Fresh softened labels average out over epochs. Persistent ones come from the key at
-    ``noise_key_path``. Neither hides on which side of 1/2 a softened label lies, and that side is
-    the label.
+    ``noise_key_path``. Neither hides whether a softened label is above 1/2, and that is the label.
     """
 
     terms: Literal["both", "gan_only", "ce_only"] = "both"
@@ -235,7 +234,7 @@ class GafmDefense(section.SeededDefense):
     """Standard deviation of the noise on the labels that the critic sees."""
 
     weight_limit: float = Field(default=0.1, gt=0, le=100)
-    """Size to which the critic's weights are clipped."""
+    """Largest absolute value of the critic's weights, which are clipped to it."""
 
     critic_learning_rate: float = Field(default=1e-4, gt=0, le=1)
     """Step size of the critic's Adam; the contract's schedule applies to it, too."""
@@ -331,7 +330,7 @@ class GafmDefense(section.SeededDefense):
         )
 
     def _is_credited(self, cut_dim: int) -> bool:
-        """Whether the ledger may give credit to the defense behind; it never does to gafm."""
+        """Tell whether the ledger may give credit to the defense behind, never to gafm."""
         is_known = self.terms != "gan_only"
         return self.composed_with.bounds_label_move(cut_dim, is_known=is_known)
 

@@ -1,6 +1,6 @@
 """The interface of a defense: a raw batch in, a defended gradient and a report out.
 
-It also has the facts about a run from which a defense is built.
+It also has the facts about a run that a defense is built from.
 """
 
 import math
@@ -37,12 +37,12 @@ class DefenseReport:
 class DefenseContext(NamedTuple):
     """The facts about a run that a defense depends on."""
 
-    cut_shape: tuple[int, ...]  # shape of one row of the gradient that is defended
+    cut_shape: tuple[int, ...]  # shape of one row of the gradient
     num_classes: int = 2  # ``ONE_NUMBER`` for numbers, as shares within 0 and 1
     pos_fraction: float = 0.5
     """Share of positives among the training rows, above 0 and below 1; with several classes and
-    with numbers, charges do not depend on it. For numbers: the share with which 0 and 1 would have
-    the labels' variance."""
+    with numbers, charges do not depend on it. For numbers: the share at which labels of 0 and 1
+    would have the same variance."""
     epochs: int = 1  # number of epochs of the run
     label_bounds: tuple[float, float] | None = None  # of numbers, in their unit
     labels: str = ""  # what they are: their column, and what 0, 1 or a class stands for
@@ -51,7 +51,7 @@ class DefenseContext(NamedTuple):
 
     @property
     def is_number(self) -> bool:
-        """Whether labels are numbers."""
+        """True if labels are numbers."""
         return self.num_classes == ONE_NUMBER
 
     @property
@@ -61,7 +61,7 @@ class DefenseContext(NamedTuple):
 
 
 class NoiseSecrets(NamedTuple):
-    """The secrets from which a defense draws its noise."""
+    """The secrets that key a defense's noise."""
 
     noise_key: NoiseKey | None = None  # of persistent noise and noisy labels, if needed
     draw_keys: DrawKeys | None = None
@@ -77,11 +77,11 @@ class Examples(NamedTuple):
 
     ids: Sequence[str]  # canonical ids; empty if the defense does not have a noise key
     labels: Tensor  # true labels, (aligned,)
-    device: torch.device  # the device on which the top model is trained
+    device: torch.device  # the device of the top model
 
 
 class BuildInputs(NamedTuple):
-    """Everything from which a defense is built; one that replaces labels needs the examples."""
+    """Everything needed to build a defense; one that replaces labels needs the examples."""
 
     context: DefenseContext
     secrets: NoiseSecrets = NO_SECRETS
@@ -89,7 +89,7 @@ class BuildInputs(NamedTuple):
 
 
 class RawBatch(NamedTuple):
-    """Everything that a defense may use of one batch."""
+    """Everything that a defense may use from one batch."""
 
     gradients: Tensor  # raw loss gradient at the cut layer, (batch, *cut_shape), float32 or float64
     labels: Tensor  # true labels, (batch,) or (batch, 1), any dtype: 0 and 1, or class indices
@@ -98,11 +98,11 @@ class RawBatch(NamedTuple):
     noise. None where the settings do not ask for them."""
     probabilities: Tensor | None = None  # (batch,) for label 1, or (batch, classes)
     label_move: float | None = None
-    """The most by which an example's own label moves its own row; None if the gap of the class
-    means represents it, as it does for a cross entropy."""
+    """The largest move of a row by its own label; None if the gap of the class means represents it,
+    as it does for a cross entropy."""
     slopes: Tensor | None = None
-    """The gradient for each unit of a logit's residual p - y, in which no label has a part,
-    (batch, *cut_shape). None where the settings do not ask for it, and for several classes."""
+    """The gradient for each unit of a logit's residual p - y, which holds no label, (batch,
+    *cut_shape). None where the settings do not ask for it, and for several classes."""
 
 
 class Defended(NamedTuple):
@@ -154,8 +154,8 @@ class Defense(ABC):
     def charge_covering(self, _size: float, _cut_dim: int, _report: DefenseReport, /) -> Charge:
         """Return a charge that also holds for a peer that knows all but the example's own label.
 
-        The label moves the example's own row, of so many values, by a norm of ``size`` at most,
-        infinite if it is unknown; the report is that of the same batch. By default the charge for
+        The label moves the example's own row, with this number of values, by a norm of at most
+        ``size``, infinite if unknown; the report is of the same batch. By default the charge for
         such a peer is unknown, and therefore infinite.
         """
         return UNBOUNDED

@@ -1,4 +1,4 @@
-"""The ways in which ``noisy_label`` makes a noisy label, and what each reveals about the label.
+"""The mechanisms of ``noisy_label``, and what each reveals about the label.
 
 All are drawn once per example, from the noise key:
 
@@ -112,7 +112,7 @@ class AlibiLabels(Section):
 LabelMechanism = Annotated[
     GaussianLabels | LaplaceLabels | RandomizedResponse | AlibiLabels, Field(discriminator="kind")
 ]
-"""The way in which a noisy label is made from a label."""
+"""A mechanism that makes a noisy label from a label."""
 
 
 def label_leak(mechanism: LabelMechanism, num_classes: int = 2) -> Charge:
@@ -160,7 +160,7 @@ def at_leak_auc(mechanism: LabelMechanism, leak_auc: float, num_classes: int = 2
 
 
 def strength_name(mechanism: LabelMechanism) -> str:
-    """Name what is drawn, whatever is made of it afterwards: the posterior reveals no more."""
+    """Name the draw, without later processing: the posterior reveals no more."""
     drawn = (f"{name}={value!r}" for name, value in mechanism if name != "posterior")
     return f"{type(mechanism).__name__}({', '.join(drawn)})"
 

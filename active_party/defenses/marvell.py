@@ -95,13 +95,13 @@ class MarvellDefense(section.NoisyDefense):
     """The amount of noise."""
 
     statistics: Literal["batch", "running"] = "batch"
-    """The statistics to which the noise is fitted: this batch, or averages over earlier batches.
+    """The statistics that the noise is fitted to: this batch's, or averages over earlier batches.
 
     The scale of noise that is fitted to a batch reveals something about the batch's share of
     positives. Choose ``running`` if batches hold few positives and the peer might count them.
     """
 
-    if TYPE_CHECKING:  # those of an inner section, too
+    if TYPE_CHECKING:  # also those of an inner section
 
         def __init__(self, **settings: Any) -> None: ...
 
@@ -243,7 +243,7 @@ class Marvell(interface.RememberingDefense):
     ) -> Charge:
         """Charge the label's own move against the noise, which covers it on a cut of one value.
 
-        On a wider cut the noise lies along the gap of the classes, and the label moves its row in
+        On a wider cut the noise lies along the gap of the classes, but the label moves its row in
         another direction.
         """
         solution = report.solution
@@ -370,7 +370,7 @@ class MultiClassMarvell(interface.RememberingDefense):
         unit = float(measured.norms.max())
         if estimate is None or current is None or longest_gap(estimate.means) == 0:
             return interface.noise_alone(rows, batch.gradients, unit, self._noise)
-        # In a unit in which squares stay in range, whatever the size of the gradients.
+        # Scaled so that squares stay in range, whatever the size of the gradients.
         unit = max(unit, float(estimate.means.abs().max()))
         means, weights = estimate.means / unit, self._weights.to(rows.device)
         power = self._power(means, weights)

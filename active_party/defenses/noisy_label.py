@@ -64,7 +64,7 @@ class NoisyLabelDefense(SeededDefense):
     ``noise_key_path``; of noisy sums, once per sum and anew in each run."""
 
     top_labels: Annotated[Literal["noisy", "true"], BeforeValidator(_word_of_true)] = "noisy"
-    """The labels from which the top model learns.
+    """The labels that the top model learns from.
 
     ``noisy``: only the noisy labels influence what is sent, and their guarantee is exact.
     ``true``: the model predicts better, and its knowledge of the labels shows in later gradients:
@@ -72,7 +72,7 @@ class NoisyLabelDefense(SeededDefense):
     where targets depend on predictions.
     """
 
-    if TYPE_CHECKING:  # those of an inner section, too
+    if TYPE_CHECKING:  # also those of an inner section
 
         def __init__(self, **settings: Any) -> None: ...
 

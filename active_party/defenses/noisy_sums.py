@@ -1,4 +1,4 @@
-"""Noisy sums of labels over bits that the peer alone knows, by oblivious transfer.
+"""Noisy sums of labels over bits that only the peer knows, by oblivious transfer.
 
 The peer has m bits of each training row and a last one that is always 1. For each value v of a
 label (one for two classes and for numbers, otherwise whether it is class k, for each class but the
@@ -9,8 +9,8 @@ that on each sum is a Gaussian mechanism of mu = 1/k for every label, as that of
 against anybody who cannot break the transfer, whose security is computational.
 
 The transfer leaves sums R with the peer and H with the label owner, R - H = sum_i b_ij v_i modulo
-2^32, and each alone is uniformly random. Only the last message, H - z, tells something. It is
-made once: another one for other bits would be charged again, and the same noise for other bits
+2^32, and each by itself is uniformly random. Only the last message, H - z, is informative. It is
+made once: a second one for other bits would be charged again, and the same noise for other bits
 would give exact sums by a difference. So its noise is keyed by H, which is stored before it leaves,
 and by its deviation: the same normal numbers at two deviations would give exact sums as well.
 Values and noise are rounded as in `label_mechanisms`, so coarsely that sums stay within 32 bits.
@@ -37,7 +37,7 @@ COMPUTATIONAL = (
     "The bound is computational: it holds for anybody who cannot break the oblivious transfer, "
     "which rests on AES-128 as an ideal cipher, BLAKE3 as a random oracle, and ristretto255."
 )
-_MOST_DEVIATIONS = 10  # `noise.py` draws none beyond 9.42
+_MOST_DEVIATIONS = 10  # `noise.py` draws none above 9.42
 _FINEST = 2.0**20
 
 

@@ -44,11 +44,11 @@ class StepOutcome:
     """Cross entropy of the prediction, mean over the batch; with its graph if the model is still to
     learn from it."""
     label_move: float | None = None
-    """The most by which an example's own label moves its own row; None if the gap of the class
-    means represents it."""
+    """The largest move of a row by its own label; None if the gap of the class means represents
+    it."""
     logits: Tensor | None = None
     """Outputs of the model, with their graph, where ``raw`` is the gradient of their cross entropy
-    or squared error: (batch,), or (batch, classes); None if it is that of another loss."""
+    or squared error: (batch,), or (batch, classes); None for another loss."""
 
 
 class Objective(Protocol):
@@ -63,8 +63,8 @@ class Objective(Protocol):
     ) -> StepOutcome:
         """Compute the gradient at the activation, (batch, *cut_shape), which requires it.
 
-        Targets, (batch,), are the labels from which it is computed: the true ones of the batch, or
-        those with which a defense replaces them.
+        Targets, (batch,), are the labels of the loss: the batch's true labels, or a defense's
+        replacements.
         """
         ...
 

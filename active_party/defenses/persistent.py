@@ -17,7 +17,7 @@ measure persistent noise in units of J:
 - A vector of the example, scaled by the batch's largest norm. J turns and that noise does not.
 - A scalar that fills the row up to the largest norm, with a k that depends on p and y: only the
   true label explains all epochs with the same x. ``max_norm`` has no other form: its persistent
-  noise protects against a peer that only adds up answers, and is charged as if there were none.
+  noise protects against a peer that only adds up answers, and is charged as if there were no noise.
 
 J has to come only from the model. Taken from the raw gradient, divided by p - y, it holds the
 label: in its last bits, which are rounded differently for p and for p - 1, and all of it where the

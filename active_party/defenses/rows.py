@@ -72,7 +72,7 @@ def _largest_size(rows: Tensor) -> Tensor:
 
 
 def _as_unit(largest: float) -> float:
-    """Return the unit in which to measure values of this largest size; its reciprocal is finite."""
+    """Return the unit for values of this largest size; its reciprocal is finite."""
     return max(largest, _SMALLEST_UNIT) if largest > 0 else 1.0
 
 

@@ -1,4 +1,4 @@
-"""The settings that every defense shares, and what a run asks the settings of its defense.
+"""The settings that every defense shares, and the questions a run asks them.
 
 The settings class of a defense is its front door: it builds the defense, and only it knows which
 noise key the defense needs, which charges to expect, and where the defense cannot be used. Other
@@ -56,7 +56,7 @@ AGAINST_HONEST_BUT_CURIOUS = Coverage(
 
 
 class Traits(NamedTuple):
-    """What a run has to know of its defense, whichever it is."""
+    """The facts that a run needs about any defense."""
 
     coverage: Coverage = AGAINST_CLASS_MEANS
     takes_numbers: bool = False  # whether labels may be numbers within bounds, and not only classes
@@ -110,7 +110,7 @@ class DefenseSection(Section):
         probabilities: Tensor | Sequence[float] | npt.NDArray[Any] | None = None,
         num_classes: int = 2,
     ) -> interface.Defended:
-        """Defend the gradient of one batch in a training loop of one's own, as a run does.
+        """Defend the gradient of one batch in a custom training loop, as a run does.
 
         Fresh noise comes from the operating system's entropy, and never from torch's global
         generator; with ``insecure_noise_seed`` it is repeatable. Batches that lack a class are
@@ -165,7 +165,7 @@ class DefenseSection(Section):
 
     @property
     def title(self) -> str:
-        """The name by which the settings choose the defense."""
+        """The name that the settings choose the defense by."""
         return str(type(self).model_fields["name"].default)
 
     @property
@@ -175,7 +175,7 @@ class DefenseSection(Section):
 
     @property
     def traits(self) -> Traits:
-        """What a run with these settings has to know of the defense."""
+        """The facts that a run with these settings needs about the defense."""
         return Traits()
 
     @final
@@ -214,7 +214,7 @@ class DefenseSection(Section):
         """Forecast the charge of one answer, as precisely as possible before the run."""
 
     def noise_key_strength(self, _context: interface.DefenseContext, /) -> str | None:
-        """Name the strength for which the noise key is derived; None if no key is needed.
+        """Name the strength that the noise key is derived for; None if no key is needed.
 
         The same noise at two strengths would give two equations for noise and label.
         """
@@ -248,7 +248,7 @@ class DefenseSection(Section):
         return None
 
     def bounds_label_move(self, _cut_dim: int, *, is_known: bool) -> bool:  # noqa: ARG002
-        """Whether `Defense.charge_covering` is finite, where a bound on the move may be known."""
+        """Tell if `Defense.charge_covering` is finite where a bound on the move may be known."""
         return False
 
     def objective(
@@ -267,7 +267,7 @@ class DefenseSection(Section):
     def open_noise_key(
         self, context: interface.DefenseContext, path: Path
     ) -> example_keys.NoiseKey | None:
-        """Return the key from which the defense draws its noise; None if it needs none.
+        """Return the key of the defense's noise; None if it needs no key.
 
         The file yields a key for each strength, and for each meaning of the labels: the same noise
         on two labels would reveal their difference. Raises what ``load_or_create_key`` does.

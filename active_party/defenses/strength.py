@@ -41,7 +41,7 @@ class DetectionError(Section):
 
 
 class LeakAuc(Section):
-    """Strength given as a bound: the least power that holds attacks on the gap below an AUC.
+    """Strength given as a bound: the least power that keeps attacks on the gap below an AUC.
 
     The gap is that of the class means: the bound is for a peer that knows class means only.
     """

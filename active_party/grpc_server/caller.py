@@ -1,4 +1,4 @@
-"""What the active party knows of one passive party whose calls it answers."""
+"""The active party's record of one calling passive party."""
 
 import threading
 import time
@@ -89,7 +89,7 @@ class Caller:
 
     @property
     def has_open_stream(self) -> bool:
-        """Whether a stream of this party is open, on which it can hear something."""
+        """True if this party has an open stream that can carry messages to it."""
         return self._open_streams > 0 or self.exchange_of_ids is not None
 
     def hear(self) -> None:

@@ -26,13 +26,13 @@ QUIET_S = 3.0
 """Seconds without a probe after which the other party has measured enough."""
 _POLL_S = 0.1
 _ONE_WAY_S = 1.0
-"""What a message may take; one that only travels one way cannot show."""
+"""Time allowed for a message, whose delay cannot be measured one way."""
 
 
 class Introduced(NamedTuple):
     peer: probes.Introduction
     ahead_s: float
-    """Seconds by which its clock is ahead, less what its message took."""
+    """Seconds that its clock is ahead, less the travel time of its message."""
     certificate: bytes
     """PEM; empty without TLS."""
 

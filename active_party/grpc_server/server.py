@@ -107,7 +107,7 @@ Serve = Callable[
 
 
 def checked_server(settings: ActiveSettings) -> Serve:
-    """Open the credentials with which this party serves, and log what protects it."""
+    """Open this server's credentials, and log what protects it."""
     credentials = credential_files(settings, ACTIVE)
     security = check_security(credentials, settings.listen, "listen")
     level = logging.WARNING if credentials is None else logging.INFO

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 GOODBYE_WAIT_S = 5.0
 INTERRUPTED_WORDS_S = 3.0
-"""Time for which a party that was asked to stop waits until its peers have heard of it."""
+"""Longest time that a party asked to stop waits for its peers to hear of it."""
 _POLL_S = 0.2
 
 

@@ -62,14 +62,14 @@ _REQUEST = {_JSON: {"schema": PredictRequest.model_json_schema()}}
 
 
 class Reply(BaseModel):
-    """What every answer says beside the predictions, in the order of the ids."""
+    """The fields of every answer beside the predictions, in the order of the ids."""
 
     found: list[bool]
-    """Whether there is a prediction."""
+    """True if there is a prediction."""
 
     model: list[Literal["joint", "fallback"] | None]
-    """The model that the prediction is from: that of all parties, or that of the active party's own
-    features alone."""
+    """The model that predicted: that of all parties, or that of the active party's own features
+    only."""
 
     run_id: str
     """The run that trained the model."""
@@ -94,7 +94,7 @@ class NumberReply(Reply):
 
 
 class ServiceReadiness(BaseModel):
-    """Whether predictions are answered now."""
+    """True if requests for predictions are answered now."""
 
     ready: bool
     model: Literal["joint", "fallback"] | None
@@ -118,7 +118,7 @@ def build_app(
     """Return the application.
 
     Programs ask by ``tokens``; None goes by certificates, or asks for nothing. ``hosts`` are the
-    names by which they may call this one; ``*`` is any.
+    host names that they may use for this server; ``*`` is any.
     """
     reply_model = NumberReply if numbers else PredictReply
     app = FastAPI(
@@ -149,7 +149,7 @@ def build_app(
     @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz", tags=["health"], responses={503: {"model": ServiceReadiness}})
     async def readyz(response: Response) -> ServiceReadiness:
-        """Say whether predictions are answered now, and by which model."""
+        """Say whether requests are answered now, and with which model."""
         trouble = service.trouble
         if trouble is None:
             return ServiceReadiness(ready=True, model="joint", reason=None)
@@ -176,7 +176,7 @@ def build_app(
     )
     async def predict(request: Request) -> Response:
         """Predict some ids with the joint model."""
-        # The body is no parameter: FastAPI would read it before it is known who asks.
+        # The body is not a parameter: FastAPI would read it before the caller is authenticated.
         with service.log.turning_away():
             program = program_of(request)
             if under_way.locked():
@@ -220,7 +220,7 @@ def request_of(
 ) -> PredictRequest:
     """Return what a body asks for, or raise RequestError, which repeats no value.
 
-    The model takes ``columns`` of this party, and ``lists`` of them may have lists as values.
+    ``columns`` are the model's columns of this party; only ``lists`` may have lists as values.
     """
     # Counted first: parsing holds up all other requests, a hundred times as long for an empty list
     # as for two characters of a text. The 8 leave room for mistakes, which are then named.

@@ -33,7 +33,7 @@ MOST_WAITING = 2048  # requests that may wait; a further one is refused at once
 
 @dataclass(frozen=True, eq=False)
 class IdQuestion:
-    """Ids for which a program wants predictions."""
+    """Ids that a program wants predictions for."""
 
     ids: Sequence[str]  # in canonical form
     own: Features | None = None  # features that the program gave; None for those in the table
@@ -92,7 +92,7 @@ class Batcher(Closing):
         return self._incoming.qsize()
 
     def close(self) -> None:
-        """Answer what is waiting, and end."""
+        """Answer the waiting requests, and end."""
         self._incoming.put(None)
         for thread in self._threads:
             thread.join()

@@ -1,4 +1,4 @@
-"""Uses this party's own features: those that a program sends, and those of its table.
+"""Uses this party's own features, as a program sends them or as its table has them.
 
 Sent features are encoded as those of the party's file were; the fallback model predicts from
 either.
@@ -131,7 +131,7 @@ class GivenFeatures:
         kinds = frozenset(map(_kind, values)) - {type(None)}
         if kinds and not any(kinds <= allowed for allowed in expected.types):
             raise Unusable(f"features: column {name!r}: expected {expected.words}")
-        # A column of gaps has the type that its kind suggests: times and texts are no numbers.
+        # A column of gaps has the type that its kind suggests: times and texts are not numbers.
         of_gaps = pa.float64() if expected is _NUMBER else pa.string()
         kind = _KINDS.get(kinds, pa.float64()) if kinds else of_gaps
         try:

@@ -60,7 +60,7 @@ class TooFast(RequestError):
 
 
 class NotAvailable(RequestError):
-    """There is no answer now; another attempt may succeed."""
+    """No answer is available now; another attempt may succeed."""
 
     status = 503
 

@@ -64,7 +64,7 @@ class Connection(H11Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it is the client's turn: to send a whole request, or to take an answer."""
+        """True if the client has to act: finish its request, or read its answer."""
         cycle = self.cycle
         return cycle is None or cycle.response_complete or cycle.more_body or self.flow.write_paused
 
@@ -87,7 +87,7 @@ class Connection(H11Protocol):
             self._note_use()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, also in the middle of an answer, which uvicorn fails to do."""
+        """Refuse input that is not HTTP, even in the middle of an answer, where uvicorn fails."""
         try:
             super().send_400_response(msg)
         except h11.LocalProtocolError:
@@ -253,7 +253,7 @@ class _AcceptingServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if self._tls is not None and self._context is not self._tls.context:
             self._context = self._tls.context
-            # Who was let in by an authority that is no longer trusted has to come in again.
+            # A client admitted by an authority that is no longer trusted has to connect again.
             for connection in list(self.open):
                 connection.end()
         return await super().on_tick(counter)

@@ -1,4 +1,4 @@
-"""Answers requests of programs: who may ask for what, by which model, and what is recorded."""
+"""Answers programs' requests: checks rights, chooses the model and keeps records."""
 
 import logging
 import threading
@@ -128,7 +128,7 @@ class ServedPredictions(NamedTuple):
     predicted: NDArray[np.float32]
     """Probabilities of label 1, (ids,), or of each class, (ids, classes), or numbers in the label's
     unit, (ids,); NaN for an id that is not known."""
-    models: list[Model | None]  # by which model each id is answered; None for one that is not known
+    models: list[Model | None]  # the model that answers each id; None for an unknown id
     why_fallback: str | None = None  # why the joint model was not asked at all; None if it was
 
 

@@ -1,4 +1,4 @@
-"""What the active party says about its online predictions: how many, how fast, by which model.
+"""Metrics of the active party's online predictions: how many, how fast, by which model.
 
 Every request is recorded in the metrics and in the transcript. No record has an id or a prediction.
 Everything is a count of requests, ids, questions or seconds. No figure depends on what was
@@ -38,7 +38,7 @@ FALLBACK = "fallback"  # the outcome of a request that was answered without the 
 class IdOutcome(Enum):
     JOINT = "joint"
     FALLBACK = "fallback"  # the model of the active party's own features has answered
-    UNKNOWN = "unknown"  # there is no prediction, because a party has no row of it
+    UNKNOWN = "unknown"  # no prediction, because a party has no row of it
     NOT_ALLOWED = "not_allowed"
     RATE_LIMITED = "rate_limited"  # its program asks for too many
     UNAVAILABLE = "unavailable"  # a passive party is away or late, and there is no other model

@@ -93,7 +93,7 @@ class AccountBook:
 
     @staticmethod
     def uncontained(books: Iterable["AccountBook"]) -> "list[AccountBook]":
-        """Return the books without those of which another one has all charges."""
+        """Drop each book whose charges another book contains."""
         chosen: list[AccountBook] = []
         for book in sorted(books, key=lambda book: len(book.runs), reverse=True):
             if not any(book.runs <= other.runs for other in chosen):
@@ -102,7 +102,7 @@ class AccountBook:
 
     @classmethod
     def together(cls, books: Iterable["AccountBook"], id_rules: bytes) -> "AccountBook":
-        """Return several books as one, in which what a chain of runs charged counts once."""
+        """Merge several books, counting the charges of a chain of runs once."""
         return reduce(cls.with_all_of, cls.uncontained(books), cls.empty(id_rules))
 
     def __len__(self) -> int:
@@ -115,7 +115,7 @@ class AccountBook:
         return self.total().accounts(np.arange(len(self))).worst()
 
     def total(self) -> LeakLedger:
-        """Return all accounts, an example's together with that of its person."""
+        """Return all accounts, each example's added to its person's."""
         if self.person_of is None:
             return self.ledger
         total, every = LeakLedger(len(self)), np.arange(len(self))
@@ -125,7 +125,7 @@ class AccountBook:
         return total
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the tensors from which ``from_state`` rebuilds the book."""
+        """Return the tensors for ``from_state``."""
         named = {_EXAMPLES: torch.from_numpy(self.names)}
         if self.runs:
             runs = b"".join(sorted(self.runs))
@@ -135,7 +135,7 @@ class AccountBook:
         return self.ledger.state_dict() | named | id_rules_as_tensor(self.id_rules)
 
     def of_run(self, run: str) -> "AccountBook":
-        """Return the book as that of a run; if the run charges more later, as that of another."""
+        """Return the book with a run added, identified by its name and charges."""
         hashed = hashlib.blake2b(run.encode(), digest_size=_DIGEST_BYTES, person=b"leak account")
         for _, part in sorted(self.state_dict().items()):
             hashed.update(part.numpy().data)
@@ -190,9 +190,9 @@ class AccountBook:
     def closing_book(
         self, ids: Iterable[str], ledger: LeakLedger, persons: Names | None = None
     ) -> "AccountBook":
-        """Return the book that a run leaves if it began with this one.
+        """Return the book of a run that began with this one.
 
-        The ledger is that of ``opening_ledger`` with all charges since.
+        The ledger comes from ``opening_ledger``, with all charges since.
         """
         own = names_of(ids)
         persons = own if persons is None else persons

@@ -43,7 +43,7 @@ _NONE_YET = 0.5  # leak AUC of an account without charges
 
 
 class Accounts(NamedTuple):
-    """What all answers about each of some examples reveal together, (examples,), or of one, ()."""
+    """Total leakage of all answers about each example, (examples,), or about one example, ()."""
 
     sum_kl: Figures  # divergence
     leak_auc: Figures
@@ -113,7 +113,7 @@ class Accounts(NamedTuple):
 
 
 def auc_bound(one: Accounts) -> float:
-    """Return the AUC that no score of one account passes, for the peers that it describes."""
+    """Return an upper bound on the AUC of any score of this account, for the peers it describes."""
     sum_kl, leak_auc, epsilon, excess = map(float, one[:4])
     return min(
         leak_auc, leak_auc_bound(sum_kl), estimated_auc(sum_kl + excess), auc_of_epsilon(epsilon)

@@ -1,4 +1,4 @@
-"""The leak budget of a run: decides whether an answer may leave, and charges it before it does.
+"""The leak budget of a run: admits or refuses an answer, and charges it before it leaves.
 
 A run that resumes from a checkpoint takes its ledger from there, so that the ledger afterwards is,
 bit for bit, what it would have been. Later answers stay known to the peer, whether or not the run
@@ -6,9 +6,9 @@ gets that far again. So the accounts of everything that was answered are kept as
 same answers have been given again; these are reported and held against a budget. After a process
 was killed they are rebuilt from the newest checkpoint and the log of answers.
 
-A limit in divergences is the same for every account. A limit in AUCs allows an account the larger
-a divergence, the more is known of it: its exact figure where all its charges are a Gaussian
-mechanism, and any divergence where another bound (see ``bounds``) is within the limit.
+A limit in divergences is the same for every account. A limit in AUCs allows an account a larger
+divergence if all its charges are a Gaussian mechanism, whose AUC is exact, and any divergence if
+another bound (see ``bounds``) is within the limit.
 """
 
 import math
@@ -36,12 +36,12 @@ ROUNDING = 1e-6  # relative excess that is allowed, so that ten times a strength
 
 @dataclass(frozen=True)
 class Limit:
-    """What no account may exceed, and the peers whom all charges have to describe."""
+    """The most that an account may reveal, and the peers that all charges have to describe."""
 
     max_sum_kl: float  # for accounts of any distributions
     max_gaussian_sum_kl: float  # for accounts of Gaussian mechanisms
     peers: Adversary = Adversary.ANYBODY
-    max_leak_auc: float | None = None  # up to which any divergence is allowed, if it counts
+    max_leak_auc: float | None = None  # any divergence is allowed up to it, if it counts
 
     @classmethod
     def of_sum_kl(cls, sum_kl: float, peers: Adversary = Adversary.ANYBODY) -> "Limit":
@@ -83,7 +83,7 @@ class Limit:
         )
 
     def in_words(self, account: Accounts) -> str:
-        """Describe what is allowed to one account, ()."""
+        """Describe the limit for one account, ()."""
         allowed = self.of(account)
         if self.max_leak_auc is None:
             infinite = np.asarray(math.inf)
@@ -110,7 +110,7 @@ def num_answers_within(max_sum_kl: float, charge: float) -> float:
 
 @dataclass(frozen=True)
 class Allowance:
-    """The label owner's limit to what a run may reveal, and the part already used."""
+    """The label owner's limit on what a run may reveal, and the part already used."""
 
     limit: Limit | None = None  # what no example may exceed over the whole run; None for no limit
     earlier: AccountBook = field(default_factory=AccountBook.empty)
@@ -119,7 +119,7 @@ class Allowance:
     """The strongest adversary class that a charge may describe in this run. Where something else
     that depends on labels reaches the peer, the charge of an answer does not describe everybody."""
     reveals_validation: bool = False
-    """Whether validation labels decide when the run ends. No answer is about their rows, but a
+    """True if validation labels decide when the run ends. No answer is about their rows, but a
     later run may train on them, and then has bounds for these peers at most."""
 
 
@@ -132,7 +132,7 @@ class RunLedger:
 
     @property
     def is_behind(self) -> bool:
-        """Whether answers were given beyond the run's present position."""
+        """True if answers were given after the run's present position."""
         return self.total is not self.course
 
     def catch_up(self) -> None:
@@ -146,8 +146,8 @@ class RunLedger:
     def reopen(self, state: Mapping[str, Any], since: Iterable[tuple[Positions, Charge]]) -> None:
         """Rebuild the accounts that an earlier process of the run had.
 
-        They are those of the newest checkpoint, and the answers that were given since. Raises
-        ValueError as ``go_back``.
+        They combine the newest checkpoint with the answers given since. Raises ValueError as
+        ``go_back``.
         """
         total = state["course"] if state["total"] is None else state["total"]
         self.total = self._loaded(total)
@@ -197,10 +197,10 @@ class LeakBudget:
         """Charge an answer that is about to be given, or refuse it.
 
         ``charge`` is that of each of these training rows, for no more than ``peers``; ``what``
-        names the answer in the refusal. ``is_repeated`` says that this very answer has left
-        before, so that it reveals nothing new.
-        ``log`` writes it to the log of answers once it is known to fit; if that fails, nothing is
-        charged. Raises BudgetExhausted if it would take an example past the limit.
+        names the answer in the refusal. ``is_repeated`` says that the same answer has left before
+        and reveals nothing new. ``log`` writes it to the log of answers once it is known to fit; if
+        that fails, nothing is charged. Raises BudgetExhausted if it would take an example past the
+        limit.
         """
         limit, total = self._allowance.limit, self.accounts.total
         if limit is not None and len(positions):

@@ -1,9 +1,8 @@
-"""What a peer may learn about labels besides the answers, and for whom bounds hold in spite of it.
+"""Signals about labels besides the answers, and the peers for whom bounds hold despite them.
 
-The charges of a defense are about its answers. Other settings let true labels reach the peer on
-another way: they decide when a run ends, or what a peer gets to know on request, or with which
-weights the top model begins. No charge describes that, so that no bound for anybody may stand
-beside it.
+The charges of a defense are about its answers. Other settings let true labels reach the peer in
+another way: by the end of a run, by the replies to requests, or by the top model's first weights.
+No charge describes that, so no bound for anybody may be stated with it.
 
 A bound for weaker adversary classes stays: these peers look only at answers, and their bound is
 about a label beyond what the model predicts of it.
@@ -15,17 +14,17 @@ from splitveil.common.privacy.adversary import Adversary
 
 
 class LabelUses(NamedTuple):
-    """The ways on which labels reach the peer besides the answers."""
+    """The ways that labels reach the peer besides the answers."""
 
     has_early_stopping: bool = False  # whether the validation labels decide when the run ends
     begins_with_labels: bool = False  # true labels have entered the first weights
     begins_with_releases: bool = False
-    """Whether it begins with weights that an earlier run's noisy labels or sums have entered, and
-    no other labels, and the ledger does not count that run."""
+    """True if the first weights depend on an earlier run's noisy labels or sums, on no other
+    labels, and the ledger does not count that run."""
 
 
 class LabelSignal(NamedTuple):
-    """One way on which labels reach the peer besides the answers, and a sentence about it."""
+    """One way that labels reach the peer besides the answers, and a sentence about it."""
 
     setting: str
     why: str

@@ -90,8 +90,8 @@ class LeakLedger:
     def add(self, positions: Positions, other: "LeakLedger", other_positions: Positions) -> None:
         """Add the charges of another ledger for some of its examples, without its ``earlier``.
 
-        For one noise identity the larger charge of the two counts, as within one run. Positions are
-        those of the same examples in either ledger, each once.
+        If both have the same noise identity the larger charge counts, as within one run. Each
+        example is given once, by its positions in both ledgers.
         """
         settled = self.settled.at(positions).together(other.settled.at(other_positions))
         current = other.current.at(other_positions)
@@ -108,7 +108,7 @@ class LeakLedger:
 
     @property
     def reveals_nothing(self) -> bool:
-        """Whether no charge but those of ``earlier`` says anything about any example."""
+        """True if only the charges of ``earlier`` reveal anything about any example."""
         both = (self.settled, self.current)
         return not any(one.sum_kl.any() or one.caveats.any() for one in both)
 
@@ -128,7 +128,7 @@ class LeakLedger:
         } | {"identity": torch.tensor(list(self.noise_identity), dtype=torch.uint8)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take up a copy of such accounts; raises ValueError for those of other examples."""
+        """Load a copy of such accounts; raises ValueError for accounts of other examples."""
         loaded = LeakLedger(len(self))
         loaded.noise_identity = bytes(state["identity"].tolist()) if "identity" in state else b""
         expected = loaded.state_dict()

@@ -1,14 +1,14 @@
-"""Labels for which a noise key has drawn noise: an example keeps the one that it had first.
+"""Labels that a noise key has drawn noise for: an example keeps its first label.
 
 Noise of a key belongs to an example. Two runs with the same noise on two labels of an example would
 reveal their difference exactly. So a later run with the same key trains on the label that was used
-first, whatever the label is now: it repeats what the first run released about the example and
-nothing else. New noise for a changed label would reveal that it has changed, which no charge
-covers; and so would a refusal, or leaving out the row.
+first, whatever the label is now: it only repeats what the first run released about the example. New
+noise for a changed label would reveal the change, which no charge covers; so would a refusal, or
+leaving out the row.
 
-The labels lie beside the key, which undoes its noise: whoever may not read the one may not read
-the other. Examples are named by digests under the derived key, so that each strength and each
-meaning of the labels has labels of its own.
+The labels lie beside the key, which undoes its noise: whoever may not read one may not read the
+other. Examples are named by digests under the derived key, so that each strength and each meaning
+of the labels has labels of its own.
 """
 
 import logging
@@ -33,7 +33,7 @@ _logger = logging.getLogger(__name__)
 def labels_first_used(
     path: Path, key: example_keys.NoiseKey, ids: Sequence[str], labels: Tensor
 ) -> Tensor:
-    """Return the label with which each example was first used; those of new ones are now written.
+    """Return the first label of each example; labels of new examples are stored now.
 
     The path is that of the noise key, and ``key`` is derived from it. The labels, (ids,) float32,
     are the present ones of the training rows. Raises SettingsError if the file of labels is not as

@@ -1,4 +1,4 @@
-"""What the active party adds to the metrics of a run: its leak, its ledger and its evaluations.
+"""The active party's metrics of a run: its leak, its ledger and its evaluations.
 
 These figures depend on labels. They are about batches, epochs and whole runs, never about one
 example, and so is the mean loss: a batch could have one example, an epoch has all training rows.

@@ -23,10 +23,10 @@ from splitveil.common.run.progress import State
 class LeakWatch:
     """The leak monitor of a run with its alarm; either may be switched off.
 
-    How long attacks take depends on labels, so that the training never waits for them: a checkpoint
-    has what the monitor has copied last. And the monitor never goes back with a run, because the
-    answers that are given again are those that it has got already: a peer that returns to
-    checkpoints hides none from it. Only a process that is killed loses the last batches before the
+    The duration of attacks depends on labels, so the training never waits for them: a checkpoint
+    has the monitor's last copy. The monitor never goes back with a run, because it has already got
+    the answers that are given again: a peer that returns to checkpoints hides none from it. Only a
+    process that is killed loses the last batches before the
     checkpoint from which the next one resumes.
     """
 

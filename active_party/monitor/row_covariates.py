@@ -1,10 +1,10 @@
-"""Collects what predicts the training rows' labels, until the model has memorised them.
+"""Collects predictors of the training rows' labels, until the model has memorised them.
 
 To measure what an attack finds beyond features, the monitor needs predictions of labels by models
-that have not seen them. They are fitted across folds at the end of the run; what they are fitted on
-is stored here: the active party's own features of each row, and from its last visit its activation,
-the model's prediction of it, and the mean of its predictions so far, of which an attack over the
-run may know more than of the last one.
+that have not seen them. They are fitted across folds at the end of the run, on the values stored
+here: the active party's own features of each row, and from its last visit its activation, the
+model's prediction of it, and the mean of its predictions so far, since an attack over the run may
+know more of the mean than of the last one.
 
 A model that has memorised its training labels puts them into its activations, and an attack
 would be adjusted for the very label that it found. So the visits of an epoch count only while the
@@ -40,7 +40,7 @@ MAX_VALUES = 64
 model's predictions know the others."""
 
 MAX_GAP = 0.02
-"""AUC, or R2 of numbers, by which training labels may be predicted better than held-out ones."""
+"""Largest excess of the training labels' AUC, or R2 of numbers, over the held-out labels'."""
 
 _TRUSTED_EPOCHS = 2
 _LARGEST_HALF = 6e4
@@ -48,16 +48,16 @@ _LARGEST_HALF = 6e4
 
 @dataclass
 class Latest:
-    """What the last visit of each row has left."""
+    """The values stored at the last visit of each row."""
 
     activations: Tensor
     """(rows, values), float16, as they came: perhaps not finite."""
     logits: Tensor
-    """The prediction's logits, and the mean of those of all visits, (rows, 2 * logits), float16."""
+    """The last logits, and the mean of all visits' logits, (rows, 2 * logits), float16."""
 
     @classmethod
     def empty(cls, num_rows: int, num_logits: int) -> Self:
-        """Return that of rows without any visit, whose number of values is unknown."""
+        """Return the record of rows without any visit, whose number of values is unknown."""
         activations = torch.zeros(num_rows, 0, dtype=torch.float16)
         return cls(activations, torch.zeros(num_rows, 2 * num_logits, dtype=torch.float16))
 
@@ -98,7 +98,7 @@ class RowCovariates:
         self._labels = torch.full((num_rows,), -1, dtype=kind.stored_type)
         self._own = torch.zeros(num_rows, 0, dtype=torch.float16)
         self._knows_rows = False
-        """Whether every row was visited, so that its label and own features are known."""
+        """True if every row was visited, so that its label and own features are known."""
         self._visits = torch.zeros(num_rows, dtype=torch.int32)
         self._unsummed = np.zeros(num_rows, dtype=np.bool_)
         """The rows whose last prediction is not yet in ``_latest``."""
@@ -139,7 +139,7 @@ class RowCovariates:
             self._trusted = latest
 
     def result(self) -> Covariates | None:
-        """Return what is known about the rows that were visited; None before the first one."""
+        """Return the stored values of the rows visited so far; None before the first visit."""
         self._sum_up()
         known = self._latest if self._trusted is None else self._trusted
         visited = self._visits.numpy() > 0

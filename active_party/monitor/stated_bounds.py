@@ -1,4 +1,4 @@
-"""What the ledger states, as a record holds it, and held against what attacks reveal."""
+"""The ledger's bounds, as a record holds them, compared with what attacks reveal."""
 
 import logging
 import math
@@ -54,7 +54,7 @@ def hold_against(beyond: BeyondFigures, bounds: LeakBounds | None) -> BeyondFigu
 def log_beyond(
     beyond: BeyondFigures, bounds: LeakBounds | None, defense: Mapping[str, Any]
 ) -> None:
-    """Log what attacks reveal beyond features, and an alarm for every statement that they pass."""
+    """Log what attacks reveal beyond features, and an alarm for every bound that they exceed."""
     epsilon = beyond.epsilon
     assessment = assess_figures(beyond, bounds, defense)
     logger.info("feature-adjusted leak AUC, strongest attack: %s", assessment.in_words)

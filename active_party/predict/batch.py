@@ -1,13 +1,12 @@
-"""Predicts many ids: questions in flight, new attempts where a passive party was away, parts.
+"""Predicts many ids: questions in flight, retries where a passive party was away, parts.
 
 Finished predictions are stored in parts, so that an interrupted command goes on where it stopped:
 
     predictions.parquet.parts/00000000.splitveil-part  the rows asked for first, and so on
 
-A part begins with the SHA-256 of what is predicted, of its place and of its rows: one that is
-damaged, or of another prediction, is computed again. Files with this ending, and no others, are
-deleted once the output is written. Predictions are about labels: the files are readable by their
-owner only.
+A part begins with the SHA-256 of its plan, its place and its rows: one that is damaged, or of
+another prediction, is computed again. Files with this ending, and no others, are deleted once the
+output is written. Predictions are about labels: the files are readable by their owner only.
 """
 
 import hashlib
@@ -37,13 +36,13 @@ from splitveil.common.wire.limits import ID_BYTES
 
 logger = logging.getLogger(__name__)
 
-PART_ROWS = 2**17  # rows of a part: what an interrupted command has to do again at most
+PART_ROWS = 2**17  # rows of a part: the most that an interrupted command computes again
 
 _ENDING = ".splitveil-part"
 
 
 class PredictionPlan(NamedTuple):
-    """What predicts. Parts of another plan are not continued."""
+    """The source of predictions. Parts of another plan are not continued."""
 
     model: str
     source: str  # where the rows come from

@@ -72,7 +72,7 @@ class EmbedClient(Closing):
 
     @property
     def has_lost_stream(self) -> bool:
-        """Whether a stream was open and has ended: the next request opens another one."""
+        """True if a stream was open and has ended: the next request opens another one."""
         stream = self._stream
         return stream is not None and stream.is_over
 

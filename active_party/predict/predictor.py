@@ -112,7 +112,7 @@ class JointModel:
     def predictions(
         self, activations: Sequence[Tensor], own: Features | None
     ) -> NDArray[np.float32]:
-        """Return what the model predicts.
+        """Return the model's predictions.
 
         Returns the probabilities of label 1, (rows,), or of each class, (rows, classes); or numbers
         in the label's unit, (rows,). Shapes: ``activations`` (rows, *cut_shape).
@@ -143,7 +143,7 @@ class Asked(NamedTuple):
 
 
 def asking_order(ids: Sequence[str]) -> NDArray[np.int64]:
-    """Return the order in which ids are asked for: a list's own may follow labels."""
+    """Return a sorted order of the ids: the order of a list may depend on labels."""
     return np.array(sorted(range(len(ids)), key=ids.__getitem__), np.int64)
 
 

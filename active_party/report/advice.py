@@ -40,7 +40,7 @@ def steps_to_a_bound(run: RunFiles, target: float) -> Iterator[Step]:
         return
     whole = defense.model_dump(mode="json", exclude_none=True)
     changed = defense.model_dump(mode="json", exclude_defaults=True) | {"name": defense.title}
-    # The strength is what is changed: it is written even where it is the default.
+    # The advice changes the strength: it is written even where it is the default.
     changed |= {name: whole[name] for name in ("strength", "mechanism") if name in whole}
     why = f"bounds the leak AUC of the whole run at {target:g} for anybody"
     price = f"The price is not known before a run.{_beside(run)}"

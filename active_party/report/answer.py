@@ -1,4 +1,4 @@
-"""The answer to the report's question, for a reader who is no statistician: words and a picture."""
+"""The answer to the report's question, for laypeople in statistics: words and a picture."""
 
 from collections.abc import Mapping, Sequence
 
@@ -27,7 +27,7 @@ _WHOSE: Mapping[Adversary, tuple[str, str]] = {
 
 
 def answer(assessment: LeakAssessment, num_classes: int, passed: str) -> str:
-    """Say for whom there is a bound, and what it means; ``passed`` says what is above it."""
+    """Say for whom there is a bound, and what it means; ``passed`` names figures above it."""
     distinguishes = _distinguishes(num_classes)
     if assessment.adversary is None or assessment.bound is None:
         return (

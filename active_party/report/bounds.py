@@ -1,4 +1,4 @@
-"""What a run's ledger bounds, for whom, and what attacks reach beyond features.
+"""The bounds of a run's ledger, their peers, and what attacks reach beyond features.
 
 Figures beyond features are of the cut layer.
 """

@@ -28,7 +28,7 @@ _BADGES: Mapping[Outcome, str] = {
     "unknown": "No target set",
 }
 
-RECOVERED = 0.9  # adjusted leak AUC, or share of variance, from which labels are recovered
+RECOVERED = 0.9  # adjusted leak AUC, or share of variance, that counts as labels recovered
 _NOTHING = 0.5, "the least there is"  # target of a run that sends nothing of labels
 _ROUNDING = 1e-9
 
@@ -46,7 +46,7 @@ class Check(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Whether a run meets its target, why, and what to change if not."""
+    """The verdict whether a run meets its target, why, and what to change if not."""
 
     outcome: Outcome
     badge: str

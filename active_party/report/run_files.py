@@ -2,7 +2,7 @@
 
 A killed run does not have a summary, and its last line may be cut off; a party that keeps its files
 private does not have a folder here. Missing files are read as empty and never cause an error,
-except the active party's metrics, without which there is nothing to report.
+except the active party's metrics, which every report needs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -45,7 +45,7 @@ class PartyFiles(NamedTuple):
 
     @property
     def disclosure(self) -> float | None:
-        """What a passive party has measured that its columns give away, 0 to 1."""
+        """The disclosure of its columns as a passive party has measured it, 0 to 1."""
         path = self.folder / "exposure.json"
         found = _mapping(load_yaml(run_record.text_of(path) or "{}", str(path), RESOLVED))
         value = found.get("disclosure")

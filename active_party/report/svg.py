@@ -34,7 +34,7 @@ class Line:
 
     x: Numbers
     y: Numbers
-    style: str  # CSS classes, one of which names the colour
+    style: str  # CSS classes, among them the colour
     label: str = ""  # the text to the right of the last point
     markers: bool = False
     written: Callable[[float], str] = "{:.4g}".format  # at a marker: a bound is rounded up

@@ -107,7 +107,7 @@ def completion_in_words(run: run_files.RunFiles) -> list[str]:
 
 
 def test_rows(run: run_files.RunFiles) -> Iterator[tuple[str, str]]:
-    """Yield what the model is worth on test rows, and what it has to beat."""
+    """Yield the model's figures on test rows, and the baselines it has to beat."""
     model = run.active.summary.of_active.model
     if (number := model.test_number) is not None:
         yield "test RMSE, both companies' data", f"{number.rmse:.4g}"

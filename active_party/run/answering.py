@@ -84,7 +84,7 @@ class Answering:
         self.unlearned: AnsweredStep | None = None
         """The step that the top model has still to learn from."""
         self.is_midway = False
-        """Whether a change of the state has failed, so that it must not be saved."""
+        """True if a change of the state has failed, so that it must not be saved."""
 
     @property
     def test_predictions(self) -> HeldOutPredictions | None:
@@ -236,7 +236,7 @@ class Answering:
         return book.of_run(self._run_id + self.questions.replies.hex())
 
     def state_dict(self) -> State:
-        """Return everything that a step changes, except what the observer has seen."""
+        """Return all state that a step changes, except the observer's."""
         return {
             "trainer": self.trainer.state_dict(),
             "accounts": self.budget.accounts.state_dict(),

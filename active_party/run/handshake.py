@@ -1,4 +1,4 @@
-"""The handshakes of a run: each waits for those of all passive parties, the last one opens it.
+"""The handshakes of a run: each waits for all passive parties, and the last one opens the run.
 
 A run about which something has been answered never starts over: it resumes from a checkpoint that
 all parties have. A run about which nothing has been answered may start over, with another nonce:
@@ -16,7 +16,7 @@ from splitveil.common.run.messages import Offer, Opening
 from splitveil.common.text.visible_text import visible
 
 HANDSHAKE_WAIT_S = 10.0
-"""Time that a handshake waits for those of the other parties before the caller has to ask again."""
+"""Longest wait of a handshake for the other parties before the caller has to ask again."""
 
 RESUMABLE = (Stage.REJOINING, Stage.TRAINING, Stage.FINISHED)
 

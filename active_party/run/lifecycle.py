@@ -88,7 +88,7 @@ class Lifecycle:
 
     @property
     def has_unsent_notice(self) -> bool:
-        """Whether a peer that is still there has to hear that the run ended early."""
+        """True if a remaining peer has to hear that the run ended early."""
         if self.error is None or not any(party.has_opened for party in self.parties):
             return False
         # If a peer ended the run, only the others have to hear of it.

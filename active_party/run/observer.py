@@ -16,28 +16,28 @@ class SessionObserver(Protocol):
         """All parties hold the same rows; called again if the run starts over."""
 
     def on_resumed(self, epoch: int | None) -> None:
-        """The run resumes from a checkpoint, in an epoch, or at its end if that is None."""
+        """Note a resume from a checkpoint, in an epoch, or at the run's end if that is None."""
 
     def on_step(self, batch: Batch, result: StepResult) -> None:
-        """A training step was answered, and the top model has learned from it."""
+        """Note that a training step was answered, and that the top model has learned from it."""
 
     def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
         """Earlier runs have answered about some of the training examples, within these bounds."""
 
     def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
-        """The training rows of an epoch have been handled, or the run ends within the epoch.
+        """Note that an epoch's training rows have been handled, or that the run ends within it.
 
         Answers from before the run resumed, to questions still to come, are not in these bounds.
         """
 
     def on_answers_ahead(self, bounds: LeakBounds) -> None:
-        """The run resumes from before some of its answers; the bounds are those of all answers."""
+        """Note a resume from before some of the answers; the bounds are for all answers."""
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """A held-out split was evaluated."""
+        """Note the evaluation of a held-out split."""
 
     def on_epoch(self, epoch: int) -> None:
-        """An epoch is over, including its evaluation."""
+        """Note that an epoch is over, including its evaluation."""
 
     def state_dict(self) -> State:
         """Return the observer's state, for a checkpoint."""

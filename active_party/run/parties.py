@@ -96,11 +96,11 @@ class PassivePeer:
     answered: deque[tuple[Activation, Reply]] = field(default_factory=deque)
     """Its last questions with their answers, as many as may be on their way to it at once."""
     pipeline_depth: int = 1  # the most gradients that may be on their way to it at once
-    evaluations_ahead: int = 1  # the same of replies to held-out rows
+    evaluations_ahead: int = 1  # the most replies to held-out rows on their way at once
 
     @property
     def has_opened(self) -> bool:
-        """Whether it has shaken hands since the run was last opened or resumed."""
+        """True if it has shaken hands since the run was last opened or resumed."""
         return self.stage in (PartyStage.OPEN, PartyStage.RETURNING, PartyStage.LEFT)
 
     @property
@@ -108,7 +108,7 @@ class PassivePeer:
         return self.stage in (PartyStage.LEFT, PartyStage.GONE)
 
     def has_committed_to(self, commitment: bytes) -> bool:
-        """Compare a commitment with that of the handshake, in constant time."""
+        """Compare a commitment with the handshake's, in constant time."""
         return hmac.compare_digest(self.commitment, commitment)
 
     # ---- opening and resuming ----
@@ -140,7 +140,7 @@ class PassivePeer:
         self.pair = self.share = None
 
     def take_pair(self, pair: Pair) -> None:
-        """Take the outcome of its alignment, if its nonce is that of its commitment."""
+        """Store the outcome of its alignment, if its nonce matches its commitment."""
         committed = self.has_committed_to(hashlib.sha256(pair.nonce).digest())
         if len(pair.nonce) != NONCE_BYTES or not committed:
             raise OutOfStep("the peer's nonce is not the one it committed to")
@@ -166,7 +166,7 @@ class PassivePeer:
         return None
 
     def ask(self, question: OpenQuestion) -> None:
-        """Take its question, which may have to wait for those of other parties."""
+        """Store its question, which may have to wait for other parties' questions."""
         waiting = self.question
         if waiting is not None and not _same_bytes(
             waiting.activation.values, question.activation.values
@@ -247,7 +247,7 @@ class PassivePeers:
         raise OutOfStep("a call from a party that is not in the contract")
 
     def recall(self, nonces: Sequence[bytes]) -> None:
-        """Recognise every party by the nonces with which a stored run began."""
+        """Recognise every party by the nonces of a stored run."""
         for party, nonce in zip(self._parties, nonces, strict=True):
             party.commitment = hashlib.sha256(nonce).digest()
 

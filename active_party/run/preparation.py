@@ -47,7 +47,7 @@ class OwnRules:
     """Decides after each epoch whether training continues; None never stops early."""
 
     allowance: Allowance = field(default_factory=Allowance)
-    """The limit to what the run may reveal, and the accounts of earlier runs."""
+    """The limit on what the run may reveal, and the accounts of earlier runs."""
 
     noise_seed: int | None = None
     """For tests only: makes fresh noise predictable."""
@@ -81,7 +81,7 @@ class Preparation:
         return TrainingSetup(self.contract, rows, progress, trainer, budget)
 
     def begin_with(self, stored: State) -> None:
-        """Begin with the accounts of earlier runs with which a stored run began."""
+        """Begin with the accounts of earlier runs that a stored run began with."""
         with refusing_other_versions():
             earlier = AccountBook.from_state(stored["earlier"])
         allowance = self.rules.allowance
@@ -119,7 +119,7 @@ def state_of(identity: RunIdentity, secret: bytes, setup: TrainingSetup) -> Stat
 
 
 def check_noise_key(state: State, noise_key: str) -> None:
-    """Check that a stored run goes on with the noise with which it began."""
+    """Check that a stored run continues with its first noise key."""
     if state["noise_key"] != noise_key:
         raise SettingsError(
             "noise_key_path: this is not the noise key with which the run began; restore that one, "

@@ -128,7 +128,7 @@ class BatchQuestions:
 
 
 def run_secret(noise_seed: int | None) -> bytes:
-    """Return the secret from which a run's answers and fingerprints are keyed, 32 bytes."""
+    """Return the secret that keys a run's answers and fingerprints, 32 bytes."""
     if noise_seed is None:
         return secrets.token_bytes(32)
     return hashlib.sha256(b"splitveil test secret %d" % noise_seed).digest()

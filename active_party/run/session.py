@@ -34,7 +34,7 @@ from splitveil.common.run.messages import Activation, Answer, Course, LeaveReaso
 from splitveil.common.run.sample_order import Positions
 
 FAREWELL_WAIT_S = 3.0
-"""Time that a leave request waits for those of the other parties before it has to be sent again."""
+"""Longest wait of a leave request for the other parties before it has to be sent again."""
 
 
 def always() -> bool:
@@ -50,7 +50,7 @@ class ActiveSession:
     """
 
     lifecycle_type: ClassVar[type[Lifecycle]] = Lifecycle
-    """What follows from the calls; ``aligning.py`` has another."""
+    """The consequences of the calls; ``aligning.py`` has another class."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class ActiveSession:
             self._stages.require(Stage.HANDSHAKEN, message="an alignment")
 
     def aligned(self, file_rows: Positions, peer_nonce: bytes, party: str | None = None) -> None:
-        """Take the rows in common with one party; with those of all, prepare training."""
+        """Store the rows shared with one party; prepare training once all parties' are there."""
         with self._stages:
             self.require_aligning(party=party)
             aligned = self.parties.named(party)

@@ -44,7 +44,7 @@ class Stage(Enum):
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will be answered for the first time."""
+        """True if nothing more will be answered for the first time."""
         return self in (Stage.FINISHED, Stage.ENDED)
 
 

@@ -55,7 +55,7 @@ class WithTrees(nn.Module):
 
 
 def columns_of(activation: Tensor, own: Features | None) -> Tensor:
-    """Return what the trees see, (rows, columns) float32."""
+    """Return the trees' input, (rows, columns) float32."""
     parts = [activation, *([] if own is None else [own.numeric, own.categorical])]
     return torch.cat([part.flatten(1).float() for part in parts if part is not None], dim=1)
 

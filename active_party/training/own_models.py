@@ -147,12 +147,12 @@ class Fitting(NamedTuple):
     build_optimizer: Callable[[nn.Module], Optimizer]
     batch_size: int
     seed: int
-    """Seed of the order of the rows, and of what the model draws."""
+    """Seed of the order of the rows, and of the model's draws."""
     epochs: int  # at most; fewer if the loss on the held-out rows no longer falls
     schedule: Callable[[int, int], float] = lambda _step, _total_steps: 1.0
     """Maps a step and the steps of all epochs to the multiplier of the learning rate."""
     boosting: bool = False
-    """Whether to try the mean with boosted trees."""
+    """True to try the mean with boosted trees."""
 
 
 def fit(

@@ -29,7 +29,7 @@ NUM_BINS = 15
 
 
 class LossWeights(NamedTuple):
-    """What rows and classes count in a loss; None if all count 1."""
+    """The weights of rows and classes in a loss; None if all are 1."""
 
     of_rows: Tensor | None = None
     """(rows,), positive, a mean of 1 over the training rows."""
@@ -86,7 +86,7 @@ class PredictionFigures:
     classes: FiguresByClass | None = None
     number: NumberFigures | None = None
     average_precision: float = math.nan
-    """With more than two classes, the mean of each class's against the rest; NaN if labels are
+    """With more than two classes, the mean over classes, each against the rest; NaN if labels are
     numbers, or there is no positive."""
 
     @property
@@ -101,7 +101,7 @@ class PredictionFigures:
 
     @property
     def in_short(self) -> str:
-        """The figure by which predictions are judged, for a log line."""
+        """The main figure of the predictions, for a log line."""
         if self.number is not None:
             return f"RMSE {self.number.rmse:.4g}, R2 {self.number.r2:.4f}"
         return "AUC of rows of one class" if math.isnan(self.auc) else f"AUC {self.auc:.4f}"

@@ -120,11 +120,11 @@ class TopTrainer:
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether the last step was learned from, so that the state is whole."""
+        """True if the model has learned from the last step, so that the state is complete."""
         return self._unlearned is None
 
     def released_labels(self, positions: Positions, answer_key: bytes) -> Defended:
-        """Return what the defense lets out of some training rows' labels, or of their sums."""
+        """Return the defense's release of some training rows' labels, or of their sums."""
         if self._answer_keys is not None:
             self._answer_keys.begin(answer_key)
         rows = torch.from_numpy(positions.copy()).to(self._device)

@@ -82,7 +82,7 @@ class Choices(NamedTuple):
 
     @property
     def said(self) -> list[tuple[str, str]]:
-        """Return the lines for the user about what was decided and what is left out."""
+        """Return the lines that tell the user the decisions and what is left out."""
         lines = [("decided", decision) for decision in self.decided]
         lines += [("left out", f"{column.name}: {column.why}") for column in self.left_out]
         hint = "(--numeric NAME or --categorical NAME uses such a column)"

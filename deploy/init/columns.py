@@ -1,6 +1,6 @@
-"""Describes one column of a table: what its cells hold, how many there are of each, and its gaps.
+"""Describes one column of a table: the kind of its cells, their counts, and its gaps.
 
-The readers of a run judge what the cells are. What is found is meant for the table's owner only.
+The readers of a run judge the cells. The results are meant for the table's owner only.
 """
 
 import re
@@ -48,7 +48,7 @@ NO_NAME = "has no name of its own, like the row numbers of a pandas table: name 
 
 
 class Almost(NamedTuple):
-    """What nearly all cells of a column are."""
+    """The form of nearly all cells of a column."""
 
     in_words: str  # how many cells are, and which rows are not
     codes: tuple[str, ...]  # other texts without a digit, in several cells each, so not mistyped
@@ -58,7 +58,7 @@ class Almost(NamedTuple):
 def almost(
     column: CategoricalColumn, what: str, is_right: NDArray[np.bool_], remedy: str = ""
 ) -> Almost:
-    """Describe a column of which nearly all cells are right, or all in another form."""
+    """Describe a column with nearly all cells right, or all in another form."""
     is_wrong = column.rows_of(~is_right)
     wrong = np.flatnonzero(is_wrong) + 1
     num_cells = np.count_nonzero(column.codes >= 0)
@@ -75,7 +75,7 @@ def almost(
 
 
 def almost_numbers(column: CategoricalColumn, is_number: NDArray[np.bool_]) -> Almost | None:
-    """Describe a column without gaps of which nearly all texts are numbers, in whatever form."""
+    """Describe a column without gaps where nearly all texts are numbers, in any form."""
     what, form, remedy = _THOUSANDS
     is_other = is_number | ~matches(column.categories, NUMBER)
     found = [
@@ -158,8 +158,8 @@ def are_mostly(text: Any, form: str) -> bool:
 
 
 Kind = Literal["empty", "constant", "whole", "number", "time", "other time", "text", "other"]
-"""What the cells of a column hold: nothing; one value; whole numbers; numbers; dates or times (of
-ISO 8601, or in another form); texts; or something that is none of these, such as a list."""
+"""The kind of a column's cells: nothing; one value; whole numbers; numbers; dates or times (of ISO
+8601, or in another form); texts; or something that is none of these, such as a list."""
 
 _GAP_WORDS = ("na", "n/a", "n.a.", "nan", "null", "none", "nil", "<na>", "(null)", "[null]", "nat")
 GAPS = (
@@ -184,7 +184,7 @@ _LOOKED_AT = 1000  # cells that decide whether a column is worth adding up
 
 
 class Column(NamedTuple):
-    """What one column holds."""
+    """The content of one column."""
 
     name: str
     kind: Kind
@@ -299,7 +299,7 @@ def codes_for_gaps(columns: Sequence[Column], cells: Mapping[str, Any]) -> tuple
 
 
 def columns_of_sums(columns: Sequence[Column], cells: Mapping[str, Any], row: int) -> list[str]:
-    """Return the columns in which a row is the sum of all others; one alone may be by chance."""
+    """Return the columns where a row is the sum of all others; a single one may be chance."""
     found = []
     for column in columns:
         if column.total:
@@ -328,7 +328,7 @@ _Found = tuple[Kind, Almost | None, tuple[str | None, ...]]
 
 
 def _kind_of(written_as: Any, column: CategoricalColumn) -> _Found:
-    """Return what the cells are, what nearly all of them are, and in which form they are times."""
+    """Return the kind of the cells, the form of nearly all cells, and the forms of times."""
     texts = column.categories
     is_number = are_numbers(texts)
     is_typed = pa.types.is_floating(written_as) or pa.types.is_decimal(written_as)

@@ -153,7 +153,7 @@ def initialise(
 
 
 def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> Table:
-    """Refuse before anything is written what a run would refuse."""
+    """Refuse whatever a run would refuse, before anything is written."""
     in_memory = {"source": {"kind": "csv", "path": "as read by init"}}
     settings = validate(DataSettings, yaml.safe_load(text)["data"] | in_memory, "data")
     choices = proposal.choices
@@ -169,9 +169,9 @@ def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> Table
 
 
 def _narrow(folder: Path) -> str:
-    """Write the width that the columns allow into the contract beside, if that is narrower.
+    """Write the width that the columns allow into the contract beside them, if it is narrower.
 
-    Returns what is to be said of it, if anything.
+    Returns a line for the user about it, if any.
     """
     path, own = folder / "contract.yaml", folder / "passive.yaml"
     if not path.exists():

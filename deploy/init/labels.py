@@ -39,7 +39,7 @@ class Within(NamedTuple):
 
     @property
     def outside(self) -> str:
-        """What a label outside counts as: of a proposal one is not refused."""
+        """The treatment of a label outside the range; a proposed range refuses none."""
         return "refused" if self.is_chosen and self.holds_all else "clipped"
 
 
@@ -267,13 +267,13 @@ def _rounded_up(number: float) -> float:
 def _positive_of(rows: Counter[str]) -> tuple[str, bool]:
     keys = {class_key(text.lower()): text for text in rows}
     said = [keys[word] for word in map(class_key, POSITIVE_WORDS) if word in keys]
-    # 1 and 2 are the numbers of two classes, neither of which is "yes".
+    # 1 and 2 are the numbers of two classes, and neither is "yes".
     if len(said) == 1 and keys.keys() != {Decimal(1), Decimal(2)}:
         return said[0], False
     return rows.most_common()[-1][0], True
 
 
-TELLTALE_AUC = 0.995  # AUC of a single column, from which it counts as another form of the label
+TELLTALE_AUC = 0.995  # a column with at least this AUC counts as another form of the label
 _ENOUGH_ROWS = 5  # of a class, and of all others, below which columns separate them by chance
 
 

@@ -33,15 +33,15 @@ _EPOCHS_S = (0.9e9, 2.2e9)  # times since 1970 have as many digits as telephone 
 
 
 class OwnIds(NamedTuple):
-    """What a run makes of a column of ids."""
+    """A run's reading of a column of ids."""
 
     num_rows: int
     without_id: int = 0
     repeated: int = 0  # rows with the id of an earlier row
     doubt: str = ""  # why the column is taken only if it is named
     rule: TextId = TextId()
-    """What the contract should say of them: of whole numbers with a decimal point, and of letters
-    all of one case, which the other party may write in the other."""
+    """The contract's rule for them: for whole numbers with a decimal point, and for letters all of
+    one case, which the other party may write in the other case."""
 
     @property
     def num_ids(self) -> int:
@@ -84,7 +84,7 @@ def _is_long_number(column: Column) -> bool:
 
 
 def judge(column: Column, cells: Any) -> OwnIds:
-    """Return what a run makes of a column; DataError if it cannot read it as ids."""
+    """Return a run's reading of a column; DataError if it cannot read it as ids."""
     if column.kind == "whole" and {*column.gaps} <= {""}:  # spares a look at each row
         return OwnIds(column.num_rows, column.missing, column.present - column.distinct)
     raw = read_ids(WrittenColumn(cells, "ids"), may_be_floats=True)
@@ -121,7 +121,7 @@ def _may_fold(raw: Sequence[str]) -> bool:
 
 
 def likely_ids(columns: Sequence[Column], cells: Mapping[str, Any]) -> dict[str, OwnIds]:
-    """Return the columns of which more than half of the rows have an id of their own."""
+    """Return the columns that have distinct ids for more than half of the rows."""
     found = {}
     for column in columns:
         own = cells[column.name]

@@ -75,7 +75,7 @@ _YEARS_AHEAD = 20
 
 
 class Terms(NamedTuple):
-    """What a proposal needs to know beside the table."""
+    """The facts that a proposal needs beside the table."""
 
     role: Role
     folder: Path
@@ -261,7 +261,7 @@ def _templates() -> Environment:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Escapes what a text of several lines, or an invisible one, would hold in clear."""
+    """Escapes line breaks and invisible characters of texts."""
 
     def represent_text(self, text: str) -> Any:
         if "\0" in text:

@@ -60,8 +60,8 @@ def read_raw(
     """Read a CSV, TSV or Parquet file, or a folder of them; rows beyond ``most_rows`` are not read.
 
     The delimiter, the encoding and the decimal mark of a text are found out by default. With
-    ``has_header``, its first line surely holds the column names. ``numeric`` columns are numbers
-    for the user, and those ``as_written`` are none.
+    ``has_header``, its first line surely holds the column names. The user says that ``numeric``
+    columns are numbers, and that columns ``as_written`` are not.
     """
     where = not_expanded(str(path.absolute()))
     source: dict[str, Any] = {"kind": _kind_of(path)}

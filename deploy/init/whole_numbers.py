@@ -1,4 +1,4 @@
-"""Judges whole numbers by what they do: quantities, codes, or identifiers."""
+"""Judges whole numbers by their distribution: quantities, codes, or identifiers."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,8 +7,8 @@ _MOST_CODES = 1000
 LEAST_REPEATS = 20
 _SPARSE = 0.5
 _TAIL = 0.05  # share of the rows at either end whose numbers do not say how dense they are
-_EVEN = 0.35  # mean place in their range, from which numbers do not thin out upwards
-_APART = 0.7  # median logarithm of the ratio of two neighbours' rows, from which they are unrelated
+_EVEN = 0.35  # mean place in their range; from it on, numbers do not thin out upwards
+_APART = 0.7  # median logarithm of the ratio of two neighbours' rows; unrelated from it on
 _LEAST_COINCIDENCES = 20
 
 

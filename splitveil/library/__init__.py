@@ -1,1 +1,1 @@
-"""What `splitveil` offers to a notebook or a program: its parts are imported from `splitveil`."""
+"""The library for notebooks and programs, which import its parts from `splitveil`."""

@@ -1,4 +1,4 @@
-"""The rows of an audit, in the order in which they were sent: checked, and cut into batches."""
+"""The rows of an audit, in the order they were sent: checked, and cut into batches."""
 
 import itertools
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from splitveil.common.privacy.stored_row_attacks import Received, attack_stored_
 
 
 class AuditedRows(NamedTuple):
-    """The rows in the order in which they were sent."""
+    """The rows in the order they were sent."""
 
     gradients: Tensor
     labels: Tensor
@@ -87,7 +87,7 @@ class AuditedRows(NamedTuple):
             )
 
     def covariates(self, covariates: Any, predictions: Any) -> Covariates:
-        """Return what is known of each example, from the last row about it."""
+        """Return each example's covariates, from the last row about it."""
         last = np.zeros(self.num_examples, dtype=np.int64)
         last[self.positions] = np.arange(len(self.positions))
         rows = len(self.positions)

@@ -1,4 +1,4 @@
-"""Audits the gradients of any trainer: what a peer that receives them can read of the labels."""
+"""Audits the gradients of any trainer: what a receiving peer can learn about the labels."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -55,21 +55,21 @@ class AttackOnBatches(NamedTuple):
     """Mean of random scores on the same batches, which is above 1/2."""
     batches: int
     needs: str
-    """What the attack has to know besides the gradients."""
+    """Knowledge that the attack needs besides the gradients."""
     is_oracle: bool
-    """Whether no peer has that."""
+    """True if no peer has this knowledge."""
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What attacks read of the labels in gradients."""
+    """The measured leakage of labels through gradients."""
 
     rows: int
     batches: tuple[AttackOnBatches, ...]
     run: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Attacks over all batches together: leak AUC with its interval."""
     beyond: BeyondFigures | None = None
-    """What attacks reveal beyond covariates; None without covariates, or for too few rows."""
+    """Leakage beyond covariates; None without covariates, or for too few rows."""
     skipped_one_class: int = 0
     """Batches of a single class, which have no AUC."""
 
@@ -82,8 +82,8 @@ class Audit:
     def strongest(self) -> tuple[str, float]:
         """The attack with the largest leak AUC, and that AUC.
 
-        Those beyond the covariates count, or without any, the raw ones, of batches or over all of
-        them.
+        Compares the AUCs beyond the covariates, or without covariates the raw ones, of batches or
+        over all batches.
 
         Raises:
             ValueError: none was measured.
@@ -165,8 +165,8 @@ def audit(
 ) -> Audit:
     """Attack gradients that a trainer has sent, and measure what they reveal about the labels.
 
-    All arrays have one entry per row, in the order in which the rows were sent; tensors, arrays and
-    lists are accepted.
+    All arrays have one entry per row, in the order the rows were sent; tensors, arrays and lists
+    are accepted.
 
     Args:
         gradients: as sent, (rows, ...).
@@ -176,9 +176,9 @@ def audit(
         examples: which example each row is about, (rows,), each at most once per batch: attacks
             over several epochs need it. By default every row is an example of its own.
         activations: the peer's own activations, (rows, ...), for attacks that look at them.
-        covariates: what the peer knows of each row besides, such as its features, (rows, values).
-            With them, leak AUCs are also measured among rows for which they say the same, and a
-            lower bound on epsilon is found. They must not have memorised the rows' labels.
+        covariates: what else the peer knows about each row, such as its features, (rows, values).
+            With them, leak AUCs are also measured among rows with equal predictions from them, and
+            a lower bound on epsilon is found. They must not have memorised the rows' labels.
         predictions: the model's predictions, (rows,) or (rows, classes), as further covariates.
         attacks: names; by default all that these arrays suffice for, without those in
             `attacks.ON_STORED_ROWS`, which take minutes and need ``examples`` and ``activations``.

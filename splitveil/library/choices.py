@@ -34,7 +34,7 @@ class _Chosen(Section):
 
 
 def own_defense(code: Callable[..., Any], **arguments: Any) -> CustomDefense:
-    """Return the settings of a defense of one's own.
+    """Return the settings of a custom defense.
 
     Args:
         code: a subclass of ``splitveil.defenses.Defense``, built as
@@ -63,12 +63,12 @@ def own_attack(
     needs: Sequence[str] = (),
     num_hints: int | None = None,
 ) -> CustomAttack:
-    """Return the settings of an attack of one's own.
+    """Return the settings of a custom attack.
 
     Args:
         function: called as ``function(gradients, **side_information)`` with (rows, ...); returns
             one number per row, higher for rows that look more like positives.
-        name: the name of its figures; by default that of the function.
+        name: the name of its figures; by default the function's.
         needs: side information that it uses, see ``needs`` in the settings of attacks.
         num_hints: number of known positives, for an attack that needs ``hints``.
 

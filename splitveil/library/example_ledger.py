@@ -1,7 +1,7 @@
 """The leak ledger for other trainers: what all answers about each example may have revealed.
 
-It is the ledger of a run (`splitveil.active_party.ledger`), which adds up charges example by
-example and knows for which peers a charge holds, behind an interface that needs no run.
+It is the ledger of a run (`splitveil.active_party.ledger`), which adds up charges by example and
+knows the peers that a charge holds for, behind an interface that needs no run.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -58,7 +58,7 @@ class Ledger:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Ledger":
-        """Load what a run or ``save`` has left in a folder such as ``runs/NAME/active/checkpoint``.
+        """Load the ledger that a run or ``save`` wrote, as to ``runs/NAME/active/checkpoint``.
 
         Ids are then compared by the rules of that run's contract.
 
@@ -89,7 +89,7 @@ class Ledger:
             rows: the examples that it is about, each once; all by default.
             adversary: the peers whom a plain divergence describes: ``anybody``,
                 ``honest-but-curious`` or ``knows class means only``. Required for a number.
-            is_gaussian: whether a plain divergence is that of a Gaussian mechanism, mu squared.
+            is_gaussian: whether a plain divergence is mu squared of a Gaussian mechanism.
 
         Raises:
             ValueError: a number comes without ``adversary``, or a row is unknown or given twice.
@@ -165,7 +165,7 @@ class Ledger:
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the tensors from which ``load_state_dict`` restores the accounts."""
+        """Return the accounts as tensors for ``load_state_dict``."""
         if self._names is None:
             return self._accounts.state_dict()
         rules = rules_as_bytes(self._form.rules)

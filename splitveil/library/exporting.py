@@ -1,4 +1,4 @@
-"""Writes the contract and the settings files with which real parties repeat a simulated run."""
+"""Writes the contract and the settings files that let real parties repeat a simulated run."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path

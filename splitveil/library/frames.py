@@ -24,7 +24,7 @@ Row = Mapping[str, object]
 def frame(rows: Iterable[Row]) -> Frame:
     """Return rows (column -> value) as a ``pandas.DataFrame``; without pandas, a ``pyarrow.Table``.
 
-    Columns are in the order in which they first appear; one that a row lacks is missing there.
+    Columns are in order of first appearance; a row without a column has a missing value there.
     """
     listed = list(rows)
     names = dict.fromkeys(name for row in listed for name in row)

@@ -1,7 +1,7 @@
 """All parties of a run in one process: the active party's session is asked without gRPC.
 
-With the same seeds, a run ends with the bits of two processes. Only a model with dropout is
-different, whose draws then come from one generator instead of one for each party.
+With the same seeds, a run ends with the bits of two processes. Only a model with dropout differs:
+its draws come from one generator instead of one for each party.
 """
 
 import contextlib
@@ -80,7 +80,7 @@ class InProcessPeer:
         return own
 
     def close_alignment(self) -> None:
-        """Wait for the active party's engine; raises the error with which its alignment ended."""
+        """Wait for the active party's engine; raises the error that ended its alignment."""
         if self._aligning is not None:
             self._aligning.join()
         if self._failure is not None:

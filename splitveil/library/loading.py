@@ -114,7 +114,7 @@ def with_paths_from(folder: Path, section: type[Section], values: Any) -> Any:
 
 
 def from_here(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Let paths begin in the current folder, and not in that of files written for tables."""
+    """Make paths relative to the current folder, not to that of files written for tables."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
         party, *parts = name.split(".")

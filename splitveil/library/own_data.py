@@ -267,7 +267,7 @@ def _data(
     written = folder / f"{name}.parquet"
     parquet.write_table(table, written)
     written.chmod(0o600)
-    # Its name says what is in it, so that runs of other rows have other settings.
+    # Its name depends on its content, so that runs of other rows have other settings.
     with written.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     path = written.rename(folder / f"{name}-{digest}.parquet")

@@ -28,7 +28,7 @@ _COLUMNS = 120
 
 
 class RunPlan:
-    """What a run would reveal about the labels, as far as it is known before."""
+    """A forecast of what a run would reveal about the labels."""
 
     def __init__(self, plan: Plan) -> None:
         self.figures = plan
@@ -62,7 +62,7 @@ class RunPlan:
 
 
 class RunExposure:
-    """What a run would send gives away of a feature owner's columns, before it begins."""
+    """The measured disclosure of a feature owner's columns by a run before it begins."""
 
     def __init__(self, plan: ExposurePlan) -> None:
         self.figures = plan
@@ -132,7 +132,7 @@ def plan(
             active party's settings file; this, or ``active``.
         active: the label owner's table; it, ``label``, ``key``, ``label_range`` and
             ``positive_label`` are as for ``simulate``.
-        defense: by default that of the settings.
+        defense: by default the settings' own.
         target_leak_auc: also find the power ratio of ``marvell`` at which the whole run stays below
             this AUC.
         settings: settings of the active party and of the contract to override:

@@ -1,7 +1,7 @@
 """Predicts with the model of a run whose parties are all here: nothing crosses a network.
 
-What two organisations do with ``splitveil active predict`` and ``splitveil passive serve`` happens
-in this process, with the same bits.
+This process does the work of ``splitveil active predict`` and ``splitveil passive serve``, with the
+same bits.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -76,13 +76,13 @@ def predict(
         run: the run or its folder, with the active party's folder in it.
         ids: the ids to predict, in any form, those of several columns as tuples; by default all
             that the first passive party has.
-        passive: the passive party's folder, or those of several by their names; by default those
-            beside the active party's folder.
+        passive: the passive party's folder, or several folders by the parties' names; by default
+            the folders beside the active party's.
         tables: other rows than those of the settings, by the name of the party (``active`` for the
             label owner): tables in memory as for ``simulate``, with the columns of the features and
             the id.
-        base_dir: the folder of the parties' settings files, to which the paths of their data are
-            relative. A simulated run knows it; for others the current folder is the default.
+        base_dir: the folder of the parties' settings files; the paths of their data are relative to
+            it. A simulated run knows it; for others the current folder is the default.
         model: ``trained``, ``refitted`` (see ``refit``) or ``best``; by default that of the
             settings.
 

@@ -1,11 +1,11 @@
-"""Runs all parties of a run in this process, and leaves the files that their own processes leave.
+"""Runs all parties of a run in this process, and writes the files of separate processes.
 
     runs/<run name>/<party>/settings.yaml, metrics.jsonl, summary.json, checkpoint/
     runs/<run name>/<passive party>/exposure.json
 
-What processes do beyond that are certificates, gRPC, checkpoints on the way, transcripts and
-private set intersection. None of it changes a bit of what is learned, except for models with
-dropout, whose draws come from one generator here.
+It leaves out certificates, gRPC, checkpoints on the way, transcripts and private set intersection.
+None of them changes a bit of the results, except for models with dropout, whose draws come from one
+generator here.
 """
 
 import io
@@ -78,7 +78,7 @@ def run_recorded(
             except EndedForGood as error:
                 stopped = error  # as configured: it ends with a summary, like any other run
             except BaseException:
-                if watched.raised is not None:  # and not what the parties made of it
+                if watched.raised is not None:  # not the error that the parties turned it into
                     raise watched.raised from None
                 raise
             finally:
@@ -123,9 +123,9 @@ class _Passive:
 
 class _Recorder(PassiveRecorder):
     then: Callable[[], object] | None = None
-    """What follows on an epoch."""
+    """Called after each epoch."""
     raised: BaseException | None = None
-    """What ``then`` raised."""
+    """The error that ``then`` raised."""
 
     def on_epoch(self, epoch: int) -> None:
         super().on_epoch(epoch)

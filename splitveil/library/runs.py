@@ -39,7 +39,7 @@ _FIGURES = {
     "batches": {"leak_auc": "mean", "q95": "q95", "random_q95": "random_q95"},
     "run": {"leak_auc": "auc", "low": "low", "high": "high", "examples": "examples"},
 }
-"""What leak AUCs are over -> a column of a frame -> the name of the figure."""
+"""Scope of the leak AUCs -> a column of a frame -> the name of the figure."""
 
 
 class Run:
@@ -49,8 +49,8 @@ class Run:
 
     Args:
         path: the run's folder ``runs/<run name>``, or the active party's folder in it.
-        owner: kept as long as the run, such as what deletes a temporary folder.
-        base_dir: the folder to which the paths of the settings are relative, if it is known.
+        owner: an object to keep as long as the run, such as one that deletes a temporary folder.
+        base_dir: the folder that the paths of the settings are relative to, if known.
 
     Raises:
         SettingsError: there are no metrics of an active party in it.
@@ -70,7 +70,7 @@ class Run:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the active party has written its summary."""
+        """True if the active party has written its summary."""
         return self._files().active.has_ended
 
     @property
@@ -97,7 +97,7 @@ class Run:
 
     @property
     def leak(self) -> LeakAssessment:
-        """What the run's attacks show beside its bound, as its report and its log say it."""
+        """The attacks' findings beside the run's bound, as its report and its log state them."""
         return assessment_of(self._files())
 
     @property
@@ -186,7 +186,7 @@ class Run:
 
         A bottom model is called with ``features(party)`` and returns the activation, (rows, *cut
         shape); a top model with the activation (of several parties: aggregated) and its own
-        features or None, and returns logits, (rows,) or (rows, classes). A model of one's own takes
+        features or None, and returns logits, (rows,) or (rows, classes). A custom model takes
         tensors, too, if its ``forward`` does.
 
         Args:
@@ -210,7 +210,7 @@ class Run:
 
         Args:
             party: as for ``model``.
-            ids: those of the rows, in this order; by default all rows, in the order of the table.
+            ids: the ids of the rows, in this order; by default all rows, in the order of the table.
             table: other rows than those of the party's settings: a table as for ``simulate``.
 
         Raises:
@@ -220,13 +220,13 @@ class Run:
         return Half.of(self.path, party, self.base_dir).features(ids, table)
 
     def refit(self, settings: Mapping[str, Any] | None = None) -> Refitted:
-        """Fit another top model on what the run has left, as ``splitveil active refit`` does.
+        """Fit another top model on the files of the run, as ``splitveil active refit`` does.
 
         Nothing is sent, and nothing is charged. ``predict`` takes the new model if it is better on
         held-out training rows than the refitted model before.
 
         Args:
-            settings: what to change of the label owner's: ``model_seed``, ``refit.epochs``,
+            settings: changes to the label owner's settings: ``model_seed``, ``refit.epochs``,
                 ``top_model``.
 
         Raises:
@@ -266,7 +266,7 @@ class Run:
         tables: Mapping[str, str | Path] | None = None,
         seeds: bool = True,
     ) -> Path:
-        """Write contract and settings files with which real parties repeat the run.
+        """Write contract and settings files that let real parties repeat the run.
 
         ``splitveil local FOLDER`` runs them on one machine, with the run's bits on the CPU.
 
@@ -356,7 +356,7 @@ def _measured(leak: LeakFigures) -> dict[str, Mapping[str, Mapping[str, Any]]]:
 
 
 class Runs(Sequence[Run]):
-    """The runs of a simulation, in the order in which they ran.
+    """The runs of a simulation, in the order they ran.
 
     Args:
         runs: by the title of the defense and the seed.

@@ -62,7 +62,7 @@ def simulate(
 
     A run learns, bit for bit, what two processes with the same settings learn on the CPU, except
     with dropout, whose draws come from one generator here. Its folder has the files of a real run,
-    with the settings of each party among them.
+    including the settings of each party.
 
     Args:
         example: the name of an example of the package, or a folder with ``contract.yaml``,
@@ -84,28 +84,28 @@ def simulate(
         defense: a defense or several: names (``marvell``), names with settings
             (``marvell:power_ratio=8``), mappings, sections of settings, subclasses of
             ``splitveil.defenses.Defense``, or functions of gradients, labels and noise; or
-            ``one_shot``, a run without gradients. By default that of the example.
+            ``one_shot``, a run without gradients. By default the example's.
         attacks: the attack or attacks to measure: names, or functions of a batch's gradients that
-            return one score per row. By default those of the example.
+            return one score per row. By default the example's.
         seeds: the number of seeds from 0, or the seeds themselves. A seed decides batches, split,
             initial weights and noise.
         settings: settings to override, by their dotted names as with ``--set``:
             ``{"contract.epochs": 3, "passive.bottom_model.hidden": [64]}``. A model may be a
             subclass of ``torch.nn.Module``, a function of `FeatureShapes` that returns a module, or
-            a module, of which every run trains a copy. With tables in memory, paths are relative to
+            a module; every run trains a copy of it. With tables in memory, paths are relative to
             the current folder.
-        threads: the number of cores to compute on; by default that of the settings, or all. With
+        threads: the number of cores to compute on; by default the settings' number, or all. With
             small models, one core is often as fast as all; with several jobs, each has one.
         jobs: the number of runs side by side, each in a process of its own.
         runs: the folder of all runs. By default they are in a temporary folder, which is deleted
-            with the last reference to the result. Tables in memory are written there, too. A run
-            that is there, finished and of the same settings and tables, is taken as it is, which is
-            logged, so that the same call continues an interrupted one. A run with code of one's own
-            (a model, defense or attack) or with a file that has changed since runs again.
+            with the last reference to the result. Tables in memory are written there, too. A
+            finished run with the same settings and tables is reused, which is logged, so that the
+            same call continues an interrupted one. A run with custom code (a model, defense or
+            attack) or with a file that has changed since runs again.
         callbacks: objects with ``on_epoch(run)``, called after every epoch with the run so far, or
             ``on_end(run)``, called with a run that has ended, or both; a function is an
             ``on_epoch``. A run waits for them; what one raises ends its run and the simulation, and
-            reaches the caller. They are not called for a run that is taken as it is.
+            reaches the caller. They are not called for a run that is reused.
 
     Returns:
         The runs: frames, report, bounds and ledgers.

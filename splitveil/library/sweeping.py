@@ -81,7 +81,7 @@ def run_side_by_side(jobs: Sequence[Job], most: int, notify: Notify) -> None:
     """Run jobs in processes of their own, at most ``most`` at a time; none is left at an error.
 
     A process waits after each of its events until ``notify`` has returned here; if that raises, its
-    run ends as in this process, and those of the others are interrupted.
+    run ends as in this process, and the other runs are interrupted.
     """
     if any(HANDED_OVER in text for job in jobs for text in job.overrides):
         raise SettingsError(
@@ -194,10 +194,10 @@ def _charted(settings: PartiesSettings) -> dict[str, Any]:
 
 
 def _is_finished(folder: Path, settings: PartySettings) -> bool:
-    """Whether a party's folder has a finished run with exactly these settings.
+    """Tell whether a party's folder has a finished run with exactly these settings.
 
-    Code of one's own and files may since have changed: a run with such code, or with an older
-    summary than its files, is never the same.
+    Custom code and files may have changed since: a run with such code, or with a summary older than
+    its files, is never the same.
     """
     text = command_line.resolved_yaml(settings)
     if not has_finished(folder) or HANDED_OVER in text or _CUSTOM.search(text):

@@ -37,7 +37,7 @@ Format: TypeAlias = Literal["torch.export", "onnx"]
 SUFFIXES: Mapping[Format, str] = {"torch.export": ".pt2", "onnx": ".onnx"}
 _REGISTRATION = "torch.onnx._internal.exporter._registration"
 ROWS = 4
-"""Rows of the examples with which a half is exported; its first dimension is any number."""
+"""Rows of the example inputs for an export; the first dimension of the export is free."""
 
 
 @contextmanager
@@ -135,7 +135,7 @@ class Half(NamedTuple):
             with warnings.catch_warnings(action="ignore"):  # torch's, of its own parts
                 program = torch.export.export(half, (), inputs, dynamic_shapes=shapes)
                 if kind == "onnx":
-                    # It warns that torchvision is absent, of which no half has a part.
+                    # It warns that torchvision is absent, which no half uses.
                     logging.getLogger(_REGISTRATION).setLevel(logging.ERROR)
                     converted: Any = torch.onnx.export(program, dynamo=True, verbose=False)
                     written.write(converted.model_proto.SerializeToString())
@@ -149,7 +149,7 @@ class Half(NamedTuple):
 
 
 class _Scaling(nn.Module):
-    """What ``RowEncoder`` does with numbers, as operations of tensors that a program can hold."""
+    """The encoding of numbers by ``RowEncoder``, as tensor operations that can be exported."""
 
     def __init__(self, encoder: FeatureEncoder) -> None:
         super().__init__()

@@ -174,7 +174,7 @@ def wait_frame() -> AlignFrame:
 
 
 MOST_HEARTBEATS = 7200
-"""Signs of life that are accepted between two frames with content: those of four hours."""
+"""Signs of life accepted between two frames with content: four hours of them."""
 
 
 class Heartbeats:
@@ -187,7 +187,7 @@ class Heartbeats:
     Leaving its context ends the signs of life, and closes the channel only after an error.
 
     Args:
-        every_s: seconds without a frame after which a sign of life is sent.
+        every_s: seconds without a frame before a sign of life is sent.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ _LENGTHS: dict[StoredName, int] = {
 
 
 class ExchangeState(NamedTuple):
-    """What identifies an exchange, and its secrets."""
+    """The identity of an exchange, and its secrets."""
 
     exchange: bytes  # the number that both parties give it, 32 bytes
     scalar: bytes
@@ -75,7 +75,7 @@ _STATE_FORM = TypeAdapter(
 
 
 class ResumePoint(NamedTuple):
-    """Where an exchange broke off."""
+    """The point where an exchange broke off."""
 
     store: "ExchangeStore"
     state: ExchangeState

@@ -29,7 +29,7 @@ _MANTISSA_BITS = {16: 11, 32: 24, 64: 53}
 """Power of 2 above which neighbouring whole numbers become the same, by the type's width."""
 MAX_WEIGHT = 1_000_000
 NEARLY_ALL = 0.9
-"""Share of the cells, or of the distinct texts, from which the others are probably mistakes."""
+"""Share of the cells, or of the distinct texts, that makes the others probable mistakes."""
 WILDCARDS = frozenset("*?[")
 _UNNAMED_INDEX = r"__index_level_\d+__|Unnamed: \d+(\.\d+)*"
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:inf|infinity|nan)$"
@@ -60,7 +60,7 @@ class WrittenColumn(NamedTuple):
     """Texts before or after the numbers, which are dropped."""
 
     def list_rows(self, is_wrong: NDArray[np.bool_]) -> str:
-        """Name the rows for which a condition holds."""
+        """Name the rows where a condition holds."""
         return list_rows(np.flatnonzero(is_wrong) + self.first_row)
 
     def check(self, is_wrong: NDArray[np.bool_], expected: str) -> None:
@@ -80,7 +80,7 @@ class CategoricalColumn(NamedTuple):
     categories: Any  # pyarrow array of the distinct texts
 
     def rows_of(self, is_it: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return which rows hold a text for which a condition holds."""
+        """Return which rows hold a text that meets a condition."""
         return np.asarray(np.append(is_it, False)[self.codes], np.bool_)
 
     def is_nearly_all(self, is_it: NDArray[np.bool_]) -> bool:
@@ -97,7 +97,7 @@ class _Numbers(NamedTuple):
 
 
 class ChosenColumns(NamedTuple):
-    """The columns that are features, by the way in which they are read, in the file's order."""
+    """The feature columns by how they are read, in the file's order."""
 
     numeric: list[str]
     categorical: list[str]
@@ -185,7 +185,7 @@ class Selection(NamedTuple):
 def select_columns(
     settings: DataSettings, source: RowSource, split_column: str | None = None
 ) -> Selection:
-    """Find the columns that the settings name and the column by which the contract splits rows.
+    """Find the columns that the settings name and the contract's split column.
 
     DataError if one is missing, SettingsError if one is requested for two purposes.
     """

@@ -28,20 +28,20 @@ from splitveil.common.data.text_forms import ESCAPED, QUOTED, TextForm, advice_o
 from splitveil.common.errors import DataError
 
 CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4", ".br": "brotli"}
-"""Endings from which pyarrow, too, infers how a file is compressed."""
+"""File endings that name a compression, as in pyarrow."""
 
 HEADER_CHARACTERS = 8 * 1024 * 1024
-"""The length at which pyarrow, too, rejects a row."""
+"""The length at which a row is rejected, as in pyarrow."""
 
 _LOOKED_AT = 2**16
-"""Characters at the beginning and at the end from which the form of a text is judged."""
+"""Characters at the beginning and at the end that show the form of a text."""
 
 _MARKS = {
     "utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
     "utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
 }
 PARQUET = b"PAR1\x15"
-"""How a Parquet file begins; a name of a column may begin with PAR1."""
+"""The first bytes of a Parquet file; a column's name may begin with PAR1."""
 _OTHER_FORMATS = {
     b"PK\x03\x04": "a spreadsheet or zip archive: save it as CSV",
     b"\xd0\xcf\x11\xe0": "an old spreadsheet: save it as CSV",

@@ -45,7 +45,7 @@ _FRACTION = r"^[+-]?\d*\.\d*[1-9]\d*$"
 LOOKED_AT = 20_000
 """Ids that decide about the form of all, at equal distances over the table."""
 _LEAST_ROW_NUMBERS = 20
-"""Rows from which ids that count the rows are no coincidence."""
+"""Least number of rows for ids that count the rows to be no coincidence."""
 _LEAST = 10
 """Ids of one form before the other party learns that there are any; and one in a hundred."""
 

@@ -1,4 +1,4 @@
-"""What the form of a text reveals: what separates its cells, and what is no row of it."""
+"""Infers the form of a text: the separator of its cells, and the lines that are no rows."""
 
 import csv
 import re
@@ -10,7 +10,7 @@ from splitveil.common.data.columns import NEARLY_ALL, NUMBER, NUMBERS_BY_DECIMAL
 
 
 class TextForm(NamedTuple):
-    """How a text's characters stand for cells, beside the delimiter; see ``CsvSource``."""
+    """The notation of cells in a text, beside the delimiter; see ``CsvSource``."""
 
     encoding: str = "utf-8"
     quote: str = '"'
@@ -56,7 +56,7 @@ def form_of(beginning: str, delimiter: str) -> TextForm:
 
 
 def delimiter_of(beginning: str, form: TextForm = _PLAIN) -> str | None:
-    """Return the character by which most lines have as many cells; None for a single column."""
+    """Return the delimiter that splits most lines into equally many cells; None for one column."""
     found = {}
     for delimiter in ",;\t|":
         widths = [len(row) for row in _rows(beginning, delimiter, form)]

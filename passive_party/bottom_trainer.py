@@ -47,7 +47,7 @@ class _Saved(NamedTuple):
 
 @contextmanager
 def stashing_weights(model: nn.Module) -> Iterator[None]:
-    """Let the backward pass of what is computed within use the model's weights and buffers of now.
+    """Stash the model's current weights and buffers for backward passes of computations within.
 
     A function that keeps a weight by other means than ``save_for_backward``, or computes the
     forward pass again (``torch.utils.checkpoint``), gets the weights of its backward pass instead.
@@ -171,7 +171,7 @@ class BottomTrainer:
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether no gradient and no further labels are awaited, so that the state is whole."""
+        """True if no gradient and no further labels are awaited, so that the state is whole."""
         return not self._waiting and not self._noisy and self._receiver is None
 
     @property
@@ -207,7 +207,7 @@ class BottomTrainer:
     def backward(self, gradient: Tensor) -> dict[str, Tensor]:
         """Learn from the gradient received for the oldest activation that waits for one.
 
-        It is that of the weights with which the activation was computed, and changes those of now.
+        It belongs to the weights that computed the activation, and changes the current weights.
 
         Returns the gradients at the tapped layers, (batch, ...) each.
         """

@@ -1,10 +1,10 @@
 """Measures what activations would reveal of this party's columns, before anything is sent.
 
-The rows are those of this party's own table, without any label: the bottom model is fitted as a run
+The rows come from this party's own table, without any label: the bottom model is fitted as a run
 would fit it, and the columns are guessed from what it would send. A model that learns from
 gradients is measured before it trains.
 
-A score is fitted to labels that do not exist yet. Measured is the worst that a label owner can do
+A score is fitted to labels that do not exist yet. The plan measures the worst case, a label owner
 that knows some rows: it sends a column in the place of labels, and the score guesses that column.
 """
 
@@ -41,7 +41,7 @@ from splitveil.passive_party.settings import PassiveSettings
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 _USUAL_GOAL = 0.5  # the disclosure that a remedy aims at without max_exposure
-_MOST_FITTED = 50_000  # rows to which the model is fitted
+_MOST_FITTED = 50_000  # rows that the model is fitted to
 
 
 @dataclass(frozen=True)

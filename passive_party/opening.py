@@ -36,7 +36,7 @@ class Peer(Protocol):
         """Open a run, or resume one."""
 
     def open_alignment(self) -> AlignChannel:
-        """Open the channel on which the two alignment engines talk."""
+        """Open the channel between the two alignment engines."""
 
     def close_alignment(self) -> None:
         """Wait until the peer has the alignment's result as well."""
@@ -110,7 +110,7 @@ class Aligner:
     def of(
         cls, settings: PassiveSettings, data: PartyData, folder: Path, *, fresh: bool = False
     ) -> "Aligner":
-        """Build what aligns for a run in a folder; if fresh, nothing stored there is resumed."""
+        """Build the alignment for a run in a folder; if fresh, resume nothing stored there."""
         kept, tried = records_of(settings, folder)
         if fresh:
             kept.discard()

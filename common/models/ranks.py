@@ -40,7 +40,7 @@ _KINDS: tuple[OrderKind, ...] = get_args(OrderKind)
 
 
 class Order(NamedTuple):
-    """What rank 0 wants all ranks to do."""
+    """A command of rank 0 to all ranks."""
 
     kind: OrderKind
     number: int  # of the batch

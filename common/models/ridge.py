@@ -23,7 +23,7 @@ def scales(covariance: Tensor) -> Tensor:
 
 
 class Told(NamedTuple):
-    """What a release tells of the weights of codes, in a linear model of standardised targets."""
+    """Facts of a release about the weights of codes, in a linear model of standardised targets."""
 
     num_rows: Tensor
     mean: Tensor  # of the codes over the released rows, (codes,)
@@ -86,7 +86,7 @@ def told_by_sums(sums: Tensor, num_codes: int, released: Tensor, sigma: float) -
 class Ridge:
     """The mean of the weights of scaled codes after a release, under a normal prior for each.
 
-    The strength is twice that of the largest marginal likelihood.
+    The strength is twice the one with the largest marginal likelihood.
     """
 
     def __init__(self, told: Told, of_codes: NDArray[np.int64] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What training asks of any model: its mode, the weights that learn, and its random draws."""
+"""Handles any model's training state: its mode, the weights that learn, and its random draws."""
 
 from collections.abc import Iterable
 
@@ -38,7 +38,7 @@ def is_in(name: str, parts: Iterable[str]) -> bool:
 
 
 def check_names(parts: Iterable[str], model: nn.Module, setting: str) -> None:
-    """Check that each of some names is that of a parameter or a module with parameters."""
+    """Check that each name belongs to a parameter or a module with parameters."""
     names = [name for name, _ in model.named_parameters()]
     for part in parts:
         if not any(is_in(name, [part]) for name in names):

@@ -1,4 +1,4 @@
-"""What a party says about itself while a program of it runs, as metrics and as health.
+"""Reports a party's state while one of its programs runs, as metrics and as health.
 
 Everything is about steps, messages, seconds and whole runs, never about one example. Nothing here
 depends on labels, except what the active party adds (``active_party/monitor/active_status.py``): a

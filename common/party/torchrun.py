@@ -38,7 +38,7 @@ _WITHIN_S = 600
 
 
 class _Meeting(StaticTCPRendezvous):
-    """Where the launchers of all machines meet."""
+    """The meeting point of the launchers of all machines."""
 
     def __init__(self, given: RendezvousParameters) -> None:
         where = parse_rendezvous_endpoint(given.endpoint, _PORT)

@@ -105,7 +105,7 @@ def facts_of(settings: PartySettings, device: torch.device, *more: str) -> dict[
 
 
 def _private_file(rank: Rank) -> Path | None:
-    """Return the file by which processes on one machine meet, instead of at an open port."""
+    """Return the file that processes on one machine meet at, instead of an open port."""
     if rank.local_size < rank.size:
         return None
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

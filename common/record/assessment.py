@@ -1,4 +1,4 @@
-"""What a run's figures say about the leak of its labels: one judgement for all pages and logs.
+"""Judges the leak of labels by a run's figures: one judgement for all pages and logs.
 
 The leading figure is the feature-adjusted leak AUC with its interval, beside the bound, on a scale
 from 1/2, which is guessing, to 1. A raw leak AUC contains what features reveal anyway.

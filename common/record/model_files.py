@@ -146,7 +146,7 @@ class EarlierModel:
 
 @dataclass(frozen=True)
 class PretrainedWeights:
-    """Files of weights with which modules of a party's own bottom model begin to train."""
+    """Files with the initial weights of modules of a party's own bottom model."""
 
     files: Mapping[str, Path]  # by module; an empty name is the whole model
     digest: str = ""

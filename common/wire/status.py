@@ -1,8 +1,8 @@
 """Translates errors into the statuses that the peer receives, and received statuses into errors.
 
 The peer gets a gRPC status and a fixed sentence that starts with a code word. Messages for this
-party's own user never go out, with one exception: the names of the contract's fields in which the
-parties differ, which both hold anyway.
+party's own user never go out, with one exception: the names of the contract's fields that differ,
+which both parties hold anyway.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""What a passive party says about the activations that it serves: how many, how fast, to whom.
+"""Reports the activations that a passive party serves: how many, how fast, to whom.
 
 Everything is a count of requests, ids, streams or seconds; no figure depends on a label or a
 prediction, and this party never has either.

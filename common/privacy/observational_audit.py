@@ -46,7 +46,7 @@ DELTA = 1e-5  # smaller than one over most runs' rows; (epsilon, 0) implies (eps
 _LARGEST = 40.0  # no number of rows excludes an epsilon beyond this
 
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
-"""Shares of the offered pairs on which a guess is made."""
+"""Shares of the offered pairs that are guessed."""
 
 FEWEST_PAIRS = 20  # offered pairs per half below which there is nothing to test
 
@@ -172,7 +172,7 @@ def _prepare(
 
 
 class _Explainer:
-    """Subtracts from scores what features explain of them."""
+    """Subtracts from scores their prediction from features."""
 
     def __init__(self, models: FeatureModels, attacks: Iterable[ScoredRows]) -> None:
         known: list[Floats] = []

@@ -1,4 +1,4 @@
-"""The leak of a whole run: what attacks that accumulate over its epochs recover in the end.
+"""Measures the leak of a whole run by attacks that accumulate over its epochs.
 
 ``accumulated_spectral`` keeps one sum per example for all classes, ``accumulated_cosine`` one for
 each target class, because it knows a reference of each class. The combining attacks fit each

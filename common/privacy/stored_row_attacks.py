@@ -69,7 +69,7 @@ _SMALLEST = 1e-12
 
 
 class Received(NamedTuple):
-    """What a party has of a run: one row per example and batch, in the order of arrival."""
+    """A party's data of a run: one row per example and batch, in the order of arrival."""
 
     gradients: Tensor  # (rows, ...)
     activations: Tensor  # (rows, ...)

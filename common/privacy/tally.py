@@ -70,7 +70,7 @@ class AttackTally:
 
     @property
     def worst_epoch(self) -> float:
-        """Mean over the batches of the epoch in which it is largest."""
+        """Largest mean over an epoch's batches."""
         return max(self._worst_before, self.epoch_mean(self.last_epoch) or self._floor)
 
     def epoch_mean(self, epoch: int) -> float | None:

@@ -169,7 +169,7 @@ class Progress:
 
 @contextmanager
 def refusing_other_versions() -> Iterator[None]:
-    """Hold while the parts of a state are loaded; each part checks itself."""
+    """Raise StorageError for a state whose parts cannot be loaded; each part checks itself."""
     try:
         yield
     except (LookupError, TypeError, ValueError, RuntimeError) as error:

@@ -42,7 +42,7 @@ from splitveil.passive_party.feature_values import feature_values
 class _Saved(NamedTuple):
     tensor: Tensor
     version: int
-    """Counts the changes of the tensor; another number later means that it is another value."""
+    """Counts the changes of the tensor; a different number later means a different value."""
 
 
 @contextmanager
@@ -317,7 +317,7 @@ def _with_gradient(activation: Tensor, received: Tensor) -> Tensor:
 
 
 class _WithGradient(torch.autograd.Function):
-    """A scalar whose gradient at the activation is the one that was received.
+    """A scalar whose gradient at the activation is the received one.
 
     `torch.autograd.backward` takes such a gradient as well, and imports SymPy to compare its shape
     with the activation's: a quarter of a second, and 40 MiB of memory.

@@ -126,7 +126,7 @@ def measure_exposure(
     sample: Sample | None,
     of_epochs: SentInEpochs | None = None,
 ) -> FeatureExposure | None:
-    """Guess features of aligned rows from what was sent; None if too few, or not finite."""
+    """Guess features of aligned rows from activations; None if too few, or not finite."""
     if sample is None:
         return None
     activations, features = _embedded(trainer, sample.positions)

@@ -178,7 +178,7 @@ MOST_HEARTBEATS = 7200
 
 
 class Heartbeats:
-    """A channel that sends signs of life by itself, and passes over those of the peer.
+    """A channel that sends signs of life by itself, and ignores the peer's.
 
     A party may be busy for longer than the other one is willing to hear nothing: it sorts its tags,
     or writes them to a slow disk. It then sends a frame without content from time to time, but only

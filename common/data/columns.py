@@ -84,7 +84,7 @@ class CategoricalColumn(NamedTuple):
         return np.asarray(np.append(is_it, False)[self.codes], np.bool_)
 
     def is_nearly_all(self, is_it: NDArray[np.bool_]) -> bool:
-        """Say whether a condition holds for nearly all cells, or for nearly all distinct texts."""
+        """Return whether a condition holds for nearly all cells, or nearly all distinct texts."""
         if is_it.mean() < 0.5:  # spares the reading of all codes, which may be on disk
             return False
         num_right, num_cells = self.rows_of(is_it).sum(), (self.codes >= 0).sum()
@@ -321,7 +321,7 @@ def are_numbers(texts: Any) -> NDArray[np.bool_]:
 
 
 def is_unnamed_index(name: str) -> bool:
-    """Say whether pandas has named a column so: it holds the numbers of a table's rows."""
+    """Return whether pandas gave a column this name: it holds the numbers of a table's rows."""
     return re.fullmatch(_UNNAMED_INDEX, name) is not None
 
 
@@ -413,13 +413,13 @@ def read_numbers(column: WrittenColumn) -> _Numbers:
 
 
 def is_numeric(kind: pa.DataType) -> bool:
-    """Say whether a type's cells are numbers."""
+    """Return whether a type's cells are numbers."""
     types = pa.types
     return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind))
 
 
 def is_text(kind: Any) -> bool:
-    """Say whether a type's cells are texts, which Impala and others store as bytes."""
+    """Return whether a type's cells are texts, which Impala and others store as bytes."""
     if pa.types.is_fixed_size_binary(kind):
         return True
     return kind in {pa.string(), pa.large_string(), pa.binary(), pa.large_binary()}

@@ -101,7 +101,7 @@ class CsvFile:
         return said or next(iter(self.doubts()), "")
 
     def doubts(self) -> list[str]:
-        """Say which marks around or within cells seem to be none of the cells' own."""
+        """Return which marks around or within cells seem not to belong to the cells."""
         if self._form != TextForm(self._form.encoding):  # chosen
             return []
         with self._text(self._files[0]) as text:

@@ -98,7 +98,7 @@ def advice_on(
 
 
 def looks_like_data(beginning: str, delimiter: str, form: TextForm = _PLAIN) -> bool:
-    """Say whether the first line has numbers above numbers, and texts as they stand below it."""
+    """Return whether the first line has numbers above numbers, and texts like those below it."""
     header, *others = [row for row in _rows(beginning, delimiter, form) if row] or [[]]
     below = [set(cells) - {""} for cells in zip(*others, strict=False)]
     columns = [(name, cells) for name, cells in zip(header, below, strict=False) if name and cells]

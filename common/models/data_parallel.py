@@ -44,7 +44,7 @@ _OF_TORCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def with_whole_batches(model: nn.Module) -> None:
-    """Let a model's batch normalisations look at whole batches, while all ranks compute them.
+    """Normalise over whole batches in a model that all ranks compute.
 
     Raises SettingsError for a class of the user's own.
     """
@@ -212,7 +212,7 @@ class DataParallelModel:
         return {name: partial(self._captured.pop, name, None) for name in self._learner.taps}
 
     def share(self, random: list[Tensor]) -> None:
-        """Let all ranks go on from rank 0's model, optimizer and schedule of now.
+        """Copy rank 0's current model, optimizer and schedule to all ranks.
 
         ``random`` has the random states of the other ranks, as far as they are to change.
         """
@@ -281,7 +281,7 @@ class DataParallelModel:
         return share, self.ranks.scatter_rows(gradient, share.owners, share.output)
 
     def random_states(self) -> list[Tensor]:
-        """Return those of the ranks above 0, as bytes.
+        """Return the random states of the ranks above 0, as bytes.
 
         Raises SplitveilError if the weights of two ranks differ.
         """

@@ -25,7 +25,7 @@ def trained_of(model: nn.Module) -> list[nn.Parameter]:
 
 
 def freeze(model: nn.Module, parts: Iterable[str], setting: str) -> None:
-    """Let no parameter learn that settings name."""
+    """Freeze the parameters that settings name."""
     check_names(parts, model, setting)
     for name, weight in model.named_parameters():
         if is_in(name, parts):

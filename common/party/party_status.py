@@ -42,7 +42,7 @@ _PREFIX = "splitveil"
 
 
 class Registry(CollectorRegistry):
-    """A registry that leaves out the time at which each series was made, which nobody asked for."""
+    """A registry without the creation time of each series."""
 
     def collect(self) -> Iterator[Metric]:
         for metric in super().collect():
@@ -139,7 +139,7 @@ class Presence:
         self._connected.labels(peer).set(0)
 
     def left(self, peer: str) -> None:
-        """Note that the peer has gone, as one does that has nothing to ask: that is no loss."""
+        """Note that the peer has left because it has nothing to ask, which is no loss."""
         with self._lock:
             if peer in self._lost or peer not in self._heard_at:
                 return

@@ -53,7 +53,7 @@ class ScaleRow(NamedTuple):
 
 
 def columns_row(disclosure: float, max_exposure: object, whose: str = "") -> ScaleRow:
-    """Return what columns give away, beside the limit that their owner has set."""
+    """Return the disclosure of columns, beside their owner's limit."""
     most = max_exposure if isinstance(max_exposure, int | float) else None
     limit = "" if most is None else f"; limit {most:g}"
     words = f"Columns{whose}: {disclosure:.2f} measured{limit}"
@@ -61,7 +61,7 @@ def columns_row(disclosure: float, max_exposure: object, whose: str = "") -> Sca
 
 
 def picture(rows: Sequence[ScaleRow]) -> Markup:
-    """Draw figures above one scale, from 0, what is known without a run, to 1, everything."""
+    """Draw figures above one scale, from 0, known without a run, to 1, everything."""
     said = ". ".join(row.words for row in rows)
     return Markup(render(str(__package__), "scale.svg.jinja", rows=rows, said=said))  # noqa: S704
 

@@ -182,7 +182,7 @@ def advantage_over(prior: Floats, scores: Floats, positive: Mask) -> AdvantageFi
 
 
 def operating_points(scores: Floats, positive: Mask) -> tuple[float, float, float | None]:
-    """Return what an attack finds with few errors; a score with an AUC below 1/2 is inverted.
+    """Return an attack's findings with few errors; a score with an AUC below 1/2 is inverted.
 
     True positive rates where at most 0.1 % and 1 % of the negatives are accused, and the precision
     of the 100 highest scores, None for no more rows. A tie with the first negative too many counts

@@ -152,7 +152,7 @@ class Attack(NamedTuple):
 
 
 class RunAttack(NamedTuple):
-    sources: tuple[str, ...] = ()  # whose scores it sums up; none: last activations
+    sources: tuple[str, ...] = ()  # attacks whose scores it sums up; none: last activations
     num_hints: int = 0  # labels of the run that it knows, if that does not depend on it
     one_of_each_class: bool = False  # whether it knows the label of one example of each
     standardises: bool = True  # false for sums in which batches that say more count more
@@ -272,7 +272,7 @@ WITHOUT_GRADIENTS = frozenset(
 
 
 def needs_of(attack: str) -> str:
-    """Describe what an attacker needs to know besides the gradients."""
+    """Describe the knowledge that an attack needs besides the gradients."""
     known = _BY_NAME.get(attack)
     if known is None:
         return "not known here"

@@ -102,7 +102,7 @@ def _pairs(
     predicted: Predictions,
     classes: LabelClasses,
 ) -> Iterator[_PairScores]:
-    """Yield each attack's scores of the two classes that it separates best."""
+    """Yield each attack's scores for the two classes that it separates best."""
     chooses = observational_audit.choosing_half(len(covariates.positions))
     for attack, by_target in attacks:
         known = [_on(covariates.positions, scores) for scores in by_target]

@@ -63,11 +63,11 @@ class Predictions(NamedTuple):
 
 
 class TooFewRows(ValueError):
-    """A class has fewer than two rows: no model can be asked about the one that it has not seen."""
+    """A class has fewer than two rows: no model could predict a row that it has not seen."""
 
 
 class FeatureModels:
-    """Models of some rows' features, each asked about the rows that it has not seen."""
+    """Models of some rows' features; each predicts only rows that it has not seen."""
 
     def __init__(
         self,

@@ -283,7 +283,7 @@ class BatchCounts(NamedTuple):
 
 
 class NumberBeyond(NamedTuple):
-    """One attack on labels that are numbers beyond features: shares of what features leave."""
+    """One attack on number labels beyond features: shares of the variance that features leave."""
 
     r2: Known
     low: Known  # lower end of its interval; 0 where it may be chance
@@ -327,7 +327,7 @@ class LeakFigures(Form):
 
     @property
     def strongest_of_numbers(self) -> NumberBeyond | None:
-        """Of the attack that explains most of what features leave of labels that are numbers."""
+        """Of the attack on number labels that explains most of the variance that features leave."""
         beyond = [one.beyond for one in self.of_numbers.values() if one.beyond is not None]
         return max(beyond, key=itemgetter(0), default=None)
 

@@ -14,9 +14,9 @@ variance that the attack explains, where 1 reads every label.
     accumulated_ridge_40       a ridge regression on these sums and the last activations, from 40
                                examples whose labels it knows; measured on all others
 
-A model that predicts well sends little but what it could not predict, so that attacks which know
-nothing see less and less of the labels while ``informed`` sees them all. What a score reveals
-beyond what features reveal is a partial R2:
+A model that predicts well sends little but its errors, so that attacks without knowledge see less
+and less of the labels while ``informed`` sees them all. A partial R2 measures what a score reveals
+beyond features:
 
     y'    label less its prediction from features
     s'    score less its prediction from features

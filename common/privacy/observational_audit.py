@@ -219,7 +219,7 @@ def _choose(guesses: _Guesses) -> _Choice:
 
 
 def _guess(scores: Floats, positive: Mask, share: float) -> tuple[int, int]:
-    """Guess the highest scores positive, as many of the lowest negative: guesses, correct ones."""
+    """Guess the highest scores positive, as many lowest negative; return guesses, correct ones."""
     each = max(1, int(share * len(scores) / 2))
     order = np.argsort(scores, kind="stable")
     correct = int(positive[order[-each:]].sum()) + int((~positive[order[:each]]).sum())

@@ -194,7 +194,7 @@ class RunAudit:
         return ClassFigures(tuple(names[index] for index in worst_pair), classes=of_classes)
 
     def _scores(self, *, hinted: bool) -> Iterator[tuple[str, str, list[RunScores]]]:
-        """Yield the scores of examples whose label an attack did not know: one, or by target."""
+        """Yield the scores of examples with labels unknown to an attack: one, or by target."""
         for layer, gathered in self._layers.items():
             for attack, sums in gathered.sums.items():
                 yield layer, attack, [one.result() for one in sums]

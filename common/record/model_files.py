@@ -81,7 +81,7 @@ RELEASED_LABELS = {"learned_from": "released labels"}
 """Metadata of weights that only labels released by a defense have entered."""
 
 KNOWN_NOISE = {"noise": "insecure_noise_seed"}
-"""Metadata of what a run has left whose noise anybody can draw again who knows the seed."""
+"""Metadata of a run's results if anybody who knows the seed can reproduce the noise."""
 
 _UNREADABLE = (
     *(SafetensorError, ValueError, LookupError, TypeError, AttributeError),

@@ -49,7 +49,7 @@ class Phases:
 
     @contextmanager
     def __call__(self, phase: Phase) -> Iterator[None]:
-        """Be in a phase while the context is open."""
+        """Count a party's time under a phase while the context is open."""
         stay = object()
         with self._lock:
             self._charge()

@@ -65,7 +65,7 @@ _SENT: dict[type[Exception], PeerStatus] = {
 }
 
 UNTRUSTED = PeerStatus(grpc.StatusCode.UNAUTHENTICATED, "untrusted: not accepted")
-"""Sent to a peer whose certificate is genuine, but not that of a party to the contract."""
+"""Sent to a peer whose certificate is genuine, but belongs to no party to the contract."""
 
 _INTERNAL = PeerStatus(grpc.StatusCode.INTERNAL, "internal: this party has a fault of its own")
 

@@ -61,7 +61,7 @@ class InferenceStatus(PartyStatus):
         self._seconds.observe(seconds)
 
     def note_masked(self, num_ids: int) -> None:
-        """Count masked ids whose keys were asked for, of rows that travel sealed."""
+        """Count masked ids whose keys for sealed rows were requested."""
         self._heard("EmbedTable")
         self._ids.labels("masked").inc(num_ids)
 

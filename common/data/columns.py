@@ -64,7 +64,7 @@ class WrittenColumn(NamedTuple):
         return list_rows(np.flatnonzero(is_wrong) + self.first_row)
 
     def check(self, is_wrong: NDArray[np.bool_], expected: str) -> None:
-        """Raise DataError, which names the rows, if any row has not what is expected."""
+        """Raise DataError, which names the rows, if any row lacks the expected content."""
         if is_wrong.any():
             raise DataError(f"{self.where}: expected {expected} in {self.list_rows(is_wrong)}")
 

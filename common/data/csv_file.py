@@ -90,7 +90,7 @@ class CsvFile:
         return start if len(start) < _LOOKED_AT else start[: start.rfind("\n") + 1]
 
     def advice(self) -> str:
-        """Return what is wrong with the form of the text, with the remedy; empty if nothing is."""
+        """Return the fault in the form of the text, with the remedy; empty if there is none."""
         with self._text(self._files[-1]) as text:
             lines, end, separator = text.lines(), "", text.separator
             while more := lines.read(_LOOKED_AT):

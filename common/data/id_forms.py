@@ -39,7 +39,7 @@ _DOUBTFUL = {
     r"^(?i:null|none|nan|nat|nil|n/?a|n\.a\.|<na>|\(null\)|\\n|k\.a\.|-+|\?|\.)$": "are texts such "
     "as NULL, which mean that there is none: rows of several persons may seem to be of one",
 }
-"""Forms of some ids, each with what it means."""
+"""Forms of some ids, each with its meaning."""
 _HASH_DIGITS = {32: "MD5", 40: "SHA-1", 56: "SHA-224", 64: "SHA-256", 96: "SHA-384", 128: "SHA-512"}
 _FRACTION = r"^[+-]?\d*\.\d*[1-9]\d*$"
 LOOKED_AT = 20_000

@@ -144,7 +144,7 @@ class _LibraryError(Exception):
 
 
 def _in_time(characters: int, call: Callable[[Any], _ResultT], given: object) -> _ResultT:
-    """Return what the library returns; _LibraryError if it fails, in whatever way, or hangs.
+    """Return the library's result; _LibraryError if it fails in any way, or hangs.
 
     Its panics are no ``Exception``, and a thread that hangs ends with the process.
     """

@@ -69,7 +69,7 @@ def delimiter_of(beginning: str, form: TextForm = _PLAIN) -> str | None:
 def advice_on(
     beginning: str, end: str, delimiter: str, form: TextForm = _PLAIN, *, has_header: bool
 ) -> str:
-    """Return what is wrong with the form of a text, with the remedy; empty if nothing seems to be.
+    """Return the apparent fault in the form of a text, with the remedy; empty if there is none.
 
     The text is given by its first lines, all of them complete, and its last ones.
     """

@@ -130,7 +130,7 @@ class ComponentsBottom(nn.Module):
 
     @property
     def num_bits(self) -> int:
-        """How many bits a row has, without the one that is always 1; 0 before ``before_labels``."""
+        """Number of bits of a row, without the constant bit 1; 0 before ``before_labels``."""
         return self.get_buffer("of_bits").shape[1]
 
     def bits(self, features: Features) -> NDArray[np.bool_]:

@@ -162,7 +162,7 @@ class Ranks:
             self.add_up([torch.zeros(1, device=self._device)])
 
     def check_all_alive(self) -> None:
-        """Ask every rank for a sign of life, and do what is to be done if one is gone."""
+        """Ask every rank for a sign of life, and handle the loss of any."""
         with self.lock:
             if self._is_open:
                 self.order("ping", within=_ANSWERS_WITHIN)

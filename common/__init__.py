@@ -14,6 +14,6 @@ SUITES = "GRPC_SSL_CIPHER_SUITES"
 NEVER_AGREED = "ECDHE-PSK-CHACHA20-POLY1305"
 
 GRPC_CAME_FIRST = "grpc" in sys.modules and os.environ.get(SUITES) != NEVER_AGREED
-"""Whether gRPC may agree to TLS 1.2, because it was imported before the variable was set."""
+"""True if gRPC may agree to TLS 1.2, because it was imported before the variable was set."""
 
 os.environ[SUITES] = NEVER_AGREED

@@ -1,4 +1,4 @@
-"""The errors that splitveil raises on purpose, and the exit codes with which they end a process.
+"""The errors that splitveil raises on purpose, and their exit codes.
 
 Messages are for this party's own user and say what was expected and what was received. The *peer*
 gets one of the fixed sentences in ``common/wire/status.py``.
@@ -28,7 +28,7 @@ class ContractMismatch(SettingsError):
     """The two parties hold different contracts.
 
     Args:
-        fields: in which they differ.
+        fields: the fields that differ.
         in_words: the differences, with values where they are known.
     """
 
@@ -44,7 +44,7 @@ class DataError(SplitveilError):
 
 
 class AlignmentError(SplitveilError):
-    """The parties' ids have no intersection on which both can train."""
+    """The parties' ids have no intersection to train on."""
 
     exit_code = 3
 

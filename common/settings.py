@@ -31,7 +31,7 @@ Place: TypeAlias = tuple[str, ...]
 
 
 class Mark(Enum):
-    """What a setting's type says of it besides its values, as in ``Annotated[str, Mark.PATH]``."""
+    """A mark on a setting's type beside its values, as in ``Annotated[str, Mark.PATH]``."""
 
     PATH = auto()  # one or several, relative to the settings file
     LIBRARY = auto()  # a path if it has a slash, otherwise a name
@@ -160,7 +160,7 @@ _EXPECTED = {
     "union_tag_invalid": "a {discriminator} of {expected_tags}",
     "union_tag_not_found": "a {discriminator}",
 }
-"""What was expected, by pydantic's type of error, or its first word."""
+"""The expected value, by pydantic's type of error, or its first word."""
 _TYPE = re.compile(r".*\[.*\]|constrained-\w+|str|int|float|bool")
 """The part of a place that names a type of a union, and no setting."""
 
@@ -322,6 +322,6 @@ def only_value(field: FieldInfo) -> Any:
 
 
 def tag_of(kind: Any) -> str | None:
-    """Return the word by which a section names its kind; None if it does not have one."""
+    """Return the word for a section's kind; None if it does not have one."""
     values = map(only_value, getattr(kind, "model_fields", {}).values())
     return next((value for value in values if isinstance(value, str)), None)

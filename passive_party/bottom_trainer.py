@@ -42,12 +42,12 @@ from splitveil.passive_party.feature_values import feature_values
 class _Saved(NamedTuple):
     tensor: Tensor
     version: int
-    """Counts the changes of the tensor; another number later means that it is another value."""
+    """Counts the changes of the tensor; a different number later means a different value."""
 
 
 @contextmanager
 def stashing_weights(model: nn.Module) -> Iterator[None]:
-    """Let the backward pass of what is computed within use the model's weights and buffers of now.
+    """Stash the model's current weights and buffers for backward passes of computations within.
 
     A function that keeps a weight by other means than ``save_for_backward``, or computes the
     forward pass again (``torch.utils.checkpoint``), gets the weights of its backward pass instead.
@@ -171,7 +171,7 @@ class BottomTrainer:
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether no gradient and no further labels are awaited, so that the state is whole."""
+        """True if no gradient and no further labels are awaited, so that the state is whole."""
         return not self._waiting and not self._noisy and self._receiver is None
 
     @property
@@ -207,7 +207,7 @@ class BottomTrainer:
     def backward(self, gradient: Tensor) -> dict[str, Tensor]:
         """Learn from the gradient received for the oldest activation that waits for one.
 
-        It is that of the weights with which the activation was computed, and changes those of now.
+        It belongs to the weights that computed the activation, and changes the current weights.
 
         Returns the gradients at the tapped layers, (batch, ...) each.
         """
@@ -317,7 +317,7 @@ def _with_gradient(activation: Tensor, received: Tensor) -> Tensor:
 
 
 class _WithGradient(torch.autograd.Function):
-    """A scalar whose gradient at the activation is the one that was received.
+    """A scalar whose gradient at the activation is the received one.
 
     `torch.autograd.backward` takes such a gradient as well, and imports SymPy to compare its shape
     with the activation's: a quarter of a second, and 40 MiB of memory.

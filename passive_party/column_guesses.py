@@ -1,4 +1,4 @@
-"""Guesses columns from activations: which rows each way of guessing is right about.
+"""Guesses columns from activations, and finds the rows that each method guesses right.
 
 The ways are a network that learns all columns at once, the nearest class mean under one covariance
 with the classes' shares (linear discriminant analysis), a vote of the nearest rows, and for a
@@ -83,7 +83,7 @@ class Column(NamedTuple):
 def right_guesses(
     activations: _Numbers, columns: Sequence[Column], known: int, *, has_network: bool = True
 ) -> Iterator[list[npt.NDArray[np.bool_]]]:
-    """Yield for each column which of the other rows every way of guessing is right about."""
+    """Yield for each column which of the other rows each method guesses right."""
     dimensions = activations.shape[1]
     if dimensions > MOST_DIMENSIONS:
         activations = activations @ random_directions(dimensions, 0)
@@ -120,7 +120,7 @@ def _quarters(values: npt.NDArray[Any]) -> _Rows:
 
 
 def _levels(values: npt.NDArray[Any]) -> tuple[_Rows, _Rows]:
-    """Return levels, the most frequent 0, and what each is judged as: the rare 0, others from 1."""
+    """Return levels, the most frequent 0, and the class of each: rare ones 0, others from 1."""
     _, members, counts = np.unique(values, return_inverse=True, return_counts=True)
     order = np.argsort(-counts, kind="stable")
     rank = np.empty_like(order)
@@ -167,7 +167,7 @@ def _by_network(activations: _Numbers, columns: Sequence[Column], known: int) ->
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let torch use one thread: more gain nothing on small batches, and wait on a busy machine."""
+    """Limit torch to one thread: more gain nothing on small batches, and wait on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -200,7 +200,7 @@ def _by_vote(classes: _Rows, rows: _Rows, weights: _Numbers) -> _Rows:
 def _by_regression(
     activations: _Numbers, values: npt.NDArray[Any], classes: _Rows, known: int
 ) -> _Rows:
-    """Return the class of the number that is nearest to the one that ridge regression predicts."""
+    """Return the class of the number nearest to the prediction of ridge regression."""
     order = np.argsort(values)
     ordered = values[order].astype(np.float64)
     mean, centre = values[:known].mean(dtype=np.float64), activations[:known].mean(axis=0)

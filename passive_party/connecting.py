@@ -1,4 +1,4 @@
-"""How the passive party reaches the active one, and what its status says of that."""
+"""Connects the passive party to the active one, and shows the connection in its status."""
 
 import logging
 import time
@@ -26,7 +26,7 @@ from splitveil.passive_party.settings import PassiveSettings
 logger = logging.getLogger("splitveil.passive_party")
 
 _BACK_WITHIN_S = 15.0
-"""Time in which the active party of a run that it has ended for good has to serve again."""
+"""Time limit for the active party to serve again after it ended a run for good."""
 
 ENDED = (
     "the active party has ended this run for good, and nothing is trained; --fresh starts over "
@@ -65,7 +65,7 @@ def http_proxy(settings: PassiveSettings) -> HttpProxy | None:
 
 
 def checked_connection(settings: PassiveSettings) -> Connect:
-    """Check what the connection and the status need, and return what opens the connection."""
+    """Check the settings of connection and status, and return a function that connects."""
     credentials = credential_files(settings, settings.party)
     log_security(credentials, settings.connect, "connect")
     http_proxy(settings)

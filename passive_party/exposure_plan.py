@@ -1,10 +1,10 @@
 """Measures what activations would reveal of this party's columns, before anything is sent.
 
-The rows are those of this party's own table, without any label: the bottom model is fitted as a run
+The rows come from this party's own table, without any label: the bottom model is fitted as a run
 would fit it, and the columns are guessed from what it would send. A model that learns from
 gradients is measured before it trains.
 
-A score is fitted to labels that do not exist yet. Measured is the worst that a label owner can do
+A score is fitted to labels that do not exist yet. The plan measures the worst case, a label owner
 that knows some rows: it sends a column in the place of labels, and the score guesses that column.
 """
 
@@ -41,7 +41,7 @@ from splitveil.passive_party.settings import PassiveSettings
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 _USUAL_GOAL = 0.5  # the disclosure that a remedy aims at without max_exposure
-_MOST_FITTED = 50_000  # rows to which the model is fitted
+_MOST_FITTED = 50_000  # rows that the model is fitted to
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ExposurePlan:
 def exposure_plan_of(
     settings: PassiveSettings, data: PartyData, *, only_own: bool = False
 ) -> ExposurePlan:
-    """Measure the widths that the columns allow, or only that of the contract.
+    """Measure the widths that the columns allow, or only the contract's.
 
     Raises DataError if there are too few rows, SettingsError if the contract's width is too large.
     """
@@ -153,7 +153,7 @@ def _components(
     own_width: int,
     widths: Iterable[int],
 ) -> dict[int, Tensor]:
-    """Return what each width sends; the first components are the same whatever follows."""
+    """Return the activations of each width; the first components are the same for all."""
     for most in sorted({*widths}, reverse=True):
         model = ComponentsBottom(settings, encoder.shapes, (most,))
         try:
@@ -271,7 +271,7 @@ def limit_in_words(plan: ExposurePlan) -> str:
 
 
 def narrower_in_words(plan: ExposurePlan) -> str:
-    """Say what the strongest column would gain from the remedy, a narrower cut."""
+    """Describe what the remedy, a narrower cut, would gain for the strongest column."""
     goal = plan.max_exposure or _USUAL_GOAL
     widest = plan.widest(goal)
     if widest is None or widest >= plan.width:
@@ -298,7 +298,7 @@ def remedy_of(
     sample: Sample,
     own: FeatureExposure,
 ) -> str:
-    """Say what fewer components would have given away; "" where that is not known."""
+    """Describe what fewer components would have revealed; "" if unknown or not needed."""
     most, width = settings.max_exposure or _USUAL_GOAL, settings.contract.cut_dim
     is_nested = settings.contract.is_one_shot and isinstance(settings.bottom_model, PcaModel)
     if not is_nested or own.disclosure <= most:

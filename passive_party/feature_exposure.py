@@ -30,7 +30,7 @@ from splitveil.passive_party.column_guesses import Column, Kind, columns_of, rig
 KNOWN_ROWS = 1000  # whose columns the guesser knows; of a small table, half of the rows
 LEAST_ROWS = 50  # fewer rows say nothing
 
-_STANDARD_ERRORS = 3  # by which a gain is more than chance
+_STANDARD_ERRORS = 3  # that make a gain more than chance
 _SEED = 0
 _EMBEDDED_AT_ONCE = 1024
 
@@ -53,7 +53,7 @@ class ColumnExposure:
 
     @property
     def gain_fraction(self) -> float:
-        """Share of what was unknown without activations that they reveal, within 0 and 1."""
+        """Share of the unknown without activations that activations reveal, within 0 and 1."""
         return self.gain / (1 - self.without)
 
     @property
@@ -83,7 +83,7 @@ class FeatureExposure:
 
     @property
     def disclosure(self) -> float:
-        """Mean over columns of what is revealed of what was unknown, 0 to 1."""
+        """Mean over columns of the revealed share of the unknown, 0 to 1."""
         return sum(one.gain_fraction for one in self.columns) / max(len(self.columns), 1)
 
     @property
@@ -126,7 +126,7 @@ def measure_exposure(
     sample: Sample | None,
     of_epochs: SentInEpochs | None = None,
 ) -> FeatureExposure | None:
-    """Guess features of aligned rows from what was sent; None if too few, or not finite."""
+    """Guess features of aligned rows from activations; None if too few, or not finite."""
     if sample is None:
         return None
     activations, features = _embedded(trainer, sample.positions)

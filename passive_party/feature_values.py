@@ -1,4 +1,4 @@
-"""This party's features as plain numbers: what an attack could look at without any training."""
+"""Converts this party's features to plain numbers, which an attack could use without training."""
 
 import numpy as np
 import torch

@@ -103,7 +103,7 @@ class ActivationStream(Generic[ReplyT]):
 
 
 GOODBYE_S = 15.0
-"""Time for which the last goodbye is repeated to a peer that may just be starting again."""
+"""Time to repeat the last goodbye to a peer that may just be starting again."""
 HEALTH_TIMEOUT_S = 3.0
 
 MessageT = TypeVar("MessageT", bound=Message)

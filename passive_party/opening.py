@@ -36,7 +36,7 @@ class Peer(Protocol):
         """Open a run, or resume one."""
 
     def open_alignment(self) -> AlignChannel:
-        """Open the channel on which the two alignment engines talk."""
+        """Open the channel between the two alignment engines."""
 
     def close_alignment(self) -> None:
         """Wait until the peer has the alignment's result as well."""
@@ -45,13 +45,13 @@ class Peer(Protocol):
         """Send the activation of a training batch; ``pipeline_depth`` may wait for gradients."""
 
     def receive_gradient(self) -> messages.Answer:
-        """Wait for the defended gradient of the oldest activation that has none yet."""
+        """Wait for the defended gradient of the oldest activation without one."""
 
     def send_held_out(self, activation: messages.Activation) -> None:
         """Send the activation of held-out rows; ``evaluations_ahead`` may wait for replies."""
 
     def receive_course(self) -> messages.Course:
-        """Wait for the reply to the oldest held-out rows that have none: does the run continue?"""
+        """Wait for the reply to the oldest held-out rows without one: does the run continue?"""
 
     def leave(self, run_id: str, reason: messages.LeaveReason) -> None:
         """Leave the run, and give the reason."""
@@ -110,7 +110,7 @@ class Aligner:
     def of(
         cls, settings: PassiveSettings, data: PartyData, folder: Path, *, fresh: bool = False
     ) -> "Aligner":
-        """Build what aligns for a run in a folder; if fresh, nothing stored there is resumed."""
+        """Build the alignment for a run in a folder; if fresh, resume nothing stored there."""
         kept, tried = records_of(settings, folder)
         if fresh:
             kept.discard()

@@ -54,7 +54,7 @@ class PassiveRecorder(RunRecorder):
         self._epochs = 0
         self._leaks: LeakRecorder | None = None  # only with labels
         self._received: list[dict[str, npt.NDArray[Any]]] = []  # by batch, if stored
-        self.sample: Sample | None = None  # rows by which the report measures what was sent
+        self.sample: Sample | None = None  # rows that the report measures activations on
         self._places = np.empty(0, dtype=np.int64)  # in the sample, of each position; -1 outside
         self._sent = np.empty((0, 0), dtype=np.float32)  # of the sample's rows, over all epochs
         self._epochs_sent: set[int] = set()
@@ -115,7 +115,7 @@ class PassiveRecorder(RunRecorder):
         logger.info("resuming %s", "at the end" if epoch is None else f"in epoch {epoch + 1}")
 
     def summary(self, features: FeaturesOf | None = None) -> Summary:
-        """Return the figures; with features, also those of model completion on these."""
+        """Return the figures; with features, also model completion's figures on these."""
         speed = self._progress.steps_per_s if self._progress else None
         of_steps = self._epochs, self._steps, speed
         is_one_shot = self._settings.contract.is_one_shot
@@ -172,7 +172,7 @@ class PassiveRecorder(RunRecorder):
             self._sent = np.zeros((len(self.sample.positions), values), dtype=np.float32)
 
     def _keep_of_sample(self, batch: Batch, sent: Tensor) -> None:
-        """Put this epoch's activations beside those of earlier ones, or add their projection."""
+        """Put this epoch's activations beside earlier epochs' ones, or add their projection."""
         if self.sample is None:
             return
         places = self._places[batch.positions]

@@ -65,7 +65,7 @@ class PassiveRun:
 
     @property
     def model_identity(self) -> ModelIdentity:
-        """The training that the bottom model is the result of, as far as it has got."""
+        """The training that produced the bottom model so far."""
         number = 0 if self._training is None else self._training.progress.batch_number
         return ModelIdentity(self.run_id, number)
 

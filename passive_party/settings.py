@@ -32,10 +32,10 @@ class AdversarySettings(AuditSettings):
     AUC."""
 
     store_received: bool = False
-    """Whether to write the gradients that this party received in each epoch and the activations
-    that it sent to ``received-0001.npz`` and so on in its run folder, mode 0600, with the labels if
-    ``labels`` has them: for ``splitveil audit``. An epoch is held in memory; one in which the run
-    was resumed has only the batches after that."""
+    """Write each epoch's received gradients and sent activations to ``received-0001.npz`` and so on
+    in this party's run folder, mode 0600, with the labels if ``labels`` has them: for ``splitveil
+    audit``. An epoch is held in memory; one where the run was resumed has only the batches after
+    that."""
 
     @model_validator(mode="after")
     def _knows_no_predictions(self) -> "AdversarySettings":
@@ -73,8 +73,8 @@ class PassiveReportSettings(Section):
     """The contents of the passive party's report."""
 
     probe_rows: int = Field(default=4000, ge=0, le=100_000)
-    """Number of aligned rows from whose activations the report guesses this party's own columns,
-    to say what the activations reveal of them; 0 leaves that out."""
+    """Number of aligned rows whose activations the report guesses this party's own columns from, to
+    say what they reveal; 0 leaves that out."""
 
 
 class AnswerSettings(Section):
@@ -85,7 +85,7 @@ class AnswerSettings(Section):
     """
 
     listen: Address = "127.0.0.1:50061"
-    """Host and port at which the active party reaches this one for predictions."""
+    """Host and port where the active party reaches this one for predictions."""
 
     allowed_ids: Annotated[str | None, Mark.PATH] = Field(default=None, min_length=1)
     """File with the ids that are answered: a text file with one id per line, or a CSV or Parquet
@@ -97,9 +97,9 @@ class AnswerSettings(Section):
     wait. By default there is no limit."""
 
     whole_table: bool = False
-    """Whether the active party may take the whole table, sealed row by row, and open the rows whose
-    ids it has. This party then learns how many ids are asked for, and not which. Every row is
-    computed for every such request."""
+    """Let the active party take the whole table, sealed row by row, and open the rows whose ids it
+    has. This party then learns how many ids are asked for, and not which. Every row is computed for
+    every such request."""
 
 
 ProxyUrl = Annotated[str, StringConstraints(pattern=r"^http://[^/@\s]+:[0-9]{1,5}/?$")]
@@ -146,7 +146,7 @@ class PassiveSettings(PartySettings):
 
     @property
     def split(self) -> SplitSettings | None:
-        """What divides this party's rows; None if it does not learn which are common."""
+        """The split of this party's rows; None if it does not learn which are common."""
         return None if self.contract.is_one_sided else self.contract.split
 
     def folder_name(self) -> str:

@@ -114,7 +114,7 @@ class Training:
     # ---- the course ----
 
     def follow_course(self, peer: Peer, stop_if_interrupted: Callable[[], None]) -> None:
-        """Handle every batch that is left; the function may raise Interrupted before each."""
+        """Handle every remaining batch; the function may raise Interrupted before each."""
         try:
             while (batch := self.progress.due) is not None:
                 stop_if_interrupted()

@@ -36,7 +36,7 @@ def number_of_exchange(own: pb.AlignHello, peer: pb.AlignHello) -> bytes:
 
 
 def check_done(own: pb.AlignDone | None, known: pb.AlignDone | None, done: pb.AlignDone) -> None:
-    """Check the message with which the peer ends the exchange; ``known`` has come before."""
+    """Check the peer's last message of the exchange; ``known`` has come before."""
     if own is None or known is not None:
         raise OutOfStep("the other party is done while points or tags are outstanding")
     if len(done.digest) != _DIGEST_BYTES:

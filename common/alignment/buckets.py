@@ -1,7 +1,7 @@
-"""Sorts ids into buckets by a keyed hash, which are exchanged one by one to bound the memory.
+"""Sorts ids into buckets by a keyed hash and exchanges one bucket at a time to bound the memory.
 
-Every bucket of a party has the same number of places. Those without an id hold padding, which looks
-like an id and is none, so that a bucket's size says nothing about the ids in it.
+Every bucket of a party has the same number of places. Empty places hold padding that looks like
+ids, so a bucket's size reveals nothing about its ids.
 """
 
 import hashlib

@@ -174,11 +174,11 @@ def wait_frame() -> AlignFrame:
 
 
 MOST_HEARTBEATS = 7200
-"""Signs of life that are accepted between two frames with content: those of four hours."""
+"""Signs of life accepted between two frames with content: four hours of them."""
 
 
 class Heartbeats:
-    """A channel that sends signs of life by itself, and passes over those of the peer.
+    """A channel that sends signs of life by itself, and ignores the peer's.
 
     A party may be busy for longer than the other one is willing to hear nothing: it sorts its tags,
     or writes them to a slow disk. It then sends a frame without content from time to time, but only
@@ -187,7 +187,7 @@ class Heartbeats:
     Leaving its context ends the signs of life, and closes the channel only after an error.
 
     Args:
-        every_s: seconds without a frame after which a sign of life is sent.
+        every_s: seconds without a frame before a sign of life is sent.
     """
 
     def __init__(

@@ -169,7 +169,7 @@ class EcdhExchange:
 
     @property
     def answered_ids(self) -> int:
-        """The number of the peer's ids for which tags have been computed."""
+        """The number of the peer's ids whose tags have been computed."""
         return self._bucket * self._tags.num_peer + self._tags.num_answered
 
     @property

@@ -119,7 +119,7 @@ class Ristretto:
         return products.raw
 
     def subtract(self, point: bytes, other: bytes) -> bytes:
-        """Return the difference of two points, each of which may be the identity."""
+        """Return the difference of two points; either may be the identity."""
         _refuse_high_bits(point + other)
         difference = ctypes.create_string_buffer(POINT_BYTES)
         if self._subtract(ctypes.addressof(difference), _address(point), _address(other)):
@@ -167,7 +167,7 @@ def load() -> Ristretto:
 
 @functools.cache
 def find_in_wheel() -> str:
-    """Return the path of the temporary file to which ``rbcl`` copies the library on import.
+    """Return the path of the temporary copy of the library that ``rbcl`` makes on import.
 
     Every import writes another 2.8 MB that are never removed. It is therefore imported only once,
     here, and the file is removed at exit.

@@ -9,12 +9,12 @@
     0/peer.commitment  the peer's commitment to the tags of this party's ids, once it has arrived
     0/own.tags         tags of this party's ids, as the peer has shown them
 
-Who reads the scalar can test any id against the points, so the files lie in a folder of their own
-(mode 0700, files 0600) beside the run's results, one for each peer, and are deleted as soon as both
-parties have the outcome: a party knows that from the next message of the other one, because the
-last message of the exchange itself may be lost. No tag is shown before everything that it follows
-from is on disk: a machine that loses its power in between would otherwise answer other points with
-the same scalar.
+Whoever reads the scalar can test any id against the points, so the files lie in a folder of their
+own (mode 0700, files 0600) beside the run's results, one for each peer, and are deleted as soon as
+both parties have the outcome: a party knows that from the next message of the other one, because
+the last message of the exchange itself may be lost. No tag is shown before everything it depends on
+is on disk: a machine that loses its power in between would otherwise answer other points with the
+same scalar.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ _LENGTHS: dict[StoredName, int] = {
 
 
 class ExchangeState(NamedTuple):
-    """What identifies an exchange, and its secrets."""
+    """The identity of an exchange, and its secrets."""
 
     exchange: bytes  # the number that both parties give it, 32 bytes
     scalar: bytes
@@ -75,7 +75,7 @@ _STATE_FORM = TypeAdapter(
 
 
 class ResumePoint(NamedTuple):
-    """Where an exchange broke off."""
+    """The point where an exchange broke off."""
 
     store: "ExchangeStore"
     state: ExchangeState
@@ -260,7 +260,7 @@ def digest_of_ids(ids: Iterable[str]) -> bytes:
 
 @contextmanager
 def forgetting(forget: Callable[[], None]) -> Iterator[None]:
-    """Forget what is stored if what the peer sent is refused: it would be refused again."""
+    """Forget the stored exchange if the peer's data are refused: they would be refused again."""
     try:
         yield
     except (AlignmentError, ProtocolError):

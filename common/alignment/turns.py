@@ -19,7 +19,7 @@ from splitveil.protos import split_learning_pb2 as pb
 logger = logging.getLogger(__name__)
 
 TURNS = 64
-"""Number of parts in which each party shows its tags; more if a part would exceed a chunk."""
+"""Number of parts that each party shows its tags in; more if a part would exceed a chunk."""
 
 _DOMAIN = b"splitveil alignment tags 2\x00"
 

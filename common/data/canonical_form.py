@@ -1,4 +1,4 @@
-"""Brings ids into the form in which all parties compare them, by the rules of the contract.
+"""Brings ids into the canonical form that all parties compare, by the rules of the contract.
 
 An id of several columns is one text: each part after its length in characters and a colon, such as
 ``5:Maier10:1980-02-29``. Because the lengths say where each part ends, ``ab`` and ``c`` are another

@@ -29,7 +29,7 @@ _MANTISSA_BITS = {16: 11, 32: 24, 64: 53}
 """Power of 2 above which neighbouring whole numbers become the same, by the type's width."""
 MAX_WEIGHT = 1_000_000
 NEARLY_ALL = 0.9
-"""Share of the cells, or of the distinct texts, from which the others are probably mistakes."""
+"""Share of the cells, or of the distinct texts, that makes the others probable mistakes."""
 WILDCARDS = frozenset("*?[")
 _UNNAMED_INDEX = r"__index_level_\d+__|Unnamed: \d+(\.\d+)*"
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:inf|infinity|nan)$"
@@ -60,11 +60,11 @@ class WrittenColumn(NamedTuple):
     """Texts before or after the numbers, which are dropped."""
 
     def list_rows(self, is_wrong: NDArray[np.bool_]) -> str:
-        """Name the rows for which a condition holds."""
+        """Name the rows where a condition holds."""
         return list_rows(np.flatnonzero(is_wrong) + self.first_row)
 
     def check(self, is_wrong: NDArray[np.bool_], expected: str) -> None:
-        """Raise DataError, which names the rows, if any row has not what is expected."""
+        """Raise DataError, which names the rows, if any row lacks the expected content."""
         if is_wrong.any():
             raise DataError(f"{self.where}: expected {expected} in {self.list_rows(is_wrong)}")
 
@@ -80,11 +80,11 @@ class CategoricalColumn(NamedTuple):
     categories: Any  # pyarrow array of the distinct texts
 
     def rows_of(self, is_it: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return which rows hold a text for which a condition holds."""
+        """Return which rows hold a text that meets a condition."""
         return np.asarray(np.append(is_it, False)[self.codes], np.bool_)
 
     def is_nearly_all(self, is_it: NDArray[np.bool_]) -> bool:
-        """Say whether a condition holds for nearly all cells, or for nearly all distinct texts."""
+        """Return whether a condition holds for nearly all cells, or nearly all distinct texts."""
         if is_it.mean() < 0.5:  # spares the reading of all codes, which may be on disk
             return False
         num_right, num_cells = self.rows_of(is_it).sum(), (self.codes >= 0).sum()
@@ -97,7 +97,7 @@ class _Numbers(NamedTuple):
 
 
 class ChosenColumns(NamedTuple):
-    """The columns that are features, by the way in which they are read, in the file's order."""
+    """The feature columns by how they are read, in the file's order."""
 
     numeric: list[str]
     categorical: list[str]
@@ -185,7 +185,7 @@ class Selection(NamedTuple):
 def select_columns(
     settings: DataSettings, source: RowSource, split_column: str | None = None
 ) -> Selection:
-    """Find the columns that the settings name and the column by which the contract splits rows.
+    """Find the columns that the settings name and the contract's split column.
 
     DataError if one is missing, SettingsError if one is requested for two purposes.
     """
@@ -321,7 +321,7 @@ def are_numbers(texts: Any) -> NDArray[np.bool_]:
 
 
 def is_unnamed_index(name: str) -> bool:
-    """Say whether pandas has named a column so: it holds the numbers of a table's rows."""
+    """Return whether pandas gave a column this name: it holds the numbers of a table's rows."""
     return re.fullmatch(_UNNAMED_INDEX, name) is not None
 
 
@@ -413,13 +413,13 @@ def read_numbers(column: WrittenColumn) -> _Numbers:
 
 
 def is_numeric(kind: pa.DataType) -> bool:
-    """Say whether a type's cells are numbers."""
+    """Return whether a type's cells are numbers."""
     types = pa.types
     return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind))
 
 
 def is_text(kind: Any) -> bool:
-    """Say whether a type's cells are texts, which Impala and others store as bytes."""
+    """Return whether a type's cells are texts, which Impala and others store as bytes."""
     if pa.types.is_fixed_size_binary(kind):
         return True
     return kind in {pa.string(), pa.large_string(), pa.binary(), pa.large_binary()}

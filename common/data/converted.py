@@ -231,7 +231,7 @@ def _replace(path: Path, pieces: Iterator[NDArray[np.uint8]]) -> None:
 
 
 VERSION = 2
-"""Version of the format of these files and of the rules by which cells are read."""
+"""Version of the format of these files and of the rules for reading cells."""
 
 
 def open_converted(

@@ -28,20 +28,20 @@ from splitveil.common.data.text_forms import ESCAPED, QUOTED, TextForm, advice_o
 from splitveil.common.errors import DataError
 
 CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4", ".br": "brotli"}
-"""Endings from which pyarrow, too, infers how a file is compressed."""
+"""File endings that name a compression, as in pyarrow."""
 
 HEADER_CHARACTERS = 8 * 1024 * 1024
-"""The length at which pyarrow, too, rejects a row."""
+"""The length at which a row is rejected, as in pyarrow."""
 
 _LOOKED_AT = 2**16
-"""Characters at the beginning and at the end from which the form of a text is judged."""
+"""Characters at the beginning and at the end that show the form of a text."""
 
 _MARKS = {
     "utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
     "utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
 }
 PARQUET = b"PAR1\x15"
-"""How a Parquet file begins; a name of a column may begin with PAR1."""
+"""The first bytes of a Parquet file; a column's name may begin with PAR1."""
 _OTHER_FORMATS = {
     b"PK\x03\x04": "a spreadsheet or zip archive: save it as CSV",
     b"\xd0\xcf\x11\xe0": "an old spreadsheet: save it as CSV",
@@ -90,7 +90,7 @@ class CsvFile:
         return start if len(start) < _LOOKED_AT else start[: start.rfind("\n") + 1]
 
     def advice(self) -> str:
-        """Return what is wrong with the form of the text, with the remedy; empty if nothing is."""
+        """Return the fault in the form of the text, with the remedy; empty if there is none."""
         with self._text(self._files[-1]) as text:
             lines, end, separator = text.lines(), "", text.separator
             while more := lines.read(_LOOKED_AT):
@@ -101,7 +101,7 @@ class CsvFile:
         return said or next(iter(self.doubts()), "")
 
     def doubts(self) -> list[str]:
-        """Say which marks around or within cells seem to be none of the cells' own."""
+        """Return which marks around or within cells seem not to belong to the cells."""
         if self._form != TextForm(self._form.encoding):  # chosen
             return []
         with self._text(self._files[0]) as text:

@@ -92,24 +92,24 @@ def image_as_float(image: Tensor) -> Tensor:
 
 
 class FeatureShapes(NamedTuple):
-    """The shapes of `Features`, from which a model is built."""
+    """The shapes of `Features` that a model is built for."""
 
     numeric_dim: int = 0
-    """How many scaled numbers a row has, indicators of gaps among them."""
+    """Number of scaled numbers in a row, gap indicators included."""
 
     vocabulary_sizes: tuple[int, ...] = ()
-    """How many slots each column of categories has: the rows of an embedding."""
+    """Number of slots of each column of categories: the rows of an embedding."""
 
     image_shape: tuple[int, int, int] | None = None  # channels, height, width
     image_dtype: ImageDtype = "uint8"
     bins: tuple[int, ...] = ()
-    """How many bins each of the first numeric columns has, whose numbers are places among them."""
+    """Number of bins of each of the first numeric columns, whose numbers are places among them."""
 
     num_tokens: tuple[int, ...] = ()
-    """How many tokens each column of sequences may hold: the rows of an embedding."""
+    """Number of tokens that each column of sequences may hold: the rows of an embedding."""
 
     max_lengths: tuple[int, ...] = ()
-    """How many places of ``tokens`` each column of sequences has, side by side."""
+    """Number of places of ``tokens`` for each column of sequences, side by side."""
 
     def zeros(self, num_rows: int) -> Features:
         image = None
@@ -249,7 +249,7 @@ class FeatureEncoder(Section):
 
     @property
     def columns(self) -> set[str]:
-        """The names of all columns from which features are made."""
+        """The names of all columns that become features."""
         kinds = (self.numeric, self.categorical, self.lists, self.sequences)
         return {column.name for kind in kinds for column in kind}
 
@@ -264,7 +264,7 @@ class FeatureEncoder(Section):
 
     @property
     def numeric_parts(self) -> tuple[tuple[str, int], ...]:
-        """What the numbers that ``transform`` returns stand for, and how many each of them has."""
+        """The meaning of the numbers that ``transform`` returns, and how many each of them has."""
         return (
             *((scaler.name, 1) for scaler in self.numeric),
             *((f"{name}: gap", 1) for name in self.indicators),

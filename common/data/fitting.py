@@ -1,4 +1,4 @@
-"""What is fitted on the training rows: scales, fills of gaps, and vocabularies."""
+"""Values fitted on the training rows: scales, fills of gaps, and vocabularies."""
 
 import math
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ ORDERED_NUMBERS = 2**26
 """Numbers that are held at once to find medians and bins, 0.5 GiB."""
 
 BIN_ROWS = 2**16
-"""Training rows from which bins are found, if there are more, evenly spaced in the file."""
+"""Most training rows that bins are fitted on, evenly spaced in the file if there are more."""
 
 
 class Fitted:

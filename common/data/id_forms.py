@@ -39,13 +39,13 @@ _DOUBTFUL = {
     r"^(?i:null|none|nan|nat|nil|n/?a|n\.a\.|<na>|\(null\)|\\n|k\.a\.|-+|\?|\.)$": "are texts such "
     "as NULL, which mean that there is none: rows of several persons may seem to be of one",
 }
-"""Forms of some ids, each with what it means."""
+"""Forms of some ids, each with its meaning."""
 _HASH_DIGITS = {32: "MD5", 40: "SHA-1", 56: "SHA-224", 64: "SHA-256", 96: "SHA-384", 128: "SHA-512"}
 _FRACTION = r"^[+-]?\d*\.\d*[1-9]\d*$"
 LOOKED_AT = 20_000
 """Ids that decide about the form of all, at equal distances over the table."""
 _LEAST_ROW_NUMBERS = 20
-"""Rows from which ids that count the rows are no coincidence."""
+"""Least number of rows for ids that count the rows to be no coincidence."""
 _LEAST = 10
 """Ids of one form before the other party learns that there are any; and one in a hundred."""
 

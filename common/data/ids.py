@@ -94,7 +94,7 @@ class UnusableRows(NamedTuple):
     duplicates: Sequence[tuple[int, int]] = ()
     """Rows whose id an earlier row has, with that earlier row."""
     alike: Sequence[tuple[int, int]] = ()
-    """Rows whose id is equal to that of an earlier row only in canonical form."""
+    """Rows whose id equals an earlier row's only in canonical form."""
     unlabelled: Sequence[int] = ()
 
     @property
@@ -109,7 +109,7 @@ class UnusableRows(NamedTuple):
 
 @dataclass(frozen=True)
 class IdReport:
-    """What became of a table's ids, in numbers."""
+    """Counts of what became of a table's ids."""
 
     num_rows: int = 0
     changed: Mapping[str, int] = field(default_factory=dict)
@@ -225,7 +225,7 @@ class IdReader:
             self._arrays.append(name, np.fromiter(map(hash, texts), np.int64, len(texts)))
 
     def finish(self, labels: NDArray[np.float32] | None = None) -> UsableIds:
-        """Return the ids of the rows that are not left out; labels are those of all rows."""
+        """Return the ids of the rows that are kept; ``labels`` covers all rows."""
         text, offsets = (
             self._arrays.array(stored_ids.IDS, np.uint8),
             self._arrays.array(stored_ids.ID_OFFSETS, np.int64),

@@ -22,7 +22,8 @@ except ImportError:  # a party with tables need not install it
     Image = None  # type: ignore[assignment]
 
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
-"""What is read, by content and not by name; Pillow would have Ghostscript run a PostScript file."""
+"""Formats that are read, by content and not by name; Pillow would have Ghostscript run a PostScript
+file."""
 
 _MAX_PIXELS = 2**26
 

@@ -54,7 +54,7 @@ class ParquetFiles:
 
     @property
     def category_columns(self) -> list[str]:
-        """The columns that were categories in pandas; Parquet itself keeps only those of texts."""
+        """The columns that were categories in pandas; Parquet itself keeps only text categories."""
         noted = (self._files[0].schema.metadata or {}).get(b"pandas", b"{}")
         try:
             columns = from_json(noted)["columns"]

@@ -1,4 +1,4 @@
-"""Sequences of tokens: whole numbers as they are in the table, or those of a text's tokenizer.
+"""Sequences of tokens: whole numbers from the table, or a tokenizer's output for a text.
 
 A tokenizer is data: it comes from a JSON file, which the library ``tokenizers`` reads, and runs no
 code of anybody else. Its rules can still make a text longer without end, search it for ever, or let
@@ -34,7 +34,7 @@ _MAX_TOKENIZER_BYTES = 2**27
 """Several times the size of tokenizers of many languages."""
 
 _MAX_GROWTH = 4000
-"""That of tokenizers of many languages, whose maps and normal forms follow each other, is 1,500."""
+"""Multilingual tokenizers, which chain maps and normal forms, reach 1,500."""
 
 _GROWTH = {
     "NFC": 3,
@@ -45,7 +45,7 @@ _GROWTH = {
     "BertNormalizer": 4,
     "ByteLevel": 2,
 }
-"""How much longer what is not named in ``_growth`` makes a text in UTF-8 (Unicode, UAX 15)."""
+"""Factor by which steps not named in ``_growth`` lengthen a text in UTF-8 (Unicode, UAX 15)."""
 
 _CHARACTERS_AT_ONCE = 2**14
 _LIMIT_S, _CHARACTERS_PER_S = 60.0, 1000.0
@@ -144,7 +144,7 @@ class _LibraryError(Exception):
 
 
 def _in_time(characters: int, call: Callable[[Any], _ResultT], given: object) -> _ResultT:
-    """Return what the library returns; _LibraryError if it fails, in whatever way, or hangs.
+    """Return the library's result; _LibraryError if it fails in any way, or hangs.
 
     Its panics are no ``Exception``, and a thread that hangs ends with the process.
     """

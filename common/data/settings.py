@@ -50,7 +50,7 @@ Classes = Annotated[
 TimestampPart = Literal["seconds", "year", "month", "day", "day_of_week", "hour", "minute"]
 
 Gaps = Literal["refused", "zero", "nan"]
-"""What a table has in place of missing numbers: there are none, 0, or NaN for the encoder to fill.
+"""Values of a table for missing numbers: there are none, 0, or NaN for the encoder to fill.
 """
 
 
@@ -93,8 +93,8 @@ class SequenceSettings(Section):
     says in how many rows. An empty cell is a sequence of length 0."""
 
     num_tokens: int | None = Field(default=None, ge=1, le=10**9)
-    """For whole numbers, in a Parquet list or in text in which ``list_separator`` stands between
-    them: all are at least 0 and less than this."""
+    """For whole numbers, in a Parquet list or in text separated by ``list_separator``: all are at
+    least 0 and less than this."""
 
     tokenizer: Annotated[str | None, Mark.PATH, Mark.UNCACHED] = Field(default=None, min_length=1)
     """For texts: a file of the library ``tokenizers`` (the extra ``text``), usually
@@ -138,7 +138,7 @@ class FeatureSettings(Section):
     ``day_of_week`` (0 is Monday), ``hour`` and ``minute``."""
 
     timestamp_format: ColumnName | None = None
-    """How texts of timestamps are written, in the directives of C's ``strptime``, such as
+    """Format of timestamps in text, in the directives of C's ``strptime``, such as
     ``%d.%m.%Y %H:%M``; without a zone."""
 
     first_year: int = Field(default=1969, ge=1000, le=9900)
@@ -151,11 +151,11 @@ class FeatureSettings(Section):
     the cell holds and 0 for the others, and one more for any category that is not kept."""
 
     list_separator: Annotated[str, StringConstraints(min_length=1, max_length=8)] = "|"
-    """What stands between the categories of a text. Space around a category is no part of it."""
+    """Separator of the categories in a text. Space around a category is no part of it."""
 
     max_list_categories: Annotated[int, Mark.UNCACHED] = Field(default=100, ge=1, le=10_000)
-    """How many categories of a column of lists are kept: those in the most training rows, the first
-    by their text among equals."""
+    """Number of categories kept for a column of lists: the most frequent ones by training rows,
+    ties in the order of their text."""
 
     sequences: dict[ColumnName, SequenceSettings] = Field(default_factory=dict)
     """Columns of sequences by name, such as ``{note: {tokenizer: bert/tokenizer.json, max_length:
@@ -169,24 +169,24 @@ class FeatureSettings(Section):
     must be in the table."""
 
     patterns: bool = True
-    """Whether an entry with ``*``, ``?`` or ``[...]`` is a pattern with shell wildcards unless a
-    column has just this name. With ``false``, every entry is the name of a column."""
+    """Treat an entry with ``*``, ``?`` or ``[...]`` as a pattern with shell wildcards unless a
+    column has exactly this name. With ``false``, every entry is the name of a column."""
 
     missing_numeric: Annotated[Literal["error", "zero", "mean", "median"], Mark.UNCACHED] = "error"
     """Treatment of an empty cell in a numeric column or a timestamp: an error, the number 0, or the
     mean or median of the column's numbers in the training rows; see ``new_gaps`` for predictions
-    with a model that was trained without any. Mean and median are taken after
-    ``signed_log1p``, and with them the scaling is that of the numbers that are there."""
+    with a model that was trained without any. Mean and median are taken after ``signed_log1p``;
+    with either, scaling uses only the numbers that are present."""
 
     new_gaps: Literal["filled", "error"] = "filled"
-    """What a prediction does with an empty cell in a column of numbers that had none in the
+    """Treatment, in predictions, of an empty cell in a column of numbers that had none in the
     training rows: it is filled with the column's median if ``missing_numeric`` says so, otherwise
     with the mean, and the log counts such rows; or the row is an error. With ``missing_numeric:
     zero`` and no indicator, it is 0 as in the training."""
 
     missing_indicator: Annotated[bool, Mark.UNCACHED] = False
-    """Whether every column of numbers that has gaps in the training rows makes one more number: 1
-    where there is a gap, otherwise 0. These come after all columns of numbers, unscaled."""
+    """Add one more number for every column of numbers that has gaps in the training rows: 1 where
+    there is a gap, otherwise 0. These come after all columns of numbers, unscaled."""
 
     missing_texts: tuple[str, ...] = ("",)
     """Cells that mean "no value" in features and labels, for instance ``["", "?"]``; in columns of
@@ -197,7 +197,7 @@ class FeatureSettings(Section):
     is a country. It may name the label column."""
 
     signed_log1p: Annotated[bool, Mark.UNCACHED] = False
-    """Whether numbers x become sign(x) log(1 + |x|) before scaling, which suits counts."""
+    """Turn numbers x into sign(x) log(1 + |x|) before scaling, which suits counts."""
 
     numeric_scaling: Annotated[Literal["standard", "min_max", "none"], Mark.UNCACHED] = "standard"
     """Scaling by mean and standard deviation (``standard``) or by minimum and maximum
@@ -221,12 +221,12 @@ class FeatureSettings(Section):
 
     @property
     def by_name(self) -> tuple[str, ...]:
-        """The names and patterns of columns, but for those of sequences."""
+        """The names and patterns of columns, without sequences."""
         return (*self.numeric, *self.categorical, *self.timestamps, *self.lists)
 
     @property
     def gaps(self) -> Gaps:
-        """What a table holds in place of a missing number."""
+        """The value of a table for a missing number."""
         if self.missing_numeric == "error":
             return "refused"
         if self.missing_numeric == "zero" and not self.missing_indicator:
@@ -241,9 +241,9 @@ class DataSettings(Section):
     """The source of the rows."""
 
     id_column: IdColumns | None = None
-    """Column with each row's id, by which the parties align, or a list of columns that make up the
-    id together; the contract's ``ids`` has the rules for each. Without it, a row's id is its number
-    in the file, from 1; use this only for two files whose rows already correspond, such as raw
+    """Column with each row's id for the alignment, or a list of columns that make up the id
+    together; the contract's ``ids`` has the rules for each. Without it, a row's id is its number in
+    the file, from 1; use this only for two files whose rows already correspond, such as raw
     Criteo."""
 
     units: dict[ColumnName, tuple[UnitText, ...]] = Field(default_factory=dict)
@@ -251,15 +251,14 @@ class DataSettings(Section):
     price: ["US$"]}``; a number may also stand alone."""
 
     duplicate_ids: Literal["error", "first"] = "error"
-    """What happens to rows whose id another row has, too: an error, or all but the first are left
-    out."""
+    """Treatment of rows with the same id: an error, or all but the first are left out."""
 
     unusable_ids: Literal["error", "leave_out"] = "error"
-    """What happens to rows without an id, or with one that is not what the contract's ``ids`` says,
+    """Treatment of rows without an id, or with one that is not what the contract's ``ids`` says,
     such as an e-mail address: an error, or they are left out."""
 
     unlabelled_rows: Literal["error", "leave_out"] = "error"
-    """What happens to rows of the label owner without a label (an empty cell, NaN, or one of
+    """Treatment of the label owner's rows without a label (an empty cell, NaN, or one of
     ``features.missing_texts``): an error, or they are left out before the alignment, as if the
     table did not have them: the peer learns that the common ids have labels. Predictions need no
     label."""
@@ -284,8 +283,8 @@ class DataSettings(Section):
     class_weights: Annotated[tuple[Weight, ...] | None, Mark.ABOUT_LABELS, Mark.UNCACHED] = Field(
         default=None, min_length=2
     )
-    """What an example of each class counts in the loss: of label 0 and label 1, or of the classes
-    in their order; by default all count 1. A target between two labels counts in proportion."""
+    """Weight of each class in the loss: label 0 and label 1, or the classes in their order; 1 for
+    all by default. A target between two labels counts in proportion."""
 
     weight_column: Annotated[ColumnName | None, Mark.ABOUT_LABELS] = None
     """Column with a positive number for each row: what the row counts in the loss, in units of the
@@ -293,8 +292,8 @@ class DataSettings(Section):
     label owner's table."""
 
     weights_are_label_free: Annotated[bool, Mark.ABOUT_LABELS, Mark.UNCACHED] = False
-    """Whether the weights were chosen without a look at any label, such as the sampling weights of
-    a survey. Without it, defenses whose bounds hold for more than class means refuse a
+    """Declare that the weights were chosen without looking at any label, such as the sampling
+    weights of a survey. Without it, defenses whose bounds hold for more than class means refuse a
     ``weight_column``: it could tell what they hide, and no charge would count that."""
 
     features: FeatureSettings | None = None

@@ -73,7 +73,7 @@ class FileSource(CacheableSource):
         return expand_path("path", self.path, base_dir)
 
     def files(self, base_dir: Path) -> list[Path]:
-        """Return the files of this machine that are read, from which a change is noticed."""
+        """Return the files of this machine that are read, to notice a change."""
         return [self.resolve(base_dir)]
 
 
@@ -93,8 +93,8 @@ class CsvSource(FileSource):
     """Character between two cells; by default a tab for files ending in .tsv, otherwise a comma."""
 
     quote: Literal['"', "'", ""] = '"'
-    """What may stand around a cell, and doubled within one; empty if quotation marks belong to the
-    cells."""
+    """Quotation mark that may enclose a cell, doubled within it; empty if quotation marks belong to
+    the cells."""
 
     escape: Literal["\\"] | None = None
     """The backslash, if one before a quotation mark, a delimiter, a line break or a backslash makes
@@ -136,7 +136,7 @@ _ADDRESS = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 class StoreSettings(Section):
-    """How an object store is reached, if its library does not find that in the environment.
+    """Access to an object store, if its library does not find it in the environment.
 
     No secret stands in the settings. ``s3://`` looks for credentials where Amazon's own tools do
     (``AWS_ACCESS_KEY_ID``, ``~/.aws``, the machine's role), ``gs://`` in the file that
@@ -154,7 +154,7 @@ class StoreSettings(Section):
     """Storage account, required by ``abfs://`` addresses."""
 
     anonymous: bool = False
-    """Whether no credentials are used, for a public bucket."""
+    """Use no credentials, for a public bucket."""
 
 
 class ParquetSource(FileSource):
@@ -174,7 +174,7 @@ class ParquetSource(FileSource):
     kind: Literal["parquet"]
 
     store: Annotated[StoreSettings, Mark.SAME_ROWS, Mark.UNCACHED] = StoreSettings()
-    """How an object store is reached; of no effect on paths of this machine."""
+    """Access to an object store; no effect on paths of this machine."""
 
     @property
     def scheme(self) -> Scheme | None:
@@ -235,7 +235,7 @@ class SqlSource(CacheableSource):
     """File, mode 0600, whose only line is the address, instead of ``uri``."""
 
     query: Annotated[ColumnName, Mark.UNCACHED]
-    """One SELECT statement. It decides which rows are read, and in which order. Paths in a query of
+    """One SELECT statement. It decides which rows are read, and their order. Paths in a query of
     DuckDB are relative to the settings file's folder, and need ``uri: ":memory:"``: neither a query
     of a database's file nor the views and macros in it may read another file."""
 
@@ -282,10 +282,10 @@ class ImagesSource(FileSource):
     """Ending that is appended to each name in that column, for instance ``.jpg``."""
 
     height: int = Field(ge=1, le=4096)
-    """Height in pixels to which images are resized, bilinearly with antialiasing."""
+    """Height in pixels of the resized images (bilinear, with antialiasing)."""
 
     width: int = Field(ge=1, le=4096)
-    """Width in pixels to which images are resized."""
+    """Width in pixels of the resized images."""
 
     colours: Literal["rgb", "grey"] = "rgb"
     """Three channels or one."""

@@ -24,7 +24,7 @@ PART_BYTES = 8 * 1024 * 1024
 PART_ROWS = 64 * 1024
 
 MAX_STORE_CHARACTERS = 300
-"""Length to which a message quotes an object store."""
+"""Longest quotation of an object store in a message."""
 
 ArrowColumn = Any
 """A pyarrow ChunkedArray; pyarrow ships no type annotations."""

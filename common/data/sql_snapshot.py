@@ -43,7 +43,7 @@ _ABOUT_QUERY = re.compile(
     r"|(Parser|Binder|Catalog|Extension Autoloading) Error"
     r"|IO Error: (No files|Cannot open|Could not set lock))"
 )
-"""What SQLite and DuckDB say before they read a row."""
+"""Errors of SQLite and DuckDB before they read a row."""
 
 _REPEATED = re.compile(
     r"\n\s*query: |\s+Query was: |\s+LINE \d+: |\s+(Left )?[Cc]andidate|\s+Did you mean"
@@ -135,7 +135,7 @@ def _result(settings: SqlSource, address: str, base_dir: Path) -> Iterator[Any]:
             connection.cursor() as cursor,
         ):
             if name == "sqlite":
-                # The types of the columns are those of the first batch.
+                # The first batch fixes the types of the columns.
                 rows = {"adbc.sqlite.query.batch_rows": sources.PART_ROWS}
                 cursor.adbc_statement.set_options(**rows)
             cursor.execute(settings.query)

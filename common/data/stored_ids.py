@@ -15,7 +15,7 @@ IDS, ID_OFFSETS = "ids.bin", "id_offsets.bin"
 
 
 class GrowingArrays:
-    """Arrays to which rows are appended: in memory, or in the files of a folder."""
+    """Arrays that grow by appended rows: in memory, or in the files of a folder."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder

@@ -87,7 +87,7 @@ class Table:
     """The columns of times whose parts are in ``numeric``."""
 
     weights: NDArray[np.float64] | None = None
-    """What each row counts in the loss, positive; None if all count the same."""
+    """Positive weight of each row in the loss; None if all count the same."""
 
     gaps: Gaps = "refused"
 
@@ -96,7 +96,7 @@ class Table:
 
     id_report: IdReport = NOTHING_DONE
     id_doubts: Sequence[str] = ()
-    """What ``IdForms`` says about the ids."""
+    """Findings of ``IdForms`` about the ids."""
 
     numeric_rows: NDArray[np.float64] | None = None
     """On disk, all numbers of a row are together: (rows, numeric columns), as in ``numeric``."""
@@ -194,10 +194,10 @@ def table_of_ids(
     split_column: str | None = None,
     id_rules: Sequence[IdRule] = AS_WRITTEN,
 ) -> Table:
-    """Read the ids of a table, and the column by which the contract splits rows.
+    """Read the ids of a table, and the contract's split column.
 
     Memory holds the bytes of the ids and 8 more for each row; 16 more while they are read. The
-    settings name no other columns but that of labels if rows without one are left out.
+    settings name no other column except the labels' if rows without a label are left out.
     """
 
     def read(some: TableSource) -> Table:

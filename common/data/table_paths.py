@@ -18,7 +18,7 @@ from splitveil.common.errors import DataError
 CONNECT_TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 60.0
 RETRY_TIME = timedelta(seconds=30)
-"""Time for which requests to ``gs://`` are repeated; the library's own is 15 minutes."""
+"""Time limit for retries of requests to ``gs://``; the library's default is 15 minutes."""
 
 _WILDCARD = re.compile(r"[*?\[]")
 
@@ -54,7 +54,7 @@ class TablePath(NamedTuple):
     """In that file system."""
 
     prefix: str
-    """What messages write before a path: ``s3://`` and the like."""
+    """Prefix of a path in messages: ``s3://`` and the like."""
 
     @property
     def name(self) -> str:

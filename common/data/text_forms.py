@@ -1,4 +1,4 @@
-"""What the form of a text reveals: what separates its cells, and what is no row of it."""
+"""Infers the form of a text: the separator of its cells, and the lines that are no rows."""
 
 import csv
 import re
@@ -10,7 +10,7 @@ from splitveil.common.data.columns import NEARLY_ALL, NUMBER, NUMBERS_BY_DECIMAL
 
 
 class TextForm(NamedTuple):
-    """How a text's characters stand for cells, beside the delimiter; see ``CsvSource``."""
+    """The notation of cells in a text, beside the delimiter; see ``CsvSource``."""
 
     encoding: str = "utf-8"
     quote: str = '"'
@@ -56,7 +56,7 @@ def form_of(beginning: str, delimiter: str) -> TextForm:
 
 
 def delimiter_of(beginning: str, form: TextForm = _PLAIN) -> str | None:
-    """Return the character by which most lines have as many cells; None for a single column."""
+    """Return the delimiter that splits most lines into equally many cells; None for one column."""
     found = {}
     for delimiter in ",;\t|":
         widths = [len(row) for row in _rows(beginning, delimiter, form)]
@@ -69,7 +69,7 @@ def delimiter_of(beginning: str, form: TextForm = _PLAIN) -> str | None:
 def advice_on(
     beginning: str, end: str, delimiter: str, form: TextForm = _PLAIN, *, has_header: bool
 ) -> str:
-    """Return what is wrong with the form of a text, with the remedy; empty if nothing seems to be.
+    """Return the apparent fault in the form of a text, with the remedy; empty if there is none.
 
     The text is given by its first lines, all of them complete, and its last ones.
     """
@@ -98,7 +98,7 @@ def advice_on(
 
 
 def looks_like_data(beginning: str, delimiter: str, form: TextForm = _PLAIN) -> bool:
-    """Say whether the first line has numbers above numbers, and texts as they stand below it."""
+    """Return whether the first line has numbers above numbers, and texts like those below it."""
     header, *others = [row for row in _rows(beginning, delimiter, form) if row] or [[]]
     below = [set(cells) - {""} for cells in zip(*others, strict=False)]
     columns = [(name, cells) for name, cells in zip(header, below, strict=False) if name and cells]

@@ -101,7 +101,7 @@ def _without_zone(times: ArrowColumn) -> ArrowColumn:
 
 
 def _in_century(times: ArrowColumn, first_year: int) -> ArrowColumn:
-    """Move times of 1969 to 2068, as strptime has them, to the hundred years from another one."""
+    """Move times of 1969 to 2068, strptime's century, to the hundred years from a given year."""
     plain = times.to_numpy()
     months = plain.astype("datetime64[M]")
     years = months.astype("datetime64[Y]").astype(np.int64) + 1970

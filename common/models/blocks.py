@@ -1,11 +1,11 @@
 """Computes predictions in blocks of a fixed number of rows, whatever rows are beside them.
 
 The bits of a matrix product depend on how many rows it has: libraries choose another order of
-summation for other sizes. Those of a sigmoid depend on whether a value is at the end of an odd
-number of values, which is computed apart. On the CPU, every prediction is therefore computed in a
-block of one fixed size, whose last row is repeated where there are fewer rows. A row then gets the
-same bits in the evaluation of a run, in a batch of predictions and in a request of a single row,
-with the same libraries, processor and number of threads. Other devices compute all rows at once.
+summation for other sizes. The bits of a sigmoid depend on whether a value ends an odd number of
+values, because it is then computed apart. On the CPU, every prediction is therefore computed in a
+block of one fixed size, padded with its last row. A row then gets the same bits in the evaluation
+of a run, in a batch of predictions and in a request of a single row, with the same libraries,
+processor and number of threads. Other devices compute all rows at once.
 
 Some libraries compute a row otherwise in some places of a block than in others: MKL on AMD EPYC
 gives every fourth row of a product with few columns other bits than the three between. A model's
@@ -40,7 +40,7 @@ _LEAST_TRIALS = 4
 
 
 class _Layout(NamedTuple):
-    """Where rows lie in a block."""
+    """Places of rows in a block."""
 
     size: int
     places: Tensor
@@ -106,7 +106,7 @@ def predict_in_blocks(
 def _equal_places(
     model: nn.Module, inputs: Inputs, link: Callable[[Tensor], Tensor], size: int
 ) -> Tensor:
-    """Return the places in which a row gets the same bits as in the first place, ascending."""
+    """Return the places that give a row the same bits as the first place, ascending."""
     every_place = _Layout(size, torch.arange(size))
     generator = torch.Generator().manual_seed(0)
     equal = torch.ones(size, dtype=torch.bool)

@@ -130,7 +130,7 @@ class ComponentsBottom(nn.Module):
 
     @property
     def num_bits(self) -> int:
-        """How many bits a row has, without the one that is always 1; 0 before ``before_labels``."""
+        """Number of bits of a row, without the constant bit 1; 0 before ``before_labels``."""
         return self.get_buffer("of_bits").shape[1]
 
     def bits(self, features: Features) -> NDArray[np.bool_]:
@@ -191,8 +191,8 @@ class ComponentsBottom(nn.Module):
     ) -> None:
         """Fit scores to noisy labels of training rows, and components to a table's moments.
 
-        Shapes: ``noisy`` (rows, 1), or of several classes (rows, classes). ``names`` are those of
-        the columns, in the order of the features.
+        Shapes: ``noisy`` (rows, 1), or of several classes (rows, classes). ``names`` holds the
+        columns' names, in the order of the features.
 
         A score that is fitted without a row's own noisy label was measured to be no better for it.
         """
@@ -212,8 +212,8 @@ class ComponentsBottom(nn.Module):
     ) -> None:
         """Fit scores to noisy sums of training rows' labels, and components to a table's moments.
 
-        ``sums`` are those of the labels, or of shares of a range, over the rows of each bit, and
-        last over all rows, (num_bits + 1, targets), each with normal noise of deviation ``sigma``.
+        ``sums``, (num_bits + 1, targets), adds up the labels, or shares of a range, over the rows
+        of each bit, and last over all rows, each with normal noise of deviation ``sigma``.
         ``blocks`` yields those rows in parts.
 
         Raises InvalidMessage for sums of another shape, that are not finite, or that give no score.
@@ -319,7 +319,7 @@ def _principal(covariance: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _signed(directions: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
-    """Return directions with signs of their own; those of rounding alone are 0, with variance 0."""
+    """Return directions with fixed signs; rounding errors become 0, with variance 0."""
     is_there = variances > _TINY * variances[0].clamp(min=_TINY)
     signs = torch.sign(directions.gather(0, directions.abs().argmax(0, keepdim=True)))
     return directions * signs * is_there, variances * is_there
@@ -348,7 +348,7 @@ def _sparse_components(
 
 
 def _num_bits(shares: Tensor, num_rows: float) -> int:
-    """Return how many bits are expected to tell most: each one adds to the noise on all sums.
+    """Return the number of bits expected to tell most; each bit adds to the noise on all sums.
 
     ``shares`` are those of the components of the variance of codes, which are taken for normal and
     to explain a tenth of a label's variance, of .16, at a bound of .600 on the leak AUC.

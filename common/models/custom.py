@@ -81,7 +81,7 @@ class _Call:
     """The hook that turns a call with `Features` into one with tensors; deep copies share it."""
 
     leading: int
-    """How many arguments come before the features."""
+    """Number of arguments before the features."""
 
     parts: tuple[tuple[str, str | None], ...]
     """Parameters, each with the part of the features that it gets; None for none."""
@@ -130,6 +130,6 @@ def _hand_over_tensors(model: nn.Module, shapes: FeatureShapes, role: str, *, le
         )
     if rest or (places and places[0].default is inspect.Parameter.empty):
         parts.append((places[0].name, rest[0] if rest else None))
-    # First: the hook by which a lazy layer learns its size expects tensors.
+    # First: the hook that tells a lazy layer its size expects tensors.
     call = _Call(leading, tuple(parts))
     model.register_forward_pre_hook(call, prepend=True, with_kwargs=True)

@@ -1,10 +1,10 @@
-"""A model whose training batches all ranks of a party compute, each the rows that it owns.
+"""Computes a model's training batches on all ranks of a party, each the rows that it owns.
 
 Every rank has the model, its optimizer and its rows of the features. Rank 0 has the protocol: it
-orders a batch, and gets the outputs of all rows. What happens to them then is that of one process:
-the loss is one mean over the whole batch, and a defense sees the whole gradient. Backward, each
-rank gets the gradient of its own rows' outputs; the gradients of the weights are added up, and
-every rank takes the same step. So the weights stay equal without ever travelling, which is checked
+orders a batch, and gets the outputs of all rows. Everything after that is as in one process: the
+loss is one mean over the whole batch, and a defense sees the whole gradient. Backward, each rank
+gets the gradient of its own rows' outputs; the gradients of the weights are added up, and every
+rank takes the same step. So the weights stay equal without ever travelling, which is checked
 whenever a state is saved. A rank that owns no row of a batch computes one of no rows.
 
 Batch normalisation is over the whole batch: torch's SyncBatchNorm is for GPUs only, and for ranks
@@ -44,7 +44,7 @@ _OF_TORCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def with_whole_batches(model: nn.Module) -> None:
-    """Let a model's batch normalisations look at whole batches, while all ranks compute them.
+    """Normalise over whole batches in a model that all ranks compute.
 
     Raises SettingsError for a class of the user's own.
     """
@@ -158,7 +158,7 @@ class _Share(NamedTuple):
 
 
 class Beginning(NamedTuple):
-    """What rank 0 says of a run before the first batch."""
+    """Facts about a run that rank 0 sends before the first batch."""
 
     shapes: FeatureShapes | None  # of the party's features, if it has any
     cut_shape: tuple[int, ...] | None  # of a row of the model's first input, if it has two
@@ -192,8 +192,8 @@ class DataParallelModel:
     def __call__(self, positions: Tensor, first: Tensor | None = None) -> Tensor:
         """Return the model's outputs for a batch, with a graph to the first input and the weights.
 
-        ``positions`` are those of the rows in the common order, (batch,) int64, and ``first`` is
-        the model's first input if it has two, (batch, ...).
+        ``positions``, (batch,) int64, locates the rows in the common order; ``first``, (batch,
+        ...), is the model's first input if it has two.
         """
         self._number += 1
         number = self._number
@@ -212,7 +212,7 @@ class DataParallelModel:
         return {name: partial(self._captured.pop, name, None) for name in self._learner.taps}
 
     def share(self, random: list[Tensor]) -> None:
-        """Let all ranks go on from rank 0's model, optimizer and schedule of now.
+        """Copy rank 0's current model, optimizer and schedule to all ranks.
 
         ``random`` has the random states of the other ranks, as far as they are to change.
         """
@@ -281,7 +281,7 @@ class DataParallelModel:
         return share, self.ranks.scatter_rows(gradient, share.owners, share.output)
 
     def random_states(self) -> list[Tensor]:
-        """Return those of the ranks above 0, as bytes.
+        """Return the random states of the ranks above 0, as bytes.
 
         Raises SplitveilError if the weights of two ranks differ.
         """

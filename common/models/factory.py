@@ -56,7 +56,7 @@ def one_at_a_time(build: Callable[_ArgumentsP, _BuiltT]) -> Callable[_ArgumentsP
 
 
 class Trial(NamedTuple):
-    """Batches of zeros on which a second copy of a user-defined model is tried in training."""
+    """Batches of zeros that a second copy of a user-defined model is tried on in training."""
 
     sizes: Sequence[int]
     """Their numbers of rows; the second is that of an epoch's last batch, 0 of a rank without."""

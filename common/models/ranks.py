@@ -40,7 +40,7 @@ _KINDS: tuple[OrderKind, ...] = get_args(OrderKind)
 
 
 class Order(NamedTuple):
-    """What rank 0 wants all ranks to do."""
+    """A command of rank 0 to all ranks."""
 
     kind: OrderKind
     number: int  # of the batch
@@ -162,7 +162,7 @@ class Ranks:
             self.add_up([torch.zeros(1, device=self._device)])
 
     def check_all_alive(self) -> None:
-        """Ask every rank for a sign of life, and do what is to be done if one is gone."""
+        """Ask every rank for a sign of life, and handle the loss of any."""
         with self.lock:
             if self._is_open:
                 self.order("ping", within=_ANSWERS_WITHIN)

@@ -1,4 +1,4 @@
-"""The regression by which a score follows from what the label owner released."""
+"""The regression that fits a score to the label owner's release."""
 
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ def scales(covariance: Tensor) -> Tensor:
 
 
 class Told(NamedTuple):
-    """What a release tells of the weights of codes, in a linear model of standardised targets."""
+    """Evidence of a release on the weights of codes in a linear model of standardised targets."""
 
     num_rows: Tensor
     mean: Tensor  # of the codes over the released rows, (codes,)
@@ -47,7 +47,7 @@ class Told(NamedTuple):
 
 
 def told_by_labels(sums: Tensor, num_codes: int) -> Told:
-    """Return what noisy labels tell, from sums of the products of [1, codes, noisy labels].
+    """Return the evidence of noisy labels, from sums of the products of [1, codes, noisy labels].
 
     Their own variance stands for that of the noise.
     """
@@ -59,7 +59,7 @@ def told_by_labels(sums: Tensor, num_codes: int) -> Told:
 
 
 def told_by_sums(sums: Tensor, num_codes: int, released: Tensor, sigma: float) -> Told:
-    """Return what noisy sums of labels over bits, and over all rows, tell of them.
+    """Return the evidence of noisy sums of labels over bits, and over all rows.
 
     ``sums`` are those of the products of [1, codes, bits], without noise. The released ones less
     what the mean label explains are A w + e for the weights w, with A = N cov(bits, codes), and e
@@ -86,7 +86,7 @@ def told_by_sums(sums: Tensor, num_codes: int, released: Tensor, sigma: float) -
 class Ridge:
     """The mean of the weights of scaled codes after a release, under a normal prior for each.
 
-    The strength is twice that of the largest marginal likelihood.
+    The strength is twice the one with the largest marginal likelihood.
     """
 
     def __init__(self, told: Told, of_codes: NDArray[np.int64] | None = None) -> None:

@@ -8,7 +8,7 @@ from splitveil.common.settings import Mark, Section
 
 
 class DenseModel(Section):
-    """What ``mlp`` and ``tabular`` have in common."""
+    """Settings of both ``mlp`` and ``tabular``."""
 
     kind: str
 
@@ -72,7 +72,7 @@ class PcaModel(Section):
 class ScoreModel(PcaModel):
     """A score that predicts the label, and principal components in the rest of ``cut_shape``.
 
-    The score is a linear regression on the noisy labels or sums with which a one-shot run begins
+    The score is a linear regression on the noisy labels or sums that begin a one-shot run
     (``contract.release``): one number for two classes and for numbers, otherwise one for each class
     but one.
     """
@@ -80,8 +80,8 @@ class ScoreModel(PcaModel):
     kind: Literal["score"]  # type: ignore[assignment]
 
     columns: int | None = Field(default=None, ge=1)
-    """Columns whose components stand beside the score: so many, those which the release says are
-    worth most. By default the components are those of all columns."""
+    """Number of columns whose components stand beside the score: the columns that are worth most by
+    the release. By default, components cover all columns."""
 
     columns_from: tuple[str, ...] | None = None
     """Names of the columns that ``columns`` may choose; by default all."""
@@ -167,7 +167,7 @@ class CustomModel(Section):
         ),
         Mark.PATH,
     ] = Field(default_factory=dict)
-    """A safetensors file with which a bottom model begins to train, or a file for each of some of
+    """A safetensors file with the initial weights of a bottom model, or a file for each of some of
     its modules, such as ``{encoder: bert/model.safetensors}``. A file has all tensors of its
     module, and no others. Relative to this settings file; ``~`` and ``${NAME}`` are replaced."""
 
@@ -192,20 +192,20 @@ def bins_of(settings: BottomModelSettings) -> int:
 
 
 SPARSE_FROM_ROWS = 100_000
-"""Rows from which a step updates only those rows of an embedding table that a batch looks up, so
-that its time does not depend on the size of the table."""
+"""Rows of an embedding table that make a step update only the rows that a batch looks up, so that
+its time does not depend on the table's size."""
 
 
 class StepSettings(Section):
-    """What all optimizers have in common."""
+    """Settings of all optimizers."""
 
     kind: str
 
     weight_decay: float = Field(default=0.0, ge=0)
-    """The multiple of the weights that is added to their gradient; with ``adamw``, the share by
-    which a step of size 1 shrinks them. Without it, and without ``momentum``, a step updates only
-    those rows of an embedding table of 100,000 rows or more that the batch looks up; ``adam`` and
-    ``adamw`` then leave the running averages of the other rows as they are."""
+    """The multiple of the weights added to their gradient; with ``adamw``, the share that a step of
+    size 1 takes off them. Without it, and without ``momentum``, a step updates only those rows of
+    an embedding table of 100,000 rows or more that the batch looks up; ``adam`` and ``adamw`` then
+    leave the running averages of the other rows as they are."""
 
     clip_norm: float | None = Field(default=None, gt=0)
     """Largest norm of the gradient of all weights of this party's half together, before weight
@@ -217,7 +217,7 @@ class StepSettings(Section):
 
 
 class AdamSettings(StepSettings):
-    """What ``adam`` and ``adamw`` have in common."""
+    """Settings of both ``adam`` and ``adamw``."""
 
     learning_rate: float = Field(default=1e-3, gt=0)
     """Step size."""

@@ -22,8 +22,8 @@ Autocast = Literal["bfloat16"] | None
 def speed_up(model: nn.Module, autocast: Autocast, *, compiled: bool = False) -> None:
     """Let a model compute its training batches faster, in place; its weights keep their names.
 
-    Autocast sets the dtype of matrix products and convolutions in training mode; None is that of
-    the weights. A compiled model is compiled at its first batch. Raises SettingsError without a
+    Autocast sets the dtype of matrix products and convolutions in training mode; None keeps the
+    weights' dtype. A compiled model is compiled at its first batch. Raises SettingsError without a
     compiler.
     """
     if autocast is not None:

@@ -1,4 +1,4 @@
-"""What training asks of any model: its mode, the weights that learn, and its random draws."""
+"""Handles any model's training state: its mode, the weights that learn, and its random draws."""
 
 from collections.abc import Iterable
 
@@ -25,7 +25,7 @@ def trained_of(model: nn.Module) -> list[nn.Parameter]:
 
 
 def freeze(model: nn.Module, parts: Iterable[str], setting: str) -> None:
-    """Let no parameter learn that settings name."""
+    """Freeze the parameters that settings name."""
     check_names(parts, model, setting)
     for name, weight in model.named_parameters():
         if is_in(name, parts):
@@ -38,7 +38,7 @@ def is_in(name: str, parts: Iterable[str]) -> bool:
 
 
 def check_names(parts: Iterable[str], model: nn.Module, setting: str) -> None:
-    """Check that each of some names is that of a parameter or a module with parameters."""
+    """Check that each name belongs to a parameter or a module with parameters."""
     names = [name for name, _ in model.named_parameters()]
     for part in parts:
         if not any(is_in(name, [part]) for name in names):

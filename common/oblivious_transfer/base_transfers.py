@@ -61,9 +61,9 @@ class Chooser:
         self.request = b"".join(halves)
 
     def seeds(self, reply: bytes) -> Seeds:
-        """Return each tree's seeds, that of leaf y at y XOR the secret one; the first is empty.
+        """Return each tree's seeds, leaf y's at y XOR the secret one; the first is empty.
 
-        Raises InvalidMessage or TooLarge, after which the object may not be used again.
+        Raises InvalidMessage or TooLarge; do not use the object again then.
         """
         check_length("the base transfers' reply", reply, REPLY_BYTES)
         points, trees = reply[: -NUM_TREES * _TREE_BYTES], reply[-NUM_TREES * _TREE_BYTES :]

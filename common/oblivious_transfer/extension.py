@@ -64,7 +64,7 @@ Words = NDArray[np.uint32]
 
 
 class _Party:
-    """What both parties compute alike: sizes, challenges, and the hashes of rows."""
+    """Computations that both parties share: sizes, challenges, and the hashes of rows."""
 
     def __init__(self, width: int, targets: int) -> None:
         if not 0 < width <= MAX_TRANSFERS or targets < 1:
@@ -246,8 +246,8 @@ def tweakable_hash(key: bytes, inputs: Bytes, first: int, num_words: int) -> Wor
 def transpose(columns: Bytes) -> Bytes:
     """Turn 128 columns of n bits, (128, n / 8), into n rows of 128 bits, (n, 16).
 
-    Bit i of a byte is place 8 k + i. Eight columns' bytes of the same eight rows are one word, in
-    which three exchanges transpose 8 by 8 bits (Warren, Hacker's Delight, section 7-3).
+    Bit i of a byte is place 8 k + i. Eight columns' bytes of the same eight rows are one word;
+    three exchanges transpose its 8 by 8 bits (Warren, Hacker's Delight, section 7-3).
     """
     gathered = columns.reshape(NUM_PAIRS // 8, 8, -1).transpose(2, 0, 1)
     words = np.ascontiguousarray(gathered).view("<u8")[:, :, 0]

@@ -1,4 +1,4 @@
-"""What both parties' ``align`` do alike: reads a party's ids alone, and writes its common rows."""
+"""Shared by both parties' ``align``: reads only a party's ids, and writes its common rows."""
 
 import argparse
 import logging
@@ -34,11 +34,11 @@ _logger = logging.getLogger(__name__)
 
 _ROWS_AT_ONCE = 2**16
 
-FOLDER = "alignment"  # folder of a run's alignments, in which each party has its own
+FOLDER = "alignment"  # folder of a run's alignments; each party has its own in it
 
 
 class Alignment(NamedTuple):
-    """How a party finds the common rows."""
+    """A party's way to find the common rows."""
 
     folder_name: str
     status: RunStatus
@@ -111,7 +111,7 @@ class StampedIds(NamedTuple):
 
 
 def read_own_ids(settings: PartySettings) -> StampedIds:
-    """Read a party's ids, and the column by which the contract splits rows, but nothing else."""
+    """Read a party's ids and the contract's split column, but nothing else."""
     contract, stamps = settings.contract, stamps_of(settings.data.source, settings.base_dir)
     data = _ids_alone(settings.data)
     return StampedIds(read_ids_alone(data, settings.base_dir, contract.split, contract.ids), stamps)

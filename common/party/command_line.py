@@ -1,4 +1,4 @@
-"""What both parties' commands do alike: settings, checks, transcripts, device."""
+"""Shared by both parties' commands: settings, checks, transcripts, device."""
 
 import argparse
 import hashlib

@@ -84,7 +84,7 @@ class StatusEndpoint:
         self._server = _StatusServer(address, partial(_Handler, status, self._looks))
         self._host, port = str(self._server.server_address[0]), self._server.server_address[1]
         self.address = f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
-        """The address at which it is served."""
+        """The address that it is served at."""
 
     def __enter__(self) -> Self:
         self._thread = threading.Thread(

@@ -215,7 +215,7 @@ class PartyData:
 def read_ids_alone(
     settings: DataSettings, base_dir: Path, split: SplitSettings | None, id_rules: Sequence[IdRule]
 ) -> PartyData:
-    """Read only the ids of a table, and the column by which the contract splits rows."""
+    """Read only the ids of a table and the contract's split column."""
     is_converted = getattr(settings.source, "cache_dir", None) is not None
     if not settings.id_columns or is_converted:
         return PartyData.load(settings, base_dir, split, id_rules)

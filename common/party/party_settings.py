@@ -82,7 +82,7 @@ class ReconnectSettings(Section):
     """
 
     max_s: float = Field(default=300.0, gt=0, le=86_400)
-    """Seconds without the peer after which this party saves its model and gives up."""
+    """Seconds without the peer before this party saves its model and gives up."""
 
     deadline_s: float = Field(default=120.0, gt=0, le=86_400)
     """Seconds within which the peer must answer a message."""
@@ -124,14 +124,14 @@ class PartySettings(Section):
     Weights, gradients at the cut layer, defenses, evaluations and predictions stay float32."""
 
     compile: bool = False
-    """Whether torch compiles how this party's model computes training batches. The first batch then
-    takes seconds to minutes; needs a C++ compiler, or for a GPU Triton and a C compiler."""
+    """Compile the computation of training batches by this party's model with torch. The first batch
+    then takes seconds to minutes; needs a C++ compiler, or for a GPU Triton and a C compiler."""
 
     deterministic: Annotated[bool, Mark.MAY_CHANGE] = True
-    """Whether a GPU computes with those algorithms alone that give the same bits each time, which a
-    run that is resumed needs. ``false`` may be faster, and allows operations of a model of your own
-    that have no such algorithm; a run that stops then mostly cannot be resumed, because what comes
-    again would differ, which is refused. A CPU always repeats its bits."""
+    """Use only algorithms on a GPU that give the same bits each time, as resuming a run requires.
+    ``false`` may be faster, and allows operations of a model of your own that have no such
+    algorithm; a run that stops then mostly cannot be resumed, because what comes again would
+    differ, which is refused. A CPU always repeats its bits."""
 
     alignment_attempts: Annotated[int, Mark.MAY_CHANGE] = Field(
         default=ALIGNMENT_ATTEMPTS, ge=1, le=1000
@@ -148,7 +148,7 @@ class PartySettings(Section):
     """
 
     transcript: Annotated[bool, Mark.MAY_CHANGE] = True
-    """Whether to record what crosses the wire: kind, step, size and digest of every message."""
+    """Record what crosses the wire: kind, step, size and digest of every message."""
 
     status: Annotated[Address | None, Mark.MAY_CHANGE] = None
     """Address of an HTTP endpoint for those who operate this party, such as ``127.0.0.1:9464``:
@@ -161,17 +161,17 @@ class PartySettings(Section):
     """``json``: each line of the log is a JSON object with date, level, run and message."""
 
     runs_dir: Annotated[Path, Mark.MAY_CHANGE, Mark.PER_RUN] = Path("runs")
-    """Folder of all runs, relative to the folder in which the command is started."""
+    """Folder of all runs, relative to the command's working directory."""
 
     insecure_nonce_seed: Annotated[int | None, Mark.HIDDEN, Mark.SEED] = Field(default=None, ge=0)
     """For tests only: makes this party's share of the joint seed predictable."""
 
     base_dir: Path = Field(default=Path(), exclude=True)
-    """Folder of the settings file, to which relative paths in ``data`` refer."""
+    """Folder of the settings file, the base of relative paths in ``data``."""
 
     @property
     def split(self) -> SplitSettings | None:
-        """What divides this party's rows; None if it does not learn which are common."""
+        """The split of this party's rows; None if it does not learn which are common."""
         return self.contract.split
 
     def run_folder(self, party: str) -> Path:

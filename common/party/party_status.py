@@ -1,4 +1,4 @@
-"""What a party says about itself while a program of it runs, as metrics and as health.
+"""Reports a party's state while one of its programs runs, as metrics and as health.
 
 Everything is about steps, messages, seconds and whole runs, never about one example. Nothing here
 depends on labels, except what the active party adds (``active_party/monitor/active_status.py``): a
@@ -42,7 +42,7 @@ _PREFIX = "splitveil"
 
 
 class Registry(CollectorRegistry):
-    """A registry that leaves out the time at which each series was made, which nobody asked for."""
+    """A registry without the creation time of each series."""
 
     def collect(self) -> Iterator[Metric]:
         for metric in super().collect():
@@ -139,7 +139,7 @@ class Presence:
         self._connected.labels(peer).set(0)
 
     def left(self, peer: str) -> None:
-        """Note that the peer has gone, as one does that has nothing to ask: that is no loss."""
+        """Note that the peer has left because it has nothing to ask, which is no loss."""
         with self._lock:
             if peer in self._lost or peer not in self._heard_at:
                 return

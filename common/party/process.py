@@ -1,4 +1,4 @@
-"""What both parties' ``run`` do before they read any data: device, signals, and other ranks."""
+"""Prepares both parties' ``run`` before they read any data: device, signals, and other ranks."""
 
 from collections.abc import Callable
 from typing import NamedTuple

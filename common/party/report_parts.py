@@ -1,4 +1,4 @@
-"""What the reports of both parties share: templates, traffic by the transcript, circumstances."""
+"""Parts of both parties' reports: templates, traffic by the transcript, circumstances."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def render(package: str, template: str, **values: object) -> str:
 
 
 def breakable(text: object) -> Markup:
-    """Return text, escaped, in which a line may end after each underscore and each dot in a word.
+    """Escape text, and allow a line break after each underscore and each dot in a word.
 
     Names of attacks and settings have no other place for it, and are wider than a column.
     """
@@ -53,7 +53,7 @@ class ScaleRow(NamedTuple):
 
 
 def columns_row(disclosure: float, max_exposure: object, whose: str = "") -> ScaleRow:
-    """Return what columns give away, beside the limit that their owner has set."""
+    """Return the disclosure of columns, beside their owner's limit."""
     most = max_exposure if isinstance(max_exposure, int | float) else None
     limit = "" if most is None else f"; limit {most:g}"
     words = f"Columns{whose}: {disclosure:.2f} measured{limit}"
@@ -61,7 +61,7 @@ def columns_row(disclosure: float, max_exposure: object, whose: str = "") -> Sca
 
 
 def picture(rows: Sequence[ScaleRow]) -> Markup:
-    """Draw figures above one scale, from 0, what is known without a run, to 1, everything."""
+    """Draw figures above one scale, from 0, known without a run, to 1, everything."""
     said = ". ".join(row.words for row in rows)
     return Markup(render(str(__package__), "scale.svg.jinja", rows=rows, said=said))  # noqa: S704
 
@@ -80,7 +80,7 @@ class Volume(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What crossed the wire between a party and its peers, over all starts of a run."""
+    """Traffic between a party and its peers, over all starts of a run."""
 
     first: str  # time of the first line, UTC, ISO 8601
     last: str
@@ -186,7 +186,7 @@ def traffic_rows(traffic: Traffic | None, only_peer: str) -> list[TrafficRow]:
 
 
 def phases(metrics: Metrics) -> Iterator[tuple[str, str]]:
-    """Yield the seconds of each phase, without the time in which the party was not running."""
+    """Yield the seconds of each phase, without the time when the party was not running."""
     aligned: float | None = None
     trained = ended = 0.0
     for time_s, line in metrics.timed:

@@ -64,7 +64,7 @@ class ServedRows:
         return int(self._is_served.sum())
 
     def serve_only(self, ids: Sequence[str]) -> None:
-        """Restrict the rows to those of some ids, in canonical form; ids without a row are fine."""
+        """Keep only the rows of some ids, in canonical form; ids without a row are fine."""
         rows = self._index.rows_of(ids)
         self._is_served[:] = False
         self._is_served[rows[rows != ABSENT]] = True

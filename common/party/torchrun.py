@@ -2,10 +2,10 @@
 
 python -m splitveil.common.party.torchrun --nproc-per-node 4 -m splitveil.passive_party run ...
 
-Without a given port, and on several machines with every rendezvous but the static one, torch's
-own launcher unpickles what anybody writes into a store that listens on all interfaces. Here one
-machine needs no port, and the store of several listens at ``--master-addr`` alone, with content
-that nobody unpickles.
+Without a given port, and on several machines with every rendezvous but the static one, torch's own
+launcher unpickles what anybody writes into a store that listens on all interfaces. Here one machine
+needs no port, and the store of several listens only at ``--master-addr``, with content that nobody
+unpickles.
 """
 
 import ipaddress
@@ -38,7 +38,7 @@ _WITHIN_S = 600
 
 
 class _Meeting(StaticTCPRendezvous):
-    """Where the launchers of all machines meet."""
+    """The meeting point of the launchers of all machines."""
 
     def __init__(self, given: RendezvousParameters) -> None:
         where = parse_rendezvous_endpoint(given.endpoint, _PORT)

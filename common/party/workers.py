@@ -72,7 +72,7 @@ def joined(
 ) -> Iterator[Ranks | None]:
     """Wait for this party's other ranks, and leave them in the end; None if there are none.
 
-    Facts are what all ranks must have in common, by the names of their settings. A rank that is
+    Facts must be equal on all ranks, by the names of their settings. A rank that is
     gone ends rank 0 at once, as if it had been killed, so that the other party waits for a restart.
     Before a signal stops the run, rank 0 asks whether all live: ``torchrun`` sends the same signal
     when one of them has died as when a person stops it. Raises SettingsError if facts differ.
@@ -98,14 +98,14 @@ def joined(
 
 
 def facts_of(settings: PartySettings, device: torch.device, *more: str) -> dict[str, Any]:
-    """Return what all ranks must have in common; ``more`` names settings of this party."""
+    """Return the facts that must be equal on all ranks; ``more`` names settings of this party."""
     names = {"contract", "optimizer", "model_seed", "autocast", "compile", "deterministic", *more}
     found = settings.model_dump(mode="json", include=names)
     return found | {"device": gpu_of(device) or device.type, "torch": torch.__version__}
 
 
 def _private_file(rank: Rank) -> Path | None:
-    """Return the file by which processes on one machine meet, instead of at an open port."""
+    """Return the file that processes on one machine meet at, instead of an open port."""
     if rank.local_size < rank.size:
         return None
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

@@ -19,8 +19,8 @@ A standardised score has mean 0 and variance 1 over its batch, so that every bat
 Fresh noise averages out of the sums like one over the root of the epochs; persistent noise, which
 is the same in every epoch, does not.
 
-Each of them keeps at most 16 bytes per example of the run. Attacks on the activations that the
-bottom model has come to in the end are in `splitveil.common.privacy.final_attacks`.
+Each of them keeps at most 16 bytes per example of the run. Attacks on the trained bottom model's
+activations are in `splitveil.common.privacy.final_attacks`.
 """
 
 import math
@@ -37,7 +37,7 @@ from splitveil.common.privacy.gradient_rows import TopDirection, skewness, unit_
 _Floats: TypeAlias = npt.NDArray[np.float64]
 
 _STRETCHES = 4
-_MEMORY = 0.9  # weight of earlier batches' directions, with which a new one must agree
+_MEMORY = 0.9  # weight of earlier batches' directions, which a new one must agree with
 
 _LARGEST_HALF = 6e4
 

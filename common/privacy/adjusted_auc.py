@@ -12,17 +12,17 @@ its label open, and either order of a pair of unequal q is equally likely where 
 nothing, so that the width of a stratum does not count as a leak. Whoever knows the features can
 subtract what they explain: a bound on the AUC of any score of one example bounds this one, too.
 
-Neither q nor what features explain is known. What is left of an error in q is its product with an
-error in the rest (Chernozhukov et al., 2018, "Double/debiased machine learning"; Shah and Peters,
-2020, "The Hardness of Conditional Independence Testing"). So that a score that repeats features
-better than q does is no leak, q is fitted once more with what features explain of the score
-(`informed`), as targeted learning does (van der Laan and Rose 2011).
+Neither q nor what features explain is known. An error in q counts only by its product with an error
+in the rest (Chernozhukov et al., 2018, "Double/debiased machine learning"; Shah and Peters, 2020,
+"The Hardness of Conditional Independence Testing"). So that a score that repeats features better
+than q does is no leak, q is fitted once more with what features explain of the score (`informed`),
+as targeted learning does (van der Laan and Rose 2011).
 
 The interval takes the variance of the placements within strata (DeLong, DeLong and Clarke-Pearson,
 Biometrics 44, 1988), on the logit scale, where an area close to 1 keeps its interval below 1. It
-reaches ``STANDARD_ERRORS`` on either side: whatever is said of a figure is said of its interval.
+reaches ``STANDARD_ERRORS`` on either side: every statement about a figure is about its interval.
 
-What an attack is worth to whoever runs it:
+The value of an attack to the attacker:
 
     advantage        AUC of the attack minus AUC of a model of the attacker's own features that was
                      fitted to the same known labels; 1/2 for an attack that knows none
@@ -45,8 +45,8 @@ MIN_PER_STRATUM = 10  # sum of q (1 - q): fewer rows left open make fewer strata
 _FEWEST = 2  # rows of each class in every stratum, or neighbours are merged
 
 _COST_OF_PREDICTIONS, _COST_OF_FEW_ROWS = 0.25, 7.0
-"""What the errors of q and of what features explain add to the variance, with which intervals cover
-the truth as often as they say (`tests/privacy/test_adjusted_auc.py`)."""
+"""Relative additions to the variance for the errors of q and of what features explain, so that
+intervals cover the truth as often as they say (`tests/privacy/test_adjusted_auc.py`)."""
 
 TOP_ROWS = 100
 RESOLUTION = 0.2  # deviation of the rest, of the score's own, below which it is no leak
@@ -117,10 +117,10 @@ def strata_of(predictions: Floats, positive: Mask, max_strata: int = MAX_STRATA)
 
 
 def rest_of(scores: Floats, explained: Floats) -> Floats:
-    """Return what an attack's scores hold beyond what features explain of them, (rows,).
+    """Return the rest of an attack's scores that features do not explain, (rows,).
 
-    Where that is less than ``RESOLUTION``, noise fills it up: of a score that is nearly a function
-    of features, what is left is that function's part which no regression has learned.
+    Noise fills up a rest below ``RESOLUTION``: for a score that is nearly a function of features,
+    the rest is the part of that function that no regression has learned.
     """
     rest = scores - explained
     missing = max(RESOLUTION**2 * float(scores.var()) - float(rest.var()), 0.0) ** 0.5
@@ -182,7 +182,7 @@ def advantage_over(prior: Floats, scores: Floats, positive: Mask) -> AdvantageFi
 
 
 def operating_points(scores: Floats, positive: Mask) -> tuple[float, float, float | None]:
-    """Return what an attack finds with few errors; a score with an AUC below 1/2 is inverted.
+    """Return an attack's findings with few errors; a score with an AUC below 1/2 is inverted.
 
     True positive rates where at most 0.1 % and 1 % of the negatives are accused, and the precision
     of the 100 highest scores, None for no more rows. A tie with the first negative too many counts
@@ -204,7 +204,7 @@ def _interval(auc: float, variance: float, left_open: float) -> tuple[float, flo
     # Half a pair in the wrong order: at an area of 1 the variance found is 0.
     half = min(0.25 / left_open, 0.5)
     inside = min(max(auc, half), 1 - half)
-    # That of a score without ties that knows nothing, where the AUC is 1/2: few rows may show less.
+    # The variance of a random score without ties, whose AUC is 1/2: few rows may show less.
     variance = max(variance, inside * (1 - inside) / (3 * left_open))
     variance *= 1 + _COST_OF_PREDICTIONS + _COST_OF_FEW_ROWS / left_open
     # Importing it takes time that only a run that is measured should pay.

@@ -1,4 +1,4 @@
-"""For whom a bound holds: the adversary classes that a charge of the ledger can describe."""
+"""The adversary classes that a bound holds for: a charge of the ledger describes one of them."""
 
 from enum import StrEnum
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from splitveil.common.privacy.gradient_rows import GradientRows, Gradients, TopDirection
     from splitveil.common.privacy.informed import KnownPredictions
 
-CUT = "cut"  # name of the layer at which the gradients arrive
+CUT = "cut"  # name of the layer where the gradients arrive
 
 _EVALUATION_ONLY = " (evaluation only)"
 
@@ -69,12 +69,12 @@ class SideInformation(StrEnum):
 
     @property
     def is_oracle(self) -> bool:
-        """Whether only an evaluation has it, and a passive party does not."""
+        """True if only an evaluation has it, and a passive party does not."""
         return self.value.endswith(_EVALUATION_ONLY)
 
     @property
     def is_free(self) -> bool:
-        """Whether every passive party knows it or can guess it."""
+        """True if every passive party knows it or can guess it."""
         return self in (SideInformation.POSITIVES_ARE_FEWER, SideInformation.ACTIVATIONS)
 
 
@@ -99,21 +99,21 @@ class Attack(NamedTuple):
     """From gradients, scores and a positive's gradient: the direction behind the scores, if its
     sign says nothing."""
     follows_batches: bool = False
-    """Whether sums over several classes are along one direction that follows the batches."""
+    """True if sums over several classes are along one direction that follows the batches."""
 
     @property
     def is_oracle(self) -> bool:
-        """Whether it uses side information that only an evaluation has."""
+        """True if it uses side information that only an evaluation has."""
         return any(need.is_oracle for need in self.needs)
 
     @property
     def is_free(self) -> bool:
-        """Whether every passive party can run it without knowing a label."""
+        """True if every passive party can run it without knowing a label."""
         return all(need.is_free for need in self.needs)
 
     @property
     def needs_classes(self) -> bool:
-        """Whether it learns from other rows of the batch with their labels."""
+        """True if it learns from other rows of the batch with their labels."""
         return SideInformation.CLASSES in self.needs
 
     @property
@@ -152,7 +152,7 @@ class Attack(NamedTuple):
 
 
 class RunAttack(NamedTuple):
-    sources: tuple[str, ...] = ()  # whose scores it sums up; none: last activations
+    sources: tuple[str, ...] = ()  # attacks whose scores it sums up; none: last activations
     num_hints: int = 0  # labels of the run that it knows, if that does not depend on it
     one_of_each_class: bool = False  # whether it knows the label of one example of each
     standardises: bool = True  # false for sums in which batches that say more count more
@@ -160,7 +160,7 @@ class RunAttack(NamedTuple):
 
     @property
     def is_final(self) -> bool:
-        """Whether it looks only at the last activations, and at no gradient."""
+        """True if it looks only at the last activations, and at no gradient."""
         return not self.sources
 
     @property
@@ -272,7 +272,7 @@ WITHOUT_GRADIENTS = frozenset(
 
 
 def needs_of(attack: str) -> str:
-    """Describe what an attacker needs to know besides the gradients."""
+    """Describe the knowledge that an attack needs besides the gradients."""
     known = _BY_NAME.get(attack)
     if known is None:
         return "not known here"

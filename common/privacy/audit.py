@@ -58,7 +58,7 @@ class AuditedBatch(NamedTuple):
     random: float
 
     def mirrored(self) -> "AuditedBatch":
-        """Return it with max(AUC, 1 - AUC), which figures of ``convention: paper`` are not."""
+        """Return it with max(AUC, 1 - AUC), unlike figures of ``convention: paper``."""
         leak = {
             layer: {attack: max(value, 1 - value) for attack, value in attacks.items()}
             for layer, attacks in self.leak.items()
@@ -216,11 +216,11 @@ class LeakAudit:
 
     @property
     def needs_activations(self) -> bool:
-        """Whether an attack over the run looks at the last activations."""
+        """True if an attack over the run looks at the last activations."""
         return self.has_numbers or any(RUN_ATTACKS[name].is_final for name in self.run.attacks)
 
     def numbers(self, covariates: Covariates | None) -> dict[str, NumberLeak]:
-        """Return attack -> its figures where labels are numbers; only of what was measured."""
+        """Return attack -> its figures where labels are numbers; absent if never measured."""
         with self._lock:
             found = {
                 attack: NumberLeak(
@@ -291,7 +291,7 @@ class LeakAudit:
                 self._by_class[layer, attack].load_state_dict(of_attack)
 
     def _measured(self) -> Iterator[tuple[str, str, AttackTally]]:
-        """Yield layer, attack and tally of what was measured; the caller holds the lock."""
+        """Yield layer, attack and tally of each measurement; the caller holds the lock."""
         for (layer, attack), tally in self._tallies.items():
             if tally.batches:
                 yield layer, attack, tally

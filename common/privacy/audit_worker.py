@@ -51,11 +51,11 @@ class CpuBudget:
 class AuditWorker(Closing):
     """Runs a `LeakAudit`, or another audit, in a separate thread behind a bounded queue.
 
-    `submit` never blocks: a batch that does not fit in the queue, or for which the thread's share
-    of the CPU time is used up, is left out and counted. An error while auditing costs its batch,
-    never the training, and is raised by `close`. To avoid slowing the training, the thread
-    computes on one core, yields where cores are scarce (so that it falls behind, and not the
-    training), and uses a separate stream for gradients on a GPU.
+    `submit` never blocks: a batch is left out and counted if the queue is full or the thread's
+    share of the CPU time is used up. An error while auditing costs its batch, never the training,
+    and is raised by `close`. To avoid slowing the training, the thread computes on one core, yields
+    where cores are scarce (so that it falls behind, and not the training), and uses a separate
+    stream for gradients on a GPU.
     """
 
     def __init__(

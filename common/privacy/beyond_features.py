@@ -1,4 +1,4 @@
-"""What the attacks of a run reveal of the labels beyond what the features reveal.
+"""Measures what a run's attacks reveal about labels that features do not reveal.
 
 Features reveal labels, too, and a model that learns makes its gradients repeat it. Here the scores
 of a run's audit are measured against predictions of models that have not seen a row's label.
@@ -29,7 +29,7 @@ from splitveil.common.privacy.run_level import SEED
 
 
 class Covariates(NamedTuple):
-    """What predicts the labels of some training rows without having memorised them."""
+    """Predictors of some training rows' labels that have not memorised them."""
 
     positions: npt.NDArray[np.int64]  # in the common order, ascending, (rows,)
     activations: npt.NDArray[np.float32]  # of the passive parties, (rows, values), finite
@@ -102,7 +102,7 @@ def _pairs(
     predicted: Predictions,
     classes: LabelClasses,
 ) -> Iterator[_PairScores]:
-    """Yield each attack's scores of the two classes that it separates best."""
+    """Yield each attack's scores for the two classes that it separates best."""
     chooses = observational_audit.choosing_half(len(covariates.positions))
     for attack, by_target in attacks:
         known = [_on(covariates.positions, scores) for scores in by_target]

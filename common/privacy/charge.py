@@ -19,7 +19,7 @@ ALL_CAVEATS = NOT_GAUSSIAN + sum(_NOT_AGAINST.values())
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What a defense charges, the log of answers records, and accounts add up.
+    """The charge of a defense; the log of answers records it, and accounts add it up.
 
     A figure that is not a number, or out of its range, counts as unknown. Raises ValueError for a
     noise identity that is no digest.
@@ -36,17 +36,17 @@ class Charge:
     epsilon: float = math.inf  # label-DP of all answers of this identity together; infinite: none
     adversary: Adversary = Adversary.CLASS_MEANS  # the peers whom the charge describes
     is_gaussian: bool = False
-    """Whether the answers are a Gaussian mechanism with mu^2 = ``sum_kl``. Then the best AUC is
+    """True if the answers are a Gaussian mechanism with mu^2 = ``sum_kl``. Then the best AUC is
     Phi(mu / sqrt 2), exactly (Dong, Roth and Su 2022); otherwise only a bound for any distributions
     is known."""
     leak_auc: float = 1.0
-    """AUC that no score of all answers of this identity together passes, 1 if it is unknown; mostly
-    smaller than what follows from ``sum_kl``. It bounds an account that is charged nothing else.
-    From ``epsilon`` it follows without being stated."""
+    """Upper bound on the AUC of any score of all answers of this identity together, 1 if unknown;
+    mostly smaller than the bound from ``sum_kl``. It bounds an account that is charged nothing
+    else. The bound from ``epsilon`` need not be stated."""
     dominating_mu: float = math.inf
     """mu of a Gaussian mechanism that reveals no less than all answers of this identity together,
-    infinite if none is known: with it the charge adds up to other charges. It follows from
-    ``is_gaussian`` and from ``epsilon`` without being stated."""
+    infinite if none is known: with it the charge adds up to other charges. The mu from
+    ``is_gaussian`` or ``epsilon`` need not be stated."""
 
     def __post_init__(self) -> None:
         if len(self.noise_identity) not in (0, _DIGEST_BYTES):
@@ -59,7 +59,7 @@ class Charge:
 
     @property
     def caveats(self) -> int:
-        """What does not hold of the charge, as bits below 256."""
+        """Caveats of the charge, as bits below 256."""
         narrow = sum(bit for to, bit in _NOT_AGAINST.items() if not self.adversary.includes(to))
         # Nothing is added to a Gaussian mechanism by an answer that reveals nothing.
         return narrow | (0 if self.is_gaussian or self.sum_kl == 0 else NOT_GAUSSIAN)
@@ -69,7 +69,7 @@ class Charge:
         return replace(self, adversary=narrowest(self.adversary, peers))
 
     def to_bytes(self) -> bytes:
-        """Return `CHARGE_BYTES` bytes, from which ``from_bytes`` restores the charge exactly."""
+        """Return `CHARGE_BYTES` bytes; ``from_bytes`` restores the charge exactly."""
         return _FORM.pack(
             self.sum_kl,
             self.epsilon,
@@ -99,15 +99,15 @@ UNBOUNDED = Charge(math.inf)
 
 
 def noise_digest(name: str) -> bytes:
-    """Return the identity of repeated noise, 32 bytes, from what the noise is drawn from."""
+    """Return the identity of repeated noise, 32 bytes, from a name of the noise's source."""
     return hashlib.sha256(name.encode()).digest()
 
 
 def holds_against(caveats: int, peers: Adversary) -> bool:
-    """Return whether what has these caveats describes an adversary class."""
+    """Return whether a charge with these caveats describes an adversary class."""
     return not caveats & _NOT_AGAINST[peers]
 
 
 def strongest_adversary(caveats: int) -> Adversary:
-    """Return the strongest adversary class that what has these caveats describes."""
+    """Return the strongest adversary class that a charge with these caveats describes."""
     return next(peers for peers in Adversary if holds_against(caveats, peers))

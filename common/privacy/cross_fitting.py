@@ -1,4 +1,4 @@
-"""Predictions of labels and scores by models that have not seen them: what features reveal.
+"""Predicts labels and scores from features by models that have not seen them.
 
     labels    logistic regression on functions of the features that follow any shape, and gradient
               boosting, fitted to all folds but one and asked about that one; a last logistic
@@ -36,9 +36,9 @@ _RIDGES_OF_SCORES = ((1.0, 10.0, 1e5), (1.0, 30.0, 100.0), (1.0, 1e3, 1e4))
 everything of a score, or nothing."""
 _SHARE_OF_SINGLE = 0.75
 _MOST_BENDS = 7
-_MOST_VALUES = 24  # different values up to which they count as categories
-_FEWEST_OF_VALUE = 5  # rows of a value, below which nothing is learned of it
-_LOOKED_AT = 4_096  # rows whose quantiles and values are those of all
+_MOST_VALUES = 24  # most different values that count as categories
+_FEWEST_OF_VALUE = 5  # fewest rows of a value to learn anything about it
+_LOOKED_AT = 4_096  # rows whose quantiles and values stand for all rows'
 _FARTHEST = 5.0
 _BENDS_OF_ODDS = 2  # of the curve that turns log-odds into calibrated ones
 _SMALLEST = 1e-6  # predictions stay this far from 0 and 1, so that their logarithms are finite
@@ -51,7 +51,7 @@ _TREES: dict[str, Any] = {
     "early_stopping": False,
     "random_state": _SEED,
 }
-_MOST_FITTED = 10_000  # rows to which trees are fitted: more take time, and teach them little
+_MOST_FITTED = 10_000  # rows that trees are fitted to: more take time, and teach them little
 
 
 class Predictions(NamedTuple):
@@ -63,11 +63,11 @@ class Predictions(NamedTuple):
 
 
 class TooFewRows(ValueError):
-    """A class has fewer than two rows: no model can be asked about the one that it has not seen."""
+    """A class has fewer than two rows: no model could predict a row that it has not seen."""
 
 
 class FeatureModels:
-    """Models of some rows' features, each asked about the rows that it has not seen."""
+    """Models of some rows' features; each predicts only rows that it has not seen."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class FeatureModels:
         return Predictions(*found)
 
     def _odds_by_trees(self, indices: ClassIndices, num_classes: int) -> Floats:
-        """Return the log-odds of class 1 of two, (rows, 1), or those of each class."""
+        """Return the log-odds of class 1 of two, (rows, 1), or of each class."""
         from sklearn.ensemble import HistGradientBoostingClassifier  # noqa: PLC0415
 
         odds = np.empty((len(indices), num_classes if num_classes > 2 else 1))

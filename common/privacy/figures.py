@@ -143,13 +143,14 @@ class LeakBounds(Form):
 
 _DETAILS = "epsilon_lower_bound_details"
 STANDARD_ERRORS = 4.0
-"""How far the interval of a figure beyond features reaches on either side (99.99 %). The one rule
-of pictures, tables, verdicts and alarms: a figure is above something if its whole interval is.
-A run compares many attacks, each of which may be inverted: with three standard errors, one run in
-thirty in which nothing leaks showed a leak (`benchmarks/false_alarms.py`)."""
+"""Standard errors on either side of a figure beyond features in its interval (99.99 %). Pictures,
+tables, verdicts and alarms share one rule: a figure is above something if its whole interval is. A
+run compares many attacks, each of which may be inverted: with three standard errors, one run in
+thirty without a leak showed one (`benchmarks/false_alarms.py`)."""
 _CLEARLY_P = 0.001
-"""A p-value below which guesses contradict a stated epsilon: at 0.05, those of one run in twenty do
-whose labels are randomised with it. Its part for delta keeps it from becoming much smaller."""
+"""Guesses contradict a stated epsilon if their p-value is below this: at 0.05, one run in twenty
+whose labels are randomised with that epsilon does. Its part for delta keeps it from becoming much
+smaller."""
 BEYOND_TABLES = ("adjusted_leak", "leak_advantage", _DETAILS)
 
 
@@ -178,14 +179,14 @@ class EpsilonBound(NamedTuple):
     pairs: KnownCount  # pairs of a true and another label among which the attack chose its guesses
     confidence: Known
     delta: Known
-    p_value: Known  # of so many correct guesses by chance alone: that of epsilon 0
+    p_value: Known  # of so many correct guesses by chance alone, at epsilon 0
     stated: Number = None  # the least that the ledger states at this delta, if any
     stated_for: Text = None
     p_value_of_stated: Number = None  # in a run that is as private as stated
 
     @property
     def passes_stated(self) -> bool:
-        """Whether the attacks exclude what the ledger states, and not by chance."""
+        """True if the attacks exclude the ledger's epsilon, and not by chance."""
         return self.p_value_of_stated is not None and self.p_value_of_stated < _CLEARLY_P
 
 
@@ -236,8 +237,8 @@ class RunFigures(NamedTuple):
     tpr_at_percent: Number = None  # the same for 1 %
     precision_at_100: Number = None  # share of positives among the 100 highest scores
     over_features: Maybe[AdvantageFigures] = None
-    """Of model completion at the passive party: by how much its AUC is larger than that of a head
-    on this party's features that knows the same labels, which is ``prior``."""
+    """Of model completion at the passive party: its AUC minus the AUC (``prior``) of a head on this
+    party's features that knows the same labels."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +271,7 @@ class BatchCounts(NamedTuple):
 
     @property
     def much_left_out(self) -> str:
-        """What has to stand beside the figures if more than 5 % were left out; or empty."""
+        """Note to show beside the figures if more than 5 % were left out; or empty."""
         counts = [0 if count is None else count for count in self]
         share = counts[-1] / max(sum(counts), 1)
         if share <= _SMALL_SHARE:
@@ -282,7 +283,7 @@ class BatchCounts(NamedTuple):
 
 
 class NumberBeyond(NamedTuple):
-    """One attack on labels that are numbers beyond features: shares of what features leave."""
+    """One attack on number labels beyond features: shares of the variance that features leave."""
 
     r2: Known
     low: Known  # lower end of its interval; 0 where it may be chance
@@ -317,7 +318,7 @@ class LeakFigures(Form):
     beyond: Annotated[BeyondFigures | None, Flat()] = None  # beyond features; None: not measured
     batches: Annotated[ByAttack[BatchFigures], Key("leak")] = field(default_factory=dict)
     worst_epoch: Annotated[ByAttack[Known], Key("leak_worst_epoch")] = field(default_factory=dict)
-    """Mean over the batches of the epoch in which it is largest."""
+    """Largest mean over an epoch's batches."""
     run_level: Annotated[ByAttack[RunFigures], Key("leak_run_level")] = field(default_factory=dict)
     by_class: Annotated[LeakByClass | None, Flat()] = None  # None with two classes
     counts: Annotated[BatchCounts, Key("leak_batches")] = field(default_factory=BatchCounts)
@@ -326,7 +327,7 @@ class LeakFigures(Form):
 
     @property
     def strongest_of_numbers(self) -> NumberBeyond | None:
-        """Of the attack that explains most of what features leave of labels that are numbers."""
+        """Of the attack on number labels that explains most of the variance that features leave."""
         beyond = [one.beyond for one in self.of_numbers.values() if one.beyond is not None]
         return max(beyond, key=itemgetter(0), default=None)
 

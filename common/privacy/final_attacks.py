@@ -1,4 +1,4 @@
-"""Attacks on the activations that the bottom model has come to in the end.
+"""Attacks on the trained bottom model's activations.
 
     final_kmeans           distance to the larger less distance to the smaller of two clusters
     final_nearest_hint     distance to an example of another class less that to one of the class,

@@ -1,10 +1,10 @@
 """The gradients of one batch as rows of numbers, prepared once for all attacks.
 
-Rows are float64, in a unit in which no square leaves the range of float64.
+Rows are float64, in a unit that keeps every square within the range of float64.
 
-Two directions divide a batch: its top right-singular vector, and that of two clusters. Squaring
-costs the leading direction no precision, so a few products with the batch, or one Gram matrix,
-replace a full SVD.
+Two directions divide a batch: its top right-singular vector, and the direction of two clusters.
+Squaring costs the leading direction no precision, so a few products with the batch, or one Gram
+matrix, replace a full SVD.
 
 k-means is Lloyd's algorithm from given centres, without any randomness. It is own code, because the
 libraries' disturb the training beside which an audit runs: scikit-learn's limits the threads of
@@ -28,11 +28,11 @@ _LARGE = 64  # rows and columns above which the Gram matrix costs more than some
 _MAX_LANCZOS_STEPS = 25  # they cost about as much as the Gram matrix, which always succeeds
 
 _STEPS_BETWEEN_CHECKS = 2
-_FIRST_DOUBT = 8  # number of steps after which the rate of convergence becomes meaningful
+_FIRST_DOUBT = 8  # number of steps before the rate of convergence becomes meaningful
 
 _CONVERGED = 1e-11  # fraction of l below which ``|Gv - lv|`` counts as converged
 
-_MAX_ROUNDS = 20  # rounds after which centres hardly move any more; they bound the time of a batch
+_MAX_ROUNDS = 20  # centres hardly move after so many rounds; they bound the time of a batch
 
 
 class TopDirection(NamedTuple):
@@ -264,7 +264,7 @@ def in_unit(scores: Tensor, unit: Tensor | None) -> Tensor:
 
 
 def _flat_rows(gradients: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Flatten to float64 rows, in a unit in which no square leaves the range of float64.
+    """Flatten to float64 rows, in a unit that keeps every square within the range of float64.
 
     Gradients of a smaller dtype are safe without a unit, which saves a pass over the batch.
     """

@@ -50,7 +50,7 @@ _LARGEST = 1e6
 
 
 class KnownPredictions(NamedTuple):
-    """What the label owner knows of a batch before it looks at a label."""
+    """The label owner's knowledge of a batch before it looks at a label."""
 
     probabilities: Tensor  # the model's predictions: (batch,) for label 1, or (batch, classes)
     slopes: Tensor  # J, in the unit of the gradients: (batch, ...), or (batch, classes, ...)

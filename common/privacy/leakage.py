@@ -28,7 +28,7 @@ ClassIndices = npt.NDArray[np.int64]
 
 
 class OneClass(ValueError):
-    """The labels hold only one class, for which the AUC is not defined."""
+    """The labels hold only one class, so that the AUC is not defined."""
 
 
 def auc(scores: Values, labels: Values) -> float:
@@ -55,8 +55,8 @@ def areas(scores: Tensor, positive: Tensor, chosen: Tensor | None = None) -> Ten
     """Return the AUC of several scores, (scores, batch) float64, at once, on their device.
 
     Only examples chosen for a score, (scores, batch), count. The result, (scores,) float64, is NaN
-    where they are all of one class. Which operations are done depends only on the scores and on
-    which are chosen. Raises ValueError if a score is NaN.
+    where they are all of one class. The operations depend only on the scores and on the choice of
+    examples. Raises ValueError if a score is NaN.
     """
     values, is_positive = scores.cpu().numpy(), positive.cpu().numpy()
     if np.isnan(values).any():
@@ -127,7 +127,7 @@ class PairAucs(NamedTuple):
         return PairAucs(_folded(self.pairs), _folded(self.one_vs_rest))
 
     def worst_pair(self) -> tuple[int, int]:
-        """Return the two classes separated best, that of the score first. Raises OneClass."""
+        """Return the two classes separated best, the score's first. Raises OneClass."""
         if np.isnan(self.pairs).all():
             raise OneClass("no pair of classes has examples")
         first, second = np.unravel_index(int(np.nanargmax(_folded(self.pairs))), self.pairs.shape)
@@ -150,7 +150,7 @@ class PairAucs(NamedTuple):
 
     @classmethod
     def none(cls, num_classes: int, *leading: int) -> "PairAucs":
-        """Return a table in which every AUC is missing."""
+        """Return a table without any AUC."""
         pairs = np.full((*leading, num_classes, num_classes), np.nan)
         return cls(pairs, np.full((*leading, num_classes), np.nan))
 
@@ -158,7 +158,7 @@ class PairAucs(NamedTuple):
 class Score(NamedTuple):
     values: Tensor  # (batch,)
     left_out: tuple[int, ...] = ()  # rows whose class the attack knew
-    of_class: int | None = None  # of the class to which it belongs; None for several classes
+    of_class: int | None = None  # the class that it belongs to; None for several classes
 
 
 class BatchAucs(NamedTuple):

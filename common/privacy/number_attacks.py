@@ -14,9 +14,9 @@ variance that the attack explains, where 1 reads every label.
     accumulated_ridge_40       a ridge regression on these sums and the last activations, from 40
                                examples whose labels it knows; measured on all others
 
-A model that predicts well sends little but what it could not predict, so that attacks which know
-nothing see less and less of the labels while ``informed`` sees them all. What a score reveals
-beyond what features reveal is a partial R2:
+A model that predicts well sends little but its errors, so that attacks without knowledge see less
+and less of the labels while ``informed`` sees them all. A partial R2 measures what a score reveals
+beyond features:
 
     y'    label less its prediction from features
     s'    score less its prediction from features
@@ -142,7 +142,7 @@ def ridge_scores(gradients: Tensor, labels: Tensor, seed: int) -> RunScores:
 
 
 def ridge_r2(gradients: Tensor, labels: Tensor, seed: int) -> float:
-    """Return the R2 of `ridge_scores`, at least 0: that of the mean of the known labels.
+    """Return the R2 of `ridge_scores`, at least 0, the R2 of the mean of the known labels.
 
     NaN if fewer than two other rows are left, or their labels are all the same.
     """
@@ -189,7 +189,7 @@ class GradientSums(RunAudit):
         layers: Mapping[str, LayerScores],
         activations: Tensor | None = None,
     ) -> None:
-        """Add one batch; positions are those of the examples in the common order."""
+        """Add one batch, with the examples' positions in the common order."""
         rows = layers[CUT].rows.cpu().float()
         with self._lock:
             self._enter(epoch)
@@ -282,9 +282,9 @@ def _standardised(columns: Tensor) -> Tensor:
 def adjusted_r2(
     features: npt.NDArray[np.float32], labels: _Floats, scores: _Floats
 ) -> NumberBeyond:
-    """Return the share of the variance which features leave of labels that a score explains.
+    """Return the share of the labels' variance left by features that a score explains.
 
-    The interval is that of a correlation by its influence function, which asks for no distribution.
+    The interval comes from a correlation's influence function, which assumes no distribution.
     NaN where features leave nothing of the labels; 0 where they leave nothing of the scores. Raises
     ValueError for fewer than ``MIN_ROWS`` rows.
     """

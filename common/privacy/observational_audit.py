@@ -46,7 +46,7 @@ DELTA = 1e-5  # smaller than one over most runs' rows; (epsilon, 0) implies (eps
 _LARGEST = 40.0  # no number of rows excludes an epsilon beyond this
 
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
-"""Shares of the offered pairs on which a guess is made."""
+"""Shares of the offered pairs that are guessed."""
 
 FEWEST_PAIRS = 20  # offered pairs per half below which there is nothing to test
 
@@ -172,7 +172,7 @@ def _prepare(
 
 
 class _Explainer:
-    """Subtracts from scores what features explain of them."""
+    """Subtracts from scores their prediction from features."""
 
     def __init__(self, models: FeatureModels, attacks: Iterable[ScoredRows]) -> None:
         known: list[Floats] = []
@@ -219,7 +219,7 @@ def _choose(guesses: _Guesses) -> _Choice:
 
 
 def _guess(scores: Floats, positive: Mask, share: float) -> tuple[int, int]:
-    """Guess the highest scores positive, as many of the lowest negative: guesses, correct ones."""
+    """Guess the highest scores positive, as many lowest negative; return guesses, correct ones."""
     each = max(1, int(share * len(scores) / 2))
     order = np.argsort(scores, kind="stable")
     correct = int(positive[order[-each:]].sum()) + int((~positive[order[:each]]).sum())

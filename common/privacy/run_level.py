@@ -1,4 +1,4 @@
-"""The leak of a whole run: what attacks that accumulate over its epochs recover in the end.
+"""Measures the leak of a whole run by attacks that accumulate over its epochs.
 
 ``accumulated_spectral`` keeps one sum per example for all classes, ``accumulated_cosine`` one for
 each target class, because it knows a reference of each class. The combining attacks fit each
@@ -194,7 +194,7 @@ class RunAudit:
         return ClassFigures(tuple(names[index] for index in worst_pair), classes=of_classes)
 
     def _scores(self, *, hinted: bool) -> Iterator[tuple[str, str, list[RunScores]]]:
-        """Yield the scores of examples whose label an attack did not know: one, or by target."""
+        """Yield the scores of examples with labels unknown to an attack: one, or by target."""
         for layer, gathered in self._layers.items():
             for attack, sums in gathered.sums.items():
                 yield layer, attack, [one.result() for one in sums]

@@ -30,8 +30,8 @@ class AttackScores(NamedTuple):
 class LayerScores(NamedTuple):
     scores: Mapping[str, AttackScores]
     directions: Mapping[str, Sequence[TopDirection | None]]
-    """Attack -> for each of its scores the direction behind it, if its sign says nothing: that of
-    the batch itself, or of a reference with noise."""
+    """Attack -> for each of its scores the direction behind it, if its sign says nothing: the
+    batch's own direction, or a noisy reference."""
     rows: Tensor  # the gradients, (batch, row_dim)
 
 

@@ -51,8 +51,7 @@ class CustomAttack(Section):
     """The function, as ``package.module:function``."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
-    """The name under which its figures appear in metrics, summary and report: letters, digits, _
-    and -."""
+    """Name of its figures in metrics, summary and report: letters, digits, _ and -."""
 
     needs: tuple[_Need, ...] = ()
     """Side information that it uses. Each kind but the second is handed over as a keyword argument.
@@ -143,7 +142,7 @@ class AuditSettings(Section):
     """Audit the steps of an epoch whose number is a multiple of this."""
 
     convention: Literal["leak", "paper"] = "leak"
-    """What a batch's figure is: ``leak`` is max(AUC, 1 - AUC) over the examples whose class the
+    """Figure of a batch: ``leak`` is max(AUC, 1 - AUC) over the examples whose class the
     attack does not know. ``paper``, for two classes, is the AUC over all examples, as in the
     notebooks of Marvell's authors, with whose figures it can be compared; the leak alarm
     judges max(AUC, 1 - AUC) of all examples then."""
@@ -158,7 +157,7 @@ class AuditSettings(Section):
 
     @property
     def needs_predictions(self) -> bool:
-        """Whether an attack needs the model's predictions."""
+        """True if an attack needs the model's predictions."""
         needs = [attack.needs for name, attack in ATTACKS.items() if name in self.attacks]
         needs += [attack.needs for name, attack in RUN_ATTACKS.items() if name in self.attacks]
         return any(SideInformation.PREDICTIONS in kinds for kinds in needs)

@@ -11,7 +11,7 @@
                        (Jiang et al., "LEA", arXiv 2603.03777), by an assignment in n^3 steps
     gradient_clusters  clusters the sums of each example's gradients
 
-They read no label; what they know besides is an argument. The first three minimise the distance of
+They read no label; any other knowledge is an argument. The first three minimise the distance of
 each received gradient g from that of a cross entropy with labels q,
 
     |g - s sum_k (p_k - q_k) J_k|^2,    p the surrogate's predictions, J_k the slopes of its logits,
@@ -56,7 +56,7 @@ STORED_ROW_ATTACKS: Mapping[str, str] = MappingProxyType(
         "gradient_clusters": "nothing",
     }
 )
-"""Name -> what the attack needs to know besides gradients and activations."""
+"""Name -> the attack's knowledge besides gradients and activations."""
 
 _STARTS = 3
 _PASSES = 12
@@ -69,7 +69,7 @@ _SMALLEST = 1e-12
 
 
 class Received(NamedTuple):
-    """What a party has of a run: one row per example and batch, in the order of arrival."""
+    """A party's data of a run: one row per example and batch, in the order of arrival."""
 
     gradients: Tensor  # (rows, ...)
     activations: Tensor  # (rows, ...)
@@ -168,7 +168,7 @@ def surrogate(row_dim: int, num_classes: int, seed: int) -> nn.Module:
 def attack_stored_rows(
     attack: str, received: Received, labels: npt.NDArray[np.int64], classes: LabelClasses
 ) -> list[RunScores]:
-    """Run one of `STORED_ROW_ATTACKS`, and score what it did not know: one score per target class.
+    """Run one of `STORED_ROW_ATTACKS`, and score rows it did not know: one score per target class.
 
     Labels are of all examples, for the side information, and for the names of the classes where the
     attack has to guess them. Scores of no examples where a class has too few to be known.
@@ -325,7 +325,7 @@ def _best_names(likely: Tensor, labels: npt.NDArray[np.int64]) -> Tensor:
 
 
 def _assigned(alike: Tensor) -> Tensor:
-    """Return the column for each row, each once, such that they are most alike together."""
+    """Return a column for each row, each once, with the largest total similarity."""
     # Importing it takes time that only these attacks should pay.
     from scipy.optimize import linear_sum_assignment  # noqa: PLC0415
 

@@ -43,7 +43,7 @@ class AttackTally:
         self._worst_before = floor
 
     def add(self, epoch: int, leak: float, random: float) -> None:
-        """Add one batch; its epoch is not before that of the previous batch."""
+        """Add one batch; its epoch is not before the previous batch's."""
         if epoch != self.last_epoch:
             if self.last_epoch in self._epochs:
                 self._worst_before = self.worst_epoch
@@ -70,7 +70,7 @@ class AttackTally:
 
     @property
     def worst_epoch(self) -> float:
-        """Mean over the batches of the epoch in which it is largest."""
+        """Largest mean over an epoch's batches."""
         return max(self._worst_before, self.epoch_mean(self.last_epoch) or self._floor)
 
     def epoch_mean(self, epoch: int) -> float | None:

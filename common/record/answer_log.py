@@ -6,12 +6,11 @@ an answer leaves, and nothing in it is ever changed. It is a sequence of records
     header    a name, the version, and the number of fingerprints in a record
     record    number, fingerprints, reply, charge, link
 
-The number is that of a batch in the run, or at least 3 * 2^61 where the run went back to a
-checkpoint.
-The reply is a fingerprint of the answer, because answers with other noise may have the same charge.
-The link is a hash of the previous link and of the record itself; the first link is a hash of the
-run's name. So a reader detects a byte that was changed, inserted or removed, and the log of another
-run.
+The number is a batch's number in the run, or at least 3 * 2^61 where the run went back to a
+checkpoint. The reply is a fingerprint of the answer, because answers with other noise may have the
+same charge. The link is a hash of the previous link and of the record itself; the first link is a
+hash of the run's name. So a reader detects a byte that was changed, inserted or removed, and the
+log of another run.
 """
 
 import hashlib
@@ -66,7 +65,7 @@ class AnswerLog:
             f"<Q{questions * _FINGERPRINT_BYTES}s{_FINGERPRINT_BYTES}s{CHARGE_BYTES}s"
         )
         self._link = _link(run, _header(questions))
-        self.replies = b""  # a hash of all replies, by which copies of a run that go on differ
+        self.replies = b""  # a hash of all replies; it differs between copies of a run that go on
         if path is not None:
             self._read(path, first_batch)
 

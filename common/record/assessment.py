@@ -1,4 +1,4 @@
-"""What a run's figures say about the leak of its labels: one judgement for all pages and logs.
+"""Judges the leak of labels by a run's figures: one judgement for all pages and logs.
 
 The leading figure is the feature-adjusted leak AUC with its interval, beside the bound, on a scale
 from 1/2, which is guessing, to 1. A raw leak AUC contains what features reveal anyway.
@@ -55,7 +55,7 @@ class AssessedAttack(NamedTuple):
 class LeakAssessment:
     adversary: Adversary | None  # the strongest with a bound; None without any bound
     bound: float | None  # leak AUC that no score of these peers exceeds, for the most exposed label
-    attacks: tuple[AssessedAttack, ...]  # the strongest first; those of too few rows last
+    attacks: tuple[AssessedAttack, ...]  # the strongest first; attacks on too few rows last
     rows: int | None
     feature_auc: float | None  # AUC of what features reveal without any gradient, on the same rows
     is_measured: bool  # whether anything was measured beyond features, be it on too few rows
@@ -65,7 +65,7 @@ class LeakAssessment:
 
     @property
     def is_complete(self) -> bool:
-        """Whether something was measured, and no attack is without a figure."""
+        """True if something was measured, and no attack is without a figure."""
         unknown = (one for one in self.attacks if one.finding == Finding.TOO_FEW_ROWS)
         return bool(self.attacks) and next(unknown, None) is None
 
@@ -102,7 +102,7 @@ class LeakAssessment:
 
     @property
     def raw_note(self) -> str:
-        """What has to stand wherever a raw leak AUC is shown beside a bound."""
+        """Note to show wherever a raw leak AUC is beside a bound."""
         by_themselves = "" if self.feature_auc is None else f", AUC {self.feature_auc:.3f} here"
         return (
             f"A raw leak AUC contains what features reveal anyway{by_themselves}: it may lie above "

@@ -29,11 +29,11 @@ from splitveil.common.run.course import Batch
 logger = logging.getLogger(__name__)
 
 IDLE_S = 120.0  # time that a checkpoint waits for the attacks on the batches before it
-_COPYING = 10  # CPU time of the attacks between two copies, in units of that of a copy
+_COPYING = 10  # CPU time of the attacks between two copies, in units of a copy's CPU time
 
 
 class AuditedRun(NamedTuple):
-    seed: bytes  # the joint seed, from which both parties pick the same positives
+    seed: bytes  # the joint seed; both parties pick the same positives by it
     num_examples: int
     labels: LabelClasses | LabelNumbers = TWO_CLASSES
     keeps_scores: bool = False  # whether what attacks reveal beyond features will be measured

@@ -208,7 +208,7 @@ def chart_outcome(folder: Path, settings: Mapping[str, Any], figures: Mapping[st
         from torch.utils.tensorboard.summary import hparams  # noqa: PLC0415
 
         numbers = {f"run/{name}": x for name, x in figures.items() if isinstance(x, float)}
-        # Without a description of the experiment, whose columns would be those of its first run.
+        # No description of the experiment: its first run would fix the columns.
         _, *row = hparams(dict(_leaves(settings)), {})
         with closing(charts):
             for written in (*row, _charted(numbers)):

@@ -81,7 +81,7 @@ RELEASED_LABELS = {"learned_from": "released labels"}
 """Metadata of weights that only labels released by a defense have entered."""
 
 KNOWN_NOISE = {"noise": "insecure_noise_seed"}
-"""Metadata of what a run has left whose noise anybody can draw again who knows the seed."""
+"""Metadata of a run's results if anybody who knows the seed can reproduce the noise."""
 
 _UNREADABLE = (
     *(SafetensorError, ValueError, LookupError, TypeError, AttributeError),
@@ -146,7 +146,7 @@ class EarlierModel:
 
 @dataclass(frozen=True)
 class PretrainedWeights:
-    """Files of weights with which modules of a party's own bottom model begin to train."""
+    """Files with the initial weights of modules of a party's own bottom model."""
 
     files: Mapping[str, Path]  # by module; an empty name is the whole model
     digest: str = ""

@@ -199,7 +199,7 @@ def end_of(folder: Path) -> Mapping[str, Any] | None:
 
 
 def has_finished(folder: Path) -> bool:
-    """Return whether a folder holds the results of a finished run, of which the state goes last."""
+    """Return whether a folder holds the results of a finished run; its state is deleted last."""
     return (folder / "summary.json").exists() and not (folder / "checkpoint" / "run.state").exists()
 
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a party on disk: the states from which a run can be resumed.
+"""The checkpoints of a party on disk: states to resume a run from.
 
 checkpoint/run.state             constants of the whole run: its id, nonces, common rows, secrets
 checkpoint/at-0000001234.state   everything that changes, after 1,234 batches

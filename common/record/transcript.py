@@ -36,10 +36,10 @@ Direction = Literal["sent", "received"]
 
 _FIRST_LINK = 64 * "0"
 _QUEUED_BYTES = 8 * 2**20  # that may wait to be written before the next message waits too
-_HURRIED_BYTES = _QUEUED_BYTES * 3 // 4  # for which the thread writes at once
+_HURRIED_BYTES = _QUEUED_BYTES * 3 // 4  # beyond which the thread writes at once
 _GATHERED_S = 0.02
-"""Time for which messages are gathered: a thread that works while a step is computed takes the
-interpreter from it, and each time it is woken costs more than a line."""
+"""Time to gather messages: a thread that works during a step takes the interpreter from it, and
+each wake-up costs more than a line."""
 _OTHER: Mapping[str, Direction] = {"sent": "received", "received": "sent"}
 
 
@@ -63,7 +63,7 @@ class TranscriptEnd(NamedTuple):
 
 
 class Transcript(Closing):
-    """Writes one party's transcript in a thread of its own, for which training seldom waits.
+    """Writes one party's transcript in a thread of its own; training seldom waits for it.
 
     An existing file is continued, and its chain with it. Lines that a killed process had not
     written yet are missing; the next process adds a line that records its start.

@@ -71,7 +71,7 @@ class AnsweredRequest(BaseModel):
     """The program that asked."""
     num_ids: Annotated[int, Field(ge=0, lt=2**32)]
     found: Annotated[int, Field(ge=0, lt=2**32)]
-    """Number of ids for which there was a prediction."""
+    """Number of ids that got a prediction."""
     status: Annotated[int, Field(ge=100, lt=1000)]
     """As in HTTP."""
     milliseconds: float

@@ -52,7 +52,7 @@ class AlignmentSettings(Section):
     """Private set intersection by elliptic-curve Diffie-Hellman."""
 
     kind: Literal["mutual", "one_sided"] = "mutual"
-    """Which parties learn the common ids.
+    """The parties that learn the common ids.
 
     ``mutual``: all. ``one_sided``: the active party alone, in a one-shot run without a ``release``
     with one passive party, which fits its model to all rows of its own table, and serves them all,
@@ -66,9 +66,9 @@ class AlignmentSettings(Section):
     exchanges by its own ``alignment_attempts``."""
 
     buckets: int = Field(default=1, ge=1, le=1024)
-    """Number of parts in which ids are exchanged, one after another: a hash says in which an id is.
-    The memory that an exchange takes besides the ids is that of one part. Padding hides how many
-    ids are in each, and counts for ``max_set_size``: 1.6 % with 250,000 ids in each."""
+    """Number of parts of the exchange of ids, one after another; a hash assigns each id to a part.
+    Besides the ids, memory holds one part at a time. Padding hides how many ids are in each, and
+    counts for ``max_set_size``: 1.6 % with 250,000 ids in each."""
 
 
 class HashSplit(Section):
@@ -83,7 +83,7 @@ class HashSplit(Section):
     """Share that early stopping looks at; 0 without early stopping."""
 
     test: float = Field(default=0.2, gt=0, lt=1)
-    """Share on which the final figures are measured."""
+    """Share that the final figures are measured on."""
 
     @model_validator(mode="after")
     def _shares_add_up(self) -> "HashSplit":
@@ -174,18 +174,18 @@ class Contract(Section):
     16,777,216 values."""
 
     cut_dtype: CutDtype = "float32"
-    """Element type in which activations and gradients travel."""
+    """Element type of activations and gradients on the wire."""
 
     exchange: Literal["gradients", "one_shot"] = "gradients"
-    """What the parties exchange after the alignment.
+    """Messages of the parties after the alignment.
 
     ``gradients``: activations up and defended gradients down, in every epoch. ``one_shot``: the
     activation of each common row once, and no gradient; the bottom model is fitted without labels,
     or to a ``release``, and the active party trains the top model by itself afterwards."""
 
     release: Literal["noisy_labels", "noisy_sums"] | None = None
-    """What a one-shot run begins with, so that a bottom model of ``kind: score`` can be fitted to
-    it; the active party's ``defense: noisy_label`` draws the noise.
+    """Release that begins a one-shot run, so that a bottom model of ``kind: score`` can be fitted
+    to it; the active party's ``defense: noisy_label`` draws the noise.
 
     ``noisy_labels``: a noisy label of each training row. ``noisy_sums``: sums, with noise, of the
     training rows' labels over bits of the passive party's columns, which the active party does not
@@ -207,10 +207,10 @@ class Contract(Section):
     """Activations that a passive party has sent before it receives the gradient of the first of
     them. With 1, each activation is computed with the weights after the gradient before it. With 2
     or 4, the line works while both parties compute, and an activation is computed with weights that
-    lack the last 1 or 3 gradients; each gradient is still that of the weights of its activation."""
+    lack the last 1 or 3 gradients; each gradient still belongs to the weights of its activation."""
 
     drop_last: bool = False
-    """Whether an epoch leaves out its last batch if that is smaller than ``batch_size``."""
+    """Leave out an epoch's last batch if it is smaller than ``batch_size``."""
 
     split: SplitSettings = HashSplit()
     """Division of the aligned rows into training, validation and test rows."""
@@ -222,8 +222,8 @@ class Contract(Section):
     """Method of finding the common ids."""
 
     ids: IdRules = Field(default=tuple(AS_WRITTEN), validate_default=False)
-    """How the ids of all parties are brought into the form in which they are compared: rules for
-    each column that ``data.id_column`` names, in the same order."""
+    """Rules that bring all parties' ids into the form that is compared, for each column that
+    ``data.id_column`` names, in the same order."""
 
     checkpoints: CheckpointPlan = CheckpointPlan()
     """Interval and number of the checkpoints that the parties save."""
@@ -334,7 +334,7 @@ class Contract(Section):
         return hashlib.sha256(self.canonical_json().encode()).digest()
 
     def fields_differing_from(self, canonical: str) -> list[str]:
-        """Name the fields in which another party's canonical form differs from this contract.
+        """Name the fields where another party's canonical form differs from this contract.
 
         Only names of this contract's own fields are returned. Anything else in the text, or a text
         that is not a contract at all, is summed up as "(other fields)".

@@ -140,7 +140,7 @@ class Batch:
 def run_course(contract: Contract, rows: AlignedRows, batch_number: int = 0) -> Iterator[Batch]:
     """Yield the batches of a run: each epoch's training rows, then its held-out rows.
 
-    A one-shot run has one epoch, in which each row comes once.
+    A one-shot run has one epoch, with each row once.
     """
     held_out = [name for name in HELD_OUT if len(rows.splits[name])]
     if contract.is_one_shot:

@@ -5,10 +5,10 @@ only that copy is waited for: what was queued after it, as the top model's learn
 meanwhile. A tensor that came over the wire is copied on a stream of its own, beside what the device
 is computing, and the host does not wait at all.
 
-Both copies use pinned memory, without which a GPU cannot copy while it computes. Pinned blocks come
-from torch's caching allocator: it hands the same blocks out again, step for step, and not before
-the copies from or to them are done. Nobody else may therefore write into a tensor that was handed
-out here, and nothing has to be released. On the CPU both functions do what `Tensor.to` does.
+Both copies use pinned memory, because a GPU cannot copy while it computes without it. Pinned blocks
+come from torch's caching allocator: it hands the same blocks out again, step for step, and not
+before the copies from or to them are done. Nobody else may therefore write into a tensor that was
+handed out here, and nothing has to be released. On the CPU both functions do what `Tensor.to` does.
 """
 
 import functools

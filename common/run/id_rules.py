@@ -1,8 +1,7 @@
 """The rules that bring ids into canonical form: part of the contract, one entry per id column.
 
 Ids of two tables are the same if their canonical forms are. All parties apply the same rules in the
-same order, which is that of the settings below; ``splitveil.common.data.canonical_form`` applies
-them.
+order of the settings below, by ``splitveil.common.data.canonical_form``.
 """
 
 import json
@@ -21,8 +20,8 @@ _DROPPABLE = frozenset(string.punctuation)
 
 class _IdColumn(Section):
     name: str | None = Field(default=None, min_length=1, max_length=64)
-    """What the column holds, such as ``surname``: only to be compared, so that both parties bring
-    the same columns in the same order. The columns themselves may be named differently."""
+    """Content of the column, such as ``surname``: only compared, so that both parties bring the
+    same columns in the same order. The columns themselves may be named differently."""
 
 
 class TextId(_IdColumn):
@@ -35,7 +34,7 @@ class TextId(_IdColumn):
     full-width digits and ligatures."""
 
     fold_case: bool = False
-    """Whether capital and small letters are the same."""
+    """Treat capital and small letters as the same."""
 
     drop_characters: str = Field(default="", max_length=32)
     """Punctuation marks that do not count wherever they stand, such as ``"-./"``."""
@@ -45,12 +44,11 @@ class TextId(_IdColumn):
     between words (``collapse``), or all (``remove``)."""
 
     whole_numbers: bool = False
-    """Whether whole numbers that are written with a decimal point lose it: 7.0 becomes 7. A column
+    """Write whole numbers without a decimal point: 7.0 becomes 7. A column
     of floating-point numbers is refused otherwise."""
 
     leading_zeros: Literal["keep", "drop"] = "keep"
-    """Whether ids of digits lose the zeros that they begin with: 007 becomes 7, and 000 becomes
-    0."""
+    """Remove leading zeros from ids of digits: 007 becomes 7, and 000 becomes 0."""
 
     @model_validator(mode="after")
     def _drops_only_punctuation(self) -> "TextId":
@@ -73,7 +71,7 @@ class EmailId(_IdColumn):
     kind: Literal["email"]
 
     fold_case: bool = True
-    """Whether capital and small letters of the part before the @ are the same, too."""
+    """Treat capital and small letters before the @ as the same, too."""
 
 
 class PhoneId(_IdColumn):

@@ -34,7 +34,7 @@ class BatchId(NamedTuple):
     step: int  # number of the batch within the epoch's split, from 0
     split: PassName
     rows_digest: bytes
-    """Keyed digest of the rows' ids, by which parties notice that they mean different rows."""
+    """Keyed digest of the rows' ids, to notice that the parties mean different rows."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Opening(NamedTuple):
     contract_digest: bytes  # SHA-256 of the active party's canonical contract
     nonce: bytes  # the active party's share of the joint seed
     resumes_at: int | None = None
-    """Number of batches after which all parties resume; None for a new run."""
+    """Number of batches done where all parties resume; None for a new run."""
 
     commitments: tuple[bytes, ...] = ()
     """Commitments to the nonces of all passive parties, if there is more than one."""
@@ -110,7 +110,7 @@ ID_CHARACTERS = {mark: re.escape(mark) for mark in ID_MARKS} | {
 
 
 class IdForm(NamedTuple):
-    """How a party's ids are written, as ``protos`` explains it."""
+    """The notation of a party's ids, as ``protos`` explains it."""
 
     most: str = ""
     some: str = ""
@@ -132,7 +132,7 @@ class IdForm(NamedTuple):
 
 
 class ModelIdentity(NamedTuple):
-    """The training of which a party's half of the model is the result."""
+    """The training that produced a party's half of the model."""
 
     run_id: str
     batch_number: int  # number of batches of the run's course that the weights have seen

@@ -1,4 +1,4 @@
-"""Where the time of a party goes: every moment of its process belongs to exactly one phase."""
+"""Accounts for a party's time: every moment of its process belongs to exactly one phase."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """What a party is doing; its seconds are counted by these words."""
+    """A party's activity; its seconds are counted by these words."""
 
     ALIGNMENT = "alignment"
     """Finding the common ids, including the waits for the other party within it."""
@@ -19,7 +19,7 @@ class Phase(StrEnum):
     DEFENSE = "defense"
     """Turning a gradient into the one that is sent."""
     ANSWER = "answer"
-    """What an answer takes besides: aggregation, ledger, and the log of answers."""
+    """The rest of an answer: aggregation, ledger, and the log of answers."""
     EVALUATION = "evaluation"
     """Activations and predictions of held-out rows."""
     RECORD = "record"
@@ -42,14 +42,14 @@ class Phases:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._entered: dict[object, Phase] = {}  # in the order in which they were entered
+        self._entered: dict[object, Phase] = {}  # in the order of entry
         self._current = Phase.OTHER
         self._since = clock()
         self._seconds = dict.fromkeys(Phase, 0.0)
 
     @contextmanager
     def __call__(self, phase: Phase) -> Iterator[None]:
-        """Be in a phase while the context is open."""
+        """Count a party's time under a phase while the context is open."""
         stay = object()
         with self._lock:
             self._charge()

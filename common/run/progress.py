@@ -33,7 +33,7 @@ class CheckpointStore(Protocol):
         """Start a run: keep its constants, and delete everything of earlier runs."""
 
     def checkpoints(self) -> list[int]:
-        """Return the batch numbers for which a state can be loaded, ascending."""
+        """Return the batch numbers whose state can be loaded, ascending."""
 
     def load(self, batch_number: int) -> State:
         """Return the state after a number of batches, and forget the states after it."""
@@ -46,7 +46,7 @@ class CheckpointStore(Protocol):
 
 
 class RunIdentity(NamedTuple):
-    """The identity of a run, and the values with which it was started."""
+    """The identity of a run, and the values that it was started with."""
 
     run_id: str
     active_nonce: bytes  # the active party's share of the joint seed
@@ -64,7 +64,7 @@ class RunIdentity(NamedTuple):
             raise other_data()
 
     def check_data(self, data_digest: str) -> None:
-        """Check that this party's data are still those with which the run was started."""
+        """Check that this party's data have not changed since the run was started."""
         if data_digest != self.data_digest:
             raise other_data()
 
@@ -169,7 +169,7 @@ class Progress:
 
 @contextmanager
 def refusing_other_versions() -> Iterator[None]:
-    """Hold while the parts of a state are loaded, each of which checks its own part."""
+    """Raise StorageError for a state whose parts cannot be loaded; each part checks itself."""
     try:
         yield
     except (LookupError, TypeError, ValueError, RuntimeError) as error:

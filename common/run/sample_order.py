@@ -1,4 +1,4 @@
-"""Derives the order in which examples are trained on; both parties derive it, and neither sends it.
+"""Derives the training order of examples; both parties derive it, and neither sends it.
 
 Everything here is a pure function of the joint seed and of the aligned ids. Only SHA-256, BLAKE2b
 and the raw output of Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
@@ -29,7 +29,7 @@ SPLITS: tuple[SplitName, ...] = get_args(SplitName)
 
 Positions = npt.NDArray[np.int64]  # indices of examples in the common order, counted from 0
 Splits = npt.NDArray[np.int8]  # the split of each of a party's own ids, as an index into ``SPLITS``
-NONCE_BYTES = 32  # length of a party's share of the joint seed, the same as that of the seed
+NONCE_BYTES = 32  # length of a party's share of the joint seed, and of the seed
 ROWS_DIGEST_BYTES = 16  # length of a digest of a batch's ids
 _ROWS_DOMAIN = b"splitveil rows 1"
 _SEED_DOMAIN = b"splitveil joint seed v1"
@@ -59,7 +59,7 @@ class SampleOrder:
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """The numbers of rows that an epoch's batches have, that of the last one last."""
+        """The distinct numbers of rows of an epoch's batches, the last batch's last."""
         before = self.batch_size * (self.steps_per_epoch - 1)
         last = min(len(self._positions) - before, self.batch_size)
         return (self.batch_size, last) if before and last < self.batch_size else (last,)
@@ -92,7 +92,7 @@ def joint_seed(*nonces: bytes) -> bytes:
 
 
 def rows_digest(id_digests: npt.NDArray[np.uint8]) -> bytes:
-    """Return 16 bytes by which two parties detect that a batch means different ids to them."""
+    """Return 16 bytes that differ if a batch means different ids to two parties."""
     data = np.ascontiguousarray(id_digests)
     return hashlib.blake2b(data.data, digest_size=ROWS_DIGEST_BYTES, person=_ROWS_DOMAIN).digest()
 

@@ -10,7 +10,7 @@ from splitveil.common.errors import SettingsError, SplitveilError
 
 HANDED_OVER = "splitveil.library.handed_over"  # holds code that a program gave as objects
 
-_own_modules: set[str] = set()  # whose code settings name, those of base classes included
+_own_modules: set[str] = set()  # whose code settings name, base classes' modules included
 _NOT_OWN = frozenset({"builtins", "splitveil", "torch"})
 _SHORT_OF_MEMORY = re.compile(r"CUDA|\bCU[A-Z]+_|\bcu[A-Z]|out of memory|allocate memory")
 """In what torch says where the device or the memory fails, and not the computation."""

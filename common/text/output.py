@@ -1,7 +1,7 @@
 """Prints to the standard streams and ignores their failures, which must not disturb a run.
 
 A standard stream fails if it leads to a file on a full disk or to a closed terminal or pipe, or if
-its encoding lacks a character, such as those of a table's frame.
+its encoding lacks a character, such as a table's frame.
 """
 
 import sys

@@ -68,7 +68,7 @@ def _or_none(value: object, read: ValidatorFunctionWrapHandler) -> Any:
 
 Number: TypeAlias = Annotated[float | None, BeforeValidator(as_number)]
 Known: TypeAlias = Annotated[float, BeforeValidator(as_number)]
-"""A number without which the object that it stands in says nothing."""
+"""A number that its object is meaningless without."""
 Count: TypeAlias = Annotated[int | None, BeforeValidator(as_count)]
 KnownCount: TypeAlias = Annotated[int, BeforeValidator(as_count)]
 Text: TypeAlias = Annotated[str | None, BeforeValidator(as_text)]
@@ -86,12 +86,12 @@ class Key(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """Marks a field whose entries stand among those of its owner, between a prefix and a suffix."""
+    """Marks a field whose entries stand among its owner's, between a prefix and a suffix."""
 
     prefix: str = ""
     suffix: str = ""
     write: Callable[[Any], Mapping[str, Any]] | None = None
-    """Returns the entries; without it they are those of the field's own form."""
+    """Returns the entries; without it, the field's own form makes them."""
 
     def name(self, entry: str) -> str:
         return f"{self.prefix}{entry}{self.suffix}"

@@ -3,15 +3,14 @@
 gRPC's client accepts a wildcard as a name, and the subject's common name where there is no subject
 alternative name; and it does not report which certificate it was shown. So the passive party looks
 first. It begins a TLS handshake of its own, which verifies the certificate up to the authority, and
-compares its DNS names in the way in which the active party compares those of its callers: one of
-them has to be the contract's identity, letter for letter except for the case of ASCII letters. That
-certificate is then the only one that gRPC is given to trust. A server that answers on gRPC's
-connection has to show this very certificate and to hold its key, so all that was verified holds for
-that server.
+compares its DNS names as the active party compares its callers': one of them has to be the
+contract's identity, letter for letter except for the case of ASCII letters. That certificate is
+then the only one that gRPC is given to trust. A server that answers on gRPC's connection has to
+show this very certificate and hold its key, so the verification covers that server.
 
 The first handshake ends before this party would show anything about itself, and only the
 certificate is kept from it. As in gRPC, a certificate without an extended key usage may serve
-either end, one with an extended key usage must allow that of a server, and an authority need not be
+either end, one with an extended key usage must allow a server's, and an authority need not be
 self-signed.
 """
 

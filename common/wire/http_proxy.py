@@ -134,7 +134,7 @@ def _proxy_of(text: str) -> HttpProxy:
 
 
 def _is_excepted(host: str) -> bool:
-    """Decide by the end of the name or by a network, as gRPC does, which decides for itself."""
+    """Decide by the end of the name or by a network, as gRPC does for itself."""
     name = host.strip("[]").lower()
     listed = next((os.environ[name] for name in EXCEPTIONS if name in os.environ), "")
     ends = (entry.strip().lower() for entry in listed.split(",") if entry.strip())

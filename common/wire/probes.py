@@ -116,7 +116,7 @@ class ProbeResponder:
 
 Check = Callable[[], str]  # returns a finding, or raises it if it would end a run
 CLOCK_TOLERANCE_S = 60.0
-"""Difference of the clocks from which a certificate may be judged wrongly at either side."""
+"""Least difference of the clocks that may make either side misjudge a certificate."""
 
 
 def certificate_in_words(pem: bytes, owner: str) -> str:

@@ -1,6 +1,6 @@
 """Encodes the small messages of a run, and alone checks and decodes them.
 
-They are those of the handshake, of the replies to held-out activations, and of leaving.
+They belong to the handshake, the replies to held-out activations, and leaving.
 """
 
 import re

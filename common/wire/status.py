@@ -1,8 +1,8 @@
 """Translates errors into the statuses that the peer receives, and received statuses into errors.
 
 The peer gets a gRPC status and a fixed sentence that starts with a code word. Messages for this
-party's own user never go out, with one exception: the names of the contract's fields in which the
-parties differ, which both hold anyway.
+party's own user never go out, with one exception: the names of the contract's fields that differ,
+which both parties hold anyway.
 """
 
 import re
@@ -65,7 +65,7 @@ _SENT: dict[type[Exception], PeerStatus] = {
 }
 
 UNTRUSTED = PeerStatus(grpc.StatusCode.UNAUTHENTICATED, "untrusted: not accepted")
-"""Sent to a peer whose certificate is genuine, but not that of a party to the contract."""
+"""Sent to a peer whose certificate is genuine, but belongs to no party to the contract."""
 
 _INTERNAL = PeerStatus(grpc.StatusCode.INTERNAL, "internal: this party has a fault of its own")
 

@@ -281,7 +281,7 @@ class TensorAssembler(Generic[MessageT]):
     def _finish(self, fields: pb.TensorFrame, data: memoryview) -> MessageT:
         dtype = torch.uint8 if fields.split in _BYTES else TORCH_DTYPES[self._limits.dtype]
         # The copy makes the tensor writable and independent of the message's memory, and gives it
-        # torch's alignment, on which the bits of a product may depend.
+        # torch's alignment: the bits of a product may depend on it.
         values = torch.empty(*fields.shape, dtype=dtype)
         values.view(torch.uint8).numpy().reshape(-1)[:] = np.frombuffer(data, dtype=np.uint8)
         if not _all_finite(values):

@@ -1,1 +1,1 @@
-"""What each command of ``passive-party`` does."""
+"""The commands of ``passive-party``."""

@@ -1,4 +1,4 @@
-"""``splitveil passive plan``: what a run would reveal of the columns, before anything is sent."""
+"""``splitveil passive plan``: measures what a run would reveal of the columns, before it sends."""
 
 import argparse
 import sys

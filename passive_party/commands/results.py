@@ -31,7 +31,7 @@ def try_to_measure(
     of_epochs: SentInEpochs | None = None,
     settings: PassiveSettings | None = None,
 ) -> None:
-    """Leave what was sent reveals, and with settings what fewer numbers would have revealed."""
+    """Write what activations reveal, and with settings what fewer numbers would have revealed."""
     from splitveil.passive_party.report_page import write_exposure  # noqa: PLC0415
 
     try:
@@ -54,7 +54,7 @@ def measured_summary(
     recorder: PassiveRecorder,
     settings: PassiveSettings | None = None,
 ) -> Summary:
-    """Leave what was sent reveals, and return the figures of a run whose recorder is closed."""
+    """Write what activations reveal, and return the figures of a run whose recorder is closed."""
     trainer = run.trainer
     if trainer is not None and encoder is not None:
         sample, of_epochs = recorder.sample, recorder.sent_in_epochs()

@@ -1,4 +1,4 @@
-"""What a passive party says about the activations that it serves: how many, how fast, to whom.
+"""Reports the activations that a passive party serves: how many, how fast, to whom.
 
 Everything is a count of requests, ids, streams or seconds; no figure depends on a label or a
 prediction, and this party never has either.
@@ -61,7 +61,7 @@ class InferenceStatus(PartyStatus):
         self._seconds.observe(seconds)
 
     def note_masked(self, num_ids: int) -> None:
-        """Count masked ids whose keys were asked for, of rows that travel sealed."""
+        """Count masked ids whose keys for sealed rows were requested."""
         self._heard("EmbedTable")
         self._ids.labels("masked").inc(num_ids)
 

@@ -76,10 +76,10 @@ class Throttle:
 logger = logging.getLogger(__name__)
 
 MAX_STREAMS = 16
-"""Streams at a time, each of which occupies a thread; the next one is turned away at once."""
+"""Most streams at a time; each occupies a thread, and the next one is turned away at once."""
 
 WAIT_S = 5.0
-"""Longest time for which one request of a client that asks for nothing else is made to wait."""
+"""Longest wait for one request of a client that asks for nothing else."""
 
 
 class InferenceService:

@@ -24,7 +24,7 @@ def test_only_a_defended_gradient_can_be_encoded_as_an_answer() -> None:
     assert get_type_hints(Answer)["values"] is DefendedGradient
     assert get_type_hints(Defended)["gradient"] is DefendedGradient
     assert get_type_hints(release)["return"] is DefendedGradient
-    assert vars(DefendedGradient)["__supertype__"] is Tensor
+    assert vars(DefendedGradient)["__supertype__"] == Tensor.__name__  # mypy alone imports torch
 
 
 def test_only_defenses_and_the_decoder_call_a_gradient_defended() -> None:

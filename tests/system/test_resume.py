@@ -62,6 +62,7 @@ def interrupted_refused_and_finished(both: Pair, whole: restarts.Outcome) -> Non
     for path, content in zip(files, contents, strict=True):
         path.write_bytes(content)
     both.start()
+    both.wait_until(lambda: not ledger.exists())  # fast ones had passed the next line before
     restarts.wait_for_line(both, lines_of(whole) // 2)
     assert not ledger.exists()
     assert both.wait() == (0, 0), both.outputs

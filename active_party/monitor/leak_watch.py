@@ -26,8 +26,7 @@ class LeakWatch:
     The duration of attacks depends on labels, so the training never waits for them: a checkpoint
     has the monitor's last copy. The monitor never goes back with a run, because it has already got
     the answers that are given again: a peer that returns to checkpoints hides none from it. Only a
-    process that is killed loses the last batches before the
-    checkpoint from which the next one resumes.
+    process that is killed loses the last batches before the checkpoint where the next one resumes.
     """
 
     def __init__(self, settings: ActiveSettings, metrics: MetricsLog) -> None:

@@ -23,12 +23,12 @@ from torch.nn.functional import embedding
 from splitveil.common.data.features import Features, FeatureShapes, image_as_float
 from splitveil.common.errors import DataError, InvalidMessage, SettingsError
 from splitveil.common.models.ridge import (
+    LabelStatistics,
     Ridge,
-    Told,
     mean_and_covariance,
     scales,
-    told_by_labels,
-    told_by_sums,
+    statistics_of_labels,
+    statistics_of_sums,
 )
 from splitveil.common.models.settings import PcaModel, ScoreModel
 
@@ -200,7 +200,9 @@ class ComponentsBottom(nn.Module):
             targets = torch.from_numpy(noisy).double()
             if targets.shape[1] > 1:  # shares of classes add up to 1, and the noise does not
                 targets = (targets - targets.mean(1, keepdim=True))[:, :-1]
-            self._fit(told_by_labels(self._sums_of(rows, targets), self.num_codes), moments, names)
+            self._fit(
+                statistics_of_labels(self._sums_of(rows, targets), self.num_codes), moments, names
+            )
 
     def fit_sums(
         self,
@@ -225,25 +227,29 @@ class ComponentsBottom(nn.Module):
         with torch.no_grad():
             joined = self._sums((part, torch.from_numpy(self.bits(part))) for part in blocks())
             try:
-                told = told_by_sums(joined, self.num_codes, torch.from_numpy(sums), sigma)
+                statistics = statistics_of_sums(
+                    joined, self.num_codes, torch.from_numpy(sums), sigma
+                )
             except (OverflowError, RuntimeError) as error:  # the last is of torch.linalg
                 raise InvalidMessage(f"sums with noise of deviation {sigma:g}") from error
-            self._fit(told, moments, names)
+            self._fit(statistics, moments, names)
 
     def scores_of(self, rows: Features, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights, (codes, targets), and bias of a score for each target, float64."""
         with torch.no_grad():
-            return Ridge(told_by_labels(self._sums_of(rows, targets), self.num_codes)).function()
+            return Ridge(
+                statistics_of_labels(self._sums_of(rows, targets), self.num_codes)
+            ).function()
 
-    def _fit(self, told: Told, moments: Tensor, names: Sequence[str]) -> None:
-        weight, bias = Ridge(told).function()
-        if not ((told.variance(weight) - 1).abs() < _ROUNDED).all():
+    def _fit(self, statistics: LabelStatistics, moments: Tensor, names: Sequence[str]) -> None:
+        weight, bias = Ridge(statistics).function()
+        if not ((statistics.variance(weight) - 1).abs() < _ROUNDED).all():
             raise InvalidMessage("labels or sums to which no score can be fitted")
         first, settings = len(bias), self.settings
         of_code = np.array(names, dtype=object)[self.column_of_code()]
         if isinstance(settings, ScoreModel) and settings.max_column_share is not None:
             for name in sorted({*names}):
-                share = told.share(weight, torch.from_numpy(np.flatnonzero(of_code == name)))
+                share = statistics.share(weight, torch.from_numpy(np.flatnonzero(of_code == name)))
                 if not share <= settings.max_column_share:
                     raise SettingsError(
                         f"bottom_model.max_column_share: {settings.max_column_share:g}; column "
@@ -256,7 +262,7 @@ class ComponentsBottom(nn.Module):
             return
         if isinstance(settings, ScoreModel) and settings.columns is not None:
             worth = {
-                name: Ridge(told, np.flatnonzero(of_code == name)).evidence
+                name: Ridge(statistics, np.flatnonzero(of_code == name)).evidence
                 for name in settings.columns_from or sorted({*names})
             }
             best = sorted(worth, key=lambda name: -worth[name])[: settings.columns]

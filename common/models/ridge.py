@@ -22,8 +22,8 @@ def scales(covariance: Tensor) -> Tensor:
     return covariance.diagonal().clamp(min=_LEAST_DEVIATION**2).sqrt()
 
 
-class Told(NamedTuple):
-    """Evidence of a release on the weights of codes in a linear model of standardised targets."""
+class LabelStatistics(NamedTuple):
+    """Statistics of a release for the weights of codes in a linear model of scaled targets."""
 
     num_rows: Tensor
     mean: Tensor  # of the codes over the released rows, (codes,)
@@ -46,8 +46,8 @@ class Told(NamedTuple):
         return (weight * (self.covariance @ weight)).sum(0)
 
 
-def told_by_labels(sums: Tensor, num_codes: int) -> Told:
-    """Return the evidence of noisy labels, from sums of the products of [1, codes, noisy labels].
+def statistics_of_labels(sums: Tensor, num_codes: int) -> LabelStatistics:
+    """Return the statistics of noisy labels, from sums of the products of [1, codes, noisy labels].
 
     Their own variance stands for that of the noise.
     """
@@ -55,11 +55,13 @@ def told_by_labels(sums: Tensor, num_codes: int) -> Told:
     deviations = covariance.diagonal()[num_codes:].clamp(min=1e-30).sqrt()
     of_codes = covariance[:num_codes, :num_codes]
     pull = covariance[:num_codes, num_codes:] / deviations
-    return Told(sums[0, 0], mean[:num_codes], of_codes, of_codes, pull)
+    return LabelStatistics(sums[0, 0], mean[:num_codes], of_codes, of_codes, pull)
 
 
-def told_by_sums(sums: Tensor, num_codes: int, released: Tensor, sigma: float) -> Told:
-    """Return the evidence of noisy sums of labels over bits, and over all rows.
+def statistics_of_sums(
+    sums: Tensor, num_codes: int, released: Tensor, sigma: float
+) -> LabelStatistics:
+    """Return the statistics of noisy sums of labels over bits, and over all rows.
 
     ``sums`` are those of the products of [1, codes, bits], without noise. The released ones less
     what the mean label explains are A w + e for the weights w, with A = N cov(bits, codes), and e
@@ -78,9 +80,11 @@ def told_by_sums(sums: Tensor, num_codes: int, released: Tensor, sigma: float) -
     design = count * covariance[num_codes:, :num_codes]
     both = torch.cat([design, seen], dim=1)
     white = torch.linalg.solve_triangular(torch.linalg.cholesky(noise), both, upper=False)
-    told = white[:, :num_codes].T @ white / count
+    statistics = white[:, :num_codes].T @ white / count
     of_codes = covariance[:num_codes, :num_codes]
-    return Told(count, mean[:num_codes], of_codes, told[:, :num_codes], told[:, num_codes:])
+    return LabelStatistics(
+        count, mean[:num_codes], of_codes, statistics[:, :num_codes], statistics[:, num_codes:]
+    )
 
 
 class Ridge:
@@ -89,19 +93,21 @@ class Ridge:
     The strength is twice the one with the largest marginal likelihood.
     """
 
-    def __init__(self, told: Told, of_codes: NDArray[np.int64] | None = None) -> None:
-        count, self._mean, self._covariance = told[:3]
+    def __init__(
+        self, statistics: LabelStatistics, of_codes: NDArray[np.int64] | None = None
+    ) -> None:
+        count, self._mean, self._covariance = statistics[:3]
         everything = np.arange(len(self._mean)) if of_codes is None else of_codes
         codes = self._codes = torch.from_numpy(everything)
         self._scale = scales(self._covariance)[codes]
-        of_scaled = told.information[codes][:, codes] / torch.outer(self._scale, self._scale)
+        of_scaled = statistics.information[codes][:, codes] / torch.outer(self._scale, self._scale)
         values, self._directions = torch.linalg.eigh(of_scaled)
         self._values = values.clamp(min=0)
-        self._along = self._directions.T @ (told.pull[codes] / self._scale[:, None])
+        self._along = self._directions.T @ (statistics.pull[codes] / self._scale[:, None])
         # (directions, targets), and for each strength the likelihood
         kept = self._values + _STRENGTHS[:, None]
         likelihood = (count * ((self._along**2).sum(1) / kept) / 2).sum(1)
-        likelihood -= told.pull.shape[1] * (kept / _STRENGTHS[:, None]).log().sum(1) / 2
+        likelihood -= statistics.pull.shape[1] * (kept / _STRENGTHS[:, None]).log().sum(1) / 2
         best = int(likelihood.argmax())
         self.evidence = float(likelihood[best])
         """Logarithm of the likelihood ratio to a model without codes."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import InvalidMessage, SettingsError
 from splitveil.common.models.components import ComponentsBottom
-from splitveil.common.models.ridge import Ridge, told_by_labels, told_by_sums
+from splitveil.common.models.ridge import Ridge, statistics_of_labels, statistics_of_sums
 from splitveil.common.models.settings import PcaModel, ScoreModel
 
 ROWS, CODES = 2_000, 60
@@ -24,7 +24,7 @@ SIGNAL = (X[:, 0] + 0.5 * X[:, 1]) / 5**0.5
 
 def fitted(targets: NDArray[np.float64], codes: NDArray[np.int64] | None = None) -> Ridge:
     joined = torch.from_numpy(np.column_stack([np.ones(ROWS), X, targets]))
-    return Ridge(told_by_labels(joined.T @ joined, CODES), codes)
+    return Ridge(statistics_of_labels(joined.T @ joined, CODES), codes)
 
 
 def scores(ridge: Ridge) -> NDArray[np.float64]:
@@ -59,7 +59,7 @@ def test_columns_that_tell_more_of_noisy_labels_have_more_evidence() -> None:
 
 def test_a_constant_code_counts_for_nothing() -> None:
     joined = torch.from_numpy(np.column_stack([np.ones((ROWS, 2)), X[:, 0], SIGNAL]))
-    weight, _ = Ridge(told_by_labels(joined.T @ joined, 2)).function()
+    weight, _ = Ridge(statistics_of_labels(joined.T @ joined, 2)).function()
     assert abs(weight[0]) < 1e-9
     assert weight[1] > 0.5
 
@@ -102,8 +102,10 @@ def test_a_score_from_sums_is_the_mean_of_the_weights_that_its_noise_leaves_open
     ones = np.column_stack([bits, np.ones(ROWS)])
     released = ones.T @ labels + np.random.default_rng(3).normal(scale=sigma, size=13)
     joined = torch.from_numpy(np.column_stack([np.ones(ROWS), codes, bits]))
-    told = told_by_sums(joined.T @ joined, 8, torch.from_numpy(released[:, None]), sigma)
-    weight = Ridge(told).function()[0].numpy()[:, 0]
+    statistics = statistics_of_sums(
+        joined.T @ joined, 8, torch.from_numpy(released[:, None]), sigma
+    )
+    weight = Ridge(statistics).function()[0].numpy()[:, 0]
 
     p = released[-1] / ROWS
     deviation = math.sqrt(p * (1 - p))
@@ -220,9 +222,9 @@ def test_labels_that_are_a_column_in_disguise_are_refused_by_its_owner() -> None
 
 def test_a_column_s_share_is_the_same_of_a_score_of_any_scale() -> None:
     joined = torch.from_numpy(np.column_stack([np.ones(ROWS), X, SIGNAL]))
-    told = told_by_labels(joined.T @ joined, CODES)
+    statistics = statistics_of_labels(joined.T @ joined, CODES)
     weight = torch.zeros(CODES, 1).double()
     weight[:2, 0] = torch.tensor([1.0, 0.5])
-    first = told.share(weight, torch.tensor([0]))
+    first = statistics.share(weight, torch.tensor([0]))
     assert first == pytest.approx(0.8, abs=0.02)
-    assert told.share(1e-20 * weight, torch.tensor([0])) == pytest.approx(first)
+    assert statistics.share(1e-20 * weight, torch.tensor([0])) == pytest.approx(first)

@@ -23,7 +23,7 @@ def scales(covariance: Tensor) -> Tensor:
 
 
 class LabelStatistics(NamedTuple):
-    """Statistics of a release for the weights of codes in a linear model of standardised targets."""
+    """Statistics of a release about weights of codes in a linear model of standardised targets."""
 
     num_rows: Tensor
     mean: Tensor  # of the codes over the released rows, (codes,)

@@ -109,7 +109,7 @@ class CheckedDefense(interface.RememberingDefense):
             getattr(own.targets, "__func__", None) is not interface.Defense.targets
         )
 
-    def defend(self, batch: interface.RawBatch) -> interface.Defended:
+    def defend(self, batch: interface.Step) -> interface.Defended:
         answer: object = self._own.defend(batch)
         if not isinstance(answer, interface.Defended) or not isinstance(
             answer.report, interface.DefenseReport
@@ -120,7 +120,7 @@ class CheckedDefense(interface.RememberingDefense):
         _check_gradient(answer.gradient, batch.gradients)
         return answer
 
-    def targets(self, batch: interface.LabelledRows, /) -> Tensor:
+    def targets(self, batch: interface.Step, /) -> Tensor:
         targets: object = self._own.targets(batch)
         if not isinstance(targets, Tensor) or targets.shape != batch.labels.shape:
             raise ValueError(f"expected one target per row, got {_described(targets)}")
@@ -153,9 +153,7 @@ def _described(value: object) -> str:
     return f"{value.dtype} of shape {tuple(value.shape)} on {value.device}"
 
 
-def _probe_batches(
-    context: interface.DefenseContext, *, with_keys: bool
-) -> list[interface.RawBatch]:
+def _probe_batches(context: interface.DefenseContext, *, with_keys: bool) -> list[interface.Step]:
     generator = torch.Generator().manual_seed(1)
     rows, classes = _PROBE_ROWS, context.num_classes
     gradients = torch.randn((rows, *context.cut_shape), generator=generator) / rows
@@ -166,10 +164,10 @@ def _probe_batches(
     labels = torch.arange(rows).remainder(classes).float()
     one_class = torch.zeros(rows)
     return [
-        interface.RawBatch(gradients, labels, keys, probabilities),
-        interface.RawBatch(gradients, one_class, keys, probabilities),
-        interface.RawBatch(torch.zeros_like(gradients), labels, keys, probabilities),
-        interface.RawBatch(
+        interface.Step(gradients, labels, keys, probabilities),
+        interface.Step(gradients, one_class, keys, probabilities),
+        interface.Step(torch.zeros_like(gradients), labels, keys, probabilities),
+        interface.Step(
             gradients[:1], labels[:1], None if keys is None else keys[:1], probabilities[:1]
         ),
     ]

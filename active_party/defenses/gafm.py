@@ -57,7 +57,7 @@ from splitveil.active_party.defenses.max_norm import MaxNormDefense
 from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource, fresh_key, open_uniform
 from splitveil.active_party.defenses.noisy_label import NoisyLabelDefense
 from splitveil.active_party.defenses.none import NoDefense
-from splitveil.active_party.defenses.objective import Objective, StepOutcome, TopModel, descend
+from splitveil.active_party.defenses.objective import Objective, TopModel, descend
 from splitveil.common.data.features import Features
 from splitveil.common.models.optimizers import Adam
 from splitveil.common.privacy.adversary import Adversary
@@ -342,7 +342,7 @@ class MixedGradientDefense(interface.RememberingDefense):
         super().__init__(behind)
         self.behind = behind
 
-    def defend(self, batch: interface.RawBatch) -> interface.Defended:
+    def defend(self, batch: interface.Step) -> interface.Defended:
         """Let the defense behind answer, and charge for the label's move, not the class means'."""
         if batch.label_move is None:
             raise ValueError("expected a gradient of gafm's objective, with its label_move")
@@ -351,7 +351,7 @@ class MixedGradientDefense(interface.RememberingDefense):
         charge = self.behind.charge_covering(batch.label_move, cut_dim, report)
         return interface.Defended(defended, replace(report, charge=charge))
 
-    def targets(self, batch: interface.LabelledRows, /) -> Tensor:
+    def targets(self, batch: interface.Step, /) -> Tensor:
         return self.behind.targets(batch)
 
 
@@ -386,13 +386,8 @@ class Adversarial:
         self._noise = noise
         self._shifts = shifts
 
-    def compute(
-        self,
-        activation: Tensor,
-        own: Features | None,
-        targets: Tensor,
-        batch: interface.LabelledRows,
-    ) -> StepOutcome:
+    def compute(self, step: interface.Step, /) -> None:
+        activation, own, targets = step.activation, step.own, step.targets
         self._teach_critic(activation, own, targets)
         self._teach_generator(activation, own)
         logits = self._generator(activation, own)
@@ -401,19 +396,16 @@ class Adversarial:
         if self._shifts is None:
             shifts = uniform(self._noise, targets, width)
         else:
-            shifts = self._shifts[batch.rows]
+            shifts = self._shifts[step.rows]
         soft = soften(targets, shifts)
         mixed = mix(self._terms, activation, predictions, self._critic, soft)
+        step.gradients, step.label_move = mixed
         self._oriented.watch(predictions.detach(), targets)
         oriented = self._oriented.orient(logits.detach())
-        return StepOutcome(
-            mixed.raw,
-            torch.sigmoid(oriented),
-            binary_cross_entropy_with_logits(oriented, batch.labels),
-            mixed.label_move,
-        )
+        step.probabilities = torch.sigmoid(oriented)
+        step.loss = binary_cross_entropy_with_logits(oriented, step.labels)
 
-    def learn(self, _outcome: StepOutcome, /) -> None:
+    def learn(self, _step: interface.Step, /) -> None:
         """Update the learning rates: critic and generator have learned before the answer."""
         for schedule in self._schedules:
             schedule.step()

@@ -117,7 +117,7 @@ class Isotropic(interface.RememberingDefense):
         self._norm_ratio = norm_ratio
         self._noise = noise
 
-    def defend(self, batch: interface.RawBatch) -> interface.Defended:
+    def defend(self, batch: interface.Step) -> interface.Defended:
         rows = as_rows(batch.gradients)
         gaps = self._gaps.measure(rows, batch.labels)
         noise_norm = self._norm_ratio * gaps.largest
@@ -149,7 +149,7 @@ class PersistentIsotropic(interface.Defense):
         self._noise = noise
         self._key_name = key_name
 
-    def defend(self, batch: interface.RawBatch) -> interface.Defended:
+    def defend(self, batch: interface.Step) -> interface.Defended:
         moves = moves_of(batch)
         cut_dim = moves.values.shape[1]
         deviation = self._norm_ratio / cut_dim**0.5

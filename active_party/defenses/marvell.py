@@ -214,7 +214,7 @@ class Marvell(interface.RememberingDefense):
         self._noise = noise
         self._from_earlier = from_earlier
 
-    def defend(self, batch: interface.RawBatch) -> interface.Defended:
+    def defend(self, batch: interface.Step) -> interface.Defended:
         rows = as_rows(batch.gradients)
         positive = as_positive(batch.labels, rows)
         classes = measure_classes(rows, positive)
@@ -257,7 +257,7 @@ class Marvell(interface.RememberingDefense):
             own = math.inf
         return Charge(max(own, report.charge.sum_kl))
 
-    def _answer_without_signal(self, rows: Tensor, batch: interface.RawBatch) -> interface.Defended:
+    def _answer_without_signal(self, rows: Tensor, batch: interface.Step) -> interface.Defended:
         return interface.noise_alone(
             rows, batch.gradients, float(row_norms(rows).max()), self._noise
         )
@@ -310,7 +310,7 @@ class PersistentMarvell(interface.Defense):
         identity = noise_digest(f"marvell {sum_kl!r} {key_name}")
         self._charge = Charge(sum_kl, identity, adversary=Adversary.HONEST_BUT_CURIOUS)
 
-    def defend(self, batch: interface.RawBatch) -> interface.Defended:
+    def defend(self, batch: interface.Step) -> interface.Defended:
         moves = moves_of(batch)
         defended = noisy_rows(batch, moves, self._norm_ratio).to(batch.gradients.dtype)
         report = repeated_report(moves, self._norm_ratio, self._charge)
@@ -358,7 +358,7 @@ class MultiClassMarvell(interface.RememberingDefense):
         self._from_earlier = from_earlier
         self._weights = torch.full((num_classes,), 1 / num_classes, dtype=torch.float64)
 
-    def defend(self, batch: interface.RawBatch) -> interface.Defended:
+    def defend(self, batch: interface.Step) -> interface.Defended:
         rows = as_rows(batch.gradients)
         num_classes = self._classes.num_classes
         measured = measure_class_means(

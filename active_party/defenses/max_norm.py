@@ -97,7 +97,7 @@ class MaxNorm(interface.RememberingDefense):
         self._noise = noise
         self._is_persistent = is_persistent
 
-    def defend(self, batch: interface.RawBatch) -> interface.Defended:
+    def defend(self, batch: interface.Step) -> interface.Defended:
         rows = as_rows(batch.gradients)
         gaps = self._gaps.measure(rows, batch.labels)
         missing = self._noise_norms(batch, rows, gaps.norms)
@@ -113,7 +113,7 @@ class MaxNorm(interface.RememberingDefense):
         )
         return interface.Defended(interface.release(defended, batch.gradients), report)
 
-    def _noise_norms(self, _batch: interface.RawBatch, _rows: Tensor, norms: Tensor) -> Tensor:
+    def _noise_norms(self, _batch: interface.Step, _rows: Tensor, norms: Tensor) -> Tensor:
         # The root-mean-square noise norm that takes each row to the largest.
         largest = norms.max()
         shares = norms / torch.where(largest > 0, largest, 1.0)
@@ -123,7 +123,7 @@ class MaxNorm(interface.RememberingDefense):
 class MaxNormPositive(MaxNorm):
     """Aligns every row to the norm that the least expected positive of the batch has."""
 
-    def _noise_norms(self, batch: interface.RawBatch, rows: Tensor, norms: Tensor) -> Tensor:
+    def _noise_norms(self, batch: interface.Step, rows: Tensor, norms: Tensor) -> Tensor:
         # A row that is predicted with certainty has a gradient of zero, to which a ratio is
         # undefined.
         predicted = checked_probabilities(batch.probabilities, rows).double()

@@ -216,7 +216,7 @@ class NoisyLabel(interface.Defense):
         # The noise is in the labels: nothing is added to the gradient.
         self._report = interface.DefenseReport(0.0, charge=settings.charge(num_classes, identity))
 
-    def targets(self, batch: interface.LabelledRows, /) -> Tensor:
+    def targets(self, batch: interface.Step, /) -> Tensor:
         """Return the noisy labels, (batch,), or the posterior, (batch,) or (batch, classes)."""
         if self.noisy_labels is None:
             raise ValueError("noisy_label was built without examples: there are no noisy labels")
@@ -232,7 +232,7 @@ class NoisyLabel(interface.Defense):
         values = self.noisy_labels[rows].reshape(len(rows), -1).cpu()
         return interface.Defended(interface.DefendedGradient(values), self._report)
 
-    def defend(self, batch: interface.RawBatch) -> interface.Defended:
+    def defend(self, batch: interface.Step) -> interface.Defended:
         """Return the values unchanged. The labels' values are checked but not used."""
         check_labels(batch.labels, as_rows(batch.gradients), self._num_classes)
         return interface.Defended(

@@ -45,7 +45,7 @@ class Undefended(interface.Defense):
     def __init__(self, num_classes: int = 2) -> None:
         self._num_classes = num_classes
 
-    def defend(self, batch: interface.RawBatch) -> interface.Defended:
+    def defend(self, batch: interface.Step) -> interface.Defended:
         check_labels(batch.labels, as_rows(batch.gradients), self._num_classes)
         return interface.Defended(
             interface.DefendedGradient(batch.gradients.detach()),

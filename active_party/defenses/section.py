@@ -61,8 +61,8 @@ class Traits(NamedTuple):
     coverage: Coverage = AGAINST_CLASS_MEANS
     takes_numbers: bool = False  # whether labels may be numbers within bounds, and not only classes
     takes_weights: bool = True  # whether the loss can have weights of rows and classes
-    needs_example_keys: bool = False  # whether ``RawBatch.example_keys`` has to be given
-    needs_slopes: bool = False  # whether ``RawBatch.slopes`` has to be given
+    needs_example_keys: bool = False  # whether ``Step.example_keys`` has to be given
+    needs_slopes: bool = False  # whether ``Step.slopes`` has to be given
     has_own_objective: bool = False  # whether ``DefenseSection.objective`` returns one
     top_learns_targets: bool = True  # from ``Defense.targets``, and not from true labels
     model_is_label_free: bool = False  # depends on labels through releases only
@@ -143,8 +143,10 @@ class DefenseSection(Section):
                 f"before, got {context.cut_shape} and {num_classes}; another cut needs another "
                 f"{type(self).__name__}"
             )
-        known = None if probabilities is None else torch.as_tensor(probabilities)
-        return defense.defend(interface.RawBatch(gradients, labels, probabilities=known))
+        step = interface.Step(gradients, labels)
+        if probabilities is not None:
+            step.probabilities = torch.as_tensor(probabilities)
+        return defense.defend(step)
 
     def _objection_to_calls(self, context: interface.DefenseContext) -> str | None:
         if self.traits.has_own_objective:

@@ -15,9 +15,9 @@ from pydantic import Field, StringConstraints
 from torch import Tensor
 
 from splitveil.active_party.defenses import interface
-from splitveil.active_party.defenses.forecast import UNKNOWN, ChargeForecast
+from splitveil.active_party.defenses.charge_model import ChargeModel
 from splitveil.active_party.defenses.noise import NoiseSource
-from splitveil.active_party.defenses.section import Coverage, NoisyDefense
+from splitveil.active_party.defenses.section import NoisyDefense, Traits
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import load_class
 from splitveil.common.privacy.adversary import Adversary
@@ -64,22 +64,18 @@ class CustomDefense(NoisyDefense):
             return None
         return f"custom {self.module} {sorted(self.arguments.items())!r}"
 
-    def _fresh_charge(self, _context: interface.DefenseContext) -> ChargeForecast:
-        charge = Charge(math.inf, adversary=Adversary.ANYBODY)
-        return UNKNOWN._replace(highest=charge)  # only the class itself states it
+    @property
+    def traits(self) -> Traits:
+        said = f"{self.module} states its charges and whom they describe itself."
+        return super().traits._replace(adversary=Adversary.ANYBODY, covers=said)
 
-    def _repeated_charge(self, context: interface.DefenseContext) -> ChargeForecast:
-        return self._fresh_charge(context)
-
-    def _honesty(self, _context: interface.DefenseContext) -> str:
-        return (
+    def charge_model(self, _context: interface.DefenseContext, /) -> ChargeModel:
+        said = (
             f"{self.module} states its charges itself: nothing can be said before the run. "
             "Where it states none, the charge is infinite."
         )
-
-    def _coverage(self) -> Coverage:
-        said = f"{self.module} states its charges and whom they describe itself."
-        return Coverage(Adversary.ANYBODY, said)
+        charge = Charge(math.inf, adversary=Adversary.ANYBODY)
+        return ChargeModel(0.0, charge, "unknown", said, self.noise)
 
     def _replaces_labels(self, context: interface.DefenseContext) -> bool:
         return self._load(context, NoiseSource()).replaces_labels

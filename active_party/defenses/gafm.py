@@ -39,17 +39,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.active_party.defenses import interface, section
+from splitveil.active_party.defenses.charge_model import ChargeModel
 from splitveil.active_party.defenses.class_statistics import KEPT_SHARE
 from splitveil.active_party.defenses.example_keys import (
     NoiseKey,
     example_keys,
     key_from_insecure_seed,
-)
-from splitveil.active_party.defenses.forecast import (
-    UNKNOWN,
-    Forecast,
-    depends_on_gradients,
-    exactly,
 )
 from splitveil.active_party.defenses.iso import IsoDefense
 from splitveil.active_party.defenses.marvell import MarvellDefense
@@ -61,6 +56,7 @@ from splitveil.active_party.defenses.objective import Objective, TopModel, desce
 from splitveil.common.data.features import Features
 from splitveil.common.models.optimizers import Adam
 from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import UNBOUNDED
 from splitveil.common.run.progress import State
 
 _LABEL_RESPONSE = b"label response"
@@ -263,9 +259,12 @@ class GafmDefense(section.SeededDefense):
     def traits(self) -> section.Traits:
         # A charge for the label's own move does not count that the critic and the scale of the
         # noise depend on labels, too.
-        behind = self.composed_with.traits.coverage
+        behind = self.composed_with.traits
+        is_kept = behind.adversary is Adversary.ANYBODY
+        chosen = behind if is_kept else section.Traits()
         return section.Traits(
-            behind if behind.adversary is Adversary.ANYBODY else section.AGAINST_CLASS_MEANS,
+            chosen.adversary,
+            chosen.covers,
             takes_weights=False,  # they are made for the cross entropy
             has_own_objective=True,
         )
@@ -303,36 +302,25 @@ class GafmDefense(section.SeededDefense):
             return behind
         return f"gafm {self.response_width!r}"
 
-    def forecast(self, context: interface.DefenseContext) -> Forecast:
-        behind = self.composed_with.forecast(context)
-        if behind.configured == "persistent":
+    def charge_model(self, context: interface.DefenseContext, /) -> ChargeModel:
+        behind = self.composed_with.charge_model(context)
+        if behind.noise == "persistent":
             return behind
-        if self._is_credited(context.cut_dim):
-            said = depends_on_gradients(f"gafm with {self.composed_with.name}")
-            return Forecast({"fresh": UNKNOWN}, "fresh", said)
-        return Forecast(
-            {"fresh": exactly(math.inf)},
-            "fresh",
+        # The ledger may give credit to the defense behind, never to gafm.
+        is_known = self.terms != "gan_only"
+        if self.composed_with.bounds_label_move(context.cut_dim, is_known=is_known):
+            return ChargeModel.of_gradients(f"gafm with {self.composed_with.name}")
+        return ChargeModel.exact(
+            UNBOUNDED,
             "gafm hides labels from norms and class means. A peer that knows its own activations "
             "can read them: the ledger gives no credit.",
+            refusal="the ledger gives gafm no credit by itself, and the first answer would pass "
+            "every budget; expected both terms and composed_with iso, noisy_label, or marvell at a "
+            "cut of one number",
         )
 
     def _refusal(self, context: interface.DefenseContext, /) -> str | None:
         return section.refusal_of_several_classes(self.name, context)
-
-    def budget_refusal(self, context: interface.DefenseContext, /) -> str | None:
-        if self._is_credited(context.cut_dim):
-            return None
-        return (
-            "the ledger gives gafm no credit by itself, and the first answer would pass every "
-            "budget; expected both terms and composed_with iso, noisy_label, or marvell at a "
-            "cut of one number"
-        )
-
-    def _is_credited(self, cut_dim: int) -> bool:
-        """Tell whether the ledger may give credit to the defense behind, never to gafm."""
-        is_known = self.terms != "gan_only"
-        return self.composed_with.bounds_label_move(cut_dim, is_known=is_known)
 
 
 class MixedGradientDefense(interface.RememberingDefense):

@@ -20,13 +20,13 @@ Persistent noise draws n once per example. It protects only against a peer that 
 (see ``persistent``), and is charged without bound.
 """
 
-import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses import forecast, interface
+from splitveil.active_party.defenses import interface
+from splitveil.active_party.defenses.charge_model import ChargeModel
 from splitveil.active_party.defenses.class_gaps import RowNoise, gap_memory
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.persistent import checked_probabilities, own_scalars
@@ -39,23 +39,15 @@ class _NormAligningDefense(NoisyDefense):
     def noise_key_strength(self, _context: interface.DefenseContext, /) -> str | None:
         return f"{self.title} to the largest norm" if self.noise == "persistent" else None
 
-    def _fresh_charge(self, _context: interface.DefenseContext) -> forecast.ChargeForecast:
-        return forecast.UNKNOWN  # it depends only on the gradients
-
-    def _repeated_charge(self, _context: interface.DefenseContext) -> forecast.ChargeForecast:
-        return forecast.exactly(math.inf)
-
-    def _honesty(self, _context: interface.DefenseContext) -> str:
-        if self.noise == "persistent":
-            return f"The ledger gives persistent {self.title} no credit."
-        return forecast.depends_on_gradients(self.title)
-
-    def budget_refusal(self, _context: interface.DefenseContext, /) -> str | None:
+    def charge_model(self, _context: interface.DefenseContext, /) -> ChargeModel:
         if self.noise == "fresh":
-            return None
-        return (
+            return ChargeModel.of_gradients(self.title)
+        return ChargeModel.exact(
+            UNBOUNDED,
+            f"The ledger gives persistent {self.title} no credit.",
+            "persistent",
             f"the ledger gives persistent {self.title} no credit, and the first answer would "
-            "pass every budget; expected noise: fresh, or another defense"
+            "pass every budget; expected noise: fresh, or another defense",
         )
 
 

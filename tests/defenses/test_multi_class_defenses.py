@@ -165,7 +165,7 @@ def test_a_power_ratio_leaves_the_worst_pair_what_the_plan_says() -> None:
     weights = torch.full((5,), 0.2, dtype=torch.float64)
     of_pairs = pair_divergences(simplex, solve_shared_noise(simplex, weights, 4 * 2.0))
     assert float(of_pairs.max()) == pytest.approx(4 / 4, rel=1e-12)  # (K - 1)/s
-    charge = defenses.MarvellDefense().forecast(context_of(num_classes=5)).charge
+    charge = defenses.MarvellDefense().charge_model(context_of(num_classes=5))
     assert charge.low == 0.25
     assert charge.high == worst_pair_factor(5) / 4
     assert worst_pair_factor(2) == 1.0
@@ -274,10 +274,10 @@ def test_randomised_response_has_its_probabilities(num_classes: int) -> None:
             wrong = math.exp(epsilon) / (1 + math.exp(epsilon))
             if num_classes > 2 and answer == true:
                 assert abs(float(counts[answer]) - wrong) > 5 * error
-    forecast = defenses.NoisyLabelDefense(mechanism=mechanism).forecast(
+    model = defenses.NoisyLabelDefense(mechanism=mechanism).charge_model(
         context_of(num_classes=num_classes)
     )
-    assert forecast.charge.low == label_leak(mechanism, num_classes).sum_kl
+    assert model.low == label_leak(mechanism, num_classes).sum_kl
 
 
 REFUSED: dict[str, defenses.DefenseSettings] = {

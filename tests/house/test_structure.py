@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("splitveil", "common", "active_party", "passive_party", "deploy", "experiments")
 
-MODULE_LINES = 300
+MODULE_LINES = 500
 """Lines of code: without docstrings, comments and blank lines."""
 CLASS_LINES = 250
 PUBLIC_METHODS = 19
@@ -66,11 +66,11 @@ def test_the_limits_notice_what_is_too_large() -> None:
     parameters = ", ".join("abcdefgh")
     methods = "".join(f"    def m{number}(self): ...\n" for number in range(29))
     code = (
-        f"class Large:\n    def __init__(self, {parameters}): ...\n{methods}" + 300 * "    x = 1\n"
+        f"class Large:\n    def __init__(self, {parameters}): ...\n{methods}" + 500 * "    x = 1\n"
     )
     assert list(too_large(code + 300 * "\n    # a comment\n")) == [
-        "the module has 331 lines",
-        "Large has 331 lines",
+        "the module has 531 lines",
+        "Large has 531 lines",
         "Large has 29 public methods",
         "Large takes 8 parameters",
     ]

@@ -124,11 +124,6 @@ class CheckedDefense(interface.RememberingDefense):
             raise ValueError("the targets hold NaN or infinity")
         return targets.to(batch.labels)
 
-    def charge_covering(
-        self, size: float, cut_dim: int, report: interface.DefenseReport, /
-    ) -> Charge:
-        return self._own.charge_covering(size, cut_dim, report)
-
 
 def _check_gradient(gradient: object, raw: Tensor) -> None:
     if not isinstance(gradient, Tensor) or (gradient.shape, gradient.dtype, gradient.device) != (

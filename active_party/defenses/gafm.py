@@ -46,17 +46,18 @@ from splitveil.active_party.defenses.example_keys import (
     example_keys,
     key_from_insecure_seed,
 )
-from splitveil.active_party.defenses.iso import IsoDefense
-from splitveil.active_party.defenses.marvell import MarvellDefense
+from splitveil.active_party.defenses.iso import IsoDefense, Isotropic
+from splitveil.active_party.defenses.marvell import Marvell, MarvellDefense
 from splitveil.active_party.defenses.max_norm import MaxNormDefense
 from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource, fresh_key, open_uniform
-from splitveil.active_party.defenses.noisy_label import NoisyLabelDefense
+from splitveil.active_party.defenses.noisy_label import NoisyLabel, NoisyLabelDefense
 from splitveil.active_party.defenses.none import NoDefense
 from splitveil.active_party.defenses.objective import Objective, TopModel, descend
+from splitveil.active_party.defenses.sum_kl import sum_kl_along_gap
 from splitveil.common.data.features import Features
 from splitveil.common.models.optimizers import Adam
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.charge import UNBOUNDED
+from splitveil.common.privacy.charge import UNBOUNDED, Charge
 from splitveil.common.run.progress import State
 
 _LABEL_RESPONSE = b"label response"
@@ -250,7 +251,7 @@ class GafmDefense(section.SeededDefense):
     def _fits_what_it_is_composed_with(self) -> Self:
         if self.composed_with.noise_seed is not None:
             raise ValueError("composed_with: set insecure_noise_seed of gafm itself instead")
-        refusal = self.composed_with.composition_refusal()
+        refusal = _refusal_of(self.composed_with)
         if refusal is not None:
             raise ValueError(f"composed_with: {refusal}")
         return self
@@ -306,9 +307,12 @@ class GafmDefense(section.SeededDefense):
         behind = self.composed_with.charge_model(context)
         if behind.noise == "persistent":
             return behind
-        # The ledger may give credit to the defense behind, never to gafm.
-        is_known = self.terms != "gan_only"
-        if self.composed_with.bounds_label_move(context.cut_dim, is_known=is_known):
+        # The ledger may give credit to the defense behind, never to gafm: if it is known how labels
+        # enter, and its noise covers the move by one.
+        covers = isinstance(self.composed_with, IsoDefense) or (
+            isinstance(self.composed_with, MarvellDefense) and context.cut_dim == 1
+        )
+        if covers and self.terms != "gan_only":
             return ChargeModel.of_gradients(f"gafm with {self.composed_with.name}")
         return ChargeModel.exact(
             UNBOUNDED,
@@ -321,6 +325,52 @@ class GafmDefense(section.SeededDefense):
 
     def _refusal(self, context: interface.DefenseContext, /) -> str | None:
         return section.refusal_of_several_classes(self.name, context)
+
+
+def _refusal_of(behind: section.DefenseSection) -> str | None:
+    """Say why a defense cannot follow this loss; None if it can."""
+    if isinstance(behind, NoisyLabelDefense):
+        if (
+            behind.mechanism.kind == "randomized_response"
+            and behind.mechanism.posterior == "none"
+            and behind.top_labels == "noisy"
+        ):
+            return None
+        return (
+            "the critic compares predictions with labels of 0 and 1; expected "
+            "a noisy_label of mechanism randomized_response, with posterior none and top_labels "
+            "noisy"
+        )
+    if isinstance(behind, section.NoisyDefense) and behind.noise == "persistent":
+        return (
+            "persistent noise is measured by what a label moves in a cross "
+            "entropy's gradient, which this is not; expected noise: fresh, or noisy_label"
+        )
+    return None
+
+
+def _charge_covering(
+    behind: interface.Defense, label_move: float, cut_dim: int, report: interface.DefenseReport
+) -> Charge:
+    """Return a charge that also holds for a peer that knows all but the example's own label.
+
+    The label moves the example's own row, with this number of values, by a norm of at most
+    ``label_move``, infinite if unknown; the report is of the same batch.
+    """
+    own, solution = math.inf, report.solution
+    match behind:
+        case NoisyLabel():  # every gradient is a function of features and noisy labels
+            return report.charge
+        case Isotropic():  # its noise is the same in all directions
+            deviation = math.sqrt(report.noise_power / cut_dim)
+            own = sum_kl_along_gap(deviation, deviation, label_move)
+        case Marvell():
+            if solution is None:
+                own = 0.0  # noise without any signal
+            elif cut_dim == 1:  # else the noise lies along the gap, and the move does not
+                neg, pos = math.sqrt(solution.neg_along), math.sqrt(solution.pos_along)
+                own = sum_kl_along_gap(neg, pos, label_move)
+    return Charge(max(own, report.charge.sum_kl))
 
 
 class MixedGradientDefense(interface.RememberingDefense):
@@ -336,7 +386,7 @@ class MixedGradientDefense(interface.RememberingDefense):
             raise ValueError("expected a gradient of gafm's objective, with its label_move")
         defended, report = self.behind.defend(batch)
         cut_dim = batch.gradients[0].numel()
-        charge = self.behind.charge_covering(batch.label_move, cut_dim, report)
+        charge = _charge_covering(self.behind, batch.label_move, cut_dim, report)
         return interface.Defended(defended, replace(report, charge=charge))
 
     def targets(self, batch: interface.Step, /) -> Tensor:

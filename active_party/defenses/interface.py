@@ -171,15 +171,6 @@ class Defense(ABC):
         """Return noisy labels of rows by position, (rows, values) on the CPU, or noisy sums."""
         raise ValueError("this defense releases no labels")
 
-    def charge_covering(self, _size: float, _cut_dim: int, _report: DefenseReport, /) -> Charge:
-        """Return a charge that also holds for a peer that knows all but the example's own label.
-
-        The label moves the example's own row, with this number of values, by a norm of at most
-        ``size``, infinite if unknown; the report is of the same batch. By default the charge for
-        such a peer is unknown, and therefore infinite.
-        """
-        return UNBOUNDED
-
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state that later batches need about earlier ones; empty by default."""
         return {}

@@ -82,9 +82,6 @@ class IsoDefense(section.LabelMoveDefense):
         )
         return ChargeModel(0.0, Charge(4 * cut_dim / ratio**2), "estimate", said)
 
-    def bounds_label_move(self, _cut_dim: int, *, is_known: bool) -> bool:
-        return is_known  # the noise lies in all directions
-
 
 class Isotropic(interface.RememberingDefense):
     """Adds the same amount of Gaussian noise to every example.
@@ -109,14 +106,6 @@ class Isotropic(interface.RememberingDefense):
             charge=Charge(_charge(gaps.longest(), gaps.largest, noise_norm, rows.shape[1])),
         )
         return interface.Defended(interface.release(defended, batch.gradients), report)
-
-    def charge_covering(
-        self, size: float, cut_dim: int, report: interface.DefenseReport, /
-    ) -> Charge:
-        """Charge the label's own move against the noise, which is the same in all directions."""
-        deviation = math.sqrt(report.noise_power / cut_dim)
-        own = sum_kl_along_gap(deviation, deviation, size)
-        return Charge(max(own, report.charge.sum_kl))
 
 
 class PersistentIsotropic(interface.Defense):

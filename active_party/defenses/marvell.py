@@ -172,9 +172,6 @@ class MarvellDefense(section.LabelMoveDefense):
         )
         return ChargeModel(low, Charge(high), "estimate", said)
 
-    def bounds_label_move(self, cut_dim: int, *, is_known: bool) -> bool:
-        return is_known and cut_dim == 1
-
 
 def power_ratio_for(sum_kl: float, answers: int, cut_dim: int, pos_fraction: float) -> float:
     """Return the power ratio at which several fresh answers together leave this divergence.
@@ -227,25 +224,6 @@ class Marvell(interface.RememberingDefense):
             charge=_charge(solution, estimate, current),
         )
         return interface.Defended(interface.release(defended, batch.gradients), report)
-
-    def charge_covering(
-        self, size: float, cut_dim: int, report: interface.DefenseReport, /
-    ) -> Charge:
-        """Charge the label's own move against the noise, which covers it on a cut of one value.
-
-        On a wider cut the noise lies along the gap of the classes, but the label moves its row in
-        another direction.
-        """
-        solution = report.solution
-        if solution is None:
-            own = 0.0  # noise without any signal
-        elif cut_dim == 1:
-            own = sum_kl_along_gap(
-                math.sqrt(solution.neg_along), math.sqrt(solution.pos_along), size
-            )
-        else:
-            own = math.inf
-        return Charge(max(own, report.charge.sum_kl))
 
     def _answer_without_signal(self, rows: Tensor, batch: interface.Step) -> interface.Defended:
         return interface.noise_alone(

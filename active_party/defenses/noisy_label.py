@@ -176,22 +176,6 @@ class NoisyLabelDefense(SeededDefense):
         is_usable = isinstance(self.mechanism, GaussianLabels) and self.top_labels == "noisy"
         return None if release and is_usable else super().one_shot_refusal(release)
 
-    def composition_refusal(self) -> str | None:
-        if (
-            self.mechanism.kind == "randomized_response"
-            and self.mechanism.posterior == "none"
-            and self.top_labels == "noisy"
-        ):
-            return None
-        return (
-            "the critic compares predictions with labels of 0 and 1; expected "
-            "a noisy_label of mechanism randomized_response, with posterior none and top_labels "
-            "noisy"
-        )
-
-    def bounds_label_move(self, _cut_dim: int, *, is_known: bool) -> bool:  # noqa: ARG002
-        return True
-
 
 class NoisyLabel(interface.Defense):
     """Releases gradients of labels drawn once; without examples it only states the charge."""
@@ -235,9 +219,3 @@ class NoisyLabel(interface.Defense):
         return interface.Defended(
             interface.DefendedGradient(batch.gradients.detach()), self._report
         )
-
-    def charge_covering(
-        self, _size: float, _cut_dim: int, report: interface.DefenseReport, /
-    ) -> Charge:
-        """Return the same charge: every gradient is a function of features and noisy labels."""
-        return report.charge

@@ -238,14 +238,6 @@ class DefenseSection(Section):
             f"as contract.release: {release or 'null'} says"
         )
 
-    def composition_refusal(self) -> str | None:
-        """Say why the defense cannot follow a loss other than the cross entropy; None if it can."""
-        return None
-
-    def bounds_label_move(self, _cut_dim: int, *, is_known: bool) -> bool:  # noqa: ARG002
-        """Tell if `Defense.charge_covering` is finite where a bound on the move may be known."""
-        return False
-
     def objective(
         self, _top: TopModel, _secrets: interface.NoiseSecrets, _examples: interface.Examples, /
     ) -> Objective | None:
@@ -315,14 +307,6 @@ class NoisyDefense(SeededDefense):
             return super().charge_models(context)
         kinds = (self.model_copy(update={"noise": noise}) for noise in ("fresh", "persistent"))
         return tuple(kind.charge_model(context) for kind in kinds)
-
-    def composition_refusal(self) -> str | None:
-        if self.noise == "fresh":
-            return None
-        return (
-            "persistent noise is measured by what a label moves in a cross "
-            "entropy's gradient, which this is not; expected noise: fresh, or noisy_label"
-        )
 
     def _noise_source(self, secrets: interface.NoiseSecrets) -> NoiseSource:
         if self.noise == "persistent":

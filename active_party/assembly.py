@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.ledger.budget import Allowance
 from splitveil.active_party.ledger.label_signals import (
     LabelSignal,
     label_signals,
@@ -20,6 +19,7 @@ from splitveil.active_party.training.evaluation import EarlyStop
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.id_rules import rules_as_bytes
@@ -32,16 +32,13 @@ def signals_of(
     return label_signals(label_uses_of(settings, earlier))
 
 
-def allowance_of(settings: ActiveSettings, earlier: AccountBook | None = None) -> Allowance:
-    """Return the limit on what a run may reveal, and the peers it can have bounds for."""
+def peers_of(settings: ActiveSettings, earlier: AccountBook | None = None) -> Adversary:
+    """Return the peers that a run can have bounds for; SettingsError if its budget wants others."""
     budget, signals = settings.run_budget, signals_of(settings, earlier)
     objection = None if budget is None else objection_to(budget.peers, signals)
     if objection is not None:
         raise SettingsError(f"run_budget: {objection}")
-    limit = None if budget is None else budget.limit
-    if earlier is None:
-        earlier = AccountBook.empty(rules_as_bytes(settings.contract.ids))
-    return Allowance(limit, earlier, widest_adversary(signals), settings.early_stopping is not None)
+    return widest_adversary(signals)
 
 
 def build_session(
@@ -51,15 +48,18 @@ def build_session(
     observer: SessionObserver,
     draw_nonce: Callable[[], bytes],
     store: RunStore | None = None,
-    allowance: Allowance | None = None,
+    earlier: AccountBook | None = None,
     counting: Counting = nullcontext,
 ) -> ActiveSession:
-    stopping = settings.early_stopping
+    stopping, own = settings.early_stopping, OwnRows(data.ids, data.table.splits)
+    if earlier is None:
+        earlier = AccountBook.empty(rules_as_bytes(settings.contract.ids))
     rules = OwnRules(
         early_stop=None if stopping is None else EarlyStop(stopping),
-        allowance=allowance or allowance_of(settings),
+        earlier=earlier,
+        limit=None if settings.run_budget is None else settings.run_budget.limit,
+        peers=peers_of(settings, earlier),
         noise_seed=settings.defense.noise_seed,
         counting=counting,
     )
-    own = OwnRows(data.ids, data.table.splits)
     return ActiveSession(settings.contract, own, build_trainer, observer, draw_nonce, rules, store)

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from splitveil.active_party.assembly import allowance_of
+from splitveil.active_party.assembly import peers_of
 from splitveil.active_party.defenses.example_keys import used_labels_file
 from splitveil.active_party.earlier_runs import answers_before
 from splitveil.active_party.grpc_server.probe_server import probe_checks
@@ -74,7 +74,7 @@ def _noise_key(settings: ActiveSettings) -> str:
 
 
 def _defense(settings: ActiveSettings) -> str:
-    allowance_of(settings)
+    peers_of(settings)
     settings.defense.require_usable(settings.defense_context())
     return f"defense: {settings.defense.name}"
 

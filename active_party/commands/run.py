@@ -9,12 +9,11 @@ from functools import partial
 from pathlib import Path
 
 from splitveil.active_party import results
-from splitveil.active_party.assembly import allowance_of, build_session, signals_of
+from splitveil.active_party.assembly import build_session, peers_of, signals_of
 from splitveil.active_party.commands.check import check_files_and_address
 from splitveil.active_party.earlier_runs import counting
 from splitveil.active_party.grpc_server.server import Serve, Served, checked_server
 from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.ledger.budget import Allowance
 from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.one_sided import checked_table
@@ -50,7 +49,7 @@ def _take_part(settings: ActiveSettings, process: Process, *, fresh: bool) -> No
         data, device = PartyData.of(settings), process.device_in_words
         logger.info("%d rows read from %s, device %s", len(data.ids), data.table.source, device)
         process.interruption.check()
-        allowance_of(settings)  # refuses before the folder is opened
+        peers_of(settings)  # refuses before the folder is opened
         folder = results.open_folder(settings, fresh=fresh and not process.restarts)
         if folder is not None:
             _train(settings, data, folder, process, serve, status)
@@ -64,12 +63,12 @@ def train(
     recorder: ActiveRecorder,
     serve: Callable[[ActiveSession], Served],
     store: RunStore | None = None,
-    allowance: Allowance | None = None,
+    earlier: AccountBook | None = None,
     count: Counting = nullcontext,
 ) -> Served:
     """Serve a session over any link until it is over, and save its results."""
     draw_nonce = partial(command_line.draw_nonce, settings)
-    session = build_session(settings, data, builder, recorder, draw_nonce, store, allowance, count)
+    session = build_session(settings, data, builder, recorder, draw_nonce, store, earlier, count)
     session.reopen()
     results.forget_account(folder)
     try:
@@ -90,7 +89,7 @@ def _train(
     build_trainer = TrainerBuilder(settings, data, process.device, status.phases, process.ranks)
     count, contract = partial(counting, settings, folder), settings.contract
     with count(AccountBook.empty()) as earlier:
-        allowance = allowance_of(settings, earlier)
+        pass
     for signal in signals_of(settings, earlier):
         logger.info("%s", signal.why)
     planned = plan_of(settings, data, earlier=earlier)
@@ -108,7 +107,7 @@ def _train(
             return serve(session, data, folder, transcript, status, process.interruption)
 
         refused, stopped, forget = train(
-            settings, data, folder, build_trainer, recorder, meet, store, allowance, count
+            settings, data, folder, build_trainer, recorder, meet, store, earlier, count
         )
     end = None if transcript is None else transcript.summary()
     summary = replace(recorder.summary(refused), transcript=end)

@@ -13,7 +13,7 @@ another bound (see ``bounds``) is within the limit.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -108,25 +108,42 @@ def num_answers_within(max_sum_kl: float, charge: float) -> float:
     return max(max_sum_kl, 0.0) * (1 + ROUNDING) // charge
 
 
-@dataclass(frozen=True)
-class Allowance:
-    """The label owner's limit on what a run may reveal, and the part already used."""
+class LeakBudget:
+    """The accounts of one run that may resume, after what earlier runs have left."""
 
-    limit: Limit | None = None  # what no example may exceed over the whole run; None for no limit
-    earlier: AccountBook = field(default_factory=AccountBook.empty)
-    """Accounts of earlier runs, which count towards the limit."""
-    peers: Adversary = Adversary.ANYBODY
-    """The strongest adversary class that a charge may describe in this run. Where something else
-    that depends on labels reaches the peer, the charge of an answer does not describe everybody."""
-    reveals_validation: bool = False
-    """True if validation labels decide when the run ends. No answer is about their rows, but a
-    later run may train on them, and then has bounds for these peers at most."""
+    def __init__(
+        self,
+        ids: Sequence[str],
+        rows: AlignedRows,
+        persons: Names | None,
+        earlier: AccountBook,
+        limit: Limit | None,
+        peers: Adversary,
+        *,
+        reveals_validation: bool,
+    ) -> None:
+        """Open the accounts.
 
-
-class RunLedger:
-    """The two ledgers of a run that may resume, both after what earlier runs have left."""
-
-    def __init__(self, begun: LeakLedger) -> None:
+        Args:
+            ids: by row of this party's file.
+            rows: in common with the passive parties.
+            persons: of each aligned row.
+            earlier: the accounts of earlier runs, which count towards the limit.
+            limit: what no example may exceed over the whole run; None for no limit.
+            peers: the strongest adversary class that a charge may describe in this run. Where
+                something else that depends on labels reaches the peer, the charge of an answer
+                does not describe everybody.
+            reveals_validation: whether validation labels decide when the run ends. No answer is
+                about their rows, but a later run may train on them, and then has bounds for these
+                peers at most.
+        """
+        self.earlier, self.peers, self._limit = earlier, peers, limit
+        self._ids = ids
+        self._rows = rows
+        self._persons = persons
+        begun = earlier.opening_ledger(self._ids_in_order(), len(rows), persons)
+        if reveals_validation:
+            begun.charge(rows.splits["validation"], Charge(0.0, adversary=peers))
         self.course = begun  # of answers on the course so far, the same in every such run
         self.total = begun  # of all answers ever; the same object while there are no others
 
@@ -165,26 +182,6 @@ class RunLedger:
         ledger.load_state_dict(state)
         return ledger
 
-
-class LeakBudget:
-    """The accounts of one run; ids by row of this party's file, persons by aligned row."""
-
-    def __init__(
-        self,
-        allowance: Allowance,
-        ids: Sequence[str],
-        rows: AlignedRows,
-        persons: Names | None = None,
-    ) -> None:
-        self._allowance = allowance
-        self._ids = ids
-        self._rows = rows
-        self._persons = persons
-        begun = allowance.earlier.opening_ledger(self._ids_in_order(), len(rows), persons)
-        if allowance.reveals_validation:
-            begun.charge(rows.splits["validation"], Charge(0.0, adversary=allowance.peers))
-        self.accounts = RunLedger(begun)
-
     def admit(
         self,
         positions: Positions,
@@ -202,7 +199,7 @@ class LeakBudget:
         that fails, nothing is charged. Raises BudgetExhausted if it would take an example past the
         limit.
         """
-        limit, total = self._allowance.limit, self.accounts.total
+        limit, total = self._limit, self.total
         if limit is not None and len(positions):
             reached = total.accounts(positions) if is_repeated else total.after(positions, charge)
             objection = limit.objection(reached)
@@ -210,36 +207,26 @@ class LeakBudget:
                 raise BudgetExhausted(f"run_budget: {what} {objection}")
         log()
         # A run that is behind has given it before, so that only its course is charged.
-        self.accounts.course.charge(positions, charge)
+        self.course.charge(positions, charge)
 
     def bounds(self) -> LeakBounds:
         """Bound what all answers ever given may have revealed about the training examples."""
-        return self.accounts.total.bounds(self._rows.splits["train"])
+        return self.total.bounds(self._rows.splits["train"])
 
     def bounds_on_course(self) -> LeakBounds:
         """Bound what the answers up to the run's present position may have revealed."""
-        return self.accounts.course.bounds(self._rows.splits["train"])
+        return self.course.bounds(self._rows.splits["train"])
 
     def account_book(self) -> AccountBook:
         """Return the accounts of this run and the runs before it, by example."""
-        earlier, total = self._allowance.earlier, self.accounts.total
+        earlier, total = self.earlier, self.total
         if total.reveals_nothing:
             return earlier  # not even another run's: it would count what that one charged again
         return earlier.closing_book(self._ids_in_order(), total, self._persons)
 
-    @property
-    def peers(self) -> Adversary:
-        """The strongest adversary class that a charge may describe in this run."""
-        return self._allowance.peers
-
-    @property
-    def earlier(self) -> AccountBook:
-        """The accounts of earlier runs."""
-        return self._allowance.earlier
-
     def num_charged(self) -> int:
         """Return the number of training examples that have been charged anything so far."""
-        return self.accounts.course.num_charged(self._rows.splits["train"])
+        return self.course.num_charged(self._rows.splits["train"])
 
     def _ids_in_order(self) -> Iterator[str]:
         return (self._ids[row] for row in self._rows.file_rows)

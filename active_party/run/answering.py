@@ -158,20 +158,21 @@ class Answering:
                 transferred = [Answer(question.batch, answer)]
                 self._reply(transferred)
             return transferred
-        questions = self.questions.of_batch(self.batch_number, fingerprints)
+        number, key = self.batch_number, self.questions.answer_key(self.batch_number, fingerprints)
         step: Step | None = None
         with self.changing():
             if batch.split in ("labels", "sums"):
-                key = questions.answer_key
                 defended, report = self.trainer.released_labels(batch.positions, key)
                 parts: Sequence[DefendedGradient] = [defended] * len(asked)
             else:
                 cut = aggregate(aggregation, [question.activation.values for question in asked])
-                step = self.trainer.gradient(batch.positions, cut, questions.answer_key)
+                step = self.trainer.gradient(batch.positions, cut, key)
                 defended, report = to_host(step.defended), step.report
                 parts = parts_of(aggregation, defended, len(asked))
             charge = report.charge.narrowed(self.budget.peers)
-            is_repeated, log = questions.admission(charge, defended, where)
+            is_repeated, log = self.questions.admission(
+                number, fingerprints, charge, defended, where
+            )
             self.budget.admit(batch.positions, charge, where, is_repeated=is_repeated, log=log)
             if batch.split == "sums":  # one release, even after a power failure
                 self.questions.sync()
@@ -186,7 +187,7 @@ class Answering:
         asked, aggregation = self._parties.questions, self.contract.aggregation
         cut = aggregate(aggregation, [question.activation.values for question in asked])
         fingerprints = [question.fingerprint for question in asked]
-        self.questions.of_batch(self.batch_number, fingerprints).record()
+        self.questions.record(self.batch_number, fingerprints)
         evaluation, stops = None, False
         with self.changing():
             if self.contract.is_one_shot:
@@ -233,7 +234,7 @@ class Answering:
         """Return all state that a step changes, except the observer's."""
         return {
             "trainer": self.trainer.state_dict(),
-            "accounts": self.budget.accounts.state_dict(),
+            "accounts": self.budget.state_dict(),
             "records": len(self.questions),
             "evaluation": self._evaluator.state_dict(),
             "is_last": self.progress.is_over,
@@ -247,7 +248,7 @@ class Answering:
         for party in self._parties:
             party.forget_questions()
         self.trainer.load_state_dict(state["trainer"])
-        self.budget.accounts.go_back(state["accounts"]["course"])
+        self.budget.go_back(state["accounts"]["course"])
         self._catch_up()
         self._evaluator.load_state_dict(state["evaluation"])
         if state["is_last"]:
@@ -257,7 +258,7 @@ class Answering:
         """Charge again the answers that an ended process gave after its newest checkpoint."""
         self.trainer.check_device(state["trainer"])
         charged = self._charged_since(state["records"])
-        self.budget.accounts.reopen(state["accounts"], charged)
+        self.budget.reopen(state["accounts"], charged)
         self.progress.go_to(batch_number)
         self._catch_up()
 
@@ -273,4 +274,4 @@ class Answering:
 
     def _catch_up(self) -> None:
         if not self.questions.is_answered(self.batch_number):
-            self.budget.accounts.catch_up()
+            self.budget.catch_up()

@@ -70,7 +70,7 @@ class Lifecycle:
         self.error: errors.SplitveilError | None = None
         self.parties = PassivePeers(contract)
         self.stages = RunStages(self.parties)
-        self.phase: Unaligned | Answering = Unaligned(rules.allowance.earlier)
+        self.phase: Unaligned | Answering = Unaligned(rules.earlier)
         self._preparation = preparation
         self._store = store
 
@@ -191,7 +191,7 @@ class Lifecycle:
         with progress.refusing_other_versions(), answering.changing():
             answering.load_state_dict(batch_number, state)
             self.observer.load_state_dict(state["observer"])
-        if answering.budget.accounts.is_behind:
+        if answering.budget.is_behind:
             self.observer.on_answers_ahead(answering.budget.bounds())
         self.observer.on_resumed(answering.progress.epoch)
         self.stages.move_to(Stage.FINISHED if answering.progress.is_over else Stage.TRAINING)

@@ -8,13 +8,14 @@ from typing import NamedTuple
 import torch
 
 from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.ledger.budget import Allowance, LeakBudget
+from splitveil.active_party.ledger.budget import LeakBudget, Limit
 from splitveil.active_party.run.answering import Answering, TrainingSetup
 from splitveil.active_party.run.parties import PassivePeers
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.active_party.training.evaluation import EarlyStop, Evaluator
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.errors import SettingsError
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.progress import (
@@ -46,8 +47,14 @@ class OwnRules:
     early_stop: EarlyStop | None = None
     """Decides after each epoch whether training continues; None never stops early."""
 
-    allowance: Allowance = field(default_factory=Allowance)
-    """The limit on what the run may reveal, and the accounts of earlier runs."""
+    earlier: AccountBook = field(default_factory=AccountBook.empty)
+    """The accounts of earlier runs."""
+
+    limit: Limit | None = None
+    """What no example may exceed over the whole run; None for no limit."""
+
+    peers: Adversary = Adversary.ANYBODY
+    """The strongest adversary class that a charge may describe in this run."""
 
     noise_seed: int | None = None
     """For tests only: makes fresh noise predictable."""
@@ -67,9 +74,8 @@ class Preparation:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Take over what earlier runs have charged by now, and keep others from beginning."""
-        allowance = self.rules.allowance
-        with self.rules.counting(allowance.earlier) as earlier:
-            self.rules = replace(self.rules, allowance=replace(allowance, earlier=earlier))
+        with self.rules.counting(self.rules.earlier) as earlier:
+            self.rules = replace(self.rules, earlier=earlier)
             yield
 
     def prepare(self, file_rows: Positions, seed: bytes, store: CheckpointStore) -> TrainingSetup:
@@ -77,21 +83,29 @@ class Preparation:
         ids, splits = self.own
         rows = AlignedRows.derive(self.contract, seed, ids, file_rows, splits)
         progress, trainer = Progress(self.contract, rows, store), self.build_trainer(rows)
-        budget = LeakBudget(self.rules.allowance, ids, rows, trainer.persons)
+        rules = self.rules
+        budget = LeakBudget(
+            ids,
+            rows,
+            trainer.persons,
+            rules.earlier,
+            rules.limit,
+            rules.peers,
+            reveals_validation=rules.early_stop is not None,
+        )
         return TrainingSetup(self.contract, rows, progress, trainer, budget)
 
     def begin_with(self, stored: State) -> None:
         """Begin with the accounts of earlier runs that a stored run began with."""
         with refusing_other_versions():
             earlier = AccountBook.from_state(stored["earlier"])
-        allowance = self.rules.allowance
-        if not allowance.earlier.runs <= earlier.runs:
+        if not self.rules.earlier.runs <= earlier.runs:
             raise SettingsError(
                 "other runs have charged answers about the same labels since this one began, and "
                 "its accounts and budget would not count them: expected earlier_ledgers as they "
                 "were; --fresh at both parties starts over and counts all"
             )
-        self.rules = replace(self.rules, allowance=replace(allowance, earlier=earlier))
+        self.rules = replace(self.rules, earlier=earlier)
 
     def answering(
         self,

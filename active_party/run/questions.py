@@ -46,9 +46,44 @@ class AnsweredQuestions:
         """Return whether a batch that may come again has been answered before."""
         return self._log.at(batch_number) is not None
 
-    def of_batch(self, batch_number: int, fingerprints: Sequence[bytes]) -> "BatchQuestions":
-        """Return all parties' questions about a batch, which may have been answered before."""
-        return BatchQuestions(batch_number, fingerprints, self.secret, self._log)
+    def answer_key(self, batch_number: int, fingerprints: Sequence[bytes]) -> bytes:
+        """Return the key of the noise of the answer to all parties' questions, 32 bytes."""
+        question = batch_number.to_bytes(8, "little") + b"".join(fingerprints)
+        return _keyed(self.secret, b"answer", question)
+
+    def record(self, batch_number: int, fingerprints: Sequence[bytes]) -> None:
+        """Log questions about held-out rows before they are answered, unless they were before.
+
+        A crash between this and the answer costs nothing: the same questions get the same answer.
+        """
+        if not self.is_answered(batch_number):
+            self._log.record(batch_number, fingerprints)
+
+    def admission(
+        self,
+        batch_number: int,
+        fingerprints: Sequence[bytes],
+        charge: Charge,
+        answer: Tensor,
+        where: str,
+    ) -> tuple[bool, Callable[[], None]]:
+        """Return whether this very answer was given before, and a function that logs it.
+
+        Arithmetic that is not repeatable, or another device, gives another answer to the same
+        question, possibly at the same charge. Since both carry the same noise, together they would
+        reveal their difference without any noise, so that it is refused.
+        """
+        tag = _tag(self.secret, batch_number, answer, b"reply")
+        known = self._log.at(batch_number)
+        if known is None:
+            return False, partial(self._log.record, batch_number, fingerprints, charge, tag)
+        if (known.charge, known.reply) != (charge, tag):
+            raise OtherAnswer(
+                f"{where}: the same question would get another answer than before: the arithmetic "
+                f"has changed, as with another device, torch_threads, autocast, compile or version "
+                f"of a library; restore those, or start over with --fresh at both parties"
+            )
+        return True, lambda: None
 
     @property
     def replies(self) -> bytes:
@@ -81,50 +116,6 @@ class AnsweredQuestions:
     def forget_before(self, batch_number: int) -> None:
         """Drop from memory the questions about earlier batches, which can never come again."""
         self._log.forget_before(batch_number)
-
-
-class BatchQuestions:
-    """All parties' questions about one batch."""
-
-    def __init__(
-        self, batch_number: int, fingerprints: Sequence[bytes], secret: bytes, log: AnswerLog
-    ) -> None:
-        question = batch_number.to_bytes(8, "little") + b"".join(fingerprints)
-        self.answer_key = _keyed(secret, b"answer", question)
-        """The key of the noise of the answer, 32 bytes."""
-        self._number = batch_number
-        self._fingerprints = fingerprints
-        self._secret = secret
-        self._log = log
-        self._known = log.at(batch_number)
-
-    def record(self) -> None:
-        """Log questions about held-out rows before they are answered, unless they were before.
-
-        A crash between this and the answer costs nothing: the same questions get the same answer.
-        """
-        if self._known is None:
-            self._log.record(self._number, self._fingerprints)
-
-    def admission(
-        self, charge: Charge, answer: Tensor, where: str
-    ) -> tuple[bool, Callable[[], None]]:
-        """Return whether this very answer was given before, and a function that logs it.
-
-        Arithmetic that is not repeatable, or another device, gives another answer to the same
-        question, possibly at the same charge. Since both carry the same noise, together they would
-        reveal their difference without any noise, so that it is refused.
-        """
-        tag, known = _tag(self._secret, self._number, answer, b"reply"), self._known
-        if known is None:
-            return False, partial(self._log.record, self._number, self._fingerprints, charge, tag)
-        if (known.charge, known.reply) != (charge, tag):
-            raise OtherAnswer(
-                f"{where}: the same question would get another answer than before: the arithmetic "
-                f"has changed, as with another device, torch_threads, autocast, compile or version "
-                f"of a library; restore those, or start over with --fresh at both parties"
-            )
-        return True, lambda: None
 
 
 def run_secret(noise_seed: int | None) -> bytes:

@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from splitveil.active_party.assembly import allowance_of
 from splitveil.active_party.commands.run import train
 from splitveil.active_party.grpc_server.server import Served
 from splitveil.active_party.monitor.recorder import ActiveRecorder
@@ -59,7 +58,7 @@ def run_recorded(
         recorder = resources.enter_context(ActiveRecorder(own, folder))
         data = PartyData.of(own)
         builder = TopBuilder(own, data, torch_device(own.device))
-        allowance = allowance_of(own, own.earlier_answers())
+        earlier = own.earlier_answers()
         passive = {
             name: _Passive(one, run_folder, resources) for name, one in settings.passive.items()
         }
@@ -86,7 +85,7 @@ def run_recorded(
                     party.save_model()
             return {}, stopped, lambda: None
 
-        _, stopped, _ = train(own, data, folder, builder, recorder, serve, allowance=allowance)
+        _, stopped, _ = train(own, data, folder, builder, recorder, serve, earlier=earlier)
     write_summary(folder, replace(recorder.summary({}), version=VERSION))
     for party in passive.values():
         party.write_summary()

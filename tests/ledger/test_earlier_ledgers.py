@@ -21,7 +21,6 @@ from splitveil.active_party.defenses.dp_bounds import (
 )
 from splitveil.active_party.earlier_runs import earlier_answers
 from splitveil.active_party.ledger.account_book import LEDGER, AccountBook
-from splitveil.active_party.ledger.budget import Allowance
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import BudgetExhausted, SettingsError
 from splitveil.common.party.command_line import save_resolved
@@ -76,7 +75,7 @@ def divergences(parties: Parties) -> dict[str, float]:
     rows, session = parties.active.rows, parties.session
     assert rows is not None
     return {
-        session.ids[row]: session.lifecycle.answering.budget.accounts.course.bounds(
+        session.ids[row]: session.lifecycle.answering.budget.course.bounds(
             np.array([at])
         ).sum_kl.max
         for at, row in enumerate(rows.file_rows)
@@ -217,7 +216,7 @@ def test_a_damaged_ledger_is_refused(example: Path, tmp_path: Path) -> None:
     save_tensors(
         tmp_path,
         LEDGER,
-        run(example, MARVELL).session.lifecycle.answering.budget.accounts.course.state_dict(),
+        run(example, MARVELL).session.lifecycle.answering.budget.course.state_dict(),
     )
     with pytest.raises(SettingsError, match="whose accounts"):
         settings(example, f"earlier_ledgers=[{tmp_path / 'checkpoint'}]").earlier_answers()
@@ -343,7 +342,7 @@ def test_a_run_that_was_killed_counts_with_all_that_it_has_answered(
         ActiveRecording(),
         lambda: bytes(32),
         RunStore(folder, keep=3),
-        Allowance(earlier=found(example, tmp_path, own=f"a/{folder.name}")),
+        found(example, tmp_path, own=f"a/{folder.name}"),
     )
     with pytest.raises(SettingsError, match=r"other runs have charged answers .* --fresh"):
         again.reopen()

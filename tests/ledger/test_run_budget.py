@@ -48,7 +48,7 @@ def parties_with(folder: Path, *active: str) -> Parties:
 def test_each_epoch_charges_every_training_example_once_and_no_other(example: Path) -> None:
     parties = parties_with(example, MARVELL)
     run_in_process(parties)
-    rows, ledger = parties.active.rows, parties.session.lifecycle.answering.budget.accounts.course
+    rows, ledger = parties.active.rows, parties.session.lifecycle.answering.budget.course
     assert rows is not None
     bounds = parties.session.leak_bounds()
     assert bounds.sum_kl.max == pytest.approx(2 / 16, rel=0.02)

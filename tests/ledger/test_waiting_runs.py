@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from splitveil.active_party.assembly import allowance_of, build_session
+from splitveil.active_party.assembly import build_session
 from splitveil.active_party.earlier_runs import counting
 from splitveil.active_party.ledger.account_book import LEDGER, AccountBook
 from splitveil.active_party.run.session import ActiveSession
@@ -77,11 +77,11 @@ def started(example: Path, runs: Path, name: str, *overrides: str) -> Iterator[W
         data, count = PartyData.of(settings), partial(counting, settings, folder)
         builder = TrainerBuilder(settings, data, CPU)
         with count(AccountBook.empty()) as earlier:
-            allowance = allowance_of(settings, earlier)
+            pass
         store = RunStore(folder, keep=3)
         nonce = lambda: name.encode().ljust(32, b".")  # noqa: E731
         session = build_session(
-            settings, data, builder, ActiveRecording(), nonce, store, allowance, count
+            settings, data, builder, ActiveRecording(), nonce, store, earlier, count
         )
         session.reopen()
         yield Waiting(name, folder, parties, session, store)

@@ -72,7 +72,7 @@ def test_noise_is_keyed_by_the_secret_the_batch_and_every_question(tmp_path: Pat
     log = AnswerLog.create(tmp_path / "answered.log", questions=2)
 
     def key(secret: bytes, batch: int, *prints: bytes) -> bytes:
-        return AnsweredQuestions(secret, log).of_batch(batch, prints).answer_key
+        return AnsweredQuestions(secret, log).answer_key(batch, prints)
 
     asked = (b"s" * 32, 4, b"f" * 16, b"g" * 16)
     others = [
@@ -92,7 +92,7 @@ def test_a_question_has_one_answer_and_the_same_answer_one_charge(tmp_path: Path
     prints = [questions.fingerprint(4, asker, values) for asker, values in enumerate(asked)]
 
     def admit(charge: Charge = FRESH, answer: torch.Tensor = asked[0]) -> bool:
-        is_repeated, record = questions.of_batch(4, prints).admission(charge, answer, "step 5")
+        is_repeated, record = questions.admission(4, prints, charge, answer, "step 5")
         record()
         return is_repeated
 

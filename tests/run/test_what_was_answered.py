@@ -104,9 +104,7 @@ def test_nor_does_one_whose_leaving_is_found_by_a_process_that_was_killed(
     if resumes:
         go_back(again.session)
         assert (
-            again.session.lifecycle.answering.budget.accounts.course.accounts(
-                np.arange(10)
-            ).sum_kl.max()
+            again.session.lifecycle.answering.budget.course.accounts(np.arange(10)).sum_kl.max()
             == 0
         )
     leave(again.session)

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from splitveil.active_party.assembly import allowance_of, build_session
+from splitveil.active_party.assembly import build_session
 from splitveil.active_party.defenses.interface import Step
 from splitveil.active_party.grpc_server.server import start_server
 from splitveil.active_party.grpc_server.service import ActiveService
@@ -272,8 +272,8 @@ def assemble_active(
     """Build the active party's session with any observer, and what builds its trainer."""
     data, draw = PartyData.of(settings), partial(draw_nonce, settings)
     builder = TrainerBuilder(settings, data, device or torch_device(settings.device))
-    allowance = allowance_of(settings, settings.earlier_answers())
-    return build_session(settings, data, builder, observer, draw, store, allowance), builder
+    earlier = settings.earlier_answers()
+    return build_session(settings, data, builder, observer, draw, store, earlier), builder
 
 
 def assemble_passive(

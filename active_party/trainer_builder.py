@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.active_party.defenses import AnswerKeys, Examples, NoiseSecrets
 from splitveil.active_party.defenses.example_keys import GRADIENT_NOISE, example_keys, key_name
-from splitveil.active_party.defenses.objective import Objective, Schedule, TopModel
+from splitveil.active_party.defenses.interface import Objective, Schedule, TopModel
 from splitveil.active_party.ledger.account_book import persons_of
 from splitveil.active_party.ledger.stored_labels import labels_first_used
 from splitveil.active_party.named_inputs import subjects_of

@@ -52,7 +52,6 @@ from splitveil.active_party.defenses.max_norm import MaxNormDefense
 from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource, fresh_key, open_uniform
 from splitveil.active_party.defenses.noisy_label import NoisyLabel, NoisyLabelDefense
 from splitveil.active_party.defenses.none import NoDefense
-from splitveil.active_party.defenses.objective import Objective, TopModel, descend
 from splitveil.active_party.defenses.sum_kl import sum_kl_along_gap
 from splitveil.common.data.features import Features
 from splitveil.common.models.optimizers import Adam
@@ -276,8 +275,12 @@ class GafmDefense(section.SeededDefense):
         return MixedGradientDefense(self.composed_with.build(*given))
 
     def objective(
-        self, top: TopModel, secrets: interface.NoiseSecrets, examples: interface.Examples, /
-    ) -> Objective | None:
+        self,
+        top: interface.TopModel,
+        secrets: interface.NoiseSecrets,
+        examples: interface.Examples,
+        /,
+    ) -> interface.Objective | None:
         seed, shifts = self.insecure_noise_seed, None
         if self.response == "persistent" and secrets.noise_key is not None:
             shifts = persistent_shifts(secrets.noise_key, examples.ids, self.response_width)
@@ -404,7 +407,7 @@ class Adversarial:
     def __init__(
         self,
         settings: GafmDefense,
-        generator: TopModel,
+        generator: interface.TopModel,
         *,
         critic: nn.Module,
         noise: NoiseSource,
@@ -471,10 +474,10 @@ class Adversarial:
         noise = self._noise.standard_normal(tuple(labels.shape), labels)
         noisy = labels + self._settings.label_noise * noise
         loss = -gan_loss(self._critic, noisy, predictions)
-        descend(loss, self._critic.parameters(), self._critic_optimizer)
+        interface.descend(loss, self._critic.parameters(), self._critic_optimizer)
         clip_weights(self._critic, self._settings.weight_limit)
 
     def _teach_generator(self, activation: Tensor, own: Features | None) -> None:
         predictions = torch.sigmoid(self._generator(activation.detach(), own))
         loss = generator_loss(self._critic, predictions)
-        descend(loss, self._generator.parameters(), self._optimizer)
+        interface.descend(loss, self._generator.parameters(), self._optimizer)

@@ -1,16 +1,17 @@
-"""The interface of a defense: a raw batch in, a defended gradient and a report out.
+"""The interface of a defense, a raw gradient in and a defended one out, and of the loss before it.
 
 It also has the facts about a run that a defense is built from.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from splitveil.active_party.defenses.class_statistics import RunningClasses, RunningMeans
 from splitveil.active_party.defenses.example_keys import NoiseKey
@@ -21,6 +22,7 @@ from splitveil.common.data.features import Features
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.privacy.charge import UNBOUNDED, Charge
 from splitveil.common.run import messages
+from splitveil.common.run.progress import State
 
 DefendedGradient = messages.DefendedGradient  # may leave the active party; only defenses create one
 
@@ -146,6 +148,54 @@ class Step:
     # After the defense.
     defended: DefendedGradient = _LATER  # is sent in place of ``gradients``, same shape
     report: DefenseReport = _LATER
+
+
+Schedule = Callable[[int], float]  # maps a step to the multiplier of the learning rate
+
+
+class TopModel(NamedTuple):
+    """A top model and the means of its optimisation."""
+
+    model: nn.Module  # maps (activation, own features or None) to logits
+    optimizer: Optimizer
+    schedule: Schedule
+
+
+class Objective(Protocol):
+    """A top model and the way it learns."""
+
+    model: nn.Module
+    """The model that makes the predictions. Maps (activation, own features or None) to logits,
+    (batch,), or (batch, classes) with several classes."""
+
+    def compute(self, step: Step, /) -> None:
+        """Fill in gradient, probabilities, loss, and what else follows from it.
+
+        The activation requires a gradient; the loss compares with ``targets``.
+        """
+        ...
+
+    def learn(self, step: Step, /) -> None:
+        """Do the rest of the step once the answer has been sent."""
+        ...
+
+    def state_dict(self) -> State:
+        """Return everything that a step changes."""
+        ...
+
+    def load_state_dict(self, state: State) -> None:
+        """Return to the step at which ``state_dict`` was taken."""
+        ...
+
+
+def descend(loss: Tensor, parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> None:
+    """Take one optimiser step on the loss; nothing else in its graph keeps a gradient."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    optimizer.zero_grad(set_to_none=True)
+    gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+    for parameter, gradient in zip(trained, gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
 
 
 class Defense(ABC):

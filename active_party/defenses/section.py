@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from splitveil.active_party.defenses import example_keys, interface
 from splitveil.active_party.defenses.charge_model import ChargeModel
 from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource, fresh_key
-from splitveil.active_party.defenses.objective import Objective, TopModel
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.adversary import Adversary
@@ -239,8 +238,12 @@ class DefenseSection(Section):
         )
 
     def objective(
-        self, _top: TopModel, _secrets: interface.NoiseSecrets, _examples: interface.Examples, /
-    ) -> Objective | None:
+        self,
+        _top: interface.TopModel,
+        _secrets: interface.NoiseSecrets,
+        _examples: interface.Examples,
+        /,
+    ) -> interface.Objective | None:
         """Return the top model's objective; None for the cross entropy of its logits."""
         return None
 

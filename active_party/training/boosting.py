@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from splitveil.active_party.defenses.objective import residuals_of
-from splitveil.active_party.training.label_kinds import ClassLabels, LabelKind
+from splitveil.active_party.training.label_kinds import ClassLabels, LabelKind, residuals_of
 from splitveil.active_party.training.predictions import LossWeights
 from splitveil.common.data.features import Features
 

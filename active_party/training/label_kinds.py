@@ -1,8 +1,13 @@
 """The kinds of labels: classes, or numbers within bounds. What follows from the kind is here.
 
 A kind says how an output of the top model is compared with a label, what it predicts, and how
-predictions are measured. Labels that are numbers are shares of their range here; figures about them
-are in the label's unit. The ordinary objective learns from the loss of a kind.
+predictions are measured. The ordinary objective learns from the loss of a kind.
+
+Labels that are numbers are shares of their range, within 0 and 1 (`common.data.label_range`);
+figures about them are in the label's unit. An output of the top model is measured from the middle
+of the range, so that a model whose output is 0 says as little as one of two classes whose logit is
+0. Training uses it as it is; a prediction is cut off at the bounds, which only brings it closer to
+the label.
 """
 
 import math
@@ -14,8 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from splitveil.active_party.defenses import objective
-from splitveil.active_party.defenses.interface import Step
+from splitveil.active_party.defenses.interface import Step, TopModel, descend
 from splitveil.active_party.training.predictions import (
     LossWeights,
     PredictionFigures,
@@ -34,6 +38,7 @@ from splitveil.common.privacy.observation import LabelClasses
 from splitveil.common.run.progress import State
 
 _LARGEST_LOGIT = 30.0
+_MIDDLE = 0.5
 
 
 class ClassLabels(NamedTuple):
@@ -105,15 +110,15 @@ class NumberLabels(NamedTuple):
 
     def loss(self, outputs: Tensor, labels: Tensor, weights: LossWeights) -> Tensor:
         """Return the mean squared error, in units of the squared range."""
-        squares = objective.residuals_of(outputs, labels).square()
+        squares = residuals_of(outputs, labels).square()
         return (squares if weights.of_rows is None else weights.of_rows * squares).mean()
 
     def predicted(self, outputs: Tensor) -> Tensor:
-        return objective.shares_of(outputs)
+        return shares_of(outputs)
 
     def measure(self, outputs: Tensor, labels: Tensor) -> PredictionFigures:
         labels, width = labels.double(), self.within.width
-        errors = objective.shares_of(outputs.double()) - labels
+        errors = shares_of(outputs.double()) - labels
         of_constant = self.mean_share - labels
         spread = float((labels - labels.mean()).square().sum())
         unexplained = float(errors.square().sum())
@@ -158,12 +163,22 @@ def _root_mean_square(values: Tensor) -> float:
     return float(torch.sqrt(values.double().square().mean()))
 
 
+def residuals_of(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return output less label, which may be a noisy one, as a share of the range, (rows,)."""
+    return outputs + (_MIDDLE - labels)
+
+
+def shares_of(outputs: Tensor) -> Tensor:
+    """Return the predictions as shares of the range, (rows,), within 0 and 1."""
+    return (outputs + _MIDDLE).clamp(0.0, 1.0)
+
+
 class OrdinaryObjective:
     """Trains the top model on the loss whose gradient is sent."""
 
     def __init__(
         self,
-        top: objective.TopModel,
+        top: TopModel,
         *,
         learns_targets: bool = True,
         class_weights: Tensor | None = None,
@@ -197,7 +212,7 @@ class OrdinaryObjective:
         step.outputs = outputs
 
     def learn(self, step: Step, /) -> None:
-        objective.descend(step.loss, self._trained, self._optimizer)
+        descend(step.loss, self._trained, self._optimizer)
         self.schedule.step()
 
     def state_dict(self) -> State:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from splitveil.active_party.defenses.objective import descend
+from splitveil.active_party.defenses.interface import descend
 from splitveil.active_party.training.boosting import columns_of, with_trees
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.active_party.training.predictions import LossWeights, PredictionFigures

@@ -9,10 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from splitveil.active_party.defenses.interface import Defended, Defense, Step
+from splitveil.active_party.defenses.interface import Defended, Defense, Objective, Step
 from splitveil.active_party.defenses.noise import AnswerKeys
 from splitveil.active_party.defenses.noisy_sums import NoisySums
-from splitveil.active_party.defenses.objective import Objective
 from splitveil.active_party.training.boosting import WithTrees
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.active_party.training.own_models import CutMemory, KnownRows

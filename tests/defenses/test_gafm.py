@@ -23,9 +23,8 @@ from splitveil.active_party.defenses import (
 from splitveil.active_party.defenses import gafm as losses
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.gafm import Adversarial
-from splitveil.active_party.defenses.interface import DefenseReport
+from splitveil.active_party.defenses.interface import DefenseReport, TopModel
 from splitveil.active_party.defenses.noise import NoiseSource
-from splitveil.active_party.defenses.objective import TopModel
 from splitveil.common.models.dense import MlpTop
 from splitveil.common.models.settings import MlpModel
 from splitveil.common.privacy.charge import Charge

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitveil.active_party.defenses.interface import Step
-from splitveil.active_party.defenses.objective import TopModel
+from splitveil.active_party.defenses.interface import Step, TopModel
 from splitveil.active_party.training.label_kinds import OrdinaryObjective
 from splitveil.active_party.training.predictions import (
     LossWeights,

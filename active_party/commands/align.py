@@ -7,7 +7,7 @@ from pathlib import Path
 from splitveil.active_party.grpc_server.server import checked_server
 from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.run.aligning import AlignmentSession
-from splitveil.active_party.run.preparation import OwnRows
+from splitveil.active_party.run.lifecycle import OwnRows
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party import aligned_table, command_line
 from splitveil.common.party.endpoint import check_free

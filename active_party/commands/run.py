@@ -18,7 +18,7 @@ from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.one_sided import checked_table
 from splitveil.active_party.planned import plan_of
-from splitveil.active_party.run.preparation import Counting
+from splitveil.active_party.run.lifecycle import Counting
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder, check_processes, learner_of_rank

@@ -7,10 +7,9 @@ the run has finished, and any other message is out of step.
 from collections.abc import Callable
 from typing import ClassVar, NoReturn
 
-from splitveil.active_party.run.lifecycle import Lifecycle
+from splitveil.active_party.run.lifecycle import Lifecycle, OwnRows
 from splitveil.active_party.run.observer import Unobserved
 from splitveil.active_party.run.parties import JointRows
-from splitveil.active_party.run.preparation import OwnRows
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import OutOfStep

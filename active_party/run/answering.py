@@ -7,23 +7,29 @@ rows are scored, and every party hears only whether the run continues.
 Nothing here ends the run, saves it or reports it: failures are raised to the session.
 """
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import hmac
+import secrets
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
+from cryptography.hazmat.primitives.poly1305 import Poly1305
+from torch import Tensor
 
 from splitveil.active_party.defenses.interface import Step
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import LeakBudget
 from splitveil.active_party.run.parties import OpenQuestion, PassivePeer, PassivePeers, Reply
-from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.active_party.training.aggregation import aggregate, parts_of
 from splitveil.active_party.training.evaluation import Evaluation, Evaluator, HeldOutPredictions
 from splitveil.active_party.training.top_trainer import TopTrainer
-from splitveil.common.errors import OutOfStep
+from splitveil.common.errors import OtherAnswer, OutOfStep
 from splitveil.common.privacy.charge import Charge
+from splitveil.common.record.answer_log import FIRST_RESUMPTION_NUMBER, AnswerLog
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import HELD_OUT, AlignedRows, Batch, batch_in_words, run_course
 from splitveil.common.run.host_copies import to_host
@@ -42,6 +48,73 @@ class TrainingSetup(NamedTuple):
     trainer: TopTrainer
     budget: LeakBudget
     """Decides whether an answer may leave."""
+
+
+MAX_RESUMPTIONS = 100
+"""Times that a run goes back over answers that it has given: a peer that measures how long this
+party takes for the same work could average over more of them."""
+
+
+class AnsweredQuestions:
+    """The questions that a run has answered, so that none is ever answered in two ways.
+
+    After a restart, a repeated step is answered only if the same bytes come again, and then with
+    the same noise: its key is derived from the questions and a secret of the run. Such an answer
+    reveals nothing new and is not charged again.
+    """
+
+    def __init__(self, secret: bytes, log: AnswerLog) -> None:
+        self.secret = secret
+        self.log = log  # fingerprints of questions and replies, and the charges
+
+    def fingerprint(self, batch_number: int, asker: int, values: Tensor) -> bytes:
+        """Return 16 bytes for a question; OutOfStep if another one about the batch was answered."""
+        key, known = batch_number * self.log.questions + asker, self.log.at(batch_number)
+        fingerprint = _tag(self.secret, key, values, b"fingerprint")
+        if known and not hmac.compare_digest(known.fingerprints[asker], fingerprint):
+            raise OutOfStep("a question that was answered before came again with other bytes")
+        return fingerprint
+
+    def answer_key(self, batch_number: int, fingerprints: Sequence[bytes]) -> bytes:
+        """Return the key of the noise of the answer to all parties' questions, 32 bytes."""
+        question = batch_number.to_bytes(8, "little") + b"".join(fingerprints)
+        return _keyed(self.secret, b"answer", question)
+
+    def admission(
+        self,
+        batch_number: int,
+        fingerprints: Sequence[bytes],
+        charge: Charge,
+        answer: Tensor,
+        where: str,
+    ) -> tuple[bool, Callable[[], None]]:
+        """Return whether this very answer was given before, and a function that logs it.
+
+        Arithmetic that is not repeatable, or another device, gives another answer to the same
+        question, possibly at the same charge. Since both carry the same noise, together they would
+        reveal their difference without any noise, so that it is refused.
+        """
+        tag = _tag(self.secret, batch_number, answer, b"reply")
+        known = self.log.at(batch_number)
+        if known is None:
+            return False, partial(self.log.record, batch_number, fingerprints, charge, tag)
+        if (known.charge, known.reply) != (charge, tag):
+            raise OtherAnswer(
+                f"{where}: the same question would get another answer than before: the arithmetic "
+                f"has changed, as with another device, torch_threads, autocast, compile or version "
+                f"of a library; restore those, or start over with --fresh at both parties"
+            )
+        return True, lambda: None
+
+    def note_resumption(self) -> None:
+        """Note that the run goes back over a batch; OutOfStep after ``MAX_RESUMPTIONS`` times."""
+        count = self.log.num_resumptions()
+        if count >= MAX_RESUMPTIONS:
+            raise OutOfStep(
+                f"the run has gone back to a checkpoint {count} times, as often as it may: start "
+                f"over with --fresh at both parties"
+            )
+        self.log.record(FIRST_RESUMPTION_NUMBER + count, [])
 
 
 @dataclass(frozen=True)
@@ -92,7 +165,7 @@ class Answering:
 
     @property
     def has_answered(self) -> bool:
-        return self.batch_number > 0 or len(self.questions) > 0
+        return self.batch_number > 0 or len(self.questions.log) > 0
 
     @property
     def is_between_steps(self) -> bool:
@@ -117,8 +190,9 @@ class Answering:
             raise OutOfStep(f"expected a batch of {due.split} now")
         self._check_batch(activation, due)
         number, asked = self.batch_number, activation.values
-        is_new = len(self.questions) == self.questions.num_resumptions
-        if due.split == "transfer" and due.step == 0 and not is_new:
+        log = self.questions.log
+        is_first = due.split == "transfer" and due.step == 0
+        if is_first and len(log) > log.num_resumptions():
             raise OutOfStep(
                 "the noisy sums were released for a transfer, and the passive party has lost its "
                 "part of it: it needs a new run, which is charged again (--fresh at both parties)"
@@ -175,7 +249,7 @@ class Answering:
             )
             self.budget.admit(batch.positions, charge, where, is_repeated=is_repeated, log=log)
             if batch.split == "sums":  # one release, even after a power failure
-                self.questions.sync()
+                self.questions.log.sync()
             replies = [Answer(q.activation.batch, p) for q, p in zip(asked, parts, strict=True)]
             self._reply(replies)
         if step is not None:
@@ -187,7 +261,9 @@ class Answering:
         asked, aggregation = self._parties.questions, self.contract.aggregation
         cut = aggregate(aggregation, [question.activation.values for question in asked])
         fingerprints = [question.fingerprint for question in asked]
-        self.questions.record(self.batch_number, fingerprints)
+        # A crash between this and the answer costs nothing: the same questions get the same answer.
+        if self.questions.log.at(self.batch_number) is None:
+            self.questions.log.record(self.batch_number, fingerprints)
         evaluation, stops = None, False
         with self.changing():
             if self.contract.is_one_shot:
@@ -214,7 +290,7 @@ class Answering:
         self.progress.advance()
         self._catch_up()
         if not self.progress.store.keeps:
-            self.questions.forget_before(self.batch_number)
+            self.questions.log.forget_before(self.batch_number)  # they can never come again
 
     def learn(self) -> None:
         """Let the top model learn from the step that was answered last."""
@@ -228,14 +304,14 @@ class Answering:
         book = self.budget.account_book()
         if book is self.budget.earlier:
             return book
-        return book.of_run(self._run_id + self.questions.replies.hex())
+        return book.of_run(self._run_id + self.questions.log.replies.hex())
 
     def state_dict(self) -> State:
         """Return all state that a step changes, except the observer's."""
         return {
             "trainer": self.trainer.state_dict(),
             "accounts": self.budget.state_dict(),
-            "records": len(self.questions),
+            "records": len(self.questions.log),
             "evaluation": self._evaluator.state_dict(),
             "is_last": self.progress.is_over,
             "left": [party.name for party in self._parties if party.has_left],
@@ -265,7 +341,8 @@ class Answering:
     def _charged_since(self, count: int) -> Iterator[tuple[Positions, Charge]]:
         course: Iterator[Batch] = iter(())
         following: int | None = None
-        for record in self.questions.since(count):
+        records = self.questions.log.since(count)
+        for record in (one for one in records if one.number < FIRST_RESUMPTION_NUMBER):
             if record.number != following:  # rare: numbers ascend until the run goes back
                 course = run_course(self.contract, self.rows, record.number)
             batch, following = next(course), record.number + 1
@@ -273,5 +350,23 @@ class Answering:
                 yield batch.positions, record.charge
 
     def _catch_up(self) -> None:
-        if not self.questions.is_answered(self.batch_number):
+        if self.questions.log.at(self.batch_number) is None:
             self.budget.catch_up()
+
+
+def run_secret(noise_seed: int | None) -> bytes:
+    """Return the secret that keys a run's answers and fingerprints, 32 bytes."""
+    if noise_seed is None:
+        return secrets.token_bytes(32)
+    return hashlib.sha256(b"splitveil test secret %d" % noise_seed).digest()
+
+
+def _keyed(secret: bytes, purpose: bytes, message: bytes) -> bytes:
+    return hashlib.blake2b(message, digest_size=32, key=secret, person=purpose).digest()
+
+
+def _tag(secret: bytes, number: int, values: Tensor, purpose: bytes) -> bytes:
+    key = _keyed(secret, purpose, number.to_bytes(8, "little"))
+    return Poly1305.generate_tag(
+        key, values.contiguous().view(torch.uint8).numpy().reshape(-1).data
+    )

@@ -5,26 +5,69 @@ informed. The modules below return or raise.
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from splitveil.active_party.run.answering import Answering, TrainingSetup, Unaligned
+import torch
+
+from splitveil.active_party.ledger.account_book import AccountBook
+from splitveil.active_party.ledger.budget import LeakBudget, Limit
+from splitveil.active_party.run.answering import (
+    AnsweredQuestions,
+    Answering,
+    TrainingSetup,
+    Unaligned,
+    run_secret,
+)
 from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.parties import JointRows, PartyStage, PassivePeers, Reply
-from splitveil.active_party.run.preparation import (
-    Preparation,
-    check_noise_key,
-    identity_in,
-    state_of,
-)
-from splitveil.active_party.run.questions import AnsweredQuestions, run_secret
 from splitveil.active_party.run.stages import RunStages, Stage
+from splitveil.active_party.training.evaluation import EarlyStop, Evaluator
+from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common import errors
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.answer_log import AnswerLog
 from splitveil.common.run import progress
-from splitveil.common.run.course import Batch
+from splitveil.common.run.contract import Contract
+from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.phases import Phase
-from splitveil.common.run.sample_order import joint_seed
+from splitveil.common.run.sample_order import NONCE_BYTES, Positions, Splits, joint_seed
+
+TrainerFactory = Callable[[AlignedRows], TopTrainer]
+
+Counting = Callable[[AccountBook], AbstractContextManager[AccountBook]]
+"""Counts earlier runs again, given those counted before; no other run begins in this context."""
+
+
+class OwnRows(NamedTuple):
+    ids: Sequence[str]
+    """Canonical id of each row."""
+
+    splits: Splits | None = None
+
+
+@dataclass(frozen=True)
+class OwnRules:
+    """The label owner's own decisions about a run."""
+
+    early_stop: EarlyStop | None = None
+    """Decides after each epoch whether training continues; None never stops early."""
+
+    earlier: AccountBook = field(default_factory=AccountBook.empty)
+    """The accounts of earlier runs."""
+
+    limit: Limit | None = None
+    """What no example may exceed over the whole run; None for no limit."""
+
+    peers: Adversary = Adversary.ANYBODY
+    """The strongest adversary class that a charge may describe in this run."""
+
+    noise_seed: int | None = None
+    """For tests only: makes fresh noise predictable."""
+
+    counting: Counting = nullcontext
 
 
 class ActiveStore(progress.CheckpointStore, Protocol):
@@ -59,19 +102,22 @@ class Lifecycle:
 
     def __init__(
         self,
-        preparation: Preparation,
+        contract: Contract,
+        own: OwnRows,
+        rules: OwnRules,
+        build_trainer: TrainerFactory,
         observer: SessionObserver,
         store: ActiveStore,
         run: OpenRun,
     ) -> None:
-        contract, rules = preparation.contract, preparation.rules
+        self.build_trainer = build_trainer
         self.observer = observer
         self.run = run
         self.error: errors.SplitveilError | None = None
         self.parties = PassivePeers(contract)
         self.stages = RunStages(self.parties)
         self.phase: Unaligned | Answering = Unaligned(rules.earlier)
-        self._preparation = preparation
+        self._contract, self._own, self._rules = contract, own, rules
         self._store = store
 
     @property
@@ -120,14 +166,24 @@ class Lifecycle:
     def begin(self, common: JointRows) -> None:
         """Store the run, and prepare to train on the rows that all parties have in common."""
         seed, run = joint_seed(self.run.nonce, *common.nonces), self.run
-        secret = run_secret(self._preparation.rules.noise_seed)
+        secret = run_secret(self._rules.noise_seed)
         # What other runs have charged while this one waited for its peer counts as well. From the
         # stored state on, another run that begins finds this one.
-        with self._preparation.counting():
-            setup = self._preparation.prepare(common.file_rows, seed, self._store)
-            rows, data = setup.rows.file_rows, setup.trainer.data_digest
-            identity = progress.RunIdentity(run.run_id, run.nonce, common.nonces, rows, data)
-            self._store.save_run(state_of(identity, secret, setup))
+        with self._rules.counting(self._rules.earlier) as earlier:
+            self._rules = replace(self._rules, earlier=earlier)
+            setup = self._prepare(common.file_rows, seed)
+            self._store.save_run(
+                {
+                    "run_id": run.run_id,
+                    "nonce": run.nonce,
+                    "peer_nonce": b"".join(common.nonces),
+                    "secret": secret,
+                    "file_rows": torch.from_numpy(setup.rows.file_rows),
+                    "data": setup.trainer.data_digest,
+                    "noise_key": setup.trainer.noise_key,
+                    "earlier": setup.budget.earlier.state_dict(),
+                }
+            )
         self._announce(setup, seed)
         self._answer_with(setup, AnsweredQuestions(secret, self._store.new_answers()))
         self.save()
@@ -144,14 +200,34 @@ class Lifecycle:
         if not checkpoints:
             self._store.refuse_if_answered()
             return False
-        identity = identity_in(stored)
+        nonces, length = stored["peer_nonce"], NONCE_BYTES
+        identity = progress.RunIdentity(
+            stored["run_id"],
+            stored["nonce"],
+            tuple(nonces[at : at + length] for at in range(0, len(nonces), length)),
+            stored["file_rows"].numpy(),
+            stored["data"],
+        )
         self.run = OpenRun(identity.run_id, identity.active_nonce)
         self.parties.recall(identity.passive_nonces)
-        identity.check_rows(len(self._preparation.own.ids))
-        self._preparation.begin_with(stored)
-        setup = self._preparation.prepare(identity.file_rows, identity.seed, self._store)
+        identity.check_rows(len(self._own.ids))
+        with progress.refusing_other_versions():
+            earlier = AccountBook.from_state(stored["earlier"])
+        if not self._rules.earlier.runs <= earlier.runs:
+            raise errors.SettingsError(
+                "other runs have charged answers about the same labels since this one began, and "
+                "its accounts and budget would not count them: expected earlier_ledgers as they "
+                "were; --fresh at both parties starts over and counts all"
+            )
+        self._rules = replace(self._rules, earlier=earlier)
+        setup = self._prepare(identity.file_rows, identity.seed)
         self._announce(setup, identity.seed)
-        check_noise_key(stored, setup.trainer.noise_key)
+        if stored["noise_key"] != setup.trainer.noise_key:
+            raise errors.SettingsError(
+                "noise_key_path: this is not the noise key with which the run began; restore that "
+                "one, or start over with --fresh at both parties: what a new key draws is charged "
+                "on top"
+            )
         identity.check_data(setup.trainer.data_digest)
         questions = AnsweredQuestions(stored["secret"], self._store.answers())
         answering = self._answer_with(setup, questions)
@@ -165,13 +241,31 @@ class Lifecycle:
             self._restore(checkpoints[-1], state)
         return True
 
+    def _prepare(self, file_rows: Positions, seed: bytes) -> TrainingSetup:
+        """Put the common rows in order, and build the trainer and the accounts for them."""
+        contract, rules, (ids, splits) = self._contract, self._rules, self._own
+        rows = AlignedRows.derive(contract, seed, ids, file_rows, splits)
+        course = progress.Progress(contract, rows, self._store)
+        trainer = self.build_trainer(rows)
+        budget = LeakBudget(
+            ids,
+            rows,
+            trainer.persons,
+            rules.earlier,
+            rules.limit,
+            rules.peers,
+            reveals_validation=rules.early_stop is not None,
+        )
+        return TrainingSetup(contract, rows, course, trainer, budget)
+
     def _announce(self, setup: TrainingSetup, seed: bytes) -> None:
         self.observer.on_aligned(setup.rows, seed)
         if len(setup.budget.earlier):
             self.observer.on_earlier_answers(setup.budget.num_charged(), setup.budget.bounds())
 
     def _answer_with(self, setup: TrainingSetup, questions: AnsweredQuestions) -> Answering:
-        self.phase = self._preparation.answering(self.run.run_id, self.parties, setup, questions)
+        evaluator = Evaluator(self._rules.early_stop, setup.trainer.kind)
+        self.phase = Answering(self.run.run_id, self.parties, setup, questions, evaluator)
         return self.phase
 
     # ---- checkpoints ----
@@ -179,7 +273,8 @@ class Lifecycle:
     def resume_at(self, batch_number: int) -> None:
         """Resume from a checkpoint with every party."""
         questions = self.answering.questions
-        if questions.is_answered(batch_number) or batch_number < self.answering.batch_number:
+        is_answered = questions.log.at(batch_number) is not None
+        if is_answered or batch_number < self.answering.batch_number:
             questions.note_resumption()
         self.run = self.run._replace(resumed_at=batch_number)
         self._restore(batch_number, self._store.load(batch_number))

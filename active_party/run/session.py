@@ -20,9 +20,15 @@ from typing import ClassVar
 
 from splitveil.active_party.run import parties
 from splitveil.active_party.run.handshake import Handshakes
-from splitveil.active_party.run.lifecycle import ActiveStore, Lifecycle, OpenRun
+from splitveil.active_party.run.lifecycle import (
+    ActiveStore,
+    Lifecycle,
+    OpenRun,
+    OwnRows,
+    OwnRules,
+    TrainerFactory,
+)
 from splitveil.active_party.run.observer import SessionObserver
-from splitveil.active_party.run.preparation import OwnRows, OwnRules, Preparation, TrainerFactory
 from splitveil.active_party.run.stages import Listening, Stage
 from splitveil.common import errors
 from splitveil.common.alignment.share import Share
@@ -64,10 +70,11 @@ class ActiveSession:
     ) -> None:
         self.contract = contract
         self.ids, self.file_splits = own
-        self.preparation = Preparation(contract, own, rules or OwnRules(), build_trainer)
         store = store or NoStore(len(contract.passive_parties))
         run = OpenRun.new(draw_nonce())
-        self.lifecycle = self.lifecycle_type(self.preparation, observer, store, run)
+        self.lifecycle = self.lifecycle_type(
+            contract, own, rules or OwnRules(), build_trainer, observer, store, run
+        )
         self.parties = self.lifecycle.parties
         self._stages = self.lifecycle.stages
         self._handshakes = Handshakes(contract, self.lifecycle, draw_nonce)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from splitveil.active_party.run.aligning import AlignmentSession
-from splitveil.active_party.run.preparation import OwnRows
+from splitveil.active_party.run.lifecycle import OwnRows
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.alignment.channel import AlignChannel
 from splitveil.common.alignment.ecdh import EcdhEngine

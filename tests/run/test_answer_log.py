@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from splitveil.active_party.run.questions import AnsweredQuestions
+from splitveil.active_party.run.answering import AnsweredQuestions
 from splitveil.common.errors import OtherAnswer, OutOfStep, StorageError
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.charge import NO_CHARGE, Charge

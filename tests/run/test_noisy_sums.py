@@ -402,7 +402,7 @@ def test_returns_to_before_a_transfer_are_counted(tmp_path: Path) -> None:
     with pytest.raises(Lost):
         run_in_process(parties, dying(2, after=True))
     go_back(parties.session)
-    log = parties.session.lifecycle.answering.questions._log
+    log = parties.session.lifecycle.answering.questions.log
     assert log.num_resumptions() == 1
     again = with_sums(tmp_path, tmp_path / "kept")
     again.session.reopen()

@@ -197,7 +197,7 @@ class Steps(Silent):
 def test_a_run_goes_back_over_its_answers_only_so_often(
     example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("splitveil.active_party.run.questions.MAX_RESUMPTIONS", 3)
+    monkeypatch.setattr("splitveil.active_party.run.answering.MAX_RESUMPTIONS", 3)
     parties = answered(example, tmp_path)
     for restarts in (False, False, True, False):
         for state in states(tmp_path)[1:]:
@@ -207,7 +207,7 @@ def test_a_run_goes_back_over_its_answers_only_so_often(
             again.session.reopen()
             parties = again
         again.session, Steps.left = parties.session, 1
-        is_last = again.session.lifecycle.answering.questions._log.num_resumptions() == 3
+        is_last = again.session.lifecycle.answering.questions.log.num_resumptions() == 3
         with pytest.raises(ProtocolError if is_last else Lost):
             run_in_process(again, Steps)
     assert is_last

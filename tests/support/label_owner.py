@@ -331,8 +331,8 @@ def steal(
     """Run both parties in this process, the label owner with an attack."""
     run = build(settings)
     (passive,) = run.passive.values()
-    preparation = run.active.session.preparation
-    make = preparation.build_trainer
+    lifecycle = run.active.session.lifecycle
+    make = lifecycle.build_trainer
 
     def known_columns() -> tuple[Columns, Tensor]:
         data, rows = PartyData.of(passive.settings), passive.seen.rows
@@ -363,7 +363,7 @@ def steal(
     def attacking(rows: AlignedRows) -> TopTrainer:
         return AttackingTrainer(make(rows), begin)
 
-    preparation.build_trainer = attacking
+    lifecycle.build_trainer = attacking
     run.meet()
     bottom, top = passive.run.trainer, run.active.session.lifecycle.phase.trainer
     assert bottom is not None

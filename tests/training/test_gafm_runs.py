@@ -97,14 +97,14 @@ def test_what_leaves_depends_on_noisy_labels_alone_where_it_is_composed_with_the
     first = parties_with(example, f", composed_with: {FLIPS}", quick)
     run_in_process(first)
     second = parties_with(example, f", composed_with: {FLIPS}", quick)
-    build = second.session.preparation.build_trainer
+    build = second.session.lifecycle.build_trainer
 
     def with_other_labels(rows: AlignedRows) -> TopTrainer:
         trainer = build(rows)
         trainer._labels = 1 - trainer._labels
         return trainer
 
-    second.session.preparation.build_trainer = with_other_labels
+    second.session.lifecycle.build_trainer = with_other_labels
     run_in_process(second)
     assert len(first.active.sent) > 10
     assert all(

@@ -24,12 +24,15 @@ from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.bounds import Accounts, auc_bound, estimate_of
 from splitveil.active_party.ledger.budget import num_answers_within
 from splitveil.active_party.ledger.label_signals import widest_adversary
+from splitveil.active_party.named_inputs import Persons
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.adversary import Adversary, narrowest
 from splitveil.common.record.run_folder import finite_or_null
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
+
+_FEW_ROWS = 200  # noise at a bound of .60 then hides a correlation of .3 with the label
 
 
 class PlannedRows(NamedTuple):
@@ -167,8 +170,12 @@ def plan_of(
         contract.batch_size,
         contract.epochs,
     )
-    context = settings.defense_context(pos_fraction)
+    persons = Persons.of(settings, data)
+    most_rows = 1 if persons is None else persons.most_rows
+    context = settings.defense_context(pos_fraction, most_rows)
     book = settings.earlier_answers() if earlier is None else earlier
+    if persons is not None:
+        book = book.by_person(data.ids, persons.names)
     signals = signals_of(settings, book)
     forecast, widest = settings.defense.forecast(context), widest_adversary(signals)
     narrowed = {noise: charge.narrowed(widest) for noise, charge in forecast.charges.items()}
@@ -177,6 +184,8 @@ def plan_of(
     of_run = tuple(_answers(forecast, 1 if contract.is_one_shot else contract.epochs))
     together = _with_earlier(book, next(one for one in of_run[1::2] if one.is_configured).charge)
     brief = tuple(filter(None, _brief(settings, forecast, book, together)))
+    if persons is not None:
+        brief = (_of_persons(settings, persons, training_rows), *brief)
     said.append(forecast.honesty)
     is_known = forecast.charge.certainty == "unknown" or math.isfinite(forecast.charge.high)
     if is_known and not contract.is_one_shot:
@@ -219,6 +228,19 @@ def _shares(labels: Tensor, data: PartyData) -> str:
     counts = torch.bincount(labels.long(), minlength=len(names)).tolist()
     shares = (f"{name!r} {n / len(labels):.1%}" for name, n in zip(names, counts, strict=True))
     return f"{len(names)} classes: {', '.join(shares)}"
+
+
+def _of_persons(settings: ActiveSettings, persons: Persons, training_rows: int) -> str:
+    most, sums = persons.most_rows, settings.contract.releases_sums
+    # Both signal-to-noise ratios: sqrt(n) / (k sqrt(g)) of noisy labels, n / (k g) of sums.
+    worth = training_rows // most
+    return (
+        f"Bounds are for each person, and not only for each row: {persons.in_words}. The noise is "
+        f"{most if sums else math.sqrt(most):.3g} times that of a bound for each row, which leaves "
+        f"what {worth} rows would"
+        + ": too few for a useful score" * (worth < _FEW_ROWS)
+        + " (defense.subject_column)."
+    )
 
 
 def _with_earlier(book: AccountBook, charge: ChargeForecast) -> str:

@@ -11,13 +11,12 @@ from splitveil.active_party.assembly import allowance_of
 from splitveil.active_party.defenses.example_keys import used_labels_file
 from splitveil.active_party.earlier_runs import answers_before
 from splitveil.active_party.grpc_server.probe_server import probe_checks
-from splitveil.active_party.named_inputs import subjects_of
+from splitveil.active_party.named_inputs import Persons
 from splitveil.active_party.planned import plan_of
 from splitveil.active_party.predict.predictor import open_clients
 from splitveil.active_party.predict.table_client import TableClient
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.alignment.buckets import padded_size
-from splitveil.common.data.ids import numbered_subjects
 from splitveil.common.data.kinds import open_source
 from splitveil.common.data.label_columns import count_others
 from splitveil.common.errors import SettingsError
@@ -105,13 +104,11 @@ def _data_and_model(settings: ActiveSettings, data: PartyData) -> str:
     but = "" if contract.drop_last else lone_row_in_words(build, device)
     if earlier is not None:
         earlier.put_into(model)
-    subjects = subjects_of(settings, data)
-    persons = (
-        "" if subjects is None else f" of {len(np.unique(numbered_subjects(subjects)))} persons"
-    )
+    persons = Persons.of(settings, data)
+    people = "" if persons is None else f" of {persons.in_words}"
     others = count_others(settings.data, open_source(settings.data.source, settings.base_dir))
     fits = f"the top model fits them{but}{others}"
-    return f"data: {data.summary(contract)}{persons}; {fits}; {data.table.id_report.in_words()}"
+    return f"data: {data.summary(contract)}{people}; {fits}; {data.table.id_report.in_words()}"
 
 
 def check_files_and_address(settings: ActiveSettings) -> None:

@@ -87,6 +87,14 @@ class LeakLedger:
             larger.at(shared, group_of, figure)
             figure[:] = shared[group_of]
 
+    def of_groups(self, positions: Positions, group_of: Positions, count: int) -> "LeakLedger":
+        """Return a ledger of groups of examples, without ``earlier``; see `Accounts.of_groups`."""
+        found = LeakLedger(count)
+        found.settled = self.settled.at(positions).of_groups(group_of, count)
+        found.current = self.current.at(positions).of_groups(group_of, count)
+        found.noise_identity = self.noise_identity
+        return found
+
     def add(self, positions: Positions, other: "LeakLedger", other_positions: Positions) -> None:
         """Add the charges of another ledger for some of its examples, without its ``earlier``.
 

@@ -76,10 +76,6 @@ class Persons(NamedTuple):
     number: int
     most_rows: int  # largest number of one person's rows that may be trained on
 
-    @property
-    def in_words(self) -> str:
-        return f"{self.number} persons, each with at most {self.most_rows} training rows"
-
     @classmethod
     def of(cls, settings: ActiveSettings, data: PartyData) -> "Persons | None":
         """Read the persons; None if the defense does not bound rows of one person together."""

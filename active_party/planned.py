@@ -115,6 +115,7 @@ class Plan(NamedTuple):
     target: Target | None = None
     earlier: str = ""
     """The leakage of earlier runs, by themselves and with this run; empty if none."""
+    persons: str = ""  # what a bound for each person costs; empty if it is for each row
 
     @property
     def of_run(self) -> PlannedAnswers:
@@ -127,7 +128,8 @@ class Plan(NamedTuple):
         groups = groupby(Adversary, key=bounds.__getitem__)
         each = [f"{bound} for {next(peers).in_words}" for bound, peers in groups]
         shown = "none" if set(bounds.values()) == {"none"} else ", ".join(each)
-        return f"bound on the leak AUC of the whole run: {shown}"
+        whose = ", for each person" * bool(self.persons)
+        return f"bound on the leak AUC of the whole run: {shown}{whose}"
 
     def to_json(self) -> dict[str, Any]:
         target = self.target
@@ -183,9 +185,8 @@ def plan_of(
     said = [signal.why for signal in signals]
     of_run = tuple(_answers(forecast, 1 if contract.is_one_shot else contract.epochs))
     together = _with_earlier(book, next(one for one in of_run[1::2] if one.is_configured).charge)
-    brief = tuple(filter(None, _brief(settings, forecast, book, together)))
-    if persons is not None:
-        brief = (_of_persons(settings, persons, training_rows), *brief)
+    whose = "" if persons is None else _of_persons(settings, persons, training_rows)
+    brief = tuple(filter(None, (whose, *_brief(settings, forecast, book, together))))
     said.append(forecast.honesty)
     is_known = forecast.charge.certainty == "unknown" or math.isfinite(forecast.charge.high)
     if is_known and not contract.is_one_shot:
@@ -202,6 +203,7 @@ def plan_of(
         if target_leak_auc is None or data.settings.label_range is not None
         else _target(target_leak_auc, contract.epochs, context),
         together,
+        whose,
     )
 
 
@@ -231,15 +233,14 @@ def _shares(labels: Tensor, data: PartyData) -> str:
 
 
 def _of_persons(settings: ActiveSettings, persons: Persons, training_rows: int) -> str:
-    most, sums = persons.most_rows, settings.contract.releases_sums
-    # Both signal-to-noise ratios: sqrt(n) / (k sqrt(g)) of noisy labels, n / (k g) of sums.
+    most = persons.most_rows
+    times = most if settings.contract.releases_sums else math.sqrt(most)
+    # Signal to noise is sqrt(n) / (k sqrt(g)) of noisy labels, and n / (k g) of sums.
     worth = training_rows // most
     return (
-        f"Bounds are for each person, and not only for each row: {persons.in_words}. The noise is "
-        f"{most if sums else math.sqrt(most):.3g} times that of a bound for each row, which leaves "
-        f"what {worth} rows would"
-        + ": too few for a useful score" * (worth < _FEW_ROWS)
-        + " (defense.subject_column)."
+        f"defense.subject_column: bounds are for each of {persons.number} persons, who have at "
+        f"most {most} training rows each: noise is {times:.3g} times as large as for a bound of "
+        f"each row, as if there were {worth} rows{', too few for a score' * (worth < _FEW_ROWS)}."
     )
 
 

@@ -11,7 +11,6 @@ from splitveil.active_party.assembly import allowance_of
 from splitveil.active_party.defenses.example_keys import used_labels_file
 from splitveil.active_party.earlier_runs import answers_before
 from splitveil.active_party.grpc_server.probe_server import probe_checks
-from splitveil.active_party.named_inputs import Persons
 from splitveil.active_party.planned import plan_of
 from splitveil.active_party.predict.predictor import open_clients
 from splitveil.active_party.predict.table_client import TableClient
@@ -84,6 +83,8 @@ def _data_and_bounds(settings: ActiveSettings) -> Iterator[Check]:
     planned = plan_of(settings, data, earlier=answers_before(settings))
     yield lambda: f"labels: {planned.data.shares}"
     yield planned.bounds_in_short
+    if planned.persons:
+        yield lambda: planned.persons
 
 
 def _data_and_model(settings: ActiveSettings, data: PartyData) -> str:
@@ -104,11 +105,9 @@ def _data_and_model(settings: ActiveSettings, data: PartyData) -> str:
     but = "" if contract.drop_last else lone_row_in_words(build, device)
     if earlier is not None:
         earlier.put_into(model)
-    persons = Persons.of(settings, data)
-    people = "" if persons is None else f" of {persons.in_words}"
     others = count_others(settings.data, open_source(settings.data.source, settings.base_dir))
     fits = f"the top model fits them{but}{others}"
-    return f"data: {data.summary(contract)}{people}; {fits}; {data.table.id_report.in_words()}"
+    return f"data: {data.summary(contract)}; {fits}; {data.table.id_report.in_words()}"
 
 
 def check_files_and_address(settings: ActiveSettings) -> None:

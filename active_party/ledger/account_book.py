@@ -183,12 +183,12 @@ class AccountBook:
         whose = of_group[group_of]
         before = self.persons(len(names))[at]
         every = np.arange(len(first))
-        groups, accounts = np.unique(
-            [np.concatenate([group_of, group_of, every]), np.concatenate([at, before, of_group])],
-            axis=1,
-        )
+        groups = np.concatenate([group_of, group_of, every])
+        accounts = np.concatenate([at, before, of_group])
         is_known = (accounts >= 0) & (accounts < len(self))
-        grouped = self.ledger.of_groups(accounts[is_known], groups[is_known], len(first))
+        each_once = np.unique(groups[is_known] * len(self) + accounts[is_known])
+        groups, accounts = np.divmod(each_once, len(self))
+        grouped = self.ledger.of_groups(accounts, groups, len(first))
         ledger, is_kept = LeakLedger(len(names)), np.ones(len(names), dtype=np.bool_)
         is_kept[at] = is_kept[of_group] = False
         kept = np.flatnonzero(is_kept[: len(self)])

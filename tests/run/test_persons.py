@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from splitveil.active_party.commands.check import _data_and_model
+from splitveil.active_party.commands.check import _data_and_bounds
 from splitveil.active_party.defenses import Examples, NoiseSecrets, NoisyLabelDefense
 from splitveil.active_party.defenses.dp_bounds import leak_auc_of_mu
 from splitveil.active_party.defenses.interface import DefenseContext
@@ -198,13 +198,14 @@ def test_plan_and_check_say_how_many_rows_a_person_has_and_what_noise_follows(
     settings = persons_run(example).active_settings
     data = PartyData.of(settings)
     planned = plan_of(settings, data)
-    assert planned.bounds_in_short().endswith(": 0.639 for anybody")
-    (said,) = [one for one in planned.brief if "subject_column" in one]
-    assert "51 persons, each with at most 3 training rows" in said
-    assert "1.73 times that of a bound for each row, which leaves what 30 rows would: too" in said
-    assert " of 51 persons, each with at most 3 training rows; " in _data_and_model(settings, data)
+    assert planned.bounds_in_short().endswith(": 0.639 for anybody, for each person")
+    assert planned.persons in planned.brief
+    assert "for each of 51 persons, who have at most 3 training rows each" in planned.persons
+    assert "1.73 times as large" in planned.persons
+    assert planned.persons.endswith("as if there were 30 rows, too few for a score.")
+    assert planned.persons in [one() for one in _data_and_bounds(settings)]
     settings = persons_run(example, sums=True).active_settings
-    assert any("noise is 3 times" in one for one in plan_of(settings, data).brief)
+    assert "noise is 3 times as large" in plan_of(settings, data).persons
 
 
 def test_the_report_says_that_the_bound_is_for_each_person(example: Path) -> None:

@@ -240,7 +240,8 @@ def _of_persons(settings: ActiveSettings, persons: Persons, training_rows: int) 
     return (
         f"defense.subject_column: bounds are for each of {persons.number} persons, who have at "
         f"most {most} training rows each: noise is {times:.3g} times as large as for a bound of "
-        f"each row, as if there were {worth} rows{', too few for a score' * (worth < _FEW_ROWS)}."
+        f"each row, and leaves the signal-to-noise ratio of {worth} rows"
+        f"{', too few for a score' * (worth < _FEW_ROWS)}."
     )
 
 

@@ -202,7 +202,7 @@ def test_plan_and_check_say_how_many_rows_a_person_has_and_what_noise_follows(
     assert planned.persons in planned.brief
     assert "for each of 51 persons, who have at most 3 training rows each" in planned.persons
     assert "1.73 times as large" in planned.persons
-    assert planned.persons.endswith("as if there were 30 rows, too few for a score.")
+    assert planned.persons.endswith("signal-to-noise ratio of 30 rows, too few for a score.")
     assert planned.persons in [one() for one in _data_and_bounds(settings)]
     settings = persons_run(example, sums=True).active_settings
     assert "noise is 3 times as large" in plan_of(settings, data).persons

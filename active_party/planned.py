@@ -172,12 +172,12 @@ def plan_of(
         contract.batch_size,
         contract.epochs,
     )
-    persons = Persons.of(settings, data)
-    most_rows = 1 if persons is None else persons.most_rows
-    context = settings.defense_context(pos_fraction, most_rows)
+    persons, most_rows, whose = Persons.of(settings, data), 1, ""
     book = settings.earlier_answers() if earlier is None else earlier
     if persons is not None:
-        book = book.by_person(data.ids, persons.names)
+        book, most_rows = book.by_person(data.ids, persons.names), persons.most_rows
+        whose = _of_persons(settings, persons, training_rows)
+    context = settings.defense_context(pos_fraction, most_rows)
     signals = signals_of(settings, book)
     forecast, widest = settings.defense.forecast(context), widest_adversary(signals)
     narrowed = {noise: charge.narrowed(widest) for noise, charge in forecast.charges.items()}
@@ -185,7 +185,6 @@ def plan_of(
     said = [signal.why for signal in signals]
     of_run = tuple(_answers(forecast, 1 if contract.is_one_shot else contract.epochs))
     together = _with_earlier(book, next(one for one in of_run[1::2] if one.is_configured).charge)
-    whose = "" if persons is None else _of_persons(settings, persons, training_rows)
     brief = tuple(filter(None, (whose, *_brief(settings, forecast, book, together))))
     said.append(forecast.honesty)
     is_known = forecast.charge.certainty == "unknown" or math.isfinite(forecast.charge.high)

@@ -288,10 +288,7 @@ class ActiveSettings(PartySettings):
     only."""
 
     def defense_context(self, pos_fraction: float = 0.5, rows_of_person: int = 1) -> DefenseContext:
-        """Return the facts that the defense depends on.
-
-        Forecasts need the share of positives, and noise the largest number of a person's rows.
-        """
+        """Return the facts that the defense depends on; forecasts need the share of positives."""
         data, within = self.data, self.data.label_range
         bounds = None if within is None else (within.low, within.high)
         return DefenseContext(

@@ -68,8 +68,7 @@ class TrainerBuilder:
         most_rows = 1 if self._persons is None else self._persons.most_rows
         self._context = settings.defense_context(rows_of_person=most_rows)
         settings.defense.require_usable(self._context)
-        path = settings.noise_key_file()
-        self._noise_key = settings.defense.open_noise_key(self._context, path)
+        self._noise_key = settings.defense.open_noise_key(self._context, settings.noise_key_file())
 
     @property
     def is_label_free(self) -> bool:

@@ -19,7 +19,7 @@ then bound any two values of a label, which differ by 1 at most, as they bound 0
 
 All labels of a person with g rows together move g values of independent noise by D each, D = 1 or
 sqrt 2 for one-hot labels, and so their vector by sqrt(g) D: Gaussian noise of k sqrt(g) D on each
-is mu = 1/k for the person (`for_person`). Laplace noise would need the scale g/e, since e adds up
+is mu = 1/k for the person. Laplace noise would need the scale g/e, since e adds up
 over rows: it is refused in one-shot runs, and these alone bound persons.
 
 Labels and noise are rounded to multiples of 2^-10. Since y is such a multiple itself, the rounded
@@ -162,12 +162,6 @@ def at_leak_auc(mechanism: LabelMechanism, leak_auc: float, num_classes: int = 2
     elif isinstance(mechanism, RandomizedResponse):
         bound = partial(dp_bounds.response_auc, num_classes=num_classes)
     return mechanism.model_copy(update={"epsilon": dp_bounds.strength_for_auc(bound, leak_auc)})
-
-
-def for_person(mechanism: GaussianLabels, rows: int) -> GaussianLabels:
-    """Return the mechanism of each of a person's rows, so that all reveal what one row would."""
-    ratio = mechanism.noise_ratio * math.sqrt(rows)
-    return mechanism.model_copy(update={"noise_ratio": ratio})
 
 
 def strength_name(mechanism: LabelMechanism) -> str:

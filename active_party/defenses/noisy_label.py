@@ -40,7 +40,6 @@ from splitveil.active_party.defenses.label_mechanisms import (
     at_leak_auc,
     draw_noisy_labels,
     evidence,
-    for_person,
     label_leak,
     strength_name,
 )
@@ -130,9 +129,10 @@ class NoisyLabelDefense(SeededDefense):
         return NoisyLabel(self, key, num_classes, noisy, "" if examples is None else examples.whose)
 
     def _drawn(self, context: interface.DefenseContext) -> LabelMechanism:
-        if isinstance(self.mechanism, GaussianLabels):
-            return for_person(self.mechanism, context.rows_of_person)
-        return self.mechanism  # never of persons: see one_shot_refusal
+        if not isinstance(self.mechanism, GaussianLabels):
+            return self.mechanism  # never of persons: see one_shot_refusal
+        ratio = self.mechanism.noise_ratio * math.sqrt(context.rows_of_person)
+        return self.mechanism.model_copy(update={"noise_ratio": ratio})
 
     def noise_key_strength(self, context: interface.DefenseContext, /) -> str | None:
         if context.releases_sums:

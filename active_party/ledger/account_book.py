@@ -213,8 +213,7 @@ class AccountBook:
     ) -> "AccountBook":
         """Return the book of a run that began with this one.
 
-        The ledger comes from ``opening_ledger``, with all charges since; of a run that has persons,
-        this is `by_person`.
+        The ledger comes from ``opening_ledger``, with all charges since; with persons, `by_person`.
         """
         own = names_of(ids)
         persons = own if persons is None else persons
@@ -229,8 +228,10 @@ class AccountBook:
         is_carried, person_of = np.ones(len(names), dtype=np.bool_), self.person_of
         if len(named):
             whole = ledger.whole(named)
-            whole.share(groups)
-            closed.add(at_person, whole, first)
+            # The release is charged to each of a person's rows in training, and to no other.
+            order = np.argsort(-whole.accounts(np.arange(len(named))).sum_kl, kind="stable")
+            _, most = np.unique(groups[order], return_index=True)
+            closed.add(at_person, whole, order[most])
             is_carried[at[named]] = is_carried[at_person] = False
         carried = np.flatnonzero(is_carried[: len(self)])
         closed.add(carried, self.ledger, carried)

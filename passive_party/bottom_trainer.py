@@ -65,7 +65,7 @@ def stashing_weights(model: nn.Module) -> Iterator[None]:
     if model._compiled_call_impl is not None:  # noqa: SLF001
         # They differ from tensor to tensor, so that the compiler would compile them again and
         # again, for seconds each time.
-        save, used = torch.compiler.disable(save), torch.compiler.disable(used)
+        save, used = map(torch.compiler.disable, (save, used))
     with saved_tensors_hooks(save, used):
         yield
 

@@ -331,7 +331,6 @@ class ActiveSettings(PartySettings):
         split = self.contract.split
         if self.early_stopping is not None and split.kind == "hash" and split.validation == 0:
             raise ValueError("early_stopping needs contract.split.validation > 0")
-        self._check_run_budget()
         for name in ("earlier_ledgers", "noise_key_path"):
             if getattr(self, name) and self.data.id_column is None:
                 raise ValueError(
@@ -347,6 +346,7 @@ class ActiveSettings(PartySettings):
         if refusal is not None:
             raise ValueError(f"defense: {refusal}")
         self._check_label_kind()
+        self._check_run_budget()
         return self
 
     def _check_one_shot(self) -> None:
@@ -392,10 +392,10 @@ class ActiveSettings(PartySettings):
         if self.run_budget is None:
             return
         context, peers = self.defense_context(), self.run_budget.peers
-        unbounded = self.defense.budget_refusal(context)
+        unbounded = self.defense.charge_model(context).refusal
         if unbounded is not None:
             raise ValueError(f"run_budget: {unbounded}, or run_budget to null")
-        described, why = self.defense.traits.coverage
+        described, why = self.defense.traits.adversary, self.defense.traits.covers
         if self.contract.is_one_shot:  # where it releases nothing, there is nothing to bound
             described = Adversary.ANYBODY
         if not described.includes(peers):

@@ -40,7 +40,7 @@ class ServingTls(Section):
 
 
 class ServingSettings(Section):
-    """Online predictions for other programs of this party: ``splitveil active serve``."""
+    """Online predictions for other programs of this party: ``splitveil serve active.yaml``."""
 
     http: Address = "127.0.0.1:8080"
     """Host and port for HTTP."""
@@ -64,7 +64,7 @@ class ServingSettings(Section):
     second's number may be asked for at once."""
 
     allowed_ids: Annotated[Path | None, Mark.PATH] = None
-    """File with the ids that may be asked for, as ``splitveil active predict --ids`` takes it;
+    """File with the ids that may be asked for, as ``splitveil predict --ids`` takes it;
     every other id is answered as one that is not known, and no passive party is asked. The path is
     relative to this settings file. ``null`` for all."""
 
@@ -184,7 +184,7 @@ class RefitSettings(Section):
     """A new top model for this party's own predictions, fitted after the last gradient.
 
     It learns the true labels from the last activation of each row, which stay in the ``checkpoint``
-    folder for ``splitveil active refit``. Nothing of it is sent, and no later run begins with it. A
+    folder for ``splitveil refit``. Nothing of it is sent, and no later run begins with it. A
     tenth of the training rows is held out: if the trained model predicts them better, it stays.
     """
 
@@ -202,7 +202,7 @@ class InferenceSettings(Section):
     """Predictions with the trained model; this party calls the passive parties for them."""
 
     connect: dict[Name, Address] = Field(default_factory=dict)
-    """Host and port of each passive party's ``splitveil passive serve``, by its name in the
+    """Host and port of each passive party's ``splitveil serve``, by its name in the
     contract."""
 
     proxy: Literal["environment"] | None = None

@@ -1,6 +1,6 @@
 """Forecasts what a run will reveal about the labels, before any training.
 
-The defense forecasts the charge of one answer (see ``defenses.forecast`` for the kinds of forecast,
+The defense forecasts the charge of one answer (see ``defenses.charge_model`` for its kinds,
 and the modules of the defenses for their proofs); here it is extended to the whole run and compared
 with the run's budget.
 """

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.class_statistics import RunningClasses, RunningMeans
+from splitveil.active_party.defenses.class_statistics import RunningClasses
 from splitveil.active_party.defenses.example_keys import NoiseKey
 from splitveil.active_party.defenses.noise import DrawKeys, NoiseSource, isotropic_noise
 from splitveil.active_party.defenses.rows import all_finite
@@ -193,7 +193,7 @@ class Defense(ABC):
 class RememberingDefense(Defense):
     """A defense whose only state is a memory of earlier batches, or that of a defense behind it."""
 
-    def __init__(self, memory: RunningClasses | RunningMeans | Defense) -> None:
+    def __init__(self, memory: RunningClasses | Defense) -> None:
         self._memory = memory
 
     def state_dict(self) -> dict[str, Tensor]:

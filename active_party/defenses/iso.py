@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from splitveil.active_party.defenses import interface, section
 from splitveil.active_party.defenses.charge_model import ChargeModel
-from splitveil.active_party.defenses.class_gaps import gap_memory
+from splitveil.active_party.defenses.class_gaps import GapMemory
 from splitveil.active_party.defenses.example_keys import key_name
 from splitveil.active_party.defenses.noise import NoiseSource, isotropic_noise
 from splitveil.active_party.defenses.persistent import moves_of, noisy_rows, repeated_report
@@ -94,7 +94,7 @@ class Isotropic(interface.RememberingDefense):
     """
 
     def __init__(self, norm_ratio: float, noise: NoiseSource, num_classes: int = 2) -> None:
-        self._gaps = gap_memory(num_classes)
+        self._gaps = GapMemory(num_classes)
         super().__init__(self._gaps)
         self._norm_ratio = norm_ratio
         self._noise = noise
@@ -102,11 +102,11 @@ class Isotropic(interface.RememberingDefense):
     def defend(self, batch: interface.Step) -> interface.Defended:
         rows = as_rows(batch.gradients)
         gaps = self._gaps.measure(rows, batch.labels)
-        noise_norm = self._norm_ratio * gaps.largest
+        noise_norm = self._norm_ratio * gaps.batch.largest
         defended = isotropic_noise(rows, noise_norm, self._noise).add_(rows)
         report = interface.DefenseReport(
             noise_power=noise_norm * noise_norm,
-            charge=Charge(_charge(gaps.longest(), gaps.largest, noise_norm, rows.shape[1])),
+            charge=Charge(_charge(gaps.longest(), gaps.batch.largest, noise_norm, rows.shape[1])),
         )
         return interface.Defended(interface.release(defended, batch.gradients), report)
 

@@ -195,7 +195,7 @@ def _with_scores(
     for width in sorted(widths):
         model = ComponentsBottom(settings, encoder.shapes, (width,))
         try:
-            moments = model.before_labels(blocks, encoder.names)
+            moments = model.before_labels(blocks)
             model.fit_score(of_known, target.numpy(), moments, encoder.names)
         except SettingsError:
             if width <= own_width:

@@ -84,7 +84,7 @@ Ten settings are enough for most runs, and `splitveil init` writes them:
 
 | setting | file | decides |
 |---|---|---|
-| [`data.source`](#party.data) | both | the table |
+| [`data.source`](#data) | both | the table |
 | [`data.id_column`](#data.id_column) | both | whose row it is |
 | [`data.features`](#data.features) | both | the columns that the model sees |
 | [`data.label_column`](#data.label_column) | active | what is predicted |
@@ -223,8 +223,9 @@ class Reference:
                 if first != key:
                     repeated.append(f"[`{name}`](#{first})")
                     continue
-                below = {self._places[section].key for section, _ in place.sections(name, info)}
-                anchor = "" if key in below else f'<a id="{key}"></a>'
+                found = [self._places[section] for section, _ in place.sections(name, info)]
+                below = {one.key for one in found if not one.alternatives}
+                anchor = "" if {key, name} & below else f'<a id="{key}"></a>'
                 yield f"- {anchor}{line}"
                 about = [inspect.getdoc(s) for s, tag in place.alternatives.items() if tag == name]
                 for text in (*about, info.description):

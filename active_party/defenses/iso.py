@@ -8,10 +8,10 @@ infinite.
 """
 
 import math
-from typing import Literal, Self
+from typing import Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from splitveil.active_party.defenses import interface, section
 from splitveil.active_party.defenses.class_gaps import gap_memory
@@ -30,48 +30,30 @@ class IsoDefense(section.NoisyDefense):
 
     name: Literal["iso"] = "iso"
 
-    noise_ratio: float | None = Field(default=None, ge=0, le=1e6)
-    """Root-mean-square noise norm r, in units of the batch's largest gradient norm.
-
-    Give either this or ``power_ratio``; it is 1 if neither is given.
-    """
-
-    power_ratio: float | None = Field(default=None, ge=0, le=1e12)
-    """The same as a ratio of powers, the papers' t: t = r^2."""
-
-    @model_validator(mode="after")
-    def _have_one_ratio(self) -> Self:
-        if self.noise_ratio is not None and self.power_ratio is not None:
-            raise ValueError("expected noise_ratio or power_ratio (its square), got both")
-        return self
-
-    @property
-    def norm_ratio(self) -> float:
-        """The ratio r, given by either setting."""
-        if self.power_ratio is not None:
-            return math.sqrt(self.power_ratio)
-        return 1.0 if self.noise_ratio is None else self.noise_ratio
+    noise_ratio: float = Field(default=1.0, ge=0, le=1e6)
+    """Root-mean-square noise norm r, in units of the batch's largest gradient norm: the square root
+    of the papers' t."""
 
     def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
         noise = self._noise_source(given.secrets)
         if self.noise == "fresh":
-            return Isotropic(self.norm_ratio, noise, given.context.num_classes)
+            return Isotropic(self.noise_ratio, noise, given.context.num_classes)
         key = section.require_key(given.secrets.noise_key, self.name)
-        return PersistentIsotropic(self.norm_ratio, noise, key_name(key))
+        return PersistentIsotropic(self.noise_ratio, noise, key_name(key))
 
     def noise_key_strength(self, context: interface.DefenseContext, /) -> str | None:
         if self.noise == "fresh":
             return None
-        return f"iso {self.norm_ratio!r} in {context.cut_dim}"
+        return f"iso {self.noise_ratio!r} in {context.cut_dim}"
 
     def _fresh_charge(self, context: interface.DefenseContext) -> ChargeForecast:
-        power_ratio = self.norm_ratio**2
+        power_ratio = self.noise_ratio**2
         if not power_ratio:
             return exactly(math.inf)
         return ChargeForecast(0.0, Charge(4 * context.cut_dim / power_ratio), "estimate")
 
     def _repeated_charge(self, context: interface.DefenseContext) -> ChargeForecast:
-        ratio = self.norm_ratio
+        ratio = self.noise_ratio
         sum_kl = context.cut_dim / ratio**2 if ratio else math.inf
         return exactly(Charge(sum_kl, adversary=Adversary.HONEST_BUT_CURIOUS))
 
@@ -89,7 +71,7 @@ class IsoDefense(section.NoisyDefense):
         return section.refusal_of_persistent(self, context)
 
     def budget_refusal(self, _context: interface.DefenseContext, /) -> str | None:
-        if self.norm_ratio:
+        if self.noise_ratio:
             return None
         return "the first answer without noise would pass every budget; set noise_ratio above 0"
 

@@ -156,9 +156,9 @@ REFUSED: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
         "expected noisy_label by gaussian noise",
     ),
     "an early end": (
-        [*ONE_SHOT, "early_stopping={patience_epochs: 1}"],
+        [*ONE_SHOT, "early_stopping_epochs=1"],
         [PCA],
-        "early_stopping: a one-shot run ends with its last row",
+        "early_stopping_epochs: a one-shot run ends with its last row",
     ),
     "a score without labels": (ONE_SHOT, [SCORE], "bottom_model.kind: a score is fitted to noisy"),
     "labels in a run with gradients": (["contract.release=noisy_labels"], [], "release: only"),

@@ -161,8 +161,7 @@ def _assessment(
             "Not measured",
             f"What {is_or_was} sent may reveal our columns: how well they can be guessed was not "
             f"measured.",
-            f"Let a run end with at least {LEAST_ROWS} common records and finite activations, "
-            "and with report.probe_rows above 0 in passive.yaml.",
+            f"Let a run end with at least {LEAST_ROWS} common records and finite activations.",
             "some seconds at the end of a run. No label is needed.",
         )
     best = max(exposure.columns, key=lambda one: (one.is_above_chance, one.gain))

@@ -72,6 +72,8 @@ def use_device(device: str, local_rank: int = 0, *, deterministic: bool = True) 
         # Read when CUDA starts, which it has not done so far in a party's process.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)  # those of cuDNN, too
+        # Else every new tensor is filled with NaN first; nothing here reads one before it is set.
+        torch.utils.deterministic.fill_uninitialized_memory = False
     return found
 
 
@@ -79,13 +81,16 @@ def use_device(device: str, local_rank: int = 0, *, deterministic: bool = True) 
 def restoring_devices() -> Iterator[None]:
     """Restore afterwards what ``use_device`` sets."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    memory = torch.utils.deterministic
     flags = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+    fills = memory.fill_uninitialized_memory
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
         yield
     finally:
         matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = flags
+        memory.fill_uninitialized_memory = fills
         if deterministic != torch.are_deterministic_algorithms_enabled():  # it imports for seconds
             torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 

@@ -105,8 +105,10 @@ def test_what_is_computed_on_a_gpu_is_repeatable_and_not_rounded_to_tf32(
         assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
         use_device("auto")
         assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert (cudnn.allow_tf32, torch.are_deterministic_algorithms_enabled()) == before
+    assert torch.utils.deterministic.fill_uninitialized_memory
 
 
 @pytest.mark.parametrize(

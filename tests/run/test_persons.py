@@ -224,6 +224,7 @@ def test_the_report_says_that_the_bound_is_for_each_person(example: Path) -> Non
     page = run.report().read_text()
     assert "for anybody, for each person" in page
     assert "for the most exposed person" in page
+    assert "The bound is for each person." in run.report().with_name("cover.html").read_text()
 
 
 # ---- bad input ----

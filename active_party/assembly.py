@@ -51,11 +51,11 @@ def build_session(
     earlier: AccountBook | None = None,
     counting: Counting = nullcontext,
 ) -> ActiveSession:
-    stopping, own = settings.early_stopping, OwnRows(data.ids, data.table.splits)
+    patience, own = settings.early_stopping_epochs, OwnRows(data.ids, data.table.splits)
     if earlier is None:
         earlier = AccountBook.empty(rules_as_bytes(settings.contract.ids))
     rules = OwnRules(
-        early_stop=None if stopping is None else EarlyStop(stopping),
+        early_stop=None if patience is None else EarlyStop(patience),
         earlier=earlier,
         limit=None if settings.run_budget is None else settings.run_budget.limit,
         peers=peers_of(settings, earlier),

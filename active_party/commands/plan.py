@@ -1,4 +1,4 @@
-"""``splitveil active plan``: forecasts what a run will reveal about the labels."""
+"""``splitveil plan active.yaml``: forecasts what a run will reveal about the labels."""
 
 import argparse
 import sys

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from splitveil.active_party.defenses.class_statistics import RunningClasses, RunningMeans
+from splitveil.active_party.defenses.class_statistics import RunningClasses
 from splitveil.active_party.defenses.example_keys import NoiseKey
 from splitveil.active_party.defenses.noise import DrawKeys, NoiseSource, isotropic_noise
 from splitveil.active_party.defenses.rows import all_finite
@@ -51,6 +51,7 @@ class DefenseContext(NamedTuple):
     labels: str = ""  # what they are: their column, and what 0, 1 or a class stands for
     is_one_shot: bool = False  # whether there are no gradients, but at most a release of labels
     releases_sums: bool = False  # whether that release is noisy sums
+    rows_of_person: int = 1  # largest number of released rows whose labels are bounded together
 
     @property
     def is_number(self) -> bool:
@@ -81,6 +82,7 @@ class Examples(NamedTuple):
     ids: Sequence[str]  # canonical ids; empty if the defense does not have a noise key
     labels: Tensor  # true labels, (aligned,)
     device: torch.device  # the device of the top model
+    whose: str = ""  # digest of whose rows are released, if rows of one person are bounded together
 
 
 class BuildInputs(NamedTuple):
@@ -234,7 +236,7 @@ class Defense(ABC):
 class RememberingDefense(Defense):
     """A defense whose only state is a memory of earlier batches, or that of a defense behind it."""
 
-    def __init__(self, memory: RunningClasses | RunningMeans | Defense) -> None:
+    def __init__(self, memory: RunningClasses | Defense) -> None:
         self._memory = memory
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from splitveil.active_party.defenses import interface
 from splitveil.active_party.defenses.charge_model import ChargeModel
-from splitveil.active_party.defenses.class_gaps import RowNoise, gap_memory
+from splitveil.active_party.defenses.class_gaps import GapMemory, RowNoise
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.persistent import checked_probabilities, own_scalars
 from splitveil.active_party.defenses.rows import as_rows
@@ -84,7 +84,7 @@ class MaxNorm(interface.RememberingDefense):
     def __init__(
         self, noise: NoiseSource, num_classes: int = 2, *, is_persistent: bool = False
     ) -> None:
-        self._gaps = gap_memory(num_classes)
+        self._gaps = GapMemory(num_classes)
         super().__init__(self._gaps)
         self._noise = noise
         self._is_persistent = is_persistent
@@ -92,12 +92,12 @@ class MaxNorm(interface.RememberingDefense):
     def defend(self, batch: interface.Step) -> interface.Defended:
         rows = as_rows(batch.gradients)
         gaps = self._gaps.measure(rows, batch.labels)
-        missing = self._noise_norms(batch, rows, gaps.norms)
+        missing = self._noise_norms(batch, rows, gaps.batch.norms)
         if self._is_persistent:
             scalars = own_scalars(batch.example_keys, rows).to(rows.dtype)
         else:
             scalars = self._noise.standard_normal((rows.shape[0], 1), rows)
-        noise = _stretch_rows(rows, gaps.norms, missing, scalars, self._noise)
+        noise = _stretch_rows(rows, gaps.batch.norms, missing, scalars, self._noise)
         charge = UNBOUNDED if self._is_persistent else gaps.charge(noise)
         defended = noise.directions.mul_(noise.scalars).add_(rows)
         report = interface.DefenseReport(

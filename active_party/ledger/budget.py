@@ -125,9 +125,9 @@ class LeakBudget:
         """Open the accounts.
 
         Args:
-            ids: by row of this party's file.
+            ids: by row of this party's table.
             rows: in common with the passive parties.
-            persons: of each aligned row.
+            persons: by row of this party's table; None if every row has its own.
             earlier: the accounts of earlier runs, which count towards the limit.
             limit: what no example may exceed over the whole run; None for no limit.
             peers: the strongest adversary class that a charge may describe in this run. Where
@@ -140,8 +140,11 @@ class LeakBudget:
         self.earlier, self.peers, self._limit = earlier, peers, limit
         self._ids = ids
         self._rows = rows
-        self._persons = persons
-        begun = earlier.opening_ledger(self._ids_in_order(), len(rows), persons)
+        self._persons, self._begun = None, earlier
+        if persons is not None:
+            self._persons = persons[rows.file_rows]
+            self._begun = earlier.by_person(ids, persons)
+        begun = self._begun.opening_ledger(self._ids_in_order(), len(rows))
         if reveals_validation:
             begun.charge(rows.splits["validation"], Charge(0.0, adversary=peers))
         self.course = begun  # of answers on the course so far, the same in every such run
@@ -219,10 +222,10 @@ class LeakBudget:
 
     def account_book(self) -> AccountBook:
         """Return the accounts of this run and the runs before it, by example."""
-        earlier, total = self.earlier, self.total
+        total = self.total
         if total.reveals_nothing:
-            return earlier  # not even another run's: it would count what that one charged again
-        return earlier.closing_book(self._ids_in_order(), total, self._persons)
+            return self.earlier  # not even another run's: it would count what that charged again
+        return self._begun.closing_book(self._ids_in_order(), total, self._persons)
 
     def num_charged(self) -> int:
         """Return the number of training examples that have been charged anything so far."""

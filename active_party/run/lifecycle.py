@@ -222,13 +222,13 @@ class Lifecycle:
         self._rules = replace(self._rules, earlier=earlier)
         setup = self._prepare(identity.file_rows, identity.seed)
         self._announce(setup, identity.seed)
+        identity.check_data(setup.trainer.data_digest)
         if stored["noise_key"] != setup.trainer.noise_key:
             raise errors.SettingsError(
                 "noise_key_path: this is not the noise key with which the run began; restore that "
                 "one, or start over with --fresh at both parties: what a new key draws is charged "
                 "on top"
             )
-        identity.check_data(setup.trainer.data_digest)
         questions = AnsweredQuestions(stored["secret"], self._store.answers())
         answering = self._answer_with(setup, questions)
         self.stages.move_to(Stage.REJOINING)

@@ -48,7 +48,7 @@ class RunPlan:
         return frame(self.figures.rows())
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain values, as ``splitveil active plan --json`` prints them."""
+        """Return the plan as plain values, as ``splitveil plan active.yaml --json`` prints them."""
         return self.figures.to_json()
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class RunExposure:
         return frame(self.figures.rows())
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain values, as ``splitveil passive plan --json`` prints them."""
+        """Return the plan as plain values, as ``splitveil plan --json`` prints them."""
         return self.figures.to_json()
 
     def __str__(self) -> str:

@@ -295,39 +295,40 @@ def test_marvell_noise_has_the_covariance_of_the_solution() -> None:
     assert solution.neg_across > 0  # otherwise half of this test would be empty
 
 
-def test_marvell_statistics_are_those_of_numpy() -> None:
+@pytest.mark.parametrize("num_classes", [2, 5])
+def test_statistics_of_classes_are_those_of_numpy(num_classes: int) -> None:
     gradients, labels = binary_batch(batch=3000, cut_dim=70)  # more than one chunk
-    batch = measure_classes(gradients, labels == 1)
-    for label, moments in enumerate(batch.moments):
-        assert moments is not None
-        rows = gradients[labels == label].double().numpy()
-        np.testing.assert_allclose(moments.mean.numpy(), rows.mean(axis=0), rtol=1e-12, atol=1e-14)
-        assert moments.deviation == pytest.approx(float(rows.var(axis=0).mean() ** 0.5), rel=1e-12)
+    classes = (labels.long() + 2 * torch.arange(3000)) % num_classes
+    found = measure_classes(gradients, classes, num_classes, with_spreads=True)
+    for index in range(num_classes):
+        rows = gradients[classes == index].double().numpy()
+        assert found.counts[index] == len(rows)
+        np.testing.assert_allclose(found.means[index], rows.mean(axis=0), rtol=1e-12, atol=1e-14)
+        deviation = rows.var(axis=0).mean() ** 0.5
+        assert float(found.deviations[index]) == pytest.approx(deviation, rel=1e-12)
+    norms = np.linalg.norm(gradients.double().numpy(), axis=1)
+    np.testing.assert_allclose(found.norms, norms, rtol=1e-12)
+    assert found.largest == pytest.approx(norms.max(), rel=1e-12)
 
 
 @pytest.mark.parametrize("batch", [64, 3000])  # one chunk, and several
 def test_a_class_of_one_row_has_no_spread_at_all(batch: int) -> None:
     """Rounding must not pass for a spread, on which the solver would rely."""
     gradients, _ = binary_batch(batch=batch, cut_dim=70)
-    positive = torch.arange(batch) == batch // 2
-    neg, pos = measure_classes(gradients, positive).moments
-    assert neg is not None
-    assert pos is not None
-    assert torch.equal(pos.mean, gradients[batch // 2].double())
-    assert pos.deviation == 0 < neg.deviation
+    classes = (torch.arange(batch) == batch // 2).long()
+    found = measure_classes(gradients, classes, 2, with_spreads=True)
+    assert torch.equal(found.means[1], gradients[batch // 2].double())
+    assert found.deviations[1] == 0 < found.deviations[0]
 
 
 @pytest.mark.parametrize("size", [1e-44, 1e37])
 def test_marvell_statistics_follow_the_size_of_float32_gradients(size: float) -> None:
     signs = torch.tensor([1.0, -1.0, 3.0, 5.0])[:, None].expand(-1, 4)
-    labels = torch.tensor([0, 0, 1, 1])
     rows = signs * torch.tensor(size)  # the smallest are subnormal
     unit = float(rows[0, 0])
-    neg, pos = measure_classes(rows, labels == 1).moments
-    assert neg is not None
-    assert pos is not None
-    assert (neg.deviation, pos.deviation) == pytest.approx((unit, unit), rel=1e-6)
-    assert pos.mean.tolist() == pytest.approx([4 * unit] * 4, rel=1e-6)
+    found = measure_classes(rows, torch.tensor([0, 0, 1, 1]), 2, with_spreads=True)
+    assert found.deviations.tolist() == pytest.approx([unit, unit], rel=1e-6)
+    assert found.means[1].tolist() == pytest.approx([4 * unit] * 4, rel=1e-6)
 
 
 def test_gradients_whose_sum_overflows_are_finite() -> None:
@@ -393,7 +394,7 @@ def test_statistics_of_earlier_batches_survive_a_checkpoint(name: str) -> None:
     reports = [defense.defend(some).report for defense in (before, after, fresh)]
     assert reports[0] == reports[1]
     assert reports[0].charge != reports[2].charge
-    with pytest.raises(ValueError, match=r"expected (class statistics|means)"):
+    with pytest.raises(ValueError, match="expected statistics of classes"):
         after.load_state_dict({"neg_deviation": torch.zeros(16)})
     with pytest.raises(ValueError, match="no state"):
         built("none").load_state_dict(before.state_dict())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party import defenses
-from splitveil.active_party.defenses.class_statistics import measure_class_means, squared_distances
+from splitveil.active_party.defenses.class_statistics import measure_classes, squared_distances
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.iso import Isotropic
 from splitveil.active_party.defenses.label_mechanisms import (
@@ -25,7 +25,7 @@ from splitveil.active_party.defenses.label_mechanisms import (
     label_leak,
 )
 from splitveil.active_party.defenses.marvell import (
-    MultiClassMarvell,
+    Marvell,
     pair_divergences,
     power_for_worst_pair,
     solve_shared_noise,
@@ -65,11 +65,11 @@ def noise_of(seed: int) -> NoiseSource:
     return NoiseSource(AnswerKeys(key_from_insecure_seed(seed)))
 
 
-def marvell(strength: Strength, seed: int = 7, num_classes: int = 4) -> MultiClassMarvell:
-    return MultiClassMarvell(strength, noise_of(seed), num_classes)
+def marvell(strength: Strength, seed: int = 7, num_classes: int = 4) -> Marvell:
+    return Marvell(strength, noise_of(seed), num_classes)
 
 
-MultiClass = Isotropic | MaxNorm | MultiClassMarvell
+MultiClass = Isotropic | MaxNorm | Marvell
 DEFENSES: dict[str, Callable[[int], MultiClass]] = {
     "iso": lambda seed: Isotropic(1.0, noise_of(seed), 4),
     "max_norm": lambda seed: MaxNorm(noise_of(seed), 4),
@@ -116,7 +116,7 @@ def test_no_pair_is_told_apart_better_than_its_charge_says() -> None:
     """Accepts Phi(sqrt(K/2)) to 0.01; rejects the same power in all directions or on one gap."""
     shares = (0.25, 0.25, 0.25, 0.25)
     gradients, labels = softmax_batch(160_000, cut_dim=16, seed=5, shares=shares)
-    means = measure_class_means(gradients, labels, 4).means
+    means = measure_classes(gradients, labels, 4).means
     # Without spread of their own, so that the noise is all that hides them.
     bare = means[labels].float()
     defended, report = marvell(PowerRatio(power_ratio=4)).defend(defenses.Step(bare, labels))
@@ -136,7 +136,7 @@ def test_no_pair_is_told_apart_better_than_its_charge_says() -> None:
 def test_a_rare_class_weighs_as_much_as_the_others() -> None:
     gradients, labels = softmax_batch(4_000, shares=(0.49, 0.3, 0.2, 0.01))
     _, report = marvell(PowerRatio(power_ratio=4)).defend(defenses.Step(gradients, labels))
-    means = measure_class_means(gradients, labels, 4).means
+    means = measure_classes(gradients, labels, 4).means
     power = 4 * float(squared_distances(means).max())
     by_class, by_share = (
         float(pair_divergences(means, solve_shared_noise(means, weights, power)).max())
@@ -235,7 +235,7 @@ def test_before_every_class_was_seen_nothing_is_given_away() -> None:
 
 def test_noise_fitted_to_earlier_batches_is_charged_for_longer_gaps() -> None:
     gradients, labels = softmax_batch(200)
-    defense = MultiClassMarvell(SumKl(sum_kl=0.3), noise_of(1), 4, from_earlier=True)
+    defense = Marvell(SumKl(sum_kl=0.3), noise_of(1), 4, from_earlier=True)
     assert defense.defend(defenses.Step(gradients, labels))[1].charge.sum_kl == 0
     assert defense.defend(defenses.Step(gradients, labels))[1].charge.sum_kl == pytest.approx(
         0.3, rel=1e-9

@@ -205,23 +205,18 @@ def _ledger_checks(
 
 def _quality_checks(run: RunFiles, predictions: StoredPredictions | None) -> Iterator[Check]:
     model = run.active.summary.of_active.model
+    test, alone = model.test, model.alone
     least = run.active.setting("report", "min_test_auc")
-    if model.test_number is not None and model.test_rmse_alone is not None:
-        rmse, alone = model.test_number.rmse, model.test_rmse_alone
-        outcome: Outcome = "pass" if rmse < alone else "fail"
-        yield Check(_ALONE, outcome, f"RMSE {rmse:.4g}", f"< {alone:.4g}", _WORTH)
-    if model.test_auc is None:
-        if isinstance(least, int | float):
-            yield Check(_QUALITY, "open", "–", f"≥ {least:g}", "It was not measured.")
-        return
-    found = estimate_of(model.test_auc, predictions)
-    figure = f"{model.test_auc:.4f}" if found is None else found.in_words()
+    found = None if test.auc is None else estimate_of(test.auc, predictions)
+    figure = test.in_words(4) if found is None else found.in_words()
     if isinstance(least, int | float):
-        yield _quality_check(model.test_auc, found, figure, float(least))
-    if model.test_auc_alone is not None:
-        better = model.test_auc > model.test_auc_alone
-        outcome = "pass" if better else "fail"
-        yield Check(_ALONE, outcome, figure, f"> {model.test_auc_alone:.4f}", _WORTH)
+        if test.auc is None:
+            yield Check(_QUALITY, "open", "–", f"≥ {least:g}", "It was not measured.")
+        else:
+            yield _quality_check(test.auc, found, figure, float(least))
+    if alone is not None and test.score is not None and alone.score is not None:
+        outcome: Outcome = "pass" if test.score > alone.score else "fail"
+        yield Check(_ALONE, outcome, figure, alone.better_in_words, _WORTH)
 
 
 def _quality_check(auc: float, found: Estimate | None, figure: str, least: float) -> Check:

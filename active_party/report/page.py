@@ -168,7 +168,7 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
         models=[run.active.summary.of_active.model for run in runs],
         same_tests=len(rows) == 1 and None not in rows,
         test_aucs=[
-            tables.auc_in_words(run, one) for run, one in zip(runs, predictions, strict=True)
+            tables.quality_in_words(run, one) for run, one in zip(runs, predictions, strict=True)
         ],
         keys=keys,
         adjusted=list(dict.fromkeys(each.attack for one in compared for each in one.leak.attacks)),
@@ -225,7 +225,7 @@ def _titles(runs: Sequence[RunFiles]) -> list[str]:
 def _dots(compared: Sequence[_Compared]) -> list[svg.Dot]:
     dots = []
     for one in compared:
-        auc, strongest = one.run.active.summary.of_active.model.test_auc, one.leak.strongest
+        auc, strongest = one.run.active.summary.of_active.model.test.auc, one.leak.strongest
         if auc is not None and strongest is not None:
             dots.append(svg.Dot(strongest.leak.value, auc, one.style, _short(one.title)))
     return dots

@@ -18,7 +18,6 @@ from splitveil.active_party.defenses import objective
 from splitveil.active_party.defenses.interface import LabelledRows
 from splitveil.active_party.training.predictions import (
     LossWeights,
-    PredictionFigures,
     auc_of_classes,
     measure_predictions,
     probabilities_of,
@@ -29,7 +28,7 @@ from splitveil.common.data.label_range import LabelRange
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.models.data_parallel import DataParallelModel, go_on
 from splitveil.common.models.training_state import trained_of
-from splitveil.common.privacy.figures import NumberFigures
+from splitveil.common.privacy.figures import PredictionFigures
 from splitveil.common.privacy.number_attacks import LabelNumbers
 from splitveil.common.privacy.observation import LabelClasses
 from splitveil.common.run.progress import State
@@ -62,7 +61,7 @@ class ClassLabels(NamedTuple):
         return probabilities_of(outputs)
 
     def measure(self, outputs: Tensor, labels: Tensor) -> PredictionFigures:
-        return measure_predictions(outputs, labels)
+        return measure_predictions(outputs, labels, self.names)
 
     @property
     def audited(self) -> LabelClasses:
@@ -118,15 +117,14 @@ class NumberLabels(NamedTuple):
         of_constant = self.mean_share - labels
         spread = float((labels - labels.mean()).square().sum())
         unexplained = float(errors.square().sum())
-        number = NumberFigures(
+        return PredictionFigures(
+            loss=float(errors.square().mean()),
             rmse=width * _root_mean_square(errors),
             mae=width * float(errors.abs().mean()),
             r2=1 - unexplained / spread if spread > 0 else math.nan,
             constant_rmse=width * _root_mean_square(of_constant),
             constant_mae=width * float(of_constant.abs().mean()),
         )
-        loss = float(errors.square().mean())
-        return PredictionFigures(loss, math.nan, math.nan, None, number)
 
     @property
     def audited(self) -> LabelNumbers:

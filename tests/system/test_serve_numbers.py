@@ -68,8 +68,8 @@ def test_the_fallback_answers_in_the_label_s_unit(trained: Trained) -> None:
     labels = number_tables(400)[0]["amount"]
     errors = values - labels[[int(row) - 1 for row in ids]]
     assert trained.alone is not None
-    assert trained.alone.number is not None
-    assert np.sqrt(np.square(errors).mean()) == pytest.approx(trained.alone.number.rmse, rel=1e-4)
+    assert trained.alone.rmse is not None
+    assert np.sqrt(np.square(errors).mean()) == pytest.approx(trained.alone.rmse, rel=1e-4)
 
 
 def test_the_output_has_a_column_of_values() -> None:

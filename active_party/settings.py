@@ -40,7 +40,7 @@ class ServingTls(Section):
 
 
 class ServingSettings(Section):
-    """Online predictions for other programs of this party: ``splitveil active serve``."""
+    """Online predictions for other programs of this party: ``splitveil serve active.yaml``."""
 
     http: Address = "127.0.0.1:8080"
     """Host and port for HTTP."""
@@ -64,7 +64,7 @@ class ServingSettings(Section):
     second's number may be asked for at once."""
 
     allowed_ids: Annotated[Path | None, Mark.PATH] = None
-    """File with the ids that may be asked for, as ``splitveil active predict --ids`` takes it;
+    """File with the ids that may be asked for, as ``splitveil predict --ids`` takes it;
     every other id is answered as one that is not known, and no passive party is asked. The path is
     relative to this settings file. ``null`` for all."""
 
@@ -184,7 +184,7 @@ class RefitSettings(Section):
     """A new top model for this party's own predictions, fitted after the last gradient.
 
     It learns the true labels from the last activation of each row, which stay in the ``checkpoint``
-    folder for ``splitveil active refit``. Nothing of it is sent, and no later run begins with it. A
+    folder for ``splitveil refit``. Nothing of it is sent, and no later run begins with it. A
     tenth of the training rows is held out: if the trained model predicts them better, it stays.
     """
 
@@ -202,7 +202,7 @@ class InferenceSettings(Section):
     """Predictions with the trained model; this party calls the passive parties for them."""
 
     connect: dict[Name, Address] = Field(default_factory=dict)
-    """Host and port of each passive party's ``splitveil passive serve``, by its name in the
+    """Host and port of each passive party's ``splitveil serve``, by its name in the
     contract."""
 
     proxy: Literal["environment"] | None = None
@@ -331,7 +331,6 @@ class ActiveSettings(PartySettings):
         split = self.contract.split
         if self.early_stopping is not None and split.kind == "hash" and split.validation == 0:
             raise ValueError("early_stopping needs contract.split.validation > 0")
-        self._check_run_budget()
         for name in ("earlier_ledgers", "noise_key_path"):
             if getattr(self, name) and self.data.id_column is None:
                 raise ValueError(
@@ -347,6 +346,7 @@ class ActiveSettings(PartySettings):
         if refusal is not None:
             raise ValueError(f"defense: {refusal}")
         self._check_label_kind()
+        self._check_run_budget()
         return self
 
     def _check_one_shot(self) -> None:
@@ -392,10 +392,10 @@ class ActiveSettings(PartySettings):
         if self.run_budget is None:
             return
         context, peers = self.defense_context(), self.run_budget.peers
-        unbounded = self.defense.budget_refusal(context)
+        unbounded = self.defense.charge_model(context).refusal
         if unbounded is not None:
             raise ValueError(f"run_budget: {unbounded}, or run_budget to null")
-        described, why = self.defense.traits.coverage
+        described, why = self.defense.traits.adversary, self.defense.traits.covers
         if self.contract.is_one_shot:  # where it releases nothing, there is nothing to bound
             described = Adversary.ANYBODY
         if not described.includes(peers):

@@ -70,7 +70,7 @@ class Assessment(NamedTuple):
 
 
 def report(parsed: argparse.Namespace) -> None:
-    written = write_passive_report(parsed.run_dir, parsed.output)
+    written = write_passive_report(parsed.run_dirs[0], parsed.output)
     if parsed.json:
         print_json({"report": str(written)})
     logger.info("report written to %s", written)

@@ -50,12 +50,14 @@ the reciprocal of the power, for every pair.
 """
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses import interface, section
+from splitveil.active_party.defenses.charge_model import ChargeModel
 from splitveil.active_party.defenses.class_statistics import (
     ClassMoments,
     RunningClasses,
@@ -64,7 +66,6 @@ from splitveil.active_party.defenses.class_statistics import (
     squared_distances,
 )
 from splitveil.active_party.defenses.example_keys import key_name
-from splitveil.active_party.defenses.forecast import ChargeForecast, exactly
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.persistent import moves_of, noisy_rows, repeated_report
 from splitveil.active_party.defenses.rows import as_classes, as_rows
@@ -80,11 +81,10 @@ from splitveil.active_party.defenses.sum_kl import (
     solve_noise,
     sum_kl_along_gap,
 )
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.charge import Charge, noise_digest
 
 
-class MarvellDefense(section.NoisyDefense):
+class MarvellDefense(section.LabelMoveDefense):
     """The noise that leaves the classes the least divergence for its power."""
 
     name: Literal["marvell"] = "marvell"
@@ -107,15 +107,28 @@ class MarvellDefense(section.NoisyDefense):
         noise = self._noise_source(given.secrets)
         if self.noise == "persistent":
             key = section.require_key(given.secrets.noise_key, self.name)
-            return PersistentMarvell(repeated_sum_kl(self.strength), key_name(key))
+            model = self.charge_model(given.context)
+            identity = noise_digest(f"marvell {model.high!r} {key_name(key)}")
+            return PersistentMarvell(replace(model.charge, noise_identity=identity))
         from_earlier = self.statistics == "running"
         return Marvell(self.strength, noise, given.context.num_classes, from_earlier=from_earlier)
 
     def noise_key_strength(self, _context: interface.DefenseContext, /) -> str | None:
         return f"marvell {repeated_sum_kl(self.strength)!r}" if self.noise == "persistent" else None
 
-    def _fresh_charge(self, context: interface.DefenseContext) -> ChargeForecast:
-        """Forecast the charge of one answer: an estimate, or with several classes a bound.
+    @property
+    def traits(self) -> section.Traits:
+        if self.noise == "persistent":
+            return super().traits
+        return super().traits._replace(
+            covers="The charges of fresh marvell compare the class means of a batch along their "
+            "gap. They do not describe a peer that looks across the gap, where one class has all "
+            "the noise, and reads the labels from the energy of single rows; nor one that can "
+            f"tell what the model predicts for an example: see {section.SEE}."
+        )
+
+    def charge_model(self, context: interface.DefenseContext, /) -> ChargeModel:
+        """Return the charge of one answer: an estimate, or with several classes a bound.
 
         With several classes the ledger charges the largest entry of ``pair_divergences`` at a
         spread of 0. For a power ratio s, ``worst_pair_factor`` proves that no entry is above
@@ -123,59 +136,36 @@ class MarvellDefense(section.NoisyDefense):
         largest entry divided by the divergence that they allow, and without spread every entry
         falls as 1/P. An answer without signal is charged 0.
         """
+        low = repeated_sum_kl(self.strength)
+        if self.noise == "persistent":
+            return self._repeated(low)
         ratio = self.strength.power_ratio if isinstance(self.strength, PowerRatio) else None
-        if context.num_classes > 2:
-            low = repeated_sum_kl(self.strength)
-            high = low if ratio is None else worst_pair_factor(context.num_classes) / ratio
-            is_bound = self.statistics == "batch"
-            return ChargeForecast(low, Charge(high), "bound" if is_bound else "estimate")
-        if ratio is None:
-            charge = repeated_sum_kl(self.strength)
-        else:
-            charge = solve_noise(0.0, 0.0, 1.0, context.cut_dim, context.pos_fraction, ratio).sum_kl
-        return ChargeForecast(charge, Charge(charge * (1 + charge)), "estimate")
-
-    def _repeated_charge(self, _context: interface.DefenseContext) -> ChargeForecast:
-        sum_kl = repeated_sum_kl(self.strength)
-        return exactly(Charge(sum_kl, adversary=Adversary.HONEST_BUT_CURIOUS))
-
-    def _honesty(self, context: interface.DefenseContext) -> str:
-        if context.num_classes > 2:
-            said = "Met by every batch, whatever its class means."
-            if isinstance(self.strength, PowerRatio):
-                said = (
-                    "Bounds for every batch, whatever its class means: 1/ratio is charged for one "
-                    "long gap, (classes - 1)/ratio for classes all equally far apart, and nothing "
-                    "before every class was seen."
-                )
-            if self.statistics == "batch":
-                return said
-            return (
-                f"{said} That is an estimate where statistics are of earlier batches: a gap that "
-                "is longer than it was is charged more, and one that was not there without bound."
+        if context.num_classes == 2:
+            if ratio is not None:
+                fraction = context.pos_fraction
+                low = solve_noise(0.0, 0.0, 1.0, context.cut_dim, fraction, ratio).sum_kl
+            said = (
+                "An estimate, and no bound. The lower figure is that of classes without any "
+                "spread. Where their spreads differ the charges are higher, most of all late in "
+                "training; the upper figure allows for spreads about as large as the squared gap. "
+                "A run may be charged more, up to infinity, where the model fits a batch well."
             )
-        if self.noise == "persistent":
-            return section.PERSISTENT_NOISE_HONESTY
-        return (
-            "An estimate, and no bound. The lower figure is that of classes without any "
-            "spread. Where their spreads differ the charges are higher, most of all late in "
-            "training; the upper figure allows for spreads about as large as the squared gap. "
-            "A run may be charged more, up to infinity, where the model fits a batch well."
+            return ChargeModel(low, Charge(low * (1 + low)), "estimate", said)
+        high, said = low, "Met by every batch, whatever its class means."
+        if ratio is not None:
+            high = worst_pair_factor(context.num_classes) / ratio
+            said = (
+                "Bounds for every batch, whatever its class means: 1/ratio is charged for one "
+                "long gap, (classes - 1)/ratio for classes all equally far apart, and nothing "
+                "before every class was seen."
+            )
+        if self.statistics == "batch":
+            return ChargeModel(low, Charge(high), "bound", said)
+        said = (
+            f"{said} That is an estimate where statistics are of earlier batches: a gap that "
+            "is longer than it was is charged more, and one that was not there without bound."
         )
-
-    def _refusal(self, context: interface.DefenseContext, /) -> str | None:
-        return section.refusal_of_persistent(self, context)
-
-    def _coverage(self) -> section.Coverage:
-        if self.noise == "persistent":
-            return section.AGAINST_HONEST_BUT_CURIOUS
-        return section.Coverage(
-            Adversary.CLASS_MEANS,
-            "The charges of fresh marvell compare the class means of a batch along their gap. They "
-            "do not describe a peer that looks across the gap, where one class has all the noise, "
-            "and reads the labels from the energy of single rows; nor one that can tell what the "
-            f"model predicts for an example: see {section.SEE}.",
-        )
+        return ChargeModel(low, Charge(high), "estimate", said)
 
     def bounds_label_move(self, cut_dim: int, *, is_known: bool) -> bool:
         return is_known and cut_dim == 1
@@ -243,7 +233,7 @@ class Marvell(interface.RememberingDefense):
         self._noise = noise
         self._from_earlier = from_earlier
 
-    def defend(self, batch: interface.RawBatch) -> interface.Defended:
+    def defend(self, batch: interface.Step) -> interface.Defended:
         rows = as_rows(batch.gradients)
         num_classes = self._classes.num_classes
         classes = as_classes(batch.labels, rows, num_classes)
@@ -374,12 +364,11 @@ class Marvell(interface.RememberingDefense):
 class PersistentMarvell(interface.Defense):
     """Adds to each row noise along its label's move, scaled by one number of its example."""
 
-    def __init__(self, sum_kl: float, key_name: str) -> None:
-        self._norm_ratio = sum_kl**-0.5
-        identity = noise_digest(f"marvell {sum_kl!r} {key_name}")
-        self._charge = Charge(sum_kl, identity, adversary=Adversary.HONEST_BUT_CURIOUS)
+    def __init__(self, charge: Charge) -> None:
+        self._norm_ratio = charge.sum_kl**-0.5
+        self._charge = charge
 
-    def defend(self, batch: interface.RawBatch) -> interface.Defended:
+    def defend(self, batch: interface.Step) -> interface.Defended:
         moves = moves_of(batch)
         defended = noisy_rows(batch, moves, self._norm_ratio).to(batch.gradients.dtype)
         report = repeated_report(moves, self._norm_ratio, self._charge)

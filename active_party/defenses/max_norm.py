@@ -20,13 +20,13 @@ Persistent noise draws n once per example. It protects only against a peer that 
 (see ``persistent``), and is charged without bound.
 """
 
-import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses import forecast, interface
+from splitveil.active_party.defenses import interface
+from splitveil.active_party.defenses.charge_model import ChargeModel
 from splitveil.active_party.defenses.class_gaps import GapMemory, RowNoise
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.persistent import checked_probabilities, own_scalars
@@ -39,23 +39,15 @@ class _NormAligningDefense(NoisyDefense):
     def noise_key_strength(self, _context: interface.DefenseContext, /) -> str | None:
         return f"{self.title} to the largest norm" if self.noise == "persistent" else None
 
-    def _fresh_charge(self, _context: interface.DefenseContext) -> forecast.ChargeForecast:
-        return forecast.UNKNOWN  # it depends only on the gradients
-
-    def _repeated_charge(self, _context: interface.DefenseContext) -> forecast.ChargeForecast:
-        return forecast.exactly(math.inf)
-
-    def _honesty(self, _context: interface.DefenseContext) -> str:
-        if self.noise == "persistent":
-            return f"The ledger gives persistent {self.title} no credit."
-        return forecast.depends_on_gradients(self.title)
-
-    def budget_refusal(self, _context: interface.DefenseContext, /) -> str | None:
+    def charge_model(self, _context: interface.DefenseContext, /) -> ChargeModel:
         if self.noise == "fresh":
-            return None
-        return (
+            return ChargeModel.of_gradients(self.title)
+        return ChargeModel.exact(
+            UNBOUNDED,
+            f"The ledger gives persistent {self.title} no credit.",
+            "persistent",
             f"the ledger gives persistent {self.title} no credit, and the first answer would "
-            "pass every budget; expected noise: fresh, or another defense"
+            "pass every budget; expected noise: fresh, or another defense",
         )
 
 
@@ -97,7 +89,7 @@ class MaxNorm(interface.RememberingDefense):
         self._noise = noise
         self._is_persistent = is_persistent
 
-    def defend(self, batch: interface.RawBatch) -> interface.Defended:
+    def defend(self, batch: interface.Step) -> interface.Defended:
         rows = as_rows(batch.gradients)
         gaps = self._gaps.measure(rows, batch.labels)
         missing = self._noise_norms(batch, rows, gaps.batch.norms)
@@ -113,7 +105,7 @@ class MaxNorm(interface.RememberingDefense):
         )
         return interface.Defended(interface.release(defended, batch.gradients), report)
 
-    def _noise_norms(self, _batch: interface.RawBatch, _rows: Tensor, norms: Tensor) -> Tensor:
+    def _noise_norms(self, _batch: interface.Step, _rows: Tensor, norms: Tensor) -> Tensor:
         # The root-mean-square noise norm that takes each row to the largest.
         largest = norms.max()
         shares = norms / torch.where(largest > 0, largest, 1.0)
@@ -123,7 +115,7 @@ class MaxNorm(interface.RememberingDefense):
 class MaxNormPositive(MaxNorm):
     """Aligns every row to the norm that the least expected positive of the batch has."""
 
-    def _noise_norms(self, batch: interface.RawBatch, rows: Tensor, norms: Tensor) -> Tensor:
+    def _noise_norms(self, batch: interface.Step, rows: Tensor, norms: Tensor) -> Tensor:
         # A row that is predicted with certainty has a gradient of zero, to which a ratio is
         # undefined.
         predicted = checked_probabilities(batch.probabilities, rows).double()

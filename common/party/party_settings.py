@@ -189,7 +189,6 @@ def load_settings(
     if arguments.runs is not None:
         overrides.append(f"runs_dir={arguments.runs}")
     if arguments.log_format is not None:
-        use_log_format(arguments.log_format)  # now: problems of the settings are logged, too
         overrides.append(f"log_format={arguments.log_format}")
     settings = load_party_settings(section, arguments.settings, overrides)
     use_log_format(settings.log_format)

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from splitveil.active_party import defenses
-from splitveil.active_party.defenses import Defended, Defense, DefenseSettings, RawBatch
+from splitveil.active_party.defenses import Defended, Defense, DefenseSettings, Step
 from splitveil.active_party.defenses.class_statistics import measure_classes
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.rows import all_finite
@@ -67,10 +67,10 @@ def predicted(labels: Tensor) -> Tensor:
     return 0.1 + 0.8 * torch.rand(len(labels), generator=generator)
 
 
-def asked(gradients: Tensor, labels: Tensor, probabilities: Tensor | None = None) -> RawBatch:
+def asked(gradients: Tensor, labels: Tensor, probabilities: Tensor | None = None) -> Step:
     keys = torch.arange(2 * len(gradients)).view(-1, 2) * 2**40 + 2**59
     probabilities = predicted(labels) if probabilities is None else probabilities
-    return RawBatch(gradients, labels, keys, probabilities, slopes=gradients)
+    return Step(gradients, labels, keys, probabilities, slopes=gradients)
 
 
 def answered(name: str, gradients: Tensor, labels: Tensor, seed: int | None = None) -> Defended:
@@ -90,7 +90,7 @@ def defended_often(
     defense: Defense, gradients: Tensor, labels: Tensor, probabilities: Tensor, times: int
 ) -> Tensor:
     copies = times // 8
-    tiled = RawBatch(
+    tiled = Step(
         gradients.repeat(copies, 1),
         labels.repeat(copies),
         probabilities=probabilities.repeat(copies),
@@ -147,7 +147,7 @@ def test_powers_are_the_documented_ones() -> None:
 
 def test_none_changes_no_bit() -> None:
     gradients, labels = binary_batch()
-    defended, report = build_defense(defenses.NoDefense()).defend(RawBatch(gradients, labels))
+    defended, report = build_defense(defenses.NoDefense()).defend(Step(gradients, labels))
     assert torch.equal(defended, gradients)
     assert report.noise_power == 0
 
@@ -193,7 +193,7 @@ def test_max_norm_brings_every_row_to_the_largest_norm() -> None:
 
 def test_max_norm_keeps_to_each_rows_line() -> None:
     gradients, labels = binary_batch()
-    defended, _ = build_defense(defenses.MaxNormDefense()).defend(RawBatch(gradients, labels))
+    defended, _ = build_defense(defenses.MaxNormDefense()).defend(Step(gradients, labels))
     aligned = torch.cosine_similarity(defended, gradients).abs()
     assert torch.allclose(aligned, torch.ones(len(labels)), atol=1e-5)
 
@@ -202,7 +202,7 @@ def test_max_norm_keeps_to_each_rows_line() -> None:
 def test_max_norm_hides_rows_without_a_direction(tiny: float) -> None:
     gradients, labels = binary_batch()
     gradients[::2] = tiny
-    defended, _ = build_defense(defenses.MaxNormDefense()).defend(RawBatch(gradients, labels))
+    defended, _ = build_defense(defenses.MaxNormDefense()).defend(Step(gradients, labels))
     hidden = defended[::2]
     assert torch.allclose(hidden.norm(dim=1), gradients.norm(dim=1).max(), rtol=1e-5)
     assert float(torch.cosine_similarity(hidden[:-1], hidden[1:]).abs().max()) < 0.99
@@ -260,10 +260,11 @@ def test_max_norm_positive_needs_probabilities(
     probabilities: Tensor | None, complaint: str
 ) -> None:
     gradients, labels, _ = sigmoid_batch()
+    step = Step(gradients, labels)
+    if probabilities is not None:
+        step.probabilities = probabilities
     with pytest.raises(ValueError, match=complaint):
-        build_defense(defenses.MaxNormPositiveDefense()).defend(
-            RawBatch(gradients, labels, probabilities=probabilities)
-        )
+        build_defense(defenses.MaxNormPositiveDefense()).defend(step)
 
 
 # ---- marvell
@@ -281,7 +282,7 @@ def test_marvell_noise_has_the_covariance_of_the_solution() -> None:
     """Accepts the solution, and rejects the two classes exchanged."""
     gradients, labels = binary_batch(batch=128, cut_dim=8)
     defense = build_defense(settings_of("marvell", seed=1))
-    solution = defense.defend(RawBatch(gradients, labels))[1].solution
+    solution = defense.defend(Step(gradients, labels))[1].solution
     assert solution is not None
     noise = repeated("marvell", gradients, labels, times=4000) - gradients
     positive = labels == 1
@@ -366,8 +367,8 @@ def test_one_class_borrows_the_other_from_earlier_batches() -> None:
     gradients, both_labels = binary_batch(batch=4000)
     rows, labels = one_class_rows(batch=4000)  # the same rows, the positives left out
     defense = build_defense(settings_of("marvell", seed=1))
-    defense.defend(RawBatch(gradients, both_labels))
-    defended, report = defense.defend(RawBatch(rows, labels))
+    defense.defend(Step(gradients, both_labels))
+    defended, report = defense.defend(Step(rows, labels))
     assert report.solution is not None
     neg_along, neg_across, pos_along, pos_across, _ = report.solution
     positives = gradients[both_labels == 1]

@@ -11,6 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from splitveil.active_party.predict.batch import PredictionPlan
+from splitveil.active_party.training.label_kinds import NumberLabels
+from splitveil.common.data.label_range import LabelRange
 from tests.support import inference
 from tests.support.inference import Trained, answering, asked, free_port, predicting, train
 from tests.support.tables import HIGH, LOW, number_tables, write_numbers
@@ -73,5 +75,6 @@ def test_the_fallback_answers_in_the_label_s_unit(trained: Trained) -> None:
 
 
 def test_the_output_has_a_column_of_values() -> None:
-    schema = PredictionPlan("model", "", (), (LOW, HIGH)).schema(pa.schema({"id": pa.string()}))
+    plan = PredictionPlan("model", "", NumberLabels(LabelRange(low=LOW, high=HIGH)))
+    schema = plan.schema(pa.schema({"id": pa.string()}))
     assert schema.names == ["id", "canonical_id", "value", "found"]

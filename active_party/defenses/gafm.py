@@ -62,6 +62,7 @@ from splitveil.common.run.progress import State
 _LABEL_RESPONSE = b"label response"
 
 _CRITIC_WIDTH = 16
+_WEIGHT_LIMIT = 0.1
 
 
 class MixedTerms(NamedTuple):
@@ -108,7 +109,7 @@ class Oriented(nn.Module):
             self.agreement.lerp_(apart.detach().to(self.agreement.dtype), 1 - KEPT_SHARE)
 
 
-def build_critic(weight_limit: float, noise: NoiseSource) -> nn.Sequential:
+def build_critic(noise: NoiseSource) -> nn.Sequential:
     """Return a critic of single numbers: two dense layers, clipped."""
     sizes = (1, _CRITIC_WIDTH), (_CRITIC_WIDTH, 1)
     hidden, output = (nn.Linear(*size, device="meta").to_empty(device="cpu") for size in sizes)
@@ -118,15 +119,15 @@ def build_critic(weight_limit: float, noise: NoiseSource) -> nn.Sequential:
             for parameter in layer.parameters():
                 limit = layer.in_features**-0.5
                 parameter.copy_(uniform(noise, parameter, 2 * limit) - limit)
-    clip_weights(critic, weight_limit)
+    clip_weights(critic)
     return critic
 
 
-def clip_weights(critic: nn.Module, weight_limit: float) -> None:
-    """Clip every weight to [-weight_limit, weight_limit]."""
+def clip_weights(critic: nn.Module) -> None:
+    """Clip every weight to [-0.1, 0.1], as the paper does."""
     with torch.no_grad():
         for parameter in critic.parameters():
-            parameter.clamp_(-weight_limit, weight_limit)
+            parameter.clamp_(-_WEIGHT_LIMIT, _WEIGHT_LIMIT)
 
 
 def gan_loss(critic: nn.Module, noisy_labels: Tensor, predictions: Tensor) -> Tensor:
@@ -229,9 +230,6 @@ class GafmDefense(section.SeededDefense):
     label_noise: float = Field(default=0.01, ge=0, le=1)
     """Standard deviation of the noise on the labels that the critic sees."""
 
-    weight_limit: float = Field(default=0.1, gt=0, le=100)
-    """Largest absolute value of the critic's weights, which are clipped to it."""
-
     critic_learning_rate: float = Field(default=1e-4, gt=0, le=1)
     """Step size of the critic's Adam; the contract's schedule applies to it, too."""
 
@@ -282,7 +280,7 @@ class GafmDefense(section.SeededDefense):
             shifts = persistent_shifts(secrets.noise_key, examples.ids, self.response_width)
             shifts = shifts.to(examples.device)
         key = fresh_key() if seed is None else key_from_insecure_seed(seed)
-        critic = build_critic(self.weight_limit, NoiseSource(AnswerKeys(key)))
+        critic = build_critic(NoiseSource(AnswerKeys(key)))
         return Adversarial(
             self,
             top,
@@ -422,7 +420,7 @@ class Adversarial:
         noisy = labels + self._settings.label_noise * noise
         loss = -gan_loss(self._critic, noisy, predictions)
         descend(loss, self._critic.parameters(), self._critic_optimizer)
-        clip_weights(self._critic, self._settings.weight_limit)
+        clip_weights(self._critic)
 
     def _teach_generator(self, activation: Tensor, own: Features | None) -> None:
         predictions = torch.sigmoid(self._generator(activation.detach(), own))

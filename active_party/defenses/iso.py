@@ -9,10 +9,10 @@ infinite.
 
 import math
 from dataclasses import replace
-from typing import Literal, Self
+from typing import Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from splitveil.active_party.defenses import interface, section
 from splitveil.active_party.defenses.charge_model import ChargeModel
@@ -30,44 +30,26 @@ class IsoDefense(section.LabelMoveDefense):
 
     name: Literal["iso"] = "iso"
 
-    noise_ratio: float | None = Field(default=None, ge=0, le=1e6)
-    """Root-mean-square noise norm r, in units of the batch's largest gradient norm.
-
-    Give either this or ``power_ratio``; it is 1 if neither is given.
-    """
-
-    power_ratio: float | None = Field(default=None, ge=0, le=1e12)
-    """The same as a ratio of powers, the papers' t: t = r^2."""
-
-    @model_validator(mode="after")
-    def _have_one_ratio(self) -> Self:
-        if self.noise_ratio is not None and self.power_ratio is not None:
-            raise ValueError("expected noise_ratio or power_ratio (its square), got both")
-        return self
-
-    @property
-    def norm_ratio(self) -> float:
-        """The ratio r, given by either setting."""
-        if self.power_ratio is not None:
-            return math.sqrt(self.power_ratio)
-        return 1.0 if self.noise_ratio is None else self.noise_ratio
+    noise_ratio: float = Field(default=1.0, ge=0, le=1e6)
+    """Root-mean-square noise norm r, in units of the batch's largest gradient norm: the square root
+    of the papers' t."""
 
     def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
         noise = self._noise_source(given.secrets)
         if self.noise == "fresh":
-            return Isotropic(self.norm_ratio, noise, given.context.num_classes)
+            return Isotropic(self.noise_ratio, noise, given.context.num_classes)
         key = section.require_key(given.secrets.noise_key, self.name)
-        identity = noise_digest(f"iso {self.norm_ratio!r} {key_name(key)}")
+        identity = noise_digest(f"iso {self.noise_ratio!r} {key_name(key)}")
         charge = replace(self.charge_model(given.context).charge, noise_identity=identity)
-        return PersistentIsotropic(self.norm_ratio, noise, charge)
+        return PersistentIsotropic(self.noise_ratio, noise, charge)
 
     def noise_key_strength(self, context: interface.DefenseContext, /) -> str | None:
         if self.noise == "fresh":
             return None
-        return f"iso {self.norm_ratio!r} in {context.cut_dim}"
+        return f"iso {self.noise_ratio!r} in {context.cut_dim}"
 
     def charge_model(self, context: interface.DefenseContext, /) -> ChargeModel:
-        ratio, cut_dim = self.norm_ratio, context.cut_dim
+        ratio, cut_dim = self.noise_ratio, context.cut_dim
         if not (ratio**2):
             said = "Answers without noise reveal the label outright."
             refusal = "the first answer without noise would pass every budget; set noise_ratio"

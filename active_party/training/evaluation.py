@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from torch import Tensor
 
-from splitveil.active_party.settings import EarlyStopping
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.figures import PredictionFigures
@@ -53,8 +52,8 @@ class EarlyStop:
     It is an AUC, or for labels that are numbers an error with a minus sign.
     """
 
-    def __init__(self, settings: EarlyStopping) -> None:
-        self._settings = settings
+    def __init__(self, patience_epochs: int) -> None:
+        self._patience_epochs = patience_epochs
         self._best = -math.inf
         self._epochs_without_gain = 0
 
@@ -67,12 +66,12 @@ class EarlyStop:
 
     def should_stop(self, reached: float) -> bool:
         """Take in one epoch's score and return whether the patience is used up."""
-        if reached > self._best + self._settings.min_gain:
+        if reached > self._best:
             self._best = reached
             self._epochs_without_gain = 0
         else:
             self._epochs_without_gain += 1
-        return self._epochs_without_gain >= self._settings.patience_epochs
+        return self._epochs_without_gain >= self._patience_epochs
 
 
 class Evaluator:

@@ -102,6 +102,24 @@ class PredictionFigures(Form):
         return math.nan if figure is None else figure
 
     @property
+    def share(self) -> float | None:
+        """The way from chance, 0, to predictions that are all right, 1: 2 AUC - 1 for classes.
+
+        For numbers, the share of the constant prediction's squared error that is gone.
+        """
+        if self.rmse is None:
+            return None if math.isnan(self.agreement) else 2 * self.agreement - 1
+        return 1 - (self.rmse / self.constant_rmse) ** 2 if self.constant_rmse else None
+
+    @property
+    def share_in_words(self) -> tuple[str, str]:
+        """The share as a figure for laypeople, and its unit."""
+        share = math.nan if self.share is None else self.share
+        if self.rmse is None:
+            return f"{50 + 50 * share:.0f}", "of 100 pairs in the right order"
+        return f"{share:.0%}", "of the variance"
+
+    @property
     def in_short(self) -> str:
         """The main figure with its name, for a log line."""
         if self.rmse is None and math.isnan(self.agreement):
@@ -340,8 +358,8 @@ class BatchCounts(NamedTuple):
         if share <= _SMALL_SHARE:
             return ""
         return (
-            f"The monitor left {share:.0%} of the batches out (leak_monitor.max_cpu_share, "
-            "queue_batches), so that attacks over the whole run are understated."
+            f"The monitor left {share:.0%} of the batches out (leak_monitor.max_cpu_share), "
+            "so that attacks over the whole run are understated."
         )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses import DefenseSettings, IsoDefense, MarvellDefense, Step
+from splitveil.active_party.defenses import DefenseSettings, MarvellDefense, Step
 from splitveil.active_party.defenses.strength import (
     DetectionError,
     LeakAuc,
@@ -217,14 +217,6 @@ def test_a_wrong_or_second_key_is_explained(override: str, complaint: str) -> No
         strength_of(FILE, override)
     assert len(raised.value.problems) == 1
     assert raised.value.problems[0].startswith("file: defense.marvell.strength")
-
-
-def test_iso_takes_amplitude_or_power_and_not_both() -> None:
-    assert IsoDefense().norm_ratio == 1
-    assert IsoDefense(noise_ratio=3.0).norm_ratio == 3
-    assert IsoDefense(power_ratio=9.0).norm_ratio == 3
-    with pytest.raises(SettingsError, match="got both"):
-        IsoDefense(noise_ratio=3.0, power_ratio=9.0)
 
 
 # ---- statistics of the batch or of earlier ones

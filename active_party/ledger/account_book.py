@@ -169,10 +169,9 @@ class AccountBook:
         return AccountBook(names, ledger, self.id_rules, self.runs | other.runs, person_of)
 
     def by_person(self, ids: Iterable[str], persons: Names) -> "AccountBook":
-        """Return the book with one account for each person of these rows.
+        """Return the book with one account for each person of these rows, `Accounts.of_groups`.
 
-        It has all that was charged to the person, to its rows, and to persons whose rows they were,
-        as if all of these labels changed at once (`Accounts.of_groups`).
+        It has what was charged to the person, to its rows, and to persons whose rows they were.
         """
         if not len(self):
             return self
@@ -185,9 +184,8 @@ class AccountBook:
         every = np.arange(len(first))
         groups = np.concatenate([group_of, group_of, every])
         accounts = np.concatenate([at, before, of_group])
-        is_known = (accounts >= 0) & (accounts < len(self))
-        each_once = np.unique(groups[is_known] * len(self) + accounts[is_known])
-        groups, accounts = np.divmod(each_once, len(self))
+        pairs = (groups * len(self) + accounts)[(accounts >= 0) & (accounts < len(self))]
+        groups, accounts = np.divmod(np.unique(pairs), len(self))
         grouped = self.ledger.of_groups(accounts, groups, len(first))
         ledger, is_kept = LeakLedger(len(names)), np.ones(len(names), dtype=np.bool_)
         is_kept[at] = is_kept[of_group] = False

@@ -104,10 +104,9 @@ class Accounts(NamedTuple):
     def of_groups(self, group_of: Positions, count: int) -> "Accounts":
         """Return what all examples of each group reveal if their labels change together, (count,).
 
-        However the noise of its examples is shared, mu of the Gaussian mechanisms that reveal no
-        less add up (Dong, Roth and Su, theorem 2.14, one label after the other), and so does
-        epsilon; the divergence is then mu^2 at most. A group with one charged example has its
-        account.
+        Label after label, mu of the Gaussian mechanisms that reveal no less add up (Dong, Roth and
+        Su, theorem 2.14), and so does epsilon; the divergence is mu^2 at most. A group with one
+        charged example has its account.
         """
         largest = Accounts.empty(count)
         for figure, own in zip(largest, self, strict=True):

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
+from pyarrow import parquet
 from scipy import stats
 from torch import Tensor
 
@@ -16,6 +18,8 @@ from splitveil.active_party.defenses.interface import DefenseContext
 from splitveil.active_party.ledger.account_book import LEDGER
 from splitveil.active_party.named_inputs import Persons
 from splitveil.active_party.planned import plan_of
+from splitveil.common.data.ids import read_subjects
+from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.record.model_files import save_tensors
@@ -220,6 +224,7 @@ def test_the_report_says_that_the_bound_is_for_each_person(example: Path) -> Non
     page = run.report().read_text()
     assert "for anybody, for each person" in page
     assert "for the most exposed person" in page
+    assert "The bound is for each person." in run.report().with_name("cover.html").read_text()
 
 
 # ---- bad input ----
@@ -245,7 +250,7 @@ def test_a_row_without_a_person_is_one_and_rows_that_are_never_trained_on_cost_n
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("subject_column: nobody", "'nobody'"),
+        ("subject_column: nobody", r"defense\.subject_column: .*there is no column 'nobody'"),
         ("subject_column: own1", r"defense\.subject_column: 'own1' is a feature, too"),
     ],
 )
@@ -255,6 +260,17 @@ def test_a_column_that_cannot_name_persons_is_named(
     changed = GROUPED.replace("subject_column: person", setting)
     with pytest.raises((DataError, SettingsError), match=message):
         run_in_process(persons_run(example, changed))
+
+
+def test_cells_that_name_nobody_are_named(tmp_path: Path) -> None:
+    table = {"id": ["a", "b"], "x": [1, 2], "person": [7.5, 8.0]}
+    parquet.write_table(pa.table(table), tmp_path / "x.parquet")
+    source = {"kind": "parquet", "path": "x.parquet"}
+    settings = DataSettings.model_validate(
+        {"source": source, "id_column": "id", "features": {"numeric": ["x"]}}
+    )
+    with pytest.raises(DataError, match=r"defense\.subject_column: .*column 'person'.*"):
+        read_subjects(settings, tmp_path, "person")
 
 
 RESPONSE = "{kind: randomized_response, epsilon: 1}"

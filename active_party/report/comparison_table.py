@@ -52,7 +52,7 @@ def comparison_table(
         table.add_row(
             cell(name, f"{summary.counts.aligned_rows or 0:,} rows"),
             test.in_words(4),
-            _strongest(summary, found[name]),
+            _strongest(found[name]),
             _bound(found[name]),
             *([disclosed.get(name, cell("-"))] if disclosed else []),
         )
@@ -65,10 +65,8 @@ def _bound(found: LeakAssessment) -> Text:
     return cell(f"≤ {auc_at_most(found.bound)}", found.adversary)
 
 
-def _strongest(summary: Summary, found: LeakAssessment) -> Text:
-    if summary.of_leak.of_numbers:
-        return cell("on numbers: see the report")
+def _strongest(found: LeakAssessment) -> Text:
     attack = found.strongest
-    return (
-        cell(found.not_measured) if attack is None else cell(label(attack.attack), attack.figures)
-    )
+    if attack is None:
+        return cell(found.figure_in_words(None))
+    return cell(label(attack.attack), attack.figures)

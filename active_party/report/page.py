@@ -120,9 +120,7 @@ def report_page(run: RunFiles, *, has_cover: bool = False) -> str:
         decision=decided,
         question=answer.QUESTION,
         answer=answer.answer(leak, classes, run_files.label_of(run), decided.passed),
-        strongest=answer.number_in_words(of_leak.strongest_of_numbers)
-        if run_files.is_of_numbers(run) and leak.has_gradients
-        else answer.strongest_in_words(leak),
+        strongest=answer.strongest_in_words(leak),
         drawn=picture([*cover.figures(run, leak).values()]),
         epsilon=of_leak.beyond and of_leak.beyond.epsilon,
         why_not_anybody=""
@@ -211,9 +209,7 @@ def _compared(title: str, style: str, run: RunFiles) -> _Compared:
         {(one.layer, one.attack): one for one in findings},
         {key: one.auc for key, one in tables.run_levels(run).items()},
         leak,
-        answer.number_in_words(run.active.summary.of_leak.strongest_of_numbers)
-        if run_files.is_of_numbers(run)
-        else leak.figure_in_words(leak.strongest),
+        leak.figure_in_words(leak.strongest),
         decision.decide(run, leak),
         bounds.ledger_of(run),
         tables.bound_cells(run),

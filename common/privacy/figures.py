@@ -374,6 +374,10 @@ class NumberBeyond(NamedTuple):
     def interval(self) -> str:
         return f"{self.low:.3f} to {self.high:.3f}"
 
+    @property
+    def in_words(self) -> str:
+        return f"{self.r2:.0%} ({self.interval})"
+
 
 class NumberLeak(NamedTuple):
     r2: Known  # R2 with the labels; of an attack on single batches, its mean over them

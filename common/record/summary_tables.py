@@ -54,9 +54,10 @@ def _main_figures(summary: Summary) -> Iterator[tuple[str, str]]:
             yield label(name), in_words(number)
     if summary.active is not None:
         assessment = assess(summary)
-        if assessment.has_gradients and not summary.of_leak.of_numbers:
+        if assessment.has_gradients:
+            is_auc = assessment.explained is None
             figure = assessment.figure_in_words(assessment.strongest)
-            yield "strongest attack, feature-adjusted leak AUC", figure
+            yield f"strongest attack{', feature-adjusted leak AUC' * is_auc}", figure
         yield "bound for the whole run", assessment.bound_in_words
     for attack, found in summary.of_leak.run_level.get(CUT, {}).items():
         if found.over_features is not None:

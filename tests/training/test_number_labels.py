@@ -20,6 +20,8 @@ from splitveil.common.data.label_range import LabelRange
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.table import Table, read_table
 from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.record.assessment import assess
+from splitveil.common.record.run_record import read_summary
 from splitveil.common.settings import validate
 from tests.support.runs import build_parties, run_in_process
 from tests.support.simulation import read_settings
@@ -251,6 +253,12 @@ def test_the_report_has_figures_of_numbers_and_no_auc_of_classes(
     assert "Labels recovered" in page if defense == "none" else "No target set" in page
     both = write_comparison([path, path], tmp_path / "both.html").read_text()
     assert "test RMSE" in both
+    found = assess(read_summary(path / "active"))
+    assert found.is_recovered == (defense == "none")
+    said = found.in_words.partition("; bound: ")[0]
+    assert said.startswith("explains ")
+    assert said in both
+    assert said in page
 
 
 def test_several_feature_owners_and_the_bound_for_anybody(tmp_path: Path) -> None:

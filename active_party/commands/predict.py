@@ -14,6 +14,7 @@ from splitveil.active_party.predict.batch import (
 )
 from splitveil.active_party.predict.predictor import Predictor, log_security, open_predictor
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.label_kinds import kind_of
 from splitveil.common.data.table_files import read_id_list
 from splitveil.common.errors import Interrupted, PeerError
 from splitveil.common.party import command_line
@@ -72,12 +73,11 @@ def predict(parsed: argparse.Namespace) -> None:
 
 def _plan(predictor: Predictor, settings: ActiveSettings) -> PredictionPlan:
     model = predictor.model
-    own, within = predictor.own_rows, settings.data.label_range
+    own = predictor.own_rows
     return PredictionPlan(
         f"{model.kind}, {model.identity}",
         "" if own is None else own.source,
-        settings.data.class_names,
-        None if within is None else (within.low, within.high),
+        kind_of(settings.data),
     )
 
 

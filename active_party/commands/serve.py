@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from splitveil.active_party.predict.predictor import Predictor, log_security, open_predictor
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.label_kinds import kind_of
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.table_files import read_id_list
 from splitveil.common.errors import SettingsError
@@ -129,13 +130,11 @@ def open_service(
 
 
 def serving(settings: ActiveSettings, service: AnswerService, access: Access) -> HttpServer:
-    address, data = settings.serving.http, settings.data
-    classes = list(data.class_names) if data.num_classes > 2 else None
+    address = settings.serving.http
     # Else a page of a name that leads to this machine could ask through a browser here.
     names = ("localhost", "127.0.0.1", "[::1]", address.rpartition(":")[0])
     hosts = names if access == Access(None, None) else ("*",)
-    numbers = data.label_range is not None
-    app = build_app(service, access.tokens, classes, hosts, numbers=numbers)
+    app = build_app(service, access.tokens, kind_of(settings.data), hosts)
     server = HttpServer(app, address, access.tls)
     scheme = "http" if access.tls is None else "https"
     logger.info("answering at %s://%s (described at /openapi.json)", scheme, address)

@@ -40,7 +40,7 @@ def figures(run: RunFiles, leak: LeakAssessment) -> Mapping[str, ScaleRow]:
     """
     found = {"labels": _labels(run, leak)}
     if leak.has_gradients:
-        found["labels, measured"] = _measured(run, leak)
+        found["labels, measured"] = _measured(leak)
     for one in run.passives:
         if (disclosure := one.disclosure) is not None:
             whose = f" ({one.name})" * (len(run.passives) > 1)
@@ -68,53 +68,30 @@ def _labels(run: RunFiles, leak: LeakAssessment) -> ScaleRow:
     return ScaleRow(words, "guarantee", 0.0, share, most=most, said=said)
 
 
-def _measured(run: RunFiles, leak: LeakAssessment) -> ScaleRow:
-    strongest, of_number = leak.strongest, run.active.summary.of_leak.strongest_of_numbers
-    if of_number is not None:
-        found = of_number.low, of_number.high, of_number.r2
-        said = f"{of_number.r2:.0%} of the variance that columns leave."
-    elif strongest is not None:
-        low, high, value = (
-            max(2 * one - 1, 0.0)
-            for one in (strongest.leak.low, strongest.leak.high, strongest.leak.value)
-        )
-        found = low, high, value
-        said = (
-            f"{100 * strongest.leak.value:.0f} of 100 pairs, by the strongest attack that was run."
-        )
-    else:
-        words = f"Strongest attack: {leak.not_measured}"
-        return ScaleRow(
-            words, "muted", said=f"{leak.not_measured[:1].upper()}{leak.not_measured[1:]}."
-        )
+def _measured(leak: LeakAssessment) -> ScaleRow:
+    found, strongest = leak.share, leak.strongest
+    if found is None:
+        words = leak.not_measured
+        said = f"{words[:1].upper()}{words[1:]}."
+        return ScaleRow(f"Strongest attack: {words}", "muted", said=said)
+    said = f"{found[2]:.0%} of the variance that columns leave."
+    if strongest is not None:
+        pairs = 100 * strongest.leak.value
+        said = f"{pairs:.0f} of 100 pairs, by the strongest attack that was run."
     words = f"Strongest attack: {found[2]:.3f} ({found[0]:.3f} to {found[1]:.3f})"
     return ScaleRow(words, "measured", *found, said=said)
 
 
 def _model(run: RunFiles) -> ScaleRow:
-    model, number = (
-        run.active.summary.of_active.model,
-        run.active.summary.of_active.model.test_number,
-    )
-    if number is not None and number.constant_rmse:
-        constant, rmse_alone = number.constant_rmse, model.test_rmse_alone
-        joint = 1 - (number.rmse / constant) ** 2
-        alone = None if rmse_alone is None else 1 - (rmse_alone / constant) ** 2
-        form, unit = "{:.0%}", "of the variance"
-    elif model.test_auc is not None:
-        joint, alone = 2 * model.test_auc - 1, model.test_auc_alone
-        alone = None if alone is None else 2 * alone - 1
-        form, unit = "{:.0f}", "of 100 pairs in the right order"
-    else:
+    model = run.active.summary.of_active.model
+    joint, alone = model.test.share, None if model.alone is None else model.alone.share
+    if joint is None:
         return ScaleRow("Model: not measured", "muted", said="Not measured.")
-
-    def in_words(share: float) -> str:
-        return form.format(share if number is not None else 50 + 50 * share)
-
-    words, said = f"Model: {max(joint, 0.0):.3f}", f"{in_words(joint)} {unit}, on test records"
-    if alone is not None:
+    figure, unit = model.test.share_in_words
+    words, said = f"Model: {max(joint, 0.0):.3f}", f"{figure} {unit}, on test records"
+    if model.alone is not None and alone is not None:
         words += f"; without the other columns {max(alone, 0.0):.3f}"
-        said += f"; with the label owner's own columns {in_words(alone)}"
+        said += f"; with the label owner's own columns {model.alone.share_in_words[0]}"
     most = None if alone is None else max(alone, 0.0)
     return ScaleRow(words, "utility", 0.0, max(joint, 0.0), most=most, said=f"{said}.")
 

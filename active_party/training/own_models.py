@@ -27,11 +27,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from splitveil.active_party.defenses.interface import descend
 from splitveil.active_party.training.boosting import columns_of, with_trees
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
-from splitveil.active_party.training.predictions import LossWeights, PredictionFigures
+from splitveil.active_party.training.predictions import LossWeights
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.models.settings import MlpModel, TabularModel
+from splitveil.common.privacy.figures import PredictionFigures
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
 

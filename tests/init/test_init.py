@@ -109,7 +109,7 @@ def test_what_is_written_can_be_used_as_it_is(tmp_path: Path) -> None:
     assert (schedule.warmup_steps, schedule.decay) == (4, "cosine")  # of 20 epochs with 4 steps
     run.meet()
     run.fit_top()
-    assert run.active.seen.evaluations[-1].auc is not None
+    assert run.active.seen.evaluations[-1].figures.auc is not None
 
 
 def test_the_contract_gets_the_width_that_the_columns_allow_and_never_a_wider_one(

@@ -21,6 +21,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from splitveil.common.errors import SettingsError, StorageError
+from splitveil.common.privacy.figures import PredictionFigures
 from splitveil.common.record import run_folder
 from splitveil.common.record.lines import AlignmentLine, EvaluationLine, TrainingLine
 from splitveil.common.record.metrics_log import MetricsLog
@@ -40,8 +41,8 @@ def test_metrics_reach_tensorboard_on_one_axis(tmp_path: Path) -> None:
     with MetricsLog(tmp_path, steps_per_epoch=10) as log:
         log.write(TrainingLine(2, 3, loss=0.5, noise_power=None))
         assert len(_lines(tmp_path)) == 1  # at once, and not only at the end
-        log.write(EvaluationLine(2, "test", None, 0.75, None, None))
-        log.write(EvaluationLine(3, "test", None, math.nan, None, None))
+        log.write(EvaluationLine(2, "test", PredictionFigures(auc=0.75)))
+        log.write(EvaluationLine(3, "test", PredictionFigures(auc=math.nan)))
     log.write(TrainingLine(9, 0, loss=0.5, noise_power=None))  # closed
     assert len(_lines(tmp_path)) == 3
     events = EventAccumulator(str(tmp_path)).Reload()

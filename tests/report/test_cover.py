@@ -12,7 +12,7 @@ import yaml
 from splitveil.active_party.report import write_report
 from splitveil.common.party.cover import CHECKS
 from splitveil.common.privacy.attacks import ATTACKS
-from splitveil.common.privacy.figures import LeakBounds, Spread
+from splitveil.common.privacy.figures import LeakBounds, PredictionFigures, Spread
 from splitveil.common.record.lines import AlignmentLine
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import (
@@ -60,7 +60,7 @@ def write_both(
     agreed = CONTRACT | (contract or {})
     active, passive = folder / "own" / "active", folder / "theirs" / "passive"
     spread = Spread(bound, bound, bound)
-    model = ModelFigures(test_auc=0.8, test_auc_alone=0.7)
+    model = ModelFigures(PredictionFigures(auc=0.8), alone=PredictionFigures(auc=0.7))
     ledger = LeakBounds(Spread(0.1, 0.1, 0.1), spread, spread, spread, spread)
     counts = RunCounts(1000, 5 if agreed["exchange"] == "gradients" else None)
     of_active = ActiveFigures(model=model, ledger=ledger)

@@ -257,6 +257,9 @@ class SqlSource(CacheableSource):
 _READS = re.compile(r"(?is)(?>\s|\(|--[^\n]*\n|/\*.*?\*/)*(SELECT|WITH|VALUES|TABLE)\b")
 
 
+Pixels = Annotated[int, Field(ge=1, le=4096)]
+
+
 class ImagesSource(FileSource):
     """A folder of images, ``path``, and a text file with a header line and one row per image.
 
@@ -276,11 +279,8 @@ class ImagesSource(FileSource):
     file_ending: str = ""
     """Ending that is appended to each name in that column, for instance ``.jpg``."""
 
-    height: int = Field(ge=1, le=4096)
-    """Height in pixels of the resized images (bilinear, with antialiasing)."""
-
-    width: int = Field(ge=1, le=4096)
-    """Width in pixels of the resized images."""
+    size: tuple[Pixels, Pixels]
+    """Height and width in pixels of the resized images (bilinear, with antialiasing)."""
 
     colours: Literal["rgb", "grey"] = "rgb"
     """Three channels or one."""

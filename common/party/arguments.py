@@ -128,7 +128,7 @@ def add_command(commands: Commands, name: str, purpose: str, example: str) -> Pa
         "--runs", type=Path, metavar="DIR", help="folder of all runs (default: runs)"
     )
     command.add_argument(
-        "--log-format", choices=("text", "json"), help="form of the log (default: the settings')"
+        "--log-format", choices=("text", "json"), default="text", help="form of the log"
     )
     add_verbosity(command)
     return command

@@ -141,16 +141,16 @@ def test_the_summary_is_an_object_and_no_table(
     assert "steps" in screen.getvalue()
 
 
-def test_the_flag_is_stronger_than_the_setting_and_problems_of_the_settings_are_objects(
+def test_with_the_flag_problems_of_the_settings_are_objects(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_example(tmp_path)
-    words = ["check", str(tmp_path / "active.yaml"), "--set", "log_format=json"]
+    words = ["check", str(tmp_path / "active.yaml")]
     listen = ["--set", "listen=127.0.0.1:1", "--set", "device=cuda:9"]
     wrong = ["--set", "lisen=127.0.0.1:1", "--log-format"]
     for options, is_json in (
-        (listen, True),
-        ([*listen, "--log-format", "text"], False),
+        (listen, False),
+        ([*listen, "--log-format", "json"], True),
         ([*wrong, "json"], True),
     ):
         with pytest.raises(SystemExit) as end:

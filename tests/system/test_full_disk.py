@@ -18,7 +18,7 @@ SETTINGS = Settings(
         "defense={name: marvell, noise: persistent, insecure_noise_seed: 7}",
         "leak_monitor=null",
     ),
-    passive=("adversary.every_steps=1000",),
+    passive=("adversary.attacks=[norm]",),
 )
 
 

@@ -54,10 +54,6 @@ class ServingSettings(IdLimit):
     timeout_s: float = Field(default=1.0, gt=0, le=600)
     """Seconds after which a request without an answer from every passive party is given up."""
 
-    ids_per_second: float | None = Field(default=None, gt=0)
-    """Largest number of ids per second on average for each program; ``null`` for no limit. One
-    second's number may be asked for at once."""
-
     fallback: bool = False
     """At the end of a run, train a model of only this party's own features, and answer with it,
     marked as such, while a passive party is away or where it has no row of an id.

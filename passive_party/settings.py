@@ -79,10 +79,6 @@ class AnswerSettings(IdLimit):
     listen: Address = "127.0.0.1:50061"
     """Host and port where the active party reaches this one for predictions."""
 
-    ids_per_second: float | None = Field(default=None, gt=0)
-    """The most ids per second that are answered on average, over all connections; faster requests
-    wait. By default there is no limit."""
-
     whole_table: bool = False
     """Let the active party take the whole table, sealed row by row, and open the rows whose ids it
     has. This party then learns how many ids are asked for, and not which. Every row is computed for

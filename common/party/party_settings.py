@@ -85,13 +85,18 @@ SecuritySettings = Annotated[
 
 
 class IdLimit(Section):
-    """The ids about which a party answers."""
+    """The ids about which a party answers, and how fast."""
 
     allowed_ids: Annotated[str | None, Mark.PATH] = Field(default=None, min_length=1)
     """File with the ids that are answered: a text file with one id per line, or a CSV or Parquet
     file with the column ``data.id_column``. All others are answered as unknown, and nobody else is
     asked for them. Relative to this settings file; ``~`` and ``${NAME}`` are replaced. By default
     all are answered."""
+
+    ids_per_second: float | None = Field(default=None, gt=0)
+    """The most ids per second that are answered on average: by ``answers`` over all connections,
+    where faster requests wait, and by ``serving`` to each program, where one second's number may be
+    asked for at once and more is refused. By default there is no limit."""
 
 
 class ReconnectSettings(Section):

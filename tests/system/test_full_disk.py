@@ -11,7 +11,7 @@ SETTINGS = Settings(
     both=(
         "contract.epochs=2",
         "contract.batch_size=4",
-        "contract.checkpoints.every_steps=500",
+        "contract.checkpoint_steps=500",
         "reconnect.max_s=60",
     ),
     active=(

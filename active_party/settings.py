@@ -35,7 +35,7 @@ class ServingTls(KeyPair):
 
 
 class ServingSettings(IdLimit):
-    """Online predictions for other programs of this party: ``splitveil active serve``."""
+    """Online predictions for other programs of this party: ``splitveil serve active.yaml``."""
 
     http: Address = "127.0.0.1:8080"
     """Host and port for HTTP."""
@@ -156,7 +156,7 @@ class RefitSettings(Section):
     """A new top model for this party's own predictions, fitted after the last gradient.
 
     It learns the true labels from the last activation of each row, which stay in the ``checkpoint``
-    folder for ``splitveil active refit``. Nothing of it is sent, and no later run begins with it. A
+    folder for ``splitveil refit``. Nothing of it is sent, and no later run begins with it. A
     tenth of the training rows is held out: if the trained model predicts them better, it stays.
     """
 
@@ -174,7 +174,7 @@ class InferenceSettings(Section):
     """Predictions with the trained model; this party calls the passive parties for them."""
 
     connect: dict[Name, Address] = Field(default_factory=dict)
-    """Host and port of each passive party's ``splitveil passive serve``, by its name in the
+    """Host and port of each passive party's ``splitveil serve``, by its name in the
     contract."""
 
     proxy: Literal["environment"] | None = None
@@ -257,7 +257,7 @@ class ActiveSettings(PartySettings):
     learns when the run ends, which depends on the validation labels: the bounds are about training
     labels only."""
 
-    def defense_context(self, pos_fraction: float = 0.5) -> DefenseContext:
+    def defense_context(self, pos_fraction: float = 0.5, rows_of_person: int = 1) -> DefenseContext:
         """Return the facts that the defense depends on; forecasts need the share of positives."""
         data, within = self.data, self.data.label_range
         bounds = None if within is None else (within.low, within.high)
@@ -270,6 +270,7 @@ class ActiveSettings(PartySettings):
             repr((data.label_column, data.positive_label, data.class_names, bounds)),
             self.contract.is_one_shot,
             self.contract.releases_sums,
+            rows_of_person,
         )
 
     def label_uses(self) -> LabelUses:
@@ -302,7 +303,6 @@ class ActiveSettings(PartySettings):
         is_hash = split.kind == "hash" and split.validation == 0
         if self.early_stopping_epochs is not None and is_hash:
             raise ValueError("early_stopping_epochs needs contract.split.validation > 0")
-        self._check_run_budget()
         for name in ("earlier_ledgers", "noise_key_path"):
             if getattr(self, name) and self.data.id_column is None:
                 raise ValueError(
@@ -318,11 +318,17 @@ class ActiveSettings(PartySettings):
         if refusal is not None:
             raise ValueError(f"defense: {refusal}")
         self._check_label_kind()
+        self._check_run_budget()
         return self
 
     def _check_one_shot(self) -> None:
         contract = self.contract
         if not contract.is_one_shot:
+            if self.defense.traits.subject_column is not None:
+                raise ValueError(
+                    "defense.subject_column: bounds rows of one person together in a release of "
+                    "contract.exchange: one_shot alone: with gradients, leave it out"
+                )
             return
         refusal = self.defense.one_shot_refusal(contract.release)
         if refusal is not None:
@@ -365,10 +371,10 @@ class ActiveSettings(PartySettings):
         if self.run_budget is None:
             return
         context, peers = self.defense_context(), self.run_budget.peers
-        unbounded = self.defense.budget_refusal(context)
+        unbounded = self.defense.charge_model(context).refusal
         if unbounded is not None:
             raise ValueError(f"run_budget: {unbounded}, or run_budget to null")
-        described, why = self.defense.traits.coverage
+        described, why = self.defense.traits.adversary, self.defense.traits.covers
         if self.contract.is_one_shot:  # where it releases nothing, there is nothing to bound
             described = Adversary.ANYBODY
         if not described.includes(peers):

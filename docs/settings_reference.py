@@ -98,7 +98,7 @@ Ten settings are enough for most runs, and `splitveil init` writes them:
 This page names every setting of the parties' files, with its type, its bounds and its default; [a page of its own](experiment-settings.md) has those of published experiments.
 A setting without a default is required.
 "As above" names settings that another section has as well, with a link to them.
-`splitveil active check active.yaml` and `splitveil passive check passive.yaml` report every problem at once, and print all settings with `-v`.
+`splitveil check active.yaml` and `splitveil check passive.yaml` report every problem at once, and print all settings with `-v`.
 `--set NAME=VALUE` overrides any setting by its dotted name; a name that begins with `contract.` changes the contract.
 
 Units are part of the names: `_s` is seconds, `_bytes` is bytes, `_steps` and `_epochs` count training steps and passes over the training rows.

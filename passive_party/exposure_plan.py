@@ -218,7 +218,7 @@ def check_exposure(settings: PassiveSettings, data: PartyData) -> None:
         return
     raise SettingsError(
         f"{limit_in_words(exposure_plan_of(settings, data))} Nothing was sent; the figures: "
-        f"splitveil passive plan"
+        f"splitveil plan passive.yaml"
     )
 
 

@@ -70,7 +70,7 @@ class AdversarySettings(AuditSettings):
 
 
 class AnswerSettings(IdLimit):
-    """Answers about rows once the model is trained, by ``splitveil passive serve``.
+    """Answers about rows once the model is trained, by ``splitveil serve passive.yaml``.
 
     The active party names ids, and this party answers with the activations of their rows. Each
     answer tells the active party whether this party has a row of that id.
@@ -112,7 +112,7 @@ class PassiveSettings(PartySettings):
     """The half of the network below the cut layer."""
 
     max_exposure: float | None = Field(default=None, gt=0, le=1)
-    """The most that what is sent may disclose of this party's columns, as ``splitveil passive
+    """The most that what is sent may disclose of this party's columns, as ``splitveil
     plan`` measures it: the share of what a guesser without any column does not know, as a mean over
     columns. A run above it is refused before anything is sent. By default there is no limit. Each
     run counts by itself: what several runs send adds up. The strongest column is no limit: leaving

@@ -369,11 +369,3 @@ def read_subjects(
     named = settings.model_copy(update={"id_column": column})
     entries = part_ids(named, [rule], source.read([column]), source.name)
     return np.array(CanonicalForm([rule]).of(entries), dtype=object)
-
-
-def numbered_subjects(subjects: NDArray[np.object_]) -> NDArray[np.int64]:
-    """Return a number for each row, equal for rows of one person; one without has its own."""
-    _, numbers = np.unique(subjects, return_inverse=True)
-    without = np.flatnonzero(subjects == "")
-    numbers[without] = len(subjects) + np.arange(len(without))
-    return numbers.astype(np.int64)

@@ -21,7 +21,7 @@ from splitveil.common.settings import (
     validate,
 )
 from splitveil.common.text.addresses import usable
-from splitveil.common.text.log_lines import add_to_log_lines, use_log_format
+from splitveil.common.text.log_lines import add_to_log_lines
 from splitveil.common.text.wording import suggest
 
 Address = Annotated[str, AfterValidator(usable)]
@@ -205,11 +205,10 @@ PartySettingsT = TypeVar("PartySettingsT", bound=PartySettings)
 def load_settings(
     section: type[PartySettingsT], arguments: argparse.Namespace, party: str
 ) -> PartySettingsT:
-    """Read the settings of a command; from then on lines of the log have the form it names."""
+    """Read the settings of a command; from then on lines of the log name the run."""
     overrides = [text.removeprefix(f"{party}.") for text in arguments.overrides]
     if arguments.runs is not None:
         overrides.append(f"runs_dir={arguments.runs}")
-    use_log_format(arguments.log_format)  # now: problems of the settings are logged, too
     settings = load_party_settings(section, arguments.settings, overrides)
     add_to_log_lines(run=settings.contract.run_name)
     return settings

@@ -19,12 +19,12 @@ from splitveil.active_party.defenses import (
     IsoDefense,
     MarvellDefense,
     NoDefense,
-    RawBatch,
+    Step,
 )
 from splitveil.active_party.defenses import gafm as losses
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.gafm import Adversarial
-from splitveil.active_party.defenses.interface import DefenseReport, LabelledRows
+from splitveil.active_party.defenses.interface import DefenseReport
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.objective import TopModel
 from splitveil.common.models.dense import MlpTop
@@ -250,12 +250,12 @@ def test_a_labels_own_move_is_bounded_and_the_bound_is_reached() -> None:
 def behind(settings: GafmDefense, mixed: Tensor, labels: Tensor) -> DefenseReport:
     key = key_from_insecure_seed(1)
     defense = build_defense(settings.composed_with, key, lambda: b"k" * 32)
-    return defense.defend(RawBatch(mixed, labels)).report
+    return defense.defend(Step(mixed, labels)).report
 
 
 def whole(settings: GafmDefense, mixed: Tensor, labels: Tensor, label_move: float) -> DefenseReport:
     defense = build_defense(settings, key_from_insecure_seed(1), lambda: b"k" * 32)
-    return defense.defend(RawBatch(mixed, labels, label_move=label_move)).report
+    return defense.defend(Step(mixed, labels, label_move=label_move)).report
 
 
 def charge_of(settings: GafmDefense, mixed: Tensor, labels: Tensor, label_move: float) -> Charge:
@@ -315,9 +315,9 @@ def test_critic_and_generator_learn_before_the_answer_and_pull_in_their_directio
     critic, model = losses.build_critic(answer_noise()), generator_of(3)
     critic.load_state_dict(before["critic"])
     model.load_state_dict(found._generator.state_dict())
-    found.compute(
-        activation, None, labels, LabelledRows(torch.arange(64), labels, activation.detach())
-    )
+    step = Step(labels=labels, rows=torch.arange(64), activation=activation)
+    step.targets = labels
+    found.compute(step)
     with torch.no_grad():
         old = torch.sigmoid(model(activation, None))
         new = torch.sigmoid(found._generator(activation, None))
@@ -329,7 +329,7 @@ def test_critic_and_generator_learn_before_the_answer_and_pull_in_their_directio
 def test_a_gradient_that_does_not_say_what_a_label_moves_is_refused() -> None:
     labels, _, mixed = one_number_batch(0.2)
     with pytest.raises(ValueError, match="label_move"):
-        build_defense(GafmDefense()).defend(RawBatch(mixed.raw, labels))
+        build_defense(GafmDefense()).defend(Step(mixed.raw, labels))
 
 
 # ---- settings

@@ -79,23 +79,10 @@ def test_a_traceback_is_a_field(lines: Lines) -> None:
     assert "ValueError: why" in line["exception"]
 
 
-def test_the_form_can_change_after_the_settings_are_read(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    log_lines.configure_logging("active")
-    logger.warning("a")
-    log_lines.add_to_log_lines(run="monday")
-    log_lines.use_log_format("json")
-    logger.warning("b")
-    first, second = capsys.readouterr().err.splitlines()
-    assert first.endswith("active WARNING a")
-    assert json.loads(second)["run"] == "monday"
-
-
 def test_what_a_signal_says_is_a_line_like_the_others(lines: Lines) -> None:
     """It is written without the logging, which the signal may have interrupted."""
     assert json.loads(log_lines.raw_line("stopping"))["message"] == "stopping"
-    log_lines.use_log_format("text")
+    log_lines.configure_logging("active")
     assert log_lines.raw_line("stopping") == b"stopping\n"
 
 

@@ -139,13 +139,11 @@ class StoreSettings(Section):
     """Access to an object store, if its library does not find it in the environment.
 
     No secret stands in the settings. ``s3://`` looks for credentials where Amazon's own tools do
-    (``AWS_ACCESS_KEY_ID``, ``~/.aws``, the machine's role), ``gs://`` in the file that
+    (``AWS_ACCESS_KEY_ID``, ``~/.aws``, the machine's role) and takes ``AWS_REGION``, or else the
+    region that Amazon names for the bucket; ``gs://`` looks in the file that
     ``GOOGLE_APPLICATION_CREDENTIALS`` names or with the machine's service account, and ``abfs://``
     as Azure's default credential does.
     """
-
-    region: ColumnName | None = None
-    """Region of an ``s3://`` bucket."""
 
     endpoint: Annotated[str, StringConstraints(pattern=r"^https?://[^/@\s]+$")] | None = None
     """Address of a store that is compatible with one of the three, ``https://HOST:PORT``."""
@@ -199,8 +197,6 @@ class ParquetSource(FileSource):
             raise ValueError("path: an address holds no credentials: set them in the environment")
         if (self.scheme == "abfs") != (self.store.account is not None):
             raise ValueError("store.account: required for abfs:// addresses, and only there")
-        if self.scheme != "s3" and self.store.region is not None:
-            raise ValueError("store.region is for s3:// addresses")
         return self
 
 

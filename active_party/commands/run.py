@@ -100,8 +100,8 @@ def _train(
         wanted = Transcript(folder, ACTIVE) if settings.transcript else nullcontext()
         transcript = resources.enter_context(wanted)
         recorder = resources.enter_context(ActiveRecorder(settings, folder, status))
-        keep, num_parties = contract.checkpoints.keep, len(contract.passive_parties)
-        store = resources.enter_context(RunStore(folder, keep, num_parties, in_background=True))
+        num_parties = len(contract.passive_parties)
+        store = resources.enter_context(RunStore(folder, num_parties, in_background=True))
 
         def meet(session: ActiveSession) -> Served:
             return serve(session, data, folder, transcript, status, process.interruption)

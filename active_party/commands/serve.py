@@ -10,6 +10,7 @@ from splitveil.active_party.predict.predictor import Predictor, log_security, op
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.label_kinds import kind_of
 from splitveil.common.data.canonical_form import CanonicalForm
+from splitveil.common.data.source_settings import expand_path
 from splitveil.common.data.table_files import read_id_list
 from splitveil.common.errors import SettingsError
 from splitveil.common.party import command_line
@@ -110,7 +111,7 @@ def open_service(
     own = settings.serving
     allowed = None
     if own.allowed_ids is not None:
-        path = settings.base_dir / own.allowed_ids
+        path = expand_path("serving.allowed_ids", own.allowed_ids, settings.base_dir)
         allowed = frozenset(read_id_list(path, settings.data, settings.contract.ids).ids)
         logger.info("%d ids may be asked for", len(allowed))
     fallback = None

@@ -201,7 +201,7 @@ def _add_command(commands: Commands, name: str, purpose: str, example: str) -> P
         "--runs", type=Path, metavar="DIR", help="folder of all runs (default: runs)"
     )
     command.add_argument(
-        "--log-format", choices=("text", "json"), help="form of the log (default: the settings')"
+        "--log-format", choices=("text", "json"), default="text", help="form of the log"
     )
     return command
 
@@ -240,7 +240,7 @@ def run_command(parsed: argparse.Namespace, party: str | None = None) -> int:
         action = resolve_name(_ELSEWHERE.get(name) or _ELSEWHERE.get(f"{role} {name}", own))
         resolve_name("splitveil.common.party.workers:act")(parsed, action)
 
-    log_format: LogFormat = getattr(parsed, "log_format", None) or "text"
+    log_format: LogFormat = getattr(parsed, "log_format", "text")
     form = (parsed.verbose - parsed.quiet, log_format)
     configure_logging(party or _ANY, *form)
     return exit_code_of(act)

@@ -173,7 +173,7 @@ def is_checkpoint(contract: Contract, rows: AlignedRows, batch: Batch) -> bool:
     if batch.split != "train":
         return batch.closes_epoch or (batch.is_answered and batch.closes_split)
     steps = batch.epoch * rows.order.steps_per_epoch + batch.step + 1
-    return steps % contract.checkpoints.every_steps == 0 and not batch.closes_split
+    return steps % contract.checkpoint_steps == 0 and not batch.closes_split
 
 
 def needs_all_gradients(contract: Contract, rows: AlignedRows, batch: Batch) -> bool:

@@ -27,11 +27,6 @@ def configure_logging(party: str, verbosity: int = 0, form: LogFormat = "text") 
     logging.getLogger(_OWN_PACKAGE).setLevel(level)
 
 
-def use_log_format(form: LogFormat) -> None:
-    for handler in _own_handlers():
-        handler.use(form)
-
-
 def add_to_log_lines(**fields: str) -> None:
     for handler in _own_handlers():
         handler.fields |= fields
@@ -72,9 +67,6 @@ class _StderrHandler(logging.Handler):
         super().__init__()
         self.party = party
         self.fields: dict[str, str] = {}
-        self.use(form)
-
-    def use(self, form: LogFormat) -> None:
         self.form: LogFormat = form
         if form == "json":
             self.setFormatter(_JsonFormatter(self))

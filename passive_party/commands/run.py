@@ -130,8 +130,7 @@ def _train(
         recorder = resources.enter_context(
             PassiveRecorder(settings, folder, data.ids, labels, status)
         )
-        keep = settings.contract.checkpoints.keep
-        store = resources.enter_context(RunStore(folder, keep, in_background=True))
+        store = resources.enter_context(RunStore(folder, in_background=True))
         run = PassiveRun(
             aligner,
             build_trainer,

@@ -79,23 +79,10 @@ def test_a_traceback_is_a_field(lines: Lines) -> None:
     assert "ValueError: why" in line["exception"]
 
 
-def test_the_form_can_change_after_the_settings_are_read(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    log_lines.configure_logging("active")
-    logger.warning("a")
-    log_lines.add_to_log_lines(run="monday")
-    log_lines.use_log_format("json")
-    logger.warning("b")
-    first, second = capsys.readouterr().err.splitlines()
-    assert first.endswith("active WARNING a")
-    assert json.loads(second)["run"] == "monday"
-
-
 def test_what_a_signal_says_is_a_line_like_the_others(lines: Lines) -> None:
     """It is written without the logging, which the signal may have interrupted."""
     assert json.loads(log_lines.raw_line("stopping"))["message"] == "stopping"
-    log_lines.use_log_format("text")
+    log_lines.configure_logging("active")
     assert log_lines.raw_line("stopping") == b"stopping\n"
 
 
@@ -141,16 +128,16 @@ def test_the_summary_is_an_object_and_no_table(
     assert "steps" in screen.getvalue()
 
 
-def test_the_flag_is_stronger_than_the_setting_and_problems_of_the_settings_are_objects(
+def test_with_the_flag_problems_of_the_settings_are_objects(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_example(tmp_path)
-    words = ["check", str(tmp_path / "active.yaml"), "--set", "log_format=json"]
+    words = ["check", str(tmp_path / "active.yaml")]
     listen = ["--set", "listen=127.0.0.1:1", "--set", "device=cuda:9"]
     wrong = ["--set", "lisen=127.0.0.1:1", "--log-format"]
     for options, is_json in (
-        (listen, True),
-        ([*listen, "--log-format", "text"], False),
+        (listen, False),
+        ([*listen, "--log-format", "json"], True),
         ([*wrong, "json"], True),
     ):
         with pytest.raises(SystemExit) as end:

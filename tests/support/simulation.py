@@ -314,7 +314,7 @@ def _store(
         return None
     folder = runs / name
     folder.mkdir(parents=True, exist_ok=True)
-    return RunStore(folder, settings.contract.checkpoints.keep, num_parties)
+    return RunStore(folder, num_parties, keep=100)
 
 
 _PORTS = range(20_000, 30_000)

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from splitveil.common.party.report_parts import ScaleRow, picture, read_traffic, render
+from splitveil.common.record.lines import AlignmentLine
 from splitveil.common.record.model_files import identity_of
 from splitveil.common.record.run_folder import write_json_atomically, write_text_atomically
+from splitveil.common.record.run_record import read_metrics
 from splitveil.common.record.summary import Summary
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.values import as_mapping
@@ -37,6 +39,8 @@ CHECKS: Mapping[str, str] = {
     "contract": "The contract settles the points above, with dates.",
 }
 """The list of ``docs/guide/data-protection.md``, which is signed off."""
+
+_ROUNDED_UP = 1.25  # of a list's size: by `init`, or by the padding of buckets
 
 _LABELS, _COLUMNS = "label owner", "feature owner"
 
@@ -67,7 +71,7 @@ def write_cover(
     contract = as_mapping(settings.get("contract"))
     traffic = read_traffic(folder)
     provenance = summary.provenance
-    checks = {**_answers(settings, contract), **answers}
+    checks = {"lists": _lists(folder, contract), **_answers(settings, contract), **answers}
     run_id, fingerprint = identity_of(folder)
     facts: dict[str, Any] = {
         "run": contract.get("run_name"),
@@ -170,6 +174,18 @@ def _answers(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> dict[s
     if as_mapping(settings.get("security")).get("mode") != "mtls":
         found["keys"] = Answer("no", "Nobody was authenticated: the run had no certificates.")
     return found
+
+
+def _lists(folder: Path, contract: Mapping[str, Any]) -> Answer:
+    alignment = as_mapping(contract.get("alignment"))
+    most, lines = alignment.get("max_set_size"), read_metrics(folder).of(AlignmentLine)
+    own = lines[-1].own_rows if lines else None
+    if own is None or not isinstance(most, int):
+        return Answer("by hand", "The size of this side's list was not recorded.")
+    said = f"Of at most {most:,} ids, this side's list has {own:,}"
+    if most <= _ROUNDED_UP * own:
+        return Answer("ticked", f"{said}.")
+    return Answer("other page", f"{said}: either page has to tick it.")
 
 
 def _answer(answers: Mapping[str, Answer], name: str, party: str) -> Answer:

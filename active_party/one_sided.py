@@ -1,6 +1,6 @@
 """Takes part in a run whose common ids only this party learns, from its peer's sealed table.
 
-The passive party has fitted its model by itself, and serves it (``splitveil passive serve``). It is
+The passive party has fitted its model by itself, and serves it (``splitveil serve``). It is
 asked for its whole table, in the same way whichever ids are common; everything after that happens
 here, by the session that otherwise answers the passive party's calls, and nothing of it is sent.
 """

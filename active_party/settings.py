@@ -40,7 +40,7 @@ class ServingTls(Section):
 
 
 class ServingSettings(Section):
-    """Online predictions for other programs of this party: ``splitveil active serve``."""
+    """Online predictions for other programs of this party: ``splitveil serve active.yaml``."""
 
     http: Address = "127.0.0.1:8080"
     """Host and port for HTTP."""
@@ -64,7 +64,7 @@ class ServingSettings(Section):
     second's number may be asked for at once."""
 
     allowed_ids: Annotated[Path | None, Mark.PATH] = None
-    """File with the ids that may be asked for, as ``splitveil active predict --ids`` takes it;
+    """File with the ids that may be asked for, as ``splitveil predict --ids`` takes it;
     every other id is answered as one that is not known, and no passive party is asked. The path is
     relative to this settings file. ``null`` for all."""
 
@@ -128,20 +128,6 @@ RunBudget = Annotated[
 """Limit on what a run may reveal about each label; its key names the unit."""
 
 
-class EarlyStopping(Section):
-    """End the run once the validation AUC stops rising.
-
-    With ``data.label_range``, once the validation RMSE stops falling.
-    """
-
-    patience_epochs: int = Field(default=3, ge=1)
-    """Number of epochs without a better figure after which the run ends."""
-
-    min_gain: float = Field(default=0.0, ge=0, lt=1)
-    """Smallest increase of the AUC, or decrease of the RMSE as a share of the range, that counts as
-    better."""
-
-
 class LeakMonitorSettings(AuditSettings):
     """Attacks that this party runs on the gradients it sends, to measure what they leak."""
 
@@ -184,7 +170,7 @@ class RefitSettings(Section):
     """A new top model for this party's own predictions, fitted after the last gradient.
 
     It learns the true labels from the last activation of each row, which stay in the ``checkpoint``
-    folder for ``splitveil active refit``. Nothing of it is sent, and no later run begins with it. A
+    folder for ``splitveil refit``. Nothing of it is sent, and no later run begins with it. A
     tenth of the training rows is held out: if the trained model predicts them better, it stays.
     """
 
@@ -202,7 +188,7 @@ class InferenceSettings(Section):
     """Predictions with the trained model; this party calls the passive parties for them."""
 
     connect: dict[Name, Address] = Field(default_factory=dict)
-    """Host and port of each passive party's ``splitveil passive serve``, by its name in the
+    """Host and port of each passive party's ``splitveil serve``, by its name in the
     contract."""
 
     proxy: Literal["environment"] | None = None
@@ -221,9 +207,6 @@ class ActiveSettings(PartySettings):
 
     listen: Annotated[Address, Mark.MAY_CHANGE, Mark.PER_RUN] = "127.0.0.1:50051"
     """Host and port at which the passive party reaches this one."""
-
-    first_contact_s: Annotated[float, Mark.MAY_CHANGE] = Field(default=3600.0, gt=0)
-    """Seconds to wait for the passive party's first call."""
 
     top_model: ModelSettings
     """The half of the network above the cut layer."""
@@ -282,10 +265,11 @@ class ActiveSettings(PartySettings):
     serving: Annotated[ServingSettings, Mark.MAY_CHANGE] = ServingSettings()
     """Online predictions for other programs of this party."""
 
-    early_stopping: EarlyStopping | None = None
-    """Rule for stopping before the contract's last epoch; ``null`` for none. The peer then learns
-    when the run ends, which depends on the validation labels: the bounds are about training labels
-    only."""
+    early_stopping_epochs: int | None = Field(default=None, ge=1)
+    """Epochs without a higher validation AUC, or with ``data.label_range`` a lower validation RMSE,
+    after which the run ends before the contract's last one; ``null`` for no such end. The peer then
+    learns when the run ends, which depends on the validation labels: the bounds are about training
+    labels only."""
 
     def defense_context(self, pos_fraction: float = 0.5) -> DefenseContext:
         """Return the facts that the defense depends on; forecasts need the share of positives."""
@@ -304,7 +288,7 @@ class ActiveSettings(PartySettings):
 
     def label_uses(self) -> LabelUses:
         """Return how labels may reach the peer besides the answers, apart from initial weights."""
-        return LabelUses(has_early_stopping=self.early_stopping is not None)
+        return LabelUses(has_early_stopping=self.early_stopping_epochs is not None)
 
     def noise_key_file(self) -> Path:
         """Return the path of the noise key."""
@@ -329,9 +313,9 @@ class ActiveSettings(PartySettings):
         if self.data.label_column is None:
             raise ValueError("data.label_column: the active party's data need a label column")
         split = self.contract.split
-        if self.early_stopping is not None and split.kind == "hash" and split.validation == 0:
-            raise ValueError("early_stopping needs contract.split.validation > 0")
-        self._check_run_budget()
+        is_hash = split.kind == "hash" and split.validation == 0
+        if self.early_stopping_epochs is not None and is_hash:
+            raise ValueError("early_stopping_epochs needs contract.split.validation > 0")
         for name in ("earlier_ledgers", "noise_key_path"):
             if getattr(self, name) and self.data.id_column is None:
                 raise ValueError(
@@ -347,6 +331,7 @@ class ActiveSettings(PartySettings):
         if refusal is not None:
             raise ValueError(f"defense: {refusal}")
         self._check_label_kind()
+        self._check_run_budget()
         return self
 
     def _check_one_shot(self) -> None:
@@ -362,8 +347,10 @@ class ActiveSettings(PartySettings):
                 f"contract.scores: expected {scores}, got {contract.scores}: one for each of "
                 f"{self.data.num_classes} classes but one"
             )
-        if self.early_stopping is not None:
-            raise ValueError("early_stopping: a one-shot run ends with its last row; leave it out")
+        if self.early_stopping_epochs is not None:
+            raise ValueError(
+                "early_stopping_epochs: a one-shot run ends with its last row; leave it out"
+            )
 
     def _check_label_kind(self) -> None:
         data = self.data
@@ -392,10 +379,10 @@ class ActiveSettings(PartySettings):
         if self.run_budget is None:
             return
         context, peers = self.defense_context(), self.run_budget.peers
-        unbounded = self.defense.budget_refusal(context)
+        unbounded = self.defense.charge_model(context).refusal
         if unbounded is not None:
             raise ValueError(f"run_budget: {unbounded}, or run_budget to null")
-        described, why = self.defense.traits.coverage
+        described, why = self.defense.traits.adversary, self.defense.traits.covers
         if self.contract.is_one_shot:  # where it releases nothing, there is nothing to bound
             described = Adversary.ANYBODY
         if not described.includes(peers):

@@ -82,10 +82,10 @@ class TrainerBuilder:
         labels of the aligned rows.
         """
         settings = self._settings
-        if settings.early_stopping is not None and not len(rows.splits["validation"]):
+        if settings.early_stopping_epochs is not None and not len(rows.splits["validation"]):
             raise DataError(
-                f"{self._data.table.source}: early_stopping needs validation rows, and none of the "
-                f"aligned ones is"
+                f"{self._data.table.source}: early_stopping_epochs needs validation rows, and none "
+                f"of the aligned ones is"
             )
         labels = self._data.labels_at(rows.file_rows)
         self.encoder, features = self._data.encode(rows, self._earlier, bins_of(settings.top_model))

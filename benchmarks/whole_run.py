@@ -9,7 +9,7 @@ A split MLP 64-256-128 | 128-64-1 on 67,000 synthetic rows, batch 1,024, Adam, f
 thread per process. Each round runs, one after the other:
 
 - ``monolithic``: the same model in one process;
-- ``mtls``: `splitveil active run` and `splitveil passive run` as a user calls them, with the
+- ``mtls``: both parties' `splitveil run` as a user calls them, with the
   defense ``none`` and without audits;
 - ``shipped``: mutual TLS, ``noisy_label``, the default audits of both parties, and their
   status pages;

@@ -134,8 +134,8 @@ def run_example(example_dir: Path, options: argparse.Namespace) -> int:
 def _run_name(contract: Mapping[str, object]) -> str:
     if as_mapping(contract.get("alignment")).get("kind") == "one_sided":
         raise SettingsError(
-            "contract.alignment.kind: one_sided: the active party's run needs splitveil passive "
-            "serve beside it; --set contract.alignment.kind=mutual tries the same run here"
+            "contract.alignment.kind: one_sided: the active party's run needs splitveil serve "
+            "passive.yaml beside it; --set contract.alignment.kind=mutual tries the same run here"
         )
     return str(contract.get("run_name"))
 

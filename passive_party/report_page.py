@@ -81,7 +81,7 @@ class Assessment(NamedTuple):
 
 
 def report(parsed: argparse.Namespace) -> None:
-    written = write_passive_report(parsed.run_dir, parsed.output)
+    written = write_passive_report(parsed.run_dirs[0], parsed.output)
     if parsed.json:
         print_json({"report": str(written)})
     logger.info("report written to %s", written)
@@ -196,8 +196,7 @@ def _assessment(
             "Not measured",
             f"What {is_or_was} sent may reveal our columns: how well they can be guessed was not "
             f"measured.",
-            f"Let a run end with at least {LEAST_ROWS} common records and finite activations, "
-            "and with report.probe_rows above 0 in passive.yaml.",
+            f"Let a run end with at least {LEAST_ROWS} common records and finite activations.",
             "some seconds at the end of a run. No label is needed.",
         )
     best = max(exposure.columns, key=lambda one: (one.is_above_chance, one.gain))

@@ -1,4 +1,4 @@
-"""``splitveil active align``: finds the rows that all parties have, without training."""
+"""``splitveil align active.yaml``: finds the rows that all parties have, without training."""
 
 import argparse
 from functools import partial

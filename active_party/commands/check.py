@@ -1,4 +1,4 @@
-"""``splitveil active check``: tries everything a run depends on, and changes nothing."""
+"""``splitveil check active.yaml``: tries everything a run depends on, and changes nothing."""
 
 import argparse
 import socket
@@ -60,7 +60,7 @@ def check(parsed: argparse.Namespace) -> None:
         parts.append(probe_checks(settings, parsed.wait))
     then = "run" if parsed.connect else "plan"
     command_line.report_check(
-        settings, parsed, parts, details, f"splitveil active {then} {parsed.settings}"
+        settings, parsed, parts, details, f"splitveil {then} {parsed.settings}"
     )
 
 

@@ -1,4 +1,4 @@
-"""``splitveil active predict``: predicts every id of a file with the trained model."""
+"""``splitveil predict``: predicts every id of a file with the trained model."""
 
 import argparse
 import logging

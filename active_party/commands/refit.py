@@ -1,4 +1,4 @@
-"""``splitveil active refit``: fits another top model on the files of a finished run.
+"""``splitveil refit``: fits another top model on the files of a finished run.
 
 It asks no passive party and sends nothing, so it costs no privacy, whatever is tried and however
 often. A label corrected since the run counts with its new value.

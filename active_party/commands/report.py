@@ -1,4 +1,4 @@
-"""``splitveil active report``: writes the page of a run, or of several."""
+"""``splitveil report``: writes the page of a run, or of several."""
 
 import argparse
 import logging

@@ -1,4 +1,4 @@
-"""``splitveil active run``: trains with the passive parties, or resumes an unfinished run."""
+"""``splitveil run active.yaml``: trains with the passive parties, or resumes an unfinished run."""
 
 import argparse
 import logging

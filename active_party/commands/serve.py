@@ -1,4 +1,4 @@
-"""``splitveil active serve``: answers other programs' requests for predictions, until stopped."""
+"""``splitveil serve active.yaml``: answers other programs' requests until it is stopped."""
 
 import argparse
 import logging
@@ -30,7 +30,7 @@ try:
     from splitveil.active_party.http.service import AnswerService, PeerWatch, Rules
     from splitveil.active_party.http.status import CallLog, OnlineStatus
 except ImportError as error:
-    raise extra_missing("splitveil active serve", "serve") from error
+    raise extra_missing("splitveil serve active.yaml", "serve") from error
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def serve(parsed: argparse.Namespace) -> None:
     if settings.contract.is_one_sided:
         raise SettingsError(
             "contract.alignment.kind: one_sided: serve asks for single ids, which the passive "
-            "party is not to learn; expected splitveil active predict"
+            "party is not to learn; expected splitveil predict"
         )
     access = access_of(settings)
     log_security(settings)

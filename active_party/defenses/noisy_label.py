@@ -31,8 +31,8 @@ from pydantic import BeforeValidator, model_validator
 from torch import Tensor
 
 from splitveil.active_party.defenses import interface
+from splitveil.active_party.defenses.charge_model import ChargeModel
 from splitveil.active_party.defenses.example_keys import NoiseKey, key_name
-from splitveil.active_party.defenses.forecast import Forecast, NoiseKind, exactly
 from splitveil.active_party.defenses.label_mechanisms import (
     GaussianLabels,
     LabelMechanism,
@@ -45,7 +45,7 @@ from splitveil.active_party.defenses.label_mechanisms import (
 )
 from splitveil.active_party.defenses.noisy_sums import NoisySums
 from splitveil.active_party.defenses.rows import as_rows, check_labels
-from splitveil.active_party.defenses.section import Coverage, SeededDefense, Traits, require_key
+from splitveil.active_party.defenses.section import SeededDefense, Traits, require_key
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.charge import Charge, noise_digest
 
@@ -88,20 +88,18 @@ class NoisyLabelDefense(SeededDefense):
     @property
     def traits(self) -> Traits:
         is_noisy = self.top_labels == "noisy"
-        covered = Coverage(
-            Adversary.ANYBODY,
-            "Everything that the peer receives is a function of features and noisy labels.",
-        )
-        if not is_noisy:
-            covered = Coverage(
-                Adversary.HONEST_BUT_CURIOUS,
+        if is_noisy:
+            covers = "Everything that the peer receives is a function of features and noisy labels."
+        else:
+            covers = (
                 "With top_labels true, the charge of the noisy label describes a peer that sends "
                 "its model's activations, and what it learns beyond the model's predictions. It "
                 "does not describe one that chooses activations to make the top model learn single "
-                "labels.",
+                "labels."
             )
         return Traits(
-            covered,
+            Adversary.ANYBODY if is_noisy else Adversary.HONEST_BUT_CURIOUS,
+            covers,
             takes_numbers=True,  # depending on the mechanism, see _refusal
             top_learns_targets=is_noisy,
             model_is_label_free=is_noisy,
@@ -133,18 +131,17 @@ class NoisyLabelDefense(SeededDefense):
             noise_identity=noise_identity,
             # A top model that knows the labels leaves no bound on the odds.
             epsilon=leak.epsilon if self.top_labels == "noisy" else math.inf,
-            adversary=self.traits.coverage.adversary,
+            adversary=self.traits.adversary,
         )
 
-    def forecast(self, context: interface.DefenseContext) -> Forecast:
-        honesty = (
+    def charge_model(self, context: interface.DefenseContext, /) -> ChargeModel:
+        said = (
             "Exact, whatever the gradients."
             if self.top_labels == "noisy"
             else "Charges of noisy labels depend only on their mechanism."
         )
-        charge = exactly(self.charge(context.num_classes))
-        noise: NoiseKind = "fresh" if context.releases_sums else "persistent"
-        return Forecast({noise: charge}, noise, honesty)
+        noise: Literal["fresh", "persistent"] = "fresh" if context.releases_sums else "persistent"
+        return ChargeModel.exact(self.charge(context.num_classes), said, noise)
 
     def _refusal(self, context: interface.DefenseContext, /) -> str | None:
         mechanism = self.mechanism
@@ -216,7 +213,7 @@ class NoisyLabel(interface.Defense):
         # The noise is in the labels: nothing is added to the gradient.
         self._report = interface.DefenseReport(0.0, charge=settings.charge(num_classes, identity))
 
-    def targets(self, batch: interface.LabelledRows, /) -> Tensor:
+    def targets(self, batch: interface.Step, /) -> Tensor:
         """Return the noisy labels, (batch,), or the posterior, (batch,) or (batch, classes)."""
         if self.noisy_labels is None:
             raise ValueError("noisy_label was built without examples: there are no noisy labels")
@@ -232,7 +229,7 @@ class NoisyLabel(interface.Defense):
         values = self.noisy_labels[rows].reshape(len(rows), -1).cpu()
         return interface.Defended(interface.DefendedGradient(values), self._report)
 
-    def defend(self, batch: interface.RawBatch) -> interface.Defended:
+    def defend(self, batch: interface.Step) -> interface.Defended:
         """Return the values unchanged. The labels' values are checked but not used."""
         check_labels(batch.labels, as_rows(batch.gradients), self._num_classes)
         return interface.Defended(

@@ -56,7 +56,7 @@ class NoisySums(interface.Defense):
         self._sender: Sender | None = None
         self._own: Tensor | None = None
 
-    def defend(self, _batch: interface.RawBatch, /) -> interface.Defended:
+    def defend(self, _batch: interface.Step, /) -> interface.Defended:
         """Raise ValueError: a run with noisy sums has no gradients."""
         raise ValueError("noisy sums are released instead of gradients")
 

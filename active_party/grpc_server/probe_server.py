@@ -63,7 +63,7 @@ class ProbeServer:
                 if time.monotonic() > deadline:
                     names = ", ".join(sorted(missing))
                     raise PeerUnreachable(
-                        f"no probe came from {names} within {wait_s:g} s: splitveil passive check "
+                        f"no probe came from {names} within {wait_s:g} s: splitveil check FILE "
                         f"--connect sends it, over there"
                     )
                 time.sleep(_POLL_S)
@@ -95,7 +95,7 @@ def probe_checks(settings: ActiveSettings, wait_s: float) -> Iterator[probes.Che
     contract = settings.contract
     form = form_of_own_ids(settings)
     server = ProbeServer(contract, settings.listen, credential_files(settings, ACTIVE), form)
-    logger.info("waiting up to %g s for splitveil passive check --connect", wait_s)
+    logger.info("waiting up to %g s for splitveil check passive.yaml --connect", wait_s)
     interruption = Interruption()
     interruption.install()
     server.wait(wait_s, interruption)

@@ -264,7 +264,7 @@ def open_clients(
     unknown = [name for name in addresses if name not in contract.passive_parties]
     problems = [
         f"inference.connect: no address of passive party {name!r}: add inference.connect.{name}, "
-        f"the host and port of its splitveil passive serve"
+        f"the host and port of its splitveil serve"
         for name in missing
     ]
     problems += [f"inference.connect: the contract has no passive party {n!r}" for n in unknown]

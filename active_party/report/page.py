@@ -46,7 +46,7 @@ from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 
 logger = logging.getLogger("splitveil.active_party")
 
-_REPORT_LATER = "once the cause is gone: splitveil active report"
+_REPORT_LATER = "once the cause is gone: splitveil report"
 _PACKAGE = "splitveil.active_party.report"
 _NAME_LENGTH = 36
 

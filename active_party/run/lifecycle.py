@@ -250,10 +250,10 @@ class Lifecycle:
         if isinstance(answering, Unaligned):
             return
         if answering.unlearned is not None:
-            batch, result = answering.unlearned
+            batch, step = answering.unlearned
             with answering.changing():
                 answering.learn()
-                self.observer.on_step(batch, result)
+                self.observer.on_step(batch, step)
                 if batch.closes_split:
                     self._report_ledger(batch.epoch)
         if answering.progress.checkpoint_due and not answering.is_midway:

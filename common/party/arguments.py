@@ -8,18 +8,26 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NoReturn, TypeAlias
 
-from splitveil.common.errors import Interrupted, PeerError, SplitveilError, StorageError
+from splitveil.common.errors import (
+    Interrupted,
+    PeerError,
+    SettingsError,
+    SplitveilError,
+    StorageError,
+)
 from splitveil.common.party.json_output import add_json
+from splitveil.common.text.files import why_unreadable
 from splitveil.common.text.imports import fault_of_own_code
-from splitveil.common.text.log_lines import configure_logging, log_fields
+from splitveil.common.text.log_lines import LogFormat, configure_logging, log_fields
 from splitveil.common.text.version import add_version
 from splitveil.common.text.wording import suggest
+from splitveil.common.text.yaml_text import read_yaml_file
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,27 +54,28 @@ class Parser(argparse.ArgumentParser):
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"  # noqa: SLF001
 
 
-def party_parser(
-    program: str, party: str, add_own_commands: Callable[[Commands], None]
-) -> argparse.ArgumentParser:
-    settings = f"{party}.yaml"
-    parser = Parser(prog=program, example=f"run {settings}")
+def party_parser(program: str) -> Parser:
+    """Return the parser of a program that has the commands of a party and no others."""
+    parser = Parser(prog=program, example="run active.yaml")
     add_version(parser)
-    commands = parser.add_subparsers(dest="command", required=True)
-    run = add_command(
-        commands, "run", "train with the other party, or resume an unfinished run", settings
-    )
+    add_party_commands(parser.add_subparsers(dest="command", required=True))
+    return parser
+
+
+def add_party_commands(commands: Commands) -> None:
+    """Add the commands that read from their file, or from a run's folder, which party they serve.
+
+    Where only the active party has a command or an option, its help says so.
+    """
+    purpose = "train with the other party, or resume an unfinished run"
+    run = _add_command(commands, "run", purpose, "active.yaml")
     run.add_argument(
         "--fresh",
         action="store_true",
         help="start over; earlier results are moved aside, and the ledger counts both runs",
     )
-    check = add_command(
-        commands,
-        "check",
-        "check settings and data without training; with -v, print all settings",
-        f"{settings} --connect",
-    )
+    purpose = "check settings and data without training; with -v, print all settings"
+    check = _add_command(commands, "check", purpose, "passive.yaml --connect")
     check.add_argument(
         "--connect",
         action="store_true",
@@ -79,9 +88,12 @@ def party_parser(
         metavar="SECONDS",
         help="with --connect: how long to wait for the other party (default: 60)",
     )
-    add_json(check)
+    purpose = "print what a run would reveal of this party's labels or columns, before it sends any"
+    plan = _add_command(commands, "plan", purpose, "active.yaml --target-leak-auc 0.65")
+    about = "the label owner's: also print the power ratio at which the whole run stays below this"
+    plan.add_argument("--target-leak-auc", type=float, metavar="AUC", help=about)
     purpose = "find the rows that all parties have, and write this party's, without training"
-    align = add_command(commands, "align", purpose, f"{settings} --output aligned.parquet")
+    align = _add_command(commands, "align", purpose, "passive.yaml --output aligned.parquet")
     align.add_argument(
         "--output",
         type=Path,
@@ -95,27 +107,88 @@ def party_parser(
         action="store_true",
         help="write the columns of the ids and their position in that order, from 0, and no others",
     )
-    add_json(align)
+    purpose = "write a page that shows what a run revealed of this party's labels or columns"
+    report = _add(commands, "report", purpose, "runs/breast_cancer")
+    report.add_argument(
+        "run_dirs",
+        type=Path,
+        nargs="+",
+        metavar="RUN_DIR",
+        help="the run's folder, runs/<run name>, or a party's folder in it; several of the label "
+        "owner's are set side by side",
+    )
+    about = "default: report.html in the party's folder, or comparison.html here"
+    report.add_argument("--output", type=Path, metavar="FILE", help=about)
+    about = "the label owner's: pass or fail one run against this instead of its settings'"
+    report.add_argument("--target-leak-auc", type=float, metavar="AUC", help=about)
+    purpose = "the label owner's: predict with the trained model and every passive party's serve"
+    example = "active.yaml --ids new.csv --output predictions.csv"
+    _add_predict(_add_command(commands, "predict", purpose, example))
+    purpose = "the label owner's: fit another top model on what a finished run has left, alone"
+    example = "active.yaml --set model_seed=2 --set refit.epochs=50"
+    refit = _add_command(commands, "refit", purpose, example)
+    purpose = "answer requests for predictions, until stopped: of programs, or of the label owner"
+    serve = _add_command(commands, "serve", purpose, "passive.yaml")
+    about = "table with the features to answer from (default: data.source of the settings)"
+    serve.add_argument("--data", type=Path, metavar="FILE", help=about)
     purpose = "check that a transcript is intact and matches the other party's transcript"
-    verify = commands.add_parser(
-        "verify-transcript",
-        help=purpose,
-        description=purpose,
-        example="transcript.jsonl --against theirs.jsonl",
-    )
+    example = "transcript.jsonl --against theirs.jsonl"
+    verify = _add(commands, "verify-transcript", purpose, example)
     verify.add_argument("transcript", type=Path, help="a party's transcript.jsonl")
-    verify.add_argument(
-        "--against", type=Path, metavar="FILE", help="the other party's transcript.jsonl"
+    about = "the other party's transcript.jsonl"
+    verify.add_argument("--against", type=Path, metavar="FILE", help=about)
+    for command in commands.choices.values():
+        if command not in {run, refit, serve}:
+            add_json(command)
+
+
+def _add_predict(command: Parser) -> None:
+    command.add_argument(
+        "--ids",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="ids to predict: a text file with one per line, or a CSV or Parquet file with the "
+        "column data.id_column",
     )
-    add_json(verify)
-    add_verbosity(verify)
-    add_own_commands(commands)
-    return parser
+    command.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="predictions.parquet or predictions.csv; an interrupted prediction goes on with the "
+        "same command",
+    )
+    command.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="table with this party's own features of the ids, which needs no labels (default: "
+        "data.source of the settings)",
+    )
+    command.add_argument(
+        "--model",
+        choices=["best", "trained", "refitted"],
+        help="which of the run's top models predicts (default: inference.model of the settings)",
+    )
+    command.add_argument(
+        "--whole-table",
+        action="store_true",
+        help="take every passive party's whole table, sealed, so that it does not learn which of "
+        "its ids are meant",
+    )
 
 
-def add_command(commands: Commands, name: str, purpose: str, example: str) -> Parser:
+def _add(commands: Commands, name: str, purpose: str, example: str) -> Parser:
     command: Parser = commands.add_parser(name, help=purpose, description=purpose, example=example)
-    command.add_argument("settings", type=Path, help="this party's settings file")
+    add_verbosity(command)
+    return command
+
+
+def _add_command(commands: Commands, name: str, purpose: str, example: str) -> Parser:
+    """Add a command that reads a settings file."""
+    command = _add(commands, name, purpose, example)
+    command.add_argument("settings", type=Path, metavar="FILE", help="this party's settings file")
     command.add_argument(
         "--set",
         dest="overrides",
@@ -130,25 +203,7 @@ def add_command(commands: Commands, name: str, purpose: str, example: str) -> Pa
     command.add_argument(
         "--log-format", choices=("text", "json"), help="form of the log (default: the settings')"
     )
-    add_verbosity(command)
     return command
-
-
-def add_serve(commands: Commands, party: str, purpose: str, rows: str) -> None:
-    command = add_command(commands, "serve", f"{purpose}, until stopped", f"{party}.yaml")
-    about = f"table with {rows} (default: data.source of the settings)"
-    command.add_argument("--data", type=Path, metavar="FILE", help=about)
-
-
-def add_report(commands: Commands, purpose: str, otherwise: str) -> Parser:
-    """Add the command that writes a page, to a place ``otherwise`` if none is given."""
-    report: Parser = commands.add_parser(
-        "report", help=purpose, description=purpose, example="runs/breast_cancer"
-    )
-    report.add_argument("--output", type=Path, metavar="FILE", help=f"default: {otherwise}")
-    add_json(report)
-    add_verbosity(report)
-    return report
 
 
 def add_verbosity(command: argparse.ArgumentParser) -> None:
@@ -161,28 +216,101 @@ def add_verbosity(command: argparse.ArgumentParser) -> None:
 logger = logging.getLogger(__name__)
 
 
-def run_command(parsed: argparse.Namespace, party: str, **elsewhere: str) -> int:
+def run_command(parsed: argparse.Namespace, party: str | None = None) -> int:
     """Do what parsed arguments say, and return the exit code.
 
-    A command is the function of its name in the module of its name, if ``elsewhere`` has no other.
+    A command is the function of its name in the module of its name, if ``_ELSEWHERE`` has no other.
+
+    Args:
+        party: whose commands these are; None if the file that they name says it.
     """
     # Before torch is imported. Threads that spin while they wait for each other take the cores from
     # the other party on this machine, and gain nothing on small batches.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     name = str(parsed.command).replace("-", "_")
-    common = {"verify_transcript": "splitveil.common.party.command_line:verify_transcript"}
-    own = f"splitveil.{party}_party.commands.{name}:{name}"
 
     def act() -> None:
-        if "overrides" in parsed:  # first: a mistake is answered before the command is imported
-            section = resolve_name(f"splitveil.{party}_party.settings:{party.title()}Settings")
+        role = _role_of(parsed, party)  # first: a mistake is answered before anything is imported
+        configure_logging(role, *form)
+        if "overrides" in parsed:
+            section = resolve_name(f"splitveil.{role}_party.settings:{role.title()}Settings")
             load = resolve_name("splitveil.common.party.party_settings:load_settings")
-            parsed.loaded = load(section, parsed, party)
-        action = resolve_name((common | elsewhere).get(name, own))
+            parsed.loaded = load(section, parsed, role)
+        own = f"splitveil.{role}_party.commands.{name}:{name}"
+        action = resolve_name(_ELSEWHERE.get(name) or _ELSEWHERE.get(f"{role} {name}", own))
         resolve_name("splitveil.common.party.workers:act")(parsed, action)
 
-    configure_logging(party, parsed.verbose - parsed.quiet)
+    log_format: LogFormat = getattr(parsed, "log_format", None) or "text"
+    form = (parsed.verbose - parsed.quiet, log_format)
+    configure_logging(party or _ANY, *form)
     return exit_code_of(act)
+
+
+_ANY = "splitveil"  # where a command serves no party more than another
+_ELSEWHERE = {
+    "verify_transcript": "splitveil.common.party.command_line:verify_transcript",
+    "passive report": "splitveil.passive_party.report_page:report",
+}
+_OWN_SETTINGS: Mapping[str, Collection[str]] = {
+    "active": ("defense", "leak_monitor", "listen", "top_model"),
+    "passive": ("answers", "bottom_model", "connect", "party"),
+}
+"""Names that the settings of one kind of party have: its class is not imported for them."""
+_FILES = {"active": "label owner's file", "passive": "feature owner's file"}
+
+
+def _role_of(parsed: argparse.Namespace, expected: str | None) -> str:
+    """Return which party a command is for: ``active`` or ``passive``, as its file or folder says.
+
+    Raises:
+        SettingsError: a file is missing, is none of the expected party's, or lacks what only the
+            active party has.
+    """
+    given = vars(parsed)
+    named = [given.get(name) for name in ("settings", "ids", "data")]
+    paths: list[Path] = [path for path in (*named, *given.get("run_dirs", ())) if path is not None]
+    for path in paths:
+        try:
+            path.stat()
+        except OSError as error:
+            raise SettingsError(f"{path}: {why_unreadable(path, error)}") from error
+    if not paths:
+        return expected or _ANY
+    if "settings" in parsed:
+        role = _role_in_file(parsed.settings, parsed.overrides, expected)
+    else:
+        is_active = len(paths) > 1 or (paths[0] / "active").exists()
+        found = "active" if is_active or paths[0].resolve().name == "active" else "passive"
+        role = expected or found
+    for_active = [parsed.command] if parsed.command in {"predict", "refit"} else []
+    for_active += ["--target-leak-auc"] * (given.get("target_leak_auc") is not None)
+    for_active += ["several folders"] * (len(given.get("run_dirs", ())) > 1)
+    if role == "passive" and for_active:
+        raise SettingsError(
+            f"{for_active[0]}: for the label owner; {paths[0]} is the other party's"
+        )
+    return role
+
+
+def _role_in_file(path: Path, overrides: Sequence[str], expected: str | None) -> str:
+    values = read_yaml_file(path)
+    given = {*(values if isinstance(values, dict) else ())}
+    given |= {re.split("[.=]", text)[0] for text in overrides}
+    found = [role for role, names in _OWN_SETTINGS.items() if given.intersection(names)]
+    if (expected is None and len(found) == 1) or found == [expected]:
+        return found[0]
+    if "contract" not in given and given & {"batch_size", "cut_shape", "run_name"}:
+        own = [x.name for x in path.parent.glob("*.yaml") if x.stem.startswith((*_OWN_SETTINGS,))]
+        expected = f"expected {' or '.join(sorted(own)) or 'the settings of a party'}"
+        raise SettingsError(f"{path}: this is the contract, which all parties share; {expected}")
+    if len(found) == 1:
+        raise SettingsError(f"{path}: this is the {_FILES[found[0]]}; expected the other party's")
+    if expected is None:
+        raise SettingsError(
+            f"{path}: expected the settings of one party: the label owner's have a defense, and a "
+            f"feature owner's a bottom_model"
+        )
+    return expected  # its class says what is wrong
 
 
 def exit_code_of(action: Callable[[], None]) -> int:

@@ -63,10 +63,12 @@ class MutualTls(Section):
 
 
 class Insecure(Section):
-    """Plain text between the parties, only for processes on one machine."""
+    """Plain text between the parties, only for processes on one machine.
+
+    It must be requested by name, and both ends must be on loopback.
+    """
 
     mode: Literal["insecure"]
-    """An unprotected connection must be requested by name, and both ends must be on loopback."""
 
 
 SecuritySettings = Annotated[
@@ -189,7 +191,6 @@ def load_settings(
     if arguments.runs is not None:
         overrides.append(f"runs_dir={arguments.runs}")
     if arguments.log_format is not None:
-        use_log_format(arguments.log_format)  # now: problems of the settings are logged, too
         overrides.append(f"log_format={arguments.log_format}")
     settings = load_party_settings(section, arguments.settings, overrides)
     use_log_format(settings.log_format)

@@ -194,7 +194,7 @@ def _narrow(folder: Path) -> str:
     """
     path, own = folder / "contract.yaml", folder / "passive.yaml"
     if not path.exists():
-        return "contract.yaml is not here yet; then: splitveil passive plan passive.yaml"
+        return "contract.yaml is not here yet; then: splitveil plan passive.yaml"
     agreed = load_party_settings(PassiveSettings, own).contract
     settings = load_party_settings(PassiveSettings, own, ["contract.cut_shape=[1]"])
     if not agreed.is_one_shot:
@@ -213,7 +213,7 @@ def _narrow(folder: Path) -> str:
     said = f"which gives away {disclosed:.2f} of what the feature owner's columns hide"
     if disclosed > most:
         _write_line(own, f"max_exposure: {disclosed}  # of one number", 0o600)
-    line = f"cut_shape: [{width}]  # numbers that are sent per row, {said}: splitveil passive plan"
+    line = f"cut_shape: [{width}]  # numbers that are sent per row, {said}: splitveil plan"
     if width < agreed.cut_dim and not _write_line(path, line, 0o644):
         return f"expected in contract.yaml: cut_shape: [{width}], {said}"
     return f"contract.yaml: cut_shape: [{width}], {said}"

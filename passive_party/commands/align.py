@@ -1,4 +1,4 @@
-"""``splitveil passive align``: finds the rows that all parties have, without training."""
+"""``splitveil align passive.yaml``: finds the rows that all parties have, without training."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``splitveil passive check``: checks settings, data, model and connection without training."""
+"""``splitveil check passive.yaml``: checks settings, data, model and connection only."""
 
 import argparse
 from collections.abc import Iterable, Iterator
@@ -33,7 +33,7 @@ def check(parsed: argparse.Namespace) -> None:
     if is_one_sided and parsed.connect:
         raise SettingsError(
             "--connect: with alignment.kind one_sided the active party calls this one: start "
-            "splitveil passive serve, and have the active party check --connect"
+            "splitveil serve passive.yaml, and have the active party check --connect"
         )
 
     def connection() -> str:
@@ -95,7 +95,7 @@ def check(parsed: argparse.Namespace) -> None:
     if parsed.connect:
         parts = [*parts, _probes(settings, parsed.wait)]
     command_line.report_check(
-        settings, parsed, parts, details, f"splitveil passive {then.format(parsed.settings)}"
+        settings, parsed, parts, details, f"splitveil {then.format(parsed.settings)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""``splitveil passive plan``: measures what a run would reveal of the columns, before it sends."""
+"""``splitveil plan passive.yaml``: measures what a run would reveal of the columns."""
 
 import argparse
 import sys

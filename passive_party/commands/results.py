@@ -69,9 +69,9 @@ def try_to_report(folder: Path) -> None:
     try:
         _logger.info("report written to %s", write_passive_report(folder))
     except SplitveilError as error:
-        _logger.error("%s; once the cause is gone: splitveil passive report %s", error, folder)
+        _logger.error("%s; once the cause is gone: splitveil report %s", error, folder)
     except Exception:
-        _logger.exception("the report could not be written: splitveil passive report %s", folder)
+        _logger.exception("the report could not be written: splitveil report %s", folder)
 
 
 def leave_results(

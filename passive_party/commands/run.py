@@ -1,4 +1,4 @@
-"""``splitveil passive run``: trains with the active party, or resumes an unfinished run."""
+"""``splitveil run passive.yaml``: trains with the active party, or resumes an unfinished run."""
 
 import argparse
 import logging
@@ -65,7 +65,7 @@ def _fit(
     *,
     fresh: bool,
 ) -> None:
-    """Fit the bottom model to the whole table, which ``splitveil passive serve`` then offers."""
+    """Fit the bottom model to the whole table, which ``splitveil serve`` then offers."""
     contract = settings.contract
     data = PartyData.of(settings)
     padded_size(len(data.ids), 1, contract.alignment.max_set_size)
@@ -78,7 +78,7 @@ def _fit(
         trainer = builder(rows)
         builder.save(folder, trainer.model, ModelIdentity(secrets.token_hex(8), 0))
         if builder.encoder is not None:
-            sample = Sample.draw(np.arange(trainer.num_rows), settings.report.probe_rows)
+            sample = Sample.draw(np.arange(trainer.num_rows))
             try_to_measure(
                 folder, trainer, builder.encoder, len(data.ids), sample, settings=settings
             )
@@ -86,7 +86,7 @@ def _fit(
     write_summary(folder, Summary(version=VERSION, provenance=provenance))
     try_to_report(folder)
     logger.info("the bottom model is fitted to %s rows", f"{len(rows):,}")
-    logger.info("next: splitveil passive serve, from which the active party takes the sealed table")
+    logger.info("next: splitveil serve FILE, from which the active party takes the sealed table")
 
 
 def _open_folder(settings: PassiveSettings, process: Process, *, fresh: bool) -> Path | None:

@@ -1,4 +1,4 @@
-"""``splitveil passive serve``: answers questions for predictions, until stopped."""
+"""``splitveil serve passive.yaml``: answers questions for predictions, until stopped."""
 
 import argparse
 import logging

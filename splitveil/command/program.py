@@ -1,7 +1,7 @@
 """Finds the sub-command that the first word names, and lets its module do the rest.
 
-``splitveil active run active.yaml`` is read by the module of ``active``, which sees the words from
-``run`` on; ``splitveil`` itself has only the options that need no sub-command.
+``splitveil run active.yaml`` is a party's: the file says of which one. The first word of
+``splitveil active run active.yaml``, which no help names, says it as well.
 
 A ``SplitveilError`` that a sub-command raises is printed after the program's name, and its exit
 code is the command's. A module is imported only when its sub-command is called; it
@@ -15,7 +15,13 @@ from importlib import import_module
 from typing import Any, NamedTuple, NoReturn
 
 from splitveil.common.errors import SplitveilError
-from splitveil.common.party.arguments import Commands, Parser, end_program
+from splitveil.common.party.arguments import (
+    Commands,
+    Parser,
+    add_party_commands,
+    end_program,
+    run_command,
+)
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import visible_lines
 
@@ -42,16 +48,6 @@ SUB_COMMANDS = (
         "splitveil.deploy.init.command",
     ),
     SubCommand(
-        "active",
-        "the label owner's commands: run, check, plan, report, ...",
-        "splitveil.active_party.commands.program",
-    ),
-    SubCommand(
-        "passive",
-        "a feature owner's commands: run, check, plan, report, ...",
-        "splitveil.passive_party.commands.program",
-    ),
-    SubCommand(
         "local",
         "run all parties of a folder as processes on this machine",
         "splitveil.deploy.local",
@@ -64,7 +60,12 @@ SUB_COMMANDS = (
     ),
     SubCommand("schema", "print the JSON Schema of a settings file", _OWN),
 )
-"""In the order of the help."""
+"""Beside those of a party, in the order of the help."""
+
+OF_ONE_PARTY = tuple(
+    SubCommand(party, "", f"splitveil.{party}_party.commands.program")
+    for party in ("active", "passive")
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -73,10 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _exit_code(words: Sequence[str]) -> int:
-    called = next((command for command in SUB_COMMANDS if words[:1] == [command.name]), None)
-    if called is None:  # --help, --version, or a mistake
-        _parser().parse_args(words or ["--help"])
-        return 0
+    by_name = {one.name: one for one in (*SUB_COMMANDS, *OF_ONE_PARTY)}
+    called = by_name.get(words[0]) if words else None
+    if called is None:  # a party's, --help, --version, or a mistake
+        return run_command(_parser().parse_args(words or ["--help"]))
     module: Any = import_module(called.module)
     program = f"{PROGRAM} {called.name}"
     parser: argparse.ArgumentParser = module.parser(program)
@@ -100,5 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     add_version(parser)
     commands: Commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for one in SUB_COMMANDS:
+        if one.name == "local":
+            add_party_commands(commands)
         commands.add_parser(one.name, help=one.purpose, description=one.purpose)
     return parser

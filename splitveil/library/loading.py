@@ -144,7 +144,7 @@ def settings_schema(file: File | None = None) -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of settings files.
 
     A schema knows types, bounds and names. What depends on several settings at once is checked by
-    ``splitveil active check`` and ``splitveil passive check`` alone.
+    ``splitveil check active.yaml`` and ``splitveil check passive.yaml`` alone.
 
     Args:
         file: ``active``, ``passive`` or ``contract``; by default a mapping of all three.

@@ -1,6 +1,6 @@
 """Predicts with the model of a run whose parties are all here: nothing crosses a network.
 
-This process does the work of ``splitveil active predict`` and ``splitveil passive serve``, with the
+This process does the work of ``splitveil predict`` and ``splitveil serve passive.yaml``, with the
 same bits.
 """
 

@@ -220,7 +220,7 @@ class Run:
         return Half.of(self.path, party, self.base_dir).features(ids, table)
 
     def refit(self, settings: Mapping[str, Any] | None = None) -> Refitted:
-        """Fit another top model on the files of the run, as ``splitveil active refit`` does.
+        """Fit another top model on the files of the run, as ``splitveil refit`` does.
 
         Nothing is sent, and nothing is charged. ``predict`` takes the new model if it is better on
         held-out training rows than the refitted model before.

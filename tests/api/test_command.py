@@ -20,12 +20,15 @@ import yaml
 
 from splitveil import simulate
 from splitveil.active_party.commands import program as active_party
+from splitveil.active_party.settings import ActiveSettings
 from splitveil.command import program
 from splitveil.command.program import SUB_COMMANDS
+from splitveil.common.party import arguments
+from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.record.transcript import Transcript
 from splitveil.experiments import __main__ as experiments
 from splitveil.library.frames import as_html
-from splitveil.passive_party.commands import program as passive_party
+from splitveil.passive_party.settings import PassiveSettings
 from tests.support.programs import run_program
 from tests.support.recorders import record
 from tests.support.runs import write_example
@@ -72,25 +75,26 @@ def test_the_help_names_every_sub_command(call: Call) -> None:
     assert done.exit_code == 0
     assert all(f"    {one.name} " in done.out for one in SUB_COMMANDS)
     assert call().out == done.out
-    done = call("actve")
+    assert not [line for line in done.out.splitlines() if line.startswith("    active")]
+    done = call("rnu")
     assert done.exit_code == 2
-    assert "invalid choice: 'actve'" in done.err
-    assert done.err.endswith("; did you mean 'active'?\n")
+    assert "invalid choice: 'rnu'" in done.err
+    assert done.err.endswith("; did you mean 'run'?\n")
 
 
 def programs() -> Iterator[argparse.ArgumentParser]:
     owners: list[argparse.ArgumentParser] = [
         program._parser(),
         active_party.parser(),
-        passive_party.parser(),
         experiments._parser(),
         *(import_module(one.module).parser(f"splitveil {one.name}") for one in SUB_COMMANDS),
     ]
     while owners:
         yield (one := owners.pop())
         for action in one._actions:
-            if isinstance(action, argparse._SubParsersAction) and one.prog != "splitveil":
-                owners += action.choices.values()
+            if isinstance(action, argparse._SubParsersAction):
+                apart = {one.name for one in SUB_COMMANDS} if one.prog == "splitveil" else set()
+                owners += [made for name, made in action.choices.items() if name not in apart]
 
 
 @pytest.mark.parametrize("parser", list(programs()), ids=lambda one: one.prog)
@@ -110,6 +114,7 @@ def test_the_help_of_every_command_ends_with_an_example_that_it_can_read(
         *([one.name, "--help"] for one in SUB_COMMANDS),
         ["--help"],
         ["--version"],
+        ["run", "--help"],
         ["active", "run", "--help"],
     ],
     ids=" ".join,
@@ -125,9 +130,13 @@ def test_help_has_the_whole_name_and_imports_nothing_that_takes_long(words: list
 @pytest.mark.parametrize(
     "words",
     [
-        ["passive", "run", "passive.yaml", "--set", "nothing_of_that_name=1"],
-        ["passive", "check", "passive.yaml", "--set", "contract.epochs=none"],
-        ["passive", "plan", "nothing_of_that_name.yaml"],
+        ["run", "passive.yaml", "--set", "nothing_of_that_name=1"],
+        ["check", "passive.yaml", "--set", "contract.epochs=none"],
+        ["plan", "nothing_of_that_name.yaml"],
+        ["active", "run", "passive.yaml"],
+        ["run", "contract.yaml"],
+        ["report", "runs/nothing_of_that_name"],
+        ["predict", "active.yaml", "--ids", "nothing.csv", "--output", "predictions.csv"],
         ["passive", "run", "passive.yaml", "--set", "adversary={attacks: [nrom]}"],
         ["init", "passive", "nothing_of_that_name.csv"],
     ],
@@ -150,6 +159,44 @@ def run_saying_what_is_heavy(words: list[str]) -> subprocess.CompletedProcess[st
         f"main({words})"
     )
     return run_program(sys.executable, "-c", code)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("run contract.yaml", "this is the contract, which all parties share; expected active.y"),
+        ("passive check contract.yaml", "the contract, which all parties share; expected active.y"),
+        ("active run passive.yaml", "passive.yaml: this is the feature owner's file; expected the"),
+        ("passive run active.yaml", "active.yaml: this is the label owner's file; expected the ot"),
+        ("run pasive.yaml", "there is no such file in {folder}; did you mean 'passive.yaml'?"),
+        ("run empty.yaml", "empty.yaml: expected the settings of one party: the label owner's ha"),
+        ("run passive.yaml --set defense.name=none", "expected the settings of one party: the la"),
+        ("refit passive.yaml", "refit: for the label owner; passive.yaml is the other party's"),
+        ("plan passive.yaml --target-leak-auc .6", "--target-leak-auc: for the label owner; "),
+        ("report own --target-leak-auc .6", "--target-leak-auc: for the label owner; own is "),
+    ],
+)
+def test_a_wrong_file_is_named_for_what_it_is(
+    words: str, said: str, folder: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    Path("empty.yaml").write_text("")
+    Path("own").mkdir(exist_ok=True)
+    done = call(*words.split())
+    assert done.exit_code == 2
+    assert said.format(folder=folder) in done.err
+
+
+@pytest.mark.parametrize(
+    ("party", "own", "other"),
+    [("active", ActiveSettings, PassiveSettings), ("passive", PassiveSettings, ActiveSettings)],
+)
+def test_the_names_that_tell_the_parties_files_apart_are_of_one_of_them(
+    party: str, own: type[PartySettings], other: type[PartySettings]
+) -> None:
+    names = {*arguments._OWN_SETTINGS[party]}
+    assert names <= own.model_fields.keys() - other.model_fields.keys()
+    assert any(own.model_fields[name].is_required() for name in names)
 
 
 @pytest.mark.parametrize("party", ["active", "passive"])
@@ -218,7 +265,7 @@ def test_a_notebook_shows_names_as_they_are() -> None:
                 "defense: none",
                 "bound on the leak AUC of the whole run: none",
             ],
-            "splitveil active plan",
+            "splitveil plan ",
         ),
         ("passive", ["data: 380 rows in", "device: cpu", "the bottom model fits"], "--connect, "),
     ],
@@ -247,7 +294,7 @@ def test_check_prints_every_problem_after_the_resolved_settings(folder: Path, ca
     said = done.out + done.err
     assert done.exit_code == 2
     for text in (
-        "first_contact_s: 3600.0\n",
+        "alignment_attempts: 3\n",
         f"listen: cannot serve at {listen}: ",
         "device: cuda:98 needs a GPU, and torch",
         "nowhere.csv: there is no such file",

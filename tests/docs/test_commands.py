@@ -24,7 +24,7 @@ from pyarrow import parquet
 from splitveil import Run
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.command import program as splitveil
-from splitveil.command.program import SUB_COMMANDS
+from splitveil.command.program import OF_ONE_PARTY, SUB_COMMANDS
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
 from splitveil.common.run.contract import Contract
 from splitveil.common.settings import validate
@@ -42,22 +42,22 @@ INLINE = re.compile(r"`((?:splitveil|python -m) [^`]+)`")
 SHORT = ("--set", "contract.epochs=1", "--set", "contract.batch_size=64")
 
 VERIFY = (
-    "splitveil active verify-transcript runs/NAME/active/transcript.jsonl "
+    "splitveil verify-transcript runs/NAME/active/transcript.jsonl "
     "--against runs/NAME/passive/transcript.jsonl"
 )
 RUN_HERE = (
     "splitveil certs init certificates",
-    "splitveil active check active.yaml",
-    "splitveil passive check passive.yaml",
-    "splitveil active align active.yaml --positions --output clients-positions.parquet",
-    "splitveil passive align passive.yaml --positions --output usage-positions.parquet",
-    "splitveil active plan active.yaml --target-leak-auc 0.65",
-    "splitveil active run active.yaml",
-    "splitveil passive run passive.yaml",
-    "splitveil active report runs/NAME",
-    "splitveil active report runs/NAME --target-leak-auc 0.6",
-    "splitveil active report runs/NAME runs/OTHER --output comparison.html",
-    "splitveil passive report runs/NAME",
+    "splitveil check active.yaml",
+    "splitveil check passive.yaml",
+    "splitveil align active.yaml --positions --output clients-positions.parquet",
+    "splitveil align passive.yaml --positions --output usage-positions.parquet",
+    "splitveil plan active.yaml --target-leak-auc 0.65",
+    "splitveil run active.yaml",
+    "splitveil run passive.yaml",
+    "splitveil report runs/NAME",
+    "splitveil report runs/NAME --target-leak-auc 0.6",
+    "splitveil report runs/NAME runs/OTHER --output comparison.html",
+    "splitveil report runs/NAME/passive",
     VERIFY,
     "splitveil certs renew certificates --party active",
     "splitveil certs show certificates/active/certificate.pem",
@@ -125,7 +125,7 @@ def test_the_commands_end_well_on_tables_of_one_s_own(done: Mapping[str, Done]) 
     assert list(done) == [*RUN_HERE]
     assert {text: one.output for text, one in done.items() if one.exit_code != 0} == {}
     for party, table in (("active", "clients"), ("passive", "usage")):
-        said = done[f"splitveil {party} check {party}.yaml"].output
+        said = done[f"splitveil check {party}.yaml"].output
         assert f"ok: data: 1400 rows in {table}.csv" in said
 
 
@@ -187,11 +187,15 @@ def read_by_sub_command(arguments: Sequence[str]) -> None:
             splitveil.main(arguments)
         assert end.value.code == 0
         return
-    (module,) = (one.module for one in SUB_COMMANDS if one.name == arguments[0])
-    options = import_module(module).parser(f"splitveil {arguments[0]}").parse_args(arguments[1:])
-    if arguments[0] == "demo":
+    first, *words = arguments
+    modules = {one.name: one.module for one in (*SUB_COMMANDS, *OF_ONE_PARTY)}
+    if first in modules:
+        options = import_module(modules[first]).parser(f"splitveil {first}").parse_args(words)
+    else:
+        options = splitveil._parser().parse_args(arguments)
+    if first == "demo":
         options.example_dir = EXAMPLES / (options.example or DEMO)
-    if arguments[0] in {"demo", "local"}:
+    if first in {"demo", "local"}:
         accept(options)
 
 

@@ -122,8 +122,8 @@ def test_both_screens_show_the_same_digits(machines: Machines) -> None:
 
 def test_the_probe_tells_both_sides_what_the_page_shows(machines: Machines) -> None:
     page = PAGE.read_text(encoding="utf-8")
-    ours = output_of(machines, "splitveil passive check --connect passive.yaml")
-    theirs = output_of(machines, "splitveil active check --connect active.yaml")
+    ours = output_of(machines, "splitveil check --connect passive.yaml")
+    theirs = output_of(machines, "splitveil check --connect active.yaml")
     for line in (
         "ok: contract: the active party holds the same",
         "ok: ids: 6 letters and digits with small letters at both parties",
@@ -160,6 +160,6 @@ def test_a_run_prints_few_lines(machines: Machines, party: str) -> None:
 
 
 def test_the_plan_names_the_defense_that_init_has_chosen(machines: Machines) -> None:
-    output = output_of(machines, "splitveil active plan active.yaml")
+    output = output_of(machines, "splitveil plan active.yaml")
     (last,) = (line for line in output.splitlines() if line.startswith("To a passive party"))
     assert last in PAGE.read_text(encoding="utf-8")

@@ -147,7 +147,6 @@ def test_a_sample_is_enough_and_too_few_rows_say_nothing() -> None:
     assert sampled is not None
     assert sampled.rows == 300
     assert exposed(rows=49) is None
-    assert exposed(most_rows=0) is None
 
 
 def test_noise_is_not_fitted() -> None:
@@ -274,7 +273,7 @@ def test_damaged_files_are_read_as_far_as_they_go(
         write_passive_report(run)
     try_to_report(run / "passive")
     (record,) = caplog.records
-    assert "not valid JSON; once the cause is gone: splitveil passive report" in record.message
+    assert "not valid JSON; once the cause is gone: splitveil report" in record.message
     assert record.exc_info is None
     (run / "passive" / "exposure.json").unlink()
     transcript.unlink()

@@ -350,7 +350,7 @@ def test_batches_that_were_left_out_are_said_where_they_change_a_figure(
     counts = BatchCounts(99 - left_out, 1, left_out)
     summary = replace(adjusted(0.52), leak=replace(adjusted(0.52).of_leak, counts=counts))
     words = first_screen(write_run(tmp_path, summary=summary))
-    said = "The monitor left 28% of the batches out (leak_monitor.max_cpu_share, queue_batches)"
+    said = "The monitor left 28% of the batches out (leak_monitor.max_cpu_share)"
     assert (said in words) is is_said
 
 

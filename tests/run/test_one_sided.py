@@ -70,7 +70,7 @@ def write(folder: Path, ids: Sequence[str], **contract: object) -> None:
 
 
 def passive_settings(folder: Path, *overrides: str) -> PassiveSettings:
-    own = [f"runs_dir={folder / 'runs'}", "report.probe_rows=0", *overrides]
+    own = [f"runs_dir={folder / 'runs'}", *overrides]
     return load_party_settings(PassiveSettings, folder / "passive.yaml", own)
 
 
@@ -324,13 +324,13 @@ def killed(*_: object, **__: object) -> None:
 def test_check_connects_the_way_that_a_run_does(folder: Path) -> None:
     """The active party calls; at ``listen``, nobody is ever called."""
     with serving(passive_settings(folder)) as (_, address):
-        own = "splitveil active check --connect active.yaml"
+        own = "splitveil check --connect active.yaml"
         own += f" --set inference.connect.passive={address}"
         done = called(folder, own)
     assert done.exit_code == 0, done.output
     assert "ok: inference.connect: the sealed table of run " in done.output
     assert called(folder, own).exit_code == PeerUnreachable.exit_code
-    done = called(folder, "splitveil passive check --connect passive.yaml")
+    done = called(folder, "splitveil check --connect passive.yaml")
     assert done.exit_code == SettingsError.exit_code
     assert "have the active party check --connect" in done.output
 

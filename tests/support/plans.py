@@ -1,4 +1,4 @@
-"""Plans of runs, as ``splitveil active plan`` prints them."""
+"""Plans of runs, as ``splitveil plan`` prints them."""
 
 import io
 from pathlib import Path

@@ -81,8 +81,8 @@ def test_two_files_become_two_reports(tmp_path: Path, tables: Callable[[], Table
         f"splitveil init active bank.csv --address {address}",
         f"splitveil init passive telefon.csv --address {address}",
         "splitveil certs init certificates",
-        "splitveil active check active.yaml",
-        "splitveil passive check passive.yaml",
+        "splitveil check active.yaml",
+        "splitveil check passive.yaml",
     ):
         done = called(tmp_path, words)
         assert done.exit_code == 0, done.output
@@ -110,12 +110,12 @@ def test_two_files_become_two_reports(tmp_path: Path, tables: Callable[[], Table
 
 def assert_predictions_join(folder: Path, labels: Sequence[int], address: str) -> None:
     """Predict for the file as it is, and join the predictions to its labels by its own ids."""
-    serve = f"splitveil passive serve passive.yaml {SHORT} --set answers.listen={address}"
+    serve = f"splitveil serve passive.yaml {SHORT} --set answers.listen={address}"
     server = begun(folder, serve)
     try:
         done = called(
             folder,
-            "splitveil active predict active.yaml --ids bank.csv --data bank.csv --output p.csv "
+            "splitveil predict active.yaml --ids bank.csv --data bank.csv --output p.csv "
             f"{SHORT} --set inference.connect.passive={address}",
         )
     finally:

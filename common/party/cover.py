@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from splitveil.common.party.report_parts import ScaleRow, picture, read_traffic, render
 from splitveil.common.record.lines import AlignmentLine
 from splitveil.common.record.model_files import identity_of
-from splitveil.common.record.run_folder import write_json_atomically, write_text_atomically
+from splitveil.common.record.run_folder import end_of, write_json_atomically, write_text_atomically
 from splitveil.common.record.run_record import read_metrics
 from splitveil.common.record.summary import Summary
 from splitveil.common.run.contract import ACTIVE
@@ -71,6 +71,8 @@ def write_cover(
     contract = as_mapping(settings.get("contract"))
     traffic = read_traffic(folder)
     provenance = summary.provenance
+    whose = _COLUMNS if party == ACTIVE else _LABELS
+    other = Answer("other page", f"See the cover page of the {whose}.")
     checks = {"lists": _lists(folder, contract), **_answers(settings, contract), **answers}
     run_id, fingerprint = identity_of(folder)
     facts: dict[str, Any] = {
@@ -79,6 +81,7 @@ def write_cover(
         "contract_sha256": fingerprint,
         "written_by": party,
         "version": summary.version,
+        "ended_early_by": (end_of(folder) or {}).get("ended_by"),
         "started": None if traffic is None else traffic.first,
         "ended": None if provenance is None else provenance.ended,
         "parties": list(_parties(contract)),
@@ -93,7 +96,7 @@ def write_cover(
         "sentence": verdict[2],
         "figures": {name: one._asdict() for name, one in figures.items()},
         "checks": [
-            {"name": name, "check": check, **_answer(checks, name, party)._asdict()}
+            {"name": name, "check": check, **checks.get(name, other)._asdict()}
             for name, check in CHECKS.items()
         ],
     }
@@ -186,11 +189,6 @@ def _lists(folder: Path, contract: Mapping[str, Any]) -> Answer:
     if most <= _ROUNDED_UP * own:
         return Answer("ticked", f"{said}.")
     return Answer("other page", f"{said}: either page has to tick it.")
-
-
-def _answer(answers: Mapping[str, Answer], name: str, party: str) -> Answer:
-    other = _COLUMNS if party == ACTIVE else _LABELS
-    return answers.get(name) or Answer("other page", f"See the cover page of the {other}.")
 
 
 def _is_one_sided(contract: Mapping[str, Any]) -> bool:

@@ -24,12 +24,15 @@ from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.bounds import Accounts, auc_bound, estimate_of
 from splitveil.active_party.ledger.budget import num_answers_within
 from splitveil.active_party.ledger.label_signals import widest_adversary
+from splitveil.active_party.named_inputs import Persons
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.adversary import Adversary, narrowest
 from splitveil.common.record.run_folder import finite_or_null
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
+
+_FEW_ROWS = 200  # noise at a bound of .60 then hides a correlation of .3 with the label
 
 
 class PlannedRows(NamedTuple):
@@ -73,6 +76,7 @@ class Plan(NamedTuple):
     target: Target | None = None
     earlier: str = ""
     """The leakage of earlier runs, by themselves and with this run; empty if none."""
+    persons: str = ""  # what a bound for each person costs; empty if it is for each row
 
     @property
     def of_run(self) -> ChargeModel:
@@ -92,7 +96,8 @@ class Plan(NamedTuple):
         groups = groupby(Adversary, key=bounds.__getitem__)
         each = [f"{bound} for {next(peers).in_words}" for bound, peers in groups]
         shown = "none" if set(bounds.values()) == {"none"} else ", ".join(each)
-        return f"bound on the leak AUC of the whole run: {shown}"
+        whose = ", for each person" * bool(self.persons)
+        return f"bound on the leak AUC of the whole run: {shown}{whose}"
 
     def to_json(self) -> dict[str, Any]:
         target = self.target
@@ -135,8 +140,12 @@ def plan_of(
         contract.batch_size,
         contract.epochs,
     )
-    context = settings.defense_context(pos_fraction)
+    persons, most_rows, whose = Persons.of(settings, data), 1, ""
     book = settings.earlier_answers() if earlier is None else earlier
+    if persons is not None:
+        book, most_rows = book.by_person(data.ids, persons.names), persons.most_rows
+        whose = _of_persons(settings, persons, training_rows)
+    context = settings.defense_context(pos_fraction, most_rows)
     signals = signals_of(settings, book)
     widest, epochs = widest_adversary(signals), 1 if contract.is_one_shot else contract.epochs
     model = settings.defense.charge_model(context).narrowed(widest)
@@ -147,7 +156,7 @@ def plan_of(
     ]
     said = [signal.why for signal in signals]
     together = _with_earlier(book, model.over(epochs))
-    brief = tuple(filter(None, _brief(settings, model, book, together)))
+    brief = tuple(filter(None, (whose, *_brief(settings, model, book, together))))
     said.append(model.said)
     is_known = model.certainty == "unknown" or math.isfinite(model.high)
     if is_known and not contract.is_one_shot:
@@ -165,6 +174,7 @@ def plan_of(
         if target_leak_auc is None or data.settings.label_range is not None
         else _target(target_leak_auc, contract.epochs, context),
         together,
+        whose,
     )
 
 
@@ -203,6 +213,19 @@ def _shares(labels: Tensor, data: PartyData) -> str:
     counts = torch.bincount(labels.long(), minlength=len(names)).tolist()
     shares = (f"{name!r} {n / len(labels):.1%}" for name, n in zip(names, counts, strict=True))
     return f"{len(names)} classes: {', '.join(shares)}"
+
+
+def _of_persons(settings: ActiveSettings, persons: Persons, training_rows: int) -> str:
+    most = persons.most_rows
+    times = most if settings.contract.releases_sums else math.sqrt(most)
+    # Signal to noise is sqrt(n) / (k sqrt(g)) of noisy labels, and n / (k g) of sums.
+    worth = training_rows // most
+    return (
+        f"defense.subject_column: bounds are for each of {persons.number} persons, who have at "
+        f"most {most} training rows each: noise is {times:.3g} times as large as for a bound of "
+        f"each row, and leaves the signal-to-noise ratio of {worth} rows"
+        f"{', too few for a score' * (worth < _FEW_ROWS)}."
+    )
 
 
 def _with_earlier(book: AccountBook, charge: ChargeModel) -> str:

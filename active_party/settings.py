@@ -271,7 +271,7 @@ class ActiveSettings(PartySettings):
     learns when the run ends, which depends on the validation labels: the bounds are about training
     labels only."""
 
-    def defense_context(self, pos_fraction: float = 0.5) -> DefenseContext:
+    def defense_context(self, pos_fraction: float = 0.5, rows_of_person: int = 1) -> DefenseContext:
         """Return the facts that the defense depends on; forecasts need the share of positives."""
         data, within = self.data, self.data.label_range
         bounds = None if within is None else (within.low, within.high)
@@ -284,6 +284,7 @@ class ActiveSettings(PartySettings):
             repr((data.label_column, data.positive_label, data.class_names, bounds)),
             self.contract.is_one_shot,
             self.contract.releases_sums,
+            rows_of_person,
         )
 
     def label_uses(self) -> LabelUses:
@@ -337,6 +338,11 @@ class ActiveSettings(PartySettings):
     def _check_one_shot(self) -> None:
         contract = self.contract
         if not contract.is_one_shot:
+            if self.defense.traits.subject_column is not None:
+                raise ValueError(
+                    "defense.subject_column: bounds rows of one person together in a release of "
+                    "contract.exchange: one_shot alone: with gradients, leave it out"
+                )
             return
         refusal = self.defense.one_shot_refusal(contract.release)
         if refusal is not None:

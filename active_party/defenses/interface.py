@@ -49,6 +49,7 @@ class DefenseContext(NamedTuple):
     labels: str = ""  # what they are: their column, and what 0, 1 or a class stands for
     is_one_shot: bool = False  # whether there are no gradients, but at most a release of labels
     releases_sums: bool = False  # whether that release is noisy sums
+    rows_of_person: int = 1  # largest number of released rows whose labels are bounded together
 
     @property
     def is_number(self) -> bool:
@@ -79,6 +80,7 @@ class Examples(NamedTuple):
     ids: Sequence[str]  # canonical ids; empty if the defense does not have a noise key
     labels: Tensor  # true labels, (aligned,)
     device: torch.device  # the device of the top model
+    whose: str = ""  # digest of whose rows are released, if rows of one person are bounded together
 
 
 class BuildInputs(NamedTuple):

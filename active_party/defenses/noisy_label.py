@@ -27,7 +27,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import torch
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
 from splitveil.active_party.defenses import interface
@@ -72,6 +72,15 @@ class NoisyLabelDefense(SeededDefense):
     where targets depend on predictions.
     """
 
+    subject_column: str | None = Field(default=None, min_length=1)
+    """Column of this party's table that names the person whom a row is about, in a one-shot run.
+
+    The bound, the charges and ``run_budget`` are then about all rows of a person together. The
+    noise grows with the largest number of rows that one person has among those that may be trained
+    on: of noisy labels with its root, of noisy sums with the number itself. The column is sent to
+    nobody, and its entries are compared as written; a row with an empty cell is a person of its
+    own. ``null``: each row is bounded by itself."""
+
     if TYPE_CHECKING:  # also those of an inner section
 
         def __init__(self, **settings: Any) -> None: ...
@@ -103,6 +112,7 @@ class NoisyLabelDefense(SeededDefense):
             takes_numbers=True,  # depending on the mechanism, see _refusal
             top_learns_targets=is_noisy,
             model_is_label_free=is_noisy,
+            subject_column=self.subject_column,
         )
 
     def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
@@ -112,14 +122,20 @@ class NoisyLabelDefense(SeededDefense):
         key, noisy = require_key(given.secrets.noise_key, self.name), None
         if examples is not None:
             noisy = draw_noisy_labels(
-                self.mechanism, examples.labels, key, examples.ids, num_classes
+                self._drawn(given.context), examples.labels, key, examples.ids, num_classes
             ).to(examples.device)
-        return NoisyLabel(self, key, num_classes, noisy)
+        return NoisyLabel(self, key, num_classes, noisy, "" if examples is None else examples.whose)
+
+    def _drawn(self, context: interface.DefenseContext) -> LabelMechanism:
+        if not isinstance(self.mechanism, GaussianLabels):
+            return self.mechanism  # never of persons: see one_shot_refusal
+        ratio = self.mechanism.noise_ratio * math.sqrt(context.rows_of_person)
+        return self.mechanism.model_copy(update={"noise_ratio": ratio})
 
     def noise_key_strength(self, context: interface.DefenseContext, /) -> str | None:
         if context.releases_sums:
             return None
-        return f"noisy_label {strength_name(self.mechanism)}"
+        return f"noisy_label {strength_name(self._drawn(context))}"
 
     def charge(self, num_classes: int, noise_identity: bytes = b"") -> Charge:
         """Return the charge of an answer; the noise identity names the draw of the labels."""
@@ -178,7 +194,8 @@ class NoisyLabelDefense(SeededDefense):
 
     def composition_refusal(self) -> str | None:
         if (
-            self.mechanism.kind == "randomized_response"
+            self.subject_column is None
+            and self.mechanism.kind == "randomized_response"
             and self.mechanism.posterior == "none"
             and self.top_labels == "noisy"
         ):
@@ -186,7 +203,7 @@ class NoisyLabelDefense(SeededDefense):
         return (
             "the critic compares predictions with labels of 0 and 1; expected "
             "a noisy_label of mechanism randomized_response, with posterior none and top_labels "
-            "noisy"
+            "noisy, without subject_column"
         )
 
     def bounds_label_move(self, _cut_dim: int, *, is_known: bool) -> bool:  # noqa: ARG002
@@ -202,6 +219,7 @@ class NoisyLabel(interface.Defense):
         key: NoiseKey,
         num_classes: int = 2,
         noisy_labels: Tensor | None = None,
+        whose: str = "",
     ) -> None:
         mechanism = settings.mechanism
         self.noisy_labels = noisy_labels
@@ -209,7 +227,9 @@ class NoisyLabel(interface.Defense):
         self._evidence = None
         if mechanism.posterior == "model" and noisy_labels is not None:
             self._evidence = evidence(mechanism, noisy_labels, num_classes)
-        identity = noise_digest(f"noisy_label {strength_name(mechanism)} {key_name(key)}")
+        # Other rows of a person are another release; the key is that of the strength drawn.
+        drawn = f"noisy_label {strength_name(mechanism)} {key_name(key)}{whose}"
+        identity = noise_digest(drawn)
         # The noise is in the labels: nothing is added to the gradient.
         self._report = interface.DefenseReport(0.0, charge=settings.charge(num_classes, identity))
 

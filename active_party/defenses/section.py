@@ -59,7 +59,7 @@ class Traits(NamedTuple):
     has_own_objective: bool = False  # whether ``DefenseSection.objective`` returns one
     top_learns_targets: bool = True  # from ``Defense.targets``, and not from true labels
     model_is_label_free: bool = False  # depends on labels through releases only
-    subject_column: str | None = None  # names the person whom a row is about, if one does
+    subject_column: str | None = None  # of the table, if rows of one person are bounded together
 
 
 class DefenseSection(Section):

@@ -44,7 +44,7 @@ class TrainingRows(NamedTuple):
     digest: str = ""  # distinguishes these data from other data when the run is resumed later
     noise_key: str = ""  # names the key of the noise that belongs to examples, if there is one
     persons: NDArray[np.uint8] | None = None
-    """Name of the person whom each row is about, (aligned, 16); None if every row has its own."""
+    """Names of the persons of all rows of the table, (rows, 16); None if rows count alone."""
     weights: LossWeights = LossWeights()
     training: Tensor | None = None
     """Positions of the training rows, (training rows,) int64, ascending, if the activations of all

@@ -27,7 +27,8 @@ CHECKS: Mapping[str, str] = {
     "sums": "With release: noisy_sums, a bound that rests on cryptography is enough.",
     "figure": "The figure is acceptable for these outcomes, and run_budget limits all runs "
     "together.",
-    "rows": "No person has several rows, or the bound of each row is enough.",
+    "rows": 'No person has several rows, the report says "for each person", or the bound of each '
+    "row is enough.",
     "lists": "max_set_size is the real size of the lists (with buckets, with their padding: "
     "1,032,256 for 1,000,000 ids in 16 buckets).",
     "columns": "The feature owner has read its plan and its report, accepts what can be guessed of "
@@ -168,6 +169,8 @@ def _answers(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> dict[s
     }
     if contract.get("release") == "noisy_sums":
         found["sums"] = Answer("by hand", "Noisy sums were sent.")
+    if as_mapping(settings.get("defense")).get("subject_column"):
+        found["rows"] = Answer("ticked", "The bound is for each person.")
     if nothing_of_labels(contract):
         found["rows"] = Answer("ticked", "Nothing of outcomes was sent about any row.")
         found["bound"] = Answer("ticked", "One pass, and nothing that depends on an outcome.")

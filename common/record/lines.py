@@ -60,6 +60,7 @@ OF_A_BATCH = Flat(suffix="_leak_auc", write=_write_figures)
 @dataclass(frozen=True)
 class AlignmentLine(Form):
     aligned_rows: Count = None
+    own_rows: Annotated[Count, IF_ANY] = None  # of this party's whole file
 
 
 @dataclass(frozen=True)

@@ -254,7 +254,7 @@ class RunRecorder:
         self._of_run = self._resources.enter_context(ExitStack())
         self.aligned_rows = len(rows)
         self._metrics.steps_per_epoch = rows.order.steps_per_epoch
-        self._metrics.write(AlignmentLine(len(rows)))
+        self._metrics.write(AlignmentLine(len(rows), rows.own_rows))
         splits = (f"{len(one)} {split}" for split, one in rows.splits.items() if len(one))
         _logger.info("%d rows are aligned: %s", len(rows), ", ".join(splits))
 

@@ -44,6 +44,7 @@ class Written(NamedTuple):
     id_doubts: Sequence[str]  # forms of ids that the other party may not write
     codes: Sequence[str]  # read as "no value", as columns of numbers hold them repeatedly
     width: str  # says how many numbers the columns allow to be sent; empty without labels' contract
+    lists: str = ""  # says that this table has more rows than the contract allowed for, if so
 
     def remarks(self) -> list[tuple[str, str]]:
         """Say which marks are none of the cells' own, and which texts mean "no value"."""
@@ -60,6 +61,7 @@ class Written(NamedTuple):
         found = ", ".join(f"{name} ({shown})" for name, shown in gaps.items() if shown)
         what = "no value; with --no-gaps NAME, every text of a column is a value"
         of_numbers = f"{codes}: no value, as columns of numbers show; see missing_texts"
+        said += [("lists", self.lists)] * bool(self.lists)
         said += [("gaps", of_numbers)] * bool(codes) + [("gaps", f"{found}: {what}")] * bool(found)
         return said
 
@@ -145,11 +147,14 @@ def initialise(
         load_party_settings(ActiveSettings, terms.folder / "active.yaml")
     elif (terms.folder / "contract.yaml").exists():
         load_party_settings(PassiveSettings, terms.folder / "passive.yaml")
-    width = "" if terms.role == ACTIVE else _narrow(terms.folder)
+    width, lists = "", ""
+    if terms.role != ACTIVE:
+        lists = _make_room(terms.folder, proposal.sizes.max_set_size)
+        width = _narrow(terms.folder)
     doubts = [*read.id_doubts]
     if rows := read.id_report.contradicting:
         doubts.append(f"{rows:,} of the rows with the id of an earlier row {CONTRADICTING}")
-    return Written(proposal, columns, files, doubts, codes, width)
+    return Written(proposal, columns, files, doubts, codes, width, lists)
 
 
 def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> Table:
@@ -166,6 +171,20 @@ def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> Table
     if choices.label is None:  # the contract, which this party does not write, may not fold case
         rule = rule.model_copy(update={"fold_case": False})
     return table_of(source, settings, None, [rule])
+
+
+def _make_room(folder: Path, rows: int) -> str:
+    """Raise the contract's limit on ids to the rows of a larger table; return a line about it."""
+    path = folder / "contract.yaml"
+    if not path.exists():
+        return ""
+    alignment = load_party_settings(PassiveSettings, folder / "passive.yaml").contract.alignment
+    if rows <= alignment.max_set_size:
+        return ""
+    limit = f"max_set_size: {rows}"
+    if not _write_line(path, f"{limit}  # most ids that a party may bring: this table's", 0o644):
+        return f"expected in contract.yaml: {limit}, for the rows of this table"
+    return f"contract.yaml: {limit}, for the rows of this table"
 
 
 def _narrow(folder: Path) -> str:
@@ -204,7 +223,8 @@ def _write_line(path: Path, line: str, mode: int) -> bool:
     """Write a setting in the place of its line; False if its value is not all in one line."""
     name, text = line.partition(":")[0], path.read_text(encoding="utf-8")
     value = r"(\[[^\]\n]*\]|[\d.]+)"
-    text, count = re.subn(rf"^{name}: *{value} *(#.*)?$", lambda _: line, text, flags=re.MULTILINE)
+    of_name = rf"^( *){name}: *{value} *(#.*)?$"
+    text, count = re.subn(of_name, lambda at: at[1] + line, text, flags=re.MULTILINE)
     if count:
         write_text_atomically(path, text, mode)
     return bool(count)

@@ -47,17 +47,17 @@ class Sizes(NamedTuple):
     warmup_steps: int
 
 
-def recommended_sizes(num_rows: int) -> Sizes:
+def recommended_sizes(num_rows: int, *, is_exact: bool = True) -> Sizes:
     """Return the sizes for a table whose rows are all common to both parties."""
+    most = num_rows if is_exact else math.ceil(1.1 * num_rows)
     epochs, batch_size = _at(_EPOCHS, num_rows), _at(_BATCHES, num_rows)
     steps = epochs * math.ceil(TRAIN_SHARE * num_rows / batch_size)
-    number = 2 * num_rows
-    unit = 10 ** max(math.floor(math.log10(number)) - 1, 0)
+    unit = 10 ** max(math.floor(math.log10(most)) - 1, 0)
     return Sizes(
         batch_size=batch_size,
         epochs=epochs,
         min_aligned=min(100, max(num_rows // 2, 1)),
-        max_set_size=int(min(math.ceil(number / unit) * unit, 2**31)),
+        max_set_size=int(min(math.ceil(most / unit) * unit, 2**31)),
         warmup_steps=steps // 20,
     )
 
@@ -211,7 +211,7 @@ def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: T
         num_rows=table.num_rows,
         is_whole=table.is_whole,
         choices=choices,
-        sizes=recommended_sizes(rows),
+        sizes=recommended_sizes(rows, is_exact=table.is_whole),
         ids=ids,
     )
 

@@ -154,6 +154,23 @@ def test_sizes_follow_the_rows() -> None:
         (1024, 20, 29),
         (1024, 10, 31),
     ]
+    assert [one.max_set_size for one in sizes] == [*rows]
+    assert recommended_sizes(1_234_567).max_set_size == 1_300_000
+    assert recommended_sizes(1_234_567, is_exact=False).max_set_size == 1_400_000
+
+
+def test_the_larger_table_sets_the_limit_on_ids(tmp_path: Path) -> None:
+    active(tmp_path, clients(tmp_path))
+    contract = tmp_path / "contract.yaml"
+    assert f"\n  max_set_size: {ROWS}  # most ids" in contract.read_text(encoding="utf-8")
+    assert passive(tmp_path, usage(tmp_path)).lists == ""
+    rows = ["customer,calls", *(f"K{i},{i % 7}" for i in range(2 * ROWS))]
+    (tmp_path / "more.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    terms = Terms("passive", tmp_path)
+    found = initialise(tmp_path / "more.csv", Wishes(), terms, force=True)
+    assert found.lists == f"contract.yaml: max_set_size: {2 * ROWS}, for the rows of this table"
+    read = yaml.safe_load(contract.read_text(encoding="utf-8"))
+    assert read["alignment"] == {"min_aligned": 100, "max_set_size": 2 * ROWS}
 
 
 def test_every_column_is_found_out(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import argparse
 import logging
 from contextlib import ExitStack
-from functools import partial
 
 from splitveil.active_party.predict.batch import (
     BatchPrediction,
@@ -19,7 +18,7 @@ from splitveil.common.errors import Interrupted, PeerError
 from splitveil.common.party import command_line
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.json_output import print_json
-from splitveil.common.record.progress import CountProgress
+from splitveil.common.record.progress import ProgressBar
 from splitveil.common.record.run_folder import claimed, inner_folder
 from splitveil.common.record.table_output import check_output
 from splitveil.common.record.transcript import Transcript
@@ -61,9 +60,9 @@ def predict(parsed: argparse.Namespace) -> None:
         )
         parts = Parts(parsed.output, _plan(predictor, settings), ids, written)
         batch = BatchPrediction(predictor, settings.contract, settings.reconnect, interruption)
-        with CountProgress("predicting") as progress:
+        with ProgressBar("predicting", total=len(ids)) as progress:
             try:
-                result = batch.run(parts, partial(progress.advance, len(ids)))
+                result = batch.run(parts, progress.advance)
             except (Interrupted, PeerError):
                 logger.info("the same command goes on with the parts in %s", parts.folder)
                 raise

@@ -27,7 +27,7 @@ from splitveil.common.data.table import Table, read_table, table_of_ids
 from splitveil.common.errors import DataError, SettingsError, SplitveilError
 from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.record.model_files import SETTING, EarlierModel
-from splitveil.common.record.progress import CountProgress
+from splitveil.common.record.progress import ProgressBar
 from splitveil.common.run.contract import ColumnSplit, Contract, SplitSettings
 from splitveil.common.run.course import HELD_OUT, AlignedRows
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
@@ -304,5 +304,5 @@ def _conversion_bar(source: source_settings.CacheableSource) -> Iterator[Callabl
             _logger.info("converting %s to columns on disk, which later runs will reuse", name)
         progress.note(round(100 * done_fraction), 100)
 
-    with CountProgress("converting", "%") as progress:
+    with ProgressBar("converting", "percent") as progress:
         yield show

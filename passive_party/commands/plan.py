@@ -7,6 +7,7 @@ from rich.console import Console
 
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData
+from splitveil.common.record.progress import ProgressBar
 from splitveil.common.text.visible_text import PlainTable, visible
 from splitveil.passive_party.exposure_plan import (
     ExposurePlan,
@@ -22,7 +23,8 @@ _TOTALS = {"mean disclosure": "disclosure", "strongest": "strongest_disclosure"}
 
 def plan(parsed: argparse.Namespace) -> None:
     settings: PassiveSettings = parsed.loaded
-    found = exposure_plan_of(settings, PartyData.of(settings))
+    with ProgressBar("measuring what would be given away"):
+        found = exposure_plan_of(settings, PartyData.of(settings))
     if parsed.json:
         print_json(found.to_json())
     else:

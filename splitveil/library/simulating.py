@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.attacks import ATTACKS, SideInformation
+from splitveil.common.record.progress import ProgressBar
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.settings import Section
 from splitveil.deploy.overrides import NamedDefense, Overrides, override
@@ -57,6 +58,7 @@ def simulate(
     jobs: int = 1,
     runs: str | Path | None = None,
     callbacks: Callback | Iterable[Callback] = (),
+    progress: bool = True,
 ) -> Runs:
     """Run both parties in this process, once for each defense and seed.
 
@@ -106,6 +108,8 @@ def simulate(
             ``on_end(run)``, called with a run that has ended, or both; a function is an
             ``on_epoch``. A run waits for them; what one raises ends its run and the simulation, and
             reaches the caller. They are not called for a run that is reused.
+        progress: whether a terminal or a notebook shows a bar, of the runs if there are several,
+            and of the epochs otherwise.
 
     Returns:
         The runs: frames, report, bounds and ledgers.
@@ -140,7 +144,6 @@ def simulate(
     def run_of(job: Job) -> Run:
         return Run(job.folder, owner=scratch, base_dir=source)
 
-    notify = _notifier(_several(callbacks), run_of)
     with naming_parties(source) if example is None else nullcontext():
         chosen = _chosen(defense)
         base = _base(source, given, attacks, chosen)
@@ -150,10 +153,14 @@ def simulate(
             for seed in numbers
             for one in chosen
         }
-        if jobs > 1:
-            run_side_by_side([*planned.values()], jobs, notify)
-        else:
-            run_here([*planned.values()], notify)
+        bar = ProgressBar("simulating", "runs", len(planned), shows=progress)
+        notify = _notifier(_several(callbacks), run_of, bar)
+        # The bar of a single run shows its epochs.
+        with bar if len(planned) > 1 or not progress else nullcontext():
+            if jobs > 1:
+                run_side_by_side([*planned.values()], jobs, notify)
+            else:
+                run_here([*planned.values()], notify)
     return Runs({key: run_of(job) for key, job in planned.items()}, folder)
 
 
@@ -163,7 +170,9 @@ def _several(given: Any) -> list[Any]:
     return [*given] if is_iterable and not is_one else [given]
 
 
-def _notifier(callbacks: Sequence[Callback], run_of: Callable[[Job], Run]) -> Notify:
+def _notifier(
+    callbacks: Sequence[Callback], run_of: Callable[[Job], Run], bar: ProgressBar
+) -> Notify:
     handlers: dict[str, list[Callable[[Run], object]]] = {"on_epoch": [], "on_end": []}
     for one in callbacks:
         own = {event: getattr(one, event) for event in handlers if hasattr(one, event)}
@@ -178,6 +187,8 @@ def _notifier(callbacks: Sequence[Callback], run_of: Callable[[Job], Run]) -> No
             _logger.warning("%s: taken from an earlier call: not run again", name)
         for handler in handlers.get(event, ()):
             handler(run_of(job))
+        if event != "on_epoch":
+            bar.advance()
 
     return notify
 

@@ -48,7 +48,7 @@ def check(parsed: argparse.Namespace) -> None:
     details: list[Check] = [
         *status_checks(settings.status),
         partial(_noise_key, settings),
-        lambda: f"earlier ledgers: {len(answers_before(settings))} examples",
+        lambda: f"earlier ledgers: {len(answers_before(settings)):,} examples",
     ]
     if monitor is not None and monitor.custom_attacks:
         shape = settings.contract.aggregate_shape
@@ -107,7 +107,7 @@ def _data_and_model(settings: ActiveSettings, data: PartyData) -> str:
         earlier.put_into(model)
     subjects = subjects_of(settings, data)
     persons = (
-        "" if subjects is None else f" of {len(np.unique(numbered_subjects(subjects)))} persons"
+        "" if subjects is None else f" of {len(np.unique(numbered_subjects(subjects))):,} persons"
     )
     others = count_others(settings.data, open_source(settings.data.source, settings.base_dir))
     fits = f"the top model fits them{but}{others}"

@@ -53,8 +53,8 @@ def predict(parsed: argparse.Namespace) -> None:
             )
         )
         logger.info(
-            "predicting %d ids with the %s top model of %s",
-            len(ids),
+            "predicting %s ids with the %s top model of %s",
+            f"{len(ids):,}",
             predictor.model.kind,
             predictor.model.identity,
         )
@@ -83,8 +83,9 @@ def _plan(predictor: Predictor, settings: ActiveSettings) -> PredictionPlan:
 def _report(parsed: argparse.Namespace, result: BatchResult, predictor: Predictor) -> None:
     for party, count in result.missing_at.items():
         if count:
-            logger.warning("%d of the ids have no row at %s", count, party)
-    logger.info("%d of %d ids predicted: %s", result.found, result.rows, parsed.output)
+            logger.warning("%s of the ids have no row at %s", f"{count:,}", party)
+    counts = (f"{result.found:,}", f"{result.rows:,}")
+    logger.info("%s of %s ids predicted: %s", *counts, parsed.output)
     model = predictor.model
     if parsed.json:
         print_json(

@@ -81,7 +81,7 @@ def serve(parsed: argparse.Namespace) -> None:
             logger.info("stopping: requests under way are answered")
     answered = service.log.answered
     by_status = ", ".join(f"{number} x {code}" for code, number in sorted(answered.items()))
-    logger.info("answered %d requests: %s", answered.total(), by_status or "none")
+    logger.info("answered %s requests: %s", f"{answered.total():,}", by_status or "none")
 
 
 def access_of(settings: ActiveSettings) -> Access:
@@ -111,7 +111,7 @@ def open_service(
     if own.allowed_ids is not None:
         path = settings.base_dir / own.allowed_ids
         allowed = frozenset(read_id_list(path, settings.data, settings.contract.ids).ids)
-        logger.info("%d ids may be asked for", len(allowed))
+        logger.info("%s ids may be asked for", f"{len(allowed):,}")
     fallback = None
     if own.fallback:
         fallback = Fallback.load(settings, predictor.own_rows, predictor.model.identity)

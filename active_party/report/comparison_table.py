@@ -23,7 +23,7 @@ def comparison_table(
     models = [summary.of_active.model for summary in summaries.values()]
     alone = sorted({f"{one.test_auc_alone:.4f}" for one in models if one.test_auc_alone})
     notes = [
-        "labels: feature-adjusted leak AUC (99.99 % interval); .5 is guessing",
+        "labels: feature-adjusted leak AUC (99.99 % interval); 0.5 is guessing",
         *(
             f"{name}, {label(one.strongest.attack)}: {one.strongest.why}"
             for name, one in found.items()

@@ -58,7 +58,7 @@ def align(parsed: argparse.Namespace, alignment_of: Callable[[PartySettingsT], A
     check_outputs(settings, parsed.output, positions=parsed.positions)
     name, status, find, shows_bar = alignment_of(settings)
     own = read_own_ids(settings)
-    _logger.info("%d ids read from %s", len(own.data.ids), own.data.table.source)
+    _logger.info("%s ids read from %s", f"{len(own.data.ids):,}", own.data.table.source)
     interruption.check()
     with (
         ProgressBar("aligning") as progress,

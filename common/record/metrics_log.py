@@ -254,8 +254,8 @@ class RunRecorder:
         self.aligned_rows = len(rows)
         self._metrics.steps_per_epoch = rows.order.steps_per_epoch
         self._metrics.write(AlignmentLine(len(rows)))
-        splits = (f"{len(one)} {split}" for split, one in rows.splits.items() if len(one))
-        _logger.info("%d rows are aligned: %s", len(rows), ", ".join(splits))
+        splits = (f"{len(one):,} {split}" for split, one in rows.splits.items() if len(one))
+        _logger.info("%s rows are aligned: %s", f"{len(rows):,}", ", ".join(splits))
 
     def _log_epoch(self, epoch: int, contract: Contract, figures: Sequence[str]) -> None:
         taken_s = 0.0 if self._progress is None else self._progress.end_epoch()

@@ -49,7 +49,7 @@ def _main_figures(summary: Summary) -> Iterator[tuple[str, str]]:
     }
     for name, number in figures.items():
         if number is not None:
-            yield label(name), in_words(number)
+            yield label(name), f"{number:,}" if isinstance(number, int) else in_words(number)
     if summary.active is not None:
         assessment = assess(summary)
         if assessment.has_gradients and not summary.of_leak.of_numbers:

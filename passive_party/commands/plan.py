@@ -56,7 +56,7 @@ def show(plan: ExposurePlan, console: Console | None = None, *, details: bool = 
     table.add_section()
     for name, figure in _TOTALS.items():
         shares = (getattr(each, figure) for each in plan.exposures.values())
-        table.add_row(name, "0", *(f"{share:.2f}".removeprefix("0") for share in shares))
+        table.add_row(name, "0", *(f"{share:.2f}" for share in shares))
     console.print(table)
     if len(columns) > len(shown):
         say(f"{len(columns) - len(shown)} more columns count, and are shown with -v.")

@@ -4,12 +4,12 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Never, Protocol, TypeAlias
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.attacks import ATTACKS, SideInformation
 from splitveil.common.record.progress import ProgressBar
-from splitveil.common.run.contract import ACTIVE
+from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.settings import Section
 from splitveil.deploy.overrides import NamedDefense, Overrides, override
 from splitveil.library.choices import (
@@ -43,7 +43,7 @@ EVERY_BATCH: Mapping[str, Any] = {"queue_batches": 1024, "max_cpu_share": None}
 
 def simulate(
     example: str | Path | None = None,
-    *,
+    *others: Never,
     active: Any = None,
     passive: Any = None,
     label: str = "label",
@@ -59,6 +59,7 @@ def simulate(
     runs: str | Path | None = None,
     callbacks: Callback | Iterable[Callback] = (),
     progress: bool = True,
+    **unknown: Never,
 ) -> Runs:
     """Run both parties in this process, once for each defense and seed.
 
@@ -119,6 +120,7 @@ def simulate(
             has ended is a result.
         ValueError: neither an example nor tables are given, or both, or seeds or jobs are none.
     """
+    _check_given(example, others, label, settings, unknown)
     if (active is None) != (passive is None):
         raise ValueError("expected the tables of both parties, active and passive")
     if jobs < 1:
@@ -162,6 +164,22 @@ def simulate(
             else:
                 run_here([*planned.values()], notify)
     return Runs({key: run_of(job) for key, job in planned.items()}, folder)
+
+
+def _check_given(
+    example: object, others: object, label: object, settings: object, unknown: Mapping[str, object]
+) -> None:
+    """Raise TypeError, with what is meant, for the arguments that people try first."""
+    if others or not (example is None or isinstance(example, str | Path)):
+        raise TypeError("tables have names: simulate(active=..., passive=..., label='column')")
+    if not isinstance(label, str):
+        raise TypeError("label: expected the name of a column of active, which has the labels")
+    if not (settings is None or isinstance(settings, Mapping)):
+        raise TypeError("settings: expected a mapping, such as {'contract.epochs': 3}")
+    for name in unknown:
+        owners = ["contract"] if name in Contract.model_fields else ["active", "passive"]
+        ways = " or ".join(f"settings={{'{owner}.{name}': ...}}" for owner in owners)
+        raise TypeError(f"simulate has no argument {name!r}; a setting of that name: {ways}")
 
 
 def _several(given: Any) -> list[Any]:

@@ -52,7 +52,7 @@ protos: $(INSTALLED)
 	$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. protos/*.proto
 
 settings: $(INSTALLED)
-	$(BIN)/python docs/settings_reference.py > docs/settings.md
+	$(BIN)/python docs/settings_reference.py
 
 # The documentation site, in build/site, from copies of the pages; a broken link or anchor is an error.
 site: $(BIN)/zensical

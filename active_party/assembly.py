@@ -41,7 +41,8 @@ def allowance_of(settings: ActiveSettings, earlier: AccountBook | None = None) -
     limit = None if budget is None else budget.limit
     if earlier is None:
         earlier = AccountBook.empty(rules_as_bytes(settings.contract.ids))
-    return Allowance(limit, earlier, widest_adversary(signals), settings.early_stopping is not None)
+    can_end_early = settings.early_stopping_epochs is not None
+    return Allowance(limit, earlier, widest_adversary(signals), can_end_early)
 
 
 def build_session(
@@ -54,9 +55,9 @@ def build_session(
     allowance: Allowance | None = None,
     counting: Counting = nullcontext,
 ) -> ActiveSession:
-    stopping = settings.early_stopping
+    patience = settings.early_stopping_epochs
     rules = OwnRules(
-        early_stop=None if stopping is None else EarlyStop(stopping),
+        early_stop=None if patience is None else EarlyStop(patience),
         allowance=allowance or allowance_of(settings),
         noise_seed=settings.defense.noise_seed,
         counting=counting,

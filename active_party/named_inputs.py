@@ -1,9 +1,16 @@
 """Opens what an active party's settings name beside its table: persons, and a model."""
 
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
-from splitveil.active_party.ledger.account_book import LEDGER, AccountBook
+import numpy as np
+
+from splitveil.active_party.ledger.account_book import (
+    LEDGER,
+    AccountBook,
+    Names,
+    numbered,
+    persons_of,
+)
 from splitveil.active_party.ledger.account_book import SETTING as LEDGERS
 from splitveil.active_party.ledger.label_signals import LabelUses
 from splitveil.active_party.settings import ActiveSettings
@@ -13,6 +20,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.record import model_files
 from splitveil.common.record.model_files import SETTING as INITIAL
+from splitveil.common.run.sample_order import SPLITS
 
 HAS_KNOWN_NOISE = (
     "whoever knows the insecure_noise_seed of that run subtracts its noise, and its charges bound "
@@ -61,10 +69,21 @@ def _refuse_known_noise(settings: ActiveSettings) -> None:
             )
 
 
-def subjects_of(settings: ActiveSettings, data: PartyData) -> NDArray[np.object_] | None:
-    """Return each row's person, "" for a row of its own; None if the defense reads none."""
-    column = settings.defense.traits.subject_column
-    if column is None:
-        return None
-    of_file = read_subjects(settings.data, settings.base_dir, column, settings.contract.ids)
-    return of_file if data.kept is None else of_file[data.kept]
+class Persons(NamedTuple):
+    """The persons whom a table's rows are about."""
+
+    names: Names  # of each row's person, (rows, 16); a row without one is a person of its own
+    number: int
+    most_rows: int  # largest number of one person's rows that may be trained on
+
+    @classmethod
+    def of(cls, settings: ActiveSettings, data: PartyData) -> "Persons | None":
+        """Read the persons; None if the defense does not bound rows of one person together."""
+        column = settings.defense.traits.subject_column
+        if column is None:
+            return None
+        of_file = read_subjects(settings.data, settings.base_dir, column, settings.contract.ids)
+        names = persons_of(of_file if data.kept is None else of_file[data.kept], data.ids)
+        numbers, splits = numbered(names), data.table.splits
+        trained = numbers if splits is None else numbers[splits == SPLITS.index("train")]
+        return cls(names, 1 + int(numbers.max()), int(np.bincount(trained, minlength=1).max()) or 1)

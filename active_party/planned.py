@@ -1,6 +1,6 @@
 """Forecasts what a run will reveal about the labels, before any training.
 
-The defense forecasts the charge of one answer (see ``defenses.forecast`` for the kinds of forecast,
+The defense forecasts the charge of one answer (see ``defenses.charge_model`` for its kinds,
 and the modules of the defenses for their proofs); here it is extended to the whole run and compared
 with the run's budget.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.assembly import signals_of
-from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
+from splitveil.active_party.defenses.charge_model import ChargeModel
 from splitveil.active_party.defenses.interface import DefenseContext
 from splitveil.active_party.defenses.marvell import power_ratio_for, worst_pair_factor
 from splitveil.active_party.defenses.noisy_sums import COMPUTATIONAL
@@ -24,12 +24,15 @@ from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.bounds import Accounts, auc_bound, estimate_of
 from splitveil.active_party.ledger.budget import num_answers_within
 from splitveil.active_party.ledger.label_signals import widest_adversary
+from splitveil.active_party.named_inputs import Persons
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.adversary import Adversary, narrowest
 from splitveil.common.record.run_folder import finite_or_null
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
+
+_FEW_ROWS = 200  # noise at a bound of .60 then hides a correlation of .3 with the label
 
 
 class PlannedRows(NamedTuple):
@@ -43,46 +46,6 @@ class PlannedRows(NamedTuple):
     steps_per_epoch: int
     batch_size: int
     epochs: int
-
-
-class PlannedAnswers(NamedTuple):
-    noise: str
-    """``fresh`` or ``persistent``."""
-    is_configured: bool
-    """True if the settings choose this noise."""
-    answers: int
-    charge: ChargeForecast
-    """Of all of them together."""
-
-    def figure(self, of_account: Callable[[Accounts], float]) -> tuple[float, float] | None:
-        if self.charge.certainty == "unknown":
-            return None
-        least, most = accounts_of(self.charge)
-        return of_account(least), of_account(most)
-
-    def bound(self, peers: Adversary) -> tuple[float, float] | None:
-        """Return the least and the most that the bound on the leak AUC may be, if it is known."""
-        charge = self.charge
-        if not charge.adversary.includes(peers) or not math.isfinite(charge.high):
-            return None
-        return self.figure(auc_bound)
-
-    def row(self) -> dict[str, Any]:
-        """Return plain values, column -> value; None if unknown or not bounded."""
-        sum_kl, estimate = self.figure(lambda one: float(one.sum_kl)), self.figure(estimate_of)
-        figures = {"sum_kl": sum_kl, "estimated_leak_auc": estimate}
-        figures |= {peers.column: self.bound(peers) for peers in Adversary}
-        return {
-            "noise": self.noise,
-            "configured": self.is_configured,
-            "answers": self.answers,
-            "certainty": self.charge.certainty,
-            **{
-                f"{name}{end}": None if pair is None else finite_or_null(pair[place])
-                for name, pair in figures.items()
-                for place, end in enumerate(("_least", ""))
-            },
-        }
 
 
 class PlannedRatio(NamedTuple):
@@ -102,7 +65,8 @@ class Target(NamedTuple):
 class Plan(NamedTuple):
     defense: str
     data: PlannedRows
-    answers: tuple[PlannedAnswers, ...]
+    noise: str  # that is set, ``fresh`` or ``persistent``
+    answers: tuple[ChargeModel, ...]
     """One answer and all answers of a run, for each kind of noise."""
     remarks: tuple[str, ...]
     """Sentences about the reliability of the figures, other signals and those in brief."""
@@ -112,26 +76,35 @@ class Plan(NamedTuple):
     target: Target | None = None
     earlier: str = ""
     """The leakage of earlier runs, by themselves and with this run; empty if none."""
+    persons: str = ""  # what a bound for each person costs; empty if it is for each row
 
     @property
-    def of_run(self) -> PlannedAnswers:
+    def of_run(self) -> ChargeModel:
         """All answers of a run, with the noise that is set."""
-        return next(one for one in self.answers[1::2] if one.is_configured)
+        return next(one for one in self.answers[1::2] if one.noise == self.noise)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return plain values, column -> value; None if unknown or not bounded."""
+        return [
+            {"noise": one.noise, "configured": one.noise == self.noise} | _row(one)
+            for one in self.answers
+        ]
 
     def bounds_in_short(self) -> str:
         """Say in one line what bounds the leak AUC of the whole run, and for whom."""
-        bounds = {peers: bound_in_words(self.of_run.charge, peers) for peers in Adversary}
+        bounds = {peers: bound_in_words(self.of_run, peers) for peers in Adversary}
         groups = groupby(Adversary, key=bounds.__getitem__)
         each = [f"{bound} for {next(peers).in_words}" for bound, peers in groups]
         shown = "none" if set(bounds.values()) == {"none"} else ", ".join(each)
-        return f"bound on the leak AUC of the whole run: {shown}"
+        whose = ", for each person" * bool(self.persons)
+        return f"bound on the leak AUC of the whole run: {shown}{whose}"
 
     def to_json(self) -> dict[str, Any]:
         target = self.target
         return {
             "defense": self.defense,
             "data": self.data._asdict(),
-            "answers": [one.row() for one in self.answers],
+            "answers": self.rows(),
             "remarks": list(self.remarks),
             "target": None
             if target is None
@@ -167,32 +140,41 @@ def plan_of(
         contract.batch_size,
         contract.epochs,
     )
-    context = settings.defense_context(pos_fraction)
+    persons, most_rows, whose = Persons.of(settings, data), 1, ""
     book = settings.earlier_answers() if earlier is None else earlier
+    if persons is not None:
+        book, most_rows = book.by_person(data.ids, persons.names), persons.most_rows
+        whose = _of_persons(settings, persons, training_rows)
+    context = settings.defense_context(pos_fraction, most_rows)
     signals = signals_of(settings, book)
-    forecast, widest = settings.defense.forecast(context), widest_adversary(signals)
-    narrowed = {noise: charge.narrowed(widest) for noise, charge in forecast.charges.items()}
-    forecast = forecast._replace(charges=narrowed)
+    widest, epochs = widest_adversary(signals), 1 if contract.is_one_shot else contract.epochs
+    model = settings.defense.charge_model(context).narrowed(widest)
+    answers = [
+        one.narrowed(widest).over(count)
+        for one in settings.defense.charge_models(context)
+        for count in (1, epochs)
+    ]
     said = [signal.why for signal in signals]
-    of_run = tuple(_answers(forecast, 1 if contract.is_one_shot else contract.epochs))
-    together = _with_earlier(book, next(one for one in of_run[1::2] if one.is_configured).charge)
-    brief = tuple(filter(None, _brief(settings, forecast, book, together)))
-    said.append(forecast.honesty)
-    is_known = forecast.charge.certainty == "unknown" or math.isfinite(forecast.charge.high)
+    together = _with_earlier(book, model.over(epochs))
+    brief = tuple(filter(None, (whose, *_brief(settings, model, book, together))))
+    said.append(model.said)
+    is_known = model.certainty == "unknown" or math.isfinite(model.high)
     if is_known and not contract.is_one_shot:
-        said.append(settings.defense.traits.coverage.why)
+        said.append(settings.defense.traits.covers)
     if settings.run_budget is None:
         said.append("run_budget: none is set")
     return Plan(
         settings.defense.name,
         rows,
-        of_run,
+        model.noise,
+        tuple(answers),
         (*said, *brief),
         brief,
         None
         if target_leak_auc is None or data.settings.label_range is not None
         else _target(target_leak_auc, contract.epochs, context),
         together,
+        whose,
     )
 
 
@@ -202,11 +184,23 @@ def stop_epoch(charge: float, epochs: int, max_sum_kl: float) -> int | None:
     return None if whole >= epochs else int(whole)
 
 
-def _answers(forecast: Forecast, epochs: int) -> Iterator[PlannedAnswers]:
-    for noise, charge in forecast.charges.items():
-        whole_run = charge.times(epochs) if noise == "fresh" else charge
-        for answers, of_all in ((1, charge), (epochs, whole_run)):
-            yield PlannedAnswers(noise, noise == forecast.configured, answers, of_all)
+def _row(answers: ChargeModel) -> dict[str, Any]:
+    known, (least, most) = answers.certainty != "unknown", accounts_of(answers)
+    is_bounded = known and math.isfinite(answers.high)
+    figures = {"sum_kl": lambda one: float(one.sum_kl), "estimated_leak_auc": estimate_of}
+    pairs = {name: (of(least), of(most)) if known else None for name, of in figures.items()}
+    for peers in Adversary:
+        holds = is_bounded and answers.charge.adversary.includes(peers)
+        pairs[peers.column] = (auc_bound(least), auc_bound(most)) if holds else None
+    return {
+        "answers": answers.answers,
+        "certainty": answers.certainty,
+        **{
+            f"{name}{end}": None if pair is None else finite_or_null(pair[place])
+            for name, pair in pairs.items()
+            for place, end in enumerate(("_least", ""))
+        },
+    }
 
 
 def _shares(labels: Tensor, data: PartyData) -> str:
@@ -221,11 +215,24 @@ def _shares(labels: Tensor, data: PartyData) -> str:
     return f"{len(names)} classes: {', '.join(shares)}"
 
 
-def _with_earlier(book: AccountBook, charge: ChargeForecast) -> str:
+def _of_persons(settings: ActiveSettings, persons: Persons, training_rows: int) -> str:
+    most = persons.most_rows
+    times = most if settings.contract.releases_sums else math.sqrt(most)
+    # Signal to noise is sqrt(n) / (k sqrt(g)) of noisy labels, and n / (k g) of sums.
+    worth = training_rows // most
+    return (
+        f"defense.subject_column: bounds are for each of {persons.number} persons, who have at "
+        f"most {most} training rows each: noise is {times:.3g} times as large as for a bound of "
+        f"each row, and leaves the signal-to-noise ratio of {worth} rows"
+        f"{', too few for a score' * (worth < _FEW_ROWS)}."
+    )
+
+
+def _with_earlier(book: AccountBook, charge: ChargeModel) -> str:
     if book.ledger.reveals_nothing:
         return ""
     before = book.worst()
-    peers = narrowest(before.adversary, charge.adversary)
+    peers = narrowest(before.adversary, charge.charge.adversary)
     both = auc_bound(before.together(accounts_of(charge)[1]))
     together = (
         f"together with this run {auc_at_most(both)}, bounded for {peers.in_words}"
@@ -240,7 +247,7 @@ def _with_earlier(book: AccountBook, charge: ChargeForecast) -> str:
 
 
 def _brief(
-    settings: ActiveSettings, forecast: Forecast, book: AccountBook, together_in_words: str
+    settings: ActiveSettings, charge: ChargeModel, book: AccountBook, together_in_words: str
 ) -> Iterator[str]:
     if settings.data.label_range is not None:
         yield (
@@ -254,12 +261,11 @@ def _brief(
     yield together_in_words
     if settings.run_budget is None:
         return
-    before, (_, account) = book.worst(), accounts_of(forecast.charge)
+    before, (_, account) = book.worst(), accounts_of(charge)
     limit, contract = settings.run_budget.limit, settings.contract
     epochs = 1 if contract.is_one_shot else contract.epochs
     # Repeated noise exceeds the budget either with its first answer or never.
-    epochs_charged = epochs if forecast.configured == "fresh" else 1
-    charge = forecast.charge
+    epochs_charged = epochs if charge.noise == "fresh" else 1
     last = stop_epoch(charge.low, epochs_charged, float(limit.of(account)))
     left = float(limit.of(before.together(account)) - before.sum_kl)
     first = stop_epoch(charge.high, epochs_charged, left)
@@ -267,7 +273,7 @@ def _brief(
     yield f"run_budget, for {limit.peers.in_words}: {limit.in_words(account)}: {ends}"
 
 
-def _end_in_words(first: int | None, last: int | None, epochs: int, charge: ChargeForecast) -> str:
+def _end_in_words(first: int | None, last: int | None, epochs: int, charge: ChargeModel) -> str:
     if first is None:
         fits = "the run fits" if epochs == 1 else f"all {epochs} epochs fit"
         return fits if charge.is_promise else f"{fits}, if charges are as estimated"
@@ -303,16 +309,16 @@ def _target(leak_auc: float, epochs: int, context: DefenseContext) -> Target:
     return Target(leak_auc, tuple(ratios), is_multi_class)
 
 
-def bound_in_words(charge: ChargeForecast, peers: Adversary) -> str:
+def bound_in_words(charge: ChargeModel, peers: Adversary) -> str:
     """Write the bound on the leak AUC for some peers, rounded up; ``none`` without one."""
     described = charge.high < math.inf or charge.certainty == "unknown"
-    if not (described and charge.adversary.includes(peers)):
+    if not (described and charge.charge.adversary.includes(peers)):
         return "none"
 
     return forecast_in_words(charge, lambda one: auc_at_most(auc_bound(one)))
 
 
-def forecast_in_words(charge: ChargeForecast, figure: Callable[[Accounts], str]) -> str:
+def forecast_in_words(charge: ChargeModel, figure: Callable[[Accounts], str]) -> str:
     """Write a figure of an account with this charge, and how certain it is."""
     least, most = accounts_of(charge)
     match charge.certainty:
@@ -326,7 +332,7 @@ def forecast_in_words(charge: ChargeForecast, figure: Callable[[Accounts], str])
             return "not known before"
 
 
-def accounts_of(charge: ChargeForecast) -> tuple[Accounts, Accounts]:
+def accounts_of(charge: ChargeModel) -> tuple[Accounts, Accounts]:
     """Return the accounts, (), that are charged the lowest and the highest divergence forecast."""
-    most = Accounts.of_charge(charge.highest)
+    most = Accounts.of_charge(charge.charge)
     return most._replace(sum_kl=np.asarray(charge.low)), most

@@ -128,20 +128,6 @@ RunBudget = Annotated[
 """Limit on what a run may reveal about each label; its key names the unit."""
 
 
-class EarlyStopping(Section):
-    """End the run once the validation AUC stops rising.
-
-    With ``data.label_range``, once the validation RMSE stops falling.
-    """
-
-    patience_epochs: int = Field(default=3, ge=1)
-    """Number of epochs without a better figure after which the run ends."""
-
-    min_gain: float = Field(default=0.0, ge=0, lt=1)
-    """Smallest increase of the AUC, or decrease of the RMSE as a share of the range, that counts as
-    better."""
-
-
 class LeakMonitorSettings(AuditSettings):
     """Attacks that this party runs on the gradients it sends, to measure what they leak."""
 
@@ -222,9 +208,6 @@ class ActiveSettings(PartySettings):
     listen: Annotated[Address, Mark.MAY_CHANGE, Mark.PER_RUN] = "127.0.0.1:50051"
     """Host and port at which the passive party reaches this one."""
 
-    first_contact_s: Annotated[float, Mark.MAY_CHANGE] = Field(default=3600.0, gt=0)
-    """Seconds to wait for the passive party's first call."""
-
     top_model: ModelSettings
     """The half of the network above the cut layer."""
 
@@ -282,12 +265,13 @@ class ActiveSettings(PartySettings):
     serving: Annotated[ServingSettings, Mark.MAY_CHANGE] = ServingSettings()
     """Online predictions for other programs of this party."""
 
-    early_stopping: EarlyStopping | None = None
-    """Rule for stopping before the contract's last epoch; ``null`` for none. The peer then learns
-    when the run ends, which depends on the validation labels: the bounds are about training labels
-    only."""
+    early_stopping_epochs: int | None = Field(default=None, ge=1)
+    """Epochs without a higher validation AUC, or with ``data.label_range`` a lower validation RMSE,
+    after which the run ends before the contract's last one; ``null`` for no such end. The peer then
+    learns when the run ends, which depends on the validation labels: the bounds are about training
+    labels only."""
 
-    def defense_context(self, pos_fraction: float = 0.5) -> DefenseContext:
+    def defense_context(self, pos_fraction: float = 0.5, rows_of_person: int = 1) -> DefenseContext:
         """Return the facts that the defense depends on; forecasts need the share of positives."""
         data, within = self.data, self.data.label_range
         bounds = None if within is None else (within.low, within.high)
@@ -300,11 +284,12 @@ class ActiveSettings(PartySettings):
             repr((data.label_column, data.positive_label, data.class_names, bounds)),
             self.contract.is_one_shot,
             self.contract.releases_sums,
+            rows_of_person,
         )
 
     def label_uses(self) -> LabelUses:
         """Return how labels may reach the peer besides the answers, apart from initial weights."""
-        return LabelUses(has_early_stopping=self.early_stopping is not None)
+        return LabelUses(has_early_stopping=self.early_stopping_epochs is not None)
 
     def noise_key_file(self) -> Path:
         """Return the path of the noise key."""
@@ -329,9 +314,9 @@ class ActiveSettings(PartySettings):
         if self.data.label_column is None:
             raise ValueError("data.label_column: the active party's data need a label column")
         split = self.contract.split
-        if self.early_stopping is not None and split.kind == "hash" and split.validation == 0:
-            raise ValueError("early_stopping needs contract.split.validation > 0")
-        self._check_run_budget()
+        is_hash = split.kind == "hash" and split.validation == 0
+        if self.early_stopping_epochs is not None and is_hash:
+            raise ValueError("early_stopping_epochs needs contract.split.validation > 0")
         for name in ("earlier_ledgers", "noise_key_path"):
             if getattr(self, name) and self.data.id_column is None:
                 raise ValueError(
@@ -347,11 +332,17 @@ class ActiveSettings(PartySettings):
         if refusal is not None:
             raise ValueError(f"defense: {refusal}")
         self._check_label_kind()
+        self._check_run_budget()
         return self
 
     def _check_one_shot(self) -> None:
         contract = self.contract
         if not contract.is_one_shot:
+            if self.defense.traits.subject_column is not None:
+                raise ValueError(
+                    "defense.subject_column: bounds rows of one person together in a release of "
+                    "contract.exchange: one_shot alone: with gradients, leave it out"
+                )
             return
         refusal = self.defense.one_shot_refusal(contract.release)
         if refusal is not None:
@@ -362,8 +353,10 @@ class ActiveSettings(PartySettings):
                 f"contract.scores: expected {scores}, got {contract.scores}: one for each of "
                 f"{self.data.num_classes} classes but one"
             )
-        if self.early_stopping is not None:
-            raise ValueError("early_stopping: a one-shot run ends with its last row; leave it out")
+        if self.early_stopping_epochs is not None:
+            raise ValueError(
+                "early_stopping_epochs: a one-shot run ends with its last row; leave it out"
+            )
 
     def _check_label_kind(self) -> None:
         data = self.data
@@ -392,10 +385,10 @@ class ActiveSettings(PartySettings):
         if self.run_budget is None:
             return
         context, peers = self.defense_context(), self.run_budget.peers
-        unbounded = self.defense.budget_refusal(context)
+        unbounded = self.defense.charge_model(context).refusal
         if unbounded is not None:
             raise ValueError(f"run_budget: {unbounded}, or run_budget to null")
-        described, why = self.defense.traits.coverage
+        described, why = self.defense.traits.adversary, self.defense.traits.covers
         if self.contract.is_one_shot:  # where it releases nothing, there is nothing to bound
             described = Adversary.ANYBODY
         if not described.includes(peers):

@@ -1,5 +1,6 @@
 """Builds the trainer of a run from the settings, the data, and the common rows."""
 
+import hashlib
 import logging
 import math
 from functools import partial
@@ -12,9 +13,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from splitveil.active_party.defenses import AnswerKeys, Examples, NoiseSecrets
 from splitveil.active_party.defenses.example_keys import GRADIENT_NOISE, example_keys, key_name
 from splitveil.active_party.defenses.objective import Objective, Schedule, TopModel
-from splitveil.active_party.ledger.account_book import persons_of
+from splitveil.active_party.ledger.account_book import names_of
 from splitveil.active_party.ledger.stored_labels import labels_first_used
-from splitveil.active_party.named_inputs import subjects_of
+from splitveil.active_party.named_inputs import Persons
 from splitveil.active_party.settings import ActiveSettings, RefitSettings
 from splitveil.active_party.training.label_kinds import LabelKind, OrdinaryObjective, kind_of
 from splitveil.active_party.training.own_models import Fitting, KnownRows, fit
@@ -57,16 +58,17 @@ class TrainerBuilder:
         self._data = data
         self._device = device
         self._earlier = open_earlier_model(settings)
-        self._subjects = subjects_of(settings, data)
+        self._persons = Persons.of(settings, data)
         frozen = getattr(settings.top_model, "frozen", ())
         if frozen or settings.optimizer.rates:
             # Before any id is exchanged: has the model what they name?
             found = data.fit(np.arange(len(data.ids)), self._earlier, bins_of(settings.top_model))
             build_optimizer(settings.optimizer, _fresh_model(settings, found))
         # Now, not at the first step: a key that others can read ends a run before it begins.
-        context = settings.defense_context()
-        settings.defense.require_usable(context)
-        self._noise_key = settings.defense.open_noise_key(context, settings.noise_key_file())
+        most_rows = 1 if self._persons is None else self._persons.most_rows
+        self._context = settings.defense_context(rows_of_person=most_rows)
+        settings.defense.require_usable(self._context)
+        self._noise_key = settings.defense.open_noise_key(self._context, settings.noise_key_file())
 
     @property
     def is_label_free(self) -> bool:
@@ -82,10 +84,10 @@ class TrainerBuilder:
         labels of the aligned rows.
         """
         settings = self._settings
-        if settings.early_stopping is not None and not len(rows.splits["validation"]):
+        if settings.early_stopping_epochs is not None and not len(rows.splits["validation"]):
             raise DataError(
-                f"{self._data.table.source}: early_stopping needs validation rows, and none of the "
-                f"aligned ones is"
+                f"{self._data.table.source}: early_stopping_epochs needs validation rows, and none "
+                f"of the aligned ones is"
             )
         labels = self._data.labels_at(rows.file_rows)
         self.encoder, features = self._data.encode(rows, self._earlier, bins_of(settings.top_model))
@@ -104,14 +106,17 @@ class TrainerBuilder:
         is_one_shot = settings.contract.is_one_shot
         remembers = is_one_shot or self._remembers_activations(len(labels))
         training = torch.from_numpy(train) if remembers else None
-        persons = None
-        if self._subjects is not None:
-            of_rows = self._subjects[rows.file_rows]
-            persons = persons_of(of_rows, (self._data.ids[row] for row in rows.file_rows))
-        examples = Examples(ids, labels, self._device)
+        persons, whose = None, ""
+        if self._persons is not None:
+            persons, file_rows = self._persons.names, rows.file_rows[train]
+            digest += hashlib.sha256(persons.data).hexdigest()
+            ids_of_rows = names_of(self._data.ids[row] for row in file_rows)
+            pairs = np.concatenate([ids_of_rows, persons[file_rows]], axis=1)
+            whose = hashlib.sha256(np.unique(pairs, axis=0).data).hexdigest()
+        examples = Examples(ids, labels, self._device, whose)
         return TopTrainer(
             self._build_objective(model, rows, features, secrets, examples),
-            settings.defense.build(settings.defense_context(), secrets, examples),
+            settings.defense.build(self._context, secrets, examples),
             TrainingRows(
                 labels,
                 features,

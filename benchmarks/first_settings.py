@@ -328,7 +328,7 @@ def measure(folder: Path, seed: int, mode: str, changed: Sequence[str]) -> Figur
         guesses = completed.decision_function(sent[test])
         figures["completion"] = float(roc_auc_score(labels, guesses))
     encoder = known(known(passive.builder).encoder)
-    sample = Sample.draw(np.arange(bottom.num_rows), 4_000)
+    sample = Sample.draw(np.arange(bottom.num_rows))
     found = known(measure_exposure(bottom, encoder, bottom.num_rows, sample))
     shares = {one.name: one.gain_fraction for one in found.columns}
     figures["column"] = max(shares, key=lambda name: shares[name])

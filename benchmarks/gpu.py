@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from benchmarks.environment import print_environment, spread
 from benchmarks.step import over_grpc, write_parties
 from splitveil.active_party import defenses
-from splitveil.active_party.defenses import DefenseContext, DefenseSettings, RawBatch
+from splitveil.active_party.defenses import DefenseContext, DefenseSettings, Step
 from splitveil.common.models.device import device_in_words, use_device
 from splitveil.common.run.course import Batch
 from splitveil.experiments.preparation import write_columns
@@ -102,7 +102,7 @@ def alone(device: torch.device, shape: tuple[int, int], repeats: int) -> Iterato
     probabilities = torch.full_like(labels, 0.2)
     for name, settings in SETTINGS.items():
         defense = settings.build(DefenseContext(shape[1:]))
-        batch = RawBatch(gradients, labels, probabilities=probabilities)
+        batch = Step(gradients, labels, probabilities=probabilities)
 
         def defend() -> None:
             defense.defend(batch)  # noqa: B023 - called before the next one is built

@@ -31,7 +31,7 @@ from torch.nn.functional import one_hot
 
 from benchmarks.environment import print_environment
 from benchmarks.first_settings import CUTS, FILES, Rows, prepare
-from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.active_party.defenses.interface import Step
 from tests.support import label_owner, simulation
 
 EPOCHS = 9
@@ -42,7 +42,7 @@ DEFENSES = ("marvell", "max_norm", "iso", "noisy_label", "gafm")
 
 
 class Centred(label_owner.Fsha):
-    def gradient(self, result: StepResult, positions: Tensor, epoch: int) -> Tensor:
+    def gradient(self, result: Step, positions: Tensor, epoch: int) -> Tensor:
         found = super().gradient(result, positions, epoch)
         return found - found.mean(0)
 

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.environment import print_environment
-from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.active_party.defenses.interface import Step
 from splitveil.attacks import ON_STORED_ROWS
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import ATTACKS, CUT, FINAL_ATTACKS, RUN_ATTACKS
@@ -103,7 +103,7 @@ def attack_stored_rows(task: Task) -> AttackedRun:
     """Train once, and run every attack on the rows that the passive party then has."""
     rows: list[tuple[Tensor, ...]] = []
 
-    def store(batch: Batch, known: StepResult, sent: Tensor, received: Tensor) -> None:
+    def store(batch: Batch, known: Step, sent: Tensor, received: Tensor) -> None:
         number = torch.full((len(sent),), len(rows))
         positions = torch.from_numpy(batch.positions.copy())
         rows.append((received, known.labels, number, positions, sent.detach()))

@@ -144,7 +144,7 @@ class BottomBuilder:
         if isinstance(model, ComponentsBottom) and own_rows is not None:
             blocks = partial(self._data.blocks, encoder, own_rows)
             if isinstance(settings.bottom_model, ScoreModel):
-                before_labels = model.before_labels(blocks, encoder.names), encoder.names
+                before_labels = model.before_labels(blocks), encoder.names
             else:
                 model.fit(blocks, is_final=contract.is_one_shot)
         if self._earlier is not None:

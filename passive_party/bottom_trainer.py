@@ -10,7 +10,7 @@ dropout and all other values of the forward pass belong to the activation anyway
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
@@ -61,7 +61,12 @@ def stashing_weights(model: nn.Module) -> Iterator[None]:
             tensor = tensor.clone()
         return _Saved(tensor, _version(tensor))
 
-    with saved_tensors_hooks(save, _used):
+    used: Callable[[_Saved], Tensor] = _used
+    if model._compiled_call_impl is not None:  # noqa: SLF001
+        # They differ from tensor to tensor, so that the compiler would compile them again and
+        # again, for seconds each time.
+        save, used = map(torch.compiler.disable, (save, used))
+    with saved_tensors_hooks(save, used):
         yield
 
 

@@ -28,7 +28,6 @@ from splitveil.common.record.model_files import PretrainedWeights
 from splitveil.common.run.sample_order import SPLITS, Positions
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.feature_exposure import (
-    KNOWN_ROWS,
     LEAST_ROWS,
     ColumnExposure,
     FeatureExposure,
@@ -91,7 +90,7 @@ def exposure_plan_of(
     """
     chosen, cut_shape = settings.bottom_model, settings.contract.cut_shape
     earlier, table, rows = open_earlier_model(settings), data.table, _rows(data)
-    sample = Sample.draw(rows, settings.report.probe_rows or KNOWN_ROWS)
+    sample = Sample.draw(rows)
     if sample is None:
         raise DataError(
             f"{table.source}: {len(rows)} rows are too few to measure what activations reveal; "
@@ -195,7 +194,7 @@ def _with_scores(
     for width in sorted(widths):
         model = ComponentsBottom(settings, encoder.shapes, (width,))
         try:
-            moments = model.before_labels(blocks, encoder.names)
+            moments = model.before_labels(blocks)
             model.fit_score(of_known, target.numpy(), moments, encoder.names)
         except SettingsError:
             if width <= own_width:

@@ -27,6 +27,7 @@ from splitveil.common.run.sample_order import Positions
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.column_guesses import Column, Kind, columns_of, right_guesses
 
+GUESSED_ROWS = 4000  # at most
 KNOWN_ROWS = 1000  # whose columns the guesser knows; of a small table, half of the rows
 LEAST_ROWS = 50  # fewer rows say nothing
 
@@ -102,9 +103,9 @@ class Sample(NamedTuple):
     positions: Positions
 
     @classmethod
-    def draw(cls, among: Positions, most_rows: int) -> "Sample | None":
-        """Draw rows at random, always the same; None if there are too few, or none is wanted."""
-        if len(among) < LEAST_ROWS or not most_rows:
+    def draw(cls, among: Positions, most_rows: int = GUESSED_ROWS) -> "Sample | None":
+        """Draw rows at random, always the same; None if there are too few."""
+        if len(among) < LEAST_ROWS:
             return None
         known = min(KNOWN_ROWS, len(among) // 2)
         drawn = np.random.default_rng(_SEED).permutation(among)

@@ -149,9 +149,8 @@ class PassiveRecorder(RunRecorder):
         if self._leaks is not None and state["leaks"] is not None:
             self._leaks.load_state_dict(state["leaks"])
         self._metrics.load_state_dict(state["metrics"])
-        if state["sent"].shape == self._sent.shape:  # else report.probe_rows has changed
-            self._sent = state["sent"].numpy().copy()
-            self._epochs_sent = {*state["epochs_sent"]}
+        self._sent = state["sent"].numpy().copy()
+        self._epochs_sent = {*state["epochs_sent"]}
 
     def sent_in_epochs(self) -> SentInEpochs | None:
         """Return what was sent of the sample's rows in all epochs; None if there was none."""
@@ -163,7 +162,7 @@ class PassiveRecorder(RunRecorder):
     def _draw_sample(self, rows: AlignedRows) -> None:
         contract = self._settings.contract
         among = np.arange(len(rows)) if contract.is_one_shot else rows.splits["train"]
-        self.sample = Sample.draw(among, self._settings.report.probe_rows)
+        self.sample = Sample.draw(among)
         self._epochs_sent.clear()
         if self.sample is not None and not contract.is_one_shot:
             self._places = np.full(len(rows), -1)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.party import report_parts
+from splitveil.common.party.cover import COVER, Answer, nothing_of_labels, write_cover
 from splitveil.common.party.json_output import print_json
 from splitveil.common.record.run_folder import write_json_atomically, write_text_atomically
 from splitveil.common.record.run_record import METRICS, find_summary, read_metrics, text_of
@@ -39,12 +40,22 @@ _GUESSED: Mapping[Kind, str] = {
     "list": "whether one of its categories is there",
 }
 
-_NO_COLUMNS = report_parts.ScaleRow("Columns: not measured", "muted")
+_ELSEWHERE = "It is on the label owner's page."
+_NO_COLUMNS = report_parts.ScaleRow("Columns: not measured", "muted", said="Not measured.")
 _NO_LABELS = report_parts.ScaleRow(
-    "Labels: 0, nothing that we got depends on one", "guarantee", 0.0, 0.0
+    "Labels: 0, nothing that we got depends on one",
+    "guarantee",
+    0.0,
+    0.0,
+    said="Nothing that was sent depends on one.",
 )
 # The strength of a defense is private, and what this party's adversary finds depends on labels.
-_SOME_LABELS = report_parts.ScaleRow("Labels: their owner's report has the bound", "muted")
+_SOME_LABELS = report_parts.ScaleRow(
+    "Labels: their owner's report has the bound", "muted", said=_ELSEWHERE
+)
+_MODEL = report_parts.ScaleRow(
+    "Model: its owner's report has the figures", "muted", said=_ELSEWHERE
+)
 
 # What each kind of message that this party sends contains.
 _CONTENT: Mapping[str, str] = {
@@ -82,8 +93,9 @@ def write_exposure(folder: Path, exposure: FeatureExposure) -> None:
 
 def write_passive_report(folder: Path, output: Path | None = None) -> Path:
     own = folder / "passive" if (folder / "passive" / METRICS).is_file() else folder
+    page = _page(own, has_cover=output is None)
     path = output or own / "report.html"
-    write_text_atomically(path, _page(own))
+    write_text_atomically(path, page)
     return path
 
 
@@ -95,7 +107,7 @@ def read_exposure(folder: Path) -> FeatureExposure | None:
     return exposure_from_json(written)
 
 
-def _page(folder: Path) -> str:
+def _page(folder: Path, *, has_cover: bool) -> str:
     settings = as_mapping(
         load_yaml(text_of(folder / "settings.yaml") or "{}", str(folder), RESOLVED)
     )
@@ -106,6 +118,15 @@ def _page(folder: Path) -> str:
     contract = as_mapping(settings.get("contract"))
     one_shot = contract.get("exchange") == "one_shot"
     one_sided = as_mapping(contract.get("alignment")).get("kind") == "one_sided"
+    assessment = _assessment(exposure, "is" if one_sided else "was", most)
+    figures = {
+        "columns": _NO_COLUMNS
+        if exposure is None
+        else report_parts.columns_row(exposure.disclosure, most),
+        "labels": _NO_LABELS if nothing_of_labels(contract) else _SOME_LABELS,
+    }
+    if has_cover:  # the pages name each other by their places
+        _write_cover(folder, settings, summary, assessment, figures)
     columns = () if exposure is None else exposure.columns
     crossed = report_parts.traffic_rows(traffic, ACTIVE)
     left = {_CONTENT.get(one.kind, one.kind) for one in crossed if one.direction == "sent"}
@@ -115,15 +136,9 @@ def _page(folder: Path) -> str:
         title=f"{contract.get('run_name', folder.name)}",
         party=str(settings.get("party", "passive")),
         peer=_peer(settings, contract),
-        assessment=_assessment(exposure, "is" if one_sided else "was", most),
-        both_sides=report_parts.picture(
-            [
-                _NO_COLUMNS
-                if exposure is None
-                else report_parts.columns_row(exposure.disclosure, most),
-                _NO_LABELS if one_shot and not contract.get("release") else _SOME_LABELS,
-            ],
-        ),
+        cover=COVER if has_cover else None,
+        assessment=assessment,
+        both_sides=report_parts.picture([*figures.values()]),
         one_shot=one_shot,
         release=contract.get("release"),
         epochs=summary.counts.epochs,
@@ -145,6 +160,26 @@ def _page(folder: Path) -> str:
     )
 
 
+def _write_cover(
+    folder: Path,
+    settings: Mapping[str, Any],
+    summary: Summary,
+    assessment: Assessment,
+    figures: Mapping[str, report_parts.ScaleRow],
+) -> None:
+    is_within = assessment.style == "within"
+    accepted = Answer("ticked" if is_within else "no", assessment.word)
+    write_cover(
+        folder,
+        str(settings.get("party", "passive")),
+        settings,
+        summary,
+        (assessment.style, assessment.word, figures["columns"].said),
+        {**figures, "model": _MODEL},
+        {"columns": accepted},
+    )
+
+
 def _peer(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> str:
     if as_mapping(settings.get("security")).get("mode") != "mtls":
         return "a process on this machine, in plain text (nobody was authenticated)"
@@ -161,8 +196,7 @@ def _assessment(
             "Not measured",
             f"What {is_or_was} sent may reveal our columns: how well they can be guessed was not "
             f"measured.",
-            f"Let a run end with at least {LEAST_ROWS} common records and finite activations, "
-            "and with report.probe_rows above 0 in passive.yaml.",
+            f"Let a run end with at least {LEAST_ROWS} common records and finite activations.",
             "some seconds at the end of a run. No label is needed.",
         )
     best = max(exposure.columns, key=lambda one: (one.is_above_chance, one.gain))
@@ -174,24 +208,26 @@ def _assessment(
         "Next time, leave columns that the label owner must not know so well out of data.features "
         "in passive.yaml."
     )
+    style, word = "unknown", "No gain measured, none excluded"
+    if isinstance(max_exposure, float):
+        is_above = exposure.disclosure > max_exposure
+        style = "fail" if is_above else "within"
+        word = f"{'Above' if is_above else 'Within'} max_exposure {max_exposure:g}"
     if not best.is_above_chance:
         return Assessment(
-            "unknown",
-            "No gain measured, none excluded",
+            style,
+            word,
             f"From what {is_or_was} sent, no column was guessed better than without it. "
             "No bound says that nobody guesses better.",
             next_step.replace("so well", "at all"),
             price,
         )
     is_mostly_known = any(one.is_mostly_known for one in exposure.columns)
-    style, word = "unknown", f"Columns can be guessed{'' if is_mostly_known else ' in part'}"
     next_step = f"{next_step} {exposure.remedy}".strip()
-    if isinstance(max_exposure, float):
-        is_above = exposure.disclosure > max_exposure
-        style = "fail" if is_above else "within"
-        word = f"{'Above' if is_above else 'Within'} max_exposure {max_exposure:g}"
-        if not is_above:
-            next_step = f"None is needed for this limit. {next_step}"
+    if style == "unknown":
+        word = f"Columns can be guessed{'' if is_mostly_known else ' in part'}"
+    if style == "within":
+        next_step = f"None is needed for this limit. {next_step}"
     return Assessment(
         style,
         word,

@@ -69,14 +69,6 @@ class AdversarySettings(AuditSettings):
         return self
 
 
-class PassiveReportSettings(Section):
-    """The contents of the passive party's report."""
-
-    probe_rows: int = Field(default=4000, ge=0, le=100_000)
-    """Number of aligned rows whose activations the report guesses this party's own columns from, to
-    say what they reveal; 0 leaves that out."""
-
-
 class AnswerSettings(Section):
     """Answers about rows once the model is trained, by ``splitveil serve passive.yaml``.
 
@@ -127,9 +119,6 @@ class PassiveSettings(PartySettings):
 
     bottom_model: BottomModelSettings
     """The half of the network below the cut layer."""
-
-    report: Annotated[PassiveReportSettings, Mark.MAY_CHANGE] = PassiveReportSettings()
-    """The contents of this party's report; they change nothing of the run."""
 
     max_exposure: float | None = Field(default=None, gt=0, le=1)
     """The most that what is sent may disclose of this party's columns, as ``splitveil

@@ -32,7 +32,7 @@ from splitveil.active_party.defenses import (
     DefenseSettings,
     NoDefense,
     NoiseSource,
-    RawBatch,
+    Step,
     noise_digest,
     release,
 )
@@ -63,7 +63,7 @@ __all__ = [
     "NoDefense",
     "NoiseSource",
     "NoisyLabel",
-    "RawBatch",
+    "Step",
     "noise_digest",
     "own",
     "release",

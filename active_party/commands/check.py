@@ -11,13 +11,11 @@ from splitveil.active_party.assembly import allowance_of
 from splitveil.active_party.defenses.example_keys import used_labels_file
 from splitveil.active_party.earlier_runs import answers_before
 from splitveil.active_party.grpc_server.probe_server import probe_checks
-from splitveil.active_party.named_inputs import subjects_of
 from splitveil.active_party.planned import plan_of
 from splitveil.active_party.predict.predictor import open_clients
 from splitveil.active_party.predict.table_client import TableClient
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.alignment.buckets import padded_size
-from splitveil.common.data.ids import numbered_subjects
 from splitveil.common.data.kinds import open_source
 from splitveil.common.data.label_columns import count_others
 from splitveil.common.errors import SettingsError
@@ -85,6 +83,8 @@ def _data_and_bounds(settings: ActiveSettings) -> Iterator[Check]:
     planned = plan_of(settings, data, earlier=answers_before(settings))
     yield lambda: f"labels: {planned.data.shares}"
     yield planned.bounds_in_short
+    if planned.persons:
+        yield lambda: planned.persons
 
 
 def _data_and_model(settings: ActiveSettings, data: PartyData) -> str:
@@ -105,13 +105,9 @@ def _data_and_model(settings: ActiveSettings, data: PartyData) -> str:
     but = "" if contract.drop_last else lone_row_in_words(build, device)
     if earlier is not None:
         earlier.put_into(model)
-    subjects = subjects_of(settings, data)
-    persons = (
-        "" if subjects is None else f" of {len(np.unique(numbered_subjects(subjects))):,} persons"
-    )
     others = count_others(settings.data, open_source(settings.data.source, settings.base_dir))
     fits = f"the top model fits them{but}{others}"
-    return f"data: {data.summary(contract)}{persons}; {fits}; {data.table.id_report.in_words()}"
+    return f"data: {data.summary(contract)}; {fits}; {data.table.id_report.in_words()}"
 
 
 def check_files_and_address(settings: ActiveSettings) -> None:

@@ -5,7 +5,7 @@ import sys
 
 from rich.console import Console
 
-from splitveil.active_party.defenses.forecast import ChargeForecast
+from splitveil.active_party.defenses.charge_model import ChargeModel
 from splitveil.active_party.earlier_runs import answers_before
 from splitveil.active_party.ledger.bounds import estimate_of
 from splitveil.active_party.planned import Plan, Target, bound_in_words, forecast_in_words, plan_of
@@ -60,12 +60,12 @@ _PEERS = {
 def _answer_table(plan: Plan) -> PlainTable:
     table = PlainTable("", ["to a passive party that"], ["bound on the leak AUC, 0.5 to 1"])
     for peers, meaning in _PEERS.items():
-        table.add_row(meaning, bound_in_words(plan.of_run.charge, peers))
+        table.add_row(meaning, bound_in_words(plan.of_run, peers))
     return table
 
 
 def _verdict(plan: Plan) -> str:
-    charge = plan.of_run.charge
+    charge = plan.of_run
     peers = next((one for one in Adversary if bound_in_words(charge, one) != "none"), None)
     if peers is None:
         return (
@@ -90,8 +90,8 @@ def _forecast_table(plan: Plan) -> PlainTable:
         table.add_column(heading, justify="right")
     named = ""
     for one in dict.fromkeys(plan.answers):
-        name = f"{one.noise} (configured)" if one.is_configured else one.noise
-        table.add_row("" if name == named else name, str(one.answers), *_figures(one.charge))
+        name = f"{one.noise} (configured)" if one.noise == plan.noise else one.noise
+        table.add_row("" if name == named else name, str(one.answers), *_figures(one))
         named = name
     return table
 
@@ -112,7 +112,7 @@ def _target_table(target: Target) -> PlainTable:
     return table
 
 
-def _figures(charge: ChargeForecast) -> list[str]:
+def _figures(charge: ChargeModel) -> list[str]:
     sum_kl = forecast_in_words(charge, lambda one: at_most(float(one.sum_kl)))
     estimate = forecast_in_words(charge, lambda one: f"{estimate_of(one):.3f}")
     bounds = (bound_in_words(charge, peers) for peers in Adversary)

@@ -22,7 +22,7 @@ from splitveil.active_party.defenses.interface import (
     DefenseReport,
     Examples,
     NoiseSecrets,
-    RawBatch,
+    Step,
     release,
 )
 from splitveil.active_party.defenses.iso import IsoDefense
@@ -55,7 +55,7 @@ __all__ = [
     "NoiseSecrets",
     "NoiseSource",
     "NoisyLabelDefense",
-    "RawBatch",
+    "Step",
     "noise_digest",
     "release",
 ]

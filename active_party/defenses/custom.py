@@ -15,9 +15,9 @@ from pydantic import Field, StringConstraints
 from torch import Tensor
 
 from splitveil.active_party.defenses import interface
-from splitveil.active_party.defenses.forecast import UNKNOWN, ChargeForecast
+from splitveil.active_party.defenses.charge_model import ChargeModel
 from splitveil.active_party.defenses.noise import NoiseSource
-from splitveil.active_party.defenses.section import Coverage, NoisyDefense
+from splitveil.active_party.defenses.section import NoisyDefense, Traits
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import load_class
 from splitveil.common.privacy.adversary import Adversary
@@ -64,22 +64,18 @@ class CustomDefense(NoisyDefense):
             return None
         return f"custom {self.module} {sorted(self.arguments.items())!r}"
 
-    def _fresh_charge(self, _context: interface.DefenseContext) -> ChargeForecast:
-        charge = Charge(math.inf, adversary=Adversary.ANYBODY)
-        return UNKNOWN._replace(highest=charge)  # only the class itself states it
+    @property
+    def traits(self) -> Traits:
+        said = f"{self.module} states its charges and whom they describe itself."
+        return super().traits._replace(adversary=Adversary.ANYBODY, covers=said)
 
-    def _repeated_charge(self, context: interface.DefenseContext) -> ChargeForecast:
-        return self._fresh_charge(context)
-
-    def _honesty(self, _context: interface.DefenseContext) -> str:
-        return (
+    def charge_model(self, _context: interface.DefenseContext, /) -> ChargeModel:
+        said = (
             f"{self.module} states its charges itself: nothing can be said before the run. "
             "Where it states none, the charge is infinite."
         )
-
-    def _coverage(self) -> Coverage:
-        said = f"{self.module} states its charges and whom they describe itself."
-        return Coverage(Adversary.ANYBODY, said)
+        charge = Charge(math.inf, adversary=Adversary.ANYBODY)
+        return ChargeModel(0.0, charge, "unknown", said, self.noise)
 
     def _replaces_labels(self, context: interface.DefenseContext) -> bool:
         return self._load(context, NoiseSource()).replaces_labels
@@ -109,7 +105,7 @@ class CheckedDefense(interface.RememberingDefense):
             getattr(own.targets, "__func__", None) is not interface.Defense.targets
         )
 
-    def defend(self, batch: interface.RawBatch) -> interface.Defended:
+    def defend(self, batch: interface.Step) -> interface.Defended:
         answer: object = self._own.defend(batch)
         if not isinstance(answer, interface.Defended) or not isinstance(
             answer.report, interface.DefenseReport
@@ -120,7 +116,7 @@ class CheckedDefense(interface.RememberingDefense):
         _check_gradient(answer.gradient, batch.gradients)
         return answer
 
-    def targets(self, batch: interface.LabelledRows, /) -> Tensor:
+    def targets(self, batch: interface.Step, /) -> Tensor:
         targets: object = self._own.targets(batch)
         if not isinstance(targets, Tensor) or targets.shape != batch.labels.shape:
             raise ValueError(f"expected one target per row, got {_described(targets)}")
@@ -153,9 +149,7 @@ def _described(value: object) -> str:
     return f"{value.dtype} of shape {tuple(value.shape)} on {value.device}"
 
 
-def _probe_batches(
-    context: interface.DefenseContext, *, with_keys: bool
-) -> list[interface.RawBatch]:
+def _probe_batches(context: interface.DefenseContext, *, with_keys: bool) -> list[interface.Step]:
     generator = torch.Generator().manual_seed(1)
     rows, classes = _PROBE_ROWS, context.num_classes
     gradients = torch.randn((rows, *context.cut_shape), generator=generator) / rows
@@ -166,10 +160,10 @@ def _probe_batches(
     labels = torch.arange(rows).remainder(classes).float()
     one_class = torch.zeros(rows)
     return [
-        interface.RawBatch(gradients, labels, keys, probabilities),
-        interface.RawBatch(gradients, one_class, keys, probabilities),
-        interface.RawBatch(torch.zeros_like(gradients), labels, keys, probabilities),
-        interface.RawBatch(
+        interface.Step(gradients, labels, keys, probabilities),
+        interface.Step(gradients, one_class, keys, probabilities),
+        interface.Step(torch.zeros_like(gradients), labels, keys, probabilities),
+        interface.Step(
             gradients[:1], labels[:1], None if keys is None else keys[:1], probabilities[:1]
         ),
     ]

@@ -39,17 +39,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.active_party.defenses import interface, section
+from splitveil.active_party.defenses.charge_model import ChargeModel
 from splitveil.active_party.defenses.class_statistics import KEPT_SHARE
 from splitveil.active_party.defenses.example_keys import (
     NoiseKey,
     example_keys,
     key_from_insecure_seed,
-)
-from splitveil.active_party.defenses.forecast import (
-    UNKNOWN,
-    Forecast,
-    depends_on_gradients,
-    exactly,
 )
 from splitveil.active_party.defenses.iso import IsoDefense
 from splitveil.active_party.defenses.marvell import MarvellDefense
@@ -57,15 +52,17 @@ from splitveil.active_party.defenses.max_norm import MaxNormDefense
 from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource, fresh_key, open_uniform
 from splitveil.active_party.defenses.noisy_label import NoisyLabelDefense
 from splitveil.active_party.defenses.none import NoDefense
-from splitveil.active_party.defenses.objective import Objective, StepOutcome, TopModel, descend
+from splitveil.active_party.defenses.objective import Objective, TopModel, descend
 from splitveil.common.data.features import Features
 from splitveil.common.models.optimizers import Adam
 from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import UNBOUNDED
 from splitveil.common.run.progress import State
 
 _LABEL_RESPONSE = b"label response"
 
 _CRITIC_WIDTH = 16
+_WEIGHT_LIMIT = 0.1
 
 
 class MixedTerms(NamedTuple):
@@ -112,7 +109,7 @@ class Oriented(nn.Module):
             self.agreement.lerp_(apart.detach().to(self.agreement.dtype), 1 - KEPT_SHARE)
 
 
-def build_critic(weight_limit: float, noise: NoiseSource) -> nn.Sequential:
+def build_critic(noise: NoiseSource) -> nn.Sequential:
     """Return a critic of single numbers: two dense layers, clipped."""
     sizes = (1, _CRITIC_WIDTH), (_CRITIC_WIDTH, 1)
     hidden, output = (nn.Linear(*size, device="meta").to_empty(device="cpu") for size in sizes)
@@ -122,15 +119,15 @@ def build_critic(weight_limit: float, noise: NoiseSource) -> nn.Sequential:
             for parameter in layer.parameters():
                 limit = layer.in_features**-0.5
                 parameter.copy_(uniform(noise, parameter, 2 * limit) - limit)
-    clip_weights(critic, weight_limit)
+    clip_weights(critic)
     return critic
 
 
-def clip_weights(critic: nn.Module, weight_limit: float) -> None:
-    """Clip every weight to [-weight_limit, weight_limit]."""
+def clip_weights(critic: nn.Module) -> None:
+    """Clip every weight to [-0.1, 0.1], as the paper does."""
     with torch.no_grad():
         for parameter in critic.parameters():
-            parameter.clamp_(-weight_limit, weight_limit)
+            parameter.clamp_(-_WEIGHT_LIMIT, _WEIGHT_LIMIT)
 
 
 def gan_loss(critic: nn.Module, noisy_labels: Tensor, predictions: Tensor) -> Tensor:
@@ -233,9 +230,6 @@ class GafmDefense(section.SeededDefense):
     label_noise: float = Field(default=0.01, ge=0, le=1)
     """Standard deviation of the noise on the labels that the critic sees."""
 
-    weight_limit: float = Field(default=0.1, gt=0, le=100)
-    """Largest absolute value of the critic's weights, which are clipped to it."""
-
     critic_learning_rate: float = Field(default=1e-4, gt=0, le=1)
     """Step size of the critic's Adam; the contract's schedule applies to it, too."""
 
@@ -263,9 +257,12 @@ class GafmDefense(section.SeededDefense):
     def traits(self) -> section.Traits:
         # A charge for the label's own move does not count that the critic and the scale of the
         # noise depend on labels, too.
-        behind = self.composed_with.traits.coverage
+        behind = self.composed_with.traits
+        is_kept = behind.adversary is Adversary.ANYBODY
+        chosen = behind if is_kept else section.Traits()
         return section.Traits(
-            behind if behind.adversary is Adversary.ANYBODY else section.AGAINST_CLASS_MEANS,
+            chosen.adversary,
+            chosen.covers,
             takes_weights=False,  # they are made for the cross entropy
             has_own_objective=True,
         )
@@ -283,7 +280,7 @@ class GafmDefense(section.SeededDefense):
             shifts = persistent_shifts(secrets.noise_key, examples.ids, self.response_width)
             shifts = shifts.to(examples.device)
         key = fresh_key() if seed is None else key_from_insecure_seed(seed)
-        critic = build_critic(self.weight_limit, NoiseSource(AnswerKeys(key)))
+        critic = build_critic(NoiseSource(AnswerKeys(key)))
         return Adversarial(
             self,
             top,
@@ -303,36 +300,25 @@ class GafmDefense(section.SeededDefense):
             return behind
         return f"gafm {self.response_width!r}"
 
-    def forecast(self, context: interface.DefenseContext) -> Forecast:
-        behind = self.composed_with.forecast(context)
-        if behind.configured == "persistent":
+    def charge_model(self, context: interface.DefenseContext, /) -> ChargeModel:
+        behind = self.composed_with.charge_model(context)
+        if behind.noise == "persistent":
             return behind
-        if self._is_credited(context.cut_dim):
-            said = depends_on_gradients(f"gafm with {self.composed_with.name}")
-            return Forecast({"fresh": UNKNOWN}, "fresh", said)
-        return Forecast(
-            {"fresh": exactly(math.inf)},
-            "fresh",
+        # The ledger may give credit to the defense behind, never to gafm.
+        is_known = self.terms != "gan_only"
+        if self.composed_with.bounds_label_move(context.cut_dim, is_known=is_known):
+            return ChargeModel.of_gradients(f"gafm with {self.composed_with.name}")
+        return ChargeModel.exact(
+            UNBOUNDED,
             "gafm hides labels from norms and class means. A peer that knows its own activations "
             "can read them: the ledger gives no credit.",
+            refusal="the ledger gives gafm no credit by itself, and the first answer would pass "
+            "every budget; expected both terms and composed_with iso, noisy_label, or marvell at a "
+            "cut of one number",
         )
 
     def _refusal(self, context: interface.DefenseContext, /) -> str | None:
         return section.refusal_of_several_classes(self.name, context)
-
-    def budget_refusal(self, context: interface.DefenseContext, /) -> str | None:
-        if self._is_credited(context.cut_dim):
-            return None
-        return (
-            "the ledger gives gafm no credit by itself, and the first answer would pass every "
-            "budget; expected both terms and composed_with iso, noisy_label, or marvell at a "
-            "cut of one number"
-        )
-
-    def _is_credited(self, cut_dim: int) -> bool:
-        """Tell whether the ledger may give credit to the defense behind, never to gafm."""
-        is_known = self.terms != "gan_only"
-        return self.composed_with.bounds_label_move(cut_dim, is_known=is_known)
 
 
 class MixedGradientDefense(interface.RememberingDefense):
@@ -342,7 +328,7 @@ class MixedGradientDefense(interface.RememberingDefense):
         super().__init__(behind)
         self.behind = behind
 
-    def defend(self, batch: interface.RawBatch) -> interface.Defended:
+    def defend(self, batch: interface.Step) -> interface.Defended:
         """Let the defense behind answer, and charge for the label's move, not the class means'."""
         if batch.label_move is None:
             raise ValueError("expected a gradient of gafm's objective, with its label_move")
@@ -351,7 +337,7 @@ class MixedGradientDefense(interface.RememberingDefense):
         charge = self.behind.charge_covering(batch.label_move, cut_dim, report)
         return interface.Defended(defended, replace(report, charge=charge))
 
-    def targets(self, batch: interface.LabelledRows, /) -> Tensor:
+    def targets(self, batch: interface.Step, /) -> Tensor:
         return self.behind.targets(batch)
 
 
@@ -386,13 +372,8 @@ class Adversarial:
         self._noise = noise
         self._shifts = shifts
 
-    def compute(
-        self,
-        activation: Tensor,
-        own: Features | None,
-        targets: Tensor,
-        batch: interface.LabelledRows,
-    ) -> StepOutcome:
+    def compute(self, step: interface.Step, /) -> None:
+        activation, own, targets = step.activation, step.own, step.targets
         self._teach_critic(activation, own, targets)
         self._teach_generator(activation, own)
         logits = self._generator(activation, own)
@@ -401,19 +382,16 @@ class Adversarial:
         if self._shifts is None:
             shifts = uniform(self._noise, targets, width)
         else:
-            shifts = self._shifts[batch.rows]
+            shifts = self._shifts[step.rows]
         soft = soften(targets, shifts)
         mixed = mix(self._terms, activation, predictions, self._critic, soft)
+        step.gradients, step.label_move = mixed
         self._oriented.watch(predictions.detach(), targets)
         oriented = self._oriented.orient(logits.detach())
-        return StepOutcome(
-            mixed.raw,
-            torch.sigmoid(oriented),
-            binary_cross_entropy_with_logits(oriented, batch.labels),
-            mixed.label_move,
-        )
+        step.probabilities = torch.sigmoid(oriented)
+        step.loss = binary_cross_entropy_with_logits(oriented, step.labels)
 
-    def learn(self, _outcome: StepOutcome, /) -> None:
+    def learn(self, _step: interface.Step, /) -> None:
         """Update the learning rates: critic and generator have learned before the answer."""
         for schedule in self._schedules:
             schedule.step()
@@ -442,7 +420,7 @@ class Adversarial:
         noisy = labels + self._settings.label_noise * noise
         loss = -gan_loss(self._critic, noisy, predictions)
         descend(loss, self._critic.parameters(), self._critic_optimizer)
-        clip_weights(self._critic, self._settings.weight_limit)
+        clip_weights(self._critic)
 
     def _teach_generator(self, activation: Tensor, own: Features | None) -> None:
         predictions = torch.sigmoid(self._generator(activation.detach(), own))

@@ -7,16 +7,17 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.class_statistics import RunningClasses, RunningMeans
+from splitveil.active_party.defenses.class_statistics import RunningClasses
 from splitveil.active_party.defenses.example_keys import NoiseKey
 from splitveil.active_party.defenses.noise import DrawKeys, NoiseSource, isotropic_noise
 from splitveil.active_party.defenses.rows import all_finite
 from splitveil.active_party.defenses.sum_kl import NoiseSolution
+from splitveil.common.data.features import Features
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.privacy.charge import UNBOUNDED, Charge
 from splitveil.common.run import messages
@@ -48,6 +49,7 @@ class DefenseContext(NamedTuple):
     labels: str = ""  # what they are: their column, and what 0, 1 or a class stands for
     is_one_shot: bool = False  # whether there are no gradients, but at most a release of labels
     releases_sums: bool = False  # whether that release is noisy sums
+    rows_of_person: int = 1  # largest number of released rows whose labels are bounded together
 
     @property
     def is_number(self) -> bool:
@@ -78,6 +80,7 @@ class Examples(NamedTuple):
     ids: Sequence[str]  # canonical ids; empty if the defense does not have a noise key
     labels: Tensor  # true labels, (aligned,)
     device: torch.device  # the device of the top model
+    whose: str = ""  # digest of whose rows are released, if rows of one person are bounded together
 
 
 class BuildInputs(NamedTuple):
@@ -86,23 +89,6 @@ class BuildInputs(NamedTuple):
     context: DefenseContext
     secrets: NoiseSecrets = NO_SECRETS
     examples: Examples | None = None
-
-
-class RawBatch(NamedTuple):
-    """Everything that a defense may use from one batch."""
-
-    gradients: Tensor  # raw loss gradient at the cut layer, (batch, *cut_shape), float32 or float64
-    labels: Tensor  # true labels, (batch,) or (batch, 1), any dtype: 0 and 1, or class indices
-    example_keys: Tensor | None = None
-    """Secret bits of each example's id, (batch, 2) int64 on the CPU; the source of persistent
-    noise. None where the settings do not ask for them."""
-    probabilities: Tensor | None = None  # (batch,) for label 1, or (batch, classes)
-    label_move: float | None = None
-    """The largest move of a row by its own label; None if the gap of the class means represents it,
-    as it does for a cross entropy."""
-    slopes: Tensor | None = None
-    """The gradient for each unit of a logit's residual p - y, which holds no label, (batch,
-    *cut_shape). None where the settings do not ask for it, and for several classes."""
 
 
 class Defended(NamedTuple):
@@ -116,16 +102,52 @@ def _no_logits() -> Tensor:
     raise ValueError("there is no model to ask for a prediction")
 
 
-class LabelledRows(NamedTuple):
-    """A batch before its gradient is computed."""
+_LATER: Any = None
 
-    rows: Tensor  # indices in the common order, (batch,), on the device of training
-    labels: Tensor  # true labels of the rows, (batch,)
-    activation: Tensor  # the aggregated activation, (batch, *cut_shape), without a graph
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One batch on its way through the label owner's half; each stage fills in what it computes.
+
+    ``Defense.targets`` gets what is known before the loss, the objective adds the gradient and its
+    loss, and ``Defense.defend`` gets all of that. Only ``defended`` may leave the active party. A
+    custom training loop gives gradients and labels, and what else it has.
+    """
+
+    gradients: Tensor = _LATER
+    """Raw gradient at the cut layer, (batch, *cut_shape), float32 or float64."""
+    labels: Tensor = _LATER  # true, (batch,) or (batch, 1), any dtype: 0 and 1, or class indices
+    example_keys: Tensor | None = None
+    """Secret bits of each example's id, (batch, 2) int64 on the CPU; the source of persistent
+    noise. None where the settings do not ask for them."""
+    probabilities: Tensor = _LATER
+    """The model's predictions, (batch,) for label 1 or of a number, or (batch, classes)."""
+    label_move: float | None = None
+    """The largest move of a row by its own label; None if the gap of the class means represents it,
+    as it does for a cross entropy."""
+    slopes: Tensor | None = None
+    """The gradient at the cut layer for each unit of a logit's residual p - y, which holds no
+    label: (batch, *cut_shape), or (batch, classes, *cut_shape). None if neither the settings nor
+    the monitor ask for it, or if the gradient is not that of a cross entropy."""
+    # Of a run, before the loss.
+    rows: Tensor = _LATER  # positions in the common order, (batch,), on the device of training
+    activation: Tensor = _LATER  # the aggregated activation, (batch, *cut_shape), without a graph
     logits: Callable[[], Tensor] = _no_logits
     """Computes what the top model predicts at this step, (batch,) or (batch, classes), without a
     graph, dropout or any trace in the model. Costs a pass through the top model, if it is asked."""
     weights: Tensor | None = None  # of each row in the loss, (batch,); None if all count 1
+    own: Features | None = None  # this party's features of the rows
+    # After the loss.
+    targets: Tensor = _LATER  # labels of the loss, (batch,): true ones, or a defense's replacements
+    loss: Tensor = _LATER
+    """Cross entropy or squared error of the prediction, mean over the batch; with its graph until
+    the model has learned from it."""
+    outputs: Tensor | None = None
+    """Outputs of the model, with their graph, where ``gradients`` is the gradient of their cross
+    entropy or squared error: (batch,), or (batch, classes); None for another loss."""
+    # After the defense.
+    defended: DefendedGradient = _LATER  # is sent in place of ``gradients``, same shape
+    report: DefenseReport = _LATER
 
 
 class Defense(ABC):
@@ -136,14 +158,14 @@ class Defense(ABC):
     """
 
     @abstractmethod
-    def defend(self, batch: RawBatch) -> Defended:
+    def defend(self, batch: Step) -> Defended:
         """Defend the gradients of one batch.
 
         Raises ValueError if shapes do not fit, a gradient is not finite, or a label is out of
         range.
         """
 
-    def targets(self, batch: LabelledRows, /) -> Tensor:
+    def targets(self, batch: Step, /) -> Tensor:
         """Return the labels behind the batch's gradient, (batch,); called once a step, in order."""
         return batch.labels
 
@@ -173,7 +195,7 @@ class Defense(ABC):
 class RememberingDefense(Defense):
     """A defense whose only state is a memory of earlier batches, or that of a defense behind it."""
 
-    def __init__(self, memory: RunningClasses | RunningMeans | Defense) -> None:
+    def __init__(self, memory: RunningClasses | Defense) -> None:
         self._memory = memory
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -8,97 +8,61 @@ infinite.
 """
 
 import math
-from typing import Literal, Self
+from dataclasses import replace
+from typing import Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from splitveil.active_party.defenses import interface, section
-from splitveil.active_party.defenses.class_gaps import gap_memory
+from splitveil.active_party.defenses.charge_model import ChargeModel
+from splitveil.active_party.defenses.class_gaps import GapMemory
 from splitveil.active_party.defenses.example_keys import key_name
-from splitveil.active_party.defenses.forecast import ChargeForecast, exactly
 from splitveil.active_party.defenses.noise import NoiseSource, isotropic_noise
 from splitveil.active_party.defenses.persistent import moves_of, noisy_rows, repeated_report
 from splitveil.active_party.defenses.rows import as_rows
 from splitveil.active_party.defenses.sum_kl import sum_kl_along_gap
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.charge import Charge, noise_digest
+from splitveil.common.privacy.charge import UNBOUNDED, Charge, noise_digest
 
 
-class IsoDefense(section.NoisyDefense):
+class IsoDefense(section.LabelMoveDefense):
     """The same Gaussian noise on every example, whatever its label."""
 
     name: Literal["iso"] = "iso"
 
-    noise_ratio: float | None = Field(default=None, ge=0, le=1e6)
-    """Root-mean-square noise norm r, in units of the batch's largest gradient norm.
-
-    Give either this or ``power_ratio``; it is 1 if neither is given.
-    """
-
-    power_ratio: float | None = Field(default=None, ge=0, le=1e12)
-    """The same as a ratio of powers, the papers' t: t = r^2."""
-
-    @model_validator(mode="after")
-    def _have_one_ratio(self) -> Self:
-        if self.noise_ratio is not None and self.power_ratio is not None:
-            raise ValueError("expected noise_ratio or power_ratio (its square), got both")
-        return self
-
-    @property
-    def norm_ratio(self) -> float:
-        """The ratio r, given by either setting."""
-        if self.power_ratio is not None:
-            return math.sqrt(self.power_ratio)
-        return 1.0 if self.noise_ratio is None else self.noise_ratio
+    noise_ratio: float = Field(default=1.0, ge=0, le=1e6)
+    """Root-mean-square noise norm r, in units of the batch's largest gradient norm: the square root
+    of the papers' t."""
 
     def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
         noise = self._noise_source(given.secrets)
         if self.noise == "fresh":
-            return Isotropic(self.norm_ratio, noise, given.context.num_classes)
+            return Isotropic(self.noise_ratio, noise, given.context.num_classes)
         key = section.require_key(given.secrets.noise_key, self.name)
-        return PersistentIsotropic(self.norm_ratio, noise, key_name(key))
+        identity = noise_digest(f"iso {self.noise_ratio!r} {key_name(key)}")
+        charge = replace(self.charge_model(given.context).charge, noise_identity=identity)
+        return PersistentIsotropic(self.noise_ratio, noise, charge)
 
     def noise_key_strength(self, context: interface.DefenseContext, /) -> str | None:
         if self.noise == "fresh":
             return None
-        return f"iso {self.norm_ratio!r} in {context.cut_dim}"
+        return f"iso {self.noise_ratio!r} in {context.cut_dim}"
 
-    def _fresh_charge(self, context: interface.DefenseContext) -> ChargeForecast:
-        power_ratio = self.norm_ratio**2
-        if not power_ratio:
-            return exactly(math.inf)
-        return ChargeForecast(0.0, Charge(4 * context.cut_dim / power_ratio), "estimate")
-
-    def _repeated_charge(self, context: interface.DefenseContext) -> ChargeForecast:
-        ratio = self.norm_ratio
-        sum_kl = context.cut_dim / ratio**2 if ratio else math.inf
-        return exactly(Charge(sum_kl, adversary=Adversary.HONEST_BUT_CURIOUS))
-
-    def _honesty(self, _context: interface.DefenseContext) -> str:
+    def charge_model(self, context: interface.DefenseContext, /) -> ChargeModel:
+        ratio, cut_dim = self.noise_ratio, context.cut_dim
+        if not (ratio**2):
+            said = "Answers without noise reveal the label outright."
+            refusal = "the first answer without noise would pass every budget; set noise_ratio"
+            return ChargeModel.exact(UNBOUNDED, said, self.noise, f"{refusal} above 0")
         if self.noise == "persistent":
-            return section.PERSISTENT_NOISE_HONESTY
-        return (
+            return self._repeated(cut_dim / ratio / ratio)
+        said = (
             "An estimate, and no bound. The charge of fresh noise depends on the gradients. "
             "The upper figure holds for every batch that holds all classes, and is far too "
             "high for most. A batch that lacks one is charged by earlier batches, and may be "
             "charged more, up to infinity."
         )
-
-    def _refusal(self, context: interface.DefenseContext, /) -> str | None:
-        return section.refusal_of_persistent(self, context)
-
-    def budget_refusal(self, _context: interface.DefenseContext, /) -> str | None:
-        if self.norm_ratio:
-            return None
-        return "the first answer without noise would pass every budget; set noise_ratio above 0"
-
-    def _coverage(self) -> section.Coverage:
-        return (
-            section.AGAINST_HONEST_BUT_CURIOUS
-            if self.noise == "persistent"
-            else super()._coverage()
-        )
+        return ChargeModel(0.0, Charge(4 * cut_dim / ratio**2), "estimate", said)
 
     def bounds_label_move(self, _cut_dim: int, *, is_known: bool) -> bool:
         return is_known  # the noise lies in all directions
@@ -112,19 +76,19 @@ class Isotropic(interface.RememberingDefense):
     """
 
     def __init__(self, norm_ratio: float, noise: NoiseSource, num_classes: int = 2) -> None:
-        self._gaps = gap_memory(num_classes)
+        self._gaps = GapMemory(num_classes)
         super().__init__(self._gaps)
         self._norm_ratio = norm_ratio
         self._noise = noise
 
-    def defend(self, batch: interface.RawBatch) -> interface.Defended:
+    def defend(self, batch: interface.Step) -> interface.Defended:
         rows = as_rows(batch.gradients)
         gaps = self._gaps.measure(rows, batch.labels)
-        noise_norm = self._norm_ratio * gaps.largest
+        noise_norm = self._norm_ratio * gaps.batch.largest
         defended = isotropic_noise(rows, noise_norm, self._noise).add_(rows)
         report = interface.DefenseReport(
             noise_power=noise_norm * noise_norm,
-            charge=Charge(_charge(gaps.longest(), gaps.largest, noise_norm, rows.shape[1])),
+            charge=Charge(_charge(gaps.longest(), gaps.batch.largest, noise_norm, rows.shape[1])),
         )
         return interface.Defended(interface.release(defended, batch.gradients), report)
 
@@ -144,12 +108,12 @@ class PersistentIsotropic(interface.Defense):
     The norm ratio is r, in units of the move by one unit of label.
     """
 
-    def __init__(self, norm_ratio: float, noise: NoiseSource, key_name: str) -> None:
+    def __init__(self, norm_ratio: float, noise: NoiseSource, charge: Charge) -> None:
         self._norm_ratio = norm_ratio
         self._noise = noise
-        self._key_name = key_name
+        self._charge = charge
 
-    def defend(self, batch: interface.RawBatch) -> interface.Defended:
+    def defend(self, batch: interface.Step) -> interface.Defended:
         moves = moves_of(batch)
         cut_dim = moves.values.shape[1]
         deviation = self._norm_ratio / cut_dim**0.5
@@ -159,18 +123,9 @@ class PersistentIsotropic(interface.Defense):
         fresh = self._noise.standard_normal(tuple(defended.shape), moves.values).double()
         fresh -= (fresh * directions).sum(dim=1, keepdim=True) * directions
         defended.addcmul_(fresh, lengths, value=deviation)
-        report = repeated_report(moves, self._norm_ratio, self._charge(cut_dim))
+        report = repeated_report(moves, self._norm_ratio, self._charge)
         return interface.Defended(
             interface.release(defended.to(batch.gradients.dtype), batch.gradients), report
-        )
-
-    def _charge(self, cut_dim: int) -> Charge:
-        ratio = self._norm_ratio
-        sum_kl = cut_dim / ratio / ratio if ratio else math.inf
-        return Charge(
-            sum_kl,
-            noise_digest(f"iso {ratio!r} {self._key_name}"),
-            adversary=Adversary.HONEST_BUT_CURIOUS,
         )
 
 

@@ -17,6 +17,11 @@ one-hot label, k sqrt 2 on each entry, so that sumKL stays 1/k^2.
 Labels may also be numbers, as shares of their range within 0 and 1: ``gaussian`` and ``laplace``
 then bound any two values of a label, which differ by 1 at most, as they bound 0 and 1.
 
+All labels of a person with g rows together move g values of independent noise by D each, D = 1 or
+sqrt 2 for one-hot labels, and so their vector by sqrt(g) D: Gaussian noise of k sqrt(g) D on each
+is mu = 1/k for the person. Laplace noise would need the scale g/e, since e adds up
+over rows: it is refused in one-shot runs, and these alone bound persons.
+
 Labels and noise are rounded to multiples of 2^-10. Since y is such a multiple itself, the rounded
 sum is the sum rounded: the guarantee is not weakened, and the low bits of a floating-point sum,
 which differ between y = 0 and y = 1, reveal nothing. Laplace noise ends at 44 times its scale;

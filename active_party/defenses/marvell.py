@@ -50,26 +50,25 @@ the reciprocal of the power, for every pair.
 """
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses import interface, section
+from splitveil.active_party.defenses.charge_model import ChargeModel
 from splitveil.active_party.defenses.class_statistics import (
-    ClassEstimate,
+    ClassMoments,
     RunningClasses,
-    RunningMeans,
     longest_gap,
-    measure_class_means,
     measure_classes,
     squared_distances,
 )
 from splitveil.active_party.defenses.example_keys import key_name
-from splitveil.active_party.defenses.forecast import ChargeForecast, exactly
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.persistent import moves_of, noisy_rows, repeated_report
-from splitveil.active_party.defenses.rows import as_classes, as_positive, as_rows, row_norms
+from splitveil.active_party.defenses.rows import as_classes, as_rows
 from splitveil.active_party.defenses.strength import (
     PowerRatio,
     Strength,
@@ -82,11 +81,10 @@ from splitveil.active_party.defenses.sum_kl import (
     solve_noise,
     sum_kl_along_gap,
 )
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.charge import Charge, noise_digest
 
 
-class MarvellDefense(section.NoisyDefense):
+class MarvellDefense(section.LabelMoveDefense):
     """The noise that leaves the classes the least divergence for its power."""
 
     name: Literal["marvell"] = "marvell"
@@ -106,21 +104,31 @@ class MarvellDefense(section.NoisyDefense):
         def __init__(self, **settings: Any) -> None: ...
 
     def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
-        num_classes = given.context.num_classes
         noise = self._noise_source(given.secrets)
         if self.noise == "persistent":
             key = section.require_key(given.secrets.noise_key, self.name)
-            return PersistentMarvell(repeated_sum_kl(self.strength), key_name(key))
+            model = self.charge_model(given.context)
+            identity = noise_digest(f"marvell {model.high!r} {key_name(key)}")
+            return PersistentMarvell(replace(model.charge, noise_identity=identity))
         from_earlier = self.statistics == "running"
-        if num_classes > 2:
-            return MultiClassMarvell(self.strength, noise, num_classes, from_earlier=from_earlier)
-        return Marvell(self.strength, noise, from_earlier=from_earlier)
+        return Marvell(self.strength, noise, given.context.num_classes, from_earlier=from_earlier)
 
     def noise_key_strength(self, _context: interface.DefenseContext, /) -> str | None:
         return f"marvell {repeated_sum_kl(self.strength)!r}" if self.noise == "persistent" else None
 
-    def _fresh_charge(self, context: interface.DefenseContext) -> ChargeForecast:
-        """Forecast the charge of one answer: an estimate, or with several classes a bound.
+    @property
+    def traits(self) -> section.Traits:
+        if self.noise == "persistent":
+            return super().traits
+        return super().traits._replace(
+            covers="The charges of fresh marvell compare the class means of a batch along their "
+            "gap. They do not describe a peer that looks across the gap, where one class has all "
+            "the noise, and reads the labels from the energy of single rows; nor one that can "
+            f"tell what the model predicts for an example: see {section.SEE}."
+        )
+
+    def charge_model(self, context: interface.DefenseContext, /) -> ChargeModel:
+        """Return the charge of one answer: an estimate, or with several classes a bound.
 
         With several classes the ledger charges the largest entry of ``pair_divergences`` at a
         spread of 0. For a power ratio s, ``worst_pair_factor`` proves that no entry is above
@@ -128,59 +136,36 @@ class MarvellDefense(section.NoisyDefense):
         largest entry divided by the divergence that they allow, and without spread every entry
         falls as 1/P. An answer without signal is charged 0.
         """
+        low = repeated_sum_kl(self.strength)
+        if self.noise == "persistent":
+            return self._repeated(low)
         ratio = self.strength.power_ratio if isinstance(self.strength, PowerRatio) else None
-        if context.num_classes > 2:
-            low = repeated_sum_kl(self.strength)
-            high = low if ratio is None else worst_pair_factor(context.num_classes) / ratio
-            is_bound = self.statistics == "batch"
-            return ChargeForecast(low, Charge(high), "bound" if is_bound else "estimate")
-        if ratio is None:
-            charge = repeated_sum_kl(self.strength)
-        else:
-            charge = solve_noise(0.0, 0.0, 1.0, context.cut_dim, context.pos_fraction, ratio).sum_kl
-        return ChargeForecast(charge, Charge(charge * (1 + charge)), "estimate")
-
-    def _repeated_charge(self, _context: interface.DefenseContext) -> ChargeForecast:
-        sum_kl = repeated_sum_kl(self.strength)
-        return exactly(Charge(sum_kl, adversary=Adversary.HONEST_BUT_CURIOUS))
-
-    def _honesty(self, context: interface.DefenseContext) -> str:
-        if context.num_classes > 2:
-            said = "Met by every batch, whatever its class means."
-            if isinstance(self.strength, PowerRatio):
-                said = (
-                    "Bounds for every batch, whatever its class means: 1/ratio is charged for one "
-                    "long gap, (classes - 1)/ratio for classes all equally far apart, and nothing "
-                    "before every class was seen."
-                )
-            if self.statistics == "batch":
-                return said
-            return (
-                f"{said} That is an estimate where statistics are of earlier batches: a gap that "
-                "is longer than it was is charged more, and one that was not there without bound."
+        if context.num_classes == 2:
+            if ratio is not None:
+                fraction = context.pos_fraction
+                low = solve_noise(0.0, 0.0, 1.0, context.cut_dim, fraction, ratio).sum_kl
+            said = (
+                "An estimate, and no bound. The lower figure is that of classes without any "
+                "spread. Where their spreads differ the charges are higher, most of all late in "
+                "training; the upper figure allows for spreads about as large as the squared gap. "
+                "A run may be charged more, up to infinity, where the model fits a batch well."
             )
-        if self.noise == "persistent":
-            return section.PERSISTENT_NOISE_HONESTY
-        return (
-            "An estimate, and no bound. The lower figure is that of classes without any "
-            "spread. Where their spreads differ the charges are higher, most of all late in "
-            "training; the upper figure allows for spreads about as large as the squared gap. "
-            "A run may be charged more, up to infinity, where the model fits a batch well."
+            return ChargeModel(low, Charge(low * (1 + low)), "estimate", said)
+        high, said = low, "Met by every batch, whatever its class means."
+        if ratio is not None:
+            high = worst_pair_factor(context.num_classes) / ratio
+            said = (
+                "Bounds for every batch, whatever its class means: 1/ratio is charged for one "
+                "long gap, (classes - 1)/ratio for classes all equally far apart, and nothing "
+                "before every class was seen."
+            )
+        if self.statistics == "batch":
+            return ChargeModel(low, Charge(high), "bound", said)
+        said = (
+            f"{said} That is an estimate where statistics are of earlier batches: a gap that "
+            "is longer than it was is charged more, and one that was not there without bound."
         )
-
-    def _refusal(self, context: interface.DefenseContext, /) -> str | None:
-        return section.refusal_of_persistent(self, context)
-
-    def _coverage(self) -> section.Coverage:
-        if self.noise == "persistent":
-            return section.AGAINST_HONEST_BUT_CURIOUS
-        return section.Coverage(
-            Adversary.CLASS_MEANS,
-            "The charges of fresh marvell compare the class means of a batch along their gap. They "
-            "do not describe a peer that looks across the gap, where one class has all the noise, "
-            "and reads the labels from the energy of single rows; nor one that can tell what the "
-            f"model predicts for an example: see {section.SEE}.",
-        )
+        return ChargeModel(low, Charge(high), "estimate", said)
 
     def bounds_label_move(self, cut_dim: int, *, is_known: bool) -> bool:
         return is_known and cut_dim == 1
@@ -194,49 +179,78 @@ def power_ratio_for(sum_kl: float, answers: int, cut_dim: int, pos_fraction: flo
     return power_for_sum_kl(0.0, 0.0, 1.0, cut_dim, pos_fraction, sum_kl / answers)
 
 
-class Marvell(interface.RememberingDefense):
-    """Adds to each class the noise that a solver chose for the batch.
+class ClassEstimate(NamedTuple):
+    """The best estimate of two classes, in units of ``unit``."""
 
-    A batch of one class uses the other class's statistics of earlier batches. If there are none
-    yet, or the solution would leave the labels bare (no gap, and one of the spreads zero), the
-    answer is noise of the batch's largest norm without any signal: a missing answer, or zeros,
-    would show what the batch contained. Zeros are answered by zeros only with both classes, or
-    before any statistics. With ``from_earlier`` the noise is fitted to the batches before this one,
-    so that this batch's share of positives does not show in its scale.
+    gap: Tensor  # mean of the positives minus mean of the negatives, (cut_dim,) float64
+    gap_squared: float
+    neg_variance: float
+    pos_variance: float
+    pos_fraction: float
+    unit: float
+
+    @classmethod
+    def of(cls, classes: ClassMoments) -> Self:
+        gap = classes.means[1] - classes.means[0]
+        deviations = classes.deviations.tolist()
+        unit = max(float(torch.linalg.vector_norm(gap, math.inf)), *deviations) or 1.0
+        gap = gap / unit
+        neg, pos = ((deviation / unit) ** 2 for deviation in deviations)
+        pos_fraction = float(classes.counts[1] / classes.counts.sum())
+        return cls(gap, float(gap.dot(gap)), neg, pos, pos_fraction, unit)
+
+    @property
+    def gap_length(self) -> float:
+        """Distance of the class means, in the units of the gradient."""
+        return math.sqrt(self.gap_squared) * self.unit
+
+
+_Noise = tuple[Tensor, interface.DefenseReport]  # of the rows' shape, which may be overwritten
+
+
+class Marvell(interface.RememberingDefense):
+    """Adds the noise that a solver chose for the batch's classes.
+
+    A batch that lacks a class uses its statistics of earlier batches. Before every class was seen,
+    or where the solution would leave the labels bare (no gap, or one of two classes without any
+    spread), the answer is noise of the batch's largest norm without any signal: a missing answer,
+    or zeros, would show what the batch contained. Zeros are answered by zeros only with all
+    classes, or before any statistics. With ``from_earlier`` the noise is fitted to the batches
+    before this one, so that this batch's share of positives does not show in its scale.
     """
 
     def __init__(
-        self, strength: Strength, noise: NoiseSource, *, from_earlier: bool = False
+        self,
+        strength: Strength,
+        noise: NoiseSource,
+        num_classes: int = 2,
+        *,
+        from_earlier: bool = False,
     ) -> None:
-        self._classes = RunningClasses()
+        self._classes = RunningClasses(num_classes)
         super().__init__(self._classes)
         self._strength = strength
         self._noise = noise
         self._from_earlier = from_earlier
 
-    def defend(self, batch: interface.RawBatch) -> interface.Defended:
+    def defend(self, batch: interface.Step) -> interface.Defended:
         rows = as_rows(batch.gradients)
-        positive = as_positive(batch.labels, rows)
-        classes = measure_classes(rows, positive)
-        earlier = self._classes.earlier(rows.device) if self._from_earlier else None
-        current = self._classes.take_in(classes)
+        num_classes = self._classes.num_classes
+        classes = as_classes(batch.labels, rows, num_classes)
+        measured = measure_classes(rows, classes, num_classes, with_spreads=num_classes == 2)
+        earlier = self._classes.earlier(measured) if self._from_earlier else None
+        current = self._classes.take_in(measured)
         estimate = earlier if self._from_earlier else current
-        cut_dim = rows.shape[1]
-        if estimate is None or current is None:
-            return self._answer_without_signal(rows, batch)
-        solution = self._solve(estimate, cut_dim, self._power(estimate, cut_dim))
-        if math.isinf(solution.sum_kl):
-            return self._answer_without_signal(rows, batch)
-        defended = self._draw(solution, estimate, rows, positive).add_(rows)
-        pos_share = classes.rows[1] / sum(classes.rows)
-        pos = solution.pos_along + (cut_dim - 1) * solution.pos_across
-        neg = solution.neg_along + (cut_dim - 1) * solution.neg_across
-        report = interface.DefenseReport(
-            noise_power=(pos_share * pos + (1 - pos_share) * neg) * estimate.unit * estimate.unit,
-            solution=_in_units_of_one(solution, estimate.unit),
-            charge=_charge(solution, estimate, current),
-        )
-        return interface.Defended(interface.release(defended, batch.gradients), report)
+        found = None
+        if estimate is not None and current is not None:
+            if num_classes == 2:
+                found = self._of_two(rows, classes, measured.counts, estimate, current)
+            else:
+                found = self._of_several(rows, estimate, current)
+        if found is None:
+            return interface.noise_alone(rows, batch.gradients, measured.largest, self._noise)
+        noise, report = found
+        return interface.Defended(interface.release(noise.add_(rows), batch.gradients), report)
 
     def charge_covering(
         self, size: float, cut_dim: int, report: interface.DefenseReport, /
@@ -247,7 +261,9 @@ class Marvell(interface.RememberingDefense):
         another direction.
         """
         solution = report.solution
-        if solution is None:
+        if self._classes.num_classes > 2:
+            own = math.inf
+        elif solution is None:
             own = 0.0  # noise without any signal
         elif cut_dim == 1:
             own = sum_kl_along_gap(
@@ -257,26 +273,69 @@ class Marvell(interface.RememberingDefense):
             own = math.inf
         return Charge(max(own, report.charge.sum_kl))
 
-    def _answer_without_signal(self, rows: Tensor, batch: interface.RawBatch) -> interface.Defended:
-        return interface.noise_alone(
-            rows, batch.gradients, float(row_norms(rows).max()), self._noise
-        )
-
-    @staticmethod
-    def _solve(estimate: ClassEstimate, cut_dim: int, noise_power: float) -> NoiseSolution:
-        _, gap_squared, neg, pos, pos_fraction, _ = estimate
-        return solve_noise(neg, pos, gap_squared, cut_dim, pos_fraction, noise_power)
-
-    def _power(self, estimate: ClassEstimate, cut_dim: int) -> float:
-        """Return the noise power of a strength, in units of the estimate's ``unit``^2."""
-        _, gap_squared, neg, pos, pos_fraction, _ = estimate
+    def _of_two(
+        self,
+        rows: Tensor,
+        classes: Tensor,
+        counts: Tensor,
+        fitted: ClassMoments,
+        current: ClassMoments,
+    ) -> _Noise | None:
+        """Draw noise with each class's own variances; None if it would leave the labels bare."""
+        estimate, cut_dim = ClassEstimate.of(fitted), rows.shape[1]
+        _, gap_squared, neg, pos, pos_fraction, unit = estimate
         if isinstance(self._strength, PowerRatio):
-            return self._strength.power_ratio * gap_squared
-        allowed = allowed_sum_kl(self._strength)
-        return power_for_sum_kl(neg, pos, gap_squared, cut_dim, pos_fraction, allowed)
+            power = self._strength.power_ratio * gap_squared
+        else:
+            allowed = allowed_sum_kl(self._strength)
+            power = power_for_sum_kl(neg, pos, gap_squared, cut_dim, pos_fraction, allowed)
+        solution = solve_noise(neg, pos, gap_squared, cut_dim, pos_fraction, power)
+        if math.isinf(solution.sum_kl):
+            return None
+        own = ClassEstimate.of(current)
+        charge = Charge(0.0)
+        if any((own.gap_squared, own.neg_variance, own.pos_variance)):
+            deviations = math.sqrt(solution.neg_along), math.sqrt(solution.pos_along)
+            # The gap is the longer of that fitted and this batch's.
+            gap = max(estimate.gap_length, own.gap_length) / unit
+            charge = Charge(sum_kl_along_gap(*deviations, gap))
+        pos_share = float(counts[1] / counts.sum())
+        of_pos = solution.pos_along + (cut_dim - 1) * solution.pos_across
+        of_neg = solution.neg_along + (cut_dim - 1) * solution.neg_across
+        report = interface.DefenseReport(
+            noise_power=(pos_share * of_pos + (1 - pos_share) * of_neg) * unit * unit,
+            solution=NoiseSolution._make(
+                (*(unit * unit * v for v in solution[:4]), solution.sum_kl)
+            ),
+            charge=charge,
+        )
+        return self._draw(solution, estimate, rows, classes), report
+
+    def _of_several(
+        self, rows: Tensor, fitted: ClassMoments, current: ClassMoments
+    ) -> _Noise | None:
+        """Draw noise that is the same for all classes; None if they have one mean."""
+        if longest_gap(fitted.means) == 0:
+            return None
+        # Scaled so that squares stay in range, whatever the size of the gradients.
+        unit = max(current.largest, float(fitted.means.abs().max()))
+        means = fitted.means / unit
+        weights = torch.full((len(means),), 1 / len(means), dtype=means.dtype, device=means.device)
+        if isinstance(self._strength, PowerRatio):
+            power = self._strength.power_ratio * float(squared_distances(means).max())
+        else:
+            power = power_for_worst_pair(means, weights, allowed_sum_kl(self._strength))
+        solution = solve_shared_noise(means, weights, power)
+        left = pair_divergences(means, solution)
+        if current is not fitted:
+            left = _charged(left, means, current.means / unit)
+        report = interface.DefenseReport(
+            noise_power=power * unit * unit, charge=Charge(float(left.max()))
+        )
+        return draw_shared_noise(solution, rows, self._noise).mul_(unit), report
 
     def _draw(
-        self, solution: NoiseSolution, estimate: ClassEstimate, rows: Tensor, positive: Tensor
+        self, solution: NoiseSolution, estimate: ClassEstimate, rows: Tensor, classes: Tensor
     ) -> Tensor:
         """Sample both classes' noise, in a time that does not depend on the labels."""
         neg_along = math.sqrt(max(solution.neg_along - solution.neg_across, 0.0))
@@ -289,7 +348,7 @@ class Marvell(interface.RememberingDefense):
             dtype=rows.dtype,
             device=rows.device,
         )
-        along, across = torch.split(deviations.index_select(0, positive.long()), 1, dim=1)
+        along, across = torch.split(deviations.index_select(0, classes), 1, dim=1)
         length = math.sqrt(estimate.gap_squared) or 1.0
         direction = (estimate.gap / length).to(rows.dtype)
         if solution.neg_across == 0 and solution.pos_across == 0:
@@ -305,87 +364,15 @@ class Marvell(interface.RememberingDefense):
 class PersistentMarvell(interface.Defense):
     """Adds to each row noise along its label's move, scaled by one number of its example."""
 
-    def __init__(self, sum_kl: float, key_name: str) -> None:
-        self._norm_ratio = sum_kl**-0.5
-        identity = noise_digest(f"marvell {sum_kl!r} {key_name}")
-        self._charge = Charge(sum_kl, identity, adversary=Adversary.HONEST_BUT_CURIOUS)
+    def __init__(self, charge: Charge) -> None:
+        self._norm_ratio = charge.sum_kl**-0.5
+        self._charge = charge
 
-    def defend(self, batch: interface.RawBatch) -> interface.Defended:
+    def defend(self, batch: interface.Step) -> interface.Defended:
         moves = moves_of(batch)
         defended = noisy_rows(batch, moves, self._norm_ratio).to(batch.gradients.dtype)
         report = repeated_report(moves, self._norm_ratio, self._charge)
         return interface.Defended(interface.release(defended, batch.gradients), report)
-
-
-def _charge(solution: NoiseSolution, estimate: ClassEstimate, current: ClassEstimate) -> Charge:
-    """Charge the gap, the longer of that fitted and this batch's, against the noise on it."""
-    if not any((current.gap_squared, current.neg_variance, current.pos_variance)):
-        return Charge(0.0)
-    return Charge(
-        sum_kl_along_gap(
-            math.sqrt(solution.neg_along),
-            math.sqrt(solution.pos_along),
-            max(estimate.gap_length, current.gap_length) / estimate.unit,
-        )
-    )
-
-
-def _in_units_of_one(solution: NoiseSolution, unit: float) -> NoiseSolution:
-    neg_along, neg_across, pos_along, pos_across = (unit * unit * v for v in solution[:4])
-    return NoiseSolution(neg_along, neg_across, pos_along, pos_across, solution.sum_kl)
-
-
-class MultiClassMarvell(interface.RememberingDefense):
-    """Adds the noise, the same for all classes, that leaves them the least divergence.
-
-    An answer before every class was seen, or in a batch whose classes have one mean, is noise of
-    the batch's largest norm without any signal. Only a batch of zeros is answered by zeros. With
-    ``from_earlier`` the noise is fitted to the batches before this one.
-    """
-
-    def __init__(
-        self,
-        strength: Strength,
-        noise: NoiseSource,
-        num_classes: int,
-        *,
-        from_earlier: bool = False,
-    ) -> None:
-        self._classes = RunningMeans(num_classes)
-        super().__init__(self._classes)
-        self._strength = strength
-        self._noise = noise
-        self._from_earlier = from_earlier
-        self._weights = torch.full((num_classes,), 1 / num_classes, dtype=torch.float64)
-
-    def defend(self, batch: interface.RawBatch) -> interface.Defended:
-        rows = as_rows(batch.gradients)
-        num_classes = self._classes.num_classes
-        measured = measure_class_means(
-            rows, as_classes(batch.labels, rows, num_classes), num_classes
-        )
-        earlier = self._classes.earlier(measured) if self._from_earlier else None
-        current = self._classes.take_in(measured)
-        estimate = earlier if self._from_earlier else current
-        unit = float(measured.norms.max())
-        if estimate is None or current is None or longest_gap(estimate.means) == 0:
-            return interface.noise_alone(rows, batch.gradients, unit, self._noise)
-        # Scaled so that squares stay in range, whatever the size of the gradients.
-        unit = max(unit, float(estimate.means.abs().max()))
-        means, weights = estimate.means / unit, self._weights.to(rows.device)
-        power = self._power(means, weights)
-        solution = solve_shared_noise(means, weights, power)
-        noise = draw_shared_noise(solution, rows, self._noise).mul_(unit)
-        left = pair_divergences(means, solution)
-        charged = left if current is estimate else _charged(left, means, current.means / unit)
-        charge = Charge(float(charged.max()))
-        report = interface.DefenseReport(noise_power=power * unit * unit, charge=charge)
-        return interface.Defended(interface.release(noise.add_(rows), batch.gradients), report)
-
-    def _power(self, means: Tensor, weights: Tensor) -> float:
-        if isinstance(self._strength, PowerRatio):
-            return self._strength.power_ratio * float(squared_distances(means).max())
-        return power_for_worst_pair(means, weights, allowed_sum_kl(self._strength))
 
 
 def _charged(left: Tensor, fitted_means: Tensor, means: Tensor) -> Tensor:

@@ -20,14 +20,14 @@ Persistent noise draws n once per example. It protects only against a peer that 
 (see ``persistent``), and is charged without bound.
 """
 
-import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses import forecast, interface
-from splitveil.active_party.defenses.class_gaps import RowNoise, gap_memory
+from splitveil.active_party.defenses import interface
+from splitveil.active_party.defenses.charge_model import ChargeModel
+from splitveil.active_party.defenses.class_gaps import GapMemory, RowNoise
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.persistent import checked_probabilities, own_scalars
 from splitveil.active_party.defenses.rows import as_rows
@@ -39,23 +39,15 @@ class _NormAligningDefense(NoisyDefense):
     def noise_key_strength(self, _context: interface.DefenseContext, /) -> str | None:
         return f"{self.title} to the largest norm" if self.noise == "persistent" else None
 
-    def _fresh_charge(self, _context: interface.DefenseContext) -> forecast.ChargeForecast:
-        return forecast.UNKNOWN  # it depends only on the gradients
-
-    def _repeated_charge(self, _context: interface.DefenseContext) -> forecast.ChargeForecast:
-        return forecast.exactly(math.inf)
-
-    def _honesty(self, _context: interface.DefenseContext) -> str:
-        if self.noise == "persistent":
-            return f"The ledger gives persistent {self.title} no credit."
-        return forecast.depends_on_gradients(self.title)
-
-    def budget_refusal(self, _context: interface.DefenseContext, /) -> str | None:
+    def charge_model(self, _context: interface.DefenseContext, /) -> ChargeModel:
         if self.noise == "fresh":
-            return None
-        return (
+            return ChargeModel.of_gradients(self.title)
+        return ChargeModel.exact(
+            UNBOUNDED,
+            f"The ledger gives persistent {self.title} no credit.",
+            "persistent",
             f"the ledger gives persistent {self.title} no credit, and the first answer would "
-            "pass every budget; expected noise: fresh, or another defense"
+            "pass every budget; expected noise: fresh, or another defense",
         )
 
 
@@ -92,20 +84,20 @@ class MaxNorm(interface.RememberingDefense):
     def __init__(
         self, noise: NoiseSource, num_classes: int = 2, *, is_persistent: bool = False
     ) -> None:
-        self._gaps = gap_memory(num_classes)
+        self._gaps = GapMemory(num_classes)
         super().__init__(self._gaps)
         self._noise = noise
         self._is_persistent = is_persistent
 
-    def defend(self, batch: interface.RawBatch) -> interface.Defended:
+    def defend(self, batch: interface.Step) -> interface.Defended:
         rows = as_rows(batch.gradients)
         gaps = self._gaps.measure(rows, batch.labels)
-        missing = self._noise_norms(batch, rows, gaps.norms)
+        missing = self._noise_norms(batch, rows, gaps.batch.norms)
         if self._is_persistent:
             scalars = own_scalars(batch.example_keys, rows).to(rows.dtype)
         else:
             scalars = self._noise.standard_normal((rows.shape[0], 1), rows)
-        noise = _stretch_rows(rows, gaps.norms, missing, scalars, self._noise)
+        noise = _stretch_rows(rows, gaps.batch.norms, missing, scalars, self._noise)
         charge = UNBOUNDED if self._is_persistent else gaps.charge(noise)
         defended = noise.directions.mul_(noise.scalars).add_(rows)
         report = interface.DefenseReport(
@@ -113,7 +105,7 @@ class MaxNorm(interface.RememberingDefense):
         )
         return interface.Defended(interface.release(defended, batch.gradients), report)
 
-    def _noise_norms(self, _batch: interface.RawBatch, _rows: Tensor, norms: Tensor) -> Tensor:
+    def _noise_norms(self, _batch: interface.Step, _rows: Tensor, norms: Tensor) -> Tensor:
         # The root-mean-square noise norm that takes each row to the largest.
         largest = norms.max()
         shares = norms / torch.where(largest > 0, largest, 1.0)
@@ -123,7 +115,7 @@ class MaxNorm(interface.RememberingDefense):
 class MaxNormPositive(MaxNorm):
     """Aligns every row to the norm that the least expected positive of the batch has."""
 
-    def _noise_norms(self, batch: interface.RawBatch, rows: Tensor, norms: Tensor) -> Tensor:
+    def _noise_norms(self, batch: interface.Step, rows: Tensor, norms: Tensor) -> Tensor:
         # A row that is predicted with certainty has a gradient of zero, to which a ratio is
         # undefined.
         predicted = checked_probabilities(batch.probabilities, rows).double()

@@ -27,12 +27,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import torch
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
 from splitveil.active_party.defenses import interface
+from splitveil.active_party.defenses.charge_model import ChargeModel
 from splitveil.active_party.defenses.example_keys import NoiseKey, key_name
-from splitveil.active_party.defenses.forecast import Forecast, NoiseKind, exactly
 from splitveil.active_party.defenses.label_mechanisms import (
     GaussianLabels,
     LabelMechanism,
@@ -45,7 +45,7 @@ from splitveil.active_party.defenses.label_mechanisms import (
 )
 from splitveil.active_party.defenses.noisy_sums import NoisySums
 from splitveil.active_party.defenses.rows import as_rows, check_labels
-from splitveil.active_party.defenses.section import Coverage, SeededDefense, Traits, require_key
+from splitveil.active_party.defenses.section import SeededDefense, Traits, require_key
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.charge import Charge, noise_digest
 
@@ -72,6 +72,15 @@ class NoisyLabelDefense(SeededDefense):
     where targets depend on predictions.
     """
 
+    subject_column: str | None = Field(default=None, min_length=1)
+    """Column of this party's table that names the person whom a row is about, in a one-shot run.
+
+    The bound, the charges and ``run_budget`` are then about all rows of a person together. The
+    noise grows with the largest number of rows that one person has among those that may be trained
+    on: of noisy labels with its root, of noisy sums with the number itself. The column is sent to
+    nobody, and its entries are compared as written; a row with an empty cell is a person of its
+    own. ``null``: each row is bounded by itself."""
+
     if TYPE_CHECKING:  # also those of an inner section
 
         def __init__(self, **settings: Any) -> None: ...
@@ -88,23 +97,22 @@ class NoisyLabelDefense(SeededDefense):
     @property
     def traits(self) -> Traits:
         is_noisy = self.top_labels == "noisy"
-        covered = Coverage(
-            Adversary.ANYBODY,
-            "Everything that the peer receives is a function of features and noisy labels.",
-        )
-        if not is_noisy:
-            covered = Coverage(
-                Adversary.HONEST_BUT_CURIOUS,
+        if is_noisy:
+            covers = "Everything that the peer receives is a function of features and noisy labels."
+        else:
+            covers = (
                 "With top_labels true, the charge of the noisy label describes a peer that sends "
                 "its model's activations, and what it learns beyond the model's predictions. It "
                 "does not describe one that chooses activations to make the top model learn single "
-                "labels.",
+                "labels."
             )
         return Traits(
-            covered,
+            Adversary.ANYBODY if is_noisy else Adversary.HONEST_BUT_CURIOUS,
+            covers,
             takes_numbers=True,  # depending on the mechanism, see _refusal
             top_learns_targets=is_noisy,
             model_is_label_free=is_noisy,
+            subject_column=self.subject_column,
         )
 
     def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
@@ -114,14 +122,20 @@ class NoisyLabelDefense(SeededDefense):
         key, noisy = require_key(given.secrets.noise_key, self.name), None
         if examples is not None:
             noisy = draw_noisy_labels(
-                self.mechanism, examples.labels, key, examples.ids, num_classes
+                self._drawn(given.context), examples.labels, key, examples.ids, num_classes
             ).to(examples.device)
-        return NoisyLabel(self, key, num_classes, noisy)
+        return NoisyLabel(self, key, num_classes, noisy, "" if examples is None else examples.whose)
+
+    def _drawn(self, context: interface.DefenseContext) -> LabelMechanism:
+        if not isinstance(self.mechanism, GaussianLabels):
+            return self.mechanism  # never of persons: see one_shot_refusal
+        ratio = self.mechanism.noise_ratio * math.sqrt(context.rows_of_person)
+        return self.mechanism.model_copy(update={"noise_ratio": ratio})
 
     def noise_key_strength(self, context: interface.DefenseContext, /) -> str | None:
         if context.releases_sums:
             return None
-        return f"noisy_label {strength_name(self.mechanism)}"
+        return f"noisy_label {strength_name(self._drawn(context))}"
 
     def charge(self, num_classes: int, noise_identity: bytes = b"") -> Charge:
         """Return the charge of an answer; the noise identity names the draw of the labels."""
@@ -133,18 +147,17 @@ class NoisyLabelDefense(SeededDefense):
             noise_identity=noise_identity,
             # A top model that knows the labels leaves no bound on the odds.
             epsilon=leak.epsilon if self.top_labels == "noisy" else math.inf,
-            adversary=self.traits.coverage.adversary,
+            adversary=self.traits.adversary,
         )
 
-    def forecast(self, context: interface.DefenseContext) -> Forecast:
-        honesty = (
+    def charge_model(self, context: interface.DefenseContext, /) -> ChargeModel:
+        said = (
             "Exact, whatever the gradients."
             if self.top_labels == "noisy"
             else "Charges of noisy labels depend only on their mechanism."
         )
-        charge = exactly(self.charge(context.num_classes))
-        noise: NoiseKind = "fresh" if context.releases_sums else "persistent"
-        return Forecast({noise: charge}, noise, honesty)
+        noise: Literal["fresh", "persistent"] = "fresh" if context.releases_sums else "persistent"
+        return ChargeModel.exact(self.charge(context.num_classes), said, noise)
 
     def _refusal(self, context: interface.DefenseContext, /) -> str | None:
         mechanism = self.mechanism
@@ -181,7 +194,8 @@ class NoisyLabelDefense(SeededDefense):
 
     def composition_refusal(self) -> str | None:
         if (
-            self.mechanism.kind == "randomized_response"
+            self.subject_column is None
+            and self.mechanism.kind == "randomized_response"
             and self.mechanism.posterior == "none"
             and self.top_labels == "noisy"
         ):
@@ -189,7 +203,7 @@ class NoisyLabelDefense(SeededDefense):
         return (
             "the critic compares predictions with labels of 0 and 1; expected "
             "a noisy_label of mechanism randomized_response, with posterior none and top_labels "
-            "noisy"
+            "noisy, without subject_column"
         )
 
     def bounds_label_move(self, _cut_dim: int, *, is_known: bool) -> bool:  # noqa: ARG002
@@ -205,6 +219,7 @@ class NoisyLabel(interface.Defense):
         key: NoiseKey,
         num_classes: int = 2,
         noisy_labels: Tensor | None = None,
+        whose: str = "",
     ) -> None:
         mechanism = settings.mechanism
         self.noisy_labels = noisy_labels
@@ -212,11 +227,13 @@ class NoisyLabel(interface.Defense):
         self._evidence = None
         if mechanism.posterior == "model" and noisy_labels is not None:
             self._evidence = evidence(mechanism, noisy_labels, num_classes)
-        identity = noise_digest(f"noisy_label {strength_name(mechanism)} {key_name(key)}")
+        # Other rows of a person are another release; the key is that of the strength drawn.
+        drawn = f"noisy_label {strength_name(mechanism)} {key_name(key)}{whose}"
+        identity = noise_digest(drawn)
         # The noise is in the labels: nothing is added to the gradient.
         self._report = interface.DefenseReport(0.0, charge=settings.charge(num_classes, identity))
 
-    def targets(self, batch: interface.LabelledRows, /) -> Tensor:
+    def targets(self, batch: interface.Step, /) -> Tensor:
         """Return the noisy labels, (batch,), or the posterior, (batch,) or (batch, classes)."""
         if self.noisy_labels is None:
             raise ValueError("noisy_label was built without examples: there are no noisy labels")
@@ -232,7 +249,7 @@ class NoisyLabel(interface.Defense):
         values = self.noisy_labels[rows].reshape(len(rows), -1).cpu()
         return interface.Defended(interface.DefendedGradient(values), self._report)
 
-    def defend(self, batch: interface.RawBatch) -> interface.Defended:
+    def defend(self, batch: interface.Step) -> interface.Defended:
         """Return the values unchanged. The labels' values are checked but not used."""
         check_labels(batch.labels, as_rows(batch.gradients), self._num_classes)
         return interface.Defended(

@@ -6,7 +6,9 @@ last) it gets S_j = sum_i b_ij v_i + z_j, z normal. A transferred choice is 0 or
 whatever the peer does, so that one label moves the m + 1 sums of a value by sqrt(m + 1) at most;
 with several classes a label moves two values, and all sums by sqrt(2 (m + 1)). Noise of k times
 that on each sum is a Gaussian mechanism of mu = 1/k for every label, as that of `GaussianLabels`:
-against anybody who cannot break the transfer, whose security is computational.
+against anybody who cannot break the transfer, whose security is computational. All labels of a
+person with g rows together move the sums by g times as much at most, by the triangle inequality,
+and by that if all bits of these rows are 1: noise of g times as much is mu = 1/k for the person.
 
 The transfer leaves sums R with the peer and H with the label owner, R - H = sum_i b_ij v_i modulo
 2^32, and each by itself is uniformly random. Only the last message, H - z, is informative. It is
@@ -50,13 +52,13 @@ class NoisySums(interface.Defense):
         labels, num_classes = given.examples.labels.cpu().numpy(), given.context.num_classes
         classes = range(num_classes - 1) if num_classes > 2 else ()
         self._values = np.stack([labels == one for one in classes] or [labels], axis=1)
-        self._ratio = noise_ratio * math.sqrt(2 if classes else 1)
+        self._ratio = noise_ratio * given.context.rows_of_person * math.sqrt(2 if classes else 1)
         self._report = interface.DefenseReport(0.0, charge=charge)
         self._noise = NoiseSource(given.secrets.draw_keys or fresh_key)
         self._sender: Sender | None = None
         self._own: Tensor | None = None
 
-    def defend(self, _batch: interface.RawBatch, /) -> interface.Defended:
+    def defend(self, _batch: interface.Step, /) -> interface.Defended:
         """Raise ValueError: a run with noisy sums has no gradients."""
         raise ValueError("noisy sums are released instead of gradients")
 

@@ -1,14 +1,12 @@
 """No defense: the identity, for measuring the leak."""
 
-import math
 from typing import Literal
 
 from splitveil.active_party.defenses import interface
-from splitveil.active_party.defenses.forecast import Forecast, exactly
+from splitveil.active_party.defenses.charge_model import ChargeModel
 from splitveil.active_party.defenses.rows import as_rows, check_labels
 from splitveil.active_party.defenses.section import DefenseSection, Traits
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.charge import Charge
+from splitveil.common.privacy.charge import NO_CHARGE, UNBOUNDED
 
 
 class NoDefense(DefenseSection):
@@ -26,17 +24,13 @@ class NoDefense(DefenseSection):
     def one_shot_refusal(self, release: str | None) -> str | None:
         return None if release is None else super().one_shot_refusal(release)
 
-    def forecast(self, context: interface.DefenseContext) -> Forecast:
+    def charge_model(self, context: interface.DefenseContext, /) -> ChargeModel:
         if context.is_one_shot:
-            nothing = Charge(0.0, adversary=Adversary.ANYBODY, is_gaussian=True)
-            said = "Nothing that depends on a label is sent."
-            return Forecast({"fresh": exactly(nothing)}, "fresh", said)
-        said = "Raw gradients reveal the label outright."
-        return Forecast({"fresh": exactly(math.inf)}, "fresh", said)
-
-    def budget_refusal(self, context: interface.DefenseContext, /) -> str | None:
+            return ChargeModel.exact(NO_CHARGE, "Nothing that depends on a label is sent.")
         refusal = "the first answer without a defense would pass every budget; set a defense"
-        return None if context.is_one_shot else refusal
+        return ChargeModel.exact(
+            UNBOUNDED, "Raw gradients reveal the label outright.", refusal=refusal
+        )
 
 
 class Undefended(interface.Defense):
@@ -45,7 +39,7 @@ class Undefended(interface.Defense):
     def __init__(self, num_classes: int = 2) -> None:
         self._num_classes = num_classes
 
-    def defend(self, batch: interface.RawBatch) -> interface.Defended:
+    def defend(self, batch: interface.Step) -> interface.Defended:
         check_labels(batch.labels, as_rows(batch.gradients), self._num_classes)
         return interface.Defended(
             interface.DefendedGradient(batch.gradients.detach()),

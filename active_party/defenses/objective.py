@@ -10,15 +10,13 @@ cut off at the bounds, which only brings it closer to the label.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from splitveil.active_party.defenses.interface import LabelledRows
-from splitveil.common.data.features import Features
+from splitveil.active_party.defenses.interface import Step
 from splitveil.common.run.progress import State
 
 _MIDDLE = 0.5
@@ -34,23 +32,6 @@ class TopModel(NamedTuple):
     schedule: Schedule
 
 
-@dataclass(frozen=True)
-class StepOutcome:
-    """The outcome of one training step, before the top model has learned from all of it."""
-
-    raw: Tensor  # gradient at the cut layer, before any defense, (batch, *cut_shape)
-    probabilities: Tensor  # the model's predictions, (batch,) for label 1, or (batch, classes)
-    loss: Tensor
-    """Cross entropy of the prediction, mean over the batch; with its graph if the model is still to
-    learn from it."""
-    label_move: float | None = None
-    """The largest move of a row by its own label; None if the gap of the class means represents
-    it."""
-    logits: Tensor | None = None
-    """Outputs of the model, with their graph, where ``raw`` is the gradient of their cross entropy
-    or squared error: (batch,), or (batch, classes); None for another loss."""
-
-
 class Objective(Protocol):
     """A top model and the way it learns."""
 
@@ -58,17 +39,14 @@ class Objective(Protocol):
     """The model that makes the predictions. Maps (activation, own features or None) to logits,
     (batch,), or (batch, classes) with several classes."""
 
-    def compute(
-        self, activation: Tensor, own: Features | None, targets: Tensor, batch: LabelledRows
-    ) -> StepOutcome:
-        """Compute the gradient at the activation, (batch, *cut_shape), which requires it.
+    def compute(self, step: Step, /) -> None:
+        """Fill in gradient, probabilities, loss, and what else follows from it.
 
-        Targets, (batch,), are the labels of the loss: the batch's true labels, or a defense's
-        replacements.
+        The activation requires a gradient; the loss compares with ``targets``.
         """
         ...
 
-    def learn(self, outcome: StepOutcome, /) -> None:
+    def learn(self, step: Step, /) -> None:
         """Do the rest of the step once the answer has been sent."""
         ...
 

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses.example_keys import scalars
-from splitveil.active_party.defenses.interface import DefenseReport, RawBatch
+from splitveil.active_party.defenses.interface import DefenseReport, Step
 from splitveil.active_party.defenses.rows import as_positive, as_rows, row_norms
 from splitveil.common.privacy.charge import Charge
 
@@ -51,7 +51,7 @@ class LabelMoves(NamedTuple):
     norms: Tensor  # (batch,) float64, exact where the values overflow their dtype
 
 
-def moves_of(batch: RawBatch) -> LabelMoves:
+def moves_of(batch: Step) -> LabelMoves:
     """Return the slopes of a batch; raises ValueError if it comes without them."""
     rows = as_rows(batch.gradients)
     if batch.slopes is None or batch.slopes.shape != batch.gradients.shape:
@@ -61,7 +61,7 @@ def moves_of(batch: RawBatch) -> LabelMoves:
     return LabelMoves(slopes, row_norms(slopes))
 
 
-def noisy_rows(batch: RawBatch, moves: LabelMoves, noise_ratio: float) -> Tensor:
+def noisy_rows(batch: Step, moves: LabelMoves, noise_ratio: float) -> Tensor:
     """Return the rows with noise along a label's moves, k labels, (batch, cut_dim) float64."""
     rows = as_rows(batch.gradients)
     noise = noise_ratio * own_scalars(batch.example_keys, rows).squeeze(1)

@@ -24,49 +24,42 @@ from pydantic import Field, ValidationError, model_validator
 from torch import Tensor, nn
 
 from splitveil.active_party.defenses import example_keys, interface
-from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast, NoiseKind
+from splitveil.active_party.defenses.charge_model import ChargeModel
 from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource, fresh_key
 from splitveil.active_party.defenses.objective import Objective, TopModel
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Charge
 from splitveil.common.settings import Mark, Section, full_name, validate
 
 SEE = "docs/defenses.md, section 'Which bounds do not hold'"
 
 
-class Coverage(NamedTuple):
-    """The strongest adversary class that every charge describes, and a sentence about it."""
-
-    adversary: Adversary
-    why: str
-
-
-AGAINST_CLASS_MEANS = Coverage(
-    Adversary.CLASS_MEANS,
+_CLASS_MEANS = (
     "The charges of fresh noise compare the class means of a batch. They do not describe a peer "
     "that looks at anything else, such as the energy of single rows or what the model predicts "
-    f"for an example: see {SEE}.",
+    f"for an example: see {SEE}."
 )
-AGAINST_HONEST_BUT_CURIOUS = Coverage(
-    Adversary.HONEST_BUT_CURIOUS,
+_HONEST_BUT_CURIOUS = (
     "The charges of persistent noise describe a peer that sends its model's activations. They do "
-    f"not describe one that chooses its activations: see {SEE}.",
+    f"not describe one that chooses its activations: see {SEE}."
 )
 
 
 class Traits(NamedTuple):
     """The facts that a run needs about any defense."""
 
-    coverage: Coverage = AGAINST_CLASS_MEANS
+    adversary: Adversary = Adversary.CLASS_MEANS  # the strongest that every charge describes
+    covers: str = _CLASS_MEANS  # a sentence about that
     takes_numbers: bool = False  # whether labels may be numbers within bounds, and not only classes
     takes_weights: bool = True  # whether the loss can have weights of rows and classes
-    needs_example_keys: bool = False  # whether ``RawBatch.example_keys`` has to be given
-    needs_slopes: bool = False  # whether ``RawBatch.slopes`` has to be given
+    needs_example_keys: bool = False  # whether ``Step.example_keys`` has to be given
+    needs_slopes: bool = False  # whether ``Step.slopes`` has to be given
     has_own_objective: bool = False  # whether ``DefenseSection.objective`` returns one
     top_learns_targets: bool = True  # from ``Defense.targets``, and not from true labels
     model_is_label_free: bool = False  # depends on labels through releases only
-    subject_column: str | None = None  # names the person whom a row is about, if one does
+    subject_column: str | None = None  # of the table, if rows of one person are bounded together
 
 
 class DefenseSection(Section):
@@ -143,8 +136,10 @@ class DefenseSection(Section):
                 f"before, got {context.cut_shape} and {num_classes}; another cut needs another "
                 f"{type(self).__name__}"
             )
-        known = None if probabilities is None else torch.as_tensor(probabilities)
-        return defense.defend(interface.RawBatch(gradients, labels, probabilities=known))
+        step = interface.Step(gradients, labels)
+        if probabilities is not None:
+            step.probabilities = torch.as_tensor(probabilities)
+        return defense.defend(step)
 
     def _objection_to_calls(self, context: interface.DefenseContext) -> str | None:
         if self.traits.has_own_objective:
@@ -210,8 +205,12 @@ class DefenseSection(Section):
         """Build the defense, which is not refused; raises what ``build`` does."""
 
     @abstractmethod
-    def forecast(self, context: interface.DefenseContext) -> Forecast:
-        """Forecast the charge of one answer, as precisely as possible before the run."""
+    def charge_model(self, context: interface.DefenseContext, /) -> ChargeModel:
+        """Return the charge of one answer, as precisely as it is known before the run."""
+
+    def charge_models(self, context: interface.DefenseContext) -> tuple[ChargeModel, ...]:
+        """Return the charge of one answer for each kind of noise that may be chosen."""
+        return (self.charge_model(context),)
 
     def noise_key_strength(self, _context: interface.DefenseContext, /) -> str | None:
         """Name the strength that the noise key is derived for; None if no key is needed.
@@ -221,10 +220,6 @@ class DefenseSection(Section):
         return None
 
     def _refusal(self, _context: interface.DefenseContext, /) -> str | None:
-        return None
-
-    def budget_refusal(self, _context: interface.DefenseContext, /) -> str | None:
-        """Explain why the first answer would exceed every budget; None if it need not."""
         return None
 
     def at_leak_auc(self, _leak_auc: float, _context: interface.DefenseContext, /) -> Self | None:
@@ -313,33 +308,13 @@ class NoisyDefense(SeededDefense):
     @property
     def traits(self) -> Traits:
         is_persistent = self.noise == "persistent"
-        return Traits(
-            self._coverage(), needs_example_keys=is_persistent, needs_slopes=is_persistent
-        )
+        return Traits(needs_example_keys=is_persistent, needs_slopes=is_persistent)
 
-    def _coverage(self) -> Coverage:
-        return AGAINST_CLASS_MEANS
-
-    def forecast(self, context: interface.DefenseContext) -> Forecast:
-        charges: dict[NoiseKind, ChargeForecast] = {
-            "fresh": self._fresh_charge(context),
-            "persistent": self._repeated_charge(context),
-        }
+    def charge_models(self, context: interface.DefenseContext) -> tuple[ChargeModel, ...]:
         if context.num_classes > 2:
-            charges = {self.noise: charges[self.noise]}
-        return Forecast(charges, self.noise, self._honesty(context))
-
-    @abstractmethod
-    def _fresh_charge(self, context: interface.DefenseContext) -> ChargeForecast:
-        """Forecast the charge of one answer with fresh noise."""
-
-    @abstractmethod
-    def _repeated_charge(self, context: interface.DefenseContext) -> ChargeForecast:
-        """Forecast the charge of noise drawn once per example, with all its repetitions."""
-
-    @abstractmethod
-    def _honesty(self, context: interface.DefenseContext) -> str:
-        """Describe how reliable the forecast is."""
+            return super().charge_models(context)
+        kinds = (self.model_copy(update={"noise": noise}) for noise in ("fresh", "persistent"))
+        return tuple(kind.charge_model(context) for kind in kinds)
 
     def composition_refusal(self) -> str | None:
         if self.noise == "fresh":
@@ -360,17 +335,30 @@ class NoisyDefense(SeededDefense):
         return NoiseSource(secrets.draw_keys or known)
 
 
-PERSISTENT_NOISE_HONESTY = "Charges of persistent noise depend only on the strength."
+class LabelMoveDefense(NoisyDefense):
+    """The settings of every defense whose persistent noise is measured by a label's move."""
 
+    @property
+    def traits(self) -> Traits:
+        if self.noise == "fresh":
+            return super().traits
+        return super().traits._replace(
+            adversary=Adversary.HONEST_BUT_CURIOUS, covers=_HONEST_BUT_CURIOUS
+        )
 
-def refusal_of_persistent(settings: NoisyDefense, context: interface.DefenseContext) -> str | None:
-    """Explain why noise in units of label moves cannot be used with more than two classes."""
-    if context.num_classes == 2 or settings.noise == "fresh":
-        return None
-    return (
-        f"persistent noise of {settings.title} is measured by what one label out of two "
-        "moves; with several classes expected noise: fresh, or noisy_label"
-    )
+    def _repeated(self, sum_kl: float) -> ChargeModel:
+        """Return the charge of noise drawn once per example, with all its repetitions."""
+        charge = Charge(sum_kl, adversary=Adversary.HONEST_BUT_CURIOUS)
+        said = "Charges of persistent noise depend only on the strength."
+        return ChargeModel.exact(charge, said, "persistent")
+
+    def _refusal(self, context: interface.DefenseContext, /) -> str | None:
+        if context.num_classes == 2 or self.noise == "fresh":
+            return None
+        return (
+            f"persistent noise of {self.title} is measured by what one label out of two "
+            "moves; with several classes expected noise: fresh, or noisy_label"
+        )
 
 
 def refusal_of_several_classes(name: str, context: interface.DefenseContext) -> str | None:
@@ -412,7 +400,7 @@ def refusal_of_weights(defense: DefenseSection, data: DataSettings) -> str | Non
             f"persistent noise of {defense.title} is measured by what a label moves in a loss "
             f"without class weights: leave out data.class_weights, or set noise: fresh"
         )
-    is_measured = traits.coverage.adversary is Adversary.CLASS_MEANS
+    is_measured = traits.adversary is Adversary.CLASS_MEANS
     if of_rows and not (data.weights_are_label_free or is_measured):
         return (
             f"the peer reads data.weight_column off the gradients, so that weights that depend on "

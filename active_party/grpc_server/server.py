@@ -32,6 +32,8 @@ from splitveil.protos import split_learning_pb2 as pb
 
 logger = logging.getLogger("splitveil.active_party")
 
+_FIRST_CONTACT_S = 3600.0
+"""Time without the first call of a passive party after which the run ends."""
 _LOOK_EVERY_S = 0.2
 _GRACE_S = 5.0
 _LAST_WORDS_S = 2.0
@@ -187,7 +189,7 @@ def _silent_party(
             session.stage is Stage.FINISHED
             or session.parties.named(party).stage is not PartyStage.UNKNOWN
         )
-        patience_s = settings.reconnect.max_s if met else settings.first_contact_s
+        patience_s = settings.reconnect.max_s if met else _FIRST_CONTACT_S
         if min(service.silent_s(party), waited_s) > patience_s:
             is_only = len(settings.contract.passive_parties) == 1
             return "the passive party" if is_only else f"passive party {party!r}", patience_s

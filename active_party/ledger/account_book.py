@@ -6,11 +6,12 @@ them starts where they ended. Accounts of examples that the later run lacks stay
 chain of runs needs only the newest book.
 
 An example is named by a hash of its canonical id. A person whom several rows are about has an
-account, named by a hash of its entry, which is that of all of these rows: it begins with the
-largest of theirs, figure by figure. From then on a row's own account has only what runs without
-the column charge to it, and both together count, so that none of a row's charges is lost, whether
-later runs have the column or not, and to whom they ascribe the row. The hashes need not be secret:
-the book belongs to the label owner, as do ids and entries.
+account, named by a hash of its entry, which is that of all of these rows: it begins with what all
+of theirs reveal together (``by_person``). From then on a row's own account has only what runs
+without the column charge to it, and both together count, so that none of a row's charges is lost,
+whether later runs have the column or not, and to whom they ascribe the row. What runs without the
+column charged to rows that a later table lacks counts for no person: nothing says whose they were.
+The hashes need not be secret: the book belongs to the label owner, as do ids and entries.
 """
 
 import hashlib
@@ -167,9 +168,35 @@ class AccountBook:
             person_of[at] = np.where(theirs < 0, before, theirs)
         return AccountBook(names, ledger, self.id_rules, self.runs | other.runs, person_of)
 
-    def opening_ledger(
-        self, ids: Iterable[str], num_examples: int, persons: Names | None = None
-    ) -> LeakLedger:
+    def by_person(self, ids: Iterable[str], persons: Names) -> "AccountBook":
+        """Return the book with one account for each person of these rows, `Accounts.of_groups`.
+
+        It has what was charged to the person, to its rows, and to persons whose rows they were.
+        """
+        if not len(self):
+            return self
+        at, names = _joined(self.names, names_of(ids))
+        group_of = numbered(persons)
+        _, first = np.unique(group_of, return_index=True)
+        of_group, names = _joined(names, persons[first])
+        whose = of_group[group_of]
+        before = self.persons(len(names))[at]
+        every = np.arange(len(first))
+        groups = np.concatenate([group_of, group_of, every])
+        accounts = np.concatenate([at, before, of_group])
+        pairs = (groups * len(self) + accounts)[(accounts >= 0) & (accounts < len(self))]
+        groups, accounts = np.divmod(np.unique(pairs), len(self))
+        grouped = self.ledger.of_groups(accounts, groups, len(first))
+        ledger, is_kept = LeakLedger(len(names)), np.ones(len(names), dtype=np.bool_)
+        is_kept[at] = is_kept[of_group] = False
+        kept = np.flatnonzero(is_kept[: len(self)])
+        ledger.add(kept, self.ledger, kept)
+        ledger.add(of_group, grouped, every)
+        person_of = self.persons(len(names))
+        person_of[at] = np.where(whose == at, -1, whose)
+        return AccountBook(names, ledger, self.id_rules, self.runs, person_of)
+
+    def opening_ledger(self, ids: Iterable[str], num_examples: int) -> LeakLedger:
         """Return the ledger, without charges, of a run on these ids that begins with this book."""
         if not len(self):
             return LeakLedger(num_examples)
@@ -177,14 +204,6 @@ class AccountBook:
         of = indices_of(names_of(ids), self.names)
         known = np.flatnonzero(of >= 0)
         earlier.add(known, total, of[known])
-        if persons is not None:
-            of_person, before = indices_of(persons, self.names), self.persons(len(self))
-            # Neither a row that is its own person nor one of the same person as before.
-            is_added = (of_person >= 0) & (of_person != of)
-            is_added &= (of < 0) | (of_person != before[of])
-            added = np.flatnonzero(is_added)
-            earlier.add(added, total, of_person[added])
-            earlier.share(_numbered(persons))
         return LeakLedger(num_examples, earlier)
 
     def closing_book(
@@ -192,13 +211,13 @@ class AccountBook:
     ) -> "AccountBook":
         """Return the book of a run that began with this one.
 
-        The ledger comes from ``opening_ledger``, with all charges since.
+        The ledger comes from ``opening_ledger``, with all charges since; with persons, `by_person`.
         """
         own = names_of(ids)
         persons = own if persons is None else persons
         has_person = (persons != own).any(axis=1)  # a row without one is its own person
         named, alone = np.flatnonzero(has_person), np.flatnonzero(~has_person)
-        groups = _numbered(persons[named])
+        groups = numbered(persons[named])
         _, first, which = np.unique(groups, return_index=True, return_inverse=True)
         at, names = _joined(self.names, own)
         at_person, names = _joined(names, persons[named[first]])
@@ -207,8 +226,10 @@ class AccountBook:
         is_carried, person_of = np.ones(len(names), dtype=np.bool_), self.person_of
         if len(named):
             whole = ledger.whole(named)
-            whole.share(groups)
-            closed.add(at_person, whole, first)
+            # The release is charged to each of a person's rows in training, and to no other.
+            order = np.argsort(-whole.accounts(np.arange(len(named))).sum_kl, kind="stable")
+            _, most = np.unique(groups[order], return_index=True)
+            closed.add(at_person, whole, order[most])
             is_carried[at[named]] = is_carried[at_person] = False
         carried = np.flatnonzero(is_carried[: len(self)])
         closed.add(carried, self.ledger, carried)
@@ -311,7 +332,7 @@ def _joined(names: Names, others: Names) -> tuple[Positions, Names]:
     return at, np.concatenate([names, others[new]])
 
 
-def _numbered(names: Names) -> Positions:
+def numbered(names: Names) -> Positions:
     """Return a number for each name, from 0, the same for equal ones."""
     numbers: Positions = _column(names).dictionary_encode().indices.to_numpy().astype(np.int64)
     return numbers

@@ -101,6 +101,27 @@ class Accounts(NamedTuple):
         figures = map(np.maximum, self[:4], other[:4])
         return Accounts._make([*figures, self.caveats | other.caveats])
 
+    def of_groups(self, group_of: Positions, count: int) -> "Accounts":
+        """Return what all examples of each group reveal if their labels change together, (count,).
+
+        Label after label, mu of the Gaussian mechanisms that reveal no less add up (Dong, Roth and
+        Su, theorem 2.14), and so does epsilon; the divergence is mu^2 at most. A group with one
+        charged example has its account.
+        """
+        largest = Accounts.empty(count)
+        for figure, own in zip(largest, self, strict=True):
+            larger = np.bitwise_or if figure.dtype == np.uint8 else np.maximum
+            larger.at(figure, group_of, own)
+        mu = np.bincount(group_of, np.sqrt(self.sum_kl + self.excess), count)
+        several = np.bincount(group_of, self.sum_kl > 0, count) > 1
+        return Accounts(
+            np.where(several, mu**2, largest.sum_kl),
+            np.where(several, 1.0, largest.leak_auc),
+            np.bincount(group_of, self.epsilon, count),
+            np.where(several, 0.0, largest.excess),
+            largest.caveats,
+        )
+
     @property
     def adversary(self) -> Adversary:
         """The strongest adversary class that every one of these accounts describes."""

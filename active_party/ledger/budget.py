@@ -167,7 +167,7 @@ class RunLedger:
 
 
 class LeakBudget:
-    """The accounts of one run; ids by row of this party's file, persons by aligned row."""
+    """The accounts of one run; ids and persons by row of this party's table."""
 
     def __init__(
         self,
@@ -179,8 +179,11 @@ class LeakBudget:
         self._allowance = allowance
         self._ids = ids
         self._rows = rows
-        self._persons = persons
-        begun = allowance.earlier.opening_ledger(self._ids_in_order(), len(rows), persons)
+        self._persons, self._begun = None, allowance.earlier
+        if persons is not None:
+            self._persons = persons[rows.file_rows]
+            self._begun = allowance.earlier.by_person(ids, persons)
+        begun = self._begun.opening_ledger(self._ids_in_order(), len(rows))
         if allowance.reveals_validation:
             begun.charge(rows.splits["validation"], Charge(0.0, adversary=allowance.peers))
         self.accounts = RunLedger(begun)
@@ -222,10 +225,10 @@ class LeakBudget:
 
     def account_book(self) -> AccountBook:
         """Return the accounts of this run and the runs before it, by example."""
-        earlier, total = self._allowance.earlier, self.accounts.total
+        total = self.accounts.total
         if total.reveals_nothing:
-            return earlier  # not even another run's: it would count what that one charged again
-        return earlier.closing_book(self._ids_in_order(), total, self._persons)
+            return self.earlier  # not even another run's: it would count what that charged again
+        return self._begun.closing_book(self._ids_in_order(), total, self._persons)
 
     @property
     def peers(self) -> Adversary:

@@ -44,9 +44,10 @@ def label_signals(uses: LabelUses) -> tuple[LabelSignal, ...]:
             "shows in the answers and is not counted: name that run in earlier_ledgers.",
         ): uses.begins_with_releases,
         LabelSignal(
-            "early_stopping",
-            "With early_stopping the validation labels decide when the run ends, which no charge "
-            "counts: a peer that ranks one row first and then last reads its label from the end.",
+            "early_stopping_epochs",
+            "With early_stopping_epochs the validation labels decide when the run ends, which no "
+            "charge counts: a peer that ranks one row first and then last reads its label from the "
+            "end.",
         ): uses.has_early_stopping,
     }
     return tuple(signal for signal, is_given in signals.items() if is_given)

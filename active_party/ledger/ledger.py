@@ -79,13 +79,13 @@ class LeakLedger:
             whole.add(every, self.earlier, positions)
         return whole
 
-    def share(self, group_of: Positions) -> None:
-        """Give the examples of a group one account: figure by figure the largest of theirs."""
-        for figure in (*self.settled, *self.current):
-            larger = np.bitwise_or if figure.dtype == np.uint8 else np.maximum
-            shared = np.zeros(group_of.max(initial=-1) + 1, dtype=figure.dtype)
-            larger.at(shared, group_of, figure)
-            figure[:] = shared[group_of]
+    def of_groups(self, positions: Positions, group_of: Positions, count: int) -> "LeakLedger":
+        """Return a ledger of groups of examples, without ``earlier``; see `Accounts.of_groups`."""
+        found = LeakLedger(count)
+        found.settled = self.settled.at(positions).of_groups(group_of, count)
+        found.current = self.current.at(positions).of_groups(group_of, count)
+        found.noise_identity = self.noise_identity
+        return found
 
     def add(self, positions: Positions, other: "LeakLedger", other_positions: Positions) -> None:
         """Add the charges of another ledger for some of its examples, without its ``earlier``.

@@ -4,12 +4,12 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from splitveil.active_party.defenses.interface import Step
 from splitveil.active_party.monitor.leak_alarm import AlarmRecorder
 from splitveil.active_party.monitor.row_covariates import RowCovariates
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.label_kinds import ClassLabels, kind_of
-from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import SideInformation
 from splitveil.common.privacy.figures import LeakFigures
@@ -65,29 +65,29 @@ class LeakWatch:
         finally:
             self._alarm.judge_measured()
 
-    def note_step(self, batch: Batch, result: StepResult) -> None:
+    def note_step(self, batch: Batch, step: Step) -> None:
         """Note the charge of an answer, and hand its gradients to the monitor."""
         if self._covariates is not None:
-            self._covariates.note_step(batch, result)
+            self._covariates.note_step(batch, step)
         if self._handed is not None and (batch.epoch, batch.step) <= self._handed:
             return  # given again
         self._handed = (batch.epoch, batch.step)
-        charge = result.report.charge
+        charge = step.report.charge
         # Only the class means of a batch contain what features reveal. Other bounds are about the
         # label beyond that, and only figures adjusted for it are held against them.
         is_raw = charge.adversary is Adversary.CLASS_MEANS
         self._alarm.note_charge(batch.epoch, charge.sum_kl if is_raw else math.inf)
         if self.monitor is None or self._settings is None:
             return
-        clean = {"cut": result.raw} if self._settings.reference == "clean" else None
-        known = result.slopes
+        clean = {"cut": step.gradients} if self._settings.reference == "clean" else None
+        known = step.slopes
         self.monitor.submit(
             batch,
-            {"cut": result.defended},
-            result.labels,
+            {"cut": step.defended},
+            step.labels,
             clean,
-            result.activation if self.monitor.needs_activations else None,
-            None if known is None else KnownPredictions(result.probabilities, known),
+            step.activation if self.monitor.needs_activations else None,
+            None if known is None else KnownPredictions(step.probabilities, known),
         )
 
     def note_evaluation(self, evaluation: Evaluation) -> None:

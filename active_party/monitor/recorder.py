@@ -4,13 +4,13 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from splitveil.active_party.defenses.interface import Step
 from splitveil.active_party.monitor import stated_bounds
 from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.monitor.leak_watch import LeakWatch
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.predictions import PredictionFigures
-from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.privacy.figures import LeakBounds, LeakFigures, NumberFigures
 from splitveil.common.record.lines import EvaluationLine, LedgerLine, TrainingLine
@@ -84,18 +84,18 @@ class ActiveRecorder(RunRecorder):
             bounds.in_words(),
         )
 
-    def on_step(self, batch: Batch, result: StepResult) -> None:
+    def on_step(self, batch: Batch, step: Step) -> None:
         with self._status.phases(Phase.RECORD):
-            loss = float(result.loss.detach())
+            loss = float(step.loss.detach())
             if batch.step == 0:
                 self._epoch_losses.clear()
             self._epoch_losses.append(loss)
             self._steps += 1
-            line = TrainingLine(batch.epoch, batch.step, loss, result.report.noise_power)
+            line = TrainingLine(batch.epoch, batch.step, loss, step.report.noise_power)
             self._metrics.write(
                 line, charted=self._steps <= _ALL_CHARTED or self._charting.is_due()
             )
-            self._watch.note_step(batch, result)
+            self._watch.note_step(batch, step)
             if self._progress is not None:
                 shown = {}
                 if self._bounds is not None:

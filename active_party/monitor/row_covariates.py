@@ -23,8 +23,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from splitveil.active_party.defenses.interface import Step
 from splitveil.active_party.training.label_kinds import LabelKind
-from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.data.features import Features
 from splitveil.common.privacy.beyond_features import Covariates
 from splitveil.common.run.course import Batch
@@ -109,20 +109,20 @@ class RowCovariates:
         """The latest visits as the last epoch left them that counts; never changed in place."""
         self._held_out = math.nan
 
-    def note_step(self, batch: Batch, result: StepResult) -> None:
+    def note_step(self, batch: Batch, step: Step) -> None:
         slots = self._slots[batch.positions]
         stored: npt.NDArray[np.intp] = np.flatnonzero(slots >= 0)
         if not len(stored):
             return
         visited = slots[stored]
         rows, among = torch.from_numpy(visited), torch.from_numpy(stored)
-        self._latest.note(rows, _thinned(result.activation.detach().flatten(start_dim=1), among))
-        predictions = result.probabilities.detach().cpu().reshape(-1, self._num_logits)
+        self._latest.note(rows, _thinned(step.activation.detach().flatten(start_dim=1), among))
+        predictions = step.probabilities.detach().cpu().reshape(-1, self._num_logits)
         self._predictions.index_copy_(0, rows, predictions.float().index_select(0, among))
         self._unsummed[visited] = True
         if not self._knows_rows:
-            self._note_own(rows, among, result.own)
-            labels = result.labels.detach().reshape(-1).cpu()[among]
+            self._note_own(rows, among, step.own)
+            labels = step.labels.detach().reshape(-1).cpu()[among]
             self._labels[rows] = labels.to(self._kind.stored_type)
 
     def note_held_out(self, figure: float) -> None:

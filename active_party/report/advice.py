@@ -52,7 +52,7 @@ def defense_at(run: RunFiles, target: float) -> DefenseSettings | None:
     context = _context(run)
     own = defense_of(run.active.setting("defense") or {})
     found = None if own is None else own.at_leak_auc(target, context)
-    if found is not None and found.traits.coverage.adversary.includes(Adversary.ANYBODY):
+    if found is not None and found.traits.adversary.includes(Adversary.ANYBODY):
         return found
     several = {"posterior": "model"} if context.num_classes > 2 else {}
     other = defense_of({"name": "noisy_label", "mechanism": {"kind": "gaussian"} | several})

@@ -1,12 +1,8 @@
-"""The answer to the report's question, for laypeople in statistics: words and a picture."""
+"""The answer to the report's question, for laypeople in statistics: in words."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from markupsafe import Markup
-
-from splitveil.active_party.report.run_files import PartyFiles
 from splitveil.common.data.label_range import ONE_NUMBER
-from splitveil.common.party.report_parts import ScaleRow, columns_row, picture
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.figures import NumberBeyond
 from splitveil.common.record.assessment import Finding, LeakAssessment
@@ -26,16 +22,19 @@ _WHOSE: Mapping[Adversary, tuple[str, str]] = {
 }
 
 
-def answer(assessment: LeakAssessment, num_classes: int, passed: str) -> str:
-    """Say for whom there is a bound, and what it means; ``passed`` names figures above it."""
-    distinguishes = _distinguishes(num_classes)
+def answer(assessment: LeakAssessment, num_classes: int, label: str, passed: str) -> str:
+    """Say for whom there is a bound, and what it means; ``passed`` names figures above it.
+
+    ``label`` names the positive one of two classes, as ``churned: yes``.
+    """
+    distinguishes = _distinguishes(num_classes, label)
     if assessment.adversary is None or assessment.bound is None:
         return (
             f"Nothing in this run limits how well the other company {distinguishes}. Guessing is "
             "right in 50 of 100 pairs."
         )
     if assessment.adversary is Adversary.ANYBODY and assessment.bound == 0.5:
-        return "This run tells nobody anything of our labels beyond what their own data reveal."
+        return "This run tells nobody anything of the labels beyond what their own data reveal."
     pairs = f"{float(auc_at_most(assessment.bound)) * 100:g} of 100 pairs"
     who, others = _WHOSE[assessment.adversary]
     if assessment.adversary is Adversary.ANYBODY and not assessment.is_proved:
@@ -87,50 +86,11 @@ def number_in_words(found: NumberBeyond | None) -> str:
     )
 
 
-def drawn(
-    assessment: LeakAssessment,
-    of_number: NumberBeyond | None,
-    target: float | None,
-    passives: Sequence[PartyFiles],
-) -> Markup:
-    """Draw what labels and columns give away on one scale; a leak AUC of 1/2 is 0, and 1 is 1.
-
-    Of columns, only their owner has a figure: it is drawn where its files are on this machine.
-    """
-    most = None if target is None else 2 * target - 1
-    rows = [ScaleRow("Labels: no bound", "muted", 0.0, 1.0, most=most)]
-    if assessment.bound is not None:
-        share = 2 * float(auc_at_most(assessment.bound)) - 1
-        words = f"Labels: at most {share:.3f} ({assessment.adversary})"
-        rows = [ScaleRow(words, "guarantee", 0.0, share, most=most)]
-    if assessment.has_gradients:
-        rows.append(_attack_row(assessment, of_number))
-    columns = [
-        columns_row(found, one.setting("max_exposure"), f" ({one.name})" * (len(passives) > 1))
-        for one in passives
-        if (found := one.disclosure) is not None
-    ]
-    unknown = ScaleRow("Columns: their owner's report has the figure", "muted")
-    return picture([*rows, *(columns or [unknown])])
-
-
-def _attack_row(assessment: LeakAssessment, of_number: NumberBeyond | None) -> ScaleRow:
-    strongest = assessment.strongest
-    if of_number is not None:
-        found = of_number.low, of_number.high, of_number.r2
-    elif strongest is not None:
-        leak = (strongest.leak.low, strongest.leak.high, strongest.leak.value)
-        low, high, value = (max(2 * one - 1, 0.0) for one in leak)
-        found = low, high, value
-    else:
-        return ScaleRow(f"Strongest attack: {assessment.not_measured}", "muted")
-    words = f"Strongest attack: {found[2]:.3f} ({found[0]:.3f} to {found[1]:.3f})"
-    return ScaleRow(words, "measured", *found)
-
-
-def _distinguishes(num_classes: int) -> str:
+def _distinguishes(num_classes: int, label: str) -> str:
     if num_classes == ONE_NUMBER:
         return "distinguishes a label at one end of the range from one at the other"
     if num_classes > 2:
         return "distinguishes rows of two classes, even of those that are separated best,"
-    return "distinguishes a positive from a negative row"
+    if label:
+        return f"distinguishes a row with “{label}” from one without"
+    return "distinguishes a row with one label from one with the other"

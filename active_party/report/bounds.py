@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from splitveil.active_party.defenses import DefenseSettings
 from splitveil.active_party.defenses.noisy_sums import COMPUTATIONAL
-from splitveil.active_party.defenses.section import AGAINST_CLASS_MEANS, Coverage
+from splitveil.active_party.defenses.section import Traits
 from splitveil.active_party.report.figures import ABSENT, TableRow, figure
 from splitveil.active_party.report.run_files import RunFiles, is_one_shot
 from splitveil.common.privacy.adversary import Adversary
@@ -68,17 +68,17 @@ def defense_of(settings: Mapping[str, Any]) -> DefenseSettings | None:
         return None
 
 
-def coverage_of(defense: Mapping[str, Any]) -> Coverage:
+def coverage_of(defense: Mapping[str, Any]) -> Traits:
     """Return the peers whom the charges of a defense describe, by its settings as plain values."""
     found = defense_of(defense)
-    return AGAINST_CLASS_MEANS if found is None else found.traits.coverage
+    return Traits() if found is None else found.traits
 
 
 def why_not_anybody(run: RunFiles, peers: Adversary) -> str:
     """Return in words why the ledger's bound holds for some peers only."""
     if is_one_shot(run) and not run.active.setting("contract", "release"):
         return ""
-    adversary, why = coverage_of(run.active.settings.get("defense", {}))
+    adversary, why, *_ = coverage_of(run.active.settings.get("defense", {}))
     if adversary is peers or not adversary.includes(peers):
         return COMPUTATIONAL if _releases_sums(run) else why
     return (

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from splitveil.active_party.report import (
     answer,
     bounds,
+    cover,
     decision,
     figures,
     panels,
@@ -27,7 +28,14 @@ from splitveil.active_party.report.run_files import RunFiles, read_run
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import read_predictions
 from splitveil.common.errors import SettingsError, SplitveilError
-from splitveil.common.party.report_parts import circumstances, read_traffic, render, traffic_rows
+from splitveil.common.party.cover import COVER
+from splitveil.common.party.report_parts import (
+    circumstances,
+    picture,
+    read_traffic,
+    render,
+    traffic_rows,
+)
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import ATTACKS, needs_of
 from splitveil.common.privacy.figures import LeakBounds
@@ -63,8 +71,11 @@ def write_report(
     run = read_run(run_dir)
     if target_leak_auc is not None:
         run = run.with_target(target_leak_auc)
-    path = output or run.folder / "active" / "report.html"
-    write_text_atomically(path, report_page(run))
+    path = output or run.active.folder / "report.html"
+    if output is None:  # the pages name each other by their places
+        leak = bounds.assessment_of(run)
+        cover.write(run, leak, decision.decide(run, leak))
+    write_text_atomically(path, report_page(run, has_cover=output is None))
     return path
 
 
@@ -87,7 +98,7 @@ def try_to_report(run_dir: Path) -> None:
         logger.exception("the report could not be written; %s %s", _REPORT_LATER, run_dir)
 
 
-def report_page(run: RunFiles) -> str:
+def report_page(run: RunFiles, *, has_cover: bool = False) -> str:
     """Return the report of one run as HTML; the same files give the same bytes."""
     series = run_files.leak_series(run)
     findings = [figures.finding_of(one) for one in series]
@@ -99,6 +110,7 @@ def report_page(run: RunFiles) -> str:
         _PACKAGE,
         "report.html.jinja",
         title=run.name,
+        cover=COVER if has_cover else None,
         defense=_defense(run),
         has_ended=run.active.has_ended,
         summary=run.active.summary,
@@ -107,13 +119,11 @@ def report_page(run: RunFiles) -> str:
         leak=leak,
         decision=decided,
         question=answer.QUESTION,
-        answer=answer.answer(leak, classes, decided.passed),
+        answer=answer.answer(leak, classes, run_files.label_of(run), decided.passed),
         strongest=answer.number_in_words(of_leak.strongest_of_numbers)
         if run_files.is_of_numbers(run) and leak.has_gradients
         else answer.strongest_in_words(leak),
-        drawn=answer.drawn(
-            leak, of_leak.strongest_of_numbers, decision.target_of(run)[0], run.passives
-        ),
+        drawn=picture([*cover.figures(run, leak).values()]),
         epsilon=of_leak.beyond and of_leak.beyond.epsilon,
         why_not_anybody=""
         if leak.adversary is None

@@ -129,6 +129,13 @@ def num_classes(run: RunFiles) -> int:
     return len(declared) if isinstance(declared, list) else 2
 
 
+def label_of(run: RunFiles) -> str:
+    """Return the label that counts as positive, as ``churned: yes``; empty if not declared."""
+    column = run.active.setting("data", "label_column")
+    value = run.active.setting("data", "positive_label")
+    return "" if column is None else f"{column}: {1 if value is None else value}"
+
+
 def is_of_numbers(run: RunFiles) -> bool:
     return num_classes(run) == ONE_NUMBER
 

@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 import torch
 
+from splitveil.active_party.defenses.interface import Step
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import LeakBudget
 from splitveil.active_party.run.parties import OpenQuestion, PassivePeer, PassivePeers, Reply
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.active_party.training.aggregation import aggregate, parts_of
 from splitveil.active_party.training.evaluation import Evaluation, Evaluator, HeldOutPredictions
-from splitveil.active_party.training.top_trainer import StepResult, TopTrainer
+from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.errors import OutOfStep
 from splitveil.common.privacy.charge import Charge
 from splitveil.common.run.contract import Contract
@@ -29,13 +30,6 @@ from splitveil.common.run.host_copies import to_host
 from splitveil.common.run.messages import Activation, Answer, Course, DefendedGradient
 from splitveil.common.run.progress import Progress, State
 from splitveil.common.run.sample_order import Positions
-
-
-class AnsweredStep(NamedTuple):
-    """A training step that was answered, and that the top model may not have learned from yet."""
-
-    batch: Batch
-    result: StepResult
 
 
 class TrainingSetup(NamedTuple):
@@ -81,7 +75,7 @@ class Answering:
         self._run_id = run_id
         self._parties = parties
         self._evaluator = evaluator
-        self.unlearned: AnsweredStep | None = None
+        self.unlearned: tuple[Batch, Step] | None = None
         """The step that the top model has still to learn from."""
         self.is_midway = False
         """True if a change of the state has failed, so that it must not be saved."""
@@ -165,7 +159,7 @@ class Answering:
                 self._reply(transferred)
             return transferred
         questions = self.questions.of_batch(self.batch_number, fingerprints)
-        result: StepResult | None = None
+        step: Step | None = None
         with self.changing():
             if batch.split in ("labels", "sums"):
                 key = questions.answer_key
@@ -173,8 +167,8 @@ class Answering:
                 parts: Sequence[DefendedGradient] = [defended] * len(asked)
             else:
                 cut = aggregate(aggregation, [question.activation.values for question in asked])
-                result = self.trainer.gradient(batch.positions, cut, questions.answer_key)
-                defended, report = to_host(result.defended), result.report
+                step = self.trainer.gradient(batch.positions, cut, questions.answer_key)
+                defended, report = to_host(step.defended), step.report
                 parts = parts_of(aggregation, defended, len(asked))
             charge = report.charge.narrowed(self.budget.peers)
             is_repeated, log = questions.admission(charge, defended, where)
@@ -183,8 +177,8 @@ class Answering:
                 self.questions.sync()
             replies = [Answer(q.activation.batch, p) for q, p in zip(asked, parts, strict=True)]
             self._reply(replies)
-        if result is not None:
-            self.unlearned = AnsweredStep(batch, result)
+        if step is not None:
+            self.unlearned = batch, step
         return replies
 
     def evaluate(self, batch: Batch) -> tuple[Evaluation | None, Sequence[Reply]]:

@@ -151,8 +151,8 @@ class Lifecycle:
         self._preparation.begin_with(stored)
         setup = self._preparation.prepare(identity.file_rows, identity.seed, self._store)
         self._announce(setup, identity.seed)
-        check_noise_key(stored, setup.trainer.noise_key)
         identity.check_data(setup.trainer.data_digest)
+        check_noise_key(stored, setup.trainer.noise_key)
         questions = AnsweredQuestions(stored["secret"], self._store.answers())
         answering = self._answer_with(setup, questions)
         self.stages.move_to(Stage.REJOINING)
@@ -250,10 +250,10 @@ class Lifecycle:
         if isinstance(answering, Unaligned):
             return
         if answering.unlearned is not None:
-            batch, result = answering.unlearned
+            batch, step = answering.unlearned
             with answering.changing():
                 answering.learn()
-                self.observer.on_step(batch, result)
+                self.observer.on_step(batch, step)
                 if batch.closes_split:
                     self._report_ledger(batch.epoch)
         if answering.progress.checkpoint_due and not answering.is_midway:

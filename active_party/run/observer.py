@@ -2,8 +2,8 @@
 
 from typing import Any, Protocol
 
+from splitveil.active_party.defenses.interface import Step
 from splitveil.active_party.training.evaluation import Evaluation
-from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.progress import State
@@ -18,7 +18,7 @@ class SessionObserver(Protocol):
     def on_resumed(self, epoch: int | None) -> None:
         """Note a resume from a checkpoint, in an epoch, or at the run's end if that is None."""
 
-    def on_step(self, batch: Batch, result: StepResult) -> None:
+    def on_step(self, batch: Batch, step: Step) -> None:
         """Note that a training step was answered, and that the top model has learned from it."""
 
     def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:

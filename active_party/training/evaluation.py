@@ -19,7 +19,6 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from torch import Tensor
 
-from splitveil.active_party.settings import EarlyStopping
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.common.errors import SettingsError
@@ -54,8 +53,8 @@ class EarlyStop:
     It is an AUC, or for labels that are numbers an error with a minus sign.
     """
 
-    def __init__(self, settings: EarlyStopping) -> None:
-        self._settings = settings
+    def __init__(self, patience_epochs: int) -> None:
+        self._patience_epochs = patience_epochs
         self._best = -math.inf
         self._epochs_without_gain = 0
 
@@ -68,12 +67,12 @@ class EarlyStop:
 
     def should_stop(self, reached: float) -> bool:
         """Take in one epoch's score and return whether the patience is used up."""
-        if reached > self._best + self._settings.min_gain:
+        if reached > self._best:
             self._best = reached
             self._epochs_without_gain = 0
         else:
             self._epochs_without_gain += 1
-        return self._epochs_without_gain >= self._settings.patience_epochs
+        return self._epochs_without_gain >= self._patience_epochs
 
 
 class Evaluator:

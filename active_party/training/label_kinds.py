@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.active_party.defenses import objective
-from splitveil.active_party.defenses.interface import LabelledRows
+from splitveil.active_party.defenses.interface import Step
 from splitveil.active_party.training.predictions import (
     LossWeights,
     PredictionFigures,
@@ -24,7 +24,6 @@ from splitveil.active_party.training.predictions import (
     probabilities_of,
     weighted_cross_entropy,
 )
-from splitveil.common.data.features import Features
 from splitveil.common.data.label_range import LabelRange
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.models.data_parallel import DataParallelModel, go_on
@@ -180,26 +179,25 @@ class OrdinaryObjective:
         self._class_weights = class_weights
         self._kind = kind
 
-    def compute(
-        self, activation: Tensor, own: Features | None, targets: Tensor, batch: LabelledRows
-    ) -> objective.StepOutcome:
+    def compute(self, step: Step, /) -> None:
         """Compute the gradient at the cut layer, and nothing else.
 
         The model's own gradients follow in ``learn``, so that the peer need not wait for them.
         """
         if self.parallel is None:
-            outputs = self.model(activation, own)
+            outputs = self.model(step.activation, step.own)
         else:
-            outputs = self.parallel(batch.rows, activation)
-        weights, kind = LossWeights(batch.weights, self._class_weights), self._kind
-        loss = kind.loss(outputs, targets, weights)
-        (raw,) = torch.autograd.grad(loss, activation, retain_graph=True)
+            outputs = self.parallel(step.rows, step.activation)
+        weights, kind = LossWeights(step.weights, self._class_weights), self._kind
+        loss = kind.loss(outputs, step.targets, weights)
+        (step.gradients,) = torch.autograd.grad(loss, step.activation, retain_graph=True)
         if not self._learns_targets:
-            loss = kind.loss(outputs, batch.labels, weights)
-        return objective.StepOutcome(raw, kind.predicted(outputs.detach()), loss, logits=outputs)
+            loss = kind.loss(outputs, step.labels, weights)
+        step.probabilities, step.loss = kind.predicted(outputs.detach()), loss
+        step.outputs = outputs
 
-    def learn(self, outcome: objective.StepOutcome, /) -> None:
-        objective.descend(outcome.loss, self._trained, self._optimizer)
+    def learn(self, step: Step, /) -> None:
+        objective.descend(step.loss, self._trained, self._optimizer)
         self.schedule.step()
 
     def state_dict(self) -> State:

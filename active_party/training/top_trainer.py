@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -10,17 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from splitveil.active_party.defenses import (
-    AnswerKeys,
-    Defended,
-    DefendedGradient,
-    Defense,
-    DefenseReport,
-    RawBatch,
-)
-from splitveil.active_party.defenses.interface import LabelledRows
+from splitveil.active_party.defenses.interface import Defended, Defense, Step
+from splitveil.active_party.defenses.noise import AnswerKeys
 from splitveil.active_party.defenses.noisy_sums import NoisySums
-from splitveil.active_party.defenses.objective import Objective, StepOutcome
+from splitveil.active_party.defenses.objective import Objective
 from splitveil.active_party.training.boosting import WithTrees
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.active_party.training.own_models import CutMemory, KnownRows
@@ -52,32 +44,13 @@ class TrainingRows(NamedTuple):
     digest: str = ""  # distinguishes these data from other data when the run is resumed later
     noise_key: str = ""  # names the key of the noise that belongs to examples, if there is one
     persons: NDArray[np.uint8] | None = None
-    """Name of the person whom each row is about, (aligned, 16); None if every row has its own."""
+    """Names of the persons of all rows of the table, (rows, 16); None if rows count alone."""
     weights: LossWeights = LossWeights()
     training: Tensor | None = None
     """Positions of the training rows, (training rows,) int64, ascending, if the activations of all
     rows are to be remembered; None if nothing needs them."""
     kind: LabelKind = CLASS_LABELS
     refit: Refit | None = None  # what fits a new top model to these rows once the run is over
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of one training step, before the top model has learned from it."""
-
-    raw: Tensor  # gradient at the cut layer, (batch, *cut_shape); never leaves this party
-    defended: DefendedGradient  # the gradient that is sent in its place, same shape
-    report: DefenseReport
-    labels: Tensor  # (batch,), float
-    probabilities: Tensor
-    """The model's predictions, (batch,) for label 1 or of a number, or (batch, classes)."""
-    loss: Tensor  # cross entropy or squared error of the prediction, mean over the batch
-    activation: Tensor  # the aggregated activation, (batch, *cut_shape), without a graph
-    slopes: Tensor | None = None
-    """The gradient at the cut layer for each unit of a logit's residual p - y, which holds no
-    label: (batch, *cut_shape), or (batch, classes, *cut_shape). None if nobody asked, or if the
-    gradient is not that of a cross entropy."""
-    own: Features | None = None
 
 
 class TopTrainer:
@@ -110,7 +83,7 @@ class TopTrainer:
         self._answer_keys = answer_keys
         self._gives_slopes = gives_slopes
         self._refit = rows.refit
-        self._unlearned: tuple[StepOutcome, Tensor, Tensor] | None = None
+        self._unlearned: Step | None = None
         self._training = rows.training
         self.memory = None if rows.training is None else CutMemory(len(rows.labels), device)
 
@@ -140,7 +113,7 @@ class TopTrainer:
 
     def gradient(
         self, positions: Positions, activation: Tensor, answer_key: bytes | None = None
-    ) -> StepResult:
+    ) -> Step:
         """Compute the gradient at the cut layer and defend it.
 
         Everything that need not come before the answer follows in ``learn``, so that the peer need
@@ -149,49 +122,32 @@ class TopTrainer:
         self.learn()
         if self._answer_keys is not None and answer_key is not None:
             self._answer_keys.begin(answer_key)
-        rows = torch.from_numpy(positions.copy()).to(self._device)
-        cut = to_device(activation, self._device, torch.float32).requires_grad_()
-        labels = self._labels.index_select(0, rows)
-        values = cut.detach()
-        weights = None if self._weights.of_rows is None else self._weights.of_rows[rows]
-        batch = LabelledRows(rows, labels, values, lambda: self._logits(rows, values), weights)
-        with self._defending("the defense has no targets to train on"):
-            targets = self.defense.targets(batch)
-        in_training_mode(self.model)
-        own = self._own(rows)
-        with self.phases(Phase.FORWARD):
-            outcome = self._objective.compute(cut, own, targets, batch)
-            slopes = _slopes(outcome.logits, cut, weights) if self._gives_slopes else None
-            if slopes is not None:
-                slopes *= self.kind.slope_of_residual
-        defended, report = self._defend(outcome, labels, positions, slopes)
-        self._unlearned = outcome, rows, cut
-        return StepResult(
-            outcome.raw,
-            defended,
-            report,
-            labels,
-            outcome.probabilities,
-            outcome.loss.detach(),
-            cut.detach(),
-            slopes,
-            own,
-        )
-
-    def _defend(
-        self, outcome: StepOutcome, labels: Tensor, positions: Positions, slopes: Tensor | None
-    ) -> Defended:
+        positions = positions.copy()
+        rows = torch.from_numpy(positions).to(self._device)
+        cut = to_device(activation, self._device, torch.float32).detach()
         keys = self._example_keys
-        batch = RawBatch(
-            outcome.raw,
-            labels,
-            None if keys is None else keys[torch.from_numpy(positions.copy())],
-            outcome.probabilities,
-            outcome.label_move,
-            slopes if outcome.probabilities.ndim == 1 else None,
+        step = Step(
+            labels=self._labels.index_select(0, rows),
+            example_keys=None if keys is None else keys[torch.from_numpy(positions)],
+            rows=rows,
+            activation=cut,
+            logits=lambda: self._logits(rows, cut.detach()),
+            weights=None if self._weights.of_rows is None else self._weights.of_rows[rows],
+            own=self._own(rows),
         )
+        with self._defending("the defense has no targets to train on"):
+            step.targets = self.defense.targets(step)
+        in_training_mode(self.model)
+        with self.phases(Phase.FORWARD):
+            cut.requires_grad_()
+            self._objective.compute(step)
+            if self._gives_slopes:
+                step.slopes = _slopes(step, self.kind.slope_of_residual)
+        step.activation = cut.detach()
         with self._defending("a gradient cannot be defended"):
-            return self.defense.defend(batch)
+            step.defended, step.report = self.defense.defend(step)
+        self._unlearned = step
+        return step
 
     @contextmanager
     def _defending(self, failure: str) -> Iterator[None]:
@@ -206,10 +162,11 @@ class TopTrainer:
         """Let the top model learn from the last step, and note its activations, if not yet done."""
         if self._unlearned is None:
             return
-        outcome, rows, cut = self._unlearned
+        step = self._unlearned
         with self.phases(Phase.BACKWARD):
-            self._objective.learn(outcome)
-        self.note(rows, cut)
+            self._objective.learn(step)
+        step.loss, step.outputs = step.loss.detach(), None  # without the graph
+        self.note(step.rows, step.activation)
         self._unlearned = None  # only now: half-learned weights must not count as a state
 
     def refitted(self, *, may_stay: bool = True) -> nn.Module | None:
@@ -308,13 +265,15 @@ class TopTrainer:
         return None if self._features is None else self._features.rows(rows)
 
 
-def _slopes(logits: Tensor | None, cut: Tensor, weights: Tensor | None) -> Tensor | None:
+def _slopes(step: Step, of_residual: float) -> Tensor | None:
     """Return each logit's slope in each row's activation, times the row's share of the loss."""
+    logits, cut, shares = step.outputs, step.activation, step.weights
     if logits is None:
         return None
-    shares = logits.new_ones(len(logits)) if weights is None else weights
+    shares = logits.new_ones(len(logits)) if shares is None else shares
     if logits.ndim == 1:
         (slopes,) = torch.autograd.grad(logits, cut, shares, retain_graph=True)
-        return slopes / len(cut)
-    of_classes = [torch.autograd.grad(one, cut, shares, retain_graph=True)[0] for one in logits.T]
-    return torch.stack(of_classes, dim=1) / len(cut)
+    else:
+        each = [torch.autograd.grad(one, cut, shares, retain_graph=True)[0] for one in logits.T]
+        slopes = torch.stack(each, dim=1)
+    return of_residual * (slopes / len(cut))

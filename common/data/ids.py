@@ -363,18 +363,11 @@ def read_subjects(
     selection = select_columns(settings, source)
     if any(column in way for way in selection.chosen):
         raise SettingsError(f"{SUBJECTS}: {column!r} is a feature, too: leave it out there")
-    check_columns_exist([column], source.column_names(), source.name)
+    where = f"{SUBJECTS}: {source.name}"
+    check_columns_exist([column], source.column_names(), where)
     check_rules(settings, id_rules)
     is_id = column in settings.id_columns
     rule = id_rules[settings.id_columns.index(column)] if is_id else AS_WRITTEN[0]
     named = settings.model_copy(update={"id_column": column})
-    entries = part_ids(named, [rule], source.read([column]), source.name)
+    entries = part_ids(named, [rule], source.read([column]), where)
     return np.array(CanonicalForm([rule]).of(entries), dtype=object)
-
-
-def numbered_subjects(subjects: NDArray[np.object_]) -> NDArray[np.int64]:
-    """Return a number for each row, equal for rows of one person; one without has its own."""
-    _, numbers = np.unique(subjects, return_inverse=True)
-    without = np.flatnonzero(subjects == "")
-    numbers[without] = len(subjects) + np.arange(len(without))
-    return numbers.astype(np.int64)

@@ -153,9 +153,6 @@ class StoreSettings(Section):
     account: ColumnName | None = None
     """Storage account, required by ``abfs://`` addresses."""
 
-    anonymous: bool = False
-    """Use no credentials, for a public bucket."""
-
 
 class ParquetSource(FileSource):
     """A Parquet file, or several that are read as one table.
@@ -214,10 +211,11 @@ IN_MEMORY = ":memory:"
 class SqlSource(CacheableSource):
     """The result of a query, read by ADBC; needs ``pip install splitveil[sql]``.
 
-    The query runs once. Its result is kept as a Parquet file, which later commands read: a database
-    promises no order of rows and changes under a run, and a resumed run needs the rows that it
-    began with. The query runs again if the query, the database's address or ``snapshot`` changes,
-    and for SQLite and DuckDB also after the database file has changed.
+    The query runs once. Its result is kept as a Parquet file in ``cache_dir``, by default in the
+    folder ``snapshots`` beside the settings file, readable by this user only, and later commands
+    read it: a database promises no order of rows and changes under a run, and a resumed run needs
+    the rows that it began with. The query runs again if the query, the database's address or
+    ``snapshot`` changes, and for SQLite and DuckDB also after the database file has changed.
     """
 
     kind: Literal["sql"]
@@ -241,9 +239,6 @@ class SqlSource(CacheableSource):
 
     snapshot: Annotated[str, Mark.SAME_ROWS, Mark.UNCACHED] = ""
     """Any text, such as a date. Change it to run the query again."""
-
-    snapshot_dir: Annotated[PathText, Mark.SAME_ROWS] = "snapshots"
-    """Folder for the results of queries, readable by this user only; written like a path."""
 
     @model_validator(mode="after")
     def _has_one_address(self) -> "SqlSource":

@@ -1,6 +1,6 @@
 """Runs a query once and keeps its result as a Parquet file, which every later command reads.
 
-    <snapshot_dir>/query-<key>.parquet
+    <cache_dir>/query-<key>.parquet
 
 The key is a digest of the query, the driver, the database's address, the text of ``snapshot`` and,
 for SQLite and DuckDB, the size and modification time of the database file. The file gets its name
@@ -61,7 +61,7 @@ def snapshot_of(settings: SqlSource, base_dir: Path) -> Path:
     digest = hashlib.sha256(json.dumps(key).encode())
     if settings.driver in _JOURNALS and address != IN_MEMORY:
         digest.update(json.dumps(_stamps(Path(address), _JOURNALS[settings.driver])).encode())
-    folder = expand_path("snapshot_dir", settings.snapshot_dir, base_dir)
+    folder = expand_path("cache_dir", settings.cache_dir or "snapshots", base_dir)
     path = folder / f"query-{digest.hexdigest()[:16]}.parquet"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

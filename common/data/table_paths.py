@@ -82,16 +82,13 @@ def _open_store(settings: ParquetSource, bucket: str) -> Any:
     match settings.scheme:
         case "s3":
             return fs.S3FileSystem(
-                anonymous=store.anonymous,
                 region=_region(settings, bucket),
                 connect_timeout=CONNECT_TIMEOUT_S,
                 request_timeout=REQUEST_TIMEOUT_S,
                 **endpoint,
             )
         case "gs":
-            return fs.GcsFileSystem(
-                anonymous=store.anonymous, retry_time_limit=RETRY_TIME, **endpoint
-            )
+            return fs.GcsFileSystem(retry_time_limit=RETRY_TIME, **endpoint)
         case _:
             authorities = {
                 f"{service}_storage_{part}": value

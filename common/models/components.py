@@ -156,20 +156,14 @@ class ComponentsBottom(nn.Module):
             deviations = variances ** (1 / 4) if is_final else torch.full_like(variances, math.inf)
             self._set(slice(None), scaled, -mean @ scaled, deviations)
 
-    def before_labels(self, blocks: Blocks, names: Sequence[str]) -> Tensor:
-        """Choose the bits, and return what a score needs of a table's rows and columns' names.
+    def before_labels(self, blocks: Blocks) -> Tensor:
+        """Choose the bits, and return what a score needs of a table's rows.
 
         A bit says on which side of the mean a row lies along a principal component of codes that
         are scaled half way to equal variance: it is dense, and the next ones tell little of it.
 
         Raises SettingsError for what could not be fitted to any labels: their release is charged.
         """
-        settings = self.settings
-        chosen = settings.columns_from or () if isinstance(settings, ScoreModel) else ()
-        if unknown := sorted({*chosen} - {*names}):
-            raise SettingsError(
-                f"bottom_model.columns_from: no columns of data.features: {', '.join(unknown)}"
-            )
         if self.num_codes > MOST_DENSE:
             raise SettingsError(
                 f"bottom_model: a score is fitted to at most {MOST_DENSE:,} codes, and the columns "
@@ -263,7 +257,7 @@ class ComponentsBottom(nn.Module):
         if isinstance(settings, ScoreModel) and settings.columns is not None:
             worth = {
                 name: Ridge(statistics, np.flatnonzero(of_code == name)).evidence
-                for name in settings.columns_from or sorted({*names})
+                for name in sorted({*names})
             }
             best = sorted(worth, key=lambda name: -worth[name])[: settings.columns]
             _logger.info("beside the score: components of %s", ", ".join(best))

@@ -287,7 +287,7 @@ def hidden_layers(
 def _input_of(settings: DenseModel | WideDeepModel, shapes: FeatureShapes) -> FeatureInput:
     if not isinstance(settings, TabularModel):
         return FeatureInput(shapes, settings.embedding_dim)
-    embedded = FeatureInput(shapes, settings.embedding_dim, settings.number_dim)
+    embedded = FeatureInput(shapes, settings.embedding_dim, number_dim=settings.embedding_dim)
     for table in embedded.tables():  # torch's N(0, 1) would drown the numbers at first
         bound = settings.embedding_dim**-0.5
         nn.init.uniform_(table.weight, -bound, bound)

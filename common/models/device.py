@@ -18,6 +18,7 @@ from splitveil.common.text.imports import first_line
 _logger = logging.getLogger(__name__)
 
 _DRIVER = Path("/proc/driver/nvidia")
+_memory: Any = torch.utils.deterministic  # it sets the attribute, which no stub has
 
 
 def torch_device(device: str, local_rank: int = 0) -> torch.device:
@@ -72,6 +73,8 @@ def use_device(device: str, local_rank: int = 0, *, deterministic: bool = True) 
         # Read when CUDA starts, which it has not done so far in a party's process.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)  # those of cuDNN, too
+        # Else every new tensor is filled with NaN first; nothing here reads one before it is set.
+        _memory.fill_uninitialized_memory = False
     return found
 
 
@@ -80,12 +83,14 @@ def restoring_devices() -> Iterator[None]:
     """Restore afterwards what ``use_device`` sets."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     flags = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+    fills = _memory.fill_uninitialized_memory
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
         yield
     finally:
         matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = flags
+        _memory.fill_uninitialized_memory = fills
         if deterministic != torch.are_deterministic_algorithms_enabled():  # it imports for seconds
             torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 

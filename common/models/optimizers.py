@@ -120,13 +120,12 @@ def _build_adam(
             kind(
                 dense,
                 lr=settings.learning_rate,
-                betas=settings.betas,
                 weight_decay=settings.weight_decay,
                 fused=True,  # one kernel for each step, a third of the time on a CPU
             )
         )
     if sparse:
-        parts.append(SparseAdam(sparse, lr=settings.learning_rate, betas=settings.betas))
+        parts.append(SparseAdam(sparse, lr=settings.learning_rate))
     return parts[0] if len(parts) == 1 else JoinedOptimizer(parts)
 
 

@@ -1,6 +1,6 @@
 """Settings of a party's half of the network and of its optimizer."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt, StringConstraints
 
@@ -26,7 +26,7 @@ class DenseModel(Section):
     """Fraction of each hidden layer's values that are dropped in training."""
 
     embedding_dim: int = Field(default=4, ge=1, le=4096)
-    """Length of the vector that stands for a category."""
+    """Length of the vector that stands for a category or, in ``tabular``, for a number."""
 
 
 class MlpModel(DenseModel):
@@ -41,32 +41,26 @@ class MlpModel(DenseModel):
 class TabularModel(DenseModel):
     """Dense layers like ``mlp``, for tables: each number is embedded, too.
 
-    A number's vector is linear between quantiles of the different numbers in the training rows
-    (Gorishniy et al., "On Embeddings for Numerical Features in Tabular Deep Learning", NeurIPS
-    2022), and a number beyond the first or last quantile counts as this. Indicators of gaps, and
-    the numbers that stand for lists, are not embedded.
+    A number's vector is linear between up to 129 quantiles of the different numbers in the
+    training rows (Gorishniy et al., "On Embeddings for Numerical Features in Tabular Deep
+    Learning", NeurIPS 2022), and a number beyond the first or last quantile counts as this.
+    Indicators of gaps, and the numbers that stand for lists, are not embedded.
     """
 
     kind: Literal["tabular"]
-
-    num_bins: int = Field(default=128, ge=2, le=1024)
-    """Most intervals between quantiles of a column of numbers."""
-
-    number_dim: int = Field(default=4, ge=1, le=4096)
-    """Length of the vector that stands for a number."""
+    num_bins: ClassVar = 128
 
 
 class PcaModel(Section):
     """Principal components of a bottom model's columns, fitted to the table without any label.
 
-    Each number is cumulative over bins between quantiles, each category one-hot; ``cut_shape`` says
-    how many components there are. In a run with gradients it trains, and begins as these.
+    Each number is cumulative over up to 16 bins between quantiles, each category one-hot;
+    ``cut_shape`` says how many components there are. In a run with gradients it trains, and begins
+    as these.
     """
 
     kind: Literal["pca"]
-
-    num_bins: int = Field(default=16, ge=2, le=1024)
-    """Most intervals between quantiles of a column of numbers."""
+    num_bins: ClassVar = 16
 
 
 class ScoreModel(PcaModel):
@@ -82,9 +76,6 @@ class ScoreModel(PcaModel):
     columns: int | None = Field(default=None, ge=1)
     """Number of columns whose components stand beside the score: the columns that are worth most by
     the release. By default, components cover all columns."""
-
-    columns_from: tuple[str, ...] | None = None
-    """Names of the columns that ``columns`` may choose; by default all."""
 
     max_column_share: float | None = Field(default=None, gt=0, le=1)
     """The most that one column alone may explain of a score's variance: a label owner that lies
@@ -187,7 +178,7 @@ BottomModelSettings = Annotated[
 
 
 def bins_of(settings: BottomModelSettings) -> int:
-    """Return how many bins a model needs for each column of numbers; 0 for none."""
+    """Return how many bins a model needs at most for a column of numbers; 0 for none."""
     return settings.num_bins if isinstance(settings, TabularModel | PcaModel) else 0
 
 
@@ -221,12 +212,6 @@ class AdamSettings(StepSettings):
 
     learning_rate: float = Field(default=1e-3, gt=0)
     """Step size."""
-
-    betas: tuple[
-        Annotated[float, Field(ge=0, lt=1)],
-        Annotated[float, Field(ge=0, lt=1)],
-    ] = (0.9, 0.999)
-    """Decay rates of the running averages of the gradient and the squared gradient."""
 
 
 class AdamOptimizer(AdamSettings):

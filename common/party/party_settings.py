@@ -63,10 +63,12 @@ class MutualTls(Section):
 
 
 class Insecure(Section):
-    """Plain text between the parties, only for processes on one machine."""
+    """Plain text between the parties, only for processes on one machine.
+
+    It must be requested by name, and both ends must be on loopback.
+    """
 
     mode: Literal["insecure"]
-    """An unprotected connection must be requested by name, and both ends must be on loopback."""
 
 
 SecuritySettings = Annotated[

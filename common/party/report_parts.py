@@ -50,6 +50,7 @@ class ScaleRow(NamedTuple):
     high: float | None = None
     value: float | None = None  # the point of an interval; None for a bar from ``low`` to ``high``
     most: float | None = None  # the limit that was set, as a mark across the row
+    said: str = ""  # a sentence for the cover page
 
 
 def columns_row(disclosure: float, max_exposure: object, whose: str = "") -> ScaleRow:
@@ -57,7 +58,12 @@ def columns_row(disclosure: float, max_exposure: object, whose: str = "") -> Sca
     most = max_exposure if isinstance(max_exposure, int | float) else None
     limit = "" if most is None else f"; limit {most:g}"
     words = f"Columns{whose}: {disclosure:.2f} measured{limit}"
-    return ScaleRow(words, "estimate", 0.0, disclosure, most=most)
+    said = (
+        f"Of 100 wrong guesses of a column's value, {100 * disclosure:.0f} turn right, on average"
+    )
+    of_100 = "" if most is None else f"; limit: {100 * most:g}"
+    said += f" over the columns{of_100}. Measured: other methods may do better."
+    return ScaleRow(words, "estimate", 0.0, disclosure, most=most, said=said)
 
 
 def picture(rows: Sequence[ScaleRow]) -> Markup:

@@ -277,8 +277,8 @@ class BatchCounts(NamedTuple):
         if share <= _SMALL_SHARE:
             return ""
         return (
-            f"The monitor left {share:.0%} of the batches out (leak_monitor.max_cpu_share, "
-            "queue_batches), so that attacks over the whole run are understated."
+            f"The monitor left {share:.0%} of the batches out (leak_monitor.max_cpu_share), "
+            "so that attacks over the whole run are understated."
         )
 
 

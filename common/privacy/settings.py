@@ -122,13 +122,6 @@ class AuditSettings(Section):
     """The attacks that score every audited batch, or accumulate over the run's epochs: names, or
     sections with ``kind: custom``."""
 
-    queue_batches: int = Field(default=8, ge=1, le=1024)
-    """Number of batches that may wait for the audit; further batches are left out.
-
-    The passive party's checkpoints, and so the training, wait for those. The active party's never
-    do, because how long attacks take depends on labels: if its process is killed, it may lose
-    them."""
-
     max_cpu_share: float | None = Field(default=0.03, gt=0, le=1)
     """Largest share of the party's CPU time that the audit may take; ``null`` for no limit.
 
@@ -136,6 +129,10 @@ class AuditSettings(Section):
     that accumulate over a run then see only some batches, and understate what a peer that keeps all
     of them can learn. One second of CPU time is allowed on top, so that short runs are measured
     completely.
+
+    Up to 8 batches wait for the audit, without a limit up to 1,024; further ones are left out. The
+    passive party's checkpoints, and so the training, wait for those. The active party's never do,
+    because how long attacks take depends on labels: if its process is killed, it may lose them.
     """
 
     every_steps: int = Field(default=1, ge=1)

@@ -62,6 +62,7 @@ class LeakAssessment:
     is_proved: bool = False  # whether the bound holds whatever was measured
     has_gradients: bool = True  # whether any were sent that could be attacked
     is_computational: bool = False  # whether the bound needs that nobody breaks a cipher
+    is_of_persons: bool = False  # whether the bound is for all labels of a person together
 
     @property
     def is_complete(self) -> bool:
@@ -83,7 +84,7 @@ class LeakAssessment:
         """``at most .600 for anybody``, or ``no bound``."""
         if self.bound is None or self.adversary is None:
             return "no bound"
-        how = ", computationally" * self.is_computational
+        how = ", computationally" * self.is_computational + ", for each person" * self.is_of_persons
         return f"at most {auc_at_most(self.bound)} for {self.adversary.in_words}{how}"
 
     @property
@@ -149,6 +150,7 @@ def assess_figures(
         measured.feature_auc,
         beyond is not None,
         is_proved,
+        is_of_persons=defense.get("subject_column") is not None,
     )
 
 

@@ -79,7 +79,7 @@ class LeakRecorder:
         self.needs_activations = self._audit.needs_activations
         self._worker = AuditWorker(
             self._audit,
-            settings.queue_batches,
+            8 if settings.max_cpu_share else 1024,
             self._note,
             settings.max_cpu_share,
             None if copied_with is None else self._copy,

@@ -275,6 +275,15 @@ def identity_metadata(model: ModelIdentity, contract: Contract) -> dict[str, str
     }
 
 
+def identity_of(folder: Path) -> tuple[str | None, str | None]:
+    """Return run id and digest of the contract from a party's folder of a run, without weights."""
+    try:
+        found = _metadata(folder / "checkpoint" / WEIGHTS)
+    except (OSError, SafetensorError):
+        return None, None
+    return found.get(_RUN), found.get(_CONTRACT)
+
+
 @dataclass(frozen=True)
 class TrainedModel:
     """One party's half of a trained model, in the ``checkpoint`` folder of the run."""

@@ -78,7 +78,7 @@ def _fit(
         trainer = builder(rows)
         builder.save(folder, trainer.model, ModelIdentity(secrets.token_hex(8), 0))
         if builder.encoder is not None:
-            sample = Sample.draw(np.arange(trainer.num_rows), settings.report.probe_rows)
+            sample = Sample.draw(np.arange(trainer.num_rows))
             try_to_measure(
                 folder, trainer, builder.encoder, len(data.ids), sample, settings=settings
             )

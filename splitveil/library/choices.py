@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 from splitveil.active_party.defenses import CustomDefense, Defense, DefenseSettings
-from splitveil.active_party.defenses.interface import Defended, DefenseReport, RawBatch, release
+from splitveil.active_party.defenses.interface import Defended, DefenseReport, Step, release
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.section import DefenseSection
 from splitveil.common.errors import SettingsError
@@ -137,7 +137,7 @@ def _class_around(function: Callable[..., Any]) -> type[Defense]:
         def __init__(self, _context: object, noise: NoiseSource, **arguments: Any) -> None:
             self._noise, self._arguments = noise, arguments
 
-        def defend(self, batch: RawBatch) -> Defended:
+        def defend(self, batch: Step) -> Defended:
             rows = function(batch.gradients, batch.labels, self._noise, **self._arguments)
             moved = (rows - batch.gradients).square().flatten(1).sum(dim=1).mean()
             return Defended(release(rows.clone(), batch.gradients), DefenseReport(float(moved)))

@@ -45,7 +45,7 @@ class RunPlan:
         equal where ``certainty`` is ``exact``, and missing where it is ``unknown``. A bound is
         missing where there is none for these peers. Without pandas it is a ``pyarrow.Table``.
         """
-        return frame(one.row() for one in self.figures.answers)
+        return frame(self.figures.rows())
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain values, as ``splitveil plan active.yaml --json`` prints them."""
@@ -58,7 +58,7 @@ class RunPlan:
 
     def _repr_html_(self) -> str:
         title = f"defense {self.figures.defense}: what the peer may learn of one example"
-        return as_html(title, [one.row() for one in self.figures.answers], " ".join(self.remarks))
+        return as_html(title, self.figures.rows(), " ".join(self.remarks))
 
 
 class RunExposure:

@@ -37,7 +37,7 @@ class OnEnd(Protocol):
 
 Callback: TypeAlias = Callable[[Run], object] | OnEpoch | OnEnd
 
-EVERY_BATCH: Mapping[str, Any] = {"queue_batches": 1024, "max_cpu_share": None}
+EVERY_BATCH: Mapping[str, Any] = {"max_cpu_share": None}
 """Audits that leave no batch out: figures do not depend on how fast the machine is."""
 
 

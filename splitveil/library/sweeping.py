@@ -43,7 +43,7 @@ NONCES_APART = 1_000_000
 _ERRORS = {one.exit_code: one for one in (SettingsError, DataError)}
 _LAST_LINES = 12
 _CHARTED = {"cut_shape", "batch_size", "epochs", "schedule", "model_seed", "optimizer", "defense"}
-_CHARTED |= {"top_model", "bottom_model", "initial_weights", "early_stopping", "run_budget"}
+_CHARTED |= {"top_model", "bottom_model", "initial_weights", "early_stopping_epochs", "run_budget"}
 _CUSTOM = re.compile(r"\b(kind|name): custom\b")
 
 

@@ -294,7 +294,7 @@ def test_check_prints_every_problem_after_the_resolved_settings(folder: Path, ca
     said = done.out + done.err
     assert done.exit_code == 2
     for text in (
-        "first_contact_s: 3600.0\n",
+        "alignment_attempts: 3\n",
         f"listen: cannot serve at {listen}: ",
         "device: cuda:98 needs a GPU, and torch",
         "nowhere.csv: there is no such file",

@@ -208,7 +208,7 @@ class Halved(Defense):
     def __init__(self, context: object, noise: object, factor: float = 0.5) -> None:
         self._factor = factor
 
-    def defend(self, batch: defenses.RawBatch) -> defenses.Defended:
+    def defend(self, batch: defenses.Step) -> defenses.Defended:
         sent = defenses.release(batch.gradients * self._factor, batch.gradients)
         charge = defenses.Charge(0.25, adversary=defenses.Adversary.ANYBODY)
         return defenses.Defended(sent, defenses.DefenseReport(0.0, charge=charge))

@@ -133,9 +133,9 @@ def test_early_stopping_needs_rows_to_look_at(tmp_path: Path) -> None:
         add_column(
             tmp_path / f"{name}.csv", lambda name: word_of(name).replace("validation", "test")
         )
-    stopping = "early_stopping={patience_epochs: 1}"
+    stopping = "early_stopping_epochs=1"
     parties = build_parties(tmp_path, [BY_COLUMN, stopping], [BY_COLUMN])
-    with pytest.raises(DataError, match="early_stopping needs validation rows"):
+    with pytest.raises(DataError, match="early_stopping_epochs needs validation rows"):
         run_in_process(parties)
 
 

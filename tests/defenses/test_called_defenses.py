@@ -11,10 +11,10 @@ import torch
 
 from splitveil import Ledger, SettingsError, defenses
 from splitveil.active_party.defenses import section as sections
-from splitveil.active_party.defenses.interface import Defense, LabelledRows, RawBatch
+from splitveil.active_party.defenses.interface import Defense, Step
 from splitveil.active_party.defenses.noise import AnswerKeys
 from splitveil.active_party.defenses.section import DefenseSection
-from splitveil.active_party.training.top_trainer import StepResult, TopTrainer
+from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.settings import apply_overrides
 from splitveil.library.choices import named_defense, section
@@ -43,11 +43,11 @@ def test_a_call_answers_and_charges_as_a_run_does_for_the_same_batches_and_noise
     write_example(tmp_path, rows=120)
     both = ["contract.batch_size=6"]
     parties = build_parties(tmp_path, [*both, f"defense={named_defense(chosen).settings}"], both)
-    steps: list[tuple[Positions, StepResult]] = []
+    steps: list[tuple[Positions, Step]] = []
     keys: list[bytes] = []
     real_gradient, real_key = TopTrainer.gradient, AnswerKeys.__call__
 
-    def gradient(self: TopTrainer, positions: Positions, *given: Any) -> StepResult:
+    def gradient(self: TopTrainer, positions: Positions, *given: Any) -> Step:
         steps.append((positions, real_gradient(self, positions, *given)))
         return steps[-1][1]
 
@@ -64,7 +64,7 @@ def test_a_call_answers_and_charges_as_a_run_does_for_the_same_batches_and_noise
     ledger = Ledger(1 + max(int(positions.max()) for positions, _ in steps))
     for positions, step in steps:
         known = None if step.probabilities is None else step.probabilities.numpy()
-        sent, report = chosen(step.raw, step.labels, probabilities=known)
+        sent, report = chosen(step.gradients, step.labels, probabilities=known)
         assert torch.equal(sent, step.defended)
         assert report == step.report
         ledger.charge(report.charge, torch.from_numpy(positions.copy()))
@@ -108,13 +108,13 @@ class Half(Defense):
     def __init__(self, _context: object, _noise: object) -> None:
         pass
 
-    def defend(self, batch: RawBatch) -> defenses.Defended:
+    def defend(self, batch: Step) -> defenses.Defended:
         sent = defenses.release(batch.gradients / 2, batch.gradients)
         return defenses.Defended(sent, defenses.DefenseReport(0.0))
 
 
 class Replacing(Half):
-    def targets(self, batch: LabelledRows) -> torch.Tensor:
+    def targets(self, batch: Step) -> torch.Tensor:
         return torch.zeros_like(batch.labels)
 
 

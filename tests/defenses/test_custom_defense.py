@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from splitveil.active_party.defenses import CustomDefense, Defended, NoiseSecrets, RawBatch
+from splitveil.active_party.defenses import CustomDefense, Defended, NoiseSecrets, Step
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
-from splitveil.active_party.defenses.interface import LabelledRows
 from splitveil.common.errors import SettingsError
 from tests.support.defenses import context_of, write_own_defenses
 from tests.support.plans import printed_plan
@@ -34,7 +33,7 @@ def custom(module: str, name: str, **fields: object) -> CustomDefense:
 def defended(module: str, name: str, rows: int = 6) -> Defended:
     defense = custom(module, name).build(context_of(3), NoiseSecrets())
     labels = torch.arange(rows) % 2
-    return defense.defend(RawBatch(torch.ones(rows, 3), labels))
+    return defense.defend(Step(torch.ones(rows, 3), labels))
 
 
 def parties_of(example: Path, module: str, name: str, *more: str) -> Parties:
@@ -96,7 +95,7 @@ def test_every_answer_is_checked(module: str) -> None:
 
 def test_targets_are_checked_and_given_the_labels_dtype(module: str) -> None:
     defense = custom(module, "Counting").build(context_of(3))
-    rows = LabelledRows(torch.arange(4), torch.tensor([0.0, 1.0, 1.0, 0.0]), torch.zeros(4, 3))
+    rows = Step(labels=torch.tensor([0.0, 1.0, 1.0, 0.0]), rows=torch.arange(4))
     assert defense.targets(rows).tolist() == [0.0, 0.5, 0.5, 0.0]
 
 

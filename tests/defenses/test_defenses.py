@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from splitveil.active_party import defenses
-from splitveil.active_party.defenses import Defended, Defense, DefenseSettings, RawBatch
+from splitveil.active_party.defenses import Defended, Defense, DefenseSettings, Step
 from splitveil.active_party.defenses.class_statistics import measure_classes
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.rows import all_finite
@@ -67,10 +67,10 @@ def predicted(labels: Tensor) -> Tensor:
     return 0.1 + 0.8 * torch.rand(len(labels), generator=generator)
 
 
-def asked(gradients: Tensor, labels: Tensor, probabilities: Tensor | None = None) -> RawBatch:
+def asked(gradients: Tensor, labels: Tensor, probabilities: Tensor | None = None) -> Step:
     keys = torch.arange(2 * len(gradients)).view(-1, 2) * 2**40 + 2**59
     probabilities = predicted(labels) if probabilities is None else probabilities
-    return RawBatch(gradients, labels, keys, probabilities, slopes=gradients)
+    return Step(gradients, labels, keys, probabilities, slopes=gradients)
 
 
 def answered(name: str, gradients: Tensor, labels: Tensor, seed: int | None = None) -> Defended:
@@ -90,7 +90,7 @@ def defended_often(
     defense: Defense, gradients: Tensor, labels: Tensor, probabilities: Tensor, times: int
 ) -> Tensor:
     copies = times // 8
-    tiled = RawBatch(
+    tiled = Step(
         gradients.repeat(copies, 1),
         labels.repeat(copies),
         probabilities=probabilities.repeat(copies),
@@ -147,7 +147,7 @@ def test_powers_are_the_documented_ones() -> None:
 
 def test_none_changes_no_bit() -> None:
     gradients, labels = binary_batch()
-    defended, report = build_defense(defenses.NoDefense()).defend(RawBatch(gradients, labels))
+    defended, report = build_defense(defenses.NoDefense()).defend(Step(gradients, labels))
     assert torch.equal(defended, gradients)
     assert report.noise_power == 0
 
@@ -193,7 +193,7 @@ def test_max_norm_brings_every_row_to_the_largest_norm() -> None:
 
 def test_max_norm_keeps_to_each_rows_line() -> None:
     gradients, labels = binary_batch()
-    defended, _ = build_defense(defenses.MaxNormDefense()).defend(RawBatch(gradients, labels))
+    defended, _ = build_defense(defenses.MaxNormDefense()).defend(Step(gradients, labels))
     aligned = torch.cosine_similarity(defended, gradients).abs()
     assert torch.allclose(aligned, torch.ones(len(labels)), atol=1e-5)
 
@@ -202,7 +202,7 @@ def test_max_norm_keeps_to_each_rows_line() -> None:
 def test_max_norm_hides_rows_without_a_direction(tiny: float) -> None:
     gradients, labels = binary_batch()
     gradients[::2] = tiny
-    defended, _ = build_defense(defenses.MaxNormDefense()).defend(RawBatch(gradients, labels))
+    defended, _ = build_defense(defenses.MaxNormDefense()).defend(Step(gradients, labels))
     hidden = defended[::2]
     assert torch.allclose(hidden.norm(dim=1), gradients.norm(dim=1).max(), rtol=1e-5)
     assert float(torch.cosine_similarity(hidden[:-1], hidden[1:]).abs().max()) < 0.99
@@ -260,10 +260,11 @@ def test_max_norm_positive_needs_probabilities(
     probabilities: Tensor | None, complaint: str
 ) -> None:
     gradients, labels, _ = sigmoid_batch()
+    step = Step(gradients, labels)
+    if probabilities is not None:
+        step.probabilities = probabilities
     with pytest.raises(ValueError, match=complaint):
-        build_defense(defenses.MaxNormPositiveDefense()).defend(
-            RawBatch(gradients, labels, probabilities=probabilities)
-        )
+        build_defense(defenses.MaxNormPositiveDefense()).defend(step)
 
 
 # ---- marvell
@@ -281,7 +282,7 @@ def test_marvell_noise_has_the_covariance_of_the_solution() -> None:
     """Accepts the solution, and rejects the two classes exchanged."""
     gradients, labels = binary_batch(batch=128, cut_dim=8)
     defense = build_defense(settings_of("marvell", seed=1))
-    solution = defense.defend(RawBatch(gradients, labels))[1].solution
+    solution = defense.defend(Step(gradients, labels))[1].solution
     assert solution is not None
     noise = repeated("marvell", gradients, labels, times=4000) - gradients
     positive = labels == 1
@@ -294,39 +295,40 @@ def test_marvell_noise_has_the_covariance_of_the_solution() -> None:
     assert solution.neg_across > 0  # otherwise half of this test would be empty
 
 
-def test_marvell_statistics_are_those_of_numpy() -> None:
+@pytest.mark.parametrize("num_classes", [2, 5])
+def test_statistics_of_classes_are_those_of_numpy(num_classes: int) -> None:
     gradients, labels = binary_batch(batch=3000, cut_dim=70)  # more than one chunk
-    batch = measure_classes(gradients, labels == 1)
-    for label, moments in enumerate(batch.moments):
-        assert moments is not None
-        rows = gradients[labels == label].double().numpy()
-        np.testing.assert_allclose(moments.mean.numpy(), rows.mean(axis=0), rtol=1e-12, atol=1e-14)
-        assert moments.deviation == pytest.approx(float(rows.var(axis=0).mean() ** 0.5), rel=1e-12)
+    classes = (labels.long() + 2 * torch.arange(3000)) % num_classes
+    found = measure_classes(gradients, classes, num_classes, with_spreads=True)
+    for index in range(num_classes):
+        rows = gradients[classes == index].double().numpy()
+        assert found.counts[index] == len(rows)
+        np.testing.assert_allclose(found.means[index], rows.mean(axis=0), rtol=1e-12, atol=1e-14)
+        deviation = rows.var(axis=0).mean() ** 0.5
+        assert float(found.deviations[index]) == pytest.approx(deviation, rel=1e-12)
+    norms = np.linalg.norm(gradients.double().numpy(), axis=1)
+    np.testing.assert_allclose(found.norms, norms, rtol=1e-12)
+    assert found.largest == pytest.approx(norms.max(), rel=1e-12)
 
 
 @pytest.mark.parametrize("batch", [64, 3000])  # one chunk, and several
 def test_a_class_of_one_row_has_no_spread_at_all(batch: int) -> None:
     """Rounding must not pass for a spread, on which the solver would rely."""
     gradients, _ = binary_batch(batch=batch, cut_dim=70)
-    positive = torch.arange(batch) == batch // 2
-    neg, pos = measure_classes(gradients, positive).moments
-    assert neg is not None
-    assert pos is not None
-    assert torch.equal(pos.mean, gradients[batch // 2].double())
-    assert pos.deviation == 0 < neg.deviation
+    classes = (torch.arange(batch) == batch // 2).long()
+    found = measure_classes(gradients, classes, 2, with_spreads=True)
+    assert torch.equal(found.means[1], gradients[batch // 2].double())
+    assert found.deviations[1] == 0 < found.deviations[0]
 
 
 @pytest.mark.parametrize("size", [1e-44, 1e37])
 def test_marvell_statistics_follow_the_size_of_float32_gradients(size: float) -> None:
     signs = torch.tensor([1.0, -1.0, 3.0, 5.0])[:, None].expand(-1, 4)
-    labels = torch.tensor([0, 0, 1, 1])
     rows = signs * torch.tensor(size)  # the smallest are subnormal
     unit = float(rows[0, 0])
-    neg, pos = measure_classes(rows, labels == 1).moments
-    assert neg is not None
-    assert pos is not None
-    assert (neg.deviation, pos.deviation) == pytest.approx((unit, unit), rel=1e-6)
-    assert pos.mean.tolist() == pytest.approx([4 * unit] * 4, rel=1e-6)
+    found = measure_classes(rows, torch.tensor([0, 0, 1, 1]), 2, with_spreads=True)
+    assert found.deviations.tolist() == pytest.approx([unit, unit], rel=1e-6)
+    assert found.means[1].tolist() == pytest.approx([4 * unit] * 4, rel=1e-6)
 
 
 def test_gradients_whose_sum_overflows_are_finite() -> None:
@@ -365,8 +367,8 @@ def test_one_class_borrows_the_other_from_earlier_batches() -> None:
     gradients, both_labels = binary_batch(batch=4000)
     rows, labels = one_class_rows(batch=4000)  # the same rows, the positives left out
     defense = build_defense(settings_of("marvell", seed=1))
-    defense.defend(RawBatch(gradients, both_labels))
-    defended, report = defense.defend(RawBatch(rows, labels))
+    defense.defend(Step(gradients, both_labels))
+    defended, report = defense.defend(Step(rows, labels))
     assert report.solution is not None
     neg_along, neg_across, pos_along, pos_across, _ = report.solution
     positives = gradients[both_labels == 1]
@@ -392,7 +394,7 @@ def test_statistics_of_earlier_batches_survive_a_checkpoint(name: str) -> None:
     reports = [defense.defend(some).report for defense in (before, after, fresh)]
     assert reports[0] == reports[1]
     assert reports[0].charge != reports[2].charge
-    with pytest.raises(ValueError, match=r"expected (class statistics|means)"):
+    with pytest.raises(ValueError, match="expected statistics of classes"):
         after.load_state_dict({"neg_deviation": torch.zeros(16)})
     with pytest.raises(ValueError, match="no state"):
         built("none").load_state_dict(before.state_dict())

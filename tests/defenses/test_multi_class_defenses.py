@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party import defenses
-from splitveil.active_party.defenses.class_statistics import measure_class_means, squared_distances
+from splitveil.active_party.defenses.class_statistics import measure_classes, squared_distances
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.iso import Isotropic
 from splitveil.active_party.defenses.label_mechanisms import (
@@ -25,7 +25,7 @@ from splitveil.active_party.defenses.label_mechanisms import (
     label_leak,
 )
 from splitveil.active_party.defenses.marvell import (
-    MultiClassMarvell,
+    Marvell,
     pair_divergences,
     power_for_worst_pair,
     solve_shared_noise,
@@ -65,11 +65,11 @@ def noise_of(seed: int) -> NoiseSource:
     return NoiseSource(AnswerKeys(key_from_insecure_seed(seed)))
 
 
-def marvell(strength: Strength, seed: int = 7, num_classes: int = 4) -> MultiClassMarvell:
-    return MultiClassMarvell(strength, noise_of(seed), num_classes)
+def marvell(strength: Strength, seed: int = 7, num_classes: int = 4) -> Marvell:
+    return Marvell(strength, noise_of(seed), num_classes)
 
 
-MultiClass = Isotropic | MaxNorm | MultiClassMarvell
+MultiClass = Isotropic | MaxNorm | Marvell
 DEFENSES: dict[str, Callable[[int], MultiClass]] = {
     "iso": lambda seed: Isotropic(1.0, noise_of(seed), 4),
     "max_norm": lambda seed: MaxNorm(noise_of(seed), 4),
@@ -89,7 +89,7 @@ def test_the_other_strengths_leave_the_worst_pair_what_they_allow(
     strength: Strength, allowed: float | None
 ) -> None:
     gradients, labels = softmax_batch(400)
-    _, report = marvell(strength).defend(defenses.RawBatch(gradients, labels))
+    _, report = marvell(strength).defend(defenses.Step(gradients, labels))
     found = report.charge.sum_kl
     if allowed is None:
         from splitveil.active_party.defenses.sum_kl import leak_auc_bound
@@ -116,10 +116,10 @@ def test_no_pair_is_told_apart_better_than_its_charge_says() -> None:
     """Accepts Phi(sqrt(K/2)) to 0.01; rejects the same power in all directions or on one gap."""
     shares = (0.25, 0.25, 0.25, 0.25)
     gradients, labels = softmax_batch(160_000, cut_dim=16, seed=5, shares=shares)
-    means = measure_class_means(gradients, labels, 4).means
+    means = measure_classes(gradients, labels, 4).means
     # Without spread of their own, so that the noise is all that hides them.
     bare = means[labels].float()
-    defended, report = marvell(PowerRatio(power_ratio=4)).defend(defenses.RawBatch(bare, labels))
+    defended, report = marvell(PowerRatio(power_ratio=4)).defend(defenses.Step(bare, labels))
     charged = estimated_auc(report.charge.sum_kl)
     measured = worst_oracle_auc(defended, means, labels)
     assert measured == pytest.approx(charged, abs=0.01)
@@ -135,8 +135,8 @@ def test_no_pair_is_told_apart_better_than_its_charge_says() -> None:
 
 def test_a_rare_class_weighs_as_much_as_the_others() -> None:
     gradients, labels = softmax_batch(4_000, shares=(0.49, 0.3, 0.2, 0.01))
-    _, report = marvell(PowerRatio(power_ratio=4)).defend(defenses.RawBatch(gradients, labels))
-    means = measure_class_means(gradients, labels, 4).means
+    _, report = marvell(PowerRatio(power_ratio=4)).defend(defenses.Step(gradients, labels))
+    means = measure_classes(gradients, labels, 4).means
     power = 4 * float(squared_distances(means).max())
     by_class, by_share = (
         float(pair_divergences(means, solve_shared_noise(means, weights, power)).max())
@@ -165,7 +165,7 @@ def test_a_power_ratio_leaves_the_worst_pair_what_the_plan_says() -> None:
     weights = torch.full((5,), 0.2, dtype=torch.float64)
     of_pairs = pair_divergences(simplex, solve_shared_noise(simplex, weights, 4 * 2.0))
     assert float(of_pairs.max()) == pytest.approx(4 / 4, rel=1e-12)  # (K - 1)/s
-    charge = defenses.MarvellDefense().forecast(context_of(num_classes=5)).charge
+    charge = defenses.MarvellDefense().charge_model(context_of(num_classes=5))
     assert charge.low == 0.25
     assert charge.high == worst_pair_factor(5) / 4
     assert worst_pair_factor(2) == 1.0
@@ -186,7 +186,7 @@ def test_the_power_for_the_worst_pair_is_the_least_that_is_enough() -> None:
 
 def test_iso_is_charged_for_the_longest_gap() -> None:
     gradients, labels = softmax_batch(300, cut_dim=8)
-    defended, report = DEFENSES["iso"](1).defend(defenses.RawBatch(gradients, labels))
+    defended, report = DEFENSES["iso"](1).defend(defenses.Step(gradients, labels))
     means = torch.stack([gradients.double()[labels == k].mean(dim=0) for k in range(4)])
     longest = max(float((a - b).square().sum()) for a, b in combinations(means, 2))
     variance = float(gradients.double().norm(dim=1).max()) ** 2 / 8
@@ -196,7 +196,7 @@ def test_iso_is_charged_for_the_longest_gap() -> None:
 
 def test_max_norm_is_charged_for_the_pair_with_the_least_noise_on_its_gap() -> None:
     gradients, labels = softmax_batch(300)
-    _, report = DEFENSES["max_norm"](1).defend(defenses.RawBatch(gradients, labels))
+    _, report = DEFENSES["max_norm"](1).defend(defenses.Step(gradients, labels))
     rows = gradients.double()
     norms = rows.norm(dim=1)
     variances = norms.max() ** 2 - norms**2
@@ -218,37 +218,50 @@ def test_before_every_class_was_seen_nothing_is_given_away() -> None:
     gradients, labels = softmax_batch(200)
     three = labels < 3
     defense = marvell(PowerRatio(power_ratio=4))
-    defended, report = defense.defend(defenses.RawBatch(gradients[three], labels[three]))
+    defended, report = defense.defend(defenses.Step(gradients[three], labels[three]))
     largest = float(gradients[three].norm(dim=1).max())
     assert report.charge.sum_kl == 0
     assert float(defended.norm(dim=1).square().mean()) == pytest.approx(largest**2, rel=0.2)
     signal = torch.nn.functional.cosine_similarity(defended, gradients[three]).mean()
     assert abs(float(signal)) < 0.1
     for name in ("iso", "max_norm"):
-        _, unknown = DEFENSES[name](1).defend(defenses.RawBatch(gradients[three], labels[three]))
+        _, unknown = DEFENSES[name](1).defend(defenses.Step(gradients[three], labels[three]))
         assert unknown.charge.sum_kl == math.inf
-    _, later = defense.defend(defenses.RawBatch(gradients, labels))
+    _, later = defense.defend(defenses.Step(gradients, labels))
     assert later.charge.sum_kl > 0
-    _, borrowed = defense.defend(defenses.RawBatch(gradients[three], labels[three]))
+    _, borrowed = defense.defend(defenses.Step(gradients[three], labels[three]))
     assert borrowed.charge.sum_kl > 0
 
 
 def test_noise_fitted_to_earlier_batches_is_charged_for_longer_gaps() -> None:
     gradients, labels = softmax_batch(200)
-    defense = MultiClassMarvell(SumKl(sum_kl=0.3), noise_of(1), 4, from_earlier=True)
-    assert defense.defend(defenses.RawBatch(gradients, labels))[1].charge.sum_kl == 0
-    assert defense.defend(defenses.RawBatch(gradients, labels))[1].charge.sum_kl == pytest.approx(
+    defense = Marvell(SumKl(sum_kl=0.3), noise_of(1), 4, from_earlier=True)
+    assert defense.defend(defenses.Step(gradients, labels))[1].charge.sum_kl == 0
+    assert defense.defend(defenses.Step(gradients, labels))[1].charge.sum_kl == pytest.approx(
         0.3, rel=1e-9
     )
-    _, stretched = defense.defend(defenses.RawBatch(3 * gradients, labels))
+    _, stretched = defense.defend(defenses.Step(3 * gradients, labels))
     assert stretched.charge.sum_kl == pytest.approx(9 * 0.3, rel=1e-6)
+
+
+@pytest.mark.parametrize("num_classes", [2, 4])
+def test_several_classes_state_nothing_for_a_peer_that_knows_all_other_labels(
+    num_classes: int,
+) -> None:
+    """The noise of several classes has no variance of each class that covers a label's own move."""
+    labels = torch.arange(200) % num_classes
+    gradients = torch.eye(num_classes)[labels, :1] + 0.1
+    defense = marvell(PowerRatio(power_ratio=4), num_classes=num_classes)
+    report = defense.defend(defenses.Step(gradients, labels)).report
+    covering = defense.charge_covering(0.1, 1, report)
+    assert math.isfinite(covering.sum_kl) == (num_classes == 2)
 
 
 def test_a_state_of_another_number_of_classes_is_refused() -> None:
     five = MaxNorm(noise_of(1), 5)
     defense = DEFENSES["max_norm"](1)
     assert defense.state_dict() == {}
-    defense.defend(defenses.RawBatch(*softmax_batch(60)))
+    defense.defend(defenses.Step(*softmax_batch(60)))
     with pytest.raises(ValueError, match="classes"):
         five.load_state_dict(defense.state_dict())
 
@@ -274,10 +287,10 @@ def test_randomised_response_has_its_probabilities(num_classes: int) -> None:
             wrong = math.exp(epsilon) / (1 + math.exp(epsilon))
             if num_classes > 2 and answer == true:
                 assert abs(float(counts[answer]) - wrong) > 5 * error
-    forecast = defenses.NoisyLabelDefense(mechanism=mechanism).forecast(
+    model = defenses.NoisyLabelDefense(mechanism=mechanism).charge_model(
         context_of(num_classes=num_classes)
     )
-    assert forecast.charge.low == label_leak(mechanism, num_classes).sum_kl
+    assert model.low == label_leak(mechanism, num_classes).sum_kl
 
 
 REFUSED: dict[str, defenses.DefenseSettings] = {

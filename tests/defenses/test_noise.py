@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from splitveil.active_party.defenses import MarvellDefense, RawBatch
+from splitveil.active_party.defenses import MarvellDefense, Step
 from splitveil.active_party.defenses.noise import NoiseSource, box_muller, secure_normal
 from tests.support.defenses import build_defense
 
@@ -124,7 +124,7 @@ def test_defenses_take_no_number_from_torchs_generators(monkeypatch: pytest.Monk
     gradients = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
     state = torch.random.get_rng_state()
     monkeypatch.delattr(torch, "randn")
-    build_defense(MarvellDefense()).defend(RawBatch(gradients, torch.arange(64) % 2))
+    build_defense(MarvellDefense()).defend(Step(gradients, torch.arange(64) % 2))
     assert torch.equal(torch.random.get_rng_state(), state)
 
 

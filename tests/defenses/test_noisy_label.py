@@ -18,10 +18,9 @@ from splitveil.active_party.defenses import (
     Examples,
     NoiseSecrets,
     NoisyLabelDefense,
-    RawBatch,
+    Step,
 )
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
-from splitveil.active_party.defenses.interface import LabelledRows
 from splitveil.active_party.defenses.label_mechanisms import (
     AlibiLabels,
     GaussianLabels,
@@ -116,7 +115,7 @@ def test_a_noisy_label_belongs_to_its_example(mechanism: LabelMechanism) -> None
 def test_a_charge_repeats_and_names_strength_and_key(mechanism: LabelMechanism) -> None:
     def charged(settings: NoisyLabelDefense, seed: int = 1) -> tuple[bytes, float]:
         defense = build_defense(settings, key_from_insecure_seed(seed))
-        report = defense.defend(RawBatch(torch.ones(4, 2), LABELS[:4])).report
+        report = defense.defend(Step(torch.ones(4, 2), LABELS[:4])).report
         charge = report.charge
         assert charge.sum_kl == label_leak(mechanism).sum_kl
         return charge.noise_identity, charge.epsilon
@@ -137,11 +136,11 @@ def test_a_charge_repeats_and_names_strength_and_key(mechanism: LabelMechanism) 
 
 def test_the_gradient_is_sent_as_it_is() -> None:
     raw: Tensor = torch.randn(8, 2, 3, generator=torch.Generator().manual_seed(1))
-    sent, report = build_defense(NoisyLabelDefense(), KEY).defend(RawBatch(raw, LABELS[:8]))
+    sent, report = build_defense(NoisyLabelDefense(), KEY).defend(Step(raw, LABELS[:8]))
     assert torch.equal(sent, raw)
     assert report.noise_power == 0
     with pytest.raises(ValueError, match="NaN"):
-        build_defense(NoisyLabelDefense(), KEY).defend(RawBatch(raw * math.nan, LABELS[:8]))
+        build_defense(NoisyLabelDefense(), KEY).defend(Step(raw * math.nan, LABELS[:8]))
 
 
 def test_settings_are_chosen_by_kind_and_true_is_a_word() -> None:
@@ -223,7 +222,7 @@ def test_targets_are_the_posterior_of_bayes(mechanism: LabelMechanism, num_class
     logits = 2 * torch.randn(shape, generator=torch.Generator().manual_seed(3))
     rows = torch.arange(60).flip(0)
     others = (labels + 1) % num_classes  # they are not read, nor are activations
-    seen = LabelledRows(rows, others, torch.full((60, 4), 1e30), lambda: logits)
+    seen = Step(labels=others, rows=rows, logits=lambda: logits)
     targets = defense.targets(seen)
     drawn = draw_noisy_labels(mechanism, labels, KEY, SOME[:60], num_classes)
     noisy = drawn[rows].double().numpy()
@@ -248,12 +247,13 @@ def test_a_defense_that_needs_no_prediction_does_not_ask_for_one() -> None:
         raise AssertionError("asked")
 
     plain = GaussianLabels(kind="gaussian")
-    batch = LabelledRows(torch.arange(3), torch.zeros(3), torch.zeros(3, 4), fails)
+    rows = torch.arange(3)
+    batch = Step(labels=torch.zeros(3), rows=rows, logits=fails)
     assert build(plain, labels_of(2, 9)).targets(batch).shape == (3,)
     with pytest.raises(AssertionError, match="asked"):
         build(ALIBI, labels_of(2, 9)).targets(batch)
     with pytest.raises(ValueError, match="no model"):
-        build(ALIBI, labels_of(2, 9)).targets(LabelledRows(*batch[:3]))
+        build(ALIBI, labels_of(2, 9)).targets(Step(labels=torch.zeros(3), rows=rows))
 
 
 @pytest.mark.parametrize("mechanism", POSTERIORS[1:], ids=kind_of)
@@ -267,7 +267,7 @@ def test_what_is_made_of_a_noisy_label_changes_neither_draw_nor_identity(
     for one in (mechanism, plain):
         settings = NoisyLabelDefense(mechanism=one)
         strengths.add(settings.noise_key_strength(context))
-        charge = build(one, labels_of(2, 4)).defend(RawBatch(torch.ones(4, 2), labels_of(2, 4)))
+        charge = build(one, labels_of(2, 4)).defend(Step(torch.ones(4, 2), labels_of(2, 4)))
         identities.add(charge.report.charge.noise_identity)
         assert charge.report.charge.adversary is Adversary.ANYBODY
     assert len(strengths) == len(identities) == 1
@@ -280,7 +280,7 @@ def test_predictions_must_not_know_the_labels(mechanism: dict[str, object]) -> N
     """Neither with true top labels, nor behind another loss, for which targets must be 0 or 1."""
     adapter: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
     settings = {"name": "noisy_label", "mechanism": mechanism}
-    assert adapter.validate_python(settings).traits.coverage.adversary is Adversary.ANYBODY
+    assert adapter.validate_python(settings).traits.adversary is Adversary.ANYBODY
     with pytest.raises(ValidationError, match="must not know the labels"):
         adapter.validate_python(settings | {"top_labels": True})
     with pytest.raises(ValidationError, match="critic compares"):

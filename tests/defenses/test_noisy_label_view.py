@@ -166,8 +166,7 @@ def with_weights(folder: Path) -> None:
 
 
 MONITOR = (
-    "leak_monitor={queue_batches: 1024, max_cpu_share: null, "
-    "attacks: [norm, cosine, spectral, accumulated_spectral]}"
+    "leak_monitor={max_cpu_share: null, attacks: [norm, cosine, spectral, accumulated_spectral]}"
 )
 WIDE_DEEP = (
     "top_model={kind: wide_deep, hidden: [6]}",

@@ -1,6 +1,7 @@
 """Noise that belongs to an example: what an adversary who remembers makes of it, and of others."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import NamedTuple
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party import defenses
-from splitveil.active_party.defenses import Adversary, DefenseSettings, RawBatch, persistent
+from splitveil.active_party.defenses import Adversary, DefenseSettings, Step, persistent
 from splitveil.active_party.defenses.example_keys import (
     GRADIENT_NOISE,
     LABEL_NOISE,
@@ -71,9 +72,9 @@ class Epoch(NamedTuple):
     moves: Tensor
     probabilities: Tensor
 
-    def asks(self, keys: Tensor | None = None) -> RawBatch:
+    def asks(self, keys: Tensor | None = None) -> Step:
         keys = keys_of(IDS) if keys is None else keys
-        return RawBatch(self.raw, self.labels, keys, self.probabilities, slopes=self.moves)
+        return Step(self.raw, self.labels, keys, self.probabilities, slopes=self.moves)
 
     def sends(self, sent: Tensor) -> Answer:
         return Answer(sent, self.moves, self.probabilities)
@@ -256,12 +257,12 @@ def test_the_name_of_a_key_tells_keys_apart_and_does_not_hold_it() -> None:
 # ---- the defenses
 
 
-def batch(rows: slice | Tensor = slice(0, 512), factor: float = 1.0) -> RawBatch:
+def batch(rows: slice | Tensor = slice(0, 512), factor: float = 1.0) -> Step:
     epoch = epochs_of_a_run(3, linear_head=False)[2]
     raw, slopes = (factor * part.float()[rows] for part in (epoch.raw, epoch.moves))
     probabilities = epoch.probabilities.float()[rows]
     keys = keys_of(IDS)[rows]
-    return RawBatch(raw, epoch.labels[rows], keys, probabilities, slopes=slopes)
+    return Step(raw, epoch.labels[rows], keys, probabilities, slopes=slopes)
 
 
 def test_marvell_repeats_itself_whatever_the_batch_and_the_worker() -> None:
@@ -273,11 +274,12 @@ def test_marvell_repeats_itself_whatever_the_batch_and_the_worker() -> None:
 
 def test_marvell_is_unbiased_over_keys_and_of_the_power_it_reports() -> None:
     """Accepts the raw gradient and the report; rejects a mean 30 % and a power 5 % off."""
-    raw, labels, _, probabilities, *_ = given = batch()
+    given = batch()
+    raw, labels, probabilities = given.gradients, given.labels, given.probabilities
     defense = build_defense(defenses.MarvellDefense(noise="persistent"), KEY)
     keys = (keys_of(IDS[:512], key_from_insecure_seed(seed)) for seed in range(300))
     samples = torch.stack(
-        [defense.defend(given._replace(example_keys=one)).gradient for one in keys]
+        [defense.defend(replace(given, example_keys=one)).gradient for one in keys]
     ).double()
     assert probabilities is not None
     moves = moves_of(given).values.double()
@@ -300,7 +302,7 @@ def test_iso_spends_its_power_evenly_over_all_directions() -> None:
     units = moves / moves.norm(dim=1, keepdim=True)
     along, total = [], []
     for seed in range(200):
-        asked = given._replace(example_keys=keys_of(IDS[:512], key_from_insecure_seed(seed)))
+        asked = replace(given, example_keys=keys_of(IDS[:512], key_from_insecure_seed(seed)))
         pair = [defense.defend(asked).gradient - raw for _ in range(2)]
         components = [(noise.double() * units).sum(dim=1) for noise in pair]
         assert torch.allclose(components[0], components[1], rtol=1e-4, atol=1e-9)
@@ -334,7 +336,7 @@ def test_rows_that_the_model_is_sure_of_are_not_sent_bare() -> None:
     probabilities, raw = epoch.probabilities.clone(), epoch.raw.clone()
     probabilities[:10], raw[:10] = epoch.labels[:10], 0.0
     defense = build_defense(defenses.MarvellDefense(noise="persistent"), KEY)
-    sent = defense.defend(epoch.asks()._replace(gradients=raw, probabilities=probabilities))[0]
+    sent = defense.defend(replace(epoch.asks(), gradients=raw, probabilities=probabilities))[0]
     assert float(sent[:10].norm(dim=1).min()) > 0
 
 
@@ -344,12 +346,12 @@ def test_what_is_needed_is_asked_for(settings: DefenseSettings) -> None:
     assert given.example_keys is not None
     assert given.probabilities is not None
     for wrong, said in (
-        (given._replace(example_keys=None), "example keys"),
-        (given._replace(example_keys=given.example_keys[1:]), "example keys"),
-        (given._replace(probabilities=None), "probabilities"),
-        (given._replace(probabilities=given.probabilities + 1), "between 0 and 1"),
-        (given._replace(slopes=None), "expected slopes"),
-        (given._replace(slopes=given.gradients[:1]), "expected slopes"),
+        (replace(given, example_keys=None), "example keys"),
+        (replace(given, example_keys=given.example_keys[1:]), "example keys"),
+        (replace(given, probabilities=given.probabilities[1:]), "probabilities"),
+        (replace(given, probabilities=given.probabilities + 1), "between 0 and 1"),
+        (replace(given, slopes=None), "expected slopes"),
+        (replace(given, slopes=given.gradients[:1]), "expected slopes"),
     ):
         with pytest.raises(ValueError, match=said):
             defense.defend(wrong)
@@ -374,7 +376,7 @@ def test_an_answer_is_a_function_of_prediction_slope_and_noisy_label_alone(
     def answers(label: float) -> tuple[Tensor, Tensor]:
         labels = torch.full((400,), label)
         raw = (probabilities - labels)[:, None] * slopes
-        batch = RawBatch(raw, labels, keys, probabilities, slopes=slopes)
+        batch = Step(raw, labels, keys, probabilities, slopes=slopes)
         own = (numbers + label)[:, None]
         monkeypatch.setattr(persistent, "own_scalars", lambda *_: own)
         return noisy_rows(batch, moves_of(batch), 1.0).float(), (raw + own * slopes).float()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses import DefenseSettings, IsoDefense, MarvellDefense, RawBatch
+from splitveil.active_party.defenses import DefenseSettings, MarvellDefense, Step
 from splitveil.active_party.defenses.strength import (
     DetectionError,
     LeakAuc,
@@ -153,7 +153,7 @@ def test_divergence_of_the_noise_that_is_drawn_is_the_target(
     target = allowed_sum_kl(strength)
     gradients, labels = gaussian_batch(200_000, seed=1)
     settings = MarvellDefense(strength=strength, insecure_noise_seed=77)
-    defended, report = build_defense(settings).defend(RawBatch(gradients, labels))
+    defended, report = build_defense(settings).defend(Step(gradients, labels))
     assert report.solution is not None
     assert report.solution.sum_kl == pytest.approx(target, rel=1e-6)
     assert report.solution.neg_across > 0  # otherwise half of the covariances would be empty
@@ -219,14 +219,6 @@ def test_a_wrong_or_second_key_is_explained(override: str, complaint: str) -> No
     assert raised.value.problems[0].startswith("file: defense.marvell.strength")
 
 
-def test_iso_takes_amplitude_or_power_and_not_both() -> None:
-    assert IsoDefense().norm_ratio == 1
-    assert IsoDefense(noise_ratio=3.0).norm_ratio == 3
-    assert IsoDefense(power_ratio=9.0).norm_ratio == 3
-    with pytest.raises(SettingsError, match="got both"):
-        IsoDefense(noise_ratio=3.0, power_ratio=9.0)
-
-
 # ---- statistics of the batch or of earlier ones
 
 
@@ -234,8 +226,8 @@ def reported_noise(statistics: str, pos_fraction: float) -> tuple[float, ...]:
     """Defend a common batch, then one with another share of positives, and return its noise."""
     values = {"name": "marvell", "statistics": statistics, "insecure_noise_seed": 1}
     defense = build_defense(validate(Example, {"defense": values}, "file").defense)
-    defense.defend(RawBatch(*gaussian_batch(2000, seed=1)))
-    _, report = defense.defend(RawBatch(*gaussian_batch(2000, seed=2, pos_fraction=pos_fraction)))
+    defense.defend(Step(*gaussian_batch(2000, seed=1)))
+    _, report = defense.defend(Step(*gaussian_batch(2000, seed=2, pos_fraction=pos_fraction)))
     assert report.solution is not None
     return tuple(report.solution[:4])
 
@@ -247,8 +239,8 @@ def test_running_statistics_keep_a_batchs_share_of_positives_out_of_its_noise() 
 
 def test_running_statistics_start_without_signal_and_end_at_the_classes() -> None:
     defense = build_defense(MarvellDefense(statistics="running", insecure_noise_seed=1))
-    reports = [defense.defend(RawBatch(*gaussian_batch(2000, seed=seed)))[1] for seed in range(40)]
-    _, whole = build_defense(MarvellDefense()).defend(RawBatch(*gaussian_batch(50_000, seed=41)))
+    reports = [defense.defend(Step(*gaussian_batch(2000, seed=seed)))[1] for seed in range(40)]
+    _, whole = build_defense(MarvellDefense()).defend(Step(*gaussian_batch(50_000, seed=41)))
     assert reports[0].solution is None
     assert reports[1].solution is not None
     last, expected = reports[-1].solution, whole.solution
@@ -263,12 +255,12 @@ def test_running_statistics_leave_the_answer_unbiased() -> None:
     gradients, labels = gaussian_batch(20, seed=3)
     labels[:2], labels[2:4] = True, False
     defense = build_defense(MarvellDefense(statistics="running", insecure_noise_seed=77))
-    defense.defend(RawBatch(*gaussian_batch(2000, seed=1)))
+    defense.defend(Step(*gaussian_batch(2000, seed=1)))
     state = defense.state_dict()
     answers: list[Tensor] = []
     for _ in range(40):  # of earlier batches, the noise does not depend on the rows beside
         defense.load_state_dict(state)
-        answers.append(defense.defend(RawBatch(gradients.repeat(100, 1), labels.repeat(100)))[0])
+        answers.append(defense.defend(Step(gradients.repeat(100, 1), labels.repeat(100)))[0])
     samples = torch.cat(answers).double().view(-1, *gradients.shape)
     error = samples.std(dim=0) / len(samples) ** 0.5
     assert float(((samples.mean(dim=0) - gradients).abs() / error).max()) < 5

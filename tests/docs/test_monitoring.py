@@ -66,7 +66,10 @@ def board() -> dict[str, Any]:
 
 
 def targets() -> list[dict[str, str]]:
-    return [target for panel in board()["panels"] for target in panel.get("targets", ())]
+    """Return all queries of the board; a row that is closed has its panels inside."""
+    rows = board()["panels"]
+    panels = [*rows, *(panel for row in rows for panel in row.get("panels", ()))]
+    return [target for panel in panels for target in panel.get("targets", ())]
 
 
 def rules() -> list[dict[str, Any]]:
@@ -101,6 +104,13 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     for name, labels in (*series, *series_of(serving[0]), *series_of(serving[1])):
         found.setdefault(name, set()).update(dict(labels))
     return found | OF_PROMETHEUS
+
+
+def test_the_board_opens_with_five_panels_and_closed_rows() -> None:
+    first, *others = board()["panels"]
+    assert not first["collapsed"]
+    assert [panel["type"] for panel in others] == ["stat"] * 5 + ["row"] * (len(others) - 5)
+    assert all(row["collapsed"] and row["panels"] for row in others[5:])
 
 
 def test_every_query_reads_metrics_and_labels_that_a_run_exports(

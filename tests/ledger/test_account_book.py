@@ -13,7 +13,7 @@ from safetensors.torch import load, save
 
 from splitveil.active_party.defenses import Charge, noise_digest
 from splitveil.active_party.ledger.account_book import AccountBook, persons_of
-from splitveil.common.data.ids import numbered_subjects, read_subjects
+from splitveil.common.data.ids import read_subjects
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.privacy.adversary import Adversary
@@ -28,6 +28,10 @@ def after_run(book: AccountBook, ids: Sequence[str], *charges: Charge) -> Accoun
     for charge in charges:
         ledger.charge(np.arange(len(ids)), charge)
     return AccountBook.from_state(load(save(book.closing_book(ids, ledger).state_dict())))
+
+
+def gaussian(sum_kl: float, noise: bytes = b"") -> Charge:
+    return Charge(sum_kl, noise, is_gaussian=True)
 
 
 def divergence_of(book: AccountBook, one: str) -> float:
@@ -52,9 +56,10 @@ def test_what_is_charged_to_a_person_counts_for_all_of_its_rows_in_any_run() -> 
     def after(book: AccountBook, ids: list[str], people: list[str]) -> AccountBook:
         """Return the book of a run that answers about its last row, and so about that person."""
         persons = persons_of(np.array(people, dtype=object), ids)
-        ledger = book.opening_ledger(ids, len(ids), persons)
+        book = book.by_person(ids, persons)
+        ledger = book.opening_ledger(ids, len(ids))
         rows = np.flatnonzero((persons == persons[-1]).all(axis=1))
-        ledger.charge(rows, Charge(0.5, epsilon=1.0, noise_identity=noise_digest(f"{len(book)}")))
+        ledger.charge(rows, gaussian(0.5, noise_digest(f"{len(book)}")))
         closed = book.closing_book(ids, ledger, persons)
         return AccountBook.from_state(load(save(closed.state_dict())))
 
@@ -67,11 +72,15 @@ def test_what_is_charged_to_a_person_counts_for_all_of_its_rows_in_any_run() -> 
     # A row that becomes another person's brings along what was revealed about it.
     again = after(wednesday, ["c", "f"], ["bob", "ann"])
     assert of(again, "b c d e f") == [1.5, 1.5, 2.0, 2.0, 2.0]
-    # Before anybody was named, a row was charged by itself.
-    book = after_run(AccountBook.empty(), ["c", "g"], Charge(0.25))
+    # Before anybody was named, a row was charged by itself: two of mu 1/2 are one of mu 1.
+    book = after_run(AccountBook.empty(), ["c", "g"], gaussian(0.25))
     named = after(book, ["c", "h", "g"], ["ann", "ann", "ann"])
-    assert of(named, "c h g") == [0.75, 0.75, 0.75]
-    assert of(after(named, ["k"], ["ann"]), "k") == [1.25]
+    assert of(named, "c h g") == [1.5, 1.5, 1.5]
+    assert of(after(named, ["k"], ["ann"]), "k") == [2.0]
+    # What no Gaussian mechanism covers has no bound for two rows together.
+    book = after_run(AccountBook.empty(), ["c", "g"], Charge(0.25))
+    assert of(after(book, ["c", "h"], ["ann", "ann"]), "c h") == [0.75, 0.75]
+    assert of(after(book, ["c", "g"], ["ann", "ann"]), "c g") == [math.inf, math.inf]
     # An id that reads like somebody's name is nobody.
     assert of(after(wednesday, ["ann"], [""]), "ann") == [0.5]
 
@@ -110,9 +119,10 @@ def as_one(book: AccountBook, run: Run) -> AccountBook:
     rows = list(run.people)
     persons = persons_of(np.array(list(run.people.values()), dtype=object), rows)
     named = persons if run.is_named else None
-    ledger = book.opening_ledger(rows, len(rows), named)
+    book = book if named is None else book.by_person(rows, named)
+    ledger = book.opening_ledger(rows, len(rows))
     about = np.array([rows.index(row) for row in sorted(run.about)])
-    ledger.charge(about, Charge(run.charge, adversary=run.adversary))
+    ledger.charge(about, Charge(run.charge, adversary=run.adversary, is_gaussian=True))
     closed = book.closing_book(rows, ledger, named)
     return AccountBook.from_state(load(save(closed.of_run(str(run)).state_dict())))
 
@@ -134,16 +144,19 @@ class PlainAccounts:
     def add(self, run: Run) -> None:
         alone = {row for row in run.about if not (run.is_named and run.people[row])}
         named = {row: who for row, who in run.people.items() if run.is_named and who}
-        begun = {
-            row: self.of(row) + (0 if self.person.get(row) == who else self.shared[who])
-            for row, who in named.items()
-        }
-        for who in set(named.values()):
-            rows = [row for row in named if named[row] == who]
-            is_about = not run.about.isdisjoint(rows)
-            self.shared[who] = max(begun[row] for row in rows) + run.charge * is_about
-            for row in rows:
-                self.own[row], self.person[row] = 0, who
+        unnamed = {row: "" for row in run.people if run.is_named and row not in named}
+        begun = dict[str, float]()
+        for row, who in (named | unnamed).items():
+            rows = [one for one in named if named[one] == who] or [row]
+            persons = {who, *(self.person.get(one, "") for one in rows)} - {""}
+            accounts = [self.own[one] for one in rows] + [self.shared[one] for one in persons]
+            charged = [one for one in accounts if one]
+            begun[row] = charged[0] if len(charged) == 1 else sum(map(math.sqrt, charged)) ** 2
+        for row, who in named.items():
+            self.shared[who] = begun[row] + run.charge * (row in run.about)
+            self.own[row], self.person[row] = 0, who
+        for row in unnamed:
+            self.own[row], self.person[row] = begun[row], ""
         for row in alone:
             self.own[row] += run.charge
 
@@ -158,6 +171,11 @@ def revealing(runs: Sequence[Run], row: str, person: str) -> list[Run]:
     ]
 
 
+def units_of(run: Run, rows: set[str]) -> int:
+    """Return how many charges of a run are about some rows: mu of a change of all is their sum."""
+    return len({(run.is_named and run.people[row]) or row for row in rows & run.about})
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_the_account_of_a_row_has_all_that_mixed_runs_revealed_of_it_and_of_its_person(
     seed: int,
@@ -169,12 +187,19 @@ def test_the_account_of_a_row_has_all_that_mixed_runs_revealed_of_it_and_of_its_
         for row in "abcdefg":
             account = book.opening_ledger([row], 1).accounts(np.array([0])).at(0)
             found, caveats = account.sum_kl, int(account.caveats)
-            assert found == plain.of(row)
+            assert found == pytest.approx(plain.of(row))
             ever = revealing(runs, row, plain.person.get(row, ""))
-            assert found >= sum(one.charge for one in ever)
+            assert found >= 0.999999 * sum(one.charge for one in ever)
             for peers in Adversary:
                 described = all(one.adversary.includes(peers) for one in ever)
                 assert described or not holds_against(caveats, peers)
+    rows = list("abcdefg")
+    people = np.array(random.Random(seed).choices(["", "ann", "bob", "eve"], k=7), dtype=object)
+    grouped = book.by_person(rows, persons_of(people, rows))
+    for row, who in zip(rows, people, strict=True):
+        own = {one for one, its in zip(rows, people, strict=True) if its and its == who} | {row}
+        divergence = divergence_of(grouped, row)
+        assert divergence >= 0.999999 * sum(one.charge * units_of(one, own) ** 2 for one in runs)
 
 
 def test_every_byte_of_a_name_counts() -> None:
@@ -253,9 +278,8 @@ def test_a_row_without_a_person_has_one_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "active.csv").write_text("id,own1,person\na,1,x\nb,2,\nc,3,x\nd,4,\n")
     given = {"source": {"kind": "csv", "path": "active.csv"}, "id_column": "id"}
     settings = DataSettings.model_validate(given | {"features": {"numeric": ["own1"]}})
-    first, second, third, fourth = numbered_subjects(
-        read_subjects(settings, tmp_path, "person")
-    ).tolist()
+    subjects = read_subjects(settings, tmp_path, "person")
+    first, second, third, fourth = map(bytes, persons_of(subjects, "abcd"))
     assert first == third
     assert len({first, second, fourth}) == 3
     with pytest.raises(DataError, match="nobody"):

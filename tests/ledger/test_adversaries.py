@@ -177,7 +177,7 @@ def test_the_larger_of_two_bounds_is_as_narrow_as_either() -> None:
     ("uses", "strongest", "setting"),
     [
         (LabelUses(), ANYBODY, None),
-        (LabelUses(has_early_stopping=True), HONEST, "early_stopping"),
+        (LabelUses(has_early_stopping=True), HONEST, "early_stopping_epochs"),
         (LabelUses(begins_with_labels=True), HONEST, "initial_weights"),
         (LabelUses(begins_with_releases=True), HONEST, "initial_weights"),
     ],

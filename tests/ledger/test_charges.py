@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
 from splitveil.active_party import defenses
-from splitveil.active_party.defenses import DefenseSettings, RawBatch
+from splitveil.active_party.defenses import DefenseSettings, Step
 from splitveil.active_party.defenses.sum_kl import sum_kl_along_gap
 from tests.support.defenses import build_defense
 
@@ -40,7 +40,7 @@ def binary_batch(rows: int = 400, seed: int = 5) -> tuple[Tensor, Tensor, Tensor
 def charge(settings: DefenseSettings, *batches: tuple[Tensor, Tensor, Tensor]) -> float:
     defense = build_defense(settings)
     for gradients, labels, predicted in batches:
-        _, report = defense.defend(RawBatch(gradients, labels, probabilities=predicted))
+        _, report = defense.defend(Step(gradients, labels, probabilities=predicted))
         assert report.charge.noise_identity == b""
         assert math.isinf(report.charge.epsilon)
     return report.charge.sum_kl
@@ -99,7 +99,7 @@ def test_iso_is_charged_its_gap_against_its_noise() -> None:
 
 def test_marvell_is_charged_as_if_the_classes_had_no_spread() -> None:
     gradients, labels, _ = binary_batch()
-    _, report = build_defense(settings_of("marvell")).defend(RawBatch(gradients, labels))
+    _, report = build_defense(settings_of("marvell")).defend(Step(gradients, labels))
     assert report.solution is not None
     neg, pos = class_means(gradients, labels)
     expected = divergence(
@@ -119,9 +119,7 @@ def test_row_noise_is_charged_by_the_variance_that_is_measured_on_the_gap(
     gradients[:zero_rows] = 0
     defense = build_defense(settings_of(name))
     # 500 times each row in one batch: neither the largest norm nor the least probability changes.
-    tiled = RawBatch(
-        gradients.repeat(500, 1), labels.repeat(500), probabilities=predicted.repeat(500)
-    )
+    tiled = Step(gradients.repeat(500, 1), labels.repeat(500), probabilities=predicted.repeat(500))
     samples = torch.cat([defense.defend(tiled).gradient for _ in range(8)])
     samples = samples.view(4000, *gradients.shape)
     neg, pos = class_means(gradients, labels)
@@ -166,8 +164,8 @@ def test_one_class_is_charged_the_gap_to_the_others_running_mean(label: int) -> 
         gap**2 / (noise_power / 4), rel=1e-6
     )
     defense = build_defense(settings_of("marvell"))
-    defense.defend(RawBatch(*first[:2]))
-    _, report = defense.defend(RawBatch(*second[:2]))
+    defense.defend(Step(*first[:2]))
+    _, report = defense.defend(Step(*second[:2]))
     assert report.solution is not None
     expected = divergence(report.solution.neg_along**0.5, report.solution.pos_along**0.5, gap)
     assert report.charge.sum_kl == pytest.approx(expected, rel=1e-6)
@@ -206,8 +204,8 @@ def test_running_statistics_are_charged_the_longer_gap() -> None:
     for factor in (0.1, 1.0, 3.0):
         settings = defenses.MarvellDefense(statistics="running", insecure_noise_seed=77)
         defense = build_defense(settings)
-        _, first = defense.defend(RawBatch(gradients, labels))
+        _, first = defense.defend(Step(gradients, labels))
         assert first.charge.sum_kl == 0  # no signal yet
-        charges[factor] = defense.defend(RawBatch(factor * gradients, labels))[1].charge.sum_kl
+        charges[factor] = defense.defend(Step(factor * gradients, labels))[1].charge.sum_kl
     assert charges[0.1] == pytest.approx(charges[1.0])
     assert charges[3.0] > 8 * charges[1.0]

@@ -145,8 +145,8 @@ def test_a_validation_label_that_could_end_a_run_has_no_bound_in_the_next_one(
 ) -> None:
     """A peer that ranks its row first and then last reads the label from the end of the run."""
     noisy = "defense={name: noisy_label, insecure_noise_seed: 1}"
-    for stops, bound in (("null", 0.5), ("{patience_epochs: 1}", 1.0)):
-        ended = run(example, noisy, f"early_stopping={stops}", "earlier_ledgers=[]")
+    for stops, bound in (("null", 0.5), ("1", 1.0)):
+        ended = run(example, noisy, f"early_stopping_epochs={stops}", "earlier_ledgers=[]")
         rows, ids = ended.active.rows, ended.session.ids
         assert rows is not None
         names = [ids[row] for row in rows.file_rows]

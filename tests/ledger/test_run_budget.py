@@ -279,8 +279,12 @@ def test_the_epoch_of_the_end_is_the_one_after_the_last_that_fits() -> None:
             "noisy_label has no bound for anybody",
         ),
         (
-            ["defense={name: noisy_label}", "run_budget={leak_auc: 0.8}", "early_stopping={}"],
-            "early_stopping leaves no bound for anybody",
+            [
+                "defense={name: noisy_label}",
+                "run_budget={leak_auc: 0.8}",
+                "early_stopping_epochs=3",
+            ],
+            "early_stopping_epochs leaves no bound for anybody",
         ),
         (
             [MARVELL, "run_budget={leak_auc: 0.8, adversary: everybody}"],
@@ -381,7 +385,7 @@ def test_a_summary_has_all_columns_and_1_where_there_is_no_bound(
 
 def test_early_stopping_takes_the_bound_for_anybody_away(example: Path, tmp_path: Path) -> None:
     noisy = "defense={name: noisy_label, insecure_noise_seed: 1}"
-    stopping = "early_stopping={patience_epochs: 100}"
+    stopping = "early_stopping_epochs=100"
     bounds = summary_of(parties_with(example, noisy, stopping), tmp_path)["bounds"]
     assert bounds[0]["leak_auc"] == 1
     assert bounds[1]["leak_auc"] == bounds[2]["leak_auc"] < 0.7

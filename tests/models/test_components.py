@@ -77,7 +77,7 @@ def ready(max_column_share: float | None = None) -> tuple[ComponentsBottom, Tens
     shapes = FeatureShapes(numeric_dim=6, bins=(8,) * 6)
     settings = ScoreModel(kind="score", max_column_share=max_column_share)
     model = ComponentsBottom(settings, shapes, (1,))
-    return model, model.before_labels(lambda: iter([PLACES]), COLUMNS)
+    return model, model.before_labels(lambda: iter([PLACES]))
 
 
 def sums_of(model: ComponentsBottom, values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -130,7 +130,7 @@ def test_sums_without_noise_give_back_what_is_linear_in_the_codes() -> None:
     """Of two targets, each has a score of its own; the number beside them is a component."""
     settings, shapes = ScoreModel(kind="score"), FeatureShapes(numeric_dim=6, bins=(8,) * 6)
     model = ComponentsBottom(settings, shapes, (3,))
-    moments = model.before_labels(lambda: iter([PLACES]), COLUMNS)
+    moments = model.before_labels(lambda: iter([PLACES]))
     weights = np.column_stack([np.arange(6), np.arange(6)[::-1] ** 2]) / 400
     values = PLACES.numeric.double().numpy() @ weights  # type: ignore[union-attr]
     sums = np.column_stack([sums_of(model, of_one) for of_one in values.T])
@@ -146,7 +146,7 @@ def test_sums_without_noise_give_back_what_is_linear_in_the_codes() -> None:
 def test_a_table_of_few_rows_has_fewer_bits_because_each_adds_to_the_noise() -> None:
     model, _ = ready()
     many = model.num_bits
-    model.before_labels(lambda: iter([PLACES.rows(torch.arange(300))]), COLUMNS)
+    model.before_labels(lambda: iter([PLACES.rows(torch.arange(300))]))
     assert 0 < model.num_bits < many <= 6 * 8
 
 

@@ -96,6 +96,7 @@ def test_what_is_computed_on_a_gpu_is_repeatable_and_not_rounded_to_tf32(
 ) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
+    memory: Any = torch.utils.deterministic
     before = cudnn.allow_tf32, torch.are_deterministic_algorithms_enabled()
     with pretended_cuda(), restoring_devices():
         cudnn.allow_tf32 = products.allow_tf32 = cudnn.benchmark = True
@@ -105,8 +106,10 @@ def test_what_is_computed_on_a_gpu_is_repeatable_and_not_rounded_to_tf32(
         assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
         use_device("auto")
         assert torch.are_deterministic_algorithms_enabled()
+        assert not memory.fill_uninitialized_memory
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert (cudnn.allow_tf32, torch.are_deterministic_algorithms_enabled()) == before
+    assert memory.fill_uninitialized_memory
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_mlp_maps_every_kind_of_feature_to_the_cut_shape() -> None:
 def test_tabular_embeds_the_numbers_that_have_bins() -> None:
     """The oracle interpolates between the vectors of the edges."""
     shapes = FeatureShapes(numeric_dim=4, bins=(3, 0, 1))
-    bottom = build_bottom_model(model(kind="tabular", number_dim=2), shapes, (5,), seed=0)
+    bottom = build_bottom_model(model(kind="tabular", embedding_dim=2), shapes, (5,), seed=0)
     assert named_layer(bottom, "layers.hidden_0").get_parameter("0.weight").shape == (64, 7)
     numbers, generator = named_layer(bottom, "input"), torch.Generator().manual_seed(3)
 
@@ -671,7 +671,7 @@ def holding(weight: nn.Parameter) -> nn.Module:
 def test_optimizers_take_the_steps_that_their_settings_say() -> None:
     cases: dict[str, tuple[Any, dict[str, Any]]] = {
         "sgd": (torch.optim.SGD, {"momentum": 0.5, "weight_decay": 0.25}),
-        "adam": (torch.optim.Adam, {"betas": (0.5, 0.9)}),
+        "adam": (torch.optim.Adam, {"weight_decay": 0.25}),
         "adamw": (torch.optim.AdamW, {"weight_decay": 0.5}),
     }
     for kind, (of_torch, values) in cases.items():

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from splitveil.common.errors import SplitveilError
 from splitveil.common.models.speed import speed_up
+from splitveil.passive_party.bottom_trainer import stashing_weights
 from tests.support.equality import assert_same_weights
 from tests.support.peers import Lost, dying
 from tests.support.runs import build_parties, run_in_process
@@ -83,6 +85,18 @@ def test_a_compiled_model_trains_alike_and_evaluates_with_the_same_bits() -> Non
         found.sum().backward()
     assert list(fast.state_dict()) == list(plain.state_dict())
     assert torch.equal(fast.eval()(rows()), plain.eval()(rows()))
+
+
+@NEEDS_COMPILER
+def test_the_hooks_that_stash_weights_are_not_compiled() -> None:
+    fast = model()
+    speed_up(fast, None, compiled=True)
+    compiled = counters["frames"]["ok"]
+    for _ in range(3):
+        with stashing_weights(fast):
+            found = fast(rows())
+        found.sum().backward()
+    assert counters["frames"]["ok"] - compiled <= 1
 
 
 def test_autocast_of_either_party_is_another_course(example: Path) -> None:

@@ -12,7 +12,7 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.record.model_files import save_model
 from tests.support.runs import build_parties, run_in_process, write_example, write_table
 
-MODEL = "{kind: tabular, hidden: [8], num_bins: 6, number_dim: 3}"
+MODEL = "{kind: tabular, hidden: [8], embedding_dim: 3}"
 STEPS = "optimizer={kind: adamw, learning_rate: 0.01, weight_decay: 0.01, clip_norm: 0.5}"
 TOP, BOTTOM = f"top_model={MODEL}", f"bottom_model={MODEL}"
 BY_COLUMN = "contract.split={kind: column, column: fold}"

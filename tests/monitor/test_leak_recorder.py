@@ -136,7 +136,7 @@ def test_a_peer_that_goes_back_after_every_checkpoint_hides_nothing_from_the_mon
 ) -> None:
     """And leaves every line of the monitor's in the metrics, once."""
     write_example(tmp_path)
-    own = [EVERY_2, "leak_monitor.queue_batches=512", "leak_monitor.max_cpu_share=null"]
+    own = [EVERY_2, "leak_monitor.max_cpu_share=null"]
     peer, found = [EVERY_2, "adversary=null"], []
     for name, returns in (("whole", 0), ("returning", 4)):
         folder = tmp_path / name
@@ -161,7 +161,7 @@ def test_a_peer_that_goes_back_after_every_checkpoint_hides_nothing_from_the_mon
 def test_a_checkpoint_holds_all_batches_handed_over_before_it_and_is_for_these_attacks_alone(
     tmp_path: Path,
 ) -> None:
-    settings = AuditSettings(attacks=("norm", "spectral"), queue_batches=64)
+    settings = AuditSettings(attacks=("norm", "spectral"), max_cpu_share=None)
     with (
         MetricsLog(tmp_path) as metrics,
         LeakRecorder(settings, metrics, AuditedRun(b"seed", 4)) as recorder,

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from splitveil.active_party.defenses.interface import DefenseReport, release
+from splitveil.active_party.defenses.interface import Step
 from splitveil.active_party.monitor.row_covariates import (
     MAX_GAP,
     MAX_ROWS,
@@ -16,7 +16,6 @@ from splitveil.active_party.monitor.row_covariates import (
     RowCovariates,
 )
 from splitveil.active_party.training.label_kinds import ClassLabels
-from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.data.features import Features
 from splitveil.common.privacy.beyond_features import Covariates
 from splitveil.common.privacy.gathered_scores import LatestScores
@@ -32,15 +31,11 @@ def batch_of(positions: NDArray[np.int64], epoch: int = 0) -> Batch:
     return Batch(epoch, "train", 0, positions, b"", closes_split=False, closes_epoch=False)
 
 
-def step(rows: NDArray[np.int64], activation: Tensor, probabilities: Tensor) -> StepResult:
-    return StepResult(
-        activation,
-        release(activation, activation),
-        DefenseReport(0.0),
-        LABELS[torch.from_numpy(rows % ROWS)].float(),
-        probabilities,
-        torch.tensor(0.5),
-        activation,
+def step(rows: NDArray[np.int64], activation: Tensor, probabilities: Tensor) -> Step:
+    return Step(
+        labels=LABELS[torch.from_numpy(rows % ROWS)].float(),
+        probabilities=probabilities,
+        activation=activation,
     )
 
 

@@ -190,7 +190,7 @@ def test_of_a_long_run_evenly_spaced_examples_are_kept() -> None:
 def test_both_parties_of_a_run_record_what_completion_finds(tmp_path: Path) -> None:
     """Nearly as much as this party's features can: the other one's are as large a part."""
     write_example(tmp_path, rows=900)
-    chosen = f"attacks: [norm, {', '.join(NAMES)}], queue_batches: 512, max_cpu_share: null"
+    chosen = f"attacks: [norm, {', '.join(NAMES)}], max_cpu_share: null"
     labels = "labels: {source: {kind: csv, path: active.csv}, id_column: id, label_column: label}"
     long = ["contract.epochs=12", "optimizer.learning_rate=0.01"]
     parties = build_parties(

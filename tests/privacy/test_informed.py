@@ -11,7 +11,7 @@ from scipy.special import logsumexp
 from scipy.stats import norm as normal
 from torch import Tensor
 
-from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.active_party.defenses.interface import Step
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.attacks import ATTACKS, Knowledge
 from splitveil.common.privacy.audit import LeakAudit
@@ -193,10 +193,10 @@ def test_over_a_run_the_ratios_of_fresh_noise_add_up() -> None:
 def test_slopes_are_the_gradient_for_each_residual_and_change_no_bit(tmp_path: Path) -> None:
     """Slopes that nobody asked for are not computed."""
     write_example(tmp_path)
-    results: list[StepResult] = []
+    results: list[Step] = []
 
     class Recording(ActiveRecording):
-        def on_step(self, batch: Batch, result: StepResult) -> None:
+        def on_step(self, batch: Batch, result: Step) -> None:
             results.append(result)
 
     weights = []
@@ -210,7 +210,7 @@ def test_slopes_are_the_gradient_for_each_residual_and_change_no_bit(tmp_path: P
     for result in results[8:]:
         assert result.slopes is not None
         expected = (result.probabilities - result.labels)[:, None] * result.slopes
-        assert torch.allclose(result.raw, expected, rtol=1e-4, atol=1e-9)
+        assert torch.allclose(result.gradients, expected, rtol=1e-4, atol=1e-9)
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 

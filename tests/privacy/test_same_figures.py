@@ -23,7 +23,7 @@ ATTACKS_OF_BOTH = [
     if name not in ("accumulated_informed", "completion_400")  # too few rows for the latter
     and (name not in ATTACKS or ATTACKS[name].needs.isdisjoint(OF_ONE_PARTY))
 ]
-AUDITED = f"{{queue_batches: 1024, max_cpu_share: null, attacks: [{', '.join(ATTACKS_OF_BOTH)}]"
+AUDITED = f"{{max_cpu_share: null, attacks: [{', '.join(ATTACKS_OF_BOTH)}]"
 LABELS = "{source: {kind: csv, path: active.csv}, id_column: id, label_column: label}"
 SECTIONS = ("leak", "leak_worst_epoch", "leak_run_level", "leak_batches")
 TOLERANCE = 1e-12

@@ -46,7 +46,6 @@ def settings_file(
     rows: int = ROWS,
     columns: Sequence[str] = NUMBERS,
     kind: str = "pca",
-    num_bins: int = 16,
     **contract: Any,
 ) -> Path:
     """Write a table of five copies of a number, five noises, a category and a constant."""
@@ -81,7 +80,7 @@ def settings_file(
                 "categorical": ["kind"] if columns == NUMBERS else [],
             },
         },
-        "bottom_model": {"kind": kind} | ({"num_bins": num_bins} if kind != "mlp" else {}),
+        "bottom_model": {"kind": kind},
         "optimizer": {"kind": "adam", "learning_rate": 0.01},
     }
     (folder / "passive.yaml").write_text(yaml.safe_dump(settings))
@@ -175,14 +174,13 @@ def test_a_width_above_the_rank_is_refused_before_anything_is_sent(
         tmp_path,
         columns=("copy0",),
         kind=kind,
-        num_bins=5,
-        cut_shape=[6],
+        cut_shape=[17],
         release="noisy_labels" if kind == "score" else None,
     )
     runs = ["--runs", tmp_path / "runs", "--set", "connect=127.0.0.1:9"]
     assert exit_code_of(main, "run", path, *runs) == 2
     said = caplog.text + capsys.readouterr().err
-    assert "have 5 independent directions; expected contract.cut_shape of at most [5]" in said
+    assert "have 16 independent directions; expected contract.cut_shape of at most [16]" in said
 
 
 @pytest.mark.parametrize(
@@ -200,8 +198,8 @@ def test_what_cannot_be_measured_is_said(
 
 
 def test_one_column_has_the_widths_of_its_rank(tmp_path: Path) -> None:
-    plan = planned(settings_file(tmp_path, columns=("copy0",), num_bins=5))
-    assert [*plan.exposures] == [1, 2, 4]
+    plan = planned(settings_file(tmp_path, columns=("copy0",)))
+    assert [*plan.exposures] == [1, 2, 4, 16]
 
 
 def test_a_model_that_learns_is_measured_before_it_does(

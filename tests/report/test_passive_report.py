@@ -147,7 +147,6 @@ def test_a_sample_is_enough_and_too_few_rows_say_nothing() -> None:
     assert sampled is not None
     assert sampled.rows == 300
     assert exposed(rows=49) is None
-    assert exposed(most_rows=0) is None
 
 
 def test_noise_is_not_fitted() -> None:

@@ -126,6 +126,9 @@ def of_run(**attacks: RunFigures) -> Summary:
     return Summary(leak=LeakFigures(run_level={"cut": attacks}))
 
 
+JARGON = ("feature_adjusted", "Feature_adjusted", "ECE", "(ECE)", "positive")
+
+
 def page_of(run_dir: Path) -> str:
     return write_report(run_dir).read_text(encoding="utf-8")
 
@@ -187,10 +190,10 @@ def adjusted(value: float, **others: AdjustedFigures) -> Summary:
             "pass",
             "Meets the target",
             (
-                "Whatever the other company does, it distinguishes a positive from a negative row "
-                "in at most 70 of 100 pairs, beyond what its own data reveal. Guessing: 50. The "
-                "strongest attack that was run reaches 52 of 100 (50 to 54), which is no more than "
-                "chance explains. The run meets its target"
+                "Whatever the other company does, it distinguishes a row with “defaulted: yes” "
+                "from one without in at most 70 of 100 pairs, beyond what its own data reveal. "
+                "Guessing: 50. The strongest attack that was run reaches 52 of 100 (50 to 54), "
+                "which is no more than chance explains. The run meets its target"
             ),
         ),
         # Where nothing was measured, or on too few rows, no run is green.
@@ -218,9 +221,9 @@ def adjusted(value: float, **others: AdjustedFigures) -> Summary:
             "fail",
             "Misses the target",
             (
-                f"{CLASS_MEANS} distinguishes a positive from a negative row in at most 60 of 100 "
-                "pairs, beyond what its own data reveal. Guessing: 50. An attack that was run "
-                "reaches 90. Nothing limits one that does more."
+                f"{CLASS_MEANS} distinguishes a row with “defaulted: yes” from one without in at "
+                "most 60 of 100 pairs, beyond what its own data reveal. Guessing: 50. An attack "
+                "that was run reaches 90. Nothing limits one that does more."
             ),
         ),
         # A bound that is proved is never in doubt: what is above it comes from the features.
@@ -245,9 +248,9 @@ def adjusted(value: float, **others: AdjustedFigures) -> Summary:
             "fail",
             "An attack passes a bound",
             (
-                "By what this run's own defense states, the other company distinguishes a positive "
-                "from a negative row in at most 60 of 100 pairs, beyond what its own data reveal. "
-                "Guessing: 50. An attack that was run reaches 80."
+                "By what this run's own defense states, the other company distinguishes a row with "
+                "“defaulted: yes” from one without in at most 60 of 100 pairs, beyond what its own "
+                "data reveal. Guessing: 50. An attack that was run reaches 80."
             ),
         ),
         (NOISY_LABELS, 0.7, adjusted(0.52), "unknown", "No target set", "No target is set"),
@@ -267,13 +270,16 @@ def test_the_first_screen_answers_with_one_badge(
     badge: str,
     said: str,
 ) -> None:
-    run_dir = write_run(tmp_path, bound=bound, summary=summary, settings=settings)
+    label = {"data": {"label_column": "defaulted", "positive_label": "yes"}}
+    run_dir = write_run(tmp_path, bound=bound, summary=summary, settings=label | settings)
     words, run = first_screen(run_dir), read_run(run_dir)
     assert said in words
     assert badge in words
-    assert f'class="verdict {outcome}"' in page_of(run_dir)
+    page = page_of(run_dir)
+    assert f'class="verdict {outcome}"' in page
     leak = assessment_of(run)
-    assert leak.in_words in words
+    assert leak.in_words in words_of(page)
+    assert not [word for word in (*ATTACKS, *JARGON) if word in words.replace("-", "_").split()]
     assert decide(run, leak).outcome == outcome
 
 
@@ -344,7 +350,7 @@ def test_batches_that_were_left_out_are_said_where_they_change_a_figure(
     counts = BatchCounts(99 - left_out, 1, left_out)
     summary = replace(adjusted(0.52), leak=replace(adjusted(0.52).of_leak, counts=counts))
     words = first_screen(write_run(tmp_path, summary=summary))
-    said = "The monitor left 28% of the batches out (leak_monitor.max_cpu_share, queue_batches)"
+    said = "The monitor left 28% of the batches out (leak_monitor.max_cpu_share)"
     assert (said in words) is is_said
 
 
@@ -428,7 +434,10 @@ def test_the_page_holds_every_chart_and_needs_nothing_from_elsewhere(tmp_path: P
     parsed = Tags(page)
     assert "script" not in parsed.tags
     assert not [value for name, value in parsed.attributes if name == "src"]
-    assert {value for name, value in parsed.attributes if name == "href"} == {"data:,"}
+    assert {value for name, value in parsed.attributes if name == "href"} == {
+        "data:,",
+        "cover.html",
+    }
 
 
 @pytest.mark.parametrize("page", ["report", "comparison"])

@@ -99,9 +99,13 @@ def in_the_clear(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- what one label moves ----
 
 
-def defense_of(labels: Sequence[float], num_classes: int = 2, ratio: float = RATIO) -> NoisySums:
+def defense_of(
+    labels: Sequence[float], num_classes: int = 2, ratio: float = RATIO, rows_of_person: int = 1
+) -> NoisySums:
     """Return the label owner's side for some rows, with the same draws for the same answer key."""
-    context = DefenseContext((4,), num_classes, is_one_shot=True, releases_sums=True)
+    context = DefenseContext(
+        (4,), num_classes, is_one_shot=True, releases_sums=True, rows_of_person=rows_of_person
+    )
     examples = Examples([], torch.tensor(labels), torch.device("cpu"))
     secrets = NoiseSecrets(None, AnswerKeys())
     return NoisySums(ratio, Charge(1.0), BuildInputs(context, secrets, examples))

@@ -26,6 +26,7 @@ from splitveil.common.errors import (
     OutOfStep,
     SettingsError,
 )
+from splitveil.common.models import components
 from splitveil.common.party.party_status import RunStatus
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.messages import Activation, Answer, Course, DefendedGradient, LeaveReason
@@ -155,9 +156,9 @@ REFUSED: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
         "expected noisy_label by gaussian noise",
     ),
     "an early end": (
-        [*ONE_SHOT, "early_stopping={patience_epochs: 1}"],
+        [*ONE_SHOT, "early_stopping_epochs=1"],
         [PCA],
-        "early_stopping: a one-shot run ends with its last row",
+        "early_stopping_epochs: a one-shot run ends with its last row",
     ),
     "a score without labels": (ONE_SHOT, [SCORE], "bottom_model.kind: a score is fitted to noisy"),
     "labels in a run with gradients": (["contract.release=noisy_labels"], [], "release: only"),
@@ -187,10 +188,12 @@ def test_settings_that_do_not_fit_are_refused(example: Path, what: str) -> None:
         build_parties(example, active, [*agreed, *passive])
 
 
-def test_what_cannot_be_fitted_is_refused_before_any_label_is_released(example: Path) -> None:
-    unfit = "bottom_model={kind: score, columns: 1, columns_from: [x1, y1]}"
-    parties = build_parties(example, [*NOISY, RELEASE], [*NOISY, unfit])
-    with pytest.raises(SettingsError, match=r"columns_from: no columns of data\.features: y1"):
+def test_what_cannot_be_fitted_is_refused_before_any_label_is_released(
+    example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parties = one_shot(example)
+    monkeypatch.setattr(components, "MOST_DENSE", 3)
+    with pytest.raises(SettingsError, match=r"a score is fitted to at most 3 codes"):
         run_in_process(parties)
     assert not parties.session.lifecycle.phase.has_answered
     assert parties.session.leak_bounds().sum_kl.max == 0
@@ -412,7 +415,7 @@ KINDS: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
     "a score alone": (partial(write_example, rows=700), {"contract.cut_shape": [1]}),
     "a score and a column": (
         partial(write_example, rows=700),
-        {"passive.bottom_model": {"kind": "score", "columns": 1, "columns_from": ["x1", "x2"]}},
+        {"passive.bottom_model": {"kind": "score", "columns": 1}},
     ),
     "components": (
         write_example,

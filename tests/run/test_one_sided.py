@@ -70,7 +70,7 @@ def write(folder: Path, ids: Sequence[str], **contract: object) -> None:
 
 
 def passive_settings(folder: Path, *overrides: str) -> PassiveSettings:
-    own = [f"runs_dir={folder / 'runs'}", "report.probe_rows=0", *overrides]
+    own = [f"runs_dir={folder / 'runs'}", *overrides]
     return load_party_settings(PassiveSettings, folder / "passive.yaml", own)
 
 

@@ -13,12 +13,11 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from splitveil.active_party.defenses import MarvellDefense, RawBatch
+from splitveil.active_party.defenses import MarvellDefense, Step
 from splitveil.active_party.defenses.strength import PowerRatio
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
-from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.alignment.share import Share
 from splitveil.common.errors import (
     AlignmentError,
@@ -313,14 +312,11 @@ class Colluders(ActiveRecording):
         self.batches: list[tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]] = []
         self._own = build_defense(SETTINGS)
 
-    def on_step(self, batch: Batch, result: StepResult) -> None:
+    def on_step(self, batch: Batch, result: Step) -> None:
         super().on_step(batch, result)
-        raw, sent = (
-            list(gradients.detach().chunk(3, dim=1)) for gradients in (result.raw, result.defended)
-        )
-        separate: list[Tensor] = [
-            self._own.defend(RawBatch(part, result.labels))[0] for part in raw
-        ]
+        both = result.gradients, result.defended
+        raw, sent = (list(gradients.detach().chunk(3, dim=1)) for gradients in both)
+        separate: list[Tensor] = [self._own.defend(Step(part, result.labels))[0] for part in raw]
         self.batches.append((raw, sent, separate, result.labels))
 
 

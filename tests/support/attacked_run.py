@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from splitveil.active_party.defenses.interface import Step
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.privacy.accumulation import combine_with_hints
@@ -58,7 +58,7 @@ class AttackedRun(NamedTuple):
     """The ledger's, at the end."""
 
 
-StepListener = Callable[[Batch, StepResult, Tensor, Tensor], None]
+StepListener = Callable[[Batch, Step, Tensor, Tensor], None]
 """Called with each batch, what the active party knows of it, and what the passive one sent and
 received."""
 
@@ -152,9 +152,9 @@ class Sender(runs.ActiveRecording):
     def __init__(self) -> None:
         super().__init__()
         self.answer_bounds: list[float] = []
-        self.latest: StepResult | None = None
+        self.latest: Step | None = None
 
-    def on_step(self, batch: Batch, result: StepResult) -> None:
+    def on_step(self, batch: Batch, result: Step) -> None:
         self.latest = result
         self.answer_bounds.append(leak_auc_bound(result.report.charge.sum_kl))
 
@@ -187,7 +187,7 @@ class _RedTeam(runs.PassiveRecording):
         if not self._attacks:
             return
         gradients = {"cut": received, "first": layers["first"]}
-        clean = gradients | {"cut": known.raw}
+        clean = gradients | {"cut": known.gradients}
         seen = Observation(
             batch.epoch,
             batch.step,

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss, one_hot
 
 from splitveil.active_party.defenses import DefendedGradient
-from splitveil.active_party.training.top_trainer import StepResult, TopTrainer
+from splitveil.active_party.defenses.interface import Step
+from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.data.features import Features
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.run.course import AlignedRows
@@ -156,7 +157,7 @@ class Attack:
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
 
-    def gradient(self, result: StepResult, positions: Tensor, epoch: int) -> Tensor:
+    def gradient(self, result: Step, positions: Tensor, epoch: int) -> Tensor:
         return result.defended
 
 
@@ -193,7 +194,7 @@ class Fsha(_WithEncoder):
     def __init__(self, facts: Facts) -> None:
         super().__init__(facts, 1)
 
-    def gradient(self, result: StepResult, positions: Tensor, epoch: int) -> Tensor:
+    def gradient(self, result: Step, positions: Tensor, epoch: int) -> Tensor:
         sent = result.activation.flatten(1).requires_grad_()
         chosen = self._drawn(len(sent))
         self._code(chosen)
@@ -215,7 +216,7 @@ class Urvfl(_WithEncoder):
         for _ in range(500):
             self._code(self._drawn(128))
 
-    def gradient(self, result: StepResult, positions: Tensor, epoch: int) -> Tensor:
+    def gradient(self, result: Step, positions: Tensor, epoch: int) -> Tensor:
         sent = result.activation.flatten(1).requires_grad_()
         labels = result.labels.long()
         loss = cross_entropy(self._discriminator(sent), 2 * labels + 1)
@@ -241,7 +242,7 @@ class Reconstruct(Attack):
         self._decoder = network(self.facts.cut_dim, 64, values.shape[1])
         self._optimizer = torch.optim.Adam(self._decoder.parameters(), 0.003)
 
-    def gradient(self, result: StepResult, positions: Tensor, epoch: int) -> Tensor:
+    def gradient(self, result: Step, positions: Tensor, epoch: int) -> Tensor:
         sent = result.activation.flatten(1).requires_grad_()
         is_known = self._is_known[positions]
         if not is_known.any():
@@ -256,7 +257,7 @@ class Reconstruct(Attack):
 class InTurn(Reconstruct):
     _turn = -1
 
-    def gradient(self, result: StepResult, positions: Tensor, epoch: int) -> Tensor:
+    def gradient(self, result: Step, positions: Tensor, epoch: int) -> Tensor:
         columns, wanted = self.facts.columns, self.facts.wanted
         turn = epoch * len(wanted) // self.facts.epochs
         if turn != self._turn:
@@ -287,7 +288,7 @@ class AttackingTrainer(TopTrainer):
 
     def gradient(
         self, positions: Positions, activation: Tensor, answer_key: bytes | None = None
-    ) -> StepResult:
+    ) -> Step:
         result = super().gradient(positions, activation, answer_key)
         for place, row in zip(positions.tolist(), result.activation.flatten(1), strict=True):
             self.received.setdefault(place, []).append(row.clone())
@@ -296,8 +297,8 @@ class AttackingTrainer(TopTrainer):
             torch.manual_seed(int(positions[0]))
             self._attack = self._attack or self._begin(self)
             crafted = self._attack.gradient(result, torch.from_numpy(positions.copy()), epoch)
-        sent = DefendedGradient(crafted.detach().reshape(result.defended.shape))
-        return StepResult(**{**vars(result), "defended": sent})
+        result.defended = DefendedGradient(crafted.detach().reshape(result.defended.shape))
+        return result
 
 
 # ---- a run ----

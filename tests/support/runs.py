@@ -40,7 +40,7 @@ CONTRACT = {
     "split": {"kind": "hash", "train": 0.6, "validation": 0.2, "test": 0.2},
     "alignment": {"min_aligned": 20},
 }
-EVERY_BATCH = {"queue_batches": 1024, "max_cpu_share": None}
+EVERY_BATCH = {"max_cpu_share": None}
 """Audits that leave no batch out, however slow the machine: figures depend on which ones it was."""
 
 ACTIVE = {

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.assembly import allowance_of, build_session
+from splitveil.active_party.defenses.interface import Step
 from splitveil.active_party.grpc_server.server import start_server
 from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.observer import SessionObserver
@@ -30,7 +31,6 @@ from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.active_party.training.evaluation import Evaluation
-from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.alignment.exchange import build_engine
 from splitveil.common.models.device import torch_device
@@ -126,7 +126,7 @@ class ActiveRecording(Recording):
     earlier: tuple[int, LeakBounds] | None = None
     """The number of examples about which earlier runs answered, and the bounds on these answers."""
 
-    def on_step(self, batch: Batch, result: StepResult) -> None:
+    def on_step(self, batch: Batch, result: Step) -> None:
         self.losses.append(float(result.loss.detach()))
         self.sent.append(result.defended.clone())
 

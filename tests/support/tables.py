@@ -72,7 +72,7 @@ def write_classes(folder: Path, rows: int = 600, seed: int = 3) -> None:
     write_table(folder / "passive.csv", "id,x1,x2,x3,x4,x5", passive, ids, *x.T[:5])
     source = {"source": {"kind": "csv", "path": "active.csv"}, "id_column": "id"}
     labels = {**source, "label_column": "label", "classes": list(CLASSES)}
-    monitor = {"attacks": list(ATTACKS), "queue_batches": 1024, "max_cpu_share": None}
+    monitor = {"attacks": list(ATTACKS), "max_cpu_share": None}
     data = {**labels, "features": {"numeric": "own*"}}
     write_yaml(
         folder,

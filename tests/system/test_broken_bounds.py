@@ -12,6 +12,7 @@ chance above it, which are .07 of 3,000 rows, .11 of `breast_cancer`, .02 of `de
 import csv
 import gzip
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +20,8 @@ import numpy as np
 import pytest
 import torch
 
-from splitveil.active_party.defenses import RawBatch
-from splitveil.active_party.training import top_trainer
+from splitveil.active_party.defenses import Step, iso, marvell
+from splitveil.active_party.defenses.persistent import LabelMoves, moves_of
 from splitveil.common.privacy.adversary import Adversary
 from tests.support.attacked_run import deal_labels
 from tests.support.malicious import PEERS, Attacked, attack
@@ -143,22 +144,21 @@ def test_a_bound_falls_to_a_peer_whom_it_is_not_for(
         assert found.readings["residual_energy"].last_batch > 0.99
 
 
-def with_slopes_of_raw_gradients(*fields: Any) -> RawBatch:
+def moves_of_raw_gradients(batch: Step) -> LabelMoves:
     """Divide (p - y) J by p - y, as one may do without the model's slopes; J is 0 where p is y."""
-    batch = RawBatch(*fields)
-    assert batch.probabilities is not None
     residuals = batch.probabilities.double() - batch.labels.double()
     is_sure = residuals.abs() < 2.0**-10
     moves = batch.gradients.double() / torch.where(is_sure, 1.0, residuals)[:, None]
     moves[is_sure] = 0.0
-    return batch._replace(slopes=moves.to(batch.gradients))
+    return moves_of(replace(batch, slopes=moves.to(batch.gradients)))
 
 
 @pytest.mark.parametrize("fall", WITHOUT_SLOPES, ids=lambda fall: f"{fall.defense}: {fall.peer}")
 def test_moves_that_know_the_label_reveal_it(
     example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fall: Fall
 ) -> None:
-    monkeypatch.setattr(top_trainer, "RawBatch", with_slopes_of_raw_gradients)
+    for defense in (iso, marvell):
+        monkeypatch.setattr(defense, "moves_of", moves_of_raw_gradients)
     check_fall(example, tmp_path, fall)
 
 

@@ -34,7 +34,7 @@ SETTINGS = Settings(
         "contract.checkpoints.every_steps=3",
         "reconnect={max_s: 90, deadline_s: 2}",
     ),
-    active=("defense={name: marvell, insecure_noise_seed: 7}", "first_contact_s=90"),
+    active=("defense={name: marvell, insecure_noise_seed: 7}",),
 )
 ONE_SHOT = Settings(
     both=(
@@ -44,7 +44,7 @@ ONE_SHOT = Settings(
         "contract.release=noisy_labels",
         "contract.evaluation_batch_size=8",
     ),
-    active=("defense={name: noisy_label, insecure_noise_seed: 7}", "first_contact_s=90"),
+    active=("defense={name: noisy_label, insecure_noise_seed: 7}",),
     passive=("bottom_model={kind: score}", "adversary=null"),
 )
 

@@ -32,7 +32,7 @@ def test_killed_parties_end_with_two_reports_and_a_single_charge(tmp_path: Path)
     address = free_address()
     defense = "defense={name: noisy_label, mechanism: {kind: gaussian, noise_ratio: 2.8}}"
     with (
-        Party("active", tmp_path, f"listen={address}", defense, "first_contact_s=90") as active,
+        Party("active", tmp_path, f"listen={address}", defense) as active,
         Party("passive", tmp_path, f"connect={address}") as passive,
     ):
         # Both have stored their parts of the sums; one is killed after the other.

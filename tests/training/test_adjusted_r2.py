@@ -5,10 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.interface import DefenseReport, release
+from splitveil.active_party.defenses.interface import Step
 from splitveil.active_party.monitor.row_covariates import MAX_GAP, RowCovariates
 from splitveil.active_party.training.label_kinds import NumberLabels
-from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.data.label_range import LabelRange
 from splitveil.common.privacy.accumulation import RunScores
 from splitveil.common.privacy.beyond_features import Covariates
@@ -104,15 +103,7 @@ def visit(kept: RowCovariates, epoch: int, predictions: Tensor, value: float) ->
     rows = np.random.default_rng(epoch).permutation(200)
     chosen = torch.from_numpy(rows)
     activation = torch.full((200, 3), value)
-    step = StepResult(
-        activation,
-        release(activation, activation),
-        DefenseReport(0.0),
-        LABELS[chosen],
-        predictions[chosen],
-        torch.tensor(0.1),
-        activation,
-    )
+    step = Step(labels=LABELS[chosen], probabilities=predictions[chosen], activation=activation)
     batch = Batch(epoch, "train", 0, rows, b"", closes_split=False, closes_epoch=False)
     kept.note_step(batch, step)
     kept.end_epoch(epoch)

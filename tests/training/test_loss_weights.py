@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitveil.active_party.defenses.interface import LabelledRows
+from splitveil.active_party.defenses.interface import Step
 from splitveil.active_party.defenses.objective import TopModel
 from splitveil.active_party.training.label_kinds import OrdinaryObjective
 from splitveil.active_party.training.predictions import (
@@ -20,7 +20,6 @@ from splitveil.active_party.training.predictions import (
     cross_entropy_of,
     weighted_cross_entropy,
 )
-from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
@@ -39,8 +38,8 @@ PERSISTENT = "defense={name: marvell, noise: persistent, strength: {power_ratio:
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[StepResult]:
-    found: list[StepResult] = []
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    found: list[Step] = []
     monkeypatch.setattr(ActiveRecording, "on_step", lambda _self, _batch, one: found.append(one))
     return found
 
@@ -121,19 +120,15 @@ def test_class_weights_follow_the_target_and_not_the_label(num_classes: int) -> 
     shape = (6,) if num_classes == 2 else (6, num_classes)
     targets = torch.rand(shape)
     activation = torch.randn(6, 4).requires_grad_()
-    raw = [
-        objective.compute(
-            activation,
-            None,
-            targets,
-            LabelledRows(torch.arange(6), torch.full((6,), label), activation.detach()),
-        ).raw
-        for label in (0.0, 1.0)
-    ]
-    assert torch.equal(*raw)
-    batch = LabelledRows(torch.arange(6), torch.zeros(6), activation.detach())
-    other = objective.compute(activation, None, targets.flip(0), batch)
-    assert not torch.equal(other.raw, raw[0])
+
+    def gradient(label: float, targets: Tensor) -> Tensor:
+        step = Step(labels=torch.full((6,), label), rows=torch.arange(6), activation=activation)
+        step.targets = targets
+        objective.compute(step)
+        return step.gradients
+
+    assert torch.equal(gradient(0.0, targets), gradient(1.0, targets))
+    assert not torch.equal(gradient(0.0, targets.flip(0)), gradient(0.0, targets))
 
 
 class WithoutFeatures(nn.Module):
@@ -166,25 +161,23 @@ def test_weights_are_in_units_of_the_training_rows_mean(
 
 
 def test_a_weight_for_each_class_is_one_for_each_of_its_rows(
-    tmp_path: Path, steps: list[StepResult]
+    tmp_path: Path, steps: list[Step]
 ) -> None:
     """Up to the scale: weights of rows are divided by their mean over the training rows."""
     write_example(tmp_path)
     weigh(tmp_path, lambda label: 1 + 3 * label)
     run = met(tmp_path, "data.class_weights=[1, 4]")
-    of_classes = steps.pop(0).raw
+    of_classes = steps.pop(0).gradients
     steps.clear()
     met(tmp_path, WEIGHTED)
     rows = run.active.seen.rows
     assert rows is not None
     labels = PartyData.load(run.active.settings.data, tmp_path).labels_at(rows.file_rows)
     mean = float((1 + 3 * labels[rows.splits["train"]]).mean())
-    assert torch.allclose(of_classes, mean * steps[0].raw, rtol=1e-4, atol=1e-8)
+    assert torch.allclose(of_classes, mean * steps[0].gradients, rtol=1e-4, atol=1e-8)
 
 
-def test_a_rows_weight_is_part_of_what_a_label_moves(
-    tmp_path: Path, steps: list[StepResult]
-) -> None:
+def test_a_rows_weight_is_part_of_what_a_label_moves(tmp_path: Path, steps: list[Step]) -> None:
     """Persistent noise is measured by it, and oracles know it."""
     write_example(tmp_path)
     weigh(tmp_path, lambda label: 1)
@@ -199,8 +192,8 @@ def test_a_rows_weight_is_part_of_what_a_label_moves(
     for found in (plain, steps[0]):
         assert found.slopes is not None
         residuals = (found.probabilities - found.labels)[:, None]
-        assert torch.allclose(found.raw, residuals * found.slopes, rtol=1e-4, atol=1e-9)
-    assert not torch.allclose(plain.raw, steps[0].raw, rtol=1e-2)
+        assert torch.allclose(found.gradients, residuals * found.slopes, rtol=1e-4, atol=1e-9)
+    assert not torch.allclose(plain.gradients, steps[0].gradients, rtol=1e-2)
 
 
 def loaded(folder: Path, weight: str, cache: dict[str, str], **values: str) -> PartyData:
@@ -262,9 +255,7 @@ def test_a_passive_party_has_no_weights(example: Path) -> None:
             simulation.read_settings(example, [], [override])
 
 
-def test_weights_that_depend_on_labels_would_tell_them(
-    tmp_path: Path, steps: list[StepResult]
-) -> None:
+def test_weights_that_depend_on_labels_would_tell_them(tmp_path: Path, steps: list[Step]) -> None:
     """The reason of the refusal: from the lengths of what noisy labels send, to a claim."""
     write_example(tmp_path)
     weigh(tmp_path, lambda label: 1 + 9 * label)

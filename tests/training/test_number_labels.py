@@ -224,11 +224,18 @@ def test_noisy_labels_tell_no_more_of_numbers_than_their_bound(tmp_path: Path) -
 def test_early_stopping_looks_at_the_validation_error(tmp_path: Path) -> None:
     write_numbers(tmp_path)
     split = ["contract.split={kind: hash, train: 0.6, validation: 0.2, test: 0.2}"]
-    never = ["early_stopping={patience_epochs: 2, min_gain: 0.9}", *SEEDED]
-    parties = build_parties(tmp_path, [*split, *never], [*split, "insecure_nonce_seed=2"])
+    both = [*split, "contract.epochs=40", "optimizer.learning_rate=0.1"]
+    stopping = [*both, "early_stopping_epochs=2", *SEEDED]
+    parties = build_parties(tmp_path, stopping, [*both, "insecure_nonce_seed=2"])
     run_in_process(parties)
-    # No error falls by nine tenths of the range: the second and third epoch are no better.
-    assert max(one.epoch for one in parties.active.evaluations) == 2
+    errors = [
+        one.number.rmse
+        for one in parties.active.evaluations
+        if one.number is not None and one.split == "validation"
+    ]
+    best = errors.index(min(errors))
+    assert 0 < best < 37
+    assert len(errors) == best + 3
 
 
 @pytest.mark.parametrize("defense", ["none", "noisy_label"])

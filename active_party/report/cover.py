@@ -1,0 +1,147 @@
+"""The label owner's cover page of a run: its figures, and its answers to the list of checks."""
+
+import math
+from collections.abc import Mapping
+
+from splitveil.active_party.report import answer, decision, run_files
+from splitveil.active_party.report.bounds import guarantee_of
+from splitveil.active_party.report.run_files import RunFiles
+from splitveil.common.party.cover import Answer, write_cover
+from splitveil.common.party.report_parts import ScaleRow, columns_row
+from splitveil.common.record.assessment import LeakAssessment
+from splitveil.common.run.contract import ACTIVE
+from splitveil.common.text.upper_bounds import auc_at_most
+
+_NOT_OURS = ScaleRow(
+    "Columns: their owner's report has the figure",
+    "muted",
+    said="It is on the feature owner's page.",
+)
+
+
+def write(run: RunFiles, leak: LeakAssessment, decided: decision.Decision) -> None:
+    said = answer.answer(leak, run_files.num_classes(run), run_files.label_of(run), decided.passed)
+    write_cover(
+        run.active.folder,
+        ACTIVE,
+        run.active.settings,
+        run.active.summary,
+        (decided.outcome, decided.badge, said),
+        figures(run, leak),
+        {"bound": _bound(run, leak), "figure": _acceptable(run)},
+    )
+
+
+def figures(run: RunFiles, leak: LeakAssessment) -> Mapping[str, ScaleRow]:
+    """Return what labels and columns give away, and what the model is worth.
+
+    Of a leak AUC and of a test AUC, 1/2 is 0 and 1 is 1. Of columns, only their owner has a figure:
+    it is here where its files are on this machine.
+    """
+    found = {"labels": _labels(run, leak)}
+    if leak.has_gradients:
+        found["labels, measured"] = _measured(run, leak)
+    for one in run.passives:
+        if (disclosure := one.disclosure) is not None:
+            whose = f" ({one.name})" * (len(run.passives) > 1)
+            most = one.setting("max_exposure")
+            found[f"columns{whose}"] = columns_row(disclosure, most, whose)
+    if not any(name.startswith("columns") for name in found):
+        found["columns"] = _NOT_OURS
+    return found | {"model": _model(run)}
+
+
+def _labels(run: RunFiles, leak: LeakAssessment) -> ScaleRow:
+    target, _ = decision.target_of(run)
+    most = None if target is None else 2 * target - 1
+    limit = "" if target is None else f"; limit: {100 * target:g}"
+    if leak.bound is None or leak.adversary is None:
+        said = f"Nothing limits it{limit} of 100 pairs." if limit else "Nothing limits it."
+        return ScaleRow("Labels: no bound", "muted", 0.0, 1.0, most=most, said=said)
+    bound = float(auc_at_most(leak.bound))
+    share, how = 2 * bound - 1, ", computationally" * leak.is_computational
+    words = f"Labels: at most {share:.3f} ({leak.adversary}{how})"
+    told = (
+        f"At most {100 * bound:g} of 100 pairs are told apart, for {leak.adversary.in_words}{how}"
+    )
+    said = f"{told}{limit}; guessing: 50."
+    return ScaleRow(words, "guarantee", 0.0, share, most=most, said=said)
+
+
+def _measured(run: RunFiles, leak: LeakAssessment) -> ScaleRow:
+    strongest, of_number = leak.strongest, run.active.summary.of_leak.strongest_of_numbers
+    if of_number is not None:
+        found = of_number.low, of_number.high, of_number.r2
+        said = f"{of_number.r2:.0%} of the variance that columns leave."
+    elif strongest is not None:
+        low, high, value = (
+            max(2 * one - 1, 0.0)
+            for one in (strongest.leak.low, strongest.leak.high, strongest.leak.value)
+        )
+        found = low, high, value
+        said = (
+            f"{100 * strongest.leak.value:.0f} of 100 pairs, by the strongest attack that was run."
+        )
+    else:
+        words = f"Strongest attack: {leak.not_measured}"
+        return ScaleRow(
+            words, "muted", said=f"{leak.not_measured[:1].upper()}{leak.not_measured[1:]}."
+        )
+    words = f"Strongest attack: {found[2]:.3f} ({found[0]:.3f} to {found[1]:.3f})"
+    return ScaleRow(words, "measured", *found, said=said)
+
+
+def _model(run: RunFiles) -> ScaleRow:
+    model, number = (
+        run.active.summary.of_active.model,
+        run.active.summary.of_active.model.test_number,
+    )
+    if number is not None and number.constant_rmse:
+        constant, rmse_alone = number.constant_rmse, model.test_rmse_alone
+        joint = 1 - (number.rmse / constant) ** 2
+        alone = None if rmse_alone is None else 1 - (rmse_alone / constant) ** 2
+        form, unit = "{:.0%}", "of the variance"
+    elif model.test_auc is not None:
+        joint, alone = 2 * model.test_auc - 1, model.test_auc_alone
+        alone = None if alone is None else 2 * alone - 1
+        form, unit = "{:.0f}", "of 100 pairs in the right order"
+    else:
+        return ScaleRow("Model: not measured", "muted", said="Not measured.")
+
+    def in_words(share: float) -> str:
+        return form.format(share if number is not None else 50 + 50 * share)
+
+    words, said = f"Model: {max(joint, 0.0):.3f}", f"{in_words(joint)} {unit}, on test records"
+    if alone is not None:
+        words += f"; without the other columns {max(alone, 0.0):.3f}"
+        said += f"; with the label owner's own columns {in_words(alone)}"
+    most = None if alone is None else max(alone, 0.0)
+    return ScaleRow(words, "utility", 0.0, max(joint, 0.0), most=most, said=f"{said}.")
+
+
+def _bound(run: RunFiles, leak: LeakAssessment) -> Answer:
+    bound, name = guarantee_of(run), run.active.setting("defense", "name")
+    if math.isnan(bound) or bound >= 1:
+        return Answer("no", "There is no bound for anybody.")
+    if not leak.is_proved:
+        return Answer(
+            "no", "The bound is what this run's own defense states; nobody has proved it."
+        )
+    if name != "noisy_label" and not run_files.is_one_shot(run):
+        return Answer("no", "It is another defense.")
+    return Answer(
+        "ticked", f"At most {100 * float(auc_at_most(bound)):g} of 100 pairs, for anybody."
+    )
+
+
+def _acceptable(run: RunFiles) -> Answer:
+    target, where = decision.target_of(run)
+    if target is None:
+        return Answer("no", "No setting says which figure is acceptable (report.target_leak_auc).")
+    if not guarantee_of(run) <= target + 1e-9:
+        return Answer("no", f"The bound is not within {100 * target:g} of 100 pairs ({where}).")
+    if not (
+        run.active.setting("run_budget", "leak_auc") or run.active.setting("run_budget", "sum_kl")
+    ):
+        return Answer("no", "No run_budget limits all runs together.")
+    return Answer("ticked", f"It is within {100 * target:g} of 100 pairs; run_budget is set.")

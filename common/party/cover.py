@@ -1,0 +1,184 @@
+"""The cover page of a run, which both sides sign: ``cover.json``, and ``cover.html`` made of it.
+
+Each party writes its own page, of what it knows by its settings, by the contract and by what was
+sent; for all else it names the other's page. Run id and fingerprint of the contract are on both.
+Either may see the other's: a page names no column, no attack and no strength of a defense.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from splitveil.common.party.report_parts import ScaleRow, picture, read_traffic, render
+from splitveil.common.record.model_files import identity_of
+from splitveil.common.record.run_folder import write_json_atomically, write_text_atomically
+from splitveil.common.record.summary import Summary
+from splitveil.common.run.contract import ACTIVE
+from splitveil.common.text.values import as_mapping
+from splitveil.common.text.wording import bytes_in_words
+
+COVER = "cover.html"
+
+CHECKS: Mapping[str, str] = {
+    "bound": "The defense is noisy_label, or the contract says exchange: one_shot, and the report "
+    "states the bound for anybody.",
+    "sums": "With release: noisy_sums, a bound that rests on cryptography is enough.",
+    "figure": "The figure is acceptable for these outcomes, and run_budget limits all runs "
+    "together.",
+    "rows": 'No person has several rows, the report says "for each person", or the bound of each '
+    "row is enough.",
+    "lists": "max_set_size is the real size of the lists (with buckets, with their padding: "
+    "1,032,256 for 1,000,000 ids in 16 buckets).",
+    "columns": "The feature owner has read its plan and its report, accepts what can be guessed of "
+    "its columns, and has written its limit into max_exposure.",
+    "membership": "Both sides may know which people they have in common, or the alignment is "
+    "one-sided.",
+    "predictions": "Both sides accept that predictions name ids, or use --whole-table.",
+    "keys": "Each side made its own key, and both compared the digests by telephone.",
+    "contract": "The contract settles the points above, with dates.",
+}
+"""The list of ``docs/guide/data-protection.md``, which is signed off."""
+
+_LABELS, _COLUMNS = "label owner", "feature owner"
+
+
+class Answer(NamedTuple):
+    """What the program finds of a check: a tick, ``no``, or that people have to tick it."""
+
+    answer: Literal["ticked", "no", "by hand", "other page"]
+    found: str
+
+
+def write_cover(
+    folder: Path,
+    party: str,
+    settings: Mapping[str, Any],
+    summary: Summary,
+    verdict: tuple[str, str, str],
+    figures: Mapping[str, ScaleRow],
+    answers: Mapping[str, Answer],
+) -> None:
+    """Write a party's page and its facts into its folder of a run.
+
+    Args:
+        verdict: outcome, which is the class of the colour, words and sentence.
+        figures: of labels, columns and model, by what the page calls them.
+        answers: to the checks that only this party can answer.
+    """
+    contract = as_mapping(settings.get("contract"))
+    traffic = read_traffic(folder)
+    provenance = summary.provenance
+    checks = {**_answers(settings, contract), **answers}
+    run_id, fingerprint = identity_of(folder)
+    facts: dict[str, Any] = {
+        "run": contract.get("run_name"),
+        "run_id": run_id,
+        "contract_sha256": fingerprint,
+        "written_by": party,
+        "version": summary.version,
+        "started": None if traffic is None else traffic.first,
+        "ended": None if provenance is None else provenance.ended,
+        "parties": list(_parties(contract)),
+        "authenticated": as_mapping(settings.get("security")).get("mode") == "mtls",
+        "common_rows": summary.counts.aligned_rows,
+        "exchanged": list(_exchanged(contract, summary)),
+        "messages": None
+        if traffic is None
+        else {"sent": traffic.sent._asdict(), "received": traffic.received._asdict()},
+        "outcome": verdict[0],
+        "verdict": verdict[1],
+        "sentence": verdict[2],
+        "figures": {name: one._asdict() for name, one in figures.items()},
+        "checks": [
+            {"name": name, "check": check, **_answer(checks, name, party)._asdict()}
+            for name, check in CHECKS.items()
+        ],
+    }
+    write_json_atomically((folder / COVER).with_suffix(".json"), facts)
+    page = render(
+        str(__package__),
+        "cover.html.jinja",
+        title=f"{facts['run'] or folder.name}",
+        facts=facts,
+        picture=picture([*figures.values()]),
+        bytes_in_words=bytes_in_words,
+    )
+    write_text_atomically(folder / COVER, page)
+
+
+def nothing_of_labels(contract: Mapping[str, Any]) -> bool:
+    """Return whether the contract lets nothing be sent that depends on a label."""
+    return contract.get("exchange") == "one_shot" and not contract.get("release")
+
+
+def _parties(contract: Mapping[str, Any]) -> Iterator[Mapping[str, str]]:
+    identities = as_mapping(contract.get("identities"))
+    for name in (ACTIVE, *(contract.get("passive_parties") or ("passive",))):
+        role = _LABELS if name == ACTIVE else _COLUMNS
+        identity = str(identities.get(name, f"{name}.splitveil"))
+        yield {"party": str(name), "role": role, "identity": identity}
+
+
+def _exchanged(contract: Mapping[str, Any], summary: Summary) -> Iterator[Mapping[str, str]]:
+    def row(what: str, way: str, how_often: str) -> Mapping[str, str]:
+        return {"what": what, "way": way, "how_often": how_often}
+
+    up, down = f"{_COLUMNS} to {_LABELS}", f"{_LABELS} to {_COLUMNS}"
+    epochs = summary.counts.epochs
+    often = "once"
+    if contract.get("exchange") != "one_shot":
+        often = "in each epoch" if epochs is None else f"in each of {epochs:,} epochs"
+    shape = contract.get("cut_shape") or ()
+    numbers = "one number" if [*shape] == [1] else f"{' × '.join(map(str, shape))} numbers"
+    activations = f"{numbers}, computed from its columns without noise"
+    if _is_one_sided(contract):
+        yield row("for each record of the table, sealed: " + activations, up, "once")
+        yield row("how many ids it asks for, none in clear", down, "once")
+    else:
+        yield row("every id, blinded by secrets of both sides", "both ways", "once")
+        yield row("for each common record: " + activations, up, often)
+    match contract.get("release"):
+        case "noisy_labels":
+            yield row("for each record in training: its outcome, with noise", down, "once")
+        case "noisy_sums":
+            yield row("sums of the outcomes of records in training, with noise", down, "once")
+        case _ if nothing_of_labels(contract):
+            yield row("of outcomes: nothing", down, "never")
+        case _:
+            gradients = "for each record in training: numbers that correct the model (gradients)"
+            yield row(gradients, down, often)
+    yield row("tables, outcomes as they are, models, predictions", "neither way", "never")
+
+
+def _answers(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> dict[str, Answer]:
+    """Answer what both sides can by the contract and their own settings."""
+    found = {
+        "sums": Answer("ticked", "Does not apply: no noisy sums were sent."),
+        "rows": Answer("by hand", "No program can tell which ids are one person's."),
+        "membership": Answer("by hand", "Both sides know the common ids now."),
+        "predictions": Answer("by hand", "Ids travel in clear unless the table is sent whole."),
+        "keys": Answer("by hand", "Certificates were checked; no program hears a telephone."),
+        "contract": Answer("by hand", "The program knows the settings, not what else was signed."),
+    }
+    if contract.get("release") == "noisy_sums":
+        found["sums"] = Answer("by hand", "Noisy sums were sent.")
+    if as_mapping(settings.get("defense")).get("subject_column"):
+        found["rows"] = Answer("ticked", "The bound is for each person.")
+    if nothing_of_labels(contract):
+        found["rows"] = Answer("ticked", "Nothing of outcomes was sent about any row.")
+        found["bound"] = Answer("ticked", "One pass, and nothing that depends on an outcome.")
+    if _is_one_sided(contract):
+        found["membership"] = Answer("ticked", "The alignment is one-sided.")
+        found["predictions"] = Answer("ticked", "The whole table is sent, sealed.")
+    if as_mapping(settings.get("security")).get("mode") != "mtls":
+        found["keys"] = Answer("no", "Nobody was authenticated: the run had no certificates.")
+    return found
+
+
+def _answer(answers: Mapping[str, Answer], name: str, party: str) -> Answer:
+    other = _COLUMNS if party == ACTIVE else _LABELS
+    return answers.get(name) or Answer("other page", f"See the cover page of the {other}.")
+
+
+def _is_one_sided(contract: Mapping[str, Any]) -> bool:
+    return as_mapping(contract.get("alignment")).get("kind") == "one_sided"

@@ -47,7 +47,9 @@ def _take_part(settings: ActiveSettings, process: Process, *, fresh: bool) -> No
     with serving_status(status, settings.status, process.interruption):
         settings.defense.require_usable(settings.defense_context())
         data, device = PartyData.of(settings), process.device_in_words
-        logger.info("%d rows read from %s, device %s", len(data.ids), data.table.source, device)
+        ids = data.table.id_report.in_words()
+        read = (f"{len(data.ids):,}", data.table.source, ids, device)
+        logger.info("%s rows read from %s, %s, device %s", *read)
         process.interruption.check()
         peers_of(settings)  # refuses before the folder is opened
         folder = results.open_folder(settings, fresh=fresh and not process.restarts)

@@ -83,7 +83,7 @@ def serve(parsed: argparse.Namespace) -> None:
             logger.info("stopping: requests under way are answered")
     answered = service.log.answered
     by_status = ", ".join(f"{number} x {code}" for code, number in sorted(answered.items()))
-    logger.info("answered %d requests: %s", answered.total(), by_status or "none")
+    logger.info("answered %s requests: %s", f"{answered.total():,}", by_status or "none")
 
 
 def access_of(settings: ActiveSettings) -> Access:
@@ -113,7 +113,7 @@ def open_service(
     if own.allowed_ids is not None:
         path = expand_path("serving.allowed_ids", own.allowed_ids, settings.base_dir)
         allowed = frozenset(read_id_list(path, settings.data, settings.contract.ids).ids)
-        logger.info("%d ids may be asked for", len(allowed))
+        logger.info("%s ids may be asked for", f"{len(allowed):,}")
     fallback = None
     if own.fallback:
         fallback = Fallback.load(settings, predictor.own_rows, predictor.model.identity)

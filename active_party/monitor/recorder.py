@@ -69,7 +69,7 @@ class ActiveRecorder(RunRecorder):
         with self._status.phases(Phase.RECORD):
             self._begin_run(rows)
             self._of_run.enter_context(self._watch.watching(seed, rows))
-            self._show_progress("active", rows, self._settings.contract)
+            self._show_progress(rows, self._settings.contract)
         self._status.note_aligned(rows)
 
     def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
@@ -205,7 +205,7 @@ class ActiveRecorder(RunRecorder):
             refused: status word -> messages refused with it.
         """
         test = self._evaluations.get("test")
-        speed = self._progress.steps_per_s if self._progress else None
+        speed = self._progress.per_s if self._progress else None
         epochs = 0 if test is None else test.epoch + 1
         total = self._total
         active = ActiveFigures(

@@ -23,7 +23,7 @@ def comparison_table(
     models = [summary.of_active.model for summary in summaries.values()]
     alone = sorted({one.alone.in_words(4) for one in models if one.alone is not None})
     notes = [
-        "labels: feature-adjusted leak AUC (99.99 % interval); .5 is guessing",
+        "labels: feature-adjusted leak AUC (99.99 % interval); 0.5 is guessing",
         *(
             f"{name}, {label(one.strongest.attack)}: {one.strongest.why}"
             for name, one in found.items()

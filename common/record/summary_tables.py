@@ -51,7 +51,7 @@ def _main_figures(summary: Summary) -> Iterator[tuple[str, str]]:
     figures = summary.counts._asdict() | model.form()
     for name in (*summary.counts._fields, *_OF_MODEL):
         if (number := figures.get(name)) is not None:
-            yield label(name), in_words(number)
+            yield label(name), f"{number:,}" if isinstance(number, int) else in_words(number)
     if summary.active is not None:
         assessment = assess(summary)
         if assessment.has_gradients:

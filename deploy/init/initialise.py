@@ -19,6 +19,7 @@ from splitveil.common.data.table import Table, table_of
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_settings import Address, load_party_settings
+from splitveil.common.record.progress import ProgressBar
 from splitveil.common.record.run_folder import write_text_atomically
 from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.settings import validate
@@ -252,37 +253,38 @@ def perform(options: argparse.Namespace) -> int:
         except ValidationError as error:
             what = "HOST:PORT" if option == "--address" else "letters, digits, dots and hyphens"
             raise SettingsError(f"{option} {value}: expected {what}") from error
-    written = initialise(
-        options.file,
-        Wishes(
-            id_column=options.id_column,
-            has_id=not options.no_id_column,
-            label_column=options.label_column,
-            positive_label=tuple(options.positive_label),
-            leave_out_unlabelled=options.unlabelled_rows is not None,
-            as_written=options.as_written,
-            label_range=None if options.label_range is None else (low, high),
-            numeric=tuple(options.numeric),
-            categorical=tuple(options.categorical),
-            exclude=tuple(options.exclude),
-            first_year=options.first_year,
-            missing_texts=tuple(options.missing_text),
-            no_gaps=tuple(options.no_gaps),
-        ),
-        Terms(options.role, options.folder, options.party, options.run_name, options.address),
-        delimiter=options.delimiter,
-        encoding=options.encoding,
-        decimal=options.decimal,
-        force=options.force,
-    )
+    with ProgressBar(f"reading {options.file.name}"):
+        written = initialise(
+            options.file,
+            Wishes(
+                id_column=options.id_column,
+                has_id=not options.no_id_column,
+                label_column=options.label_column,
+                positive_label=tuple(options.positive_label),
+                leave_out_unlabelled=options.unlabelled_rows is not None,
+                as_written=options.as_written,
+                label_range=None if options.label_range is None else (low, high),
+                numeric=tuple(options.numeric),
+                categorical=tuple(options.categorical),
+                exclude=tuple(options.exclude),
+                first_year=options.first_year,
+                missing_texts=tuple(options.missing_text),
+                no_gaps=tuple(options.no_gaps),
+            ),
+            Terms(options.role, options.folder, options.party, options.run_name, options.address),
+            delimiter=options.delimiter,
+            encoding=options.encoding,
+            decimal=options.decimal,
+            force=options.force,
+        )
     if options.json:
         print_json(written.as_json())
     else:
-        _print(written, options.role)
+        _print(written)
     return 0
 
 
-def _print(written: Written, role: str) -> None:
+def _print(written: Written) -> None:
     console = Console(highlight=False, soft_wrap=True)
     p, label = written.proposal, written.proposal.choices.label
 
@@ -310,4 +312,4 @@ def _print(written: Written, role: str) -> None:
     for path in written.files:
         say("written", str(path))
     own = next(path for path in written.files if path.name != "contract.yaml")
-    say("next", f"splitveil {role} check {own}")
+    say("next", f"splitveil check {own}")

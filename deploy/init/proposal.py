@@ -30,6 +30,7 @@ from splitveil.deploy.init.choices import (
     choose_label,
 )
 from splitveil.deploy.init.columns import Column, as_text, describe
+from splitveil.deploy.init.command import FILES, check_absent
 from splitveil.deploy.init.own_ids import OwnIds
 from splitveil.deploy.init.tables import RawTable
 
@@ -217,17 +218,16 @@ def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: T
 
 
 def texts_of(proposal: Proposal, role: Role) -> dict[str, str]:
-    names = ["active.yaml", "contract.yaml"] if role == ACTIVE else ["passive.yaml"]
     templates = _templates()
-    return {name: templates.get_template(f"{name}.jinja").render(p=proposal) for name in names}
+    return {
+        name: templates.get_template(f"{name}.jinja").render(p=proposal) for name in FILES[role]
+    }
 
 
 def write_files(folder: Path, texts: Mapping[str, str], *, force: bool) -> list[Path]:
     """Write the files, none of them if one is in the way."""
-    existing = [folder / name for name in texts if (folder / name).exists()]
-    if existing and not force:
-        shown = ", ".join(map(str, existing))
-        raise SettingsError(f"{shown}: exists and will not be overwritten without --force")
+    if not force:
+        check_absent(folder, texts)
     with storage_errors(folder, "cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():

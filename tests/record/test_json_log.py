@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import math
+import re
 import sys
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -86,6 +87,35 @@ def test_what_a_signal_says_is_a_line_like_the_others(lines: Lines) -> None:
     assert log_lines.raw_line("stopping") == b"stopping\n"
 
 
+@pytest.mark.parametrize(
+    ("form", "is_terminal", "variable", "coloured"),
+    [
+        ("text", True, "OTHER", True),
+        ("text", True, "NO_COLOR", False),
+        ("text", False, "OTHER", False),
+        ("json", True, "OTHER", False),
+    ],
+)
+def test_warnings_and_errors_have_a_colour_on_a_terminal_alone(
+    form: Any,
+    is_terminal: bool,
+    variable: str,
+    coloured: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv(variable, "1")
+    log_lines.configure_logging("active", 0, form)
+    for level in (logging.INFO, logging.WARNING, logging.ERROR):
+        logging.getLogger("splitveil.x").log(level, "said")
+    colours = [re.match(r"\x1b\[(\d+)m", line) for line in screen.getvalue().splitlines()]
+    found = [None if colour is None else colour[1] for colour in colours]
+    assert found == ([None, "33", "31"] if coloured else [None] * 3)
+
+
 @pytest.mark.parametrize(("form", "verbosity"), [("text", 0), ("json", 0), ("text", -1)])
 def test_no_progress_bar_is_drawn_between_objects_or_where_it_should_be_quiet(
     form: Any, verbosity: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -100,7 +130,7 @@ def test_no_progress_bar_is_drawn_between_objects_or_where_it_should_be_quiet(
     rows = AlignedRows.derive(contract, b"s" * 32, ids, np.arange(300))
     with RunRecorder(tmp_path) as recorder:
         recorder._begin_run(rows)
-        recorder._show_progress("active", rows, contract)
+        recorder._show_progress(rows, contract)
         assert recorder._progress is not None
         recorder._progress.advance(loss=0.5)
     drawn = "\x1b[" in screen.getvalue()

@@ -30,6 +30,7 @@ from splitveil.common.models.conv import ConvBottom, ConvTop
 from splitveil.common.models.data_parallel import DataParallelModel, Learner, go_on
 from splitveil.common.models.dense import MlpBottom, MlpTop, WideDeepBottom, WideDeepTop
 from splitveil.common.models.device import check_same_gpu, gpu_of
+from splitveil.common.models.ridge import LabelStatistics
 from splitveil.common.oblivious_transfer import Receiver
 from splitveil.common.run.course import Batch
 from splitveil.common.run.host_copies import to_device
@@ -169,6 +170,9 @@ class BottomTrainer:
         self._before_labels, self._scores = before_labels, scores
         self._receiver: Receiver | None = None
         self._sums: NDArray[np.int64] | None = None
+        self.released: tuple[Positions, NDArray[Any], float] | None = None
+        """Rows of the release; noisy labels, (rows, values), and 0, or noisy sums as for
+        ``fit_sums``, and their deviation."""
         self._noisy: list[tuple[Positions, NDArray[np.float32]]] = []
         self._waiting: deque[Tensor] = deque()
         """Activations whose gradients are to come, with their graphs, in the order of the course.
@@ -232,8 +236,9 @@ class BottomTrainer:
         self._noisy.append((positions, noisy.float().numpy()))
         if not is_last:
             return
+        places, values = map(np.concatenate, zip(*self._noisy, strict=True))
+        self.released = places, values, 0.0
         if self._before_labels is not None:
-            places, values = map(np.concatenate, zip(*self._noisy, strict=True))
             self._score.fit_score(self.rows(places), values, *self._before_labels)
         self._noisy.clear()
 
@@ -269,6 +274,7 @@ class BottomTrainer:
                 )
             theirs = np.frombuffer(answer[16:], "<u4").reshape(self._sums.shape)
             sums = (self._sums - theirs).astype(np.uint32).astype(np.int32) / grid
+            self.released = batch.positions, sums, deviation
             places = np.array_split(batch.positions, -(-len(batch.positions) // FIT_ROWS))
             self._score.fit_sums(
                 lambda: map(self.rows, places), sums, deviation, *self._before_labels
@@ -281,6 +287,16 @@ class BottomTrainer:
             if batch.closes_split:
                 self._sums, self._receiver = self._receiver.sums.astype(np.int64), None
 
+    def statistics_of_groups(
+        self, groups: NDArray[np.int64]
+    ) -> tuple[LabelStatistics, Tensor, Tensor]:
+        """Return what the model makes of the released sums and of groups of their rows."""
+        if self.released is None:
+            raise RuntimeError("nothing was released")
+        positions, sums, sigma = self.released
+        rows = self.rows(positions)
+        return self._score.statistics_of_groups(rows, torch.from_numpy(groups), sums, sigma)
+
     def state_dict(self) -> State:
         """Return everything that a step changes, or raise RuntimeError."""
         if not self.is_between_steps:
@@ -292,10 +308,11 @@ class BottomTrainer:
             "random": training_state.random_state(self._device),
             "gpu": gpu_of(self._device),
             "ranks": [] if self._parallel is None else self._parallel.random_states(),
-            # With the weights of the bits: found again elsewhere, a row's may be another.
-            "sums": self._sums
-            if self._sums is None
-            else (torch.from_numpy(self._sums), self._score.of_bits),
+            "sums": self._sums if self._sums is None else torch.from_numpy(self._sums),
+            "released": self.released
+            and (*map(torch.from_numpy, self.released[:2]), self.released[2]),
+            # Found again elsewhere, a row's bits may be others.
+            "of_bits": self._score.of_bits if self._before_labels is not None else None,
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -308,9 +325,12 @@ class BottomTrainer:
         go_on(self._parallel, state["ranks"])
         self._noisy.clear()
         self._receiver = None
-        self._sums = None
-        if state["sums"] is not None:
-            self._sums, self._score.of_bits = state["sums"][0].numpy(), state["sums"][1]
+        self._sums = None if state["sums"] is None else state["sums"].numpy()
+        self.released = None
+        if (held := state["released"]) is not None:
+            self.released = held[0].numpy(), held[1].numpy(), held[2]
+        if state["of_bits"] is not None:
+            self._score.of_bits = state["of_bits"]
 
     def embed(self, features: Features) -> Tensor:
         return predict_in_blocks(self.model, features)

@@ -71,10 +71,13 @@ def one_shot(folder: Path, *, noisy: bool = True, runs: Path | None = None) -> P
 
 
 def of_run(parties: Parties) -> dict[str, Tensor]:
-    """Return all that a run leaves: both models, and each row's activation as it was received."""
-    trainer = parties.session.lifecycle.answering.trainer
+    """Return all that a run leaves: both models, activations as received, and the release."""
+    trainer, other = parties.session.lifecycle.answering.trainer, parties.run.trainer
     assert trainer.memory is not None
-    return parties.weights() | {"received": trainer.memory.state_dict()["values"]}
+    assert other is not None
+    _, released, deviation = other.released or (0, [], 0)
+    left = {"received": trainer.memory.state_dict()["values"], "released": torch.tensor(released)}
+    return parties.weights() | left | {"deviation": torch.tensor(deviation)}
 
 
 def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:

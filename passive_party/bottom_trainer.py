@@ -30,7 +30,6 @@ from splitveil.common.models.conv import ConvBottom, ConvTop
 from splitveil.common.models.data_parallel import DataParallelModel, Learner, go_on
 from splitveil.common.models.dense import MlpBottom, MlpTop, WideDeepBottom, WideDeepTop
 from splitveil.common.models.device import check_same_gpu, gpu_of
-from splitveil.common.models.ridge import LabelStatistics
 from splitveil.common.oblivious_transfer import Receiver
 from splitveil.common.run.course import Batch
 from splitveil.common.run.host_copies import to_device
@@ -170,9 +169,9 @@ class BottomTrainer:
         self._before_labels, self._scores = before_labels, scores
         self._receiver: Receiver | None = None
         self._sums: NDArray[np.int64] | None = None
-        self.released: tuple[Positions, NDArray[Any], float] | None = None
-        """Rows of the release; noisy labels, (rows, values), and 0, or noisy sums as for
-        ``fit_sums``, and their deviation."""
+        self.released: tuple[Tensor, Tensor, float] | None = None
+        """Rows' positions; their noisy labels, (rows, values), and 0, or noisy sums as for
+        ``fit_sums``, and the deviation of their noise."""
         self._noisy: list[tuple[Positions, NDArray[np.float32]]] = []
         self._waiting: deque[Tensor] = deque()
         """Activations whose gradients are to come, with their graphs, in the order of the course.
@@ -237,13 +236,13 @@ class BottomTrainer:
         if not is_last:
             return
         places, values = map(np.concatenate, zip(*self._noisy, strict=True))
-        self.released = places, values, 0.0
+        self.released = torch.from_numpy(places), torch.from_numpy(values), 0.0
         if self._before_labels is not None:
-            self._score.fit_score(self.rows(places), values, *self._before_labels)
+            self.score.fit_score(self.rows(places), values, *self._before_labels)
         self._noisy.clear()
 
     @property
-    def _score(self) -> ComponentsBottom:
+    def score(self) -> ComponentsBottom:
         if not isinstance(self.model, ComponentsBottom):
             raise RuntimeError("only a score is fitted to labels")
         return self.model
@@ -251,8 +250,8 @@ class BottomTrainer:
     def transfer_question(self, batch: Batch) -> bytes:
         """Return the next message of an oblivious transfer to this party, or of its end."""
         if self._receiver is None or batch.split == "sums":
-            return (self._score.num_bits + 1).to_bytes(4, "little")
-        bits = self._score.bits(self.rows(batch.positions))
+            return (self.score.num_bits + 1).to_bytes(4, "little")
+        bits = self.score.bits(self.rows(batch.positions))
         reply = self._receiver.reply if batch.step == 1 else b""
         extension = self._receiver.extend(np.column_stack([bits, np.ones(len(bits), np.bool_)]))
         return len(reply).to_bytes(4, "little") + reply + extension
@@ -274,28 +273,18 @@ class BottomTrainer:
                 )
             theirs = np.frombuffer(answer[16:], "<u4").reshape(self._sums.shape)
             sums = (self._sums - theirs).astype(np.uint32).astype(np.int32) / grid
-            self.released = batch.positions, sums, deviation
+            self.released = torch.tensor(batch.positions), torch.from_numpy(sums), deviation
             places = np.array_split(batch.positions, -(-len(batch.positions) // FIT_ROWS))
-            self._score.fit_sums(
+            self.score.fit_sums(
                 lambda: map(self.rows, places), sums, deviation, *self._before_labels
             )
             self._sums = None
         elif self._receiver is None:
-            self._receiver = Receiver(self._score.num_bits + 1, answer, self._scores)
+            self._receiver = Receiver(self.score.num_bits + 1, answer, self._scores)
         else:
             self._receiver.take(answer)
             if batch.closes_split:
                 self._sums, self._receiver = self._receiver.sums.astype(np.int64), None
-
-    def statistics_of_groups(
-        self, groups: NDArray[np.int64]
-    ) -> tuple[LabelStatistics, Tensor, Tensor]:
-        """Return what the model makes of the released sums and of groups of their rows."""
-        if self.released is None:
-            raise RuntimeError("nothing was released")
-        positions, sums, sigma = self.released
-        rows = self.rows(positions)
-        return self._score.statistics_of_groups(rows, torch.from_numpy(groups), sums, sigma)
 
     def state_dict(self) -> State:
         """Return everything that a step changes, or raise RuntimeError."""
@@ -309,10 +298,9 @@ class BottomTrainer:
             "gpu": gpu_of(self._device),
             "ranks": [] if self._parallel is None else self._parallel.random_states(),
             "sums": self._sums if self._sums is None else torch.from_numpy(self._sums),
-            "released": self.released
-            and (*map(torch.from_numpy, self.released[:2]), self.released[2]),
+            "released": self.released,
             # Found again elsewhere, a row's bits may be others.
-            "of_bits": self._score.of_bits if self._before_labels is not None else None,
+            "of_bits": self.score.of_bits if self._before_labels is not None else None,
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -326,11 +314,9 @@ class BottomTrainer:
         self._noisy.clear()
         self._receiver = None
         self._sums = None if state["sums"] is None else state["sums"].numpy()
-        self.released = None
-        if (held := state["released"]) is not None:
-            self.released = held[0].numpy(), held[1].numpy(), held[2]
+        self.released = state["released"]
         if state["of_bits"] is not None:
-            self._score.of_bits = state["of_bits"]
+            self.score.of_bits = state["of_bits"].to(self._device)
 
     def embed(self, features: Features) -> Tensor:
         return predict_in_blocks(self.model, features)

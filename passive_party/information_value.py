@@ -1,49 +1,55 @@
-"""Estimates what this party's columns say about an outcome of two classes, from a noisy release.
+"""Estimates what columns say about an outcome of two classes, from a noisy release alone.
 
-Of a column's bins, bin b holds the share w_b of the rows, and the share r_b of its rows is
-positive; m = sum_b w_b r_b. With pos_b and neg_b its rows of either class (Siddiqi, "Credit Risk
-Scorecards", 2006, chapter 6)
+Of a column's bins, bin b has the share w_b of the rows, the share r_b of its rows is positive, and
+m = sum_b w_b r_b (Siddiqi, "Credit Risk Scorecards", 2006, chapter 6):
 
     weight of evidence  WoE_b = ln((pos_b / pos) / (neg_b / neg)) = logit r_b - logit m
     information value   IV = sum_b (pos_b / pos - neg_b / neg) WoE_b
-                           = sum_b w_b (r_b - m) logit r_b / (m (1 - m)).
+                           = sum_b w_b (r_b - m) logit r_b / (m (1 - m))
 
-The shares are known up to errors of covariance V, from the release's noise and from sampling. IV is
-convex where all shares are equal, so that errors look like information: with its gradient g and
-Hessian H, the second order of its expansion adds tr(H V) / 2 to its mean, which is taken off. The
-variance is g' V g + tr(H V H V) / 2 for normal errors. Near 0, IV is quadratic and g' V g grows in
-proportion to it: the interval holds the values x with (IV - x)^2 <= z^2 (c x + tr(H V H V) / 2), as
-Wilson's does for a share.
+The shares have errors of covariance V, from the noise and from sampling, which look like
+information: with IV's gradient g and Hessian H, they add tr(H V) / 2 to its mean, which is taken
+off. Its variance is g' V g + tr(H V H V) / 2 for normal errors. As g' V g grows in proportion to a
+small IV, the interval holds the x with (IV - x)^2 <= z^2 (c x + tr(H V H V) / 2), as Wilson's does
+for a share.
 
-Of noisy labels, whose mean is the label, r_b is the mean in the bin. Noisy sums over bits do not
-hold the bins of a column: the shares follow from the linear model that a score is fitted with,
-under a normal prior by which a column's IV is 0.3 on average. That shrinks them, so that IV lacks
-tr(H V) / 2 where a column is as informative as the prior says, and has as much too much where it
-says nothing: the estimate stands between both, and the interval holds those of both. What no linear
-model of the codes shows in the bits stays unseen.
+The mean of a row's noisy label is its label, and r_b the mean in the bin. Noisy sums are not over
+the bins of a column: shares follow by the linear model of a score, with a normal prior by which a
+column's IV is 0.3 on average. That makes them too equal where a column says that much, so that IV
+lacks tr(H V) / 2, and adds as much where it says nothing: the estimate stands between both, and the
+interval reaches over both. What no linear model of codes shows in the bits stays unseen.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import TypeAdapter, ValidationError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from splitveil.common.data.features import FeatureEncoder, Features
+    from splitveil.common.models.components import ComponentsBottom
     from splitveil.passive_party.bottom_trainer import BottomTrainer
 
 _Z = 1.96
 _SURE = 3.0  # standard errors that a bin's share of either class has at least
 _LEAST_ROWS = 50
-_MOST_BINS = 32
+_MOST_LEVELS = 32
 _MISSING = "missing"
 _PRIOR = 0.3  # a strong column's, by Siddiqi's rule of thumb
 
 _Numbers = npt.NDArray[np.float64]
+
+
+class Binned(NamedTuple):
+    name: str
+    is_number: bool  # whose bins reach up to the next one's lower limit
+    bins: Sequence[str]  # in an order in which neighbours may be joined; none is empty
+    members: npt.NDArray[np.int64]  # each row's bin
 
 
 @dataclass(frozen=True)
@@ -65,42 +71,32 @@ class ColumnValue:
     bins: tuple[Bin, ...]
 
 
-class Binned(NamedTuple):
-    """A column's bins, none of them empty, in an order in which neighbours may be joined."""
-
-    name: str
-    bins: tuple[str, ...]
-    members: npt.NDArray[np.int64]  # each row's bin
-    is_number: bool = False  # a bin reaches up to the next one's lower limit
-
-
 def information_values(
     trainer: "BottomTrainer", encoder: "FeatureEncoder"
 ) -> tuple[ColumnValue, ...]:
-    """Return the columns, most informative first; none without a release of two classes.
+    """Return numbers and categories, most informative first; none without a release of two classes.
 
-    Left out are lists, sequences and images, and columns whose bins are too small for the noise.
+    Left out are columns whose bins are all too small for the noise.
     """
     if trainer.released is None or trainer.released[1].shape[1] != 1:
         return ()
     positions, values, sigma = trainer.released
-    columns = [*_binned(trainer.rows(positions), encoder)]
-    if not columns:
-        return ()
-    if is_fitted := sigma > 0:
-        shares = [*_shares_of_sums(trainer, columns, float(values[-1, 0]), sigma)]
+    rows = trainer.rows(positions.numpy())
+    columns = [*_binned(rows, encoder)]
+    if sigma:
+        shares = _shares_of_sums(trainer.score, rows, columns, values, sigma)
     else:
-        shares = [shares_of_labels(one.members, values[:, 0]) for one in columns]
+        shares = (shares_of_labels(one.members, values[:, 0].double().numpy()) for one in columns)
     pairs = zip(columns, shares, strict=True)
-    found = [column_value(one, *each, is_fitted=is_fitted) for one, each in pairs]
+    found = [column_value(one, *each, is_fitted=sigma > 0) for one, each in pairs]
     return tuple(sorted(filter(None, found), key=lambda one: (-one.low, -one.information_value)))
 
 
 def column_value(
     column: Binned, shares: _Numbers, covariance: _Numbers, *, is_fitted: bool = False
 ) -> ColumnValue | None:
-    """Join bins with too few rows of either class, and estimate; None if a single one is left."""
-    rows, groups = np.bincount(column.members).astype(float), [*range(len(shares)), len(shares)]
+    """Join bins of too few rows of either class with a neighbour; None if a single one is left."""
+    rows, names = np.bincount(column.members).astype(float), [*column.bins]
     while True:
         errors = np.sqrt(covariance.diagonal())
         sure = np.minimum(shares, 1 - shares) / errors * (rows >= _LEAST_ROWS)
@@ -108,12 +104,14 @@ def column_value(
         if len(shares) == 1 or sure[weakest] >= _SURE:
             break
         near = [one for one in (weakest - 1, weakest + 1) if 0 <= one < len(shares)]
-        first = min(weakest, min(near, key=lambda one: rows[one]))
+        first = min(weakest, *sorted(near, key=lambda one: rows[one])[:1])
+        pair = slice(first, first + 2)
         joined = np.delete(np.eye(len(rows)), first + 1, axis=0)
-        joined[first, first : first + 2] = rows[first : first + 2] / rows[first : first + 2].sum()
+        joined[first, pair] = rows[pair] / rows[pair].sum()
         shares, covariance = joined @ shares, joined @ covariance @ joined.T
         rows = (joined > 0) @ rows
-        del groups[first + 1]
+        is_said = column.is_number and names[first] != _MISSING
+        names[pair] = [names[first] if is_said else ", ".join(names[pair])]
     if len(shares) == 1:
         return None
     weights = rows / rows.sum()
@@ -121,13 +119,10 @@ def column_value(
     evidence = np.log(shares / (1 - shares)) - np.log(mean / (1 - mean))
     slopes = np.diag(1 / (shares * (1 - shares))) - weights / (mean * (1 - mean))
     of_evidence = np.sqrt((slopes @ covariance @ slopes.T).diagonal())
-    named = [column.bins[first:last] for first, last in pairwise(groups)]
-    if column.is_number:
-        named = [one[: 1 + (one[0] == _MISSING)] for one in named]
     figures = np.stack([shares, errors, evidence, of_evidence], axis=1).tolist()
-    bins = zip(map(", ".join, named), rows.astype(int).tolist(), figures, strict=True)
+    found = zip(names, rows.astype(int).tolist(), figures, strict=True)
     value = _value(weights, shares, covariance, is_fitted=is_fitted)
-    return ColumnValue(column.name, *value, tuple(Bin(*one, *each) for *one, each in bins))
+    return ColumnValue(column.name, *value, tuple(Bin(*one, *each) for *one, each in found))
 
 
 def _value(
@@ -156,28 +151,27 @@ def _value(
     return max(value - bias, 0.0), low, high
 
 
-def shares_of_labels(
-    members: npt.NDArray[np.int64], noisy: npt.NDArray[np.floating[Any]]
-) -> tuple[_Numbers, _Numbers]:
-    """Return the shares of bins and their covariance; the noise's variance is that of the labels.
-
-    The mean of a row's noisy label is its label.
-    """
+def shares_of_labels(members: npt.NDArray[np.int64], noisy: _Numbers) -> tuple[_Numbers, _Numbers]:
+    """Return bins' shares and their covariance; the noise's variance is read from the labels."""
     rows, sums = np.bincount(members), np.bincount(members, noisy)
     mean = min(max(sums.sum() / len(members), 0.0), 1.0)
-    noise = max(noisy.var(dtype=np.float64) - mean * (1 - mean), 0.0)
+    noise = max(noisy.var() - mean * (1 - mean), 0.0)
     likely = np.clip((sums + 1) / (rows + 2), 0.0, 1.0)  # few rows of one class are not sure
     return sums / rows, np.diag((noise + likely * (1 - likely) + 1e-12) / rows)
 
 
 def _shares_of_sums(
-    trainer: "BottomTrainer", columns: Sequence[Binned], total: float, sigma: float
+    score: "ComponentsBottom",
+    rows: "Features",
+    columns: Sequence[Binned],
+    sums: "Tensor",
+    sigma: float,
 ) -> Iterator[tuple[_Numbers, _Numbers]]:
     starts = np.cumsum([0, *(len(one.bins) for one in columns)])
     groups = np.stack([one.members for one in columns], axis=1) + starts[:-1]
-    statistics, *given = trainer.statistics_of_groups(groups)
+    statistics, *given = score.statistics_of_groups(rows, groups, sums, sigma)
     (scales, codes), count = (one.numpy() for one in given), len(groups)
-    mean = min(max(total / count, 0.5 / count), 1 - 0.5 / count)
+    mean = min(max(float(sums[-1, 0]) / count, 0.5 / count), 1 - 0.5 / count)
     variance = mean * (1 - mean)
     # IV is near the shares' variance by that of a label, squared.
     mean_square = np.bincount(groups.ravel()) / count @ ((codes / scales) ** 2).sum(1)
@@ -193,43 +187,25 @@ def _shares_of_sums(
 
 def _binned(features: "Features", encoder: "FeatureEncoder") -> Iterator[Binned]:
     """Yield numbers with the bins of their codes and one for gaps, and categories' levels."""
-    if features.numeric is not None:
-        numbers = features.numeric.cpu().numpy()
-        for place, (scaler, edges) in enumerate(zip(encoder.numeric, encoder.bins, strict=False)):
-            bins = 1 + np.floor(numbers[:, place]).astype(np.int64)
-            if scaler.name in encoder.indicators:
-                gap = len(encoder.numeric) + encoder.indicators.index(scaler.name)
-                bins[numbers[:, gap] > 0] = 0
-            limits = np.array(edges) * scaler.scale + scaler.shift
-            if encoder.signed_log1p:
-                limits = np.sign(limits) * np.expm1(np.abs(limits))
-            kept = np.unique(bins)
-            kept = kept[:: -(-len(kept) // _MOST_BINS)]
-            members = np.searchsorted(kept, bins, "right") - 1
-            texts = [_MISSING, *(f"from {one:,.4g}" for one in limits.tolist())]
-            yield Binned(scaler.name, tuple(texts[one] for one in kept), members, True)
-    if features.categorical is not None:
-        slots = features.categorical.cpu().numpy().T
-        for vocabulary, column in zip(encoder.categorical, slots, strict=True):
-            levels, members, counts = np.unique(column, return_inverse=True, return_counts=True)
-            order = np.argsort(-counts, kind="stable")
-            ranks = np.minimum(np.argsort(order), _MOST_BINS - 1)
-            texts = ["other values", _MISSING, *vocabulary.categories]
-            named = [texts[one] for one in levels[order[:_MOST_BINS]]]
-            if len(levels) > _MOST_BINS:
-                named[-1] = f"{len(levels) - _MOST_BINS + 1:,} rarer ones"
-            yield Binned(vocabulary.name, tuple(named), ranks[members])
-
-
-_VALUES = TypeAdapter(tuple[ColumnValue, ...])
-
-
-def values_to_json(values: Sequence[ColumnValue]) -> Any:
-    return _VALUES.dump_python(tuple(values), mode="json")
-
-
-def values_from_json(document: object) -> tuple[ColumnValue, ...]:
-    try:
-        return _VALUES.validate_python(document)
-    except ValidationError:
-        return ()
+    numbers = np.empty((0, 0)) if features.numeric is None else features.numeric.cpu().numpy()
+    for place, (scaler, edges) in enumerate(zip(encoder.numeric, encoder.bins, strict=False)):
+        bins = 1 + np.floor(numbers[:, place]).astype(np.int64)
+        if scaler.name in encoder.indicators:
+            gap = len(encoder.numeric) + encoder.indicators.index(scaler.name)
+            bins[numbers[:, gap] > 0] = 0
+        limits = np.array(edges) * scaler.scale + scaler.shift
+        if encoder.signed_log1p:
+            limits = np.sign(limits) * np.expm1(np.abs(limits))
+        texts = [_MISSING, *(f"from {one:,.4g}" for one in limits.tolist())]
+        kept, members = np.unique(bins, return_inverse=True)
+        yield Binned(scaler.name, True, [texts[one] for one in kept], members)
+    columns = () if features.categorical is None else features.categorical.cpu().numpy().T
+    for vocabulary, slots in zip(encoder.categorical, columns, strict=True):
+        levels, members, counts = np.unique(slots, return_inverse=True, return_counts=True)
+        order = np.argsort(-counts, kind="stable")
+        texts = ["other values", _MISSING, *vocabulary.categories]
+        named = [texts[one] for one in levels[order[:_MOST_LEVELS]]]
+        if len(levels) > _MOST_LEVELS:
+            named[-1] = "rarer values"
+        ranks = np.minimum(np.argsort(order), _MOST_LEVELS - 1)
+        yield Binned(vocabulary.name, False, named, ranks[members])

@@ -3,7 +3,7 @@
 import argparse
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,12 +25,10 @@ from splitveil.passive_party.feature_exposure import (
     exposure_from_json,
     exposure_to_json,
 )
-from splitveil.passive_party.information_value import ColumnValue, values_from_json, values_to_json
 
 logger = logging.getLogger("splitveil.passive_party")
 
 EXPOSURE = "exposure.json"
-VALUES = "information_value.json"
 
 _PACKAGE = "splitveil.passive_party"
 _MOST_BARS = 10
@@ -93,10 +91,6 @@ def write_exposure(folder: Path, exposure: FeatureExposure) -> None:
     write_json_atomically(folder / EXPOSURE, exposure_to_json(exposure))
 
 
-def write_values(folder: Path, values: Sequence[ColumnValue]) -> None:
-    write_json_atomically(folder / VALUES, values_to_json(values))
-
-
 def write_passive_report(folder: Path, output: Path | None = None) -> Path:
     own = folder / "passive" if (folder / "passive" / METRICS).is_file() else folder
     page = _page(own, has_cover=output is None)
@@ -106,14 +100,11 @@ def write_passive_report(folder: Path, output: Path | None = None) -> Path:
 
 
 def read_exposure(folder: Path) -> FeatureExposure | None:
-    return exposure_from_json(_read(folder / EXPOSURE))
-
-
-def _read(path: Path) -> Any:
     try:
-        return json.loads(text_of(path) or "{}")
+        written = json.loads(text_of(folder / EXPOSURE) or "{}")
     except (ValueError, RecursionError) as error:
-        raise SettingsError(f"{path}: not valid JSON") from error
+        raise SettingsError(f"{folder / EXPOSURE}: not valid JSON") from error
+    return exposure_from_json(written)
 
 
 def _page(folder: Path, *, has_cover: bool) -> str:
@@ -153,7 +144,6 @@ def _page(folder: Path, *, has_cover: bool) -> str:
         epochs=summary.counts.epochs,
         one_sided=one_sided,
         exposure=exposure,
-        values=values_from_json(_read(folder / VALUES)),
         columns=sorted(columns, key=lambda one: -one.gain),
         most_bars=_MOST_BARS,
         aligned_rows=summary.counts.aligned_rows,

@@ -229,27 +229,25 @@ class ComponentsBottom(nn.Module):
             self._fit(statistics, moments, names)
 
     def statistics_of_groups(
-        self, rows: Features, groups: Tensor, sums: NDArray[np.float64], sigma: float
+        self, rows: Features, groups: NDArray[np.int64], sums: Tensor, sigma: float
     ) -> tuple[LabelStatistics, Tensor, Tensor]:
         """Return the statistics of noisy sums as for ``fit_sums``, codes' scales, and their means.
 
         Each row is in several ``groups``, (rows, groups of a row), counted from 0. The means,
         (groups, codes) float64, are less those of all rows.
         """
-        codes, count = 1 + self.num_codes, 1 + int(groups.max())
+        codes, bits = 1 + self.num_codes, 1 + self.num_codes + self.num_bits
+        every, count = torch.from_numpy(groups), 1 + int(groups.max())
 
         def parts() -> Iterator[tuple[Features, Tensor]]:
             for at in torch.split(torch.arange(len(groups)), FIT_ROWS):
                 part = rows.rows(at.to(self.weight.device))
-                members = torch.zeros(len(at), count).scatter_(1, groups[at], 1)
+                members = torch.zeros(len(at), count).scatter_(1, every[at], 1)
                 yield part, torch.cat([torch.from_numpy(self.bits(part)), members], dim=1)
 
         with torch.no_grad():
             joined = self._sums(parts())
-            bits = codes + self.num_bits
-            statistics = statistics_of_sums(
-                joined[:bits, :bits], self.num_codes, torch.from_numpy(sums), sigma
-            )
+            statistics = statistics_of_sums(joined[:bits, :bits], self.num_codes, sums, sigma)
             means = joined[bits:, 1:codes] / joined[bits:, :1] - statistics.mean
             return statistics, scales(statistics.covariance), means
 

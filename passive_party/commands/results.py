@@ -15,7 +15,6 @@ from splitveil.common.text.version import VERSION
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.exposure_plan import remedy_of
 from splitveil.passive_party.feature_exposure import Sample, SentInEpochs, measure_exposure
-from splitveil.passive_party.information_value import information_values
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
@@ -33,7 +32,7 @@ def try_to_measure(
     settings: PassiveSettings | None = None,
 ) -> None:
     """Write what activations reveal, and with settings what fewer numbers would have revealed."""
-    from splitveil.passive_party.report_page import write_exposure, write_values  # noqa: PLC0415
+    from splitveil.passive_party.report_page import write_exposure  # noqa: PLC0415
 
     try:
         found = measure_exposure(trainer, encoder, own_rows, sample, of_epochs)
@@ -41,8 +40,6 @@ def try_to_measure(
             found = replace(found, remedy=remedy_of(settings, trainer, encoder, sample, found))
         if found is not None:
             write_exposure(folder, found)
-        if values := information_values(trainer, encoder):
-            write_values(folder, values)
     except SplitveilError as error:  # a full disk needs no traceback
         _logger.error("%s", error)
     except Exception:

@@ -39,7 +39,7 @@ def value_of(rows: npt.ArrayLike, positives: npt.ArrayLike) -> float:
 def binned(shares: tuple[float, ...], rows: int = ROWS) -> tuple[Binned, Numbers]:
     """Return a column of equal bins, and each row's chance of being positive."""
     members = np.arange(rows) % len(shares)
-    column = Binned("column", tuple("abcd"[: len(shares)]), members)
+    column = Binned("column", False, "abcd"[: len(shares)], members)
     return column, np.array(shares)[members]
 
 
@@ -124,7 +124,7 @@ def test_bins_that_say_nothing_are_joined_and_every_figure_is_finite() -> None:
     """Bins of one row, of one class, and of shares beyond 0 and 1."""
     sizes = [1, 3000, 40, 5, 3000, 3000, 1]
     members = np.repeat(np.arange(len(sizes)), sizes)
-    column = Binned("number", ("missing", *(f"from {one}" for one in range(6))), members, True)
+    column = Binned("number", True, ["missing", *(f"from {one}" for one in range(6))], members)
     noisy = np.random.default_rng(5).normal(scale=0.3, size=len(members)) + (members > 3) * 0.5
     noisy += (np.arange(len(members)) % 4 == 0) * 0.4
     with np.errstate(all="raise"):

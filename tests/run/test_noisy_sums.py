@@ -284,7 +284,7 @@ def test_after_a_restart_the_bits_are_those_that_were_transferred(
     first, second = (one.run.trainer for one in (whole, again))
     assert first is not None
     assert second is not None
-    assert torch.equal(first._score.of_bits, second._score.of_bits)
+    assert torch.equal(first.score.of_bits, second.score.of_bits)
 
 
 def test_a_peer_that_lost_its_part_of_the_sums_needs_a_new_run(tmp_path: Path) -> None:

@@ -75,9 +75,10 @@ def of_run(parties: Parties) -> dict[str, Tensor]:
     trainer, other = parties.session.lifecycle.answering.trainer, parties.run.trainer
     assert trainer.memory is not None
     assert other is not None
-    _, released, deviation = other.released or (0, [], 0)
-    left = {"received": trainer.memory.state_dict()["values"], "released": torch.tensor(released)}
-    return parties.weights() | left | {"deviation": torch.tensor(deviation)}
+    held = {"received": trainer.memory.state_dict()["values"]}
+    if other.released is not None:
+        held |= {"rows": other.released[0], "noisy": other.released[1]}
+    return parties.weights() | held
 
 
 def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:

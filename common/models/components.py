@@ -243,7 +243,8 @@ class ComponentsBottom(nn.Module):
             for at in torch.split(torch.arange(len(groups)), FIT_ROWS):
                 part = rows.rows(at.to(self.weight.device))
                 members = torch.zeros(len(at), count).scatter_(1, every[at], 1)
-                yield part, torch.cat([torch.from_numpy(self.bits(part)), members], dim=1)
+                is_above = torch.from_numpy(self.bits(part)).float()
+                yield part, torch.cat([is_above, members], dim=1)
 
         with torch.no_grad():
             joined = self._sums(parts())

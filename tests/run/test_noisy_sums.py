@@ -1,5 +1,6 @@
 """Runs that begin with noisy sums: what a peer gets of one label, asked in whatever way."""
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -623,6 +624,8 @@ def test_a_run_leaves_models_figures_and_a_report(tmp_path: Path, what: str) -> 
         assert figures["test_rmse"] < figures["test_rmse_alone"]
     else:
         assert figures["test_auc"] > figures["test_auc_alone"]
+    exposure = json.loads((Path(run.path) / "passive" / "exposure.json").read_text())
+    assert bool(exposure["values"]) == (what != "classes")
     page = run.report().read_text()
     assert "Sums of the training rows' labels with noise were sent" in page.replace("&#39;", "'")
     assert "for anybody, computationally" in page

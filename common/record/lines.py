@@ -15,6 +15,7 @@ from splitveil.common.privacy.figures import AttackFigure, LeakBounds, Predictio
 from splitveil.common.record.run_folder import finite_or_null
 from splitveil.common.run.sample_order import SplitName
 from splitveil.common.text.values import (
+    IF_ANY,
     Count,
     Flat,
     Form,

@@ -171,7 +171,7 @@ def _charged_by(folder: Path, values: dict[str, Any]) -> AccountBook:
     run = run.model_copy(update={"noise_key_path": key, "compile": False})
     data = PartyData.of(run)
     builder = TrainerBuilder(run, data, torch.device("cpu"))
-    store = RunStore(folder, run.contract.checkpoints.keep, len(run.contract.passive_parties))
+    store = RunStore(folder, len(run.contract.passive_parties))
     session = build_session(run, data, builder, Unobserved(), lambda: bytes(32), store)
     session.reopen()
     return session.lifecycle.phase.account_book()

@@ -11,13 +11,15 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from splitveil.active_party.assembly import signals_of
 from splitveil.active_party.defenses.charge_model import ChargeModel
 from splitveil.active_party.defenses.interface import DefenseContext
-from splitveil.active_party.defenses.marvell import power_ratio_for, worst_pair_factor
+from splitveil.active_party.defenses.marvell import (
+    MarvellDefense,
+    power_ratio_for,
+    worst_pair_factor,
+)
 from splitveil.active_party.defenses.noisy_sums import COMPUTATIONAL
 from splitveil.active_party.defenses.sum_kl import sum_kl_for_estimated_auc, sum_kl_for_leak_auc
 from splitveil.active_party.ledger.account_book import AccountBook
@@ -26,6 +28,7 @@ from splitveil.active_party.ledger.budget import num_answers_within
 from splitveil.active_party.ledger.label_signals import widest_adversary
 from splitveil.active_party.named_inputs import Persons
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.label_kinds import kind_of
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.adversary import Adversary, narrowest
@@ -134,7 +137,7 @@ def plan_of(
     rows = PlannedRows(
         data.table.source,
         len(data.ids),
-        _shares(labels, data),
+        kind_of(data.settings).describe(labels),
         training_rows,
         math.floor(steps) if contract.drop_last else math.ceil(steps),
         contract.batch_size,
@@ -171,7 +174,7 @@ def plan_of(
         (*said, *brief),
         brief,
         None
-        if target_leak_auc is None or data.settings.label_range is not None
+        if target_leak_auc is None or MarvellDefense().objection(context) is not None
         else _target(target_leak_auc, contract.epochs, context),
         together,
         whose,
@@ -201,18 +204,6 @@ def _row(answers: ChargeModel) -> dict[str, Any]:
             for place, end in enumerate(("_least", ""))
         },
     }
-
-
-def _shares(labels: Tensor, data: PartyData) -> str:
-    names, within = data.settings.class_names, data.settings.label_range
-    if within is not None:
-        spread = within.width * float(labels.double().std(correction=0))
-        return f"numbers from {within.in_words} with a standard deviation of {spread:.4g}"
-    if not names:
-        return f"2 classes, {float(labels.double().mean()):.2%} positive"
-    counts = torch.bincount(labels.long(), minlength=len(names)).tolist()
-    shares = (f"{name!r} {n / len(labels):.1%}" for name, n in zip(names, counts, strict=True))
-    return f"{len(names)} classes: {', '.join(shares)}"
 
 
 def _of_persons(settings: ActiveSettings, persons: Persons, training_rows: int) -> str:
@@ -249,13 +240,7 @@ def _with_earlier(book: AccountBook, charge: ChargeModel) -> str:
 def _brief(
     settings: ActiveSettings, charge: ChargeModel, book: AccountBook, together_in_words: str
 ) -> Iterator[str]:
-    if settings.data.label_range is not None:
-        yield (
-            "Labels are numbers: every leak AUC is that of distinguishing the two ends of their "
-            "range. Values closer to each other are distinguished less well."
-        )
-    if settings.data.num_classes > 2:
-        yield "All figures are of the pair of classes left furthest apart."
+    yield kind_of(settings.data).meaning_of_bounds
     if settings.contract.releases_sums:
         yield COMPUTATIONAL
     yield together_in_words

@@ -36,13 +36,13 @@ from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.active_party.training.boosting import WithTrees
 from splitveil.active_party.training.evaluation import save_predictions
 from splitveil.active_party.training.own_models import Fitting, build_alone, fit
-from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.alignment.store import ExchangeStores
 from splitveil.common.errors import EndedForGood, SettingsError
 from splitveil.common.models.device import device_in_words, torch_device
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.party import command_line
+from splitveil.common.privacy.figures import PredictionFigures
 from splitveil.common.record import model_files
 from splitveil.common.record.run_folder import clear_mark, end_of, mark_as_ended, open_run_folder
 from splitveil.common.record.run_record import write_summary
@@ -136,7 +136,7 @@ def fit_after_one_shot(
     _save_activations(settings, folder, session, trainer)
     for evaluation in session.lifecycle.answering.measure_held_out():
         session.lifecycle.observer.on_evaluation(evaluation)
-        logger.info("%s %s", evaluation.split, evaluation.in_short)
+        logger.info("%s %s", evaluation.split, evaluation.figures.in_short)
     if mean is None:
         return None
     save_refitted(settings, folder, mean, _identity(session))

@@ -13,7 +13,7 @@ from splitveil.active_party.ledger.label_signals import LabelUses, label_signals
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import ModelSettings
-from splitveil.common.party.party_settings import Address, PartySettings
+from splitveil.common.party.party_settings import Address, IdLimit, KeyPair, PartySettings
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import SideInformation
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings
@@ -22,16 +22,11 @@ from splitveil.common.run.id_rules import rules_as_bytes
 from splitveil.common.settings import Mark, Section, kind_by_key
 
 
-class ServingTls(Section):
-    """The certificate that this party shows to the programs that ask for predictions."""
+class ServingTls(KeyPair):
+    """The certificate that this party shows to the programs that ask for predictions.
 
-    certificate: Annotated[Path, Mark.PATH]
-    """PEM file with the server's certificate first. It carries the host name that programs connect
-    to. The path is relative to this settings file, like the others. A replaced file is used without
-    a restart."""
-
-    private_key: Annotated[Path, Mark.PATH]
-    """PEM file with the certificate's key, without a password; mode 0600 or stricter."""
+    It carries the host name that programs connect to.
+    """
 
     clients: Annotated[Path | None, Mark.PATH] = None
     """PEM file with the authorities of client certificates: a program without such a certificate is
@@ -39,7 +34,7 @@ class ServingTls(Section):
     token is then needed."""
 
 
-class ServingSettings(Section):
+class ServingSettings(IdLimit):
     """Online predictions for other programs of this party: ``splitveil serve active.yaml``."""
 
     http: Address = "127.0.0.1:8080"
@@ -58,15 +53,6 @@ class ServingSettings(Section):
 
     timeout_s: float = Field(default=1.0, gt=0, le=600)
     """Seconds after which a request without an answer from every passive party is given up."""
-
-    ids_per_second: float | None = Field(default=None, gt=0)
-    """Largest number of ids per second on average for each program; ``null`` for no limit. One
-    second's number may be asked for at once."""
-
-    allowed_ids: Annotated[Path | None, Mark.PATH] = None
-    """File with the ids that may be asked for, as ``splitveil predict --ids`` takes it;
-    every other id is answered as one that is not known, and no passive party is asked. The path is
-    relative to this settings file. ``null`` for all."""
 
     fallback: bool = False
     """At the end of a run, train a model of only this party's own features, and answer with it,

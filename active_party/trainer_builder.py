@@ -17,7 +17,7 @@ from splitveil.active_party.ledger.account_book import names_of
 from splitveil.active_party.ledger.stored_labels import labels_first_used
 from splitveil.active_party.named_inputs import Persons
 from splitveil.active_party.settings import ActiveSettings, RefitSettings
-from splitveil.active_party.training.label_kinds import LabelKind, OrdinaryObjective, kind_of
+from splitveil.active_party.training.label_kinds import OrdinaryObjective, kind_of
 from splitveil.active_party.training.own_models import Fitting, KnownRows, fit
 from splitveil.active_party.training.predictions import LossWeights
 from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
@@ -127,7 +127,7 @@ class TrainerBuilder:
                 persons,
                 self._loss_weights(rows),
                 training,
-                _kind_of(settings, rows, labels),
+                kind_of(settings.data, labels[train]),
                 partial(fitted_top, settings, self.encoder)
                 if is_one_shot or settings.refit is not None
                 else None,
@@ -260,19 +260,13 @@ def known_rows(
         None if of_rows is None else of_rows.to(device), _class_weights(settings, device)
     )
     own = None if features is None else features.to(device)
-    return KnownRows(labels.to(device), own, weights=weights, kind=_kind_of(settings, rows, labels))
+    kind = kind_of(settings.data, labels[rows.splits["train"]])
+    return KnownRows(labels.to(device), own, weights=weights, kind=kind)
 
 
 def _class_weights(settings: ActiveSettings, device: torch.device) -> Tensor | None:
     weights = settings.data.class_weights
     return None if weights is None else torch.tensor(weights, device=device)
-
-
-def _kind_of(settings: ActiveSettings, rows: AlignedRows, labels: Tensor) -> LabelKind:
-    mean = math.nan
-    if settings.data.label_range is not None:
-        mean = float(labels[rows.splits["train"]].double().mean())
-    return kind_of(settings.data, mean)
 
 
 def check_processes(settings: ActiveSettings) -> None:
@@ -298,5 +292,5 @@ def learner_of_rank(
 def _knows_predictions(settings: ActiveSettings) -> bool:
     """Return whether an attack of the leak monitor reads the model's predictions."""
     monitor = settings.leak_monitor
-    is_of_numbers = settings.data.label_range is not None
-    return monitor is not None and (is_of_numbers or monitor.needs_predictions)
+    always = kind_of(settings.data).audited.needs_predictions
+    return monitor is not None and (always or monitor.needs_predictions)

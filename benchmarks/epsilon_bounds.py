@@ -77,7 +77,7 @@ def cells(summary: Summary) -> list[str]:
     raw = max((one.auc for one in leak.run_level.get(CUT, {}).values()), default=float("nan"))
     strongest = max(beyond.adjusted.values(), key=lambda one: one.value, default=None)
     adjusted = "–" if strongest is None else f"{strongest.value:.3f} (from {strongest.low:.3f})"
-    test_auc = summary.of_active.model.test_auc
+    test_auc = summary.of_active.model.test.auc
     model = "–" if test_auc is None else f"{test_auc:.3f}"
     return [model, f"{raw:.3f}", adjusted, *epsilon_cells(beyond.epsilon)]
 

@@ -110,7 +110,7 @@ def resultant(stolen: label_owner.Stolen) -> float:
 
 def figures_of(stolen: label_owner.Stolen, wanted: Sequence[str]) -> Sequence[float]:
     """Return the figures of one run, in the order of the columns."""
-    auc = stolen.run.active.seen.evaluations[-1].auc
+    auc = stolen.run.active.seen.evaluations[-1].figures.auc
     alone = own_columns(stolen)
     ends = range(EPOCHS // len(wanted) - 1, EPOCHS, EPOCHS // len(wanted))
     last, *others = (torch.cat([alone, one], dim=1) for one in (stolen.last, *stolen.epochs[ends]))

@@ -148,7 +148,7 @@ def predict(settings: ActiveSettings, ids: list[str], output: Path) -> tuple[flo
     """Predict all ids, and return CPU seconds and seconds."""
     with open_predictor(settings, CPU) as predictor:
         cpu, wall = cpu_seconds(), time.perf_counter()
-        parts = Parts(output, PredictionPlan("benchmark", "", ()), ids)
+        parts = Parts(output, PredictionPlan("benchmark", ""), ids)
         batch = BatchPrediction(predictor, settings.contract, settings.reconnect, Interruption())
         result = batch.run(parts, lambda _: None)
         if result.found != len(ids):

@@ -43,7 +43,7 @@ def write_settings(folder: Path) -> dict[str, list[str]]:
     labels = {"source": source, "id_column": "id", "label_column": "label"}
     adversary = {"attacks": ATTACKS, "layers": ["cut", "first"], "labels": labels}
     both = ["contract.run_name=soak", "contract.epochs=100000"]
-    both.append("contract.checkpoints.every_steps=50")
+    both.append("contract.checkpoint_steps=50")
     address = f"127.0.0.1:{free_port()}"
     monitor = f"leak_monitor={json.dumps({'attacks': ATTACKS})}"
     return {

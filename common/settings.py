@@ -85,7 +85,7 @@ def validate(section: type[SectionT], values: Mapping[str, Any], source: str) ->
         if len(problems) > _SHOWN_PROBLEMS:
             more = len(problems) - _SHOWN_PROBLEMS
             problems[_SHOWN_PROBLEMS:] = [f"{source}: and {more:,} more problems"]
-        raise SettingsError(problems) from error
+        raise SettingsError(problems) from None  # it says the same, in more words
 
 
 def kind_by_key(*keys: str, error_type: str, advice: str = "") -> Discriminator:

@@ -38,7 +38,10 @@ def run(options: argparse.Namespace) -> int:
         tables = (options.runs / ".flights").resolve()
         flights.write_tables(tables)
         options.overrides = [*_sources(tables), *options.overrides]
-    return local.run_example(EXAMPLES / example, options)
+    code = local.run_example(EXAMPLES / example, options)
+    if not options.json and not code:
+        print("next    splitveil init active TABLE.csv, with a table of your own")
+    return code
 
 
 def _sources(folder: Path) -> list[str]:

@@ -219,7 +219,7 @@ def _commands(
             *(*PYTHON, "-m", f"splitveil.{kind.partition('_')[0]}_party", "run"),
             *(str(example_dir / f"{kind}.yaml"), "--runs", str(runs_dir)),
             *(["--fresh"] if fresh else []),
-            *(["-v"] * (options.verbose - 1) if options.verbose else ["-q"]),
+            *(["-v"] * (options.verbose - 1)),
             *(
                 argument
                 for text in [*own.of(kind), *certificates[kind]]

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from splitveil.common.errors import PeerError
 from splitveil.common.party.interruption import stop_signals_to
+from splitveil.common.record.progress import ProgressBar
 from splitveil.common.text.visible_text import visible
 
 PEER_NOTICES_S = 5.0
@@ -30,6 +31,7 @@ STOP_S = 20.0
 _POLL_S = 0.05
 
 _LOG_LINE = re.compile(r"(\d\d:\d\d:\d\d) \S+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
+_EPOCH = re.compile(r"epoch (\d+)/(\d+)\b")
 _STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
 _TIME_WIDTH = 8
 
@@ -68,8 +70,7 @@ def run_parties(
 
     When one fails, the others have ``PEER_NOTICES_S`` to end by themselves. A SIGINT or SIGTERM
     received meanwhile is forwarded once to each. With ``stderr``, their output is shown there; with
-    ``quiet``, only the output of a run where a party fails, and errors, after a line on a terminal
-    that shows a party's last log line.
+    ``quiet``, only the output of a run where a party fails, and errors, after a bar on a terminal.
 
     Returns 0, or the exit code of the first party that failed; a party that knows the reason goes
     before one that only noticed that its peer was gone.
@@ -78,22 +79,23 @@ def run_parties(
     stream = sys.stderr if stderr else sys.stdout
     display = RunDisplay(list(commands), console) if console.is_terminal else None
     show = partial(_print_line, stream) if display is None else display.show
-    held: list[tuple[str, str]] = []
-    with console.status("starting") if quiet and console.is_terminal else nullcontext() as status:
+    held: list[tuple[str, str, str]] = []
+    bar = ProgressBar("running", "epochs", per_epoch=1, console=console)
 
-        def hold(name: str, line: str) -> None:
-            held.append((name, line))
-            if status is not None and (parts := _LOG_LINE.fullmatch(line)):
-                status.update(
-                    Text(f"{name} {visible(parts[3])}", no_wrap=True, overflow="ellipsis")
-                )
+    def hold(name: str, line: str) -> None:
+        _, level, message = parts.groups() if (parts := _LOG_LINE.fullmatch(line)) else ("", "", "")
+        if level not in {"DEBUG", "INFO"}:
+            held.append((name, level, line))
+        elif epoch := _EPOCH.match(message):
+            done, total = map(int, epoch.groups())
+            if done < total:  # else what comes at the end is still to do
+                bar.note(done, total)
 
+    with bar if quiet else nullcontext():
         code = _run_side_by_side(commands, hold if quiet else show)
-    for name, line in held:
-        parts = _LOG_LINE.fullmatch(line)
-        is_error = parts is not None and parts[2] in {"ERROR", "CRITICAL"}
+    for name, level, line in held:
         # A leak alarm is a line below the table of runs.
-        if code or (is_error and "LEAK ALARM" not in line):
+        if code or (level in {"ERROR", "CRITICAL"} and "LEAK ALARM" not in line):
             show(name, line)
     return code
 

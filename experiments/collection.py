@@ -126,9 +126,10 @@ def _found(folder: Path, parties: Mapping[str, Mapping[str, Any]]) -> Iterator[_
 
 def _of_summary(party: str, summary: Summary) -> Iterator[_Found]:
     counts, active, leak = summary.counts, summary.of_active, summary.of_leak
+    of_model = active.model.form()
     for name in ("test_auc", "test_auc_refit", "test_loss", "train_loss"):
-        yield _Found(party, name, getattr(active.model, name))
-    yield _Found(party, "calibration_error", active.model.test_calibration_error)
+        yield _Found(party, name, of_model.get(name))
+    yield _Found(party, "calibration_error", active.model.test.calibration_error)
     for name in ("steps", "steps_per_s", "aligned_rows"):
         yield _Found(party, name, getattr(counts, name))
     for name, value in ({} if active.ledger is None else active.ledger.form()).items():
@@ -160,7 +161,7 @@ def _of_epochs(party: str, metrics: Metrics) -> Iterator[_Found]:
         match line:
             case EvaluationLine(split="test"):
                 for name in ("auc", "loss", "calibration_error"):
-                    value = getattr(line, name)
+                    value = getattr(line.figures, name)
                     yield _Found(party, f"epoch_test_{name}", value, epoch=line.epoch)
                 yield _Found(party, "epoch_train_loss", line.train_loss, epoch=line.epoch)
             case LedgerLine(epoch, bounds):
@@ -174,7 +175,7 @@ def _of_epochs(party: str, metrics: Metrics) -> Iterator[_Found]:
                         yield _Found(party, "first_epoch", value, layer, attack)
     tests = [line for line in metrics.of(EvaluationLine) if line.split == "test"]
     if tests:
-        yield _Found(party, "best_test_auc", max(line.auc or 0.0 for line in tests))
+        yield _Found(party, "best_test_auc", max(line.figures.auc or 0.0 for line in tests))
 
 
 def _of_steps(party: str, measured: Sequence[LeakLine]) -> Iterator[_Found]:

@@ -169,6 +169,9 @@ class BottomTrainer:
         self._before_labels, self._scores = before_labels, scores
         self._receiver: Receiver | None = None
         self._sums: NDArray[np.int64] | None = None
+        self.released: tuple[Tensor, Tensor, float] | None = None
+        """Rows' positions; their noisy labels, (rows, values), and 0, or noisy sums as for
+        ``fit_sums``, and the deviation of their noise."""
         self._noisy: list[tuple[Positions, NDArray[np.float32]]] = []
         self._waiting: deque[Tensor] = deque()
         """Activations whose gradients are to come, with their graphs, in the order of the course.
@@ -232,13 +235,14 @@ class BottomTrainer:
         self._noisy.append((positions, noisy.float().numpy()))
         if not is_last:
             return
+        places, values = map(np.concatenate, zip(*self._noisy, strict=True))
+        self.released = torch.from_numpy(places), torch.from_numpy(values), 0.0
         if self._before_labels is not None:
-            places, values = map(np.concatenate, zip(*self._noisy, strict=True))
-            self._score.fit_score(self.rows(places), values, *self._before_labels)
+            self.score.fit_score(self.rows(places), values, *self._before_labels)
         self._noisy.clear()
 
     @property
-    def _score(self) -> ComponentsBottom:
+    def score(self) -> ComponentsBottom:
         if not isinstance(self.model, ComponentsBottom):
             raise RuntimeError("only a score is fitted to labels")
         return self.model
@@ -246,8 +250,8 @@ class BottomTrainer:
     def transfer_question(self, batch: Batch) -> bytes:
         """Return the next message of an oblivious transfer to this party, or of its end."""
         if self._receiver is None or batch.split == "sums":
-            return (self._score.num_bits + 1).to_bytes(4, "little")
-        bits = self._score.bits(self.rows(batch.positions))
+            return (self.score.num_bits + 1).to_bytes(4, "little")
+        bits = self.score.bits(self.rows(batch.positions))
         reply = self._receiver.reply if batch.step == 1 else b""
         extension = self._receiver.extend(np.column_stack([bits, np.ones(len(bits), np.bool_)]))
         return len(reply).to_bytes(4, "little") + reply + extension
@@ -269,13 +273,14 @@ class BottomTrainer:
                 )
             theirs = np.frombuffer(answer[16:], "<u4").reshape(self._sums.shape)
             sums = (self._sums - theirs).astype(np.uint32).astype(np.int32) / grid
+            self.released = torch.tensor(batch.positions), torch.from_numpy(sums), deviation
             places = np.array_split(batch.positions, -(-len(batch.positions) // FIT_ROWS))
-            self._score.fit_sums(
+            self.score.fit_sums(
                 lambda: map(self.rows, places), sums, deviation, *self._before_labels
             )
             self._sums = None
         elif self._receiver is None:
-            self._receiver = Receiver(self._score.num_bits + 1, answer, self._scores)
+            self._receiver = Receiver(self.score.num_bits + 1, answer, self._scores)
         else:
             self._receiver.take(answer)
             if batch.closes_split:
@@ -292,10 +297,10 @@ class BottomTrainer:
             "random": training_state.random_state(self._device),
             "gpu": gpu_of(self._device),
             "ranks": [] if self._parallel is None else self._parallel.random_states(),
-            # With the weights of the bits: found again elsewhere, a row's may be another.
-            "sums": self._sums
-            if self._sums is None
-            else (torch.from_numpy(self._sums), self._score.of_bits),
+            "sums": self._sums if self._sums is None else torch.from_numpy(self._sums),
+            "released": self.released,
+            # Found again elsewhere, a row's bits may be others.
+            "of_bits": self.score.of_bits if self._before_labels is not None else None,
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -308,9 +313,10 @@ class BottomTrainer:
         go_on(self._parallel, state["ranks"])
         self._noisy.clear()
         self._receiver = None
-        self._sums = None
-        if state["sums"] is not None:
-            self._sums, self._score.of_bits = state["sums"][0].numpy(), state["sums"][1]
+        self._sums = None if state["sums"] is None else state["sums"].numpy()
+        self.released = state["released"]
+        if state["of_bits"] is not None:
+            self.score.of_bits = state["of_bits"].to(self._device)
 
     def embed(self, features: Features) -> Tensor:
         return predict_in_blocks(self.model, features)

@@ -13,7 +13,7 @@ the label owner knows besides.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from splitveil.common.errors import DataError
 from splitveil.common.run.sample_order import Positions
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.column_guesses import Column, Kind, columns_of, right_guesses
+from splitveil.passive_party.information_value import ColumnValue, information_values
 
 GUESSED_ROWS = 4000  # at most
 KNOWN_ROWS = 1000  # whose columns the guesser knows; of a small table, half of the rows
@@ -81,6 +82,7 @@ class FeatureExposure:
     known_rows: NonNegativeInt = KNOWN_ROWS
     epochs: NonNegativeInt = 0  # whose activations are counted; 0 if each row was sent once
     remedy: str = ""  # what fewer numbers would have given away, in words
+    values: tuple[ColumnValue, ...] = ()  # what the columns say about the outcome, by a release
 
     @property
     def disclosure(self) -> float:
@@ -135,7 +137,8 @@ def measure_exposure(
     if of_epochs is not None:
         epochs, dimensions = of_epochs[:2]
         sent.append(of_epochs.values.astype(np.float64))
-    return exposure_of(sent, features, encoder, sample.known, own_rows, dimensions, epochs)
+    found = exposure_of(sent, features, encoder, sample.known, own_rows, dimensions, epochs)
+    return found and replace(found, values=information_values(trainer, encoder))
 
 
 def exposure_of(

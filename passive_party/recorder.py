@@ -74,7 +74,7 @@ class PassiveRecorder(RunRecorder):
         self._begin_run(rows)
         self._start_attacks(rows, seed)
         self._draw_sample(rows)
-        self._show_progress("passive", rows, self._settings.contract)
+        self._show_progress(rows, self._settings.contract)
         self._status.note_aligned(rows)
         self._status.enter_stage("training")
 
@@ -116,7 +116,7 @@ class PassiveRecorder(RunRecorder):
 
     def summary(self, features: FeaturesOf | None = None) -> Summary:
         """Return the figures; with features, also model completion's figures on these."""
-        speed = self._progress.steps_per_s if self._progress else None
+        speed = self._progress.per_s if self._progress else None
         of_steps = self._epochs, self._steps, speed
         is_one_shot = self._settings.contract.is_one_shot
         return Summary(

@@ -7,11 +7,11 @@ from pydantic import Field, StringConstraints, model_validator
 
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.models.settings import BottomModelSettings, CustomModel, PcaModel, ScoreModel
-from splitveil.common.party.party_settings import Address, Insecure, PartySettings
+from splitveil.common.party.party_settings import Address, IdLimit, Insecure, PartySettings
 from splitveil.common.privacy.attacks import ATTACKS, CUT
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AttackChoice, AuditSettings
 from splitveil.common.run.contract import SplitSettings
-from splitveil.common.settings import Mark, Section
+from splitveil.common.settings import Mark
 
 
 class AdversarySettings(AuditSettings):
@@ -69,7 +69,7 @@ class AdversarySettings(AuditSettings):
         return self
 
 
-class AnswerSettings(Section):
+class AnswerSettings(IdLimit):
     """Answers about rows once the model is trained, by ``splitveil serve passive.yaml``.
 
     The active party names ids, and this party answers with the activations of their rows. Each
@@ -78,15 +78,6 @@ class AnswerSettings(Section):
 
     listen: Address = "127.0.0.1:50061"
     """Host and port where the active party reaches this one for predictions."""
-
-    allowed_ids: Annotated[str | None, Mark.PATH] = Field(default=None, min_length=1)
-    """File with the ids that are answered: a text file with one id per line, or a CSV or Parquet
-    file with the column ``data.id_column``. All others are answered as unknown. Relative to this
-    settings file; ``~`` and ``${NAME}`` are replaced. By default every row of the table is."""
-
-    ids_per_second: float | None = Field(default=None, gt=0)
-    """The most ids per second that are answered on average, over all connections; faster requests
-    wait. By default there is no limit."""
 
     whole_table: bool = False
     """Let the active party take the whole table, sealed row by row, and open the rows whose ids it

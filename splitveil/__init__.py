@@ -23,6 +23,7 @@ from splitveil.common.text.version import VERSION
 
 if TYPE_CHECKING:
     from splitveil.library.auditing import Audit, audit
+    from splitveil.library.estimating import SplitClassifier
     from splitveil.library.example_ledger import Ledger
     from splitveil.library.loading import settings_schema
     from splitveil.library.planning import RunExposure, RunPlan, exposure_plan, plan
@@ -40,6 +41,7 @@ __all__ = [
     "RunPlan",
     "Runs",
     "SettingsError",
+    "SplitClassifier",
     "SplitveilError",
     "StorageError",
     "__version__",
@@ -68,6 +70,7 @@ _HOMES = {
     "plan": "planning",
     "predict": "predicting",
     "settings_schema": "loading",
+    "SplitClassifier": "estimating",
     "simulate": "simulating",
 }
 """Name -> its module in ``splitveil.library``."""
@@ -82,4 +85,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__]

@@ -46,7 +46,7 @@ def check(parsed: argparse.Namespace) -> None:
     details: list[Check] = [
         *status_checks(settings.status),
         partial(_noise_key, settings),
-        lambda: f"earlier ledgers: {len(answers_before(settings))} examples",
+        lambda: f"earlier ledgers: {len(answers_before(settings)):,} examples",
     ]
     if monitor is not None and monitor.custom_attacks:
         shape = settings.contract.aggregate_shape

@@ -39,8 +39,8 @@ def show(plan: Plan, console: Console | None = None, *, details: bool = True) ->
     if details:
         rows = plan.data
         say(
-            f"{rows.source}: {rows.rows} rows, {rows.shares}; if all of them are aligned, about "
-            f"{rows.training_rows} are trained on, in {rows.steps_per_epoch} steps of "
+            f"{rows.source}: {rows.rows:,} rows, {rows.shares}; if all of them are aligned, about "
+            f"{rows.training_rows:,} are trained on, in {rows.steps_per_epoch:,} steps of "
             f"{rows.batch_size} per epoch, {rows.epochs} epochs"
         )
         console.print(_forecast_table(plan))
@@ -58,7 +58,7 @@ _PEERS = {
 
 
 def _answer_table(plan: Plan) -> PlainTable:
-    table = PlainTable("", ["to a passive party that"], ["bound on the leak AUC, .5 to 1"])
+    table = PlainTable("", ["to a passive party that"], ["bound on the leak AUC, 0.5 to 1"])
     for peers, meaning in _PEERS.items():
         table.add_row(meaning, bound_in_words(plan.of_run, peers))
     return table

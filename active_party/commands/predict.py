@@ -3,7 +3,6 @@
 import argparse
 import logging
 from contextlib import ExitStack
-from functools import partial
 
 from splitveil.active_party.predict.batch import (
     BatchPrediction,
@@ -14,12 +13,13 @@ from splitveil.active_party.predict.batch import (
 )
 from splitveil.active_party.predict.predictor import Predictor, log_security, open_predictor
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.label_kinds import kind_of
 from splitveil.common.data.table_files import read_id_list
 from splitveil.common.errors import Interrupted, PeerError
 from splitveil.common.party import command_line
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.json_output import print_json
-from splitveil.common.record.progress import CountProgress
+from splitveil.common.record.progress import ProgressBar
 from splitveil.common.record.run_folder import claimed, inner_folder
 from splitveil.common.record.table_output import check_output
 from splitveil.common.record.transcript import Transcript
@@ -54,16 +54,16 @@ def predict(parsed: argparse.Namespace) -> None:
             )
         )
         logger.info(
-            "predicting %d ids with the %s top model of %s",
-            len(ids),
+            "predicting %s ids with the %s top model of %s",
+            f"{len(ids):,}",
             predictor.model.kind,
             predictor.model.identity,
         )
         parts = Parts(parsed.output, _plan(predictor, settings), ids, written)
         batch = BatchPrediction(predictor, settings.contract, settings.reconnect, interruption)
-        with CountProgress("predicting") as progress:
+        with ProgressBar("predicting", total=len(ids)) as progress:
             try:
-                result = batch.run(parts, partial(progress.advance, len(ids)))
+                result = batch.run(parts, progress.advance)
             except (Interrupted, PeerError):
                 logger.info("the same command goes on with the parts in %s", parts.folder)
                 raise
@@ -72,20 +72,20 @@ def predict(parsed: argparse.Namespace) -> None:
 
 def _plan(predictor: Predictor, settings: ActiveSettings) -> PredictionPlan:
     model = predictor.model
-    own, within = predictor.own_rows, settings.data.label_range
+    own = predictor.own_rows
     return PredictionPlan(
         f"{model.kind}, {model.identity}",
         "" if own is None else own.source,
-        settings.data.class_names,
-        None if within is None else (within.low, within.high),
+        kind_of(settings.data),
     )
 
 
 def _report(parsed: argparse.Namespace, result: BatchResult, predictor: Predictor) -> None:
     for party, count in result.missing_at.items():
         if count:
-            logger.warning("%d of the ids have no row at %s", count, party)
-    logger.info("%d of %d ids predicted: %s", result.found, result.rows, parsed.output)
+            logger.warning("%s of the ids have no row at %s", f"{count:,}", party)
+    counts = (f"{result.found:,}", f"{result.rows:,}")
+    logger.info("%s of %s ids predicted: %s", *counts, parsed.output)
     model = predictor.model
     if parsed.json:
         print_json(

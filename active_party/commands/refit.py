@@ -16,11 +16,11 @@ from splitveil.active_party.predict.predictor import load_top
 from splitveil.active_party.results import read_activations, save_refitted
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import fitted_top, known_rows
-from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.common.errors import DataError
 from splitveil.common.models.settings import bins_of
 from splitveil.common.party import command_line
 from splitveil.common.party.party_data import PartyData
+from splitveil.common.privacy.figures import PredictionFigures
 from splitveil.common.record.run_record import find_summary, write_summary
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.course import AlignedRows
@@ -79,10 +79,6 @@ def refit_again(settings: ActiveSettings, device: torch.device) -> Refitted:
     save_refitted(settings, folder, new, trained.identity)
     summary = find_summary(folder)
     if summary is not None and summary.active is not None and after is not None:
-        figures = summary.active.model
-        if after.number is None:
-            figures = replace(figures, test_auc_refit=after.auc)
-        else:
-            figures = replace(figures, test_rmse_refit=after.number.rmse)
+        figures = replace(summary.active.model, refit=after)
         write_summary(folder, replace(summary, active=replace(summary.active, model=figures)))
     return Refitted(True, before, after)

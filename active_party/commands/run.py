@@ -47,7 +47,9 @@ def _take_part(settings: ActiveSettings, process: Process, *, fresh: bool) -> No
     with serving_status(status, settings.status, process.interruption):
         settings.defense.require_usable(settings.defense_context())
         data, device = PartyData.of(settings), process.device_in_words
-        logger.info("%d rows read from %s, device %s", len(data.ids), data.table.source, device)
+        ids = data.table.id_report.in_words()
+        read = (f"{len(data.ids):,}", data.table.source, ids, device)
+        logger.info("%s rows read from %s, %s, device %s", *read)
         process.interruption.check()
         peers_of(settings)  # refuses before the folder is opened
         folder = results.open_folder(settings, fresh=fresh and not process.restarts)
@@ -100,8 +102,8 @@ def _train(
         wanted = Transcript(folder, ACTIVE) if settings.transcript else nullcontext()
         transcript = resources.enter_context(wanted)
         recorder = resources.enter_context(ActiveRecorder(settings, folder, status))
-        keep, num_parties = contract.checkpoints.keep, len(contract.passive_parties)
-        store = resources.enter_context(RunStore(folder, keep, num_parties, in_background=True))
+        num_parties = len(contract.passive_parties)
+        store = resources.enter_context(RunStore(folder, num_parties, in_background=True))
 
         def meet(session: ActiveSession) -> Served:
             return serve(session, data, folder, transcript, status, process.interruption)

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from splitveil.active_party.predict.predictor import Predictor, log_security, open_predictor
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.label_kinds import kind_of
 from splitveil.common.data.canonical_form import CanonicalForm
+from splitveil.common.data.source_settings import expand_path
 from splitveil.common.data.table_files import read_id_list
 from splitveil.common.errors import SettingsError
 from splitveil.common.party import command_line
@@ -81,7 +83,7 @@ def serve(parsed: argparse.Namespace) -> None:
             logger.info("stopping: requests under way are answered")
     answered = service.log.answered
     by_status = ", ".join(f"{number} x {code}" for code, number in sorted(answered.items()))
-    logger.info("answered %d requests: %s", answered.total(), by_status or "none")
+    logger.info("answered %s requests: %s", f"{answered.total():,}", by_status or "none")
 
 
 def access_of(settings: ActiveSettings) -> Access:
@@ -109,9 +111,9 @@ def open_service(
     own = settings.serving
     allowed = None
     if own.allowed_ids is not None:
-        path = settings.base_dir / own.allowed_ids
+        path = expand_path("serving.allowed_ids", own.allowed_ids, settings.base_dir)
         allowed = frozenset(read_id_list(path, settings.data, settings.contract.ids).ids)
-        logger.info("%d ids may be asked for", len(allowed))
+        logger.info("%s ids may be asked for", f"{len(allowed):,}")
     fallback = None
     if own.fallback:
         fallback = Fallback.load(settings, predictor.own_rows, predictor.model.identity)
@@ -129,13 +131,11 @@ def open_service(
 
 
 def serving(settings: ActiveSettings, service: AnswerService, access: Access) -> HttpServer:
-    address, data = settings.serving.http, settings.data
-    classes = list(data.class_names) if data.num_classes > 2 else None
+    address = settings.serving.http
     # Else a page of a name that leads to this machine could ask through a browser here.
     names = ("localhost", "127.0.0.1", "[::1]", address.rpartition(":")[0])
     hosts = names if access == Access(None, None) else ("*",)
-    numbers = data.label_range is not None
-    app = build_app(service, access.tokens, classes, hosts, numbers=numbers)
+    app = build_app(service, access.tokens, kind_of(settings.data), hosts)
     server = HttpServer(app, address, access.tls)
     scheme = "http" if access.tls is None else "https"
     logger.info("answering at %s://%s (described at /openapi.json)", scheme, address)

@@ -41,7 +41,7 @@ class CustomDefense(NoisyDefense):
     """The class, as ``package.module:Class``."""
 
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Further keyword arguments of the class."""
+    """Further keyword arguments."""
 
     def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
         return self._load(given.context, self._noise_source(given.secrets))

@@ -67,19 +67,23 @@ class GaussianLabels(Section):
     """``model``: train on the posterior given noisy label and prediction; see ``alibi``."""
 
 
-class LaplaceLabels(Section):
-    """y plus Laplace noise of scale 1/epsilon."""
-
-    kind: Literal["laplace"]
+class PrivateLabels(Section):
+    """Labels with differential privacy."""
 
     epsilon: float = Field(ge=0.01, le=20)
     """Label differential privacy of the whole run."""
+
+
+class LaplaceLabels(PrivateLabels):
+    """y plus Laplace noise of scale 1/epsilon."""
+
+    kind: Literal["laplace"]
 
     posterior: Posterior = "none"
     """``model``: train on the posterior given noisy label and prediction; see ``alibi``."""
 
 
-class RandomizedResponse(Section):
+class RandomizedResponse(PrivateLabels):
     """y, or its opposite with probability 1/(1 + exp(epsilon)).
 
     With K classes, the true one with probability exp(epsilon)/(K - 1 + exp(epsilon)), and otherwise
@@ -88,15 +92,12 @@ class RandomizedResponse(Section):
 
     kind: Literal["randomized_response"]
 
-    epsilon: float = Field(ge=0.01, le=20)
-    """Label differential privacy of the whole run."""
-
     posterior: Posterior = "none"
     """``model``: train on the posterior given noisy label and prediction; see ``alibi``."""
 
 
-class AlibiLabels(Section):
-    """ALIBI: Laplace noise on the one-hot label, and training on the posterior of the label.
+class AlibiLabels(PrivateLabels):
+    """ALIBI: Laplace noise of scale 2/epsilon on each entry of the one-hot label, and a posterior.
 
     At each step the target is the distribution of the label given its noisy form, with the model's
     present prediction as the prior (Malek et al., "Antipodes of Label Differential Privacy: PATE
@@ -105,9 +106,6 @@ class AlibiLabels(Section):
     """
 
     kind: Literal["alibi"]
-
-    epsilon: float = Field(ge=0.01, le=20)
-    """Label differential privacy of the whole run; each entry gets noise of scale 2/epsilon."""
 
     @property
     def posterior(self) -> Posterior:

@@ -25,6 +25,7 @@ from starlette.requests import ClientDisconnect
 
 from splitveil.active_party.http import programs
 from splitveil.active_party.http.service import AnswerService, PendingReply, ServedPredictions
+from splitveil.active_party.training.label_kinds import ClassLabels, LabelKind
 from splitveil.common.data.canonical_form import compose
 from splitveil.common.run.id_rules import MAX_ID_COLUMNS
 from splitveil.common.text.version import VERSION
@@ -110,17 +111,15 @@ class Problem(BaseModel):
 def build_app(
     service: AnswerService,
     tokens: programs.Tokens | None,
-    classes: list[str] | None,
+    labels: LabelKind,
     hosts: Sequence[str] = ("*",),
-    *,
-    numbers: bool = False,
 ) -> FastAPI:
     """Return the application.
 
     Programs ask by ``tokens``; None goes by certificates, or asks for nothing. ``hosts`` are the
     host names that they may use for this server; ``*`` is any.
     """
-    reply_model = NumberReply if numbers else PredictReply
+    reply_model = PredictReply if isinstance(labels, ClassLabels) else NumberReply
     app = FastAPI(
         title="Joint predictions",
         version=VERSION,
@@ -189,7 +188,7 @@ def build_app(
                 pending = await _accepted(service, call, asked)
                 await _settled(pending, service.rules.timeout_s)
                 answer = service.finish(call, pending)
-                reply = _reply(answer, classes, service.run_id, numbers=numbers)
+                reply = _reply(answer, labels, service.run_id)
                 status = call.status
         return Response(reply.model_dump_json(), status, media_type=_JSON)
 
@@ -269,9 +268,7 @@ async def _settled(pending: PendingReply, timeout_s: float) -> None:
     await asyncio.wait({waiting}, timeout=timeout_s)
 
 
-def _reply(
-    answer: ServedPredictions, classes: list[str] | None, run_id: str, *, numbers: bool
-) -> PredictReply | NumberReply:
+def _reply(answer: ServedPredictions, labels: LabelKind, run_id: str) -> PredictReply | NumberReply:
     found = [model is not None for model in answer.models]
     # float32 to double and back is exact, so that the text holds every bit.
     given = answer.predicted.astype(np.float64).tolist()
@@ -282,9 +279,10 @@ def _reply(
         "run_id": run_id,
         "why_fallback": answer.why_fallback,
     }
-    if numbers:
-        return NumberReply.model_construct(values=predicted, **common)
-    return PredictReply.model_construct(probabilities=predicted, classes=classes, **common)
+    if isinstance(labels, ClassLabels):
+        classes = list(labels.names) or None
+        return PredictReply.model_construct(probabilities=predicted, classes=classes, **common)
+    return NumberReply.model_construct(values=predicted, **common)
 
 
 async def _refused(_request: Request, error: Exception) -> JSONResponse:

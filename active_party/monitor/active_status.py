@@ -27,6 +27,20 @@ _STAGES = {
     Stage.ENDED: "stopping",
 }
 
+_EVALUATION = {
+    "loss": ("evaluation_loss", "Loss on held-out rows"),
+    "auc": ("evaluation_auc", "AUC on held-out rows"),
+    "rmse": (
+        "evaluation_rmse",
+        "Root mean squared error on held-out rows, in the label's unit; only of numbers",
+    ),
+    "r2": (
+        "evaluation_r2",
+        "Share of the labels' variance that predictions explain on held-out rows; only of numbers",
+    ),
+    "calibration_error": ("calibration_error", "Expected calibration error on held-out rows"),
+}
+
 
 class ActiveStatus(RunStatus):
     def __init__(self, settings: ActiveSettings) -> None:
@@ -80,22 +94,10 @@ class ActiveStatus(RunStatus):
         self._train_loss = self.metrics.unknown_gauge(
             "train_loss", "Mean training loss of the last epoch."
         )
-        self._loss = gauge("evaluation_loss", "Loss on held-out rows.", ["split"])
-        self._auc = gauge("evaluation_auc", "AUC on held-out rows.", ["split"])
-        self._rmse = gauge(
-            "evaluation_rmse",
-            "Root mean squared error on held-out rows, in the label's unit; only of numbers.",
-            ["split"],
-        )
-        self._r2 = gauge(
-            "evaluation_r2",
-            "Share of the labels' variance that predictions explain on held-out rows; only of "
-            "numbers.",
-            ["split"],
-        )
-        self._calibration = gauge(
-            "calibration_error", "Expected calibration error on held-out rows.", ["split"]
-        )
+        self._evaluation = {
+            figure: gauge(name, f"{meaning}.", ["split"])
+            for figure, (name, meaning) in _EVALUATION.items()
+        }
 
     @contextmanager
     def serving(self, session: ActiveSession) -> Iterator[None]:
@@ -120,7 +122,11 @@ class ActiveStatus(RunStatus):
             case EpochLeakLine():
                 _set_each(self._epoch_leak, line.figures)
             case EvaluationLine():
-                self._note_evaluation(line)
+                for figure, gauge in self._evaluation.items():
+                    if (value := getattr(line.figures, figure)) is not None:
+                        gauge.labels(line.split).set(value)
+                if line.train_loss is not None:
+                    self._train_loss.set(line.train_loss)
             case AlarmLine():
                 self._alarms.inc()
 
@@ -142,18 +148,6 @@ class ActiveStatus(RunStatus):
         is_exact = bounds.mu_by_peers()[limit.peers] is not None
         allowed = limit.max_gaussian_sum_kl if is_exact else limit.max_sum_kl
         self._left.set(max(1 - bounds.sum_kl.max / allowed, 0))
-
-    def _note_evaluation(self, line: EvaluationLine) -> None:
-        figures: tuple[tuple[Gauge, float | None], ...] = ((self._loss, line.loss),)
-        if line.number is None:
-            figures += ((self._auc, line.auc), (self._calibration, line.calibration_error))
-        else:
-            figures += ((self._rmse, line.number.rmse), (self._r2, line.number.r2))
-        for gauge, value in figures:
-            if value is not None:
-                gauge.labels(line.split).set(value)
-        if line.train_loss is not None:
-            self._train_loss.set(line.train_loss)
 
 
 def _set_each(gauge: Gauge, figures: Iterable[AttackFigure]) -> None:

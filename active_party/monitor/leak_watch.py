@@ -92,7 +92,7 @@ class LeakWatch:
 
     def note_evaluation(self, evaluation: Evaluation) -> None:
         if self._covariates is not None:
-            self._covariates.note_held_out(evaluation.agreement)
+            self._covariates.note_held_out(evaluation.figures.agreement)
 
     def end_epoch(self, epoch: int) -> None:
         if self._covariates is not None:

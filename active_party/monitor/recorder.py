@@ -10,9 +10,8 @@ from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.monitor.leak_watch import LeakWatch
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
-from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
-from splitveil.common.privacy.figures import LeakBounds, LeakFigures, NumberFigures
+from splitveil.common.privacy.figures import LeakBounds, LeakFigures, PredictionFigures
 from splitveil.common.record.lines import EvaluationLine, LedgerLine, TrainingLine
 from splitveil.common.record.metrics_log import OF_MONITOR, ChartClock, RunRecorder
 from splitveil.common.record.run_record import write_ledger_ahead
@@ -70,7 +69,7 @@ class ActiveRecorder(RunRecorder):
         with self._status.phases(Phase.RECORD):
             self._begin_run(rows)
             self._of_run.enter_context(self._watch.watching(seed, rows))
-            self._show_progress("active", rows, self._settings.contract)
+            self._show_progress(rows, self._settings.contract)
         self._status.note_aligned(rows)
 
     def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
@@ -111,7 +110,7 @@ class ActiveRecorder(RunRecorder):
             judged = next((one for one in held_out if one is not None and one.epoch == epoch), None)
             is_one_shot = self._settings.contract.is_one_shot
             figures = [] if is_one_shot else [f"loss {in_short(self._train_loss, 3)}"]
-            figures += [] if judged is None else [f"{judged.split} {judged.in_short}"]
+            figures += [] if judged is None else [f"{judged.split} {judged.figures.in_short}"]
             bound = None if self._total is None else self._total.guarantee.max
             figures += [] if bound is None or bound >= 1 else [f"bound {auc_at_most(bound)}"]
             self._log_epoch(epoch, self._settings.contract, figures)
@@ -150,19 +149,9 @@ class ActiveRecorder(RunRecorder):
                 self._train_loss = sum(self._epoch_losses) / len(self._epoch_losses)
             self._evaluations[evaluation.split] = evaluation
             self._watch.note_evaluation(evaluation)
-            classes = evaluation.classes
-            line = EvaluationLine(
-                evaluation.epoch,
-                evaluation.split,
-                evaluation.loss,
-                evaluation.auc,
-                evaluation.calibration_error,
-                self._train_loss,
-                None if classes is None else classes.accuracy,
-                {} if classes is None else self._by_class(classes.aucs),
-                evaluation.number,
-                None if evaluation.number else evaluation.average_precision,
-            )
+            epoch, split, figures = evaluation
+            plain = replace(figures, auc_by_class={})
+            line = EvaluationLine(epoch, split, plain, self._train_loss, figures.auc_by_class)
             self._metrics.write(line)
 
     def on_resumed(self, epoch: int | None) -> None:
@@ -216,11 +205,16 @@ class ActiveRecorder(RunRecorder):
             refused: status word -> messages refused with it.
         """
         test = self._evaluations.get("test")
-        speed = self._progress.steps_per_s if self._progress else None
+        speed = self._progress.per_s if self._progress else None
         epochs = 0 if test is None else test.epoch + 1
         total = self._total
         active = ActiveFigures(
-            model=self._model_figures(),
+            model=ModelFigures(
+                PredictionFigures() if test is None else test.figures,
+                self._train_loss,
+                self._refit,
+                self._alone,
+            ),
             defense=self._settings.defense.model_dump(mode="json"),
             ledger=total,
             refused_messages=refused,
@@ -248,38 +242,3 @@ class ActiveRecorder(RunRecorder):
         beyond = stated_bounds.hold_against(leak.beyond, total)
         stated_bounds.log_beyond(beyond, total, self._settings.defense.model_dump(mode="json"))
         return replace(leak, beyond=beyond)
-
-    def _model_figures(self) -> ModelFigures:
-        test = self._evaluations.get("test")
-        if test is None:
-            return ModelFigures(train_loss=self._train_loss)
-        if test.number is not None:
-            return self._number_figures(test.number, test.loss)
-        refit, alone, classes = self._refit, self._alone, test.classes
-        return ModelFigures(
-            test.auc,
-            test.loss,
-            test.calibration_error,
-            self._train_loss,
-            test_accuracy=None if classes is None else classes.accuracy,
-            test_auc_by_class=None if classes is None else self._by_class(classes.aucs),
-            test_auc_refit=None if refit is None else refit.auc,
-            test_auc_alone=None if alone is None else alone.auc,
-            test_average_precision=test.average_precision,
-        )
-
-    def _number_figures(self, test: NumberFigures, loss: float) -> ModelFigures:
-        refit, alone = (
-            None if found is None or found.number is None else found.number.rmse
-            for found in (self._refit, self._alone)
-        )
-        return ModelFigures(
-            test_loss=loss,
-            train_loss=self._train_loss,
-            test_number=test,
-            test_rmse_refit=refit,
-            test_rmse_alone=alone,
-        )
-
-    def _by_class(self, aucs: tuple[float, ...]) -> dict[str, float]:
-        return dict(zip(self._settings.data.class_names, aucs, strict=True))

@@ -24,6 +24,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from splitveil.active_party.predict.predictor import Asked, Predictions, Predictor, asking_order
+from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.common.errors import DataError, PeerUnreachable, StorageError
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import ReconnectSettings
@@ -46,15 +47,10 @@ class PredictionPlan(NamedTuple):
 
     model: str
     source: str  # where the rows come from
-    classes: tuple[str, ...]
-    within: tuple[float, float] | None = None  # the bounds of a number; None for classes
+    labels: LabelKind = CLASS_LABELS
 
     def schema(self, ids: pa.Schema) -> pa.Schema:
-        if self.within is not None:
-            names = ["value"]
-        else:
-            names = [f"probability_{name}" for name in self.classes] or ["probability"]
-        columns = [pa.field(name, pa.float32()) for name in names]
+        columns = [pa.field(name, pa.float32()) for name in self.labels.columns]
         kinds = {"canonical_id": pa.string(), "found": pa.bool_()}
         canonical, found = (pa.field(name, kind, nullable=False) for name, kind in kinds.items())
         return pa.schema([*ids, canonical, *columns, found])

@@ -78,7 +78,7 @@ def _without(setting: str, why: str) -> tuple[str, str, str]:
 
 
 def _beside(run: RunFiles) -> str:
-    auc = run.active.summary.of_active.model.test_auc
+    auc = run.active.summary.of_active.model.test.auc
     return "" if auc is None else f" This run, with its own settings, has a test AUC of {auc:.4f}."
 
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.figures import NumberBeyond
 from splitveil.common.record.assessment import Finding, LeakAssessment
 from splitveil.common.text.upper_bounds import auc_at_most
 
@@ -60,6 +59,9 @@ def strongest_in_words(assessment: LeakAssessment) -> str:
         if assessment.is_computational:
             sent = "Sums of the training rows' labels with noise were"
         return f"{sent} sent, and no gradient to attack."
+    if assessment.explained is not None:
+        found = assessment.figure_in_words(None)
+        return f"The strongest attack that was run {found}. Another attack may do better."
     if strongest is None:
         was = "" if assessment.is_measured else "was "
         return f"What attacks reach beyond these data {was}{assessment.not_measured}."
@@ -74,16 +76,6 @@ def strongest_in_words(assessment: LeakAssessment) -> str:
     if not assessment.is_proved:
         others += " Another attack may do better."
     return f"The strongest attack that was run reaches {found}{by_chance}.{others}"
-
-
-def number_in_words(found: NumberBeyond | None) -> str:
-    """Say what the strongest attack explains of labels that are numbers."""
-    if found is None:
-        return "What attacks explain beyond these data was not measured."
-    return (
-        f"The strongest attack that was run explains {found.r2:.0%} ({found.interval}) of "
-        "the variance that features leave. Another attack may do better."
-    )
 
 
 def _distinguishes(num_classes: int, label: str) -> str:

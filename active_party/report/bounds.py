@@ -38,7 +38,12 @@ def assessment_of(run: RunFiles) -> LeakAssessment:
     """Judge a run's leak, by the ledger's last entry if the run has no summary."""
     defense = run.active.setting("defense") or {}
     found = assess_figures(run.active.summary.of_leak.beyond, ledger_of(run), defense)
-    return replace(found, has_gradients=not is_one_shot(run), is_computational=_releases_sums(run))
+    return replace(
+        found,
+        has_gradients=not is_one_shot(run),
+        is_computational=_releases_sums(run),
+        explained=run.active.summary.of_leak.strongest_of_numbers,
+    )
 
 
 def _releases_sums(run: RunFiles) -> bool:

@@ -21,9 +21,9 @@ def comparison_table(
     """
     found = {name: assess(summary) for name, summary in summaries.items()}
     models = [summary.of_active.model for summary in summaries.values()]
-    alone = sorted({f"{one.test_auc_alone:.4f}" for one in models if one.test_auc_alone})
+    alone = sorted({one.alone.in_words(4) for one in models if one.alone is not None})
     notes = [
-        "labels: feature-adjusted leak AUC (99.99 % interval); .5 is guessing",
+        "labels: feature-adjusted leak AUC (99.99 % interval); 0.5 is guessing",
         *(
             f"{name}, {label(one.strongest.attack)}: {one.strongest.why}"
             for name, one in found.items()
@@ -48,11 +48,11 @@ def comparison_table(
         framed=False,
     )
     for name, summary in summaries.items():
-        auc = summary.of_active.model.test_auc
+        test = summary.of_active.model.test
         table.add_row(
             cell(name, f"{summary.counts.aligned_rows or 0:,} rows"),
-            "-" if auc is None else f"{auc:.4f}",
-            _strongest(summary, found[name]),
+            test.in_words(4),
+            _strongest(found[name]),
             _bound(found[name]),
             *([disclosed.get(name, cell("-"))] if disclosed else []),
         )
@@ -65,10 +65,8 @@ def _bound(found: LeakAssessment) -> Text:
     return cell(f"≤ {auc_at_most(found.bound)}", found.adversary)
 
 
-def _strongest(summary: Summary, found: LeakAssessment) -> Text:
-    if summary.of_leak.of_numbers:
-        return cell("on numbers: see the report")
+def _strongest(found: LeakAssessment) -> Text:
     attack = found.strongest
-    return (
-        cell(found.not_measured) if attack is None else cell(label(attack.attack), attack.figures)
-    )
+    if attack is None:
+        return cell(found.figure_in_words(None))
+    return cell(label(attack.attack), attack.figures)

@@ -40,7 +40,7 @@ def figures(run: RunFiles, leak: LeakAssessment) -> Mapping[str, ScaleRow]:
     """
     found = {"labels": _labels(run, leak)}
     if leak.has_gradients:
-        found["labels, measured"] = _measured(run, leak)
+        found["labels, measured"] = _measured(leak)
     for one in run.passives:
         if (disclosure := one.disclosure) is not None:
             whose = f" ({one.name})" * (len(run.passives) > 1)
@@ -54,67 +54,39 @@ def figures(run: RunFiles, leak: LeakAssessment) -> Mapping[str, ScaleRow]:
 def _labels(run: RunFiles, leak: LeakAssessment) -> ScaleRow:
     target, _ = decision.target_of(run)
     most = None if target is None else 2 * target - 1
-    limit = "" if target is None else f"; limit: {100 * target:g}"
+    limit = "" if target is None else f" Limit: {100 * target:g} of 100 pairs."
     if leak.bound is None or leak.adversary is None:
-        said = f"Nothing limits it{limit} of 100 pairs." if limit else "Nothing limits it."
+        said = f"Nothing limits it.{limit}"
         return ScaleRow("Labels: no bound", "muted", 0.0, 1.0, most=most, said=said)
-    bound = float(auc_at_most(leak.bound))
-    share, how = 2 * bound - 1, ", computationally" * leak.is_computational
-    words = f"Labels: at most {share:.3f} ({leak.adversary}{how})"
-    told = (
-        f"At most {100 * bound:g} of 100 pairs are told apart, for {leak.adversary.in_words}{how}"
-    )
-    said = f"{told}{limit}; guessing: 50."
-    return ScaleRow(words, "guarantee", 0.0, share, most=most, said=said)
+    bound, how = float(auc_at_most(leak.bound)), ", computationally" * leak.is_computational
+    words = f"Labels: at most {2 * bound - 1:.3f} ({leak.adversary}{how})"
+    said = f"At most {100 * bound:g} of 100 pairs for {leak.adversary.in_words}{how}; guessing: 50."
+    return ScaleRow(words, "guarantee", 0.0, 2 * bound - 1, most=most, said=said + limit)
 
 
-def _measured(run: RunFiles, leak: LeakAssessment) -> ScaleRow:
-    strongest, of_number = leak.strongest, run.active.summary.of_leak.strongest_of_numbers
-    if of_number is not None:
-        found = of_number.low, of_number.high, of_number.r2
-        said = f"{of_number.r2:.0%} of the variance that columns leave."
-    elif strongest is not None:
-        low, high, value = (
-            max(2 * one - 1, 0.0)
-            for one in (strongest.leak.low, strongest.leak.high, strongest.leak.value)
-        )
-        found = low, high, value
-        said = (
-            f"{100 * strongest.leak.value:.0f} of 100 pairs, by the strongest attack that was run."
-        )
-    else:
-        words = f"Strongest attack: {leak.not_measured}"
-        return ScaleRow(
-            words, "muted", said=f"{leak.not_measured[:1].upper()}{leak.not_measured[1:]}."
-        )
+def _measured(leak: LeakAssessment) -> ScaleRow:
+    found, strongest = leak.share, leak.strongest
+    if found is None:
+        words = leak.not_measured
+        said = f"It {words}.".replace("It not", "Not")
+        return ScaleRow(f"Strongest attack: {words}", "muted", said=said)
+    said = f"{found[2]:.0%} of the variance that columns leave."
+    if strongest is not None:
+        said = f"{50 + 50 * found[2]:.0f} of 100 pairs, by the strongest attack that was run."
     words = f"Strongest attack: {found[2]:.3f} ({found[0]:.3f} to {found[1]:.3f})"
     return ScaleRow(words, "measured", *found, said=said)
 
 
 def _model(run: RunFiles) -> ScaleRow:
-    model, number = (
-        run.active.summary.of_active.model,
-        run.active.summary.of_active.model.test_number,
-    )
-    if number is not None and number.constant_rmse:
-        constant, rmse_alone = number.constant_rmse, model.test_rmse_alone
-        joint = 1 - (number.rmse / constant) ** 2
-        alone = None if rmse_alone is None else 1 - (rmse_alone / constant) ** 2
-        form, unit = "{:.0%}", "of the variance"
-    elif model.test_auc is not None:
-        joint, alone = 2 * model.test_auc - 1, model.test_auc_alone
-        alone = None if alone is None else 2 * alone - 1
-        form, unit = "{:.0f}", "of 100 pairs in the right order"
-    else:
+    model = run.active.summary.of_active.model
+    joint, alone = model.test.share, None if model.alone is None else model.alone.share
+    if joint is None:
         return ScaleRow("Model: not measured", "muted", said="Not measured.")
-
-    def in_words(share: float) -> str:
-        return form.format(share if number is not None else 50 + 50 * share)
-
-    words, said = f"Model: {max(joint, 0.0):.3f}", f"{in_words(joint)} {unit}, on test records"
-    if alone is not None:
+    figure, unit = model.test.share_in_words
+    words, said = f"Model: {max(joint, 0.0):.3f}", f"{figure} {unit}, on test records"
+    if model.alone is not None and alone is not None:
         words += f"; without the other columns {max(alone, 0.0):.3f}"
-        said += f"; with the label owner's own columns {in_words(alone)}"
+        said += f"; by the label owner's own columns {model.alone.share_in_words[0]}"
     most = None if alone is None else max(alone, 0.0)
     return ScaleRow(words, "utility", 0.0, max(joint, 0.0), most=most, said=f"{said}.")
 
@@ -124,14 +96,10 @@ def _bound(run: RunFiles, leak: LeakAssessment) -> Answer:
     if math.isnan(bound) or bound >= 1:
         return Answer("no", "There is no bound for anybody.")
     if not leak.is_proved:
-        return Answer(
-            "no", "The bound is what this run's own defense states; nobody has proved it."
-        )
+        return Answer("no", "The bound is what the defense's own code states, without a proof.")
     if name != "noisy_label" and not run_files.is_one_shot(run):
         return Answer("no", "It is another defense.")
-    return Answer(
-        "ticked", f"At most {100 * float(auc_at_most(bound)):g} of 100 pairs, for anybody."
-    )
+    return Answer("ticked", f"At most {100 * float(auc_at_most(bound)):g} of 100 pairs.")
 
 
 def _acceptable(run: RunFiles) -> Answer:

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from splitveil.active_party.report import advice
 from splitveil.active_party.report.bounds import guarantee_of
 from splitveil.active_party.report.figures import Estimate, estimate_of
-from splitveil.active_party.report.run_files import RunFiles, is_of_numbers, is_one_shot
+from splitveil.active_party.report.run_files import RunFiles, is_one_shot
 from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
 from splitveil.common.record.assessment import Finding, LeakAssessment, passes_stated
 from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
@@ -28,7 +28,6 @@ _BADGES: Mapping[Outcome, str] = {
     "unknown": "No target set",
 }
 
-RECOVERED = 0.9  # adjusted leak AUC, or share of variance, that counts as labels recovered
 _NOTHING = 0.5, "the least there is"  # target of a run that sends nothing of labels
 _ROUNDING = 1e-9
 
@@ -67,12 +66,12 @@ def decide(run: RunFiles, assessment: LeakAssessment) -> Decision:
     steps: list[advice.Step] = []
     if target is not None:
         bound = _bound_check(run, target)
-        checks = [bound, *_measured_checks(run, target, assessment), *checks]
+        checks = [bound, *_measured_checks(target, assessment), *checks]
         if bound.outcome != "pass":
             steps += advice.steps_to_a_bound(run, target)
     steps += _other_steps(run, checks, target)
     outcome = _overall(checks, assessment)
-    recovered = _is_recovered(run, assessment)
+    recovered = assessment.is_recovered
     shown, badge = outcome, _BADGES[outcome]
     if (target, where) == _NOTHING and outcome == "pass":
         badge = "No label revealed"
@@ -87,16 +86,6 @@ def decide(run: RunFiles, assessment: LeakAssessment) -> Decision:
         tuple(checks),
         tuple(steps),
         next(iter(passed), ""),
-    )
-
-
-def _is_recovered(run: RunFiles, assessment: LeakAssessment) -> bool:
-    beyond = run.active.summary.of_leak.strongest_of_numbers
-    strongest = assessment.strongest
-    # Nobody recovers labels past a bound that is proved.
-    excluded = assessment.is_proved and (assessment.bound or 0.0) < RECOVERED
-    return (strongest is not None and strongest.leak.value >= RECOVERED and not excluded) or (
-        beyond is not None and beyond.r2 >= RECOVERED
     )
 
 
@@ -142,14 +131,10 @@ def _bound_check(run: RunFiles, target: float) -> Check:
     return Check(_BOUND, "fail", f"≤ {auc_at_most(bound)}", accepted, why)
 
 
-def _measured_checks(run: RunFiles, target: float, assessment: LeakAssessment) -> Iterator[Check]:
+def _measured_checks(target: float, assessment: LeakAssessment) -> Iterator[Check]:
     """Yield the strongest attack; attacks on numbers reach no AUC to hold against the target."""
     accepted, strongest = f"≤ {target:g}", assessment.strongest
-    if not assessment.has_gradients:
-        return
-    if is_of_numbers(run):
-        if run.active.summary.of_leak.strongest_of_numbers is None:
-            yield Check(_MEASURED, "open", "–", accepted, "Nothing was measured beyond features.")
+    if not assessment.has_gradients or assessment.explained is not None:
         return
     if strongest is None:
         why = f"Beyond features: {assessment.not_measured}."
@@ -205,23 +190,18 @@ def _ledger_checks(
 
 def _quality_checks(run: RunFiles, predictions: StoredPredictions | None) -> Iterator[Check]:
     model = run.active.summary.of_active.model
+    test, alone = model.test, model.alone
     least = run.active.setting("report", "min_test_auc")
-    if model.test_number is not None and model.test_rmse_alone is not None:
-        rmse, alone = model.test_number.rmse, model.test_rmse_alone
-        outcome: Outcome = "pass" if rmse < alone else "fail"
-        yield Check(_ALONE, outcome, f"RMSE {rmse:.4g}", f"< {alone:.4g}", _WORTH)
-    if model.test_auc is None:
-        if isinstance(least, int | float):
-            yield Check(_QUALITY, "open", "–", f"≥ {least:g}", "It was not measured.")
-        return
-    found = estimate_of(model.test_auc, predictions)
-    figure = f"{model.test_auc:.4f}" if found is None else found.in_words()
+    found = None if test.auc is None else estimate_of(test.auc, predictions)
+    figure = test.in_words(4) if found is None else found.in_words()
     if isinstance(least, int | float):
-        yield _quality_check(model.test_auc, found, figure, float(least))
-    if model.test_auc_alone is not None:
-        better = model.test_auc > model.test_auc_alone
-        outcome = "pass" if better else "fail"
-        yield Check(_ALONE, outcome, figure, f"> {model.test_auc_alone:.4f}", _WORTH)
+        if test.auc is None:
+            yield Check(_QUALITY, "open", "–", f"≥ {least:g}", "It was not measured.")
+        else:
+            yield _quality_check(test.auc, found, figure, float(least))
+    if alone is not None and test.score is not None and alone.score is not None:
+        outcome: Outcome = "pass" if test.score > alone.score else "fail"
+        yield Check(_ALONE, outcome, figure, alone.better_in_words, _WORTH)
 
 
 def _quality_check(auc: float, found: Estimate | None, figure: str, least: float) -> Check:

@@ -120,9 +120,7 @@ def report_page(run: RunFiles, *, has_cover: bool = False) -> str:
         decision=decided,
         question=answer.QUESTION,
         answer=answer.answer(leak, classes, run_files.label_of(run), decided.passed),
-        strongest=answer.number_in_words(of_leak.strongest_of_numbers)
-        if run_files.is_of_numbers(run) and leak.has_gradients
-        else answer.strongest_in_words(leak),
+        strongest=answer.strongest_in_words(leak),
         drawn=picture([*cover.figures(run, leak).values()]),
         epsilon=of_leak.beyond and of_leak.beyond.epsilon,
         why_not_anybody=""
@@ -178,7 +176,7 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
         models=[run.active.summary.of_active.model for run in runs],
         same_tests=len(rows) == 1 and None not in rows,
         test_aucs=[
-            tables.auc_in_words(run, one) for run, one in zip(runs, predictions, strict=True)
+            tables.quality_in_words(run, one) for run, one in zip(runs, predictions, strict=True)
         ],
         keys=keys,
         adjusted=list(dict.fromkeys(each.attack for one in compared for each in one.leak.attacks)),
@@ -211,9 +209,7 @@ def _compared(title: str, style: str, run: RunFiles) -> _Compared:
         {(one.layer, one.attack): one for one in findings},
         {key: one.auc for key, one in tables.run_levels(run).items()},
         leak,
-        answer.number_in_words(run.active.summary.of_leak.strongest_of_numbers)
-        if run_files.is_of_numbers(run)
-        else leak.figure_in_words(leak.strongest),
+        leak.figure_in_words(leak.strongest),
         decision.decide(run, leak),
         bounds.ledger_of(run),
         tables.bound_cells(run),
@@ -235,7 +231,7 @@ def _titles(runs: Sequence[RunFiles]) -> list[str]:
 def _dots(compared: Sequence[_Compared]) -> list[svg.Dot]:
     dots = []
     for one in compared:
-        auc, strongest = one.run.active.summary.of_active.model.test_auc, one.leak.strongest
+        auc, strongest = one.run.active.summary.of_active.model.test.auc, one.leak.strongest
         if auc is not None and strongest is not None:
             dots.append(svg.Dot(strongest.leak.value, auc, one.style, _short(one.title)))
     return dots

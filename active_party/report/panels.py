@@ -12,7 +12,7 @@ from splitveil.active_party.report.figures import windows
 from splitveil.active_party.report.svg import Axis, Band, Chart, Dot, Line, Mark, Rule, round_axis
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS, is_oracle
-from splitveil.common.privacy.figures import NumberFigures, Spread
+from splitveil.common.privacy.figures import Spread
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.lines import LedgerLine
 from splitveil.common.text.upper_bounds import auc_at_most
@@ -43,13 +43,16 @@ def training_panels(run: run_files.RunFiles) -> list[Panel]:
     losses = [
         Line(epochs, training, "muted dashed", "training"),
         Line(
-            epochs, run_files.column(line.loss for line in lines), "utility", "test", markers=True
+            epochs,
+            run_files.column(line.figures.loss for line in lines),
+            "utility",
+            "test",
+            markers=True,
         ),
     ]
-    if lines[-1].number is not None:  # in shares of the squared range, and without an AUC
-        numbers = [line.number or NumberFigures() for line in lines]
+    if lines[-1].figures.rmse is not None:  # in shares of the squared range, and without an AUC
         constant, found = (
-            run_files.column(getattr(one, name) for one in numbers)
+            run_files.column(getattr(line.figures, name) for line in lines)
             for name in ("constant_rmse", "rmse")
         )
         errors = [
@@ -58,7 +61,7 @@ def training_panels(run: run_files.RunFiles) -> list[Panel]:
         ]
         in_shares = figure_panel("Mean squared error, share of the squared range", losses)
         return [in_shares, figure_panel("Test RMSE", errors)]
-    auc = run_files.column(line.auc for line in lines)
+    auc = run_files.column(line.figures.auc for line in lines)
     value = f"{auc[-1]:.3f}" if math.isfinite(auc[-1]) else ""
     aucs = [Line(epochs, auc, "utility", value, markers=True)]
     return [figure_panel("Loss", losses, _LOSS), figure_panel(_AUC, aucs)]

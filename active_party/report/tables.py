@@ -21,7 +21,13 @@ from splitveil.active_party.training.evaluation import StoredPredictions, read_p
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import CUT, needs_of
-from splitveil.common.privacy.figures import AttackFigure, ClassFigures, LeakByClass, RunFigures
+from splitveil.common.privacy.figures import (
+    AttackFigure,
+    ClassFigures,
+    LeakByClass,
+    PredictionFigures,
+    RunFigures,
+)
 from splitveil.common.record.lines import AlarmLine
 from splitveil.common.record.run_record import find_summary
 from splitveil.common.settings import Mark, marked
@@ -108,43 +114,35 @@ def completion_in_words(run: run_files.RunFiles) -> list[str]:
 
 def test_rows(run: run_files.RunFiles) -> Iterator[tuple[str, str]]:
     """Yield the model's figures on test rows, and the baselines it has to beat."""
-    model = run.active.summary.of_active.model
-    if (number := model.test_number) is not None:
-        yield "test RMSE, both companies' data", f"{number.rmse:.4g}"
-        alone = model.test_rmse_alone
-        yield "our own data only", _NOT_ALONE if alone is None else f"{alone:.4g}"
-        yield "the mean of all labels", f"{number.constant_rmse:.4g}"
-        return
-    predictions = read_predictions(run.active.folder)
-    yield "test AUC, both companies' data", auc_in_words(run, predictions, 3)
-    undefended = None if predictions is None else _undefended_auc(run, predictions)
+    model, predictions = run.active.summary.of_active.model, read_predictions(run.active.folder)
+    yield f"test {model.test.main}, both companies' data", quality_in_words(run, predictions, 3)
+    undefended = None if predictions is None else _undefended(run, predictions)
     if undefended is not None:
-        yield "both, without a defense", figure(undefended)
-    alone = model.test_auc_alone
-    yield "our own data only", _NOT_ALONE if alone is None else figure(alone)
-    if model.test_average_precision is not None:
-        yield "test average precision (PR-AUC)", figure(model.test_average_precision)
-        yield "test calibration error (ECE)", figure(model.test_calibration_error)
+        yield "both, without a defense", undefended.in_words(3)
+    alone = model.alone
+    yield "our own data only", _NOT_ALONE if alone is None else alone.in_words(3)
+    yield from model.test.beside.items()
 
 
-def auc_in_words(
+def quality_in_words(
     run: run_files.RunFiles, predictions: StoredPredictions | None, digits: int = 4
 ) -> str:
-    """Return a run's test AUC, with its interval where its predictions were kept."""
-    auc = run.active.summary.of_active.model.test_auc
-    auc = next((line.auc for line in run_files.test_lines(run)[-1:]), None) if auc is None else auc
-    found = None if auc is None else estimate_of(auc, predictions)
-    return figure(auc, digits) if found is None else found.in_words(digits)
+    """Return a run's main test figure, an AUC with its interval where its predictions were kept."""
+    test = run.active.summary.of_active.model.test
+    if test.score is None:
+        test = next((line.figures for line in run_files.test_lines(run)[-1:]), test)
+    found = None if test.auc is None else estimate_of(test.auc, predictions)
+    return test.in_words(digits) if found is None else found.in_words(digits)
 
 
-def _undefended_auc(run: run_files.RunFiles, own: StoredPredictions) -> float | None:
+def _undefended(run: run_files.RunFiles, own: StoredPredictions) -> PredictionFigures | None:
     with suppress(SettingsError):  # a damaged run beside this one
         for folder in run_files.undefended_beside(run):
             summary, other = find_summary(folder), read_predictions(folder)
             if summary is None or other is None or other.training_rows != own.training_rows:
                 continue
             if np.array_equal(other.ids, own.ids):
-                return summary.of_active.model.test_auc
+                return summary.of_active.model.test
     return None
 
 
@@ -160,7 +158,7 @@ def pair_rows(run: run_files.RunFiles) -> Iterator[TableRow]:
 
 def class_rows(run: run_files.RunFiles) -> Iterator[TableRow]:
     """Yield a row per class: test AUC, and the largest leak AUC of an attack against the rest."""
-    test_aucs = run.active.summary.of_active.model.test_auc_by_class or {}
+    test_aucs = run.active.summary.of_active.model.test.auc_by_class
     found = [
         (f"{attack} at {layer}", figures.classes)
         for party in run.parties

@@ -8,7 +8,6 @@ row. It is as private as the labels are.
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +19,8 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
-from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.common.errors import SettingsError
+from splitveil.common.privacy.figures import PredictionFigures
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.progress import State
@@ -32,12 +31,12 @@ _FILE = "test_predictions.safetensors"
 _DIGEST_BYTES = 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluation(PredictionFigures):
+class Evaluation(NamedTuple):
     """Figures about one split after one epoch. They stay with the active party."""
 
     epoch: int
     split: SplitName
+    figures: PredictionFigures
 
 
 class HeldOutPredictions(NamedTuple):
@@ -105,7 +104,7 @@ class Evaluator:
         figures = self._kind.measure(logits, labels)
         if split == "validation":
             self._validation_score = figures.score
-        return Evaluation(**vars(figures), epoch=epoch, split=split)
+        return Evaluation(epoch, split, figures)
 
     def ends_training(self, batch: Batch) -> bool:
         """Return whether training is over after held-out rows; call it once, after `add`."""

@@ -11,7 +11,8 @@ the label.
 """
 
 import math
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -22,7 +23,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from splitveil.active_party.defenses.interface import Step, TopModel, descend
 from splitveil.active_party.training.predictions import (
     LossWeights,
-    PredictionFigures,
     auc_of_classes,
     measure_predictions,
     probabilities_of,
@@ -32,7 +32,7 @@ from splitveil.common.data.label_range import LabelRange
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.models.data_parallel import DataParallelModel, go_on
 from splitveil.common.models.training_state import trained_of
-from splitveil.common.privacy.figures import NumberFigures
+from splitveil.common.privacy.figures import PredictionFigures
 from splitveil.common.privacy.number_attacks import LabelNumbers
 from splitveil.common.privacy.observation import LabelClasses
 from splitveil.common.run.progress import State
@@ -41,22 +41,41 @@ _LARGEST_LOGIT = 30.0
 _MIDDLE = 0.5
 
 
-class ClassLabels(NamedTuple):
+@dataclass(frozen=True)
+class ClassLabels:
     """Labels that are classes: a cross entropy, probabilities, and AUCs."""
 
     num_classes: int = 2
     names: tuple[str, ...] = ()  # of more than two classes
+    slope_of_residual = 1.0
+    stored_type = torch.int8
 
     @property
     def shape_of_row(self) -> tuple[int, ...]:
         return () if self.num_classes == 2 else (self.num_classes,)
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of predictions in a table."""
+        return tuple(f"probability_{name}" for name in self.names) or ("probability",)
+
     def in_units(self, predictions: NDArray[np.float32]) -> NDArray[np.float32]:
         return predictions
 
+    def describe(self, labels: Tensor) -> str:
+        """Return the shares of the classes in words."""
+        if not self.names:
+            return f"2 classes, {float(labels.double().mean()):.2%} positive"
+        counts = torch.bincount(labels.long(), minlength=len(self.names)).tolist()
+        counted = zip(self.names, counts, strict=True)
+        shares = (f"{name!r} {n / len(labels):.1%}" for name, n in counted)
+        return f"{len(self.names)} classes: {', '.join(shares)}"
+
     @property
-    def slope_of_residual(self) -> float:
-        return 1.0
+    def meaning_of_bounds(self) -> str:
+        """The labels that bounds on a leak AUC are about, in a sentence; empty for two classes."""
+        several = "All figures are of the pair of classes left furthest apart."
+        return several if self.num_classes > 2 else ""
 
     def loss(self, outputs: Tensor, labels: Tensor, weights: LossWeights) -> Tensor:
         return weighted_cross_entropy(outputs, labels, weights)
@@ -66,15 +85,11 @@ class ClassLabels(NamedTuple):
         return probabilities_of(outputs)
 
     def measure(self, outputs: Tensor, labels: Tensor) -> PredictionFigures:
-        return measure_predictions(outputs, labels)
+        return measure_predictions(outputs, labels, self.names)
 
     @property
     def audited(self) -> LabelClasses:
         return LabelClasses(self.names)
-
-    @property
-    def stored_type(self) -> torch.dtype:
-        return torch.int8
 
     def logits_of(self, predictions: Tensor) -> Tensor:
         wide = predictions.double()
@@ -88,7 +103,8 @@ class ClassLabels(NamedTuple):
 CLASS_LABELS = ClassLabels()
 
 
-class NumberLabels(NamedTuple):
+@dataclass(frozen=True)
+class NumberLabels:
     """Labels that are numbers: a squared error, and errors in the label's unit."""
 
     within: LabelRange
@@ -97,16 +113,23 @@ class NumberLabels(NamedTuple):
     """Mean of the training labels as a share of the range: the constant prediction beside which
     every figure stands. NaN where nothing is measured."""
 
-    @property
-    def shape_of_row(self) -> tuple[int, ...]:
-        return ()
+    columns = ("value",)
+    shape_of_row = ()
+    slope_of_residual = 2.0
+    stored_type = torch.float32
+    audited = LabelNumbers()
+    meaning_of_bounds = (
+        "Labels are numbers: every leak AUC is that of distinguishing the two ends of their range. "
+        "Values closer to each other are distinguished less well."
+    )
 
     def in_units(self, predictions: NDArray[np.float32]) -> NDArray[np.float32]:
         return self.within.values(predictions)
 
-    @property
-    def slope_of_residual(self) -> float:
-        return 2.0
+    def describe(self, labels: Tensor) -> str:
+        """Return the bounds and the spread of the labels in words."""
+        spread = self.within.width * float(labels.double().std(correction=0))
+        return f"numbers from {self.within.in_words} with a standard deviation of {spread:.4g}"
 
     def loss(self, outputs: Tensor, labels: Tensor, weights: LossWeights) -> Tensor:
         """Return the mean squared error, in units of the squared range."""
@@ -122,23 +145,14 @@ class NumberLabels(NamedTuple):
         of_constant = self.mean_share - labels
         spread = float((labels - labels.mean()).square().sum())
         unexplained = float(errors.square().sum())
-        number = NumberFigures(
+        return PredictionFigures(
+            loss=float(errors.square().mean()),
             rmse=width * _root_mean_square(errors),
             mae=width * float(errors.abs().mean()),
             r2=1 - unexplained / spread if spread > 0 else math.nan,
             constant_rmse=width * _root_mean_square(of_constant),
             constant_mae=width * float(of_constant.abs().mean()),
         )
-        loss = float(errors.square().mean())
-        return PredictionFigures(loss, math.nan, math.nan, None, number)
-
-    @property
-    def audited(self) -> LabelNumbers:
-        return LabelNumbers()
-
-    @property
-    def stored_type(self) -> torch.dtype:
-        return torch.float32
 
     def logits_of(self, predictions: Tensor) -> Tensor:
         return predictions
@@ -153,10 +167,12 @@ class NumberLabels(NamedTuple):
 LabelKind: TypeAlias = ClassLabels | NumberLabels
 
 
-def kind_of(settings: DataSettings, mean_share: float = math.nan) -> LabelKind:
+def kind_of(settings: DataSettings, training: Tensor | None = None) -> LabelKind:
+    """Return the kind of labels; ``training`` are those of the training rows, to measure with."""
     if settings.label_range is None:
         return ClassLabels(settings.num_classes, settings.class_names)
-    return NumberLabels(settings.label_range, mean_share)
+    mean = math.nan if training is None else float(training.double().mean())
+    return NumberLabels(settings.label_range, mean)
 
 
 def _root_mean_square(values: Tensor) -> float:

@@ -27,11 +27,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from splitveil.active_party.defenses.interface import descend
 from splitveil.active_party.training.boosting import columns_of, with_trees
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
-from splitveil.active_party.training.predictions import LossWeights, PredictionFigures
+from splitveil.active_party.training.predictions import LossWeights
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.models.settings import MlpModel, TabularModel
+from splitveil.common.privacy.figures import PredictionFigures
+from splitveil.common.record.progress import ProgressBar
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
 
@@ -184,7 +186,8 @@ def fit(
     total_steps = fitting.epochs * math.ceil(len(fitted) / fitting.batch_size)
     schedule = LambdaLR(optimizer, lambda step: fitting.schedule(step, total_steps))
     best, best_loss, without_gain = model, math.inf, 0
-    with torch.random.fork_rng(devices=()):  # dropout must not disturb a run that goes on
+    bar = ProgressBar("fitting an own model", "epochs", fitting.epochs)
+    with torch.random.fork_rng(devices=()), bar:  # dropout must not disturb a run that goes on
         torch.default_generator.manual_seed(fitting.seed)
         for _ in range(fitting.epochs):
             candidate.train()
@@ -197,6 +200,7 @@ def fit(
             without_gain += 1
             if reached < best_loss:
                 best, best_loss, without_gain = copy.deepcopy(candidate), reached, 0
+            bar.advance()
             if without_gain == _PATIENCE_EPOCHS:
                 break
     mean = known.with_trees(best, fitted, fitting.seed) if fitting.boosting else None

@@ -9,7 +9,6 @@ rest; a class without examples, or without any others, does not have an AUC and 
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from torch.nn.functional import (
     softplus,
 )
 
-from splitveil.common.privacy.figures import NumberFigures
+from splitveil.common.privacy.figures import PredictionFigures
 from splitveil.common.privacy.leakage import areas
 
 NUM_BINS = 15
@@ -60,53 +59,6 @@ def _losses(logits: Tensor, labels: Tensor, of_classes: Tensor | None) -> Tensor
     return -(shares * log_softmax(logits, dim=1)).sum(dim=1)
 
 
-class FiguresByClass(NamedTuple):
-    """Figures about the predictions of several classes."""
-
-    accuracy: float
-    """Share of examples whose class has the highest probability."""
-
-    aucs: tuple[float, ...]
-    """AUC of each class against the rest; NaN if it is not defined."""
-
-
-@dataclass(frozen=True)
-class PredictionFigures:
-    loss: float
-    """Cross entropy, nats per example; for numbers, the mean squared error of the predictions in
-    units of the squared range."""
-
-    auc: float
-    """NaN if labels are numbers, or all of one class."""
-
-    calibration_error: float
-    """With more than two classes, the mean of each class's error against the rest; NaN if labels
-    are numbers."""
-
-    classes: FiguresByClass | None = None
-    number: NumberFigures | None = None
-    average_precision: float = math.nan
-    """With more than two classes, the mean over classes, each against the rest; NaN if labels are
-    numbers, or there is no positive."""
-
-    @property
-    def score(self) -> float:
-        """How good the predictions are: the AUC, or minus the RMSE as a share of the range."""
-        return self.auc if self.number is None else -math.sqrt(self.loss)
-
-    @property
-    def agreement(self) -> float:
-        """How well predictions agree with labels: the AUC, or the R2 of numbers."""
-        return self.auc if self.number is None else self.number.r2
-
-    @property
-    def in_short(self) -> str:
-        """The main figure of the predictions, for a log line."""
-        if self.number is not None:
-            return f"RMSE {self.number.rmse:.4g}, R2 {self.number.r2:.4f}"
-        return "AUC of rows of one class" if math.isnan(self.auc) else f"AUC {self.auc:.4f}"
-
-
 def cross_entropy_of(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean cross entropy over some rows, with its graph."""
     if logits.ndim == 1:
@@ -124,8 +76,10 @@ def _mean_of_defined(aucs: Sequence[float]) -> float:
     return statistics.fmean(defined) if defined else math.nan
 
 
-def measure_predictions(logits: Tensor, labels: Tensor) -> PredictionFigures:
-    """Measure the predictions of a whole split.
+def measure_predictions(
+    logits: Tensor, labels: Tensor, names: Sequence[str] = ()
+) -> PredictionFigures:
+    """Measure the predictions of a whole split; several classes have names.
 
     A peer waits for this, and may choose the rows: the operations depend on no label, and an AUC of
     rows of one class is NaN.
@@ -135,7 +89,7 @@ def measure_predictions(logits: Tensor, labels: Tensor) -> PredictionFigures:
         error = adaptive_calibration_error(logits.sigmoid(), labels)
         precision = average_precision(logits, labels == 1)
         auc = _auc(logits, labels == 1)
-        return PredictionFigures(loss, auc, error, average_precision=precision)
+        return PredictionFigures(loss, auc, error, precision)
     # In float64: a softmax in float32 makes ties of the most certain rows.
     probabilities = probabilities_of(logits.double())
     members = [labels == index for index in range(logits.shape[1])]
@@ -150,8 +104,9 @@ def measure_predictions(logits: Tensor, labels: Tensor) -> PredictionFigures:
         loss,
         _mean_of_defined(aucs),
         statistics.fmean(errors),
-        FiguresByClass(float(hits.double().mean()), tuple(aucs)),
-        average_precision=_mean_of_defined(precisions),
+        _mean_of_defined(precisions),
+        float(hits.double().mean()),
+        dict(zip(names or map(str, range(len(aucs))), aucs, strict=True)),
     )
 
 

@@ -15,12 +15,13 @@ from splitveil.active_party.defenses.noisy_sums import NoisySums
 from splitveil.active_party.training.boosting import WithTrees
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.active_party.training.own_models import CutMemory, KnownRows
-from splitveil.active_party.training.predictions import LossWeights, PredictionFigures
+from splitveil.active_party.training.predictions import LossWeights
 from splitveil.common.data.features import Features
 from splitveil.common.errors import SplitveilError
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.device import check_same_gpu, gpu_of
 from splitveil.common.models.training_state import in_training_mode, random_state, set_random_state
+from splitveil.common.privacy.figures import PredictionFigures
 from splitveil.common.run.host_copies import to_device
 from splitveil.common.run.phases import Phase, Phases
 from splitveil.common.run.progress import State

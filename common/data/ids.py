@@ -132,11 +132,12 @@ class IdReport:
         return self.unusable + self.duplicates + self.alike + self.unlabelled
 
     def in_words(self) -> str:
-        """Describe it in one sentence without an end."""
         changes = ", ".join(f"{rule} changed {count:,}" for rule, count in self.changed.items())
-        return f"ids: {changes or 'all in canonical form as written'}{self._losses()}"
+        return f"ids: {changes or 'all in canonical form as written'}"
 
-    def _losses(self) -> str:
+    @property
+    def losses(self) -> str:
+        """Say how many rows are left out, and why; empty if none are."""
         reasons = (
             (self.unusable, "without a usable id"),
             (self.duplicates, "with the id of an earlier row"),
@@ -146,7 +147,7 @@ class IdReport:
         losses = ", ".join(f"{count:,} {reason}" for count, reason in reasons if count)
         if self.contradicting:
             losses += f"; {self.contradicting:,} of these {CONTRADICTING}"
-        return f"; {self.left_out:,} of {self.num_rows:,} rows left out: {losses}" if losses else ""
+        return f"{self.left_out:,} of {self.num_rows:,} rows left out: {losses}" if losses else ""
 
 
 NOTHING_DONE = IdReport()

@@ -1,5 +1,6 @@
 """Reads images from files that a table names."""
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
@@ -54,7 +55,7 @@ class ImageFolder:
             raise DataError(
                 f"{self.name}: there is no column {column!r}{suggest(column, self.column_names())}"
             )
-        rows_at_once = max(1, sources.PART_BYTES // (3 * settings.height * settings.width))
+        rows_at_once = max(1, sources.PART_BYTES // (3 * math.prod(settings.size)))
         first_row, done = 1, 0.0
         for part in self._table.parts(list(dict.fromkeys([*names, column]))):
             files = part.columns[column].to_pylist()
@@ -70,7 +71,7 @@ class ImageFolder:
 
     def _load(self, name: str, row: int) -> NDArray[np.uint8]:
         path = self._folder / f"{name}{self._settings.file_ending}"
-        size = (self._settings.width, self._settings.height)
+        height, width = self._settings.size
         reason = f"damaged, or none of {', '.join(_FORMATS)}"
         try:
             if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
@@ -85,12 +86,12 @@ class ImageFolder:
                     reason = f"it has more than {_MAX_PIXELS:,} pixels"
                     raise ValueError(reason)
                 pixels = image.convert("RGB" if self._settings.colours == "rgb" else "L")
-                if pixels.size != size:
-                    pixels = pixels.resize(size, Image.Resampling.BILINEAR)
+                if pixels.size != (width, height):
+                    pixels = pixels.resize((width, height), Image.Resampling.BILINEAR)
         except Exception as error:  # Pillow raises a dozen classes for damaged files
             if isinstance(error, FileNotFoundError):
                 reason = "there is no such file"
             raise DataError(
                 f"{self.name}: row {row}: its image cannot be read ({reason}) in {self._folder}"
             ) from error
-        return np.asarray(pixels, np.uint8).reshape(*size[::-1], -1)
+        return np.asarray(pixels, np.uint8).reshape(height, width, -1)

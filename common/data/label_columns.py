@@ -63,7 +63,17 @@ def _written_labels(settings: DataSettings, source: RowSource) -> ArrowColumn:
     return label_texts(WrittenColumn(source.read([name])[name], name, settings.missing_texts(name)))
 
 
-def read_labels(column: WrittenColumn, positive: Sequence[str]) -> NDArray[np.float32]:
+def read_labels(column: WrittenColumn, settings: DataSettings) -> NDArray[np.float32]:
+    """Return labels as numbers: 0 and 1, class indices, or shares of the range."""
+    if settings.classes is not None:
+        are_numbers = isinstance(settings.classes, int)
+        return _read_classes(column, settings.class_names, are_numbers=are_numbers)
+    if settings.label_range is not None:
+        return _read_shares(column, settings.label_range)
+    return _read_positives(column, settings.positive_labels)
+
+
+def _read_positives(column: WrittenColumn, positive: Sequence[str]) -> NDArray[np.float32]:
     """Return labels as 0 and 1; ``positive`` has the texts that stand for 1, if they are texts."""
     if positive:
         texts = label_texts(column)
@@ -75,7 +85,7 @@ def read_labels(column: WrittenColumn, positive: Sequence[str]) -> NDArray[np.fl
     return labels.astype(np.float32)
 
 
-def read_classes(
+def _read_classes(
     column: WrittenColumn, names: Sequence[str], *, are_numbers: bool
 ) -> NDArray[np.float32]:
     """Return each row's class index: the position of its class in ``names``, or the number itself.
@@ -102,7 +112,7 @@ def read_classes(
     return class_indices.astype(np.float32)
 
 
-def read_number_labels(column: WrittenColumn, within: LabelRange) -> NDArray[np.float32]:
+def _read_shares(column: WrittenColumn, within: LabelRange) -> NDArray[np.float32]:
     """Return labels that are numbers as shares of their range.
 
     DataError says how many lie outside and where, never which.

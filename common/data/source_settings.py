@@ -139,13 +139,11 @@ class StoreSettings(Section):
     """Access to an object store, if its library does not find it in the environment.
 
     No secret stands in the settings. ``s3://`` looks for credentials where Amazon's own tools do
-    (``AWS_ACCESS_KEY_ID``, ``~/.aws``, the machine's role), ``gs://`` in the file that
+    (``AWS_ACCESS_KEY_ID``, ``~/.aws``, the machine's role) and takes ``AWS_REGION``, or else the
+    region that Amazon names for the bucket; ``gs://`` looks in the file that
     ``GOOGLE_APPLICATION_CREDENTIALS`` names or with the machine's service account, and ``abfs://``
     as Azure's default credential does.
     """
-
-    region: ColumnName | None = None
-    """Region of an ``s3://`` bucket."""
 
     endpoint: Annotated[str, StringConstraints(pattern=r"^https?://[^/@\s]+$")] | None = None
     """Address of a store that is compatible with one of the three, ``https://HOST:PORT``."""
@@ -199,8 +197,6 @@ class ParquetSource(FileSource):
             raise ValueError("path: an address holds no credentials: set them in the environment")
         if (self.scheme == "abfs") != (self.store.account is not None):
             raise ValueError("store.account: required for abfs:// addresses, and only there")
-        if self.scheme != "s3" and self.store.region is not None:
-            raise ValueError("store.region is for s3:// addresses")
         return self
 
 
@@ -257,6 +253,9 @@ class SqlSource(CacheableSource):
 _READS = re.compile(r"(?is)(?>\s|\(|--[^\n]*\n|/\*.*?\*/)*(SELECT|WITH|VALUES|TABLE)\b")
 
 
+Pixels = Annotated[int, Field(ge=1, le=4096)]
+
+
 class ImagesSource(FileSource):
     """A folder of images, ``path``, and a text file with a header line and one row per image.
 
@@ -276,11 +275,8 @@ class ImagesSource(FileSource):
     file_ending: str = ""
     """Ending that is appended to each name in that column, for instance ``.jpg``."""
 
-    height: int = Field(ge=1, le=4096)
-    """Height in pixels of the resized images (bilinear, with antialiasing)."""
-
-    width: int = Field(ge=1, le=4096)
-    """Width in pixels of the resized images."""
+    size: tuple[Pixels, Pixels]
+    """Height and width in pixels of the resized images (bilinear, with antialiasing)."""
 
     colours: Literal["rgb", "grey"] = "rgb"
     """Three channels or one."""

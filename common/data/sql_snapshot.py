@@ -118,7 +118,7 @@ def _write(settings: SqlSource, address: str, base_dir: Path, path: Path) -> Non
         raise DataError(
             "data.source.query: a column has a type that Parquet lacks: change it with CAST"
         ) from error
-    _logger.info("the query returned %d rows, kept in %s", num_rows, path)
+    _logger.info("the query returned %s rows, kept in %s", f"{num_rows:,}", path)
 
 
 @contextmanager

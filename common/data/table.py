@@ -34,12 +34,7 @@ from splitveil.common.data.ids import (
 )
 from splitveil.common.data.image_folder import ImageFolder
 from splitveil.common.data.kinds import columns_in_parts, in_small_blocks, open_source
-from splitveil.common.data.label_columns import (
-    check_classes,
-    read_classes,
-    read_labels,
-    read_number_labels,
-)
+from splitveil.common.data.label_columns import check_classes, read_labels
 from splitveil.common.data.settings import DataSettings, Gaps
 from splitveil.common.data.source_settings import CsvSource
 from splitveil.common.data.sources import RowSource, TableSource, joined
@@ -300,13 +295,7 @@ class _WrittenRows(NamedTuple):
         if settings.label_column is None:
             return None
         column = self._numbers_of(settings.label_column)
-        if settings.classes is not None:
-            are_numbers = isinstance(settings.classes, int)
-            labels = read_classes(column, settings.class_names, are_numbers=are_numbers)
-        elif settings.label_range is not None:
-            labels = read_number_labels(column, settings.label_range)
-        else:
-            labels = read_labels(column, settings.positive_labels)
+        labels = read_labels(column, settings)
         is_missing = np.isnan(labels)
         if settings.unlabelled_rows == "error" and is_missing.any():
             raise DataError(

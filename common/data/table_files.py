@@ -151,7 +151,7 @@ def read_id_list(
     if missing and settings.unusable_ids == "error":
         raise DataError(f"{where}: no id in {list_rows(missing)}")
     if missing:
-        _logger.warning("%s: %d rows without a usable id are left out", where, len(missing))
+        _logger.warning("%s: %s rows without a usable id are left out", where, f"{len(missing):,}")
     is_id = pa.array([bool(text) for text in ids])
     return IdList([text for text in ids if text], pa.table(written).filter(is_id))
 

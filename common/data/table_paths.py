@@ -100,9 +100,8 @@ def _open_store(settings: ParquetSource, bucket: str) -> Any:
 
 
 def _region(settings: ParquetSource, bucket: str) -> str | None:
-    store = settings.store
-    named = store.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    if named is not None or store.endpoint is not None:
+    named = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    if named is not None or settings.store.endpoint is not None:
         return named
     try:
         return str(fs.resolve_s3_region(bucket))

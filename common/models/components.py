@@ -228,6 +228,30 @@ class ComponentsBottom(nn.Module):
                 raise InvalidMessage(f"sums with noise of deviation {sigma:g}") from error
             self._fit(statistics, moments, names)
 
+    def statistics_of_groups(
+        self, rows: Features, groups: NDArray[np.int64], sums: Tensor, sigma: float
+    ) -> tuple[LabelStatistics, Tensor, Tensor]:
+        """Return the statistics of noisy sums as for ``fit_sums``, codes' scales, and their means.
+
+        Each row is in several ``groups``, (rows, groups of a row), counted from 0. The means,
+        (groups, codes) float64, are less those of all rows.
+        """
+        codes, bits = 1 + self.num_codes, 1 + self.num_codes + self.num_bits
+        every, count = torch.from_numpy(groups), 1 + int(groups.max())
+
+        def parts() -> Iterator[tuple[Features, Tensor]]:
+            for at in torch.split(torch.arange(len(groups)), FIT_ROWS):
+                part = rows.rows(at.to(self.weight.device))
+                members = torch.zeros(len(at), count).scatter_(1, every[at], 1)
+                is_above = torch.from_numpy(self.bits(part)).float()
+                yield part, torch.cat([is_above, members], dim=1)
+
+        with torch.no_grad():
+            joined = self._sums(parts())
+            statistics = statistics_of_sums(joined[:bits, :bits], self.num_codes, sums, sigma)
+            means = joined[bits:, 1:codes] / joined[bits:, :1] - statistics.mean
+            return statistics, scales(statistics.covariance), means
+
     def scores_of(self, rows: Features, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights, (codes, targets), and bias of a score for each target, float64."""
         with torch.no_grad():

@@ -26,7 +26,7 @@ class DenseModel(Section):
     """Fraction of each hidden layer's values that are dropped in training."""
 
     embedding_dim: int = Field(default=4, ge=1, le=4096)
-    """Length of the vector that stands for a category or, in ``tabular``, for a number."""
+    """Length of the vector that stands for a category."""
 
 
 class MlpModel(DenseModel):
@@ -39,7 +39,7 @@ class MlpModel(DenseModel):
 
 
 class TabularModel(DenseModel):
-    """Dense layers like ``mlp``, for tables: each number is embedded, too.
+    """Dense layers like ``mlp``, for tables: each number becomes a vector as long as a category's.
 
     A number's vector is linear between up to 129 quantiles of the different numbers in the
     training rows (Gorishniy et al., "On Embeddings for Numerical Features in Tabular Deep
@@ -99,7 +99,7 @@ class WideDeepModel(Section):
     and must be as wide as the contract's ``cut_shape``."""
 
     embedding_dim: int = Field(default=4, ge=1, le=4096)
-    """Length of the vector that stands for a category in the deep part; 1 in the wide part."""
+    """Length of the vector that stands for a category."""
 
 
 class ConvModel(Section):
@@ -148,7 +148,7 @@ class CustomModel(Section):
     none along, because they may have learned from true labels."""
 
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Further keyword arguments for the class or function."""
+    """Further keyword arguments."""
 
     weights: Annotated[
         dict[str, str],

@@ -23,7 +23,7 @@ from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData, read_ids_alone
 from splitveil.common.party.party_settings import PartySettings, PartySettingsT
 from splitveil.common.party.party_status import RunStatus
-from splitveil.common.record.progress import CountProgress
+from splitveil.common.record.progress import ProgressBar
 from splitveil.common.record.run_folder import open_run_folder
 from splitveil.common.record.table_output import check_output, replacing, writer_of
 from splitveil.common.record.transcript import Transcript
@@ -58,10 +58,10 @@ def align(parsed: argparse.Namespace, alignment_of: Callable[[PartySettingsT], A
     check_outputs(settings, parsed.output, positions=parsed.positions)
     name, status, find, shows_bar = alignment_of(settings)
     own = read_own_ids(settings)
-    _logger.info("%d ids read from %s", len(own.data.ids), own.data.table.source)
+    _logger.info("%s ids read from %s", f"{len(own.data.ids):,}", own.data.table.source)
     interruption.check()
     with (
-        CountProgress(f"{status.party}: aligning") as progress,
+        ProgressBar("aligning") as progress,
         serving_status(status, settings.status, interruption),
     ):
         status.alignment_bar = progress if shows_bar else None

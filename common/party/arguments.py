@@ -201,7 +201,7 @@ def _add_command(commands: Commands, name: str, purpose: str, example: str) -> P
         "--runs", type=Path, metavar="DIR", help="folder of all runs (default: runs)"
     )
     command.add_argument(
-        "--log-format", choices=("text", "json"), help="form of the log (default: the settings')"
+        "--log-format", choices=("text", "json"), default="text", help="form of the log"
     )
     return command
 
@@ -239,8 +239,10 @@ def run_command(parsed: argparse.Namespace, party: str | None = None) -> int:
         own = f"splitveil.{role}_party.commands.{name}:{name}"
         action = resolve_name(_ELSEWHERE.get(name) or _ELSEWHERE.get(f"{role} {name}", own))
         resolve_name("splitveil.common.party.workers:act")(parsed, action)
+        if (then := _THEN.get(f"{role} {name}")) and os.environ.get("RANK", "0") == "0":
+            logger.info("next: splitveil %s", then.format(parsed.settings))
 
-    log_format: LogFormat = getattr(parsed, "log_format", None) or "text"
+    log_format: LogFormat = getattr(parsed, "log_format", "text")
     form = (parsed.verbose - parsed.quiet, log_format)
     configure_logging(party or _ANY, *form)
     return exit_code_of(act)
@@ -250,6 +252,15 @@ _ANY = "splitveil"  # where a command serves no party more than another
 _ELSEWHERE = {
     "verify_transcript": "splitveil.common.party.command_line:verify_transcript",
     "passive report": "splitveil.passive_party.report_page:report",
+}
+_THEN = {
+    "active align": "run {}",
+    "passive align": "run {}",
+    "active plan": "run {}",
+    "passive plan": "check {} --connect",
+    "active run": "predict {} --ids IDS --output predictions.csv",
+    "passive run": "serve {}",
+    "active refit": "predict {} --ids IDS --output predictions.csv",
 }
 _OWN_SETTINGS: Mapping[str, Collection[str]] = {
     "active": ("defense", "leak_monitor", "listen", "top_model"),

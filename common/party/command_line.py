@@ -118,7 +118,7 @@ def takes_up(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
     if fresh:
         return False
     finished = has_finished(folder)
-    if not finished and RunStore(folder, settings.contract.checkpoints.keep).run() is None:
+    if not finished and RunStore(folder).run() is None:
         return all(path.name == _SETTINGS for path in folder.iterdir())
     free, hidden = (marked(type(settings), one) for one in (Mark.MAY_CHANGE, Mark.HIDDEN))
     changed = [

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from splitveil.common.party.report_parts import ScaleRow, picture, read_traffic, render
+from splitveil.common.record.lines import AlignmentLine
 from splitveil.common.record.model_files import identity_of
-from splitveil.common.record.run_folder import write_json_atomically, write_text_atomically
+from splitveil.common.record.run_folder import end_of, write_json_atomically, write_text_atomically
+from splitveil.common.record.run_record import read_metrics
 from splitveil.common.record.summary import Summary
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.values import as_mapping
@@ -38,6 +40,8 @@ CHECKS: Mapping[str, str] = {
     "contract": "The contract settles the points above, with dates.",
 }
 """The list of ``docs/guide/data-protection.md``, which is signed off."""
+
+_ROUNDED_UP = 1.25  # of a list's size: by `init`, or by the padding of buckets
 
 _LABELS, _COLUMNS = "label owner", "feature owner"
 
@@ -68,7 +72,9 @@ def write_cover(
     contract = as_mapping(settings.get("contract"))
     traffic = read_traffic(folder)
     provenance = summary.provenance
-    checks = {**_answers(settings, contract), **answers}
+    whose = _COLUMNS if party == ACTIVE else _LABELS
+    other = Answer("other page", f"See the cover page of the {whose}.")
+    checks = {"lists": _lists(folder, contract), **_answers(settings, contract), **answers}
     run_id, fingerprint = identity_of(folder)
     facts: dict[str, Any] = {
         "run": contract.get("run_name"),
@@ -76,6 +82,7 @@ def write_cover(
         "contract_sha256": fingerprint,
         "written_by": party,
         "version": summary.version,
+        "ended_early_by": (end_of(folder) or {}).get("ended_by"),
         "started": None if traffic is None else traffic.first,
         "ended": None if provenance is None else provenance.ended,
         "parties": list(_parties(contract)),
@@ -90,7 +97,7 @@ def write_cover(
         "sentence": verdict[2],
         "figures": {name: one._asdict() for name, one in figures.items()},
         "checks": [
-            {"name": name, "check": check, **_answer(checks, name, party)._asdict()}
+            {"name": name, "check": check, **checks.get(name, other)._asdict()}
             for name, check in CHECKS.items()
         ],
     }
@@ -175,9 +182,16 @@ def _answers(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> dict[s
     return found
 
 
-def _answer(answers: Mapping[str, Answer], name: str, party: str) -> Answer:
-    other = _COLUMNS if party == ACTIVE else _LABELS
-    return answers.get(name) or Answer("other page", f"See the cover page of the {other}.")
+def _lists(folder: Path, contract: Mapping[str, Any]) -> Answer:
+    alignment = as_mapping(contract.get("alignment"))
+    most, lines = alignment.get("max_set_size"), read_metrics(folder).of(AlignmentLine)
+    own = lines[-1].own_rows if lines else None
+    if own is None or not isinstance(most, int):
+        return Answer("by hand", "The size of this side's list was not recorded.")
+    said = f"Of at most {most:,} ids, this side's list has {own:,}"
+    if most <= _ROUNDED_UP * own:
+        return Answer("ticked", f"{said}.")
+    return Answer("other page", f"{said}: either page has to tick it.")
 
 
 def _is_one_sided(contract: Mapping[str, Any]) -> bool:

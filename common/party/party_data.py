@@ -27,7 +27,7 @@ from splitveil.common.data.table import Table, read_table, table_of_ids
 from splitveil.common.errors import DataError, SettingsError, SplitveilError
 from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.record.model_files import SETTING, EarlierModel
-from splitveil.common.record.progress import CountProgress
+from splitveil.common.record.progress import ProgressBar
 from splitveil.common.run.contract import ColumnSplit, Contract, SplitSettings
 from splitveil.common.run.course import HELD_OUT, AlignedRows
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
@@ -173,7 +173,7 @@ class PartyData:
         """Describe the rows and columns; SettingsError if the training rows fill no batch."""
         table, size, rows = self.table, contract.batch_size, self.training_rows(contract.split)
         columns, features = [*table.numeric, *table.coded], self.settings.features
-        text = f"{len(self.ids)} rows in {table.source}"
+        text = f"{len(self.ids):,} rows in {table.source}"
         if table.splits is not None:
             counts = np.bincount(table.splits, minlength=len(SPLITS))
             parts = (f"{count} {word}" for word, count in zip(SPLITS, counts, strict=True))
@@ -183,8 +183,8 @@ class PartyData:
             text += f" ({', '.join(columns[:_NAMED])}{', ...' * (len(columns) > _NAMED)})"
         if size <= rows:
             steps = rows // size if contract.drop_last else -(-rows // size)
-            return f"{text}, about {steps} steps of {size} rows per epoch"
-        excess = f"contract.batch_size: {size} is more than the {rows} rows to train on"
+            return f"{text}, about {steps:,} steps of {size:,} rows per epoch"
+        excess = f"contract.batch_size: {size:,} is more than the {rows:,} rows to train on"
         if contract.drop_last:
             raise SettingsError(f"{excess}, and drop_last leaves out every smaller batch")
         return f"{text}; WARNING: {excess}, so that an epoch is one step"
@@ -253,12 +253,8 @@ def _joined(ids: Sequence[str]) -> Iterator[str]:
 
 
 def _say(table: Table, settings: DataSettings) -> None:
-    source, where, report = table.source, settings.place_of_ids, table.id_report
-    if report.changed or report.left_out:
-        level = logging.WARNING if report.left_out else logging.INFO
-        _logger.log(level, "%s: %s: %s", source, where, report.in_words())
-    for doubt in table.id_doubts:
-        _logger.warning("%s: %s: %s", source, where, doubt)
+    for doubt in filter(None, (table.id_report.losses, *table.id_doubts)):
+        _logger.warning("%s: %s: %s", table.source, settings.place_of_ids, doubt)
 
 
 def _say_almost_numbers(table: Table) -> None:
@@ -304,5 +300,5 @@ def _conversion_bar(source: source_settings.CacheableSource) -> Iterator[Callabl
             _logger.info("converting %s to columns on disk, which later runs will reuse", name)
         progress.note(round(100 * done_fraction), 100)
 
-    with CountProgress("converting", "%") as progress:
+    with ProgressBar("converting", "percent") as progress:
         yield show

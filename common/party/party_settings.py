@@ -21,7 +21,7 @@ from splitveil.common.settings import (
     validate,
 )
 from splitveil.common.text.addresses import usable
-from splitveil.common.text.log_lines import LogFormat, add_to_log_lines, use_log_format
+from splitveil.common.text.log_lines import add_to_log_lines
 from splitveil.common.text.wording import suggest
 
 Address = Annotated[str, AfterValidator(usable)]
@@ -44,18 +44,25 @@ ALIGNMENT_ATTEMPTS = 3
 """Default number of times that a peer may try the largest set."""
 
 
-class MutualTls(Section):
-    """TLS 1.3 with certificates on both sides; replaced files are reloaded without a restart."""
-
-    mode: Literal["mtls"] = "mtls"
+class KeyPair(Section):
+    """A certificate with its key; replaced files are used without a restart."""
 
     certificate: Annotated[Path, Mark.PATH]
-    """PEM file with this party's own certificate first. Its subject alternative name carries the
-    identity that the contract gives this party. The path is relative to this settings file, like
-    the next two."""
+    """PEM file with this party's own certificate first. The path is relative to this settings file,
+    like the others."""
 
     private_key: Annotated[Path, Mark.PATH]
     """PEM file with the certificate's key, without a password; mode 0600 or stricter."""
+
+
+class MutualTls(KeyPair):
+    """TLS 1.3 with certificates on both sides; replaced files are reloaded without a restart.
+
+    The certificate's subject alternative name carries the identity that the contract gives this
+    party.
+    """
+
+    mode: Literal["mtls"] = "mtls"
 
     authority: Annotated[Path, Mark.PATH]
     """PEM file with the certificates of the authorities that may have signed the peer's
@@ -75,6 +82,21 @@ SecuritySettings = Annotated[
     Annotated[MutualTls, Tag("mtls")] | Annotated[Insecure, Tag("insecure")],
     kind_by_field("mode", "mtls", "insecure", error_type="security_mode"),
 ]
+
+
+class IdLimit(Section):
+    """The ids about which a party answers, and how fast."""
+
+    allowed_ids: Annotated[str | None, Mark.PATH] = Field(default=None, min_length=1)
+    """File with the ids that are answered: a text file with one id per line, or a CSV or Parquet
+    file with the column ``data.id_column``. All others are answered as unknown, and nobody else is
+    asked for them. Relative to this settings file; ``~`` and ``${NAME}`` are replaced. By default
+    all are answered."""
+
+    ids_per_second: float | None = Field(default=None, gt=0)
+    """The most ids per second that are answered on average: by ``answers`` over all connections,
+    where faster requests wait, and by ``serving`` to each program, where one second's number may be
+    asked for at once and more is refused. By default there is no limit."""
 
 
 class ReconnectSettings(Section):
@@ -159,9 +181,6 @@ class PartySettings(Section):
     On loopback, a request's header ``Host`` has to be ``localhost``, an IP address, or this host.
     """
 
-    log_format: Annotated[LogFormat, Mark.MAY_CHANGE] = "text"
-    """``json``: each line of the log is a JSON object with date, level, run and message."""
-
     runs_dir: Annotated[Path, Mark.MAY_CHANGE, Mark.PER_RUN] = Path("runs")
     """Folder of all runs, relative to the command's working directory."""
 
@@ -186,14 +205,11 @@ PartySettingsT = TypeVar("PartySettingsT", bound=PartySettings)
 def load_settings(
     section: type[PartySettingsT], arguments: argparse.Namespace, party: str
 ) -> PartySettingsT:
-    """Read the settings of a command; from then on lines of the log have their form."""
+    """Read the settings of a command; from then on lines of the log name the run."""
     overrides = [text.removeprefix(f"{party}.") for text in arguments.overrides]
     if arguments.runs is not None:
         overrides.append(f"runs_dir={arguments.runs}")
-    if arguments.log_format is not None:
-        overrides.append(f"log_format={arguments.log_format}")
     settings = load_party_settings(section, arguments.settings, overrides)
-    use_log_format(settings.log_format)
     add_to_log_lines(run=settings.contract.run_name)
     return settings
 

@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from splitveil.common.errors import ContractMismatch, PeerError, ProtocolError
-from splitveil.common.record.progress import CountProgress
+from splitveil.common.record.progress import ProgressBar
 from splitveil.common.record.transcript import Crossing
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows, Batch
@@ -293,7 +293,7 @@ class RunStatus(PartyStatus):
         self._clock = clock
         self._steps_per_epoch = 0
         self._last_step_at: float | None = None
-        self.alignment_bar: CountProgress | None = None
+        self.alignment_bar: ProgressBar | None = None
         gauge, counter = self.metrics.gauge, self.metrics.counter
         self._aligned = gauge("aligned_rows", "Rows that all parties have in common.")
         self._alignment = gauge(

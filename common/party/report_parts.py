@@ -59,10 +59,10 @@ def columns_row(disclosure: float, max_exposure: object, whose: str = "") -> Sca
     limit = "" if most is None else f"; limit {most:g}"
     words = f"Columns{whose}: {disclosure:.2f} measured{limit}"
     said = (
-        f"Of 100 wrong guesses of a column's value, {100 * disclosure:.0f} turn right, on average"
+        f"Whoever knows the columns of some records turns {100 * disclosure:.0f} of 100 wrong "
+        "guesses about others into right ones, on average over the columns. "
     )
-    of_100 = "" if most is None else f"; limit: {100 * most:g}"
-    said += f" over the columns{of_100}. Measured: other methods may do better."
+    said += "Other methods may do better." if most is None else f"Limit: {100 * most:g}."
     return ScaleRow(words, "estimate", 0.0, disclosure, most=most, said=said)
 
 

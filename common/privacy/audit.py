@@ -77,7 +77,6 @@ class LeakAudit:
     def __init__(
         self,
         attacks: Sequence[str] = ("norm", "cosine", "spectral"),
-        every_steps: int = 1,
         num_examples: int = 0,
         labels: LabelClasses | LabelNumbers = TWO_CLASSES,
         custom: Mapping[str, Attack] = MappingProxyType({}),
@@ -95,7 +94,6 @@ class LeakAudit:
         run_attacks = tuple(name for name in RUN_ATTACKS if name in attacks)
         scored = {*self._attacks, *(of for name in run_attacks for of in RUN_ATTACKS[name].sources)}
         self._scored = {name: attack for name, attack in table.items() if name in scored}
-        self._every_steps = every_steps
         self._lock = threading.Lock()
         self._observed = 0
         self._tallies: dict[tuple[str, str], AttackTally] = {}
@@ -115,9 +113,6 @@ class LeakAudit:
             kept if keeps_scores else (), num_examples, standardises=not self.has_numbers
         )
         self._by_class: dict[tuple[str, str], MultiClassTally] = {}
-
-    def wants(self, step: int) -> bool:
-        return step % self._every_steps == 0
 
     def leave_out(self) -> None:
         with self._left_out_lock:
@@ -176,12 +171,10 @@ class LeakAudit:
         }
 
     def observe(self, observation: Observation) -> AuditedBatch | None:
-        """Attack one batch and remember the leak AUCs; None if it has one class, or is not audited.
+        """Attack one batch and remember the leak AUCs; None if it has one class.
 
         Raises ValueError if a label is not the index of a class, or a score is NaN.
         """
-        if not self.wants(observation.step):
-            return None
         labels = self._labels.indices(observation.labels)
         # A batch of a single class, too: a checkpoint, and so the peer, waits for this.
         layers = self._scorer.score(observation, labels)

@@ -89,17 +89,14 @@ class AuditWorker(Closing):
     def submit(self, observation: Observation) -> bool:
         """Submit one batch without waiting; return whether it was taken.
 
-        It is not if its step is not to be audited, the queue is full, or the thread's share of the
-        CPU time is used up.
+        It is not if the queue is full, or the thread's share of the CPU time is used up.
         """
-        return self.submit_later(observation.step, observation.gradients, lambda: observation)
+        return self.submit_later(observation.gradients, lambda: observation)
 
     def submit_later(
-        self, step: int, gradients: Mapping[str, Tensor], observation: Callable[[], Observation]
+        self, gradients: Mapping[str, Tensor], observation: Callable[[], Observation]
     ) -> bool:
         """Submit one batch as `submit` does, and let the worker's thread build the observation."""
-        if not self.audit.wants(step):
-            return False
         if not self._closed and self._budget.allows(time.process_time()):
             with suppress(queue.Full):
                 devices = (layer.device for layer in gradients.values())

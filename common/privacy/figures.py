@@ -56,20 +56,101 @@ class Spread(NamedTuple):
     mean: OrInfinite = math.nan
 
 
-def _or_nan(value: object) -> float:
-    number = as_number(value)
-    return math.nan if number is None else number
+@dataclass(frozen=True)
+class PredictionFigures(Form):
+    """How good predictions are; None where labels of the kind have no such figure.
 
+    NaN where it is not defined for these rows. Errors are in the label's unit.
+    """
 
-OrNan = Annotated[float, BeforeValidator(_or_nan)]
+    loss: Number = None
+    """Cross entropy, nats per example; for numbers, the mean squared error of the predictions in
+    units of the squared range."""
+    auc: Annotated[Number, IF_ANY] = None
+    """With several classes, the mean of each class's against the rest; NaN of rows of one class."""
+    calibration_error: Annotated[Number, IF_ANY] = None
+    """With several classes, the mean of each class's error against the rest."""
+    average_precision: Annotated[Number, IF_ANY] = None
+    """With several classes, the mean of each class's against the rest; NaN without a positive."""
+    accuracy: Annotated[Number, IF_ANY] = None
+    """Share of rows whose class has the highest probability; only of several classes."""
+    auc_by_class: Annotated[Object[Number], IF_ANY] = field(default_factory=dict)
+    """Class -> AUC against the rest; only of several classes."""
+    rmse: Annotated[Number, IF_ANY] = None
+    mae: Annotated[Number, IF_ANY] = None
+    r2: Annotated[Number, IF_ANY] = None
+    """1 less the errors' share of the variance; NaN for equal labels."""
+    constant_rmse: Annotated[Number, IF_ANY] = None  # of predicting the training labels' mean
+    constant_mae: Annotated[Number, IF_ANY] = None  # the MAE of the same prediction
 
+    @property
+    def main(self) -> str:
+        """The name of the main figure, in which higher or lower is better."""
+        return "AUC" if self.rmse is None else "RMSE"
 
-class NumberFigures(NamedTuple):
-    rmse: OrNan = math.nan
-    mae: OrNan = math.nan
-    r2: OrNan = math.nan  # 1 less the errors' share of the variance; NaN for equal labels
-    constant_rmse: OrNan = math.nan  # of predicting the training labels' mean
-    constant_mae: OrNan = math.nan  # the MAE of the same prediction
+    @property
+    def score(self) -> float | None:
+        """How good the predictions are: the AUC, or minus the RMSE as a share of the range."""
+        if self.rmse is None:
+            return self.auc
+        return None if self.loss is None else -math.sqrt(self.loss)
+
+    @property
+    def agreement(self) -> float:
+        """How well predictions agree with labels: the AUC, or the R2 of numbers."""
+        figure = self.auc if self.rmse is None else self.r2
+        return math.nan if figure is None else figure
+
+    @property
+    def share(self) -> float | None:
+        """The way from chance, 0, to predictions that are all right, 1: 2 AUC - 1 for classes.
+
+        For numbers, the share of the constant prediction's squared error that is gone.
+        """
+        if self.rmse is None:
+            return None if math.isnan(self.agreement) else 2 * self.agreement - 1
+        return 1 - (self.rmse / self.constant_rmse) ** 2 if self.constant_rmse else None
+
+    @property
+    def share_in_words(self) -> tuple[str, str]:
+        """The share as a figure for laypeople, and its unit."""
+        share = math.nan if self.share is None else self.share
+        if self.rmse is None:
+            return f"{50 + 50 * share:.0f}", "of 100 pairs in the right order"
+        return f"{share:.0%}", "of the variance"
+
+    @property
+    def in_short(self) -> str:
+        """The main figure with its name, for a log line."""
+        if self.rmse is None and math.isnan(self.agreement):
+            return "AUC of rows of one class"
+        beside = "" if self.rmse is None else f", R2 {self.agreement:.4f}"
+        return f"{self.main} {self.in_words(4)}{beside}"
+
+    def in_words(self, digits: int) -> str:
+        """Return the main figure, an AUC with this number of digits behind the point."""
+        if self.rmse is not None:
+            return f"{self.rmse:.4g}"
+        return "–" if math.isnan(self.agreement) else f"{self.agreement:.{digits}f}"
+
+    @property
+    def better_in_words(self) -> str:
+        """What the main figure of better predictions is, such as ``> 0.7123``."""
+        return f"{'>' if self.rmse is None else '<'} {self.in_words(4)}"
+
+    @property
+    def beside(self) -> dict[str, str]:
+        """The figures that a report shows beside the main one, by their names."""
+        named = {
+            "the mean of all labels": (self.constant_rmse, ".4g"),
+            "test average precision (PR-AUC)": (self.average_precision, ".3f"),
+            "test calibration error (ECE)": (self.calibration_error, ".3f"),
+        }
+        return {
+            name: "–" if math.isnan(value) else format(value, form)
+            for name, (value, form) in named.items()
+            if value is not None
+        }
 
 
 _NONE = Spread()
@@ -292,6 +373,10 @@ class NumberBeyond(NamedTuple):
     @property
     def interval(self) -> str:
         return f"{self.low:.3f} to {self.high:.3f}"
+
+    @property
+    def in_words(self) -> str:
+        return f"{self.r2:.0%} ({self.interval})"
 
 
 class NumberLeak(NamedTuple):

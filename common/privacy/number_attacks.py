@@ -100,6 +100,7 @@ class LabelNumbers:
     names: tuple[str, ...] = ()
     num_classes = 1  # one value is predicted for each row
     is_multi_class = False
+    needs_predictions = True  # for ``informed``, which always runs
     targets = (1,)
     floor = 0.0
 

@@ -36,6 +36,7 @@ class LabelClasses:
     def is_multi_class(self) -> bool:
         return self.num_classes > 2
 
+    needs_predictions: ClassVar[bool] = False  # whatever attacks are named
     floor: ClassVar[float] = 0.5  # the figure of a score that reveals nothing
 
     @property

@@ -135,9 +135,6 @@ class AuditSettings(Section):
     because how long attacks take depends on labels: if its process is killed, it may lose them.
     """
 
-    every_steps: int = Field(default=1, ge=1)
-    """Audit the steps of an epoch whose number is a multiple of this."""
-
     convention: Literal["leak", "paper"] = "leak"
     """Figure of a batch: ``leak`` is max(AUC, 1 - AUC) over the examples whose class the
     attack does not know. ``paper``, for two classes, is the AUC over all examples, as in the

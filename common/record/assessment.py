@@ -21,10 +21,12 @@ from splitveil.common.privacy.figures import (
     BeyondFigures,
     EpsilonBound,
     LeakBounds,
+    NumberBeyond,
 )
 from splitveil.common.record.summary import Summary
 from splitveil.common.text.upper_bounds import auc_at_most
 
+RECOVERED = 0.9  # adjusted leak AUC, or share of variance, that counts as labels recovered
 NO_BOUND = 0.999  # bound at and above which a ledger excludes nothing
 WIDEST = 0.4  # width of an interval beyond which a figure that excludes nothing says nothing
 
@@ -62,6 +64,8 @@ class LeakAssessment:
     is_proved: bool = False  # whether the bound holds whatever was measured
     has_gradients: bool = True  # whether any were sent that could be attacked
     is_computational: bool = False  # whether the bound needs that nobody breaks a cipher
+    explained: NumberBeyond | None = None
+    """Of labels that are numbers, by the strongest attack, in place of ``attacks``: no leak AUC."""
     is_of_persons: bool = False  # whether the bound is for all labels of a person together
 
     @property
@@ -78,6 +82,25 @@ class LeakAssessment:
     @property
     def above_bound(self) -> list[AssessedAttack]:
         return [one for one in self.attacks if one.finding == Finding.ABOVE_BOUND]
+
+    @property
+    def share(self) -> tuple[float, float, float] | None:
+        """The strongest attack's interval and value, from 0, which is chance, to 1, every label."""
+        if self.explained is not None:
+            return self.explained.low, self.explained.high, self.explained.r2
+        if self.strongest is None:
+            return None
+        value, low, high = (max(2 * one - 1, 0.0) for one in self.strongest.leak)
+        return low, high, value
+
+    @property
+    def is_recovered(self) -> bool:
+        """True if an attack reads nearly all labels; nobody does past a bound that is proved."""
+        if self.explained is not None:
+            return self.explained.r2 >= RECOVERED
+        excluded = self.is_proved and (self.bound or 0.0) < RECOVERED
+        strongest = self.strongest
+        return strongest is not None and strongest.leak.value >= RECOVERED and not excluded
 
     @property
     def bound_in_words(self) -> str:
@@ -97,6 +120,8 @@ class LeakAssessment:
 
     def figure_in_words(self, attack: AssessedAttack | None) -> str:
         """Return ``norm .512 (.500 to .541)``, and what it means above a bound."""
+        if self.explained is not None:
+            return f"explains {self.explained.in_words} of the variance that features leave"
         if attack is None:
             return self.not_measured
         return f"{attack.attack} {attack.figures}{', ' * bool(attack.why)}{attack.why}"
@@ -121,7 +146,8 @@ def assess(summary: Summary) -> LeakAssessment:
     assessment = assess_figures(summary.of_leak.beyond, active.ledger, active.defense)
     counts = summary.counts
     has_gradients = counts.aligned_rows is None or counts.steps is not None
-    return replace(assessment, has_gradients=has_gradients)
+    explained = summary.of_leak.strongest_of_numbers
+    return replace(assessment, has_gradients=has_gradients, explained=explained)
 
 
 def passes_stated(epsilon: EpsilonBound, assessment: LeakAssessment) -> bool:

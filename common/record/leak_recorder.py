@@ -69,7 +69,6 @@ class LeakRecorder:
         self._charting = ChartClock()
         self._audit = LeakAudit(
             settings.attack_names,
-            settings.every_steps,
             run.num_examples,
             run.labels,
             load_custom_attacks(settings),
@@ -120,9 +119,7 @@ class LeakRecorder:
             references_are_clean=clean is not None,
             predictions=predictions,
         )
-        self._worker.submit_later(
-            batch.step, gradients, partial(self._with_clues, seen, clean or gradients)
-        )
+        self._worker.submit_later(gradients, partial(self._with_clues, seen, clean or gradients))
 
     def end_epoch(self, epoch: int) -> None:
         """Note that an epoch is over; its line is written when its last batch is measured."""

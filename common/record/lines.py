@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import BeforeValidator
 
-from splitveil.common.privacy.figures import AttackFigure, LeakBounds, NumberFigures
+from splitveil.common.privacy.figures import AttackFigure, LeakBounds, PredictionFigures
 from splitveil.common.record.run_folder import finite_or_null
 from splitveil.common.run.sample_order import SplitName
 from splitveil.common.text.values import (
@@ -61,6 +61,7 @@ OF_A_BATCH = Flat(suffix="_leak_auc", write=_write_figures)
 @dataclass(frozen=True)
 class AlignmentLine(Form):
     aligned_rows: Count = None
+    own_rows: Annotated[Count, IF_ANY] = None  # of this party's whole file
 
 
 @dataclass(frozen=True)
@@ -106,22 +107,10 @@ class LedgerLine(Form):
 class EvaluationLine(Form):
     epoch: KnownCount
     split: Annotated[SplitName, Key("kind")]
-    loss: Number = None
-    auc: Number = None
-    calibration_error: Number = None
+    figures: Annotated[PredictionFigures, Flat()] = field(default_factory=PredictionFigures)
     train_loss: Number = None  # mean over the training steps of the epoch
-    accuracy: Annotated[Number, IF_ANY] = None  # only with more than two classes
     class_aucs: Annotated[Object[Number], Flat("auc/")] = field(default_factory=dict)
-    """Class -> AUC against the rest; only with more than two classes."""
-    number: Annotated[NumberFigures | None, Flat()] = None
-    """Only with labels that are numbers, which have neither AUC nor calibration."""
-    average_precision: Annotated[Number, IF_ANY] = None
-
-    def form(self) -> dict[str, Any]:
-        written = super().form()
-        if self.number is not None:
-            del written["auc"], written["calibration_error"]
-        return written
+    """Class -> AUC against the rest, in place of an object in ``figures``."""
 
 
 @dataclass(frozen=True)

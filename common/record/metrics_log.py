@@ -16,15 +16,14 @@ from typing import Any, Self
 from rich.console import Console
 
 from splitveil.common.record.lines import AlignmentLine, Line, to_fields, to_json
-from splitveil.common.record.progress import TrainingProgress
+from splitveil.common.record.progress import ProgressBar
 from splitveil.common.record.run_folder import finite_or_null, open_to_append, storage_errors
 from splitveil.common.record.run_record import METRICS
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.text.closing import Closing
 from splitveil.common.text.files import OWNER_ONLY
-from splitveil.common.text.log_lines import log_fields, shows_bars
-from splitveil.common.text.output import printing_console
+from splitveil.common.text.log_lines import log_fields
 from splitveil.common.text.wording import seconds_in_words
 
 _logger = logging.getLogger(__name__)
@@ -240,7 +239,7 @@ class RunRecorder:
         self._of_run = ExitStack()
         """Closed when the run is aligned again, and with the recorder."""
         self._metrics = self._resources.enter_context(MetricsLog(folder, on_line=on_line))
-        self._progress: TrainingProgress | None = None
+        self._progress: ProgressBar | None = None
         self._steps = 0
 
     def __enter__(self) -> Self:
@@ -254,9 +253,9 @@ class RunRecorder:
         self._of_run = self._resources.enter_context(ExitStack())
         self.aligned_rows = len(rows)
         self._metrics.steps_per_epoch = rows.order.steps_per_epoch
-        self._metrics.write(AlignmentLine(len(rows)))
-        splits = (f"{len(one)} {split}" for split, one in rows.splits.items() if len(one))
-        _logger.info("%d rows are aligned: %s", len(rows), ", ".join(splits))
+        self._metrics.write(AlignmentLine(len(rows), rows.own_rows))
+        splits = (f"{len(one):,} {split}" for split, one in rows.splits.items() if len(one))
+        _logger.info("%s rows are aligned: %s", f"{len(rows):,}", ", ".join(splits))
 
     def _log_epoch(self, epoch: int, contract: Contract, figures: Sequence[str]) -> None:
         taken_s = 0.0 if self._progress is None else self._progress.end_epoch()
@@ -267,8 +266,8 @@ class RunRecorder:
         )
         _logger.info("%s: %s", done, shown, extra=fields)
 
-    def _show_progress(self, party: str, rows: AlignedRows, contract: Contract) -> None:
-        console = self.console or printing_console(stderr=True, plain=not shows_bars())
-        steps = None if contract.is_one_shot else rows.total_steps(contract)
-        bar = TrainingProgress(party, steps, console=console)
+    def _show_progress(self, rows: AlignedRows, contract: Contract) -> None:
+        steps, per_epoch = rows.total_steps(contract), rows.order.steps_per_epoch
+        of_epochs = ("one pass",) if contract.is_one_shot else ("training", "steps", steps)
+        bar = ProgressBar(*of_epochs, per_epoch=per_epoch, console=self.console)
         self._progress = self._of_run.enter_context(bar)

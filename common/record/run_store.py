@@ -112,14 +112,19 @@ class NoStore:
 class RunStore(Closing):
     """Keeps what one party needs in order to resume a run after its process has ended.
 
-    Only one store at a time may use a folder. It keeps the newest ``keep`` checkpoints. With
+    Only one store at a time may use a folder. It has the newest ``keep`` checkpoints. With
     ``in_background``, ``save_soon`` writes in a thread, and the store has to be closed.
     """
 
     keeps = True
 
     def __init__(
-        self, folder: Path, keep: int, questions_per_batch: int = 1, *, in_background: bool = False
+        self,
+        folder: Path,
+        questions_per_batch: int = 1,
+        *,
+        keep: int = 3,
+        in_background: bool = False,
     ) -> None:
         self._folder = folder / "checkpoint"
         self._keep = keep

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator
 
-from splitveil.common.privacy.figures import LEAK_TABLES, LeakBounds, LeakFigures, NumberFigures
+from splitveil.common.privacy.figures import LEAK_TABLES, LeakBounds, LeakFigures, PredictionFigures
 from splitveil.common.record.transcript import TranscriptEnd
 from splitveil.common.text.values import (
     IF_ANY,
@@ -55,26 +55,12 @@ class RunCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFigures(Form):
-    test_auc: Number = None  # with several classes, the mean of each class's against the rest
-    test_loss: Number = None
-    test_calibration_error: Number = None
+    test: Annotated[PredictionFigures, Flat("test_")] = field(default_factory=PredictionFigures)
     train_loss: Number = None
-    test_accuracy: Annotated[Number, IF_ANY] = None  # only with more than two classes
-    test_auc_by_class: Annotated[Object[Number] | None, IF_ANY] = None  # for several classes
-    test_auc_refit: Annotated[Number, IF_ANY] = None  # of the copy fitted to the true labels
-    test_auc_alone: Annotated[Number, IF_ANY] = None  # of own features only, on the same rows
-    test_number: Annotated[NumberFigures | None, Flat("test_")] = None  # only of numbers
-    test_rmse_refit: Annotated[Number, IF_ANY] = None
-    """As ``test_auc_refit``, for labels that are numbers."""
-    test_rmse_alone: Annotated[Number, IF_ANY] = None
-    """As ``test_auc_alone``, for labels that are numbers."""
-    test_average_precision: Annotated[Number, IF_ANY] = None
-
-    def form(self) -> dict[str, Any]:
-        written = super().form()
-        if self.test_number is not None:
-            del written["test_auc"], written["test_calibration_error"]
-        return written
+    refit: Annotated[PredictionFigures | None, Flat("test_", "_refit")] = None
+    """Of the copy fitted to the true labels, on the test rows."""
+    alone: Annotated[PredictionFigures | None, Flat("test_", "_alone")] = None
+    """Of a model of the active party's own features only, on the test rows."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,17 @@ from splitveil.common.text.wording import in_words, label
 
 logger = logging.getLogger(__name__)
 
+_OF_MODEL = (
+    "test_auc",
+    "test_average_precision",
+    "test_calibration_error",
+    "test_accuracy",
+    "test_auc_refit",
+    "test_auc_alone",
+    "test_rmse",
+    "test_rmse_refit",
+    "test_rmse_alone",
+)
 OVER_FEATURES = "over features (no bound limits it)"
 
 
@@ -37,24 +48,16 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
 
 def _main_figures(summary: Summary) -> Iterator[tuple[str, str]]:
     active, model = summary.of_active, summary.of_active.model
-    figures = {
-        **summary.counts._asdict(),
-        "test_auc": model.test_auc,
-        "test_average_precision": model.test_average_precision,
-        "test_calibration_error": model.test_calibration_error,
-        "test_accuracy": model.test_accuracy,
-        "test_auc_refit": model.test_auc_refit,
-        "test_auc_alone": model.test_auc_alone,
-        "test_RMSE": None if model.test_number is None else model.test_number.rmse,
-    }
-    for name, number in figures.items():
-        if number is not None:
-            yield label(name), in_words(number)
+    figures = summary.counts._asdict() | model.form()
+    for name in (*summary.counts._fields, *_OF_MODEL):
+        if (number := figures.get(name)) is not None:
+            yield label(name), f"{number:,}" if isinstance(number, int) else in_words(number)
     if summary.active is not None:
         assessment = assess(summary)
-        if assessment.has_gradients and not summary.of_leak.of_numbers:
+        if assessment.has_gradients:
+            is_auc = assessment.explained is None
             figure = assessment.figure_in_words(assessment.strongest)
-            yield "strongest attack, feature-adjusted leak AUC", figure
+            yield f"strongest attack{', feature-adjusted leak AUC' * is_auc}", figure
         yield "bound for the whole run", assessment.bound_in_words
     for attack, found in summary.of_leak.run_level.get(CUT, {}).items():
         if found.over_features is not None:

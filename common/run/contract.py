@@ -130,19 +130,6 @@ class LearningRateSchedule(Section):
         return 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
 
-class CheckpointPlan(Section):
-    """The checkpoints that both parties save, so that they have one in common to resume from."""
-
-    every_steps: PositiveInt = 500
-    """Training steps between two checkpoints; every epoch ends with another one.
-
-    After a crash, everything since the last checkpoint is done again.
-    """
-
-    keep: int = Field(default=3, ge=2, le=100)
-    """Number of checkpoints that each party keeps, the newest ones."""
-
-
 class Contract(Section):
     """Everything that the parties hold in common."""
 
@@ -225,8 +212,10 @@ class Contract(Section):
     """Rules that bring all parties' ids into the form that is compared, for each column that
     ``data.id_column`` names, in the same order."""
 
-    checkpoints: CheckpointPlan = CheckpointPlan()
-    """Interval and number of the checkpoints that the parties save."""
+    checkpoint_steps: PositiveInt = 500
+    """Training steps between two checkpoints that all parties save; every epoch ends with another
+    one. After a crash, everything since the last checkpoint that they have in common is done again.
+    Each party keeps its three newest ones."""
 
     @model_validator(mode="before")
     @classmethod

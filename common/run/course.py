@@ -39,6 +39,7 @@ class AlignedRows:
     order: sample_order.SampleOrder  # the order of the training positions in each epoch
     id_digests: NDArray[np.uint8]
     """Digest of the id at each position, keyed with the joint seed, (aligned, 16)."""
+    own_rows: int = 0  # of this party's whole file
 
     @classmethod
     def derive(
@@ -75,7 +76,7 @@ class AlignedRows:
         samples = sample_order.SampleOrder(
             joint_seed, splits["train"], contract.batch_size, drop_last=contract.drop_last
         )
-        return cls(file_rows, splits, samples, digests)
+        return cls(file_rows, splits, samples, digests, len(ids))
 
     @classmethod
     def of_whole_table(cls, contract: Contract, num_rows: int) -> "AlignedRows":
@@ -173,7 +174,7 @@ def is_checkpoint(contract: Contract, rows: AlignedRows, batch: Batch) -> bool:
     if batch.split != "train":
         return batch.closes_epoch or (batch.is_answered and batch.closes_split)
     steps = batch.epoch * rows.order.steps_per_epoch + batch.step + 1
-    return steps % contract.checkpoints.every_steps == 0 and not batch.closes_split
+    return steps % contract.checkpoint_steps == 0 and not batch.closes_split
 
 
 def needs_all_gradients(contract: Contract, rows: AlignedRows, batch: Batch) -> bool:

@@ -10,12 +10,13 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal
 
-from splitveil.common.text.output import UNPRINTED
+from splitveil.common.text.output import UNPRINTED, has_colours
 from splitveil.common.text.visible_text import visible, visible_lines
 
 LogFormat = Literal["text", "json"]
 
 _OWN_PACKAGE = "splitveil"
+_COLOURS = {logging.WARNING: 33, logging.ERROR: 31, logging.CRITICAL: 31}  # yellow, red
 
 
 def configure_logging(party: str, verbosity: int = 0, form: LogFormat = "text") -> None:
@@ -25,11 +26,6 @@ def configure_logging(party: str, verbosity: int = 0, form: LogFormat = "text") 
     threading.excepthook = partial(_on_failed_thread, threading.excepthook)
     level = logging.INFO if verbosity == 0 else logging.DEBUG if verbosity > 0 else logging.WARNING
     logging.getLogger(_OWN_PACKAGE).setLevel(level)
-
-
-def use_log_format(form: LogFormat) -> None:
-    for handler in _own_handlers():
-        handler.use(form)
 
 
 def add_to_log_lines(**fields: str) -> None:
@@ -72,9 +68,6 @@ class _StderrHandler(logging.Handler):
         super().__init__()
         self.party = party
         self.fields: dict[str, str] = {}
-        self.use(form)
-
-    def use(self, form: LogFormat) -> None:
         self.form: LogFormat = form
         if form == "json":
             self.setFormatter(_JsonFormatter(self))
@@ -85,7 +78,10 @@ class _StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            sys.stderr.write(self.format(record) + "\n")
+            line, colour = self.format(record), _COLOURS.get(record.levelno)
+            if colour and self.form == "text" and has_colours():
+                line = f"\x1b[{colour}m{line}\x1b[0m"
+            sys.stderr.write(line + "\n")
             sys.stderr.flush()
         except UNPRINTED:
             return  # a run continues without its log

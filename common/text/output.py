@@ -37,6 +37,12 @@ class Printed:
         return False
 
 
+def has_colours() -> bool:
+    """Return whether the standard error stream is a terminal that shows colours, as wanted."""
+    console = printing_console(stderr=True)
+    return console.color_system is not None and not console.no_color
+
+
 def printing_console(*, stderr: bool = False, plain: bool = False) -> Console:
     """Return a console that ignores failures of its standard stream; a plain one is no terminal."""
     printed: Any = Printed(sys.stderr if stderr else sys.stdout)

@@ -36,7 +36,7 @@ def setting_in_words(value: object) -> str:
 
 def label(name: str) -> str:
     """Return the name of a figure without its underscores: ``test AUC``, ``steps/s``."""
-    words = ["AUC" if word == "auc" else word for word in name.split("_")]
+    words = [word.upper() if word in {"auc", "rmse"} else word for word in name.split("_")]
     return " ".join(words).replace(" per s", "/s")
 
 

@@ -7,11 +7,14 @@ It imports no torch, so that help and a mistyped option are answered at once.
 """
 
 import argparse
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 
+from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.arguments import Parser
 from splitveil.common.party.json_output import add_json
+from splitveil.common.text.files import check_regular, why_unreadable
 
 
 def parser(program: str) -> argparse.ArgumentParser:
@@ -83,6 +86,23 @@ def _file_here(text: str) -> Path:
     return Path(text)
 
 
+FILES = {"active": ("active.yaml", "contract.yaml"), "passive": ("passive.yaml",)}
+"""What is written for each role."""
+
+
+def check_absent(folder: Path, names: Iterable[str]) -> None:
+    if existing := [str(folder / name) for name in names if (folder / name).exists()]:
+        shown = ", ".join(existing)
+        raise SettingsError(f"{shown}: exists and will not be overwritten without --force")
+
+
 def run(parsed: argparse.Namespace) -> int:
+    # First: what reads tables takes a while to import.
+    try:
+        check_regular(parsed.file)
+    except OSError as error:
+        raise DataError(f"{parsed.file}: {why_unreadable(parsed.file, error)}") from error
+    if not parsed.force:
+        check_absent(parsed.folder, FILES[parsed.role])
     exit_code: int = import_module("splitveil.deploy.init.initialise").perform(parsed)
     return exit_code

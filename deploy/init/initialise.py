@@ -19,6 +19,7 @@ from splitveil.common.data.table import Table, table_of
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_settings import Address, load_party_settings
+from splitveil.common.record.progress import ProgressBar
 from splitveil.common.record.run_folder import write_text_atomically
 from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.settings import validate
@@ -44,6 +45,7 @@ class Written(NamedTuple):
     id_doubts: Sequence[str]  # forms of ids that the other party may not write
     codes: Sequence[str]  # read as "no value", as columns of numbers hold them repeatedly
     width: str  # says how many numbers the columns allow to be sent; empty without labels' contract
+    lists: str = ""  # says that this table has more rows than the contract allowed for, if so
 
     def remarks(self) -> list[tuple[str, str]]:
         """Say which marks are none of the cells' own, and which texts mean "no value"."""
@@ -60,6 +62,7 @@ class Written(NamedTuple):
         found = ", ".join(f"{name} ({shown})" for name, shown in gaps.items() if shown)
         what = "no value; with --no-gaps NAME, every text of a column is a value"
         of_numbers = f"{codes}: no value, as columns of numbers show; see missing_texts"
+        said += [("lists", self.lists)] * bool(self.lists)
         said += [("gaps", of_numbers)] * bool(codes) + [("gaps", f"{found}: {what}")] * bool(found)
         return said
 
@@ -145,11 +148,14 @@ def initialise(
         load_party_settings(ActiveSettings, terms.folder / "active.yaml")
     elif (terms.folder / "contract.yaml").exists():
         load_party_settings(PassiveSettings, terms.folder / "passive.yaml")
-    width = "" if terms.role == ACTIVE else _narrow(terms.folder)
+    width, lists = "", ""
+    if terms.role != ACTIVE:
+        lists = _make_room(terms.folder, proposal.sizes.max_set_size)
+        width = _narrow(terms.folder)
     doubts = [*read.id_doubts]
     if rows := read.id_report.contradicting:
         doubts.append(f"{rows:,} of the rows with the id of an earlier row {CONTRADICTING}")
-    return Written(proposal, columns, files, doubts, codes, width)
+    return Written(proposal, columns, files, doubts, codes, width, lists)
 
 
 def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> Table:
@@ -166,6 +172,20 @@ def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> Table
     if choices.label is None:  # the contract, which this party does not write, may not fold case
         rule = rule.model_copy(update={"fold_case": False})
     return table_of(source, settings, None, [rule])
+
+
+def _make_room(folder: Path, rows: int) -> str:
+    """Raise the contract's limit on ids to the rows of a larger table; return a line about it."""
+    path = folder / "contract.yaml"
+    if not path.exists():
+        return ""
+    alignment = load_party_settings(PassiveSettings, folder / "passive.yaml").contract.alignment
+    if rows <= alignment.max_set_size:
+        return ""
+    limit = f"max_set_size: {rows}"
+    if not _write_line(path, f"{limit}  # most ids that a party may bring: this table's", 0o644):
+        return f"expected in contract.yaml: {limit}, for the rows of this table"
+    return f"contract.yaml: {limit}, for the rows of this table"
 
 
 def _narrow(folder: Path) -> str:
@@ -204,7 +224,8 @@ def _write_line(path: Path, line: str, mode: int) -> bool:
     """Write a setting in the place of its line; False if its value is not all in one line."""
     name, text = line.partition(":")[0], path.read_text(encoding="utf-8")
     value = r"(\[[^\]\n]*\]|[\d.]+)"
-    text, count = re.subn(rf"^{name}: *{value} *(#.*)?$", lambda _: line, text, flags=re.MULTILINE)
+    of_name = rf"^( *){name}: *{value} *(#.*)?$"
+    text, count = re.subn(of_name, lambda at: at[1] + line, text, flags=re.MULTILINE)
     if count:
         write_text_atomically(path, text, mode)
     return bool(count)
@@ -232,37 +253,38 @@ def perform(options: argparse.Namespace) -> int:
         except ValidationError as error:
             what = "HOST:PORT" if option == "--address" else "letters, digits, dots and hyphens"
             raise SettingsError(f"{option} {value}: expected {what}") from error
-    written = initialise(
-        options.file,
-        Wishes(
-            id_column=options.id_column,
-            has_id=not options.no_id_column,
-            label_column=options.label_column,
-            positive_label=tuple(options.positive_label),
-            leave_out_unlabelled=options.unlabelled_rows is not None,
-            as_written=options.as_written,
-            label_range=None if options.label_range is None else (low, high),
-            numeric=tuple(options.numeric),
-            categorical=tuple(options.categorical),
-            exclude=tuple(options.exclude),
-            first_year=options.first_year,
-            missing_texts=tuple(options.missing_text),
-            no_gaps=tuple(options.no_gaps),
-        ),
-        Terms(options.role, options.folder, options.party, options.run_name, options.address),
-        delimiter=options.delimiter,
-        encoding=options.encoding,
-        decimal=options.decimal,
-        force=options.force,
-    )
+    with ProgressBar(f"reading {options.file.name}"):
+        written = initialise(
+            options.file,
+            Wishes(
+                id_column=options.id_column,
+                has_id=not options.no_id_column,
+                label_column=options.label_column,
+                positive_label=tuple(options.positive_label),
+                leave_out_unlabelled=options.unlabelled_rows is not None,
+                as_written=options.as_written,
+                label_range=None if options.label_range is None else (low, high),
+                numeric=tuple(options.numeric),
+                categorical=tuple(options.categorical),
+                exclude=tuple(options.exclude),
+                first_year=options.first_year,
+                missing_texts=tuple(options.missing_text),
+                no_gaps=tuple(options.no_gaps),
+            ),
+            Terms(options.role, options.folder, options.party, options.run_name, options.address),
+            delimiter=options.delimiter,
+            encoding=options.encoding,
+            decimal=options.decimal,
+            force=options.force,
+        )
     if options.json:
         print_json(written.as_json())
     else:
-        _print(written, options.role)
+        _print(written)
     return 0
 
 
-def _print(written: Written, role: str) -> None:
+def _print(written: Written) -> None:
     console = Console(highlight=False, soft_wrap=True)
     p, label = written.proposal, written.proposal.choices.label
 
@@ -290,4 +312,4 @@ def _print(written: Written, role: str) -> None:
     for path in written.files:
         say("written", str(path))
     own = next(path for path in written.files if path.name != "contract.yaml")
-    say("next", f"splitveil {role} check {own}")
+    say("next", f"splitveil check {own}")

@@ -30,6 +30,7 @@ from splitveil.deploy.init.choices import (
     choose_label,
 )
 from splitveil.deploy.init.columns import Column, as_text, describe
+from splitveil.deploy.init.command import FILES, check_absent
 from splitveil.deploy.init.own_ids import OwnIds
 from splitveil.deploy.init.tables import RawTable
 
@@ -47,17 +48,17 @@ class Sizes(NamedTuple):
     warmup_steps: int
 
 
-def recommended_sizes(num_rows: int) -> Sizes:
+def recommended_sizes(num_rows: int, *, is_exact: bool = True) -> Sizes:
     """Return the sizes for a table whose rows are all common to both parties."""
+    most = num_rows if is_exact else math.ceil(1.1 * num_rows)
     epochs, batch_size = _at(_EPOCHS, num_rows), _at(_BATCHES, num_rows)
     steps = epochs * math.ceil(TRAIN_SHARE * num_rows / batch_size)
-    number = 2 * num_rows
-    unit = 10 ** max(math.floor(math.log10(number)) - 1, 0)
+    unit = 10 ** max(math.floor(math.log10(most)) - 1, 0)
     return Sizes(
         batch_size=batch_size,
         epochs=epochs,
         min_aligned=min(100, max(num_rows // 2, 1)),
-        max_set_size=int(min(math.ceil(number / unit) * unit, 2**31)),
+        max_set_size=int(min(math.ceil(most / unit) * unit, 2**31)),
         warmup_steps=steps // 20,
     )
 
@@ -211,23 +212,22 @@ def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: T
         num_rows=table.num_rows,
         is_whole=table.is_whole,
         choices=choices,
-        sizes=recommended_sizes(rows),
+        sizes=recommended_sizes(rows, is_exact=table.is_whole),
         ids=ids,
     )
 
 
 def texts_of(proposal: Proposal, role: Role) -> dict[str, str]:
-    names = ["active.yaml", "contract.yaml"] if role == ACTIVE else ["passive.yaml"]
     templates = _templates()
-    return {name: templates.get_template(f"{name}.jinja").render(p=proposal) for name in names}
+    return {
+        name: templates.get_template(f"{name}.jinja").render(p=proposal) for name in FILES[role]
+    }
 
 
 def write_files(folder: Path, texts: Mapping[str, str], *, force: bool) -> list[Path]:
     """Write the files, none of them if one is in the way."""
-    existing = [folder / name for name in texts if (folder / name).exists()]
-    if existing and not force:
-        shown = ", ".join(map(str, existing))
-        raise SettingsError(f"{shown}: exists and will not be overwritten without --force")
+    if not force:
+        check_absent(folder, texts)
     with storage_errors(folder, "cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():

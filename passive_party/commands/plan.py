@@ -7,6 +7,7 @@ from rich.console import Console
 
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData
+from splitveil.common.record.progress import ProgressBar
 from splitveil.common.text.visible_text import PlainTable, visible
 from splitveil.passive_party.exposure_plan import (
     ExposurePlan,
@@ -22,7 +23,8 @@ _TOTALS = {"mean disclosure": "disclosure", "strongest": "strongest_disclosure"}
 
 def plan(parsed: argparse.Namespace) -> None:
     settings: PassiveSettings = parsed.loaded
-    found = exposure_plan_of(settings, PartyData.of(settings))
+    with ProgressBar("measuring what would be given away"):
+        found = exposure_plan_of(settings, PartyData.of(settings))
     if parsed.json:
         print_json(found.to_json())
     else:
@@ -54,7 +56,7 @@ def show(plan: ExposurePlan, console: Console | None = None, *, details: bool = 
     table.add_section()
     for name, figure in _TOTALS.items():
         shares = (getattr(each, figure) for each in plan.exposures.values())
-        table.add_row(name, "0", *(f"{share:.2f}".removeprefix("0") for share in shares))
+        table.add_row(name, "0", *(f"{share:.2f}" for share in shares))
     console.print(table)
     if len(columns) > len(shown):
         say(f"{len(columns) - len(shown)} more columns count, and are shown with -v.")

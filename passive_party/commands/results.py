@@ -6,6 +6,7 @@ from pathlib import Path
 
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.errors import PeerEndedForGood, SplitveilError
+from splitveil.common.record.progress import ProgressBar
 from splitveil.common.record.run_folder import mark_as_ended
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import Summary, provenance_of_process
@@ -35,9 +36,10 @@ def try_to_measure(
     from splitveil.passive_party.report_page import write_exposure  # noqa: PLC0415
 
     try:
-        found = measure_exposure(trainer, encoder, own_rows, sample, of_epochs)
-        if found is not None and sample is not None and settings is not None:
-            found = replace(found, remedy=remedy_of(settings, trainer, encoder, sample, found))
+        with ProgressBar("measuring what the columns have given away"):
+            found = measure_exposure(trainer, encoder, own_rows, sample, of_epochs)
+            if found is not None and sample is not None and settings is not None:
+                found = replace(found, remedy=remedy_of(settings, trainer, encoder, sample, found))
         if found is not None:
             write_exposure(folder, found)
     except SplitveilError as error:  # a full disk needs no traceback

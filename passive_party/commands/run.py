@@ -86,7 +86,6 @@ def _fit(
     write_summary(folder, Summary(version=VERSION, provenance=provenance))
     try_to_report(folder)
     logger.info("the bottom model is fitted to %s rows", f"{len(rows):,}")
-    logger.info("next: splitveil serve FILE, from which the active party takes the sealed table")
 
 
 def _open_folder(settings: PassiveSettings, process: Process, *, fresh: bool) -> Path | None:
@@ -117,7 +116,9 @@ def _train(
         process.device_in_words,
         process.interruption,
     )
-    logger.info("%d rows read from %s, device %s", len(data.ids), data.table.source, device)
+    ids = data.table.id_report.in_words()
+    read = (f"{len(data.ids):,}", data.table.source, ids, device)
+    logger.info("%s rows read from %s, %s, device %s", *read)
     labels = assembly.evaluation_labels(settings)
     folder = _open_folder(settings, process, fresh=fresh)
     if folder is None:
@@ -130,8 +131,7 @@ def _train(
         recorder = resources.enter_context(
             PassiveRecorder(settings, folder, data.ids, labels, status)
         )
-        keep = settings.contract.checkpoints.keep
-        store = resources.enter_context(RunStore(folder, keep, in_background=True))
+        store = resources.enter_context(RunStore(folder, in_background=True))
         run = PassiveRun(
             aligner,
             build_trainer,

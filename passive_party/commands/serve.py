@@ -51,10 +51,8 @@ def serve(parsed: argparse.Namespace) -> None:
         server.stop(GRACE_S)
     counted = service.answered
     logger.info(
-        "answered %d requests about %d ids, of which %d have rows here",
-        counted["requests"],
-        counted["ids"],
-        counted["known"],
+        "answered %s requests about %s ids, of which %s have rows here",
+        *(f"{counted[name]:,}" for name in ("requests", "ids", "known")),
     )
 
 
@@ -63,9 +61,9 @@ def _service(
 ) -> InferenceService:
     model = ServedModel.load(settings, command_line.prepare(settings), table)
     logger.info(
-        "the model of %s answers for %d rows of %s",
+        "the model of %s answers for %s rows of %s",
         model.identity,
-        len(model.rows),
+        f"{len(model.rows):,}",
         model.rows.source,
     )
     is_one_sided = settings.contract.is_one_sided

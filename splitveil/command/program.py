@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NamedTuple, NoReturn
 
+from rich.text import Text
+
 from splitveil.common.errors import SplitveilError
 from splitveil.common.party.arguments import (
     Commands,
@@ -22,6 +24,7 @@ from splitveil.common.party.arguments import (
     end_program,
     run_command,
 )
+from splitveil.common.text.output import printing_console
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import visible_lines
 
@@ -86,7 +89,8 @@ def _exit_code(words: Sequence[str]) -> int:
     try:
         return int(module.run(parsed))
     except SplitveilError as error:
-        sys.stderr.write(f"{program}: {visible_lines(str(error))}\n")
+        said = Text(f"{program}: {visible_lines(str(error))}", "red")
+        printing_console(stderr=True).print(said, soft_wrap=True)
         return error.exit_code
     except KeyboardInterrupt:
         return 130

@@ -124,7 +124,7 @@ def _print_audit(audit: "Audit") -> None:
     batches.add_column("needs to know")
     for one in audit.batches:
         interval = _interval(one.low, one.high)
-        figures = (f"{one.leak_auc:.3f}", interval, f"{one.random:.3f}", str(one.batches))
+        figures = (f"{one.leak_auc:.3f}", interval, f"{one.random:.3f}", f"{one.batches:,}")
         batches.add_row(one.attack, *figures, one.needs)
     console.print(batches)
     if audit.run:
@@ -135,13 +135,13 @@ def _print_audit(audit: "Audit") -> None:
         console.print(
             f"epsilon of label differential privacy is at least {at_least(epsilon.epsilon)} "
             f"(confidence {epsilon.confidence:g}, delta {epsilon.delta:g}): {epsilon.attack} "
-            f"guessed {epsilon.correct} of {epsilon.guesses} labels right",
+            f"guessed {epsilon.correct:,} of {epsilon.guesses:,} labels right",
             markup=False,
             soft_wrap=True,
         )
     if audit.skipped_one_class:
         console.print(
-            f"{audit.skipped_one_class} batches of a single class were left out", markup=False
+            f"{audit.skipped_one_class:,} batches of a single class were left out", markup=False
         )
 
 

@@ -140,10 +140,10 @@ class Audit:
 
     def __repr__(self) -> str:
         if not self.batches and not self.run:
-            return f"Audit({self.rows} rows, no attack was measured)"
+            return f"Audit({self.rows:,} rows, no attack was measured)"
         attack, leak_auc = self.strongest
         kind = "adjusted" if self.beyond is not None and self.beyond.adjusted else "raw"
-        return f"Audit({self.rows} rows, strongest: {visible(attack)}, {kind} {leak_auc:.3f})"
+        return f"Audit({self.rows:,} rows, strongest: {visible(attack)}, {kind} {leak_auc:.3f})"
 
     def _repr_html_(self) -> str:
         epsilon = self.epsilon

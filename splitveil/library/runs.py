@@ -93,7 +93,9 @@ class Run:
     def test_auc(self) -> float | None:
         """The test AUC after the last epoch that was evaluated; None before the first."""
         evaluated = self._files().active.metrics.of(lines.EvaluationLine)
-        return next((line.auc for line in reversed(evaluated) if line.split == "test"), None)
+        return next(
+            (line.figures.auc for line in reversed(evaluated) if line.split == "test"), None
+        )
 
     @property
     def leak(self) -> LeakAssessment:
@@ -336,9 +338,9 @@ class Run:
             row = by_epoch.setdefault(line.epoch, {"epoch": line.epoch})
             row["train_loss"] = line.train_loss
             measured = ("loss", "auc", "average_precision", "calibration_error")
-            row |= {f"{line.split}_{name}": getattr(line, name) for name in measured}
+            row |= {f"{line.split}_{name}": getattr(line.figures, name) for name in measured}
             if line.class_aucs:
-                row[f"{line.split}_accuracy"] = line.accuracy
+                row[f"{line.split}_accuracy"] = line.figures.accuracy
         for ledger in metrics.of(lines.LedgerLine):
             row = by_epoch.setdefault(ledger.epoch, {"epoch": ledger.epoch})
             row["sum_kl"] = finite_or_null(ledger.bounds.sum_kl.max)

@@ -4,11 +4,12 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Never, Protocol, TypeAlias
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.attacks import ATTACKS, SideInformation
-from splitveil.common.run.contract import ACTIVE
+from splitveil.common.record.progress import ProgressBar
+from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.settings import Section
 from splitveil.deploy.overrides import NamedDefense, Overrides, override
 from splitveil.library.choices import (
@@ -42,7 +43,7 @@ EVERY_BATCH: Mapping[str, Any] = {"max_cpu_share": None}
 
 def simulate(
     example: str | Path | None = None,
-    *,
+    *others: Never,
     active: Any = None,
     passive: Any = None,
     label: str = "label",
@@ -57,6 +58,8 @@ def simulate(
     jobs: int = 1,
     runs: str | Path | None = None,
     callbacks: Callback | Iterable[Callback] = (),
+    progress: bool = True,
+    **unknown: Never,
 ) -> Runs:
     """Run both parties in this process, once for each defense and seed.
 
@@ -106,6 +109,8 @@ def simulate(
             ``on_end(run)``, called with a run that has ended, or both; a function is an
             ``on_epoch``. A run waits for them; what one raises ends its run and the simulation, and
             reaches the caller. They are not called for a run that is reused.
+        progress: whether a terminal or a notebook shows a bar, of the runs if there are several,
+            and of the epochs otherwise.
 
     Returns:
         The runs: frames, report, bounds and ledgers.
@@ -115,6 +120,7 @@ def simulate(
             has ended is a result.
         ValueError: neither an example nor tables are given, or both, or seeds or jobs are none.
     """
+    _check_given(example, others, label, settings, unknown)
     if (active is None) != (passive is None):
         raise ValueError("expected the tables of both parties, active and passive")
     if jobs < 1:
@@ -140,7 +146,6 @@ def simulate(
     def run_of(job: Job) -> Run:
         return Run(job.folder, owner=scratch, base_dir=source)
 
-    notify = _notifier(_several(callbacks), run_of)
     with naming_parties(source) if example is None else nullcontext():
         chosen = _chosen(defense)
         base = _base(source, given, attacks, chosen)
@@ -150,11 +155,31 @@ def simulate(
             for seed in numbers
             for one in chosen
         }
-        if jobs > 1:
-            run_side_by_side([*planned.values()], jobs, notify)
-        else:
-            run_here([*planned.values()], notify)
+        bar = ProgressBar("simulating", "runs", len(planned), shows=progress)
+        notify = _notifier(_several(callbacks), run_of, bar)
+        # The bar of a single run shows its epochs.
+        with bar if len(planned) > 1 or not progress else nullcontext():
+            if jobs > 1:
+                run_side_by_side([*planned.values()], jobs, notify)
+            else:
+                run_here([*planned.values()], notify)
     return Runs({key: run_of(job) for key, job in planned.items()}, folder)
+
+
+def _check_given(
+    example: object, others: object, label: object, settings: object, unknown: Mapping[str, object]
+) -> None:
+    """Raise TypeError, with what is meant, for the arguments that people try first."""
+    if others or not (example is None or isinstance(example, str | Path)):
+        raise TypeError("tables have names: simulate(active=..., passive=..., label='column')")
+    if not isinstance(label, str):
+        raise TypeError("label: expected the name of a column of active, which has the labels")
+    if not (settings is None or isinstance(settings, Mapping)):
+        raise TypeError("settings: expected a mapping, such as {'contract.epochs': 3}")
+    for name in unknown:
+        owners = ["contract"] if name in Contract.model_fields else ["active", "passive"]
+        ways = " or ".join(f"settings={{'{owner}.{name}': ...}}" for owner in owners)
+        raise TypeError(f"simulate has no argument {name!r}; a setting of that name: {ways}")
 
 
 def _several(given: Any) -> list[Any]:
@@ -163,7 +188,9 @@ def _several(given: Any) -> list[Any]:
     return [*given] if is_iterable and not is_one else [given]
 
 
-def _notifier(callbacks: Sequence[Callback], run_of: Callable[[Job], Run]) -> Notify:
+def _notifier(
+    callbacks: Sequence[Callback], run_of: Callable[[Job], Run], bar: ProgressBar
+) -> Notify:
     handlers: dict[str, list[Callable[[Run], object]]] = {"on_epoch": [], "on_end": []}
     for one in callbacks:
         own = {event: getattr(one, event) for event in handlers if hasattr(one, event)}
@@ -178,6 +205,8 @@ def _notifier(callbacks: Sequence[Callback], run_of: Callable[[Job], Run]) -> No
             _logger.warning("%s: taken from an earlier call: not run again", name)
         for handler in handlers.get(event, ()):
             handler(run_of(job))
+        if event != "on_epoch":
+            bar.advance()
 
     return notify
 

@@ -113,7 +113,7 @@ class Half(NamedTuple):
             return rows.features_of(rows.served())
         found = rows.rows_of([as_text(one) for one in ids])
         if missing := int((found == ABSENT).sum()):
-            raise DataError(f"{rows.source}: {missing} of {len(found)} ids have no row")
+            raise DataError(f"{rows.source}: {missing:,} of {len(found):,} ids have no row")
         return rows.features_of(found)
 
     def export(self, path: Path, kind: Format) -> None:

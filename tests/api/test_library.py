@@ -331,7 +331,7 @@ def test_all_names_are_there_and_no_others() -> None:
     with pytest.raises(ValueError, match="expected one of active, passive, contract"):
         settings_schema("other")  # type: ignore[arg-type]
     assert all(getattr(splitveil, name) is not None for name in splitveil.__all__)
-    assert set(splitveil.__all__) <= set(dir(splitveil))
+    assert dir(splitveil) == sorted(splitveil.__all__)
     assert not hasattr(splitveil, "simulated")
     assert "noisy_label" in defenses.NAMES
     assert {"norm", "accumulated_cosine"} <= set(attacks.NAMES)

@@ -43,7 +43,7 @@ from tests.support.runs import (
 from tests.support.texts import TOKENS, write_tokenizer
 
 ENCODER = "encoder.safetensors"
-DEPTH_2 = ["contract.pipeline_depth=2", "contract.checkpoints.every_steps=2"]
+DEPTH_2 = ["contract.pipeline_depth=2", "contract.checkpoint_steps=2"]
 
 
 class Encoder(nn.Module):

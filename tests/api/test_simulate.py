@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -820,6 +821,19 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         },
         "^no.json: there is no such file in .*/here$",
     ),
+    "labels in the place of their column": (
+        {"active": {"x": [1]}, "passive": {"x": [1]}, "label": np.zeros(1)},
+        "^label: expected the name of a column of active",
+    ),
+    "a list of settings": (
+        {"example": "breast_cancer", "settings": ["contract.epochs=3"]},
+        "^settings: expected a mapping, such as {'contract.epochs': 3}",
+    ),
+    "a setting as an argument": (
+        {"example": "breast_cancer", "epochs": 3},
+        "no argument 'epochs'; a setting of that name: settings={'contract.epochs': ...}",
+    ),
+    "a table in the place of an example": ({"example": np.zeros((2, 2))}, "^tables have names: "),
     "no such party": (
         {"example": "breast_cancer", "settings": {"epochs": 1}},
         "expected active.NAME=VALUE",
@@ -863,7 +877,8 @@ def test_what_cannot_be_simulated_is_said(
     arguments, message = WRONG[wrong]
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises((SplitveilError, ValueError), match=message) as raised:
+    with pytest.raises((SplitveilError, ValueError, TypeError), match=message) as raised:
         simulate(**arguments)
+    assert len("".join(traceback.format_exception(raised.value)).splitlines()) < 60
     assert "\n" not in str(raised.value)
     assert "--set" not in str(raised.value)

@@ -152,9 +152,10 @@ def test_rows_are_left_out_as_the_settings_say_and_counted(
         assert data.kept.tolist() == [0, 1, 5]
         assert len(data.table) == 3
         (said,) = caplog.messages
-        assert "columns 'surname', 'born': ids: " in said
-        assert "fold_case of 'surname' changed 5" in said
-        assert "whole_numbers of 'born' changed 1" in said
+        assert "columns 'surname', 'born': 3 of 6 rows" in said
+        changed = data.table.id_report.in_words()
+        assert "fold_case of 'surname' changed 5" in changed
+        assert "whole_numbers of 'born' changed 1" in changed
         assert "3 of 6 rows left out: 1 without a usable id, 1 with the id of an earlier" in said
         assert "1 whose id only the rules make equal" in said
         assert "aier" not in said

@@ -296,7 +296,7 @@ def test_unreadable_file_is_named(
     assert part in str(raised.value)
 
 
-IMAGES = {"kind": "images", "table": "t.csv", "file_column": "f", "height": "4", "width": "4"}
+IMAGES = {"kind": "images", "table": "t.csv", "file_column": "f", "size": ["4", "4"]}
 
 
 @pytest.mark.parametrize(

@@ -319,8 +319,7 @@ def image_settings(**values: Any) -> DataSettings:
         "table": "labels.csv",
         "file_column": "name",
         "file_ending": ".png",
-        "height": 6,
-        "width": 8,
+        "size": (6, 8),
         **values,
     }
     found = {
@@ -357,7 +356,7 @@ def test_a_conversion_of_images_shows_how_far_it_is(
 
 def test_images_are_resized_and_made_grey(tmp_path: Path) -> None:
     pixels = write_images(tmp_path)
-    table = read_table(image_settings(height=3, width=4, colours="grey"), tmp_path)
+    table = read_table(image_settings(size=(3, 4), colours="grey"), tmp_path)
     assert table.image is not None
     assert table.image.shape == (30, 1, 3, 4)
     assert abs(float(table.image.mean()) - float(pixels.mean())) < 2

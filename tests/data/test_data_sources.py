@@ -261,7 +261,7 @@ class Bucket:
         fs.copy_files(str(folder), f"bucket/{name}", destination_filesystem=self.files)
 
     def source(self, path: str, **values: Any) -> dict[str, Any]:
-        store = {"endpoint": self.endpoint, "region": "eu-west-1"}
+        store = {"endpoint": self.endpoint}
         return {"kind": "parquet", "path": f"s3://{path}", "store": store, **values}
 
 
@@ -532,7 +532,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"path": "ftp://host/x"}, "not ftp://"),
     ({"path": "s3://key:word-3391@bucket/x"}, "an address holds no credentials"),
     ({"path": "s3://key:word/3391@bucket/x"}, "an address holds no credentials"),
-    ({"path": "rows.parquet", "store": {"region": "x"}}, "store is for addresses"),
+    ({"path": "rows.parquet", "store": {"account": "x"}}, "store is for addresses"),
     ({"path": "abfs://container/x"}, "store.account"),
     ({"path": "s3://b/x", "store": {"endpoint": "https://a:word-3391@host"}}, "store.endpoint"),
     ({"path": "s3://b/x", "store": {"secret_key": "x"}}, "unknown setting"),

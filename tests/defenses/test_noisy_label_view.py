@@ -31,7 +31,7 @@ from tests.support.several import Several, build_several, write_several
 from tests.support.tables import deal_other_labels
 
 DEFENSE = "defense={name: noisy_label, mechanism: {kind: gaussian}, insecure_noise_seed: 7}"
-SMALL = ("contract.evaluation_batch_size=60", "contract.checkpoints={every_steps: 2, keep: 100}")
+SMALL = ("contract.evaluation_batch_size=60", "contract.checkpoint_steps=2")
 
 
 def build(

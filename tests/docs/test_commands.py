@@ -126,7 +126,7 @@ def test_the_commands_end_well_on_tables_of_one_s_own(done: Mapping[str, Done]) 
     assert {text: one.output for text, one in done.items() if one.exit_code != 0} == {}
     for party, table in (("active", "clients"), ("passive", "usage")):
         said = done[f"splitveil check {party}.yaml"].output
-        assert f"ok: data: 1400 rows in {table}.csv" in said
+        assert f"ok: data: 1,400 rows in {table}.csv" in said
 
 
 def test_the_run_leaves_the_files_that_the_guide_names(own: Path, done: Mapping[str, Done]) -> None:

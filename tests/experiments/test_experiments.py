@@ -27,7 +27,13 @@ from splitveil.common.errors import DataError, Interrupted, SettingsError
 from splitveil.common.models.dense import WideDeepTop
 from splitveil.common.privacy import leakage
 from splitveil.common.privacy.attacks import ATTACKS
-from splitveil.common.privacy.figures import AttackFigure, BatchFigures, LeakFigures, RunFigures
+from splitveil.common.privacy.figures import (
+    AttackFigure,
+    BatchFigures,
+    LeakFigures,
+    PredictionFigures,
+    RunFigures,
+)
 from splitveil.common.privacy.scoring import cross_scores
 from splitveil.common.record.lines import EpochLeakLine, EvaluationLine, LeakLine
 from splitveil.common.record.run_folder import claimed
@@ -462,10 +468,13 @@ def leave_behind(
                 append_lines(run / party, LeakLine(epoch, step, tuple(found), None))
             append_lines(run / party, EpochLeakLine(epoch, (AttackFigure("cut", "norm", 0.6),)))
         if party == "active":
-            model = ModelFigures(test_auc=auc, test_calibration_error=0.05)
+            model = ModelFigures(PredictionFigures(auc=auc, calibration_error=0.05))
             summary = replace(summary, active=ActiveFigures(model=model))
             for epoch, value in ((0, 0.99), (1, auc)):
-                append_lines(run / party, EvaluationLine(epoch, "test", 0.3, value, 0.1, 0.2))
+                append_lines(
+                    run / party,
+                    EvaluationLine(epoch, "test", PredictionFigures(0.3, value, 0.1), 0.2),
+                )
         write_summary(run / party, summary)
     (folder / "finished.json").write_text(json.dumps(marker))
 

@@ -109,7 +109,7 @@ def test_what_is_written_can_be_used_as_it_is(tmp_path: Path) -> None:
     assert (schedule.warmup_steps, schedule.decay) == (4, "cosine")  # of 20 epochs with 4 steps
     run.meet()
     run.fit_top()
-    assert run.active.seen.evaluations[-1].auc is not None
+    assert run.active.seen.evaluations[-1].figures.auc is not None
 
 
 def test_the_contract_gets_the_width_that_the_columns_allow_and_never_a_wider_one(
@@ -154,6 +154,23 @@ def test_sizes_follow_the_rows() -> None:
         (1024, 20, 29),
         (1024, 10, 31),
     ]
+    assert [one.max_set_size for one in sizes] == [*rows]
+    assert recommended_sizes(1_234_567).max_set_size == 1_300_000
+    assert recommended_sizes(1_234_567, is_exact=False).max_set_size == 1_400_000
+
+
+def test_the_larger_table_sets_the_limit_on_ids(tmp_path: Path) -> None:
+    active(tmp_path, clients(tmp_path))
+    contract = tmp_path / "contract.yaml"
+    assert f"\n  max_set_size: {ROWS}  # most ids" in contract.read_text(encoding="utf-8")
+    assert passive(tmp_path, usage(tmp_path)).lists == ""
+    rows = ["customer,calls", *(f"K{i},{i % 7}" for i in range(2 * ROWS))]
+    (tmp_path / "more.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    terms = Terms("passive", tmp_path)
+    found = initialise(tmp_path / "more.csv", Wishes(), terms, force=True)
+    assert found.lists == f"contract.yaml: max_set_size: {2 * ROWS}, for the rows of this table"
+    read = yaml.safe_load(contract.read_text(encoding="utf-8"))
+    assert read["alignment"] == {"min_aligned": 100, "max_set_size": 2 * ROWS}
 
 
 def test_every_column_is_found_out(tmp_path: Path) -> None:

@@ -153,9 +153,7 @@ def test_a_row_without_a_label_repeats_no_id(tmp_path: Path) -> None:
         for read in (PartyData.load, read_ids_alone):
             found = read(chosen, tmp_path, None, AS_WRITTEN)
             assert list(found.ids) == ["a", "b"]
-            assert found.table.id_report.in_words().endswith(
-                "3 of 5 rows left out: 3 without a label"
-            )
+            assert found.table.id_report.losses == "3 of 5 rows left out: 3 without a label"
 
 
 def test_cells_of_a_column_that_holds_no_labels_are_not_quoted(tmp_path: Path) -> None:

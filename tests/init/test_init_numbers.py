@@ -60,9 +60,9 @@ def test_what_is_written_for_numbers_trains_as_it_is(tmp_path: Path) -> None:
     run = simulation.build(simulation.read_settings(tmp_path, ["refit.epochs=2"]))
     run.meet()
     run.fit_top()
-    number = run.active.seen.evaluations[-1].number
-    assert number is not None
-    assert number.rmse > 0
+    found = run.active.seen.evaluations[-1].figures
+    assert found.rmse is not None
+    assert found.rmse > 0
 
 
 def test_the_file_says_why_the_bounds_have_to_be_chosen(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Blocks of commands say in their first line at whose machine they are typed. ``sc
 into the other folder; names of hosts become this machine.
 """
 
+import json
 import shlex
 import shutil
 import subprocess
@@ -144,6 +145,19 @@ def test_the_run_trains_on_the_common_ids_and_leaves_what_the_page_names(
         results = machines.folders[owner] / "runs" / "churn-2026-03" / party
         assert (results / "checkpoint").is_dir()
         assert yaml.safe_load((results / "summary.json").read_text())["aligned_rows"] == 1200
+    ours, theirs = (
+        json.loads((folder / "runs" / "churn-2026-03" / party / "cover.json").read_text())
+        for folder, party in zip(machines.folders.values(), ("active", "passive"), strict=True)
+    )
+    for name in ("run_id", "contract_sha256"):
+        assert ours[name] == theirs[name] is not None
+    # Of what `init` writes, a check is left to people or passes, and neither page is grey.
+    answers = [{one["name"]: one["answer"] for one in facts["checks"]} for facts in (ours, theirs)]
+    by_hand = {"membership", "predictions", "keys", "contract"}
+    for name in answers[0].keys() - by_hand:
+        assert {one[name] for one in answers} in ({"ticked"}, {"ticked", "other page"}), name
+    assert ours["outcome"] in {"pass", "fail"}
+    assert theirs["outcome"] == "within"
     report = machines.folders["label-owner"] / "runs" / "churn-2026-03" / "active" / "report.html"
     assert report.is_file()
 

@@ -41,7 +41,7 @@ from tests.support.runs import (
 )
 
 MARVELL = "defense={name: marvell, strength: {power_ratio: 16}, insecure_noise_seed: 1}"
-EVERY_2 = "contract.checkpoints.every_steps=2"
+EVERY_2 = "contract.checkpoint_steps=2"
 AFTER_FIRST = "earlier_ledgers=[first/active/checkpoint]"
 
 

@@ -186,7 +186,7 @@ def test_a_run_that_stops_before_its_first_evaluation_has_a_summary_all_the_same
             run_in_process(parties)
     summary = recorder.summary({})
     assert (summary.counts.epochs, summary.counts.steps) == (0, 0)
-    assert summary.of_active.model.test_auc is None
+    assert summary.of_active.model.test.auc is None
     assert summary.of_active.ledger is not None
     assert summary.of_active.ledger.anybody.max == 0.5
     assert {one["leak_auc"] for one in summary.form()["bounds"]} == {0.5}

@@ -32,7 +32,7 @@ exp(0.405), and else flipped: (p - q) log (p / q), for each of the two values th
 QUICK = (
     "contract.epochs=1",
     "contract.batch_size=32",
-    "contract.checkpoints.every_steps=1",
+    "contract.checkpoint_steps=1",
     "defense={name: noisy_label, mechanism: {kind: randomized_response, epsilon: 0.405}}",
     "leak_monitor=null",
 )

@@ -117,7 +117,7 @@ def test_autocast_of_either_party_is_another_course(example: Path) -> None:
 def test_a_run_resumes_with_the_same_bits_and_not_with_another_arithmetic(
     example: Path, tmp_path: Path, fast: str, other: str
 ) -> None:
-    shared = ["contract.epochs=3", "contract.checkpoints={every_steps: 2, keep: 100}", fast]
+    shared = ["contract.epochs=3", "contract.checkpoint_steps=2", fast]
     active, passive = [*shared, *SEEDED], [*shared, "insecure_nonce_seed=2"]
     whole = build_parties(example, active, passive)
     run_in_process(whole)

@@ -97,7 +97,9 @@ def test_a_column_is_trained_on_or_refused_in_one_sentence(
         run_in_process(parties)
         assert all(bool(weight.isfinite().all()) for weight in parties.weights().values())
         for evaluation in parties.active.evaluations:
-            assert math.isfinite(evaluation.loss)  # a row with NaN would make it NaN
+            assert math.isfinite(
+                evaluation.figures.form()["loss"]
+            )  # a row with NaN would make it NaN
 
     if refusal is None:
         run()
@@ -116,7 +118,9 @@ def test_a_single_training_row_is_enough(tmp_path: Path) -> None:
     parties = build_parties(tmp_path, [*shared, TOP], [*shared, BOTTOM, "adversary=null"])
     run_in_process(parties)
     assert all(bool(weight.isfinite().all()) for weight in parties.weights().values())
-    assert [math.isfinite(found.loss) for found in parties.active.evaluations] == [True] * 4
+    assert [
+        math.isfinite(found.figures.form()["loss"]) for found in parties.active.evaluations
+    ] == [True] * 4
 
 
 def test_a_model_without_bins_is_not_continued_as_one_with_bins(tmp_path: Path) -> None:

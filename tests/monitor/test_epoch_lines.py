@@ -46,5 +46,5 @@ def test_each_epoch_has_a_line_with_the_held_out_auc_and_the_bound_for_anybody(
     assert [line[1] for line in found] == ["1", "2"]
     assert {line[3] for line in found} == {split}
     assert found[-1][5] == bound
-    assert float(found[-1][4]) == pytest.approx(recorder._evaluations[split].auc, abs=1e-4)
+    assert float(found[-1][4]) == pytest.approx(recorder._evaluations[split].figures.auc, abs=1e-4)
     assert max(len(f"12:00:00 active INFO {line[0]}") for line in found) <= 90

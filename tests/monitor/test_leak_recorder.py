@@ -128,7 +128,7 @@ def test_what_its_thread_has_copied_between_two_batches_is_as_good(
     assert found[0] == found[1]
 
 
-EVERY_2 = "contract.checkpoints={every_steps: 2, keep: 100}"
+EVERY_2 = "contract.checkpoint_steps=2"
 
 
 def test_a_peer_that_goes_back_after_every_checkpoint_hides_nothing_from_the_monitor(

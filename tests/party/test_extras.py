@@ -14,7 +14,7 @@ from tests.support.commands import exit_code_of
 from tests.support.runs import write_example
 
 SQL = "data.source={kind: sql, driver: sqlite, uri: x.sqlite, query: select 1}"
-IMAGES = "data.source={kind: images, path: x, table: x.csv, file_column: x, height: 9, width: 9}"
+IMAGES = "data.source={kind: images, path: x, table: x.csv, file_column: x, size: [9, 9]}"
 
 
 @pytest.mark.parametrize(

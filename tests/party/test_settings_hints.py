@@ -72,8 +72,8 @@ def test_marks_hold_at_their_own_place_only() -> None:
         {".".join(place) for place in marked(kind, Mark.MAY_CHANGE)}
         for kind in (ActiveSettings, PassiveSettings)
     )
-    assert {"status", "log_format", "run_budget"} <= active
-    assert {"status", "log_format", "proxy_credentials"} <= passive
+    assert {"status", "transcript", "run_budget"} <= active
+    assert {"status", "transcript", "proxy_credentials"} <= passive
     assert not any("." in name for name in active | passive)
     hidden = {".".join(place) for place in marked(ActiveSettings, Mark.HIDDEN)}
     assert {"insecure_nonce_seed", "defense.insecure_noise_seed", "data.source.uri"} <= hidden

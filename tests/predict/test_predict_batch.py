@@ -44,7 +44,7 @@ IDS = [f"row-{number:04d}" for number in range(480)] + ["nobody"] * 5
 
 
 def opened(output: Path, *, model: str = "one", ids: Sequence[str] = IDS) -> Parts:
-    return Parts(output, PredictionPlan(model, "", ()), ids)
+    return Parts(output, PredictionPlan(model, ""), ids)
 
 
 def predict(

@@ -201,7 +201,7 @@ def test_several_classes_are_added_up_along_one_direction() -> None:
     """Each batch's own top direction is another one, and sums along them reach .87."""
     generator = torch.Generator().manual_seed(28)
     labels = torch.arange(800) % 8
-    audit = LeakAudit(["accumulated_spectral"], 1, 800, LabelClasses(tuple("abcdefgh")))
+    audit = LeakAudit(["accumulated_spectral"], 800, LabelClasses(tuple("abcdefgh")))
     for epoch in range(12):
         for step, rows in enumerate(torch.randperm(800, generator=generator).reshape(8, 100)):
             noise = 0.5 * torch.randn(100, 32, generator=generator)

@@ -313,8 +313,11 @@ def test_a_worker_leaves_out_what_is_beyond_its_share(monkeypatch: pytest.Monkey
     assert audit.counts() == (1, 0, 2)
 
 
-def test_an_observation_is_put_together_only_if_its_batch_is_taken() -> None:
-    audit = LeakAudit(["norm"], every_steps=2)
+def test_an_observation_is_put_together_only_if_its_batch_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("splitveil.common.privacy.audit_worker._BURST_S", 1e-9)
+    audit = LeakAudit(["norm"])
     observations = {step: _observation(0, step) for step in range(3)}
     built: list[int] = []
 
@@ -322,16 +325,13 @@ def test_an_observation_is_put_together_only_if_its_batch_is_taken() -> None:
         built.append(step)
         return observations[step]
 
-    with AuditWorker(audit) as worker:
-        taken = [
-            worker.submit_later(step, item.gradients, partial(build, step))
-            for step, item in observations.items()
-        ]
-    assert not worker.submit_later(2, observations[2].gradients, partial(build, 2))
-    assert taken == [True, False, True]
-    assert built == [0, 2]
-    assert audit.observe(_observation(1, 1)) is None
-    assert audit.counts() == (2, 0, 1)
+    with AuditWorker(audit, max_cpu_share=1e-6) as worker:
+        assert worker.submit_later(observations[0].gradients, partial(build, 0))
+        assert worker.wait_until_idle(HANGS_AFTER_S)
+        assert not worker.submit_later(observations[1].gradients, partial(build, 1))
+    assert not worker.submit_later(observations[2].gradients, partial(build, 2))
+    assert built == [0]
+    assert audit.counts() == (1, 0, 2)
 
 
 def test_what_cannot_be_audited_before_the_deadline_is_left_out() -> None:

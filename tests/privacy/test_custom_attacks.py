@@ -127,7 +127,7 @@ def observation(audit: LeakAudit, epoch: int, step: int, num_classes: int = 2) -
 
 def new_audit(settings: AuditSettings, class_names: tuple[str, ...] = ()) -> LeakAudit:
     custom = load_custom_attacks(settings)
-    return LeakAudit(settings.attack_names, 1, 96, LabelClasses(class_names), custom)
+    return LeakAudit(settings.attack_names, 96, LabelClasses(class_names), custom)
 
 
 @pytest.mark.parametrize("class_names", [(), ("a", "b", "c")])

@@ -73,8 +73,8 @@ def test_a_run_that_learns_nothing_has_the_test_auc_of_the_run_it_starts_from(
     before, after = (
         [e for e in each.active.evaluations if e.split == "test"] for each in (first, second)
     )
-    assert (after[0].auc, after[0].loss) == (before[-1].auc, before[-1].loss)
-    assert before[0].auc != before[-1].auc
+    assert after[0].figures == before[-1].figures
+    assert before[0].figures.auc != before[-1].figures.auc
     assert_same_weights(first.weights(), second.weights())
 
 
@@ -93,7 +93,7 @@ def test_features_are_encoded_as_they_were_in_the_earlier_run(
     assert now.numeric is not None
     assert before.numeric is not None
     assert not torch.allclose(now.numeric, before.numeric, atol=1.0)
-    assert second.active.evaluations[-1].auc != first.active.evaluations[-1].auc
+    assert second.active.evaluations[-1].figures != first.active.evaluations[-1].figures
 
 
 def test_a_category_keeps_its_slot_and_a_new_one_is_unknown(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import math
+import re
 import sys
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -79,24 +80,40 @@ def test_a_traceback_is_a_field(lines: Lines) -> None:
     assert "ValueError: why" in line["exception"]
 
 
-def test_the_form_can_change_after_the_settings_are_read(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    log_lines.configure_logging("active")
-    logger.warning("a")
-    log_lines.add_to_log_lines(run="monday")
-    log_lines.use_log_format("json")
-    logger.warning("b")
-    first, second = capsys.readouterr().err.splitlines()
-    assert first.endswith("active WARNING a")
-    assert json.loads(second)["run"] == "monday"
-
-
 def test_what_a_signal_says_is_a_line_like_the_others(lines: Lines) -> None:
     """It is written without the logging, which the signal may have interrupted."""
     assert json.loads(log_lines.raw_line("stopping"))["message"] == "stopping"
-    log_lines.use_log_format("text")
+    log_lines.configure_logging("active")
     assert log_lines.raw_line("stopping") == b"stopping\n"
+
+
+@pytest.mark.parametrize(
+    ("form", "is_terminal", "variable", "coloured"),
+    [
+        ("text", True, "OTHER", True),
+        ("text", True, "NO_COLOR", False),
+        ("text", False, "OTHER", False),
+        ("json", True, "OTHER", False),
+    ],
+)
+def test_warnings_and_errors_have_a_colour_on_a_terminal_alone(
+    form: Any,
+    is_terminal: bool,
+    variable: str,
+    coloured: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv(variable, "1")
+    log_lines.configure_logging("active", 0, form)
+    for level in (logging.INFO, logging.WARNING, logging.ERROR):
+        logging.getLogger("splitveil.x").log(level, "said")
+    colours = [re.match(r"\x1b\[(\d+)m", line) for line in screen.getvalue().splitlines()]
+    found = [None if colour is None else colour[1] for colour in colours]
+    assert found == ([None, "33", "31"] if coloured else [None] * 3)
 
 
 @pytest.mark.parametrize(("form", "verbosity"), [("text", 0), ("json", 0), ("text", -1)])
@@ -113,7 +130,7 @@ def test_no_progress_bar_is_drawn_between_objects_or_where_it_should_be_quiet(
     rows = AlignedRows.derive(contract, b"s" * 32, ids, np.arange(300))
     with RunRecorder(tmp_path) as recorder:
         recorder._begin_run(rows)
-        recorder._show_progress("active", rows, contract)
+        recorder._show_progress(rows, contract)
         assert recorder._progress is not None
         recorder._progress.advance(loss=0.5)
     drawn = "\x1b[" in screen.getvalue()
@@ -141,16 +158,16 @@ def test_the_summary_is_an_object_and_no_table(
     assert "steps" in screen.getvalue()
 
 
-def test_the_flag_is_stronger_than_the_setting_and_problems_of_the_settings_are_objects(
+def test_with_the_flag_problems_of_the_settings_are_objects(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_example(tmp_path)
-    words = ["check", str(tmp_path / "active.yaml"), "--set", "log_format=json"]
+    words = ["check", str(tmp_path / "active.yaml")]
     listen = ["--set", "listen=127.0.0.1:1", "--set", "device=cuda:9"]
     wrong = ["--set", "lisen=127.0.0.1:1", "--log-format"]
     for options, is_json in (
-        (listen, True),
-        ([*listen, "--log-format", "text"], False),
+        (listen, False),
+        ([*listen, "--log-format", "json"], True),
         ([*wrong, "json"], True),
     ):
         with pytest.raises(SystemExit) as end:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -53,6 +54,10 @@ def form(
     return {"kind": kind, "epoch": epoch, "step": step, **more}
 
 
+MEASURED = figures.PredictionFigures(0.5, 0.75, 0.125)
+OF_NUMBERS = figures.PredictionFigures(
+    0.5, rmse=2.0, mae=1.5, r2=0.75, constant_rmse=4.0, constant_mae=3.0
+)
 EVALUATED = {"loss": 0.5, "auc": 0.75, "calibration_error": 0.125, "train_loss": 0.25}
 
 
@@ -75,22 +80,24 @@ LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
     ),
     "ledger": (lines.LedgerLine(1, BOUNDS), form("ledger", **LEDGER_FORM)),
     "evaluation": (
-        lines.EvaluationLine(1, "validation", 0.5, 0.75, 0.125, 0.25),
+        lines.EvaluationLine(1, "validation", MEASURED, 0.25),
         form("validation", **EVALUATED),
     ),
     "evaluation by class": (
         lines.EvaluationLine(
-            1, "test", 0.5, 0.75, 0.125, 0.25, 0.875, {"van": 0.75, "a/b": None}, None, 0.625
+            1,
+            "test",
+            replace(MEASURED, accuracy=0.875, average_precision=0.625),
+            0.25,
+            {"van": 0.75, "a/b": None},
         ),
-        form("test", **EVALUATED, accuracy=0.875)
-        | {"auc/van": 0.75, "auc/a/b": None, "average_precision": 0.625},
+        form("test", loss=0.5, auc=0.75, calibration_error=0.125, average_precision=0.625)
+        | {"accuracy": 0.875, "train_loss": 0.25, "auc/van": 0.75, "auc/a/b": None},
     ),
     "evaluation of numbers": (
-        lines.EvaluationLine(
-            1, "test", 0.5, None, None, 0.25, number=figures.NumberFigures(2.0, 1.5, 0.75, 4.0, 3.0)
-        ),
-        form("test", loss=0.5, train_loss=0.25, rmse=2.0, mae=1.5, r2=0.75)
-        | {"constant_rmse": 4.0, "constant_mae": 3.0},
+        lines.EvaluationLine(1, "test", OF_NUMBERS, 0.25),
+        form("test", loss=0.5, rmse=2.0, mae=1.5, r2=0.75, constant_rmse=4.0, constant_mae=3.0)
+        | {"train_loss": 0.25},
     ),
     "alarm": (
         lines.AlarmLine(1, NORM, 0.125, 0.625),
@@ -165,7 +172,8 @@ CLASSES_FORM: dict[str, Any] = json.loads(
 """
 )
 COUNTS = {"aligned_rows": 569, "epochs": 2, "steps": 30, "steps_per_s": 12.5}
-MODEL = {"test_auc": 0.75, "test_loss": 0.5, "test_calibration_error": 0.125, "train_loss": 0.25}
+TESTED = {"test_loss": 0.5, "test_auc": 0.75, "test_calibration_error": 0.125}
+MODEL = TESTED | {"train_loss": 0.25}
 DEFENSE = {"name": "marvell", "noise": "fresh"}
 WITHOUT_STEPS: dict[str, Any] = {
     "defense": DEFENSE,
@@ -179,7 +187,9 @@ SUMMARIES: Mapping[str, tuple[summaries.Summary, dict[str, Any]]] = {
         summaries.Summary(
             counts=summaries.RunCounts(569, 2, 30, 12.5),
             active=summaries.ActiveFigures(
-                model=summaries.ModelFigures(0.75, 0.5, 0.125, 0.25),
+                model=summaries.ModelFigures(
+                    MEASURED, 0.25, MEASURED, figures.PredictionFigures(auc=0.625)
+                ),
                 defense=DEFENSE,
                 ledger=BOUNDS,
                 refused_messages={"too-large": 1},
@@ -191,6 +201,8 @@ SUMMARIES: Mapping[str, tuple[summaries.Summary, dict[str, Any]]] = {
         ),
         COUNTS
         | MODEL
+        | {f"{name}_refit": figure for name, figure in TESTED.items()}
+        | {"test_loss_alone": None, "test_auc_alone": 0.625}
         | {"defense": DEFENSE, "ledger": LEDGER_FORM}
         | {
             "bounds": [
@@ -211,14 +223,16 @@ SUMMARIES: Mapping[str, tuple[summaries.Summary, dict[str, Any]]] = {
             active=summaries.ActiveFigures(model=summaries.ModelFigures(), defense=DEFENSE),
         ),
         {"aligned_rows": 569, "epochs": 0, "steps": 0, "steps_per_s": None}
-        | dict.fromkeys(MODEL)
+        | {"test_loss": None, "train_loss": None}
         | WITHOUT_STEPS,
     ),
     "active with several classes": (
         summaries.Summary(
             counts=summaries.RunCounts(569, 2, 30, 12.5),
             active=summaries.ActiveFigures(
-                model=summaries.ModelFigures(0.75, 0.5, 0.125, 0.25, 0.875, {"van": 0.75}),
+                model=summaries.ModelFigures(
+                    replace(MEASURED, accuracy=0.875, auc_by_class={"van": 0.75}), 0.25
+                ),
                 defense=DEFENSE,
             ),
             leak=figures.LeakFigures(
@@ -229,8 +243,8 @@ SUMMARIES: Mapping[str, tuple[summaries.Summary, dict[str, Any]]] = {
             ),
         ),
         COUNTS
-        | MODEL
-        | {"test_accuracy": 0.875, "test_auc_by_class": {"van": 0.75}}
+        | TESTED
+        | {"test_accuracy": 0.875, "test_auc_by_class": {"van": 0.75}, "train_loss": 0.25}
         | WITHOUT_STEPS
         | CLASSES_FORM,
     ),
@@ -253,7 +267,7 @@ def test_a_summary_has_its_form_in_the_file_and_is_read_back(tmp_path: Path, nam
 
 
 def test_figures_that_are_not_finite_become_null_and_are_read_as_absent(tmp_path: Path) -> None:
-    model = summaries.ModelFigures(test_auc=math.nan, train_loss=math.inf)
+    model = summaries.ModelFigures(figures.PredictionFigures(auc=math.nan), math.inf)
     write_summary(tmp_path, summaries.Summary(active=summaries.ActiveFigures(model=model)))
     append_lines(tmp_path, lines.TrainingLine(0, 0, loss=math.nan, noise_power=-math.inf))
     assert read_summary(tmp_path).of_active.model == summaries.ModelFigures()

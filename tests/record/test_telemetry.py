@@ -21,11 +21,12 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from splitveil.common.errors import SettingsError, StorageError
+from splitveil.common.privacy.figures import PredictionFigures
 from splitveil.common.record import run_folder
 from splitveil.common.record.lines import AlignmentLine, EvaluationLine, TrainingLine
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.model_files import save_tensors
-from splitveil.common.record.progress import TrainingProgress
+from splitveil.common.record.progress import ProgressBar
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.text.log_lines import configure_logging
@@ -40,8 +41,8 @@ def test_metrics_reach_tensorboard_on_one_axis(tmp_path: Path) -> None:
     with MetricsLog(tmp_path, steps_per_epoch=10) as log:
         log.write(TrainingLine(2, 3, loss=0.5, noise_power=None))
         assert len(_lines(tmp_path)) == 1  # at once, and not only at the end
-        log.write(EvaluationLine(2, "test", None, 0.75, None, None))
-        log.write(EvaluationLine(3, "test", None, math.nan, None, None))
+        log.write(EvaluationLine(2, "test", PredictionFigures(auc=0.75)))
+        log.write(EvaluationLine(3, "test", PredictionFigures(auc=math.nan)))
     log.write(TrainingLine(9, 0, loss=0.5, noise_power=None))  # closed
     assert len(_lines(tmp_path)) == 3
     events = EventAccumulator(str(tmp_path)).Reload()
@@ -113,10 +114,10 @@ _MANY = {
 @pytest.mark.parametrize(
     ("party", "steps", "numbers", "figures"),
     [
-        ("active", 150, _MANY, ["150/300", "left", "loss 0.0001234"]),
-        ("active", 123_456, _MANY, ["123456/246912", "left"]),
-        ("passive", 150, dict(list(_MANY.items())[2:]), ["150/300", "left"]),
-        ("passive", 150, {}, ["150/300", "left"]),
+        ("training", 150, _MANY, ["epoch 11/20", "left"]),
+        ("active", 123_456, _MANY, ["epoch 8,231/16,460", "left"]),
+        ("passive", 150, dict(list(_MANY.items())[2:]), ["epoch 11/20", "left"]),
+        ("passive", 150, {}, ["epoch 11/20", "left"]),
     ],
 )
 def test_the_bar_and_the_essential_figures_stay_on_one_line_at_every_width(
@@ -125,7 +126,8 @@ def test_the_bar_and_the_essential_figures_stay_on_one_line_at_every_width(
     for width in (60, 61, 79, 80, 81, 100, 137, 240):
         screen = io.StringIO()
         console = Console(file=screen, force_terminal=True, color_system="truecolor", width=width)
-        with TrainingProgress(party, 2 * steps, console=console) as progress:
+        bar = ProgressBar(party, "steps", 2 * steps, per_epoch=15, console=console)
+        with bar as progress:
             progress.advance(**numbers)
             progress.advance(steps - 1, **numbers)
         last_picture = screen.getvalue().rpartition("\r")[2]
@@ -137,7 +139,7 @@ def test_the_bar_and_the_essential_figures_stay_on_one_line_at_every_width(
         for figure in figures:
             assert figure in line
     # A wide terminal shows every number, and the speed that the summary will have.
-    assert f", {progress.steps_per_s:.1f} steps/s" in line
+    assert f", {progress.per_s:,.1f} steps/s" in line
     for name, number in numbers.items():
         assert f"{name.replace('_', ' ').replace('auc', 'AUC')} {number:.4g}" in line
 
@@ -146,15 +148,19 @@ def test_progress_elsewhere_is_a_log_line_now_and_then(caplog: pytest.LogCapture
     screen = io.StringIO()
     caplog.set_level(logging.DEBUG)
     console = Console(file=screen, force_terminal=False)
-    with TrainingProgress("active", 4, console=console, log_every_s=0) as progress:
+    with ProgressBar("training", "steps", 4000, console=console, log_every_s=0) as progress:
         progress.advance(loss=0.25)
-    with TrainingProgress("active", 4, console=console, log_every_s=3600) as progress:
-        progress.advance(3)
+        with ProgressBar("inside", console=console, log_every_s=0) as inside:
+            inside.advance()
+    with ProgressBar("aligning", console=console, log_every_s=3600) as progress:
+        progress.note(1, 4)
+        progress.note(3, 4)
     assert screen.getvalue().strip() == ""
-    firsts = [message.split(",")[0] for message in caplog.messages]
-    assert firsts == ["step 1/4", "step 1/4", "step 3/4"]
+    firsts = [message.split(", ")[0] for message in caplog.messages]
+    training = "training: 1 of 4,000 steps"
+    assert firsts == [training, training, "aligning: 3 of 4 ids"]
     assert caplog.messages[0].endswith("steps/s, loss 0.25")
-    assert progress.steps_per_s == progress.steps_per_s > 0  # stands still after the end
+    assert progress.per_s == progress.per_s > 0  # stands still after the end
 
 
 class GoneTerminal(io.StringIO):
@@ -175,12 +181,12 @@ def test_what_cannot_be_printed_disturbs_nothing(monkeypatch: pytest.MonkeyPatch
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, GoneTerminal())
     configure_logging("active")
-    with TrainingProgress("active", 3) as progress:
+    with ProgressBar("training", "steps", 3) as progress:
         for _ in range(3):
             progress.advance(loss=0.5)
             logging.getLogger("splitveil.active_party").warning("a line")
     print_summary("active", summary_of({"steps": 3, "test_auc": 0.5}))
-    assert progress.steps_done == 3
+    assert progress.done == 3
     # Nor do tables whose frames the output has no codes for.
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     print_summary("active", summary_of({"defense": {"name": "märvell"}}))

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,7 @@ from splitveil.passive_party.feature_exposure import (
     exposure_to_json,
     measure_exposure,
 )
+from splitveil.passive_party.information_value import Bin, ColumnValue
 from splitveil.passive_party.report_page import write_exposure, write_passive_report
 from tests.support.commands import exit_code_of
 from tests.support.records import append_lines
@@ -227,6 +229,35 @@ def test_the_page_says_what_left_to_whom_and_what_it_tells(tmp_path: Path) -> No
     page = write_passive_report(write_run(tmp_path / "other", security="insecure")).read_text()
     assert "nobody was authenticated" in page
     assert "labels.example.org" not in page
+
+
+@pytest.mark.parametrize("release", ["noisy_labels", "noisy_sums"])
+def test_what_columns_say_about_the_outcome_is_a_table_with_its_bins_in_the_details(
+    tmp_path: Path, release: str
+) -> None:
+    run = write_run(tmp_path / "run")
+    settings = yaml.safe_load((run / "passive" / "settings.yaml").read_text())
+    settings["contract"] |= {"exchange": "one_shot", "release": release}
+    (run / "passive" / "settings.yaml").write_text(yaml.safe_dump(settings))
+    bins = (
+        Bin("missing, from 18", 1500, 0.1, 0.02, -1.25, 0.2),
+        Bin("b", 500, 0.4, 0.03, 0.5, 0.1),
+    )
+    values = tuple(ColumnValue(f"<{n}>", 0.5 - n / 100, 0.25, 0.75, bins) for n in range(12))
+    found = exposed()
+    assert found is not None
+    assert "about the outcome" not in write_passive_report(run).read_text(encoding="utf-8")
+    write_exposure(run / "passive", replace(found, values=values))
+    assert (run / "passive" / "exposure.json").stat().st_mode & 0o077 == 0
+    first, details = write_passive_report(run).read_text(encoding="utf-8").split("<details>")
+    assert "nothing further was sent, and the bound for labels is the same" in first
+    assert first.count("0.25 to 0.75</td>") == 10
+    assert first.index("&lt;0&gt;") < first.index('0.50</td><td class="number">0.25 to 0.75')
+    assert details.count("missing, from 18</td>") == 12
+    figures = ("1,500", "10.0 %", "2.0 %", "-1.25", "0.20")
+    assert "".join(f'<td class="number">{one}</td>' for one in figures) in details
+    assert ("No sum is over a column's bin" in details) == (release == "noisy_sums")
+    assert "the noisy labels. They" in details or "the noisy sums. They" in details
 
 
 def test_no_character_on_the_page_is_obeyed_by_a_terminal_or_turns_the_text(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from splitveil.common.privacy.figures import (
     BeyondFigures,
     LeakBounds,
     LeakFigures,
+    PredictionFigures,
     RunFigures,
     Spread,
 )
@@ -94,7 +95,9 @@ def write_party(
             )
             figures_of_ledger = LeakBounds(sums, estimate, anybody, honest, means)
             lines.append(LedgerLine(epoch, figures_of_ledger))
-            lines.append(EvaluationLine(epoch, "test", 0.5 / (epoch + 1), 0.8, None, 0.4))
+            lines.append(
+                EvaluationLine(epoch, "test", PredictionFigures(0.5 / (epoch + 1), 0.8), 0.4)
+            )
     append_lines(folder, *lines)
     counts = RunCounts(aligned_rows=1000, epochs=EPOCHS, steps=EPOCHS * STEPS)
     write_summary(folder, replace(summary or Summary(), counts=counts))
@@ -111,7 +114,7 @@ def write_run(
 ) -> Path:
     leak = CHANCE if leak is None else leak
     summary = options.get("summary", Summary())
-    model = ModelFigures(test_auc=test_auc)
+    model = ModelFigures(PredictionFigures(auc=test_auc))
     options["summary"] = replace(summary, active=replace(summary.of_active, model=model))
     write_party(run_dir / "active", {"cut": leak} if leak else {}, bound=bound, **options)
     return run_dir

@@ -23,6 +23,7 @@ from splitveil.common.privacy.figures import (
     BeyondFigures,
     LeakBounds,
     LeakFigures,
+    PredictionFigures,
     Spread,
 )
 from splitveil.common.record.lines import AlignmentLine, LeakLine, LedgerLine
@@ -73,7 +74,8 @@ def write_run(
     (active / "settings.yaml").write_text(yaml.safe_dump(values | dict(settings or {})))
     auc = _write_predictions(active, first_id, noise_seed)
     figures = ActiveFigures(
-        model=model or ModelFigures(test_auc=auc), ledger=None if bound is None else bounded(bound)
+        model=model or ModelFigures(PredictionFigures(auc=auc)),
+        ledger=None if bound is None else bounded(bound),
     )
     beyond = BeyondFigures(adjusted=dict(leak or {}))
     summary = Summary(
@@ -211,10 +213,16 @@ def test_what_was_not_measured_or_has_not_ended_passes_nothing(tmp_path: Path) -
         # The joint model has to be better than that of the active party alone.
         (
             BUDGET,
-            ModelFigures(0.75, None, 0.125, test_auc_alone=0.7, test_average_precision=0.375),
+            ModelFigures(
+                PredictionFigures(None, 0.75, 0.125, 0.375), alone=PredictionFigures(auc=0.7)
+            ),
             "pass",
         ),
-        (BUDGET, ModelFigures(test_auc=0.75, test_auc_alone=0.8), "fail"),
+        (
+            BUDGET,
+            ModelFigures(PredictionFigures(auc=0.75), alone=PredictionFigures(auc=0.8)),
+            "fail",
+        ),
     ],
 )
 def test_settings_say_what_a_run_has_to_reach(
@@ -225,11 +233,11 @@ def test_settings_say_what_a_run_has_to_reach(
     assert decision.outcome == expected
     if "min_test_auc" in str(settings):
         assert outcomes(decision)["test AUC"] == expected
-    if model is not None:
+    if model is not None and model.alone is not None:
         page = write_report(run).read_text(encoding="utf-8")
-        assert f">our own data only</th><td>{model.test_auc_alone:.3f}</td>" in page
+        assert f">our own data only</th><td>{model.alone.auc:.3f}</td>" in page
         shown = "(PR-AUC)</th><td>0.375</td>", "(ECE)</th><td>0.125</td>"
-        has_it = model.test_average_precision is not None
+        has_it = model.test.average_precision is not None
         assert [one in page for one in shown] == [has_it, has_it]
 
 
@@ -277,7 +285,7 @@ def test_the_page_names_the_test_auc_of_an_undefended_run_on_the_same_rows(tmp_p
     run = write_run(tmp_path / "run")
     write_run(tmp_path / "other", settings=undefended, first_id=500)  # other test rows
     assert "both, without a defense" not in write_report(run).read_text(encoding="utf-8")
-    model = ModelFigures(test_auc=0.8123)
+    model = ModelFigures(PredictionFigures(auc=0.8123))
     beside = write_run(tmp_path / "undefended", settings=undefended, model=model, noise_seed=2)
     said = ">both, without a defense</th><td>0.812</td>"
     assert said in write_report(run).read_text(encoding="utf-8")

@@ -37,7 +37,7 @@ from tests.support.peers import InProcessPeer, Lost, dying
 from tests.support.runs import Parties, build_parties, run_in_process, run_over_grpc, write_example
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 
-EVERY_2 = "contract.checkpoints.every_steps=2"
+EVERY_2 = "contract.checkpoint_steps=2"
 DEFENSES = [
     "{name: none}",
     "{name: iso}",

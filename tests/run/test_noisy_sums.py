@@ -1,5 +1,6 @@
 """Runs that begin with noisy sums: what a peer gets of one label, asked in whatever way."""
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -284,7 +285,7 @@ def test_after_a_restart_the_bits_are_those_that_were_transferred(
     first, second = (one.run.trainer for one in (whole, again))
     assert first is not None
     assert second is not None
-    assert torch.equal(first._score.of_bits, second._score.of_bits)
+    assert torch.equal(first.score.of_bits, second.score.of_bits)
 
 
 def test_a_peer_that_lost_its_part_of_the_sums_needs_a_new_run(tmp_path: Path) -> None:
@@ -623,6 +624,8 @@ def test_a_run_leaves_models_figures_and_a_report(tmp_path: Path, what: str) -> 
         assert figures["test_rmse"] < figures["test_rmse_alone"]
     else:
         assert figures["test_auc"] > figures["test_auc_alone"]
+    exposure = json.loads((Path(run.path) / "passive" / "exposure.json").read_text())
+    assert bool(exposure["values"]) == (what != "classes")
     page = run.report().read_text()
     assert "Sums of the training rows' labels with noise were sent" in page.replace("&#39;", "'")
     assert "for anybody, computationally" in page

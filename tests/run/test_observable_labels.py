@@ -253,7 +253,7 @@ def files_in(folder: Path) -> Iterator[tuple[str, str]]:
 
 BY_COLUMN = "contract.split={kind: column, column: part}"
 ONE_SHOT, NOISY = "contract.exchange=one_shot", "contract.release=noisy_labels"
-SMALL = ("contract.evaluation_batch_size=40", "contract.checkpoints={every_steps: 2, keep: 100}")
+SMALL = ("contract.evaluation_batch_size=40", "contract.checkpoint_steps=2")
 
 
 def noisy(mechanism: str) -> str:

@@ -71,10 +71,14 @@ def one_shot(folder: Path, *, noisy: bool = True, runs: Path | None = None) -> P
 
 
 def of_run(parties: Parties) -> dict[str, Tensor]:
-    """Return all that a run leaves: both models, and each row's activation as it was received."""
-    trainer = parties.session.lifecycle.answering.trainer
+    """Return all that a run leaves: both models, activations as received, and the release."""
+    trainer, other = parties.session.lifecycle.answering.trainer, parties.run.trainer
     assert trainer.memory is not None
-    return parties.weights() | {"received": trainer.memory.state_dict()["values"]}
+    assert other is not None
+    held = {"received": trainer.memory.state_dict()["values"]}
+    if other.released is not None:
+        held |= {"rows": other.released[0], "noisy": other.released[1]}
+    return parties.weights() | held
 
 
 def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:

@@ -119,7 +119,7 @@ def train(settings: ActiveSettings) -> Trained:
     """Do as the active party's ``run`` does, without the pages."""
     at, seen = settings.run_folder("active"), ActiveRecording()
     at.mkdir(parents=True, exist_ok=True)
-    with RunStore(at, 3) as store:
+    with RunStore(at) as store:
         session, builder = assemble_active(settings, seen, device=CPU, store=store)
         session.reopen()
         data, status = PartyData.of(settings), ActiveStatus(settings)

@@ -34,7 +34,7 @@ def pipelined(depth: int, *more: str) -> list[str]:
         f"contract.pipeline_depth={depth}",
         "contract.batch_size=16",
         "contract.evaluation_batch_size=400",
-        "contract.checkpoints.every_steps=5",
+        "contract.checkpoint_steps=5",
         *more,
     ]
 
@@ -218,7 +218,7 @@ def test_a_question_out_of_turn_is_refused_and_changes_no_bit(example: Path) -> 
 # ---- held-out rows, sent ahead of their replies ----
 
 
-BOTH = ["contract.evaluation_batch_size=3", "contract.checkpoints.every_steps=2"]
+BOTH = ["contract.evaluation_batch_size=3", "contract.checkpoint_steps=2"]
 
 
 def parties_of(example: Path, *more: str, runs: Path | None = None) -> Parties:

@@ -5,20 +5,19 @@ import pytest
 
 from splitveil.common.errors import StorageError
 from splitveil.common.record.run_store import NoStore
-from splitveil.common.run.contract import CheckpointPlan, Contract
+from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows, is_checkpoint, run_course
 from splitveil.common.run.progress import CheckpointStore, Progress, State, refusing_other_versions
 from splitveil.common.run.sample_order import joint_seed
 from tests.support.runs import CONTRACT
 
-CHECKPOINTS = {"every_steps": 2, "keep": 100}
 NONCES = (b"a" * 32, b"b" * 32)
 IDS = [f"person-{number}" for number in range(300)]
 
 
 @pytest.fixture
 def contract() -> Contract:
-    return Contract(**(CONTRACT | {"checkpoints": CHECKPOINTS}))
+    return Contract(**(CONTRACT | {"checkpoint_steps": 2}))
 
 
 @pytest.fixture
@@ -78,7 +77,7 @@ def test_what_is_sent_ahead_ends_with_the_pass_over_its_rows(
     contract: Contract, is_training: bool, most_ahead: int
 ) -> None:
     fast = contract.model_copy(update={"pipeline_depth": 4, "batch_size": 8})
-    fast = fast.model_copy(update={"evaluation_batch_size": 3, "checkpoints": CheckpointPlan()})
+    fast = fast.model_copy(update={"evaluation_batch_size": 3, "checkpoint_steps": 500})
     rows = AlignedRows.derive(fast, joint_seed(*NONCES), IDS, np.arange(300))
     progress, most = Progress(fast, rows, NoStore()), 0
     for batch in run_course(fast, rows):

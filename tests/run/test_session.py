@@ -50,7 +50,7 @@ def test_a_run_trains_both_halves_and_evaluates_each_epoch(finished: Parties) ->
         (1, "validation"),
         (1, "test"),
     ]
-    assert parties.active.evaluations[-1].auc > 0.7
+    assert parties.active.evaluations[-1].figures.agreement > 0.7
     assert parties.passive.epochs == [0, 1]
     assert len(parties.active.losses) == len(parties.passive.received) > 4
 
@@ -178,7 +178,7 @@ def test_a_run_does_not_depend_on_the_classes_of_the_rows_that_a_peer_brings(
     parties = build_parties(tmp_path)
     run_in_process(parties)
     assert parties.session.stage is Stage.FINISHED
-    assert {one.split for one in parties.active.evaluations if math.isnan(one.auc)}
+    assert {one.split for one in parties.active.evaluations if math.isnan(one.figures.agreement)}
 
 
 def test_a_peer_that_leaves_early_ends_the_run_with_the_reason(example: Path) -> None:

@@ -160,7 +160,7 @@ class Dies(DiesAt, PartyPeer):
 
 MARVELL = ["defense={name: marvell, statistics: running, insecure_noise_seed: 7}"]
 SETTINGS = MarvellDefense(strength=PowerRatio(power_ratio=4.0), insecure_noise_seed=11)
-EVERY_2 = ["contract.checkpoints.every_steps=2"]
+EVERY_2 = ["contract.checkpoint_steps=2"]
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +274,7 @@ def test_the_active_party_that_is_killed_comes_back_and_all_go_back_with_it(
 def test_before_the_first_answer_all_align_again(three: Path, tmp_path: Path) -> None:
     several, threads = without_birch(three, tmp_path, 1, after=False)
     first = several.session.run_id
-    RunStore(tmp_path / "birch", 3).forget()  # as if it had been killed before it was written
+    RunStore(tmp_path / "birch").forget()  # as if it had been killed before it was written
     bring_back(several, three, tmp_path, threads)
     assert several.session.stage is Stage.FINISHED
     assert several.session.run_id != first

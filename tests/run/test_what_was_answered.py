@@ -26,7 +26,7 @@ from tests.support.runs import Parties, build_parties, run_in_process
 from tests.support.several import build_several, write_several
 from tests.support.several import run_in_process as run_several
 
-EVERY_2 = ["contract.checkpoints={every_steps: 2, keep: 100}"]
+EVERY_2 = ["contract.checkpoint_steps=2"]
 MARVELL = "defense={name: marvell, strength: {power_ratio: 16}, insecure_noise_seed: 1}"
 PERSISTENT = "defense={name: marvell, noise: persistent, insecure_noise_seed: 1}"
 ISO = "defense={name: iso, noise_ratio: 4, insecure_noise_seed: 1}"
@@ -257,7 +257,7 @@ def test_a_budget_that_was_lowered_holds_against_what_was_answered_before(
 
 def test_the_answers_to_several_parties_are_charged_again_from_the_log(tmp_path: Path) -> None:
     write_several(tmp_path, 2)
-    both, runs = ["contract.checkpoints.every_steps=2", "contract.epochs=1"], tmp_path / "runs"
+    both, runs = ["contract.checkpoint_steps=2", "contract.epochs=1"], tmp_path / "runs"
     several = build_several(tmp_path, both, [MARVELL], runs=runs)
     run_several(several)
     charged = accounts(several.session)

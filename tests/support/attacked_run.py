@@ -85,7 +85,7 @@ def attacked_run(
     runs.run_in_process(parties)
     red_team.audit.run.close_epoch()
     return AttackedRun(
-        [e.auc for e in sender.evaluations if e.split == "test"],
+        [e.figures.agreement for e in sender.evaluations if e.split == "test"],
         red_team.audit.summary(),
         red_team.audit.worst_epochs(),
         red_team.audit.run.result().leak,

@@ -24,11 +24,11 @@ from splitveil.active_party.predict.predictor import ModelChoice, Predictor, ope
 from splitveil.active_party.results import save_alone, save_results
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
-from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.common.alignment.exchange import build_engine
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettingsT, load_party_settings
+from splitveil.common.privacy.figures import PredictionFigures
 from splitveil.common.record.model_files import identity_metadata, save_model
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE

@@ -73,7 +73,8 @@ class Party:
             self._outputs.append(self.said)
         self.starts += 1
         self._log.write_bytes(b"")
-        sets = [text for one in (*self._overrides, *overrides) for text in ("--set", one)]
+        given = (*self._overrides, *overrides)
+        sets = [text for one in given for text in (("--set", one) if one[:2] != "--" else (one,))]
         self._process = Forked(
             f"splitveil.{self._kind}_party",
             [*self._words, *sets, *self._options, *options],

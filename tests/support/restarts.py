@@ -30,7 +30,7 @@ SHORT = Settings(
     both=(
         "contract.epochs=6",
         "contract.batch_size=32",
-        "contract.checkpoints.every_steps=4",
+        "contract.checkpoint_steps=4",
     )
 )
 """A run of some seconds, with a checkpoint every few steps."""

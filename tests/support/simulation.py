@@ -3,7 +3,7 @@
     settings = read_settings(Path("deploy/examples/breast_cancer"))
     run = build(settings)
     run.meet()
-    print(run.active.seen.evaluations[-1].auc, run.active.session.leak_bounds())
+    print(run.active.seen.evaluations[-1].figures.auc, run.active.session.leak_bounds())
 
 ``meet`` needs no network; ``meet_over_grpc`` sends every message through gRPC on loopback. With a
 folder for checkpoints, a run can be resumed by building it again.
@@ -314,7 +314,7 @@ def _store(
         return None
     folder = runs / name
     folder.mkdir(parents=True, exist_ok=True)
-    return RunStore(folder, settings.contract.checkpoints.keep, num_parties)
+    return RunStore(folder, num_parties, keep=100)
 
 
 _PORTS = range(20_000, 30_000)

@@ -155,7 +155,7 @@ def test_the_demo_compares_four_ways_in_few_lines(package: Path, tmp_path: Path)
         summary = read_summary(folder)
         said = " ".join(lines[place : place + 3])
         strongest = assess(summary).strongest
-        assert f"{summary.of_active.model.test_auc:.4f}" in said
+        assert f"{summary.of_active.model.test.auc:.4f}" in said
         assert f"{summary.counts.aligned_rows:,} rows" in said
         without = "no gradient" if defense == "one_shot" else "cannot be"
         assert (strongest.figures if strongest else without) in said

@@ -31,7 +31,7 @@ SETTINGS = Settings(
     both=(
         "contract.epochs=5",
         "contract.batch_size=32",
-        "contract.checkpoints.every_steps=3",
+        "contract.checkpoint_steps=3",
         "reconnect={max_s: 90, deadline_s: 2}",
     ),
     active=("defense={name: marvell, insecure_noise_seed: 7}",),

@@ -11,14 +11,14 @@ SETTINGS = Settings(
     both=(
         "contract.epochs=2",
         "contract.batch_size=4",
-        "contract.checkpoints.every_steps=500",
+        "contract.checkpoint_steps=500",
         "reconnect.max_s=60",
     ),
     active=(
         "defense={name: marvell, noise: persistent, insecure_noise_seed: 7}",
         "leak_monitor=null",
     ),
-    passive=("adversary.every_steps=1000",),
+    passive=("adversary.attacks=[norm]",),
 )
 
 

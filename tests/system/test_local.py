@@ -25,6 +25,7 @@ from splitveil.common.privacy.figures import (
     BeyondFigures,
     LeakBounds,
     LeakFigures,
+    PredictionFigures,
     Spread,
 )
 from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
@@ -206,7 +207,9 @@ def test_overrides_reach_the_party_they_name_and_the_contract_both() -> None:
 
 def test_the_table_says_what_was_not_measured_and_rounds_bounds_up() -> None:
     counts = RunCounts(aligned_rows=9, steps=3)
-    figures = ActiveFigures(model=ModelFigures(test_auc=0.9, test_auc_alone=0.7))
+    figures = ActiveFigures(
+        model=ModelFigures(PredictionFigures(auc=0.9), alone=PredictionFigures(auc=0.7))
+    )
     ledger = LeakBounds(honest_but_curious=Spread(max=0.9101))
     adjusted = {
         "informed": AdjustedFigures(0.95, 0.93, 0.97),

@@ -17,7 +17,7 @@ from tests.support.simulation import free_address
 from tests.support.waiting import wait_until
 
 LONG = "contract.epochs=100000"
-JSON = "log_format=json"
+JSON = "--log-format=json"
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def test_settings_and_data_of_isic_pass_the_check(
     done = called(ROOT, f"splitveil {party} check {settings}")
     assert done.exit_code == 0, done.output
     model = "top" if party == "active" else "bottom"
-    assert "ok: data: 1000 rows in" in done.output
+    assert "ok: data: 1,000 rows in" in done.output
     assert f"the {model} model fits them" in done.output
 
 

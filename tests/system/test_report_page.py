@@ -151,6 +151,17 @@ def test_a_phone_shows_a_report_without_scrolling_sideways(
 
 
 @needs_browser
+@pytest.mark.parametrize("party", ["active", "passive"])
+def test_a_cover_page_opens_with_no_complaint_and_is_two_sheets_of_paper(
+    compared: LocalRun, tmp_path: Path, party: str
+) -> None:
+    cover, printed = compared.runs_dir / DEFENDED / party / "cover.html", tmp_path / "cover.pdf"
+    assert open_page(cover, tmp_path / "profile")[1] == []
+    browse(cover, tmp_path / "profile", f"--print-to-pdf={printed}")
+    assert len(re.findall(rb"/Type /Page\b", printed.read_bytes())) == 2
+
+
+@needs_browser
 def test_closed_details_are_printed(compared: LocalRun, tmp_path: Path) -> None:
     text = (compared.runs_dir / DEFENDED / "passive" / "report.html").read_text(encoding="utf-8")
     pages = []

@@ -25,7 +25,7 @@ def budget_of(leak_auc: float) -> str:
 # ---- a second release of the same labels ----
 
 RELEASED = Settings(
-    both=("contract.epochs=40", "contract.checkpoints.every_steps=4"),
+    both=("contract.epochs=40", "contract.checkpoint_steps=4"),
     active=(
         "defense={name: noisy_label, mechanism: {kind: gaussian, noise_ratio: 2.79107}}",
         "leak_monitor=null",

@@ -1,4 +1,4 @@
-"""What ``splitveil local`` shows on a terminal: a table of lines, or what was logged last."""
+"""What ``splitveil local`` shows on a terminal: a table of lines, or a bar."""
 
 import fcntl
 import os
@@ -87,8 +87,10 @@ def test_nothing_that_a_party_writes_controls_the_terminal(shown: str) -> None:
     assert "this is the end" in shown
 
 
-def test_a_quiet_launcher_shows_what_was_logged_last_and_leaves_nothing() -> None:
-    quiet = on_terminal(LAUNCHER.replace("}))", "}, quiet=True))"), 80)
-    assert "active this is the end" in quiet
+def test_a_quiet_launcher_shows_the_epoch_and_leaves_nothing() -> None:
+    launcher = LAUNCHER.replace("a long line", "epoch 2/7: a long line")
+    quiet = on_terminal(launcher.replace("}))", "}, quiet=True))"), 80)
+    assert "epoch 3/7, " in CONTROL.sub("", quiet)
+    assert "this is the end" not in quiet
     assert "\x1b[2J" not in quiet
     assert not rows(quiet)[-1]

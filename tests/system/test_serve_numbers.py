@@ -11,6 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from splitveil.active_party.predict.batch import PredictionPlan
+from splitveil.active_party.training.label_kinds import NumberLabels
+from splitveil.common.data.label_range import LabelRange
 from tests.support import inference
 from tests.support.inference import Trained, answering, asked, free_port, predicting, train
 from tests.support.tables import HIGH, LOW, number_tables, write_numbers
@@ -68,10 +70,11 @@ def test_the_fallback_answers_in_the_label_s_unit(trained: Trained) -> None:
     labels = number_tables(400)[0]["amount"]
     errors = values - labels[[int(row) - 1 for row in ids]]
     assert trained.alone is not None
-    assert trained.alone.number is not None
-    assert np.sqrt(np.square(errors).mean()) == pytest.approx(trained.alone.number.rmse, rel=1e-4)
+    assert trained.alone.rmse is not None
+    assert np.sqrt(np.square(errors).mean()) == pytest.approx(trained.alone.rmse, rel=1e-4)
 
 
 def test_the_output_has_a_column_of_values() -> None:
-    schema = PredictionPlan("model", "", (), (LOW, HIGH)).schema(pa.schema({"id": pa.string()}))
+    plan = PredictionPlan("model", "", NumberLabels(LabelRange(low=LOW, high=HIGH)))
+    schema = plan.schema(pa.schema({"id": pa.string()}))
     assert schema.names == ["id", "canonical_id", "value", "found"]

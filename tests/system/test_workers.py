@@ -27,7 +27,7 @@ from tests.support.runs import write_example
 from tests.support.simulation import free_address
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 
-SHORT = ("contract.epochs=2", "contract.batch_size=63", "contract.checkpoints.every_steps=2")
+SHORT = ("contract.epochs=2", "contract.batch_size=63", "contract.checkpoint_steps=2")
 """Batches of an odd number of rows, whose last one is shorter."""
 
 LABELS = "{name: noisy_label, insecure_noise_seed: 7}"
@@ -232,7 +232,7 @@ class Supervised:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
 def test_killed_ranks_end_in_a_resumed_run_with_the_same_course(tmp_path: Path) -> None:
     """A worker, then rank 0; each rank goes on with its own masks of dropout."""
-    lasting = ("contract.epochs=40", "contract.batch_size=63", "contract.checkpoints.every_steps=7")
+    lasting = ("contract.epochs=40", "contract.batch_size=63", "contract.checkpoint_steps=7")
     noisy = "defense={name: marvell, insecure_noise_seed: 7}"
     settings = Settings(lasting, active=(noisy, "top_model.dropout=0.1"))
     for name in ("whole", "killed"):

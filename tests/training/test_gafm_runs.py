@@ -41,7 +41,9 @@ def parties_with(folder: Path, options: str = "", *more: str) -> Parties:
 
 def late_test_auc(parties: Parties) -> float:
     """Return the median over the last epochs: an adversarial pair strays from one to the next."""
-    aucs = [found.auc for found in parties.active.evaluations if found.split == "test"]
+    aucs = [
+        found.figures.agreement for found in parties.active.evaluations if found.split == "test"
+    ]
     return sorted(aucs[-9:])[4]
 
 

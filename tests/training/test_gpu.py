@@ -171,7 +171,7 @@ def test_a_killed_run_resumes_with_equal_bits(
 ) -> None:
     if more == SPARSE:
         monkeypatch.setattr(optimizers, "SPARSE_FROM_ROWS", 4)
-    both = ["contract.checkpoints.every_steps=2", "contract.epochs=2"]
+    both = ["contract.checkpoint_steps=2", "contract.epochs=2"]
     active = [*both, f"defense={defense[:-1]}, insecure_noise_seed: 7}}", "insecure_nonce_seed=1"]
     passive = [*both, "insecure_nonce_seed=2", *([more] if more else [])]
 
@@ -195,7 +195,7 @@ def test_a_run_of_one_gpu_is_not_resumed_on_another(
     tables: Path, tmp_path: Path, repeatable: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither party contacts the other: each says so when it takes up its own state."""
-    both = ["contract.checkpoints.every_steps=2"]
+    both = ["contract.checkpoint_steps=2"]
 
     def built(device: torch.device = repeatable) -> Parties:
         return build_parties(tables / "two classes", both, both, runs=tmp_path, device=device)

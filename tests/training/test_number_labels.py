@@ -20,6 +20,8 @@ from splitveil.common.data.label_range import LabelRange
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.table import Table, read_table
 from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.record.assessment import assess
+from splitveil.common.record.run_record import read_summary
 from splitveil.common.settings import validate
 from tests.support.runs import build_parties, run_in_process
 from tests.support.simulation import read_settings
@@ -145,16 +147,13 @@ def test_figures_are_those_of_an_independent_computation() -> None:
     kind = NumberLabels(LabelRange(low=LOW, high=HIGH), 0.25)
     found = kind.measure(torch.from_numpy(outputs), torch.from_numpy(labels))
     predicted, true = LOW + 100 * np.clip(outputs + 0.5, 0, 1), LOW + 100 * labels
-    assert found.number is not None
-    assert found.number.rmse == pytest.approx(np.sqrt(np.mean((predicted - true) ** 2)))
-    assert found.number.mae == pytest.approx(np.mean(np.abs(predicted - true)))
-    assert found.number.r2 == pytest.approx(
-        1 - np.mean((predicted - true) ** 2) / np.var(true), abs=1e-9
-    )
-    assert found.number.constant_rmse == pytest.approx(np.sqrt(np.mean((5 - true) ** 2)))
-    assert found.number.constant_mae == pytest.approx(np.mean(np.abs(5 - true)))
-    assert math.isnan(found.auc)
-    assert math.isnan(kind.measure(torch.zeros(1), torch.zeros(1)).number.r2)  # type: ignore[union-attr]
+    assert found.rmse == pytest.approx(np.sqrt(np.mean((predicted - true) ** 2)))
+    assert found.mae == pytest.approx(np.mean(np.abs(predicted - true)))
+    assert found.r2 == pytest.approx(1 - np.mean((predicted - true) ** 2) / np.var(true), abs=1e-9)
+    assert found.constant_rmse == pytest.approx(np.sqrt(np.mean((5 - true) ** 2)))
+    assert found.constant_mae == pytest.approx(np.mean(np.abs(5 - true)))
+    assert found.auc is None
+    assert math.isnan(kind.measure(torch.zeros(1), torch.zeros(1)).agreement)
 
 
 def test_the_gradient_is_that_of_the_mean_squared_error() -> None:
@@ -229,9 +228,9 @@ def test_early_stopping_looks_at_the_validation_error(tmp_path: Path) -> None:
     parties = build_parties(tmp_path, stopping, [*both, "insecure_nonce_seed=2"])
     run_in_process(parties)
     errors = [
-        one.number.rmse
+        one.figures.form()["rmse"]
         for one in parties.active.evaluations
-        if one.number is not None and one.split == "validation"
+        if one.split == "validation"
     ]
     best = errors.index(min(errors))
     assert 0 < best < 37
@@ -254,6 +253,12 @@ def test_the_report_has_figures_of_numbers_and_no_auc_of_classes(
     assert "Labels recovered" in page if defense == "none" else "No target set" in page
     both = write_comparison([path, path], tmp_path / "both.html").read_text()
     assert "test RMSE" in both
+    found = assess(read_summary(path / "active"))
+    assert found.is_recovered == (defense == "none")
+    said = found.in_words.partition("; bound: ")[0]
+    assert said.startswith("explains ")
+    assert said in both
+    assert said in page
 
 
 def test_several_feature_owners_and_the_bound_for_anybody(tmp_path: Path) -> None:

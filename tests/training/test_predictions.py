@@ -1,6 +1,7 @@
 """Loss and figures of a softmax against scikit-learn's; of two classes nothing has changed."""
 
 import math
+from typing import cast
 
 import numpy as np
 import pytest
@@ -27,11 +28,11 @@ def test_figures_of_several_classes_are_those_of_scikit_learn() -> None:
     assert found.auc == pytest.approx(macro, abs=1e-12)
     precision = average_precision_score(torch.eye(4)[labels], probabilities, average="macro")
     assert found.average_precision == pytest.approx(precision, abs=1e-12)
-    assert found.classes is not None
-    assert found.classes.accuracy == accuracy_score(labels, probabilities.argmax(axis=1))
+    assert found.accuracy == accuracy_score(labels, probabilities.argmax(axis=1))
     each = roc_auc_score(labels, probabilities, multi_class="ovr", average=None)
-    assert found.classes.aucs == pytest.approx(tuple(each), abs=1e-12)
+    assert [*found.auc_by_class.values()] == pytest.approx(each, abs=1e-12)
     one = adaptive_calibration_error(torch.from_numpy(probabilities[:, 0]), (labels == 0).double())
+    assert found.calibration_error is not None
     assert 0 < found.calibration_error < 0.2
     assert one != pytest.approx(found.calibration_error)  # the mean of four
 
@@ -39,10 +40,10 @@ def test_figures_of_several_classes_are_those_of_scikit_learn() -> None:
 def test_an_absent_class_is_left_out_of_the_mean() -> None:
     logits = torch.randn(60, 3, generator=torch.Generator().manual_seed(2))
     labels = torch.arange(60) % 2
-    found = measure_predictions(logits, labels.float())
-    assert found.classes is not None
-    assert math.isnan(found.classes.aucs[2])
-    assert found.auc == pytest.approx(np.mean(found.classes.aucs[:2]), abs=1e-15)
+    found = measure_predictions(logits, labels.float(), ("a", "b", "absent"))
+    aucs = cast("dict[str, float]", found.auc_by_class)
+    assert math.isnan(aucs["absent"])
+    assert found.auc == pytest.approx((aucs["a"] + aucs["b"]) / 2, abs=1e-15)
 
 
 def test_of_two_classes_they_are_those_of_a_sigmoid() -> None:
@@ -56,9 +57,11 @@ def test_of_two_classes_they_are_those_of_a_sigmoid() -> None:
     assert found.auc == auc(logits, labels)
     precision = average_precision_score(labels, logits)
     assert found.average_precision == pytest.approx(precision, abs=1e-12)
-    assert math.isnan(measure_predictions(logits, torch.zeros(80)).average_precision)
+    without = measure_predictions(logits, torch.zeros(80)).average_precision
+    assert without is not None
+    assert math.isnan(without)
     assert found.calibration_error == adaptive_calibration_error(logits.sigmoid(), labels)
-    assert found.classes is None
+    assert (found.accuracy, found.auc_by_class, found.rmse) == (None, {}, None)
     assert torch.equal(probabilities_of(logits), logits.sigmoid())
 
 

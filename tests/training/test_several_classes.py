@@ -185,13 +185,12 @@ def test_a_defense_of_two_classes_is_refused_when_the_settings_are_read(
 def test_a_run_learns_and_its_figures_are_of_the_classes(example: Path) -> None:
     parties = build_parties(example, ["contract.epochs=15"], ["contract.epochs=15"])
     run_in_process(parties)
-    tests = [one for one in parties.active.evaluations if one.split == "test"]
-    assert tests[-1].auc > 0.95
-    assert tests[-1].loss < 0.7 * tests[0].loss
-    classes = tests[-1].classes
-    assert classes is not None
-    assert classes.accuracy > 0.8
-    assert tests[-1].auc == pytest.approx(np.mean(classes.aucs), abs=1e-12)
+    tests = [one.figures for one in parties.active.evaluations if one.split == "test"]
+    first, last = tests[0].form(), tests[-1].form()
+    assert last["auc"] > 0.95
+    assert last["loss"] < 0.7 * first["loss"]
+    assert last["accuracy"] > 0.8
+    assert last["auc"] == pytest.approx(np.mean([*last["auc_by_class"].values()]), abs=1e-12)
     trainer, rows = parties.session.lifecycle.phase.trainer, parties.active.rows
     assert trainer is not None
     assert rows is not None
@@ -250,7 +249,7 @@ def test_one_gradient_is_defended_for_all_passive_parties(tmp_path: Path, aggreg
     sent = torch.stack(several.seen.sent[:2])
     together = torch.cat(parts, dim=2) if aggregation == "concat" else 3 * parts[0]
     assert torch.allclose(together, sent, rtol=1e-6, atol=0)
-    assert several.seen.evaluations[-1].classes is not None
+    assert several.seen.evaluations[-1].figures.auc_by_class
     _, bounds = several.seen.ledger[-1]
     # Two epochs; the steps before every class was seen are charged nothing.
     assert bounds.sum_kl.max == pytest.approx(0.4, rel=1e-6)

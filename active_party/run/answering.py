@@ -188,7 +188,16 @@ class Answering:
             raise OutOfStep("a tensor after the last batch")
         if due.is_answered is not is_training:
             raise OutOfStep(f"expected a batch of {due.split} now")
-        self._check_batch(activation, due)
+        wanted, got, rows = due.identity(self._run_id), activation.batch, len(activation.values)
+        if due.split in ("transfer", "sums"):  # as many bytes as it takes
+            rows = len(due.positions)
+        if got != wanted or rows != len(due.positions):
+            raise OutOfStep(
+                f"expected {batch_in_words(wanted.epoch, wanted.step)} with "
+                f"{len(due.positions)} {due.split} rows, got "
+                f"{batch_in_words(got.epoch, got.step)} with {rows} rows"
+                + ("" if got.rows_digest == wanted.rows_digest else ", other rows")
+            )
         number, asked = self.batch_number, activation.values
         log = self.questions.log
         is_first = due.split == "transfer" and due.step == 0
@@ -202,19 +211,6 @@ class Answering:
         fingerprint = self.questions.fingerprint(number, asking.index, asked)
         asking.ask(OpenQuestion(activation, fingerprint))
         return due
-
-    def _check_batch(self, activation: Activation, due: Batch) -> None:
-        wanted = due.identity(self._run_id)
-        got, rows = activation.batch, len(activation.values)
-        if due.split in ("transfer", "sums"):  # as many bytes as it takes
-            rows = len(due.positions)
-        if got != wanted or rows != len(due.positions):
-            raise OutOfStep(
-                f"expected {batch_in_words(wanted.epoch, wanted.step)} with "
-                f"{len(due.positions)} {due.split} rows, got "
-                f"{batch_in_words(got.epoch, got.step)} with {rows} rows"
-                + ("" if got.rows_digest == wanted.rows_digest else ", other rows")
-            )
 
     def answer(self, batch: Batch) -> Sequence[Reply]:
         """Answer the training step that every party has asked about; each party's part, in order.
@@ -286,16 +282,12 @@ class Answering:
                 yield self._evaluator.measure(split, 0, *found)
 
     def _reply(self, replies: Sequence[Reply]) -> None:
-        self._parties.answer(replies)
+        for party, reply in zip(self._parties, replies, strict=True):
+            party.answer(reply)
         self.progress.advance()
         self._catch_up()
         if not self.progress.store.keeps:
             self.questions.log.forget_before(self.batch_number)  # they can never come again
-
-    def learn(self) -> None:
-        """Let the top model learn from the step that was answered last."""
-        self.unlearned = None
-        self.trainer.learn()
 
     # ---- checkpoints ----
 

@@ -347,7 +347,8 @@ class Lifecycle:
         if answering.unlearned is not None:
             batch, step = answering.unlearned
             with answering.changing():
-                answering.learn()
+                answering.unlearned = None
+                answering.trainer.learn()
                 self.observer.on_step(batch, step)
                 if batch.closes_split:
                     self._report_ledger(batch.epoch)

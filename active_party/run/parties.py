@@ -177,9 +177,11 @@ class PassivePeer:
     def waits_for(self, batch: BatchId) -> bool:
         return self.question is not None and self.question.activation.batch == batch
 
-    def answer(self, question: OpenQuestion, reply: Reply) -> None:
+    def answer(self, reply: Reply) -> None:
         """Keep the reply to its question, in case the question comes again."""
-        self.question = None
+        question, self.question = self.question, None
+        if question is None:
+            raise RuntimeError(f"{self.name} has not asked")
         is_gradient = isinstance(reply, Answer)
         if self.answered and isinstance(self.answered[-1][1], Answer) is not is_gradient:
             # Held-out rows are sent after all gradients have come, and the other way round.
@@ -250,11 +252,6 @@ class PassivePeers:
         """Recognise every party by the nonces of a stored run."""
         for party, nonce in zip(self._parties, nonces, strict=True):
             party.commitment = hashlib.sha256(nonce).digest()
-
-    def answer(self, replies: Sequence[Reply]) -> None:
-        """Keep the replies to the questions of all parties, in the contract's order."""
-        for party, question, reply in zip(self._parties, self.questions, replies, strict=True):
-            party.answer(question, reply)
 
 
 def names_of(parties: Iterable[PassivePeer]) -> str:

@@ -374,14 +374,14 @@ def test_nothing_leaves_before_its_charge_survives_a_power_failure(
 
     monkeypatch.setattr(AnswerLog, "sync", fails_with_a_charge)
     parties = with_sums(tmp_path, tmp_path / "kept")
-    peers, left = parties.session.parties, []
-    answer = peers.answer
+    (peer,), left = parties.session.parties, []
+    answer = peer.answer
 
-    def answers(replies: Sequence[Reply]) -> None:
-        left.append(replies)
-        answer(replies)
+    def answers(reply: Reply) -> None:
+        left.append(reply)
+        answer(reply)
 
-    monkeypatch.setattr(peers, "answer", answers)
+    monkeypatch.setattr(peer, "answer", answers)
     with pytest.raises(StorageError):
         run_in_process(parties)
     assert len(left) == 3  # the answers of the transfer

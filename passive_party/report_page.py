@@ -126,7 +126,19 @@ def _page(folder: Path, *, has_cover: bool) -> str:
         "labels": _NO_LABELS if nothing_of_labels(contract) else _SOME_LABELS,
     }
     if has_cover:  # the pages name each other by their places
-        _write_cover(folder, settings, summary, assessment, figures)
+        write_cover(
+            folder,
+            str(settings.get("party", "passive")),
+            settings,
+            summary,
+            (assessment.style, assessment.word, figures["columns"].said),
+            {**figures, "model": _MODEL},
+            {
+                "columns": Answer(
+                    "ticked" if assessment.style == "within" else "no", assessment.word
+                )
+            },
+        )
     columns = () if exposure is None else exposure.columns
     crossed = report_parts.traffic_rows(traffic, ACTIVE)
     left = {_CONTENT.get(one.kind, one.kind) for one in crossed if one.direction == "sent"}
@@ -157,26 +169,6 @@ def _page(folder: Path, *, has_cover: bool) -> str:
             one._replace(kind=f"{one.kind}: {_CONTENT[one.kind]}") if one.kind in _CONTENT else one
             for one in crossed
         ],
-    )
-
-
-def _write_cover(
-    folder: Path,
-    settings: Mapping[str, Any],
-    summary: Summary,
-    assessment: Assessment,
-    figures: Mapping[str, report_parts.ScaleRow],
-) -> None:
-    is_within = assessment.style == "within"
-    accepted = Answer("ticked" if is_within else "no", assessment.word)
-    write_cover(
-        folder,
-        str(settings.get("party", "passive")),
-        settings,
-        summary,
-        (assessment.style, assessment.word, figures["columns"].said),
-        {**figures, "model": _MODEL},
-        {"columns": accepted},
     )
 
 

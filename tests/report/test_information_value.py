@@ -185,7 +185,7 @@ def summed(rows: int = 3000) -> tuple[BottomTrainer, FeatureEncoder, Features, N
     return trainer, encoder, features, chances
 
 
-def release_sums(trainer: BottomTrainer, bits: Numbers, labels: Numbers, seed: int) -> None:
+def release_sums(trainer: BottomTrainer, bits: Any, labels: Any, seed: int) -> None:
     """Release sums as a label owner does at a noise ratio of 1."""
     deviation = bits.shape[1] ** 0.5
     noise = deviation * np.random.default_rng(seed).normal(size=bits.shape[1])
@@ -232,7 +232,8 @@ def _members_of(name: str, features: Features, column: ColumnValue) -> npt.NDArr
     assert features.numeric is not None
     assert features.categorical is not None
     if name == "job":
-        return np.minimum(features.categorical[:, 0].numpy() - 2, len(column.bins) - 1)
+        members = features.categorical[:, 0].numpy() - 2
+        return members.clip(max=len(column.bins) - 1)
     order = np.argsort(features.numeric[:, ("a", "b", "none").index(name)].numpy())
     members = np.empty(len(order), np.int64)
     members[order] = np.repeat(np.arange(len(column.bins)), [one.rows for one in column.bins])

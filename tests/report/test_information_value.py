@@ -1,7 +1,7 @@
 """What columns say about the outcome, against tables whose shares are known."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import numpy as np
@@ -185,7 +185,7 @@ def summed(rows: int = 3000) -> tuple[BottomTrainer, FeatureEncoder, Features, N
     return trainer, encoder, features, chances
 
 
-def release_sums(trainer: BottomTrainer, bits: Numbers, labels: Numbers, seed: int) -> None:
+def release_sums(trainer: BottomTrainer, bits: Any, labels: Any, seed: int) -> None:
     """Release sums as a label owner does at a noise ratio of 1."""
     deviation = bits.shape[1] ** 0.5
     noise = deviation * np.random.default_rng(seed).normal(size=bits.shape[1])
@@ -197,7 +197,8 @@ def test_intervals_of_noisy_sums_cover_the_known_values_and_order_the_columns() 
     """Of 20 releases, at .95, at least 16 cover each: three standard errors below."""
     trainer, encoder, features, chances = summed()
     bits = np.column_stack([trainer.score.bits(features), np.ones(len(chances))]) * 1.0
-    generator, covered, first, lowest = np.random.default_rng(7), Counter[str](), Counter[str](), []
+    generator, covered, first = np.random.default_rng(7), Counter[str](), Counter[str]()
+    lowest, within = list[float](), defaultdict[str, list[bool]](list)
     for seed in range(20):
         labels = (generator.random(len(chances)) < chances) * 1.0
         release_sums(trainer, bits, labels, seed)
@@ -206,12 +207,24 @@ def test_intervals_of_noisy_sums_cover_the_known_values_and_order_the_columns() 
         lowest.append(found["none"].low)
         for name, column in found.items():
             members = _members_of(name, features, column)
-            known = value_of(np.bincount(members), np.bincount(members, chances))
-            covered[name] += column.low <= known <= column.high
+            rows, positives = np.bincount(members), np.bincount(members, chances)
+            covered[name] += column.low <= value_of(rows, positives) <= column.high
+            held = np.array([(one.positives, one.positives_error) for one in column.bins]).T
+            within[name] += (np.abs(held[0] - positives / rows) <= 1.96 * held[1]).tolist()
     assert first == {"a": 20}
     assert min(covered.values()) >= 16
+    generator = np.random.default_rng(3)  # by which b has the highest upper end
+    labels = (generator.random(len(chances)) < chances) * 1.0
+    noisy = torch.from_numpy(labels + generator.normal(size=len(labels)))[:, None]
+    trainer.released = torch.arange(len(labels)), noisy, 0.0  # of the same charge
+    of_labels = {one.name: one for one in information_values(trainer, encoder)}
+    lows = [one.low for one in of_labels.values()]
+    assert lows == sorted(lows, reverse=True)  # an estimate that is only noisy comes last
+    widths = [one["a"].high - one["a"].low for one in (of_labels, found)]
+    assert widths[0] > 1.3 * widths[1]
     assert max(lowest) < 0.02
     assert len(covered) == 4
+    assert min(map(np.mean, within.values())) >= 0.92  # known shares, near each bin's
 
 
 def _members_of(name: str, features: Features, column: ColumnValue) -> npt.NDArray[np.int64]:
@@ -219,7 +232,8 @@ def _members_of(name: str, features: Features, column: ColumnValue) -> npt.NDArr
     assert features.numeric is not None
     assert features.categorical is not None
     if name == "job":
-        return np.minimum(features.categorical[:, 0].numpy() - 2, len(column.bins) - 1)
+        members = features.categorical[:, 0].numpy() - 2
+        return members.clip(max=len(column.bins) - 1)
     order = np.argsort(features.numeric[:, ("a", "b", "none").index(name)].numpy())
     members = np.empty(len(order), np.int64)
     members[order] = np.repeat(np.arange(len(column.bins)), [one.rows for one in column.bins])

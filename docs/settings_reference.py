@@ -252,9 +252,9 @@ class Reference:
             return f"list of {_lengths(metadata) or entries} ({self._words(parts[0])})"
         if isinstance(annotation, type) and issubclass(annotation, Section):
             place = self._places[annotation]
-            key = place.alternatives.get(annotation)
-            anchor = f"{place.key}.{key}" if key else place.key
-            return f"[`{key or place.tag or place.key}`](#{anchor})"
+            own_key = place.alternatives.get(annotation)
+            anchor = f"{place.key}.{own_key}" if own_key else place.key
+            return f"[`{own_key or place.tag or place.key}`](#{anchor})"
         return _scalar(annotation, metadata)
 
 

@@ -128,9 +128,6 @@ class Place:
     tag: str | None = None
     """The word that distinguishes the section from its alternatives."""
 
-    owner: str | None = None
-    """The tag of the section that holds it, if another holds one with the same key."""
-
     root: Root | None = None
     alternatives: dict[type[Section], str] = field(default_factory=dict)
     """Sections that are told apart by a key of their own, and this key: they are shown as one."""
@@ -143,8 +140,6 @@ class Place:
         if self.root is not None:
             return self.root.title
         title = joined([f"`{path}`" for path in self.paths])
-        if self.owner is not None:
-            title += f" of `{self.owner}`"
         if self.alternatives:
             return f"{title}: {joined([f'`{tag}`' for tag in self.alternatives.values()])}"
         kind = "".join(f"{name}: " for name in _fields_with_value(self.section, self.tag))
@@ -199,10 +194,7 @@ class Reference:
                     continue
                 if section not in self._places:
                     key = path if tag is None else f"{path}.{tag}"
-                    owner = None
-                    if any(place.key == key for place in self._places.values()):
-                        key, owner = f"{parent.key}.{name}.{tag}", parent.tag
-                    self._places[section] = Place(key, section, tag, owner)
+                    self._places[section] = Place(key, section, tag)
                     new.append(self._places[section])
                 self._places[section].paths.append(path)
             for place in new:
@@ -260,9 +252,9 @@ class Reference:
             return f"list of {_lengths(metadata) or entries} ({self._words(parts[0])})"
         if isinstance(annotation, type) and issubclass(annotation, Section):
             place = self._places[annotation]
-            key = place.alternatives.get(annotation)
-            anchor = f"{place.key}.{key}" if key else place.key
-            return f"[`{key or place.tag or place.key}`](#{anchor})"
+            own_key = place.alternatives.get(annotation)
+            anchor = f"{place.key}.{own_key}" if own_key else place.key
+            return f"[`{own_key or place.tag or place.key}`](#{anchor})"
         return _scalar(annotation, metadata)
 
 

@@ -12,7 +12,7 @@ from splitveil.active_party.report.run_files import RunFiles, is_one_shot, num_c
 from splitveil.common.privacy.adversary import Adversary
 
 
-class Step(NamedTuple):
+class Change(NamedTuple):
     """A setting to change, in the form of the settings file."""
 
     setting: str
@@ -20,7 +20,7 @@ class Step(NamedTuple):
     price: str
 
 
-BETTER_MODEL = Step(
+BETTER_MODEL = Change(
     "(more aligned rows, more columns, or more epochs)",
     "teach the model more; where the contract leaves rows out of training, give it those",
     "More answers about the same labels, where there are more epochs: see the ledger.",
@@ -28,13 +28,13 @@ BETTER_MODEL = Step(
 """The step from a test AUC that is too low; more test rows would only measure it."""
 
 
-def steps_to_a_bound(run: RunFiles, target: float) -> Iterator[Step]:
+def steps_to_a_bound(run: RunFiles, target: float) -> Iterator[Change]:
     """Yield the settings that would bound the leak for anybody at the target."""
     uses = LabelUses(
         begins_with_labels=bool(run.active.setting("initial_weights")) and not is_one_shot(run),
     )
     for signal in label_signals(uses):
-        yield Step(*_without(signal.setting, signal.why))
+        yield Change(*_without(signal.setting, signal.why))
     defense = defense_at(run, target)
     if defense is None:
         return
@@ -44,7 +44,7 @@ def steps_to_a_bound(run: RunFiles, target: float) -> Iterator[Step]:
     changed |= {name: whole[name] for name in ("strength", "mechanism") if name in whole}
     why = f"bounds the leak AUC of the whole run at {target:g} for anybody"
     price = f"The price is not known before a run.{_beside(run)}"
-    yield Step(_as_yaml({"defense": _named_first(changed)}), why, price)
+    yield Change(_as_yaml({"defense": _named_first(changed)}), why, price)
 
 
 def defense_at(run: RunFiles, target: float) -> DefenseSettings | None:

@@ -51,7 +51,7 @@ class Decision(NamedTuple):
     badge: str
     headline: str
     checks: tuple[Check, ...]
-    steps: tuple[advice.Step, ...]
+    steps: tuple[advice.Change, ...]
     passed: str  # the first finding above what the ledger states; empty without any
 
 
@@ -63,7 +63,7 @@ def decide(run: RunFiles, assessment: LeakAssessment) -> Decision:
     checks = [*_ledger_checks(run, assessment, passed), *_quality_checks(run, predictions)]
     if not run.active.has_ended:
         checks.append(Check(_ENDED, "open", "no", "yes", "It was stopped, or is still running."))
-    steps: list[advice.Step] = []
+    steps: list[advice.Change] = []
     if target is not None:
         bound = _bound_check(run, target)
         checks = [bound, *_measured_checks(target, assessment), *checks]
@@ -217,10 +217,10 @@ def _quality_check(auc: float, found: Estimate | None, figure: str, least: float
 
 def _other_steps(
     run: RunFiles, checks: Sequence[Check], target: float | None
-) -> Iterator[advice.Step]:
+) -> Iterator[advice.Change]:
     outcomes = {check.name: check.outcome for check in checks}
     if target is None:
-        yield advice.Step(
+        yield advice.Change(
             "report:\n  target_leak_auc: 0.6",
             "says which leak AUC is accepted, so that this page can pass or fail the run",
             "None: it changes the report only. The command report --target-leak-auc 0.6 does the "
@@ -228,14 +228,14 @@ def _other_steps(
         )
     # A bound that was never meant for this attack needs no other run, but another defense.
     if outcomes.get(_PASSED) == "fail" and guarantee_of(run) < 1:
-        yield advice.Step(
+        yield advice.Change(
             "defense: {module: ...}",
             "the charges that this defense states do not describe its answers: correct them, and "
             "use no bound of this run",
             "None for the labels of this run: what was sent is known to the other company.",
         )
     if outcomes.get(_MEASURED) == "open" and outcomes.get(_BOUND) == "pass":
-        yield advice.Step(
+        yield advice.Change(
             "(more aligned rows, or accept the bound)",
             "leaves rows that features predict alike, on which attacks can be measured; the bound "
             "holds without them",
@@ -244,7 +244,7 @@ def _other_steps(
     if outcomes.get(_QUALITY) in {"fail", "open"}:
         yield advice.BETTER_MODEL
     if outcomes.get(_ALONE) == "fail":
-        yield advice.Step(
+        yield advice.Change(
             "(no joint run)",
             "the passive party's features did not help; use the active party's own model",
             "None: nothing leaks.",

@@ -93,6 +93,7 @@ def leave_summary(
     if stopped is not None:
         mark_as_ended(folder, {"ended_by": "run_budget", **_limits_of(settings)})
     print_summary("active party", summary)
+    logger.info("done: model and summary are in %s; the report follows", folder)
     try_to_report(folder.parent)
     if stopped is not None:
         logger.warning("the run has ended for good: %s", _WHAT_NOW)

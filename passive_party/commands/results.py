@@ -48,20 +48,18 @@ def try_to_measure(
         _logger.exception("what the activations reveal of the features could not be measured")
 
 
-def measured_summary(
+def try_to_measure_run(
     folder: Path,
     run: PassiveRun,
     encoder: FeatureEncoder | None,
     own_rows: int,
     recorder: PassiveRecorder,
     settings: PassiveSettings | None = None,
-) -> Summary:
-    """Write what activations reveal, and return the figures of a run whose recorder is closed."""
-    trainer = run.trainer
-    if trainer is not None and encoder is not None:
+) -> None:
+    """Write what the activations of a run reveal, whose recorder is closed."""
+    if run.trainer is not None and encoder is not None:
         sample, of_epochs = recorder.sample, recorder.sent_in_epochs()
-        try_to_measure(folder, trainer, encoder, own_rows, sample, of_epochs, settings)
-    return recorder.summary(None if trainer is None else trainer.feature_values)
+        try_to_measure(folder, run.trainer, encoder, own_rows, sample, of_epochs, settings)
 
 
 def try_to_report(folder: Path) -> None:
@@ -76,13 +74,14 @@ def try_to_report(folder: Path) -> None:
         _logger.exception("the report could not be written: splitveil report %s", folder)
 
 
-def leave_results(
+def leave_summary(
     folder: Path,
     recorded: Summary,
     transcript: Transcript | None,
     stopped: PeerEndedForGood | None,
     device: str,
 ) -> None:
+    """Write and print the figures: what is measured and reported afterwards may take longer."""
     summary = replace(
         recorded,
         transcript=None if transcript is None else transcript.summary(),
@@ -92,7 +91,5 @@ def leave_results(
     write_summary(folder, summary)
     if stopped is not None:
         mark_as_ended(folder, {"ended_by": "the active party"})
-    try_to_report(folder)
     print_summary("passive party", summary)
-    if stopped is not None:
-        raise stopped
+    _logger.info("done: model and summary are in %s; the report follows", folder)

@@ -26,9 +26,9 @@ from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.text.version import VERSION
 from splitveil.passive_party import assembly
 from splitveil.passive_party.commands.results import (
-    leave_results,
-    measured_summary,
+    leave_summary,
     try_to_measure,
+    try_to_measure_run,
     try_to_report,
 )
 from splitveil.passive_party.connecting import ENDED, Connect, checked_connection, was_ended
@@ -77,15 +77,14 @@ def _fit(
     with PassiveRecorder(settings, folder, data.ids, None, status):
         trainer = builder(rows)
         builder.save(folder, trainer.model, ModelIdentity(secrets.token_hex(8), 0))
-        if builder.encoder is not None:
-            sample = Sample.draw(np.arange(trainer.num_rows))
-            try_to_measure(
-                folder, trainer, builder.encoder, len(data.ids), sample, settings=settings
-            )
     provenance = provenance_of_process(process.device_in_words)
     write_summary(folder, Summary(version=VERSION, provenance=provenance))
+    logger.info("done: the bottom model is fitted to %s rows; the report follows", f"{len(rows):,}")
+    if builder.encoder is not None:
+        sample = Sample.draw(np.arange(trainer.num_rows))
+        try_to_measure(folder, trainer, builder.encoder, len(data.ids), sample, settings=settings)
     try_to_report(folder)
-    logger.info("the bottom model is fitted to %s rows", f"{len(rows):,}")
+    logger.info("next: splitveil serve FILE, from which the active party takes the sealed table")
 
 
 def _open_folder(settings: PassiveSettings, process: Process, *, fresh: bool) -> Path | None:
@@ -159,7 +158,11 @@ def _train(
     if end_of(folder) is not None:
         logger.warning(ENDED)
         return
-    found = measured_summary(folder, run, build_trainer.encoder, len(data.ids), recorder, settings)
-    leave_results(folder, found, transcript, stopped, device)
+    found = recorder.summary(getattr(run.trainer, "feature_values", None))
+    leave_summary(folder, found, transcript, stopped, device)
+    try_to_measure_run(folder, run, build_trainer.encoder, len(data.ids), recorder, settings)
+    try_to_report(folder)
+    if stopped is not None:
+        raise stopped
     aligner.tried.forget()
     store.forget_finished()  # last: a process that ends before this does not train from scratch

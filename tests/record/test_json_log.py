@@ -21,7 +21,7 @@ from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.text import log_lines
-from splitveil.passive_party.commands.results import leave_results
+from splitveil.passive_party.commands.results import leave_summary
 from tests.support.records import summary_of
 from tests.support.runs import write_example
 
@@ -142,7 +142,7 @@ def test_a_quiet_run_prints_no_table(
     verbosity: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log_lines.configure_logging("passive", verbosity)
-    leave_results(tmp_path, summary_of({"steps": 3}), None, None, "cpu")
+    leave_summary(tmp_path, summary_of({"steps": 3}), None, None, "cpu")
     assert bool(capsys.readouterr().out) is (verbosity == 0)
 
 

@@ -106,8 +106,9 @@ def _second_moments(
     coordinates = (noise.directions @ axes.T.to(noise.directions.dtype)).double()
     coordinates *= sizes[:, None]
     coordinates[noise.bare] = 0.0
-    of_classes = (coordinates[classes == index] for index in range(len(counts)))
-    moments = torch.stack([own.T @ own for own in of_classes])
+    # All rows for each class, so that the time does not depend on how many are in it.
+    of_classes = (coordinates * (classes == index)[:, None] for index in range(len(counts)))
+    moments = torch.stack([own.T @ coordinates for own in of_classes])
     # A row without a direction got a random one: the same variance along every axis.
     bare = counts.new_zeros(len(counts)).to(sizes.device)
     bare.index_add_(0, classes[noise.bare], sizes[noise.bare].square())

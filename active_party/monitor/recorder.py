@@ -166,7 +166,11 @@ class ActiveRecorder(RunRecorder):
             "steps": self._steps,
             "epoch_losses": list(self._epoch_losses),
             "train_loss": self._train_loss,
-            "evaluations": to_form(self._evaluations),
+            # With NaN for what rows of one class leave undefined: no entry depends on labels.
+            "evaluations": {
+                split: {"epoch": epoch, "figures": dict(vars(figures))}
+                for split, (epoch, _, figures) in self._evaluations.items()
+            },
             "bounds": to_form(self._bounds),
             **watch,
             "metrics": self._metrics.state_dict(),
@@ -182,7 +186,8 @@ class ActiveRecorder(RunRecorder):
         self._steps, self._train_loss = state["steps"], state["train_loss"]
         self._epoch_losses = list(state["epoch_losses"])
         self._evaluations = {
-            split: from_form(Evaluation, figures) for split, figures in state["evaluations"].items()
+            split: Evaluation(one["epoch"], split, PredictionFigures(**one["figures"]))
+            for split, one in state["evaluations"].items()
         }
         bounds = state["bounds"]
         self._bounds = None if bounds is None else from_form(LeakBounds, bounds)

@@ -108,7 +108,8 @@ class PredictionFigures(Form):
         For numbers, the share of the constant prediction's squared error that is gone.
         """
         if self.rmse is None:
-            return None if math.isnan(self.agreement) else 2 * self.agreement - 1
+            agreement = self.agreement
+            return None if math.isnan(agreement) else 2 * agreement - 1
         return 1 - (self.rmse / self.constant_rmse) ** 2 if self.constant_rmse else None
 
     @property
@@ -122,16 +123,18 @@ class PredictionFigures(Form):
     @property
     def in_short(self) -> str:
         """The main figure with its name, for a log line."""
-        if self.rmse is None and math.isnan(self.agreement):
-            return "AUC of rows of one class"
-        beside = "" if self.rmse is None else f", R2 {self.agreement:.4f}"
-        return f"{self.main} {self.in_words(4)}{beside}"
+        # The same calls for any labels: what a process does must not depend on them.
+        words, agreement = self.in_words(4), self.agreement
+        if self.rmse is not None:
+            return f"RMSE {words}, R2 {agreement:.4f}"
+        return "AUC of rows of one class" if words == "–" else f"AUC {words}"
 
     def in_words(self, digits: int) -> str:
         """Return the main figure, an AUC with this number of digits behind the point."""
         if self.rmse is not None:
             return f"{self.rmse:.4g}"
-        return "–" if math.isnan(self.agreement) else f"{self.agreement:.{digits}f}"
+        agreement = self.agreement
+        return "–" if math.isnan(agreement) else f"{agreement:.{digits}f}"
 
     @property
     def better_in_words(self) -> str:

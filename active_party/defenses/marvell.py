@@ -268,7 +268,7 @@ class Marvell(interface.RememberingDefense):
         solution = solve_noise(neg, pos, gap_squared, cut_dim, pos_fraction, power)
         if math.isinf(solution.sum_kl):
             return None
-        own = ClassEstimate.of(current)
+        own = estimate if current is fitted else ClassEstimate.of(current)
         charge = Charge(0.0)
         if any((own.gap_squared, own.neg_variance, own.pos_variance)):
             deviations = math.sqrt(solution.neg_along), math.sqrt(solution.pos_along)

@@ -161,7 +161,8 @@ def test_the_demo_compares_four_ways_in_few_lines(package: Path, tmp_path: Path)
         assert (strongest.figures if strongest else without) in said
         assert f"report  {folder}/report.html" in lines
         assert (folder / "report.html").is_file()
-    assert lines[-1] == f"report  {tmp_path}/flights-comparison.html"
+    assert lines[-2] == f"report  {tmp_path}/flights-comparison.html"
+    assert lines[-1].startswith("next  ")
 
 
 def test_a_demo_that_fails_says_all_that_its_parties_said(tmp_path: Path) -> None:

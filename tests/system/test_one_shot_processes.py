@@ -196,7 +196,7 @@ HEARTBEAT = pb.AlignFrame(wait=pb.AlignWait()).SerializeToString()
 
 RANDOM = (
     rb"^\d\d:\d\d:\d\d|(?<=last link is )\w+",  # of log lines
-    rb"\d{4}-\d\d-\d\d[ T][\d:]+|[\d.]+ (s|min)\b|(?<=\"time_s\": )[\d.]+",
+    rb"\d{4}-\d\d-\d\d[ T][\d:.]+|[\d.]+ (s|min)\b|(?<=\"time_s\": )[\d.]+",
     rb"127\.0\.0\.1:\d+|(?<=\"last_link\": \")\w+",
 )
 
@@ -210,7 +210,7 @@ def test_the_passive_party_sees_of_a_label_what_is_released_of_it_and_nothing_el
     """
     none, noisy, sums = found
     assert seen_by_passive(none[0]) == seen_by_passive(none[1])
-    made = {"report.html", "exposure.json", "model.safetensors"}
+    made = {"report.html", "cover.html", "cover.json", "exposure.json", "model.safetensors"}
     assert seen_by_passive(noisy[0], made) == seen_by_passive(noisy[1], made)
     one, other = (np.concatenate(list(tensors(run, "Train", up=False))) for run in noisy)
     (moved,) = np.flatnonzero(one != other)

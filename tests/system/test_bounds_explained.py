@@ -104,7 +104,9 @@ def text_of(html: str) -> str:
 
 def figures_above(text: str, bound: float) -> list[str]:
     """Return the figures of attacks above a bound in a text, without ends of intervals."""
-    text = re.sub(r"\d\.\d{3} to \d\.\d{3}|(?:not a leak|Model|other columns):? \d\.\d{3}", "", text)
+    text = re.sub(
+        r"\d\.\d{3} to \d\.\d{3}|(?:not a leak|Model|other columns):? \d\.\d{3}", "", text
+    )
     figures = re.findall(r"(?<![\d.])(?:0\.\d{3}|1\.000)(?!\d)", text) if SHOWN.search(text) else []
     return [figure for figure in figures if float(figure) > bound + 0.001]
 

@@ -205,6 +205,8 @@ def test_sums_are_those_of_the_values_and_noise_of_the_stated_deviation(num_clas
         values = (labels[:, None] == np.arange(num_classes - 1)) * 1.0
     noise = np.array([noisy(defense, own, key) for key in range(30)]) - bits.T @ values
     deviation = 2 * np.sqrt(40 * (2 if num_classes > 2 else 1))
+    stated = bytes_of(defense.released_labels(torch.empty(0)).gradient)[:8]
+    assert np.frombuffer(stated, "<f8") == pytest.approx(deviation, rel=1e-12)
     assert noise.std() == pytest.approx(deviation, rel=0.06)
     assert abs(noise.mean()) < 0.1 * deviation
 

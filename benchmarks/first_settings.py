@@ -32,6 +32,7 @@ import json
 import logging
 import math
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -464,6 +465,9 @@ def prepare(name: str, folder: Path, rows: Rows) -> None:
         )
         initialise(folder / file, wishes, terms)
     write(name, folder, tables, splits)
+    contract = folder / "contract.yaml"
+    limited = re.sub(r"max_set_size: \d+", f"max_set_size: {len(splits)}", contract.read_text())
+    contract.write_text(limited)  # of all test rows, more than init has seen
 
 
 def write(name: str, folder: Path, tables: Tables, splits: Mapping[str, str]) -> None:

@@ -330,6 +330,11 @@ class ActiveSettings(PartySettings):
                     "contract.exchange: one_shot alone: with gradients, leave it out"
                 )
             return
+        if self.defense.traits.subject_column == self.data.label_column:
+            raise ValueError(
+                "defense.subject_column: names the label column, so that the strength of the noise "
+                "would tell the size of a class; expected the column of the persons"
+            )
         refusal = self.defense.one_shot_refusal(contract.release)
         if refusal is not None:
             raise ValueError(f"defense: {refusal}")

@@ -13,7 +13,7 @@ the label owner knows besides.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ from splitveil.common.errors import DataError
 from splitveil.common.run.sample_order import Positions
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.column_guesses import Column, Kind, columns_of, right_guesses
-from splitveil.passive_party.information_value import ColumnValue, information_values
+from splitveil.passive_party.information_value import ColumnValue
 
 GUESSED_ROWS = 4000  # at most
 KNOWN_ROWS = 1000  # whose columns the guesser knows; of a small table, half of the rows
@@ -137,8 +137,7 @@ def measure_exposure(
     if of_epochs is not None:
         epochs, dimensions = of_epochs[:2]
         sent.append(of_epochs.values.astype(np.float64))
-    found = exposure_of(sent, features, encoder, sample.known, own_rows, dimensions, epochs)
-    return found and replace(found, values=information_values(trainer, encoder))
+    return exposure_of(sent, features, encoder, sample.known, own_rows, dimensions, epochs)
 
 
 def exposure_of(

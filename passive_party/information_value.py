@@ -142,7 +142,7 @@ def _value(
     bent = hessian @ covariance
     bias, of_errors = float(np.trace(bent)) / 2, float(np.trace(bent @ bent)) / 2
     value = float(top / spread)
-    growth = float(gradient @ covariance @ gradient) / max(value, 1e-300) * _Z**2 / 2
+    growth = float(gradient @ covariance @ gradient) / max(value, 1e-12) * _Z**2 / 2
     middle = value - bias + growth
     half = max(2 * growth * (value - bias) + growth**2 + _Z**2 * of_errors, 0.0) ** 0.5
     low, high = max(middle - half, 0.0), max(middle + half, 0.0)

@@ -16,6 +16,7 @@ from splitveil.common.text.version import VERSION
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.exposure_plan import remedy_of
 from splitveil.passive_party.feature_exposure import Sample, SentInEpochs, measure_exposure
+from splitveil.passive_party.information_value import information_values
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
@@ -42,6 +43,9 @@ def try_to_measure(
                 found = replace(found, remedy=remedy_of(settings, trainer, encoder, sample, found))
         if found is not None:
             write_exposure(folder, found)
+            # By itself: no release that the peer makes up may keep the rest from being written.
+            values = information_values(trainer, encoder)
+            write_exposure(folder, replace(found, values=values))
     except SplitveilError as error:  # a full disk needs no traceback
         _logger.error("%s", error)
     except Exception:

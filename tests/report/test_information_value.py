@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from splitveil.common.models.components import ComponentsBottom
 from splitveil.common.models.data_parallel import Learner
 from splitveil.common.models.settings import ScoreModel
 from splitveil.passive_party.bottom_trainer import BottomTrainer
+from splitveil.passive_party.commands import results
+from splitveil.passive_party.feature_exposure import Sample
 from splitveil.passive_party.information_value import (
     Binned,
     ColumnValue,
@@ -30,6 +33,7 @@ from splitveil.passive_party.information_value import (
     information_values,
     shares_of_labels,
 )
+from splitveil.passive_party.report_page import read_exposure
 
 ROWS, RELEASES = 20_000, 200
 SHARES = {
@@ -244,3 +248,29 @@ def test_a_release_of_several_classes_has_no_figures() -> None:
     trainer, encoder, *_ = summed(200)
     trainer.released = torch.arange(200), torch.rand(200, 3), 0.0
     assert information_values(trainer, encoder) == ()
+
+
+@pytest.mark.parametrize(
+    "labels", [np.full(400, 0.5), np.full(400, -1e38), 0.5 + np.arange(400) % 4 * 1e-9]
+)
+def test_labels_that_a_peer_makes_up_raise_nothing(labels: npt.NDArray[np.float64]) -> None:
+    """The classes' shares are then equal, or differ by less than the square of what is rounded."""
+    members = np.arange(400) % 4
+    column = Binned("a", True, list("abcd"), members)
+    found = column_value(
+        column, *shares_of_labels(members, labels.astype(np.float32).astype(float))
+    )
+    for value in () if found is None else (found.information_value, found.low, found.high):
+        assert math.isfinite(value)
+
+
+def test_what_columns_give_away_is_written_whatever_was_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OverflowError
+
+    monkeypatch.setattr(results, "information_values", fail)
+    trainer, encoder, *_ = summed(400)
+    results.try_to_measure(tmp_path, trainer, encoder, 400, Sample.draw(np.arange(400)))
+    assert read_exposure(tmp_path) is not None

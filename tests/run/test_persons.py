@@ -251,6 +251,7 @@ def test_a_row_without_a_person_is_one_and_rows_that_are_never_trained_on_cost_n
     ("setting", "message"),
     [
         ("subject_column: nobody", r"defense\.subject_column: .*there is no column 'nobody'"),
+        ("subject_column: label", r"defense\.subject_column: names the label column"),
         ("subject_column: own1", r"defense\.subject_column: 'own1' is a feature, too"),
     ],
 )

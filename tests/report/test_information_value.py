@@ -251,12 +251,12 @@ def test_a_release_of_several_classes_has_no_figures() -> None:
 
 
 @pytest.mark.parametrize(
-    "labels", [np.full(400, 0.5), np.full(400, -1e38), 0.5 + np.arange(400) % 4 * 1e-9]
+    "labels", [np.full(400, 0.5), np.full(400, -1e38), 0.5 + np.arange(400) % 7 * 1e-9]
 )
 def test_labels_that_a_peer_makes_up_raise_nothing(labels: npt.NDArray[np.float64]) -> None:
-    """The classes' shares are then equal, or differ by less than the square of what is rounded."""
-    members = np.arange(400) % 4
-    column = Binned("a", True, list("abcd"), members)
+    """Where bins are equal but for rounding, an information value is near 1e-33."""
+    members = np.arange(400) % 7
+    column = Binned("a", True, list("abcdefg"), members)
     found = column_value(
         column, *shares_of_labels(members, labels.astype(np.float32).astype(float))
     )

@@ -130,7 +130,7 @@ class Place:
 
     root: Root | None = None
     alternatives: dict[type[Section], str] = field(default_factory=dict)
-    """Sections that are told apart by a key of their own, and this key: they are shown as one."""
+    """Sections that a key of their own distinguishes, and this key: they are shown as one."""
 
     paths: list[str] = field(default_factory=list)
     """Every setting that may hold such a section."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.party import report_parts
-from splitveil.common.party.cover import COVER, Answer, nothing_of_labels, write_cover
+from splitveil.common.party.cover import COVER, CheckAnswer, nothing_of_labels, write_cover
 from splitveil.common.party.json_output import print_json
 from splitveil.common.record.run_folder import write_json_atomically, write_text_atomically
 from splitveil.common.record.run_record import METRICS, find_summary, read_metrics, text_of
@@ -134,7 +134,7 @@ def _page(folder: Path, *, has_cover: bool) -> str:
             (assessment.style, assessment.word, figures["columns"].said),
             {**figures, "model": _MODEL},
             {
-                "columns": Answer(
+                "columns": CheckAnswer(
                     "ticked" if assessment.style == "within" else "no", assessment.word
                 )
             },

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from splitveil.active_party.report import answer, decision, run_files
 from splitveil.active_party.report.bounds import guarantee_of
 from splitveil.active_party.report.run_files import RunFiles
-from splitveil.common.party.cover import Answer, write_cover
+from splitveil.common.party.cover import CheckAnswer, write_cover
 from splitveil.common.party.report_parts import ScaleRow, columns_row
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.run.contract import ACTIVE
@@ -91,23 +91,29 @@ def _model(run: RunFiles) -> ScaleRow:
     return ScaleRow(words, "utility", 0.0, max(joint, 0.0), most=most, said=f"{said}.")
 
 
-def _bound(run: RunFiles, leak: LeakAssessment) -> Answer:
+def _bound(run: RunFiles, leak: LeakAssessment) -> CheckAnswer:
     bound = guarantee_of(run)
     if math.isnan(bound) or bound >= 1:
-        return Answer("no", "There is no bound for anybody.")
+        return CheckAnswer("no", "There is no bound for anybody.")
     if not leak.is_proved:
-        return Answer("no", "The bound is what the defense's own code states, without a proof.")
-    return Answer("ticked", f"At most {100 * float(auc_at_most(bound)):g} of 100 pairs.")
+        return CheckAnswer(
+            "no", "The bound is what the defense's own code states, without a proof."
+        )
+    return CheckAnswer("ticked", f"At most {100 * float(auc_at_most(bound)):g} of 100 pairs.")
 
 
-def _acceptable(run: RunFiles) -> Answer:
+def _acceptable(run: RunFiles) -> CheckAnswer:
     target, where = decision.target_of(run)
     if target is None:
-        return Answer("no", "No setting says which figure is acceptable (report.target_leak_auc).")
+        return CheckAnswer(
+            "no", "No setting says which figure is acceptable (report.target_leak_auc)."
+        )
     if not guarantee_of(run) <= target + 1e-9:
-        return Answer("no", f"The bound is not within {100 * target:g} of 100 pairs ({where}).")
+        return CheckAnswer(
+            "no", f"The bound is not within {100 * target:g} of 100 pairs ({where})."
+        )
     if not (
         run.active.setting("run_budget", "leak_auc") or run.active.setting("run_budget", "sum_kl")
     ):
-        return Answer("no", "No run_budget limits all runs together.")
-    return Answer("ticked", f"It is within {100 * target:g} of 100 pairs; run_budget is set.")
+        return CheckAnswer("no", "No run_budget limits all runs together.")
+    return CheckAnswer("ticked", f"It is within {100 * target:g} of 100 pairs; run_budget is set.")

@@ -46,7 +46,7 @@ _ROUNDED_UP = 1.25  # of a list's size: by `init`, or by the padding of buckets
 _LABELS, _COLUMNS = "label owner", "feature owner"
 
 
-class Answer(NamedTuple):
+class CheckAnswer(NamedTuple):
     """What the program finds of a check: a tick, ``no``, or that people have to tick it."""
 
     answer: Literal["ticked", "no", "by hand", "other page"]
@@ -60,7 +60,7 @@ def write_cover(
     summary: Summary,
     verdict: tuple[str, str, str],
     figures: Mapping[str, ScaleRow],
-    answers: Mapping[str, Answer],
+    answers: Mapping[str, CheckAnswer],
 ) -> None:
     """Write a party's page and its facts into its folder of a run.
 
@@ -73,7 +73,7 @@ def write_cover(
     traffic = read_traffic(folder)
     provenance = summary.provenance
     whose = _COLUMNS if party == ACTIVE else _LABELS
-    other = Answer("other page", f"See the cover page of the {whose}.")
+    other = CheckAnswer("other page", f"See the cover page of the {whose}.")
     checks = {"lists": _lists(folder, contract), **_answers(settings, contract), **answers}
     run_id, fingerprint = identity_of(folder)
     facts: dict[str, Any] = {
@@ -157,41 +157,45 @@ def _exchanged(contract: Mapping[str, Any], summary: Summary) -> Iterator[Mappin
     yield row("tables, outcomes as they are, models, predictions", "neither way", "never")
 
 
-def _answers(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> dict[str, Answer]:
+def _answers(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> dict[str, CheckAnswer]:
     """Answer what both sides can by the contract and their own settings."""
     found = {
-        "sums": Answer("ticked", "Does not apply: no noisy sums were sent."),
-        "rows": Answer("by hand", "No program can tell which ids are one person's."),
-        "membership": Answer("by hand", "Both sides know the common ids now."),
-        "predictions": Answer("by hand", "Ids travel in clear unless the table is sent whole."),
-        "keys": Answer("by hand", "Certificates were checked; no program hears a telephone."),
-        "contract": Answer("by hand", "The program knows the settings, not what else was signed."),
+        "sums": CheckAnswer("ticked", "Does not apply: no noisy sums were sent."),
+        "rows": CheckAnswer("by hand", "No program can tell which ids are one person's."),
+        "membership": CheckAnswer("by hand", "Both sides know the common ids now."),
+        "predictions": CheckAnswer(
+            "by hand", "Ids travel in clear unless the table is sent whole."
+        ),
+        "keys": CheckAnswer("by hand", "Certificates were checked; no program hears a telephone."),
+        "contract": CheckAnswer(
+            "by hand", "The program knows the settings, not what else was signed."
+        ),
     }
     if contract.get("release") == "noisy_sums":
-        found["sums"] = Answer("by hand", "Noisy sums were sent.")
+        found["sums"] = CheckAnswer("by hand", "Noisy sums were sent.")
     if as_mapping(settings.get("defense")).get("subject_column"):
-        found["rows"] = Answer("ticked", "The bound is for each person.")
+        found["rows"] = CheckAnswer("ticked", "The bound is for each person.")
     if nothing_of_labels(contract):
-        found["rows"] = Answer("ticked", "Nothing of outcomes was sent about any row.")
-        found["bound"] = Answer("ticked", "One pass, and nothing that depends on an outcome.")
+        found["rows"] = CheckAnswer("ticked", "Nothing of outcomes was sent about any row.")
+        found["bound"] = CheckAnswer("ticked", "One pass, and nothing that depends on an outcome.")
     if _is_one_sided(contract):
-        found["membership"] = Answer("ticked", "The alignment is one-sided.")
-        found["predictions"] = Answer("ticked", "The whole table is sent, sealed.")
+        found["membership"] = CheckAnswer("ticked", "The alignment is one-sided.")
+        found["predictions"] = CheckAnswer("ticked", "The whole table is sent, sealed.")
     if as_mapping(settings.get("security")).get("mode") != "mtls":
-        found["keys"] = Answer("no", "Nobody was authenticated: the run had no certificates.")
+        found["keys"] = CheckAnswer("no", "Nobody was authenticated: the run had no certificates.")
     return found
 
 
-def _lists(folder: Path, contract: Mapping[str, Any]) -> Answer:
+def _lists(folder: Path, contract: Mapping[str, Any]) -> CheckAnswer:
     alignment = as_mapping(contract.get("alignment"))
     most, lines = alignment.get("max_set_size"), read_metrics(folder).of(AlignmentLine)
     own = lines[-1].own_rows if lines else None
     if own is None or not isinstance(most, int):
-        return Answer("by hand", "The size of this side's list was not recorded.")
+        return CheckAnswer("by hand", "The size of this side's list was not recorded.")
     said = f"Of at most {most:,} ids, this side's list has {own:,}"
     if most <= _ROUNDED_UP * own:
-        return Answer("ticked", f"{said}.")
-    return Answer("other page", f"{said}: either page has to tick it.")
+        return CheckAnswer("ticked", f"{said}.")
+    return CheckAnswer("other page", f"{said}: either page has to tick it.")
 
 
 def _is_one_sided(contract: Mapping[str, Any]) -> bool:

@@ -1,6 +1,6 @@
 """Finds the sub-command that the first word names, and lets its module do the rest.
 
-``splitveil run active.yaml`` is a party's: the file says of which one. The first word of
+``splitveil run active.yaml`` is a party's: the file says whose it is. The first word of
 ``splitveil active run active.yaml``, which no help names, says it as well.
 
 A ``SplitveilError`` that a sub-command raises is printed after the program's name, and its exit

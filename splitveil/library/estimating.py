@@ -13,7 +13,7 @@ from splitveil.library.simulating import simulate
 
 
 class SplitClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
-    """Classifies rows of which two organisations have some columns each.
+    """Classifies rows whose columns are divided between two organisations.
 
     Row n of all tables is the same example; the active table is None where the label owner has
     labels alone. ``classes_`` are the labels, sorted, and ``run_`` is the run. Parameters are those

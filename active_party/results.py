@@ -51,7 +51,7 @@ from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.run.sample_order import SPLITS
-from splitveil.common.text.version import VERSION
+from splitveil.common.text.wording import VERSION
 
 logger = logging.getLogger("splitveil.active_party")
 

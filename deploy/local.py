@@ -34,8 +34,8 @@ from splitveil.common.record.run_record import read_summary
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.settings import apply_overrides, read_yaml
 from splitveil.common.text.values import as_mapping
-from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import cell, visible, visible_lines
+from splitveil.common.text.wording import add_version
 from splitveil.deploy.authority import PartyFolder, keep_certificates
 from splitveil.deploy.overrides import (
     NamedDefense,

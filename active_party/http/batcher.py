@@ -24,7 +24,7 @@ from splitveil.active_party.predict.predictor import Asked, Predictions, Predict
 from splitveil.common.data.features import Features
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.messages import Embedded
-from splitveil.common.text.closing import Closing
+from splitveil.common.text.files import Closing
 from splitveil.common.wire.inference_codec import portions
 
 IN_FLIGHT = 4  # questions under way at a time

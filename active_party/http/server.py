@@ -24,8 +24,7 @@ from splitveil.active_party.settings import ServingTls
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.credentials import printable
 from splitveil.common.text.addresses import on_loopback, split_address
-from splitveil.common.text.closing import Closing
-from splitveil.common.text.files import read_or_refuse, read_secret
+from splitveil.common.text.files import Closing, read_or_refuse, read_secret
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from splitveil.common.privacy.figures import STANDARD_ERRORS, AttackFigure
 from splitveil.common.record.lines import AlarmLine
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.run.progress import State
-from splitveil.common.text.upper_bounds import auc_at_most
+from splitveil.common.text.wording import auc_at_most
 
 logger = logging.getLogger(__name__)
 

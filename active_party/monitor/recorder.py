@@ -26,9 +26,8 @@ from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.phases import Phase
 from splitveil.common.run.progress import State
 from splitveil.common.text.log_lines import log_fields
-from splitveil.common.text.upper_bounds import at_most, auc_at_most
 from splitveil.common.text.values import from_form, to_form
-from splitveil.common.text.wording import in_short
+from splitveil.common.text.wording import at_most, auc_at_most, in_short
 
 logger = logging.getLogger(__name__)
 

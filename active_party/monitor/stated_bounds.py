@@ -12,7 +12,7 @@ from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.figures import BeyondFigures, LeakBounds
 from splitveil.common.privacy.observational_audit import p_value
 from splitveil.common.record.assessment import assess_figures, passes_stated
-from splitveil.common.text.upper_bounds import at_least, at_most
+from splitveil.common.text.wording import at_least, at_most
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from splitveil.active_party.run.lifecycle import (
 from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.stages import Listening, Stage
 from splitveil.common import errors
-from splitveil.common.alignment.share import Share
+from splitveil.common.alignment.exchange import Share
 from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record.run_store import NoStore
 from splitveil.common.run import messages

@@ -31,7 +31,7 @@ from splitveil.active_party.training.predictions import (
 from splitveil.common.data.label_range import LabelRange
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.models.data_parallel import DataParallelModel, go_on
-from splitveil.common.models.training_state import trained_of
+from splitveil.common.models.optimizers import trained_of
 from splitveil.common.privacy.figures import PredictionFigures
 from splitveil.common.privacy.number_attacks import LabelNumbers
 from splitveil.common.privacy.observation import LabelClasses

@@ -25,8 +25,7 @@ from splitveil.common.party.json_output import add_json
 from splitveil.common.text.files import why_unreadable
 from splitveil.common.text.imports import fault_of_own_code
 from splitveil.common.text.log_lines import LogFormat, configure_logging, log_fields
-from splitveil.common.text.version import add_version
-from splitveil.common.text.wording import suggest
+from splitveil.common.text.wording import add_version, suggest
 from splitveil.common.text.yaml_text import read_yaml_file
 
 

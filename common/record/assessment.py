@@ -24,7 +24,7 @@ from splitveil.common.privacy.figures import (
     NumberBeyond,
 )
 from splitveil.common.record.summary import Summary
-from splitveil.common.text.upper_bounds import auc_at_most
+from splitveil.common.text.wording import auc_at_most
 
 RECOVERED = 0.9  # adjusted leak AUC, or share of variance, that counts as labels recovered
 NO_BOUND = 0.999  # bound at and above which a ledger excludes nothing

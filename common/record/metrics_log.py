@@ -21,8 +21,7 @@ from splitveil.common.record.run_folder import finite_or_null, open_to_append, s
 from splitveil.common.record.run_record import METRICS
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
-from splitveil.common.text.closing import Closing
-from splitveil.common.text.files import OWNER_ONLY
+from splitveil.common.text.files import OWNER_ONLY, Closing
 from splitveil.common.text.log_lines import log_fields
 from splitveil.common.text.wording import seconds_in_words
 

@@ -8,8 +8,7 @@ from rich.console import Console
 from splitveil.common.privacy.attacks import CUT
 from splitveil.common.record.assessment import assess
 from splitveil.common.record.summary import Summary, plain_figures
-from splitveil.common.text.log_lines import log_fields, writes_json
-from splitveil.common.text.output import printing_console
+from splitveil.common.text.log_lines import log_fields, printing_console, writes_json
 from splitveil.common.text.visible_text import PlainTable
 from splitveil.common.text.wording import in_words, label
 

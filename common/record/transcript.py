@@ -25,8 +25,8 @@ from blake3 import blake3
 from splitveil.common.errors import StorageError
 from splitveil.common.record import transcript_lines
 from splitveil.common.record.run_folder import open_unbuffered_to_append, write_whole
-from splitveil.common.text.closing import Closing
-from splitveil.common.text.version import VERSION
+from splitveil.common.text.files import Closing
+from splitveil.common.text.wording import VERSION
 
 logger = logging.getLogger(__name__)
 

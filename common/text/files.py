@@ -1,4 +1,4 @@
-"""Reads users' files, which must be regular files of limited size, and locks and syncs files.
+"""Reads users' files, which must be regular files of limited size, locks, syncs and closes files.
 
 A device such as ``/dev/zero`` never ends, and a pipe may never start. A link to a regular file is
 accepted like the file itself.
@@ -8,11 +8,12 @@ import errno
 import fcntl
 import os
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.text.wording import suggest
@@ -119,3 +120,14 @@ def replacing_file(path: Path, mode: int = OWNER_ONLY) -> Iterator[BinaryIO]:
     finally:
         temporary.unlink(missing_ok=True)
     sync(path.parent)
+
+
+class Closing(ABC):
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None: ...

@@ -12,7 +12,7 @@ from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import Summary, provenance_of_process
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.record.transcript import Transcript
-from splitveil.common.text.version import VERSION
+from splitveil.common.text.wording import VERSION
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.exposure_plan import remedy_of
 from splitveil.passive_party.feature_exposure import Sample, SentInEpochs, measure_exposure

@@ -23,7 +23,7 @@ from splitveil.common.record.summary import Summary, provenance_of_process
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import ModelIdentity
-from splitveil.common.text.version import VERSION
+from splitveil.common.text.wording import VERSION
 from splitveil.passive_party import assembly
 from splitveil.passive_party.commands.results import (
     leave_summary,

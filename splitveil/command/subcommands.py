@@ -14,8 +14,8 @@ from splitveil.common.errors import DataError
 from splitveil.common.party.arguments import Parser
 from splitveil.common.party.json_output import add_json, print_json
 from splitveil.common.text.files import check_regular, why_unreadable
-from splitveil.common.text.upper_bounds import at_least
 from splitveil.common.text.visible_text import PlainTable
+from splitveil.common.text.wording import at_least
 
 if TYPE_CHECKING:
     from splitveil.library.auditing import Audit

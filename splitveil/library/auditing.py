@@ -27,9 +27,8 @@ from splitveil.common.privacy.leakage import leak_auc_interval
 from splitveil.common.privacy.observation import LabelClasses
 from splitveil.common.privacy.scoring import BatchScorer
 from splitveil.common.privacy.stored_row_attacks import STORED_ROW_ATTACKS
-from splitveil.common.text.upper_bounds import at_least
 from splitveil.common.text.visible_text import visible
-from splitveil.common.text.wording import suggest
+from splitveil.common.text.wording import at_least, suggest
 from splitveil.library.audited_rows import AuditedRows
 from splitveil.library.frames import Frame, Row, as_html, frame
 

@@ -23,7 +23,7 @@ from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.id_rules import rules_as_bytes, rules_of_bytes
 from splitveil.common.run.sample_order import Positions
-from splitveil.common.text.upper_bounds import at_most, auc_at_most
+from splitveil.common.text.wording import at_most, auc_at_most
 from splitveil.library.frames import Frame, as_html, frame
 
 Rows: TypeAlias = Sequence[int] | Sequence[str] | Positions | Tensor | None

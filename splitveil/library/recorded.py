@@ -33,7 +33,7 @@ from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.run.contract import ACTIVE, AlignmentSettings
-from splitveil.common.text.version import VERSION
+from splitveil.common.text.wording import VERSION
 from splitveil.library.in_process import InProcessPeer, meet
 from splitveil.library.loading import PartiesSettings
 from splitveil.passive_party.assembly import BottomBuilder, evaluation_labels

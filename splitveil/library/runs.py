@@ -28,6 +28,7 @@ from splitveil.common.record.run_folder import finite_or_null
 from splitveil.common.text.visible_text import visible
 from splitveil.library.example_ledger import Ledger
 from splitveil.library.frames import Frame, Row, as_html, frame
+from splitveil.library.loading import write_settings_of
 from splitveil.library.trained import Format, Half, export, own_modules, settings_of
 from splitveil.passive_party.report_page import read_exposure
 
@@ -288,9 +289,6 @@ class Run:
             SplitveilError: a file of the folder exists, the run has code without a name that others
                 can import, or a party's table is not where its settings say.
         """
-        # It imports much that reading a run does not need.
-        from splitveil.library.exporting import write_settings_of  # noqa: PLC0415
-
         write_settings_of(self.path, self.base_dir, Path(folder), tables or {}, seeds=seeds)
         return Path(folder)
 

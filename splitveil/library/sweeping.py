@@ -33,8 +33,8 @@ from splitveil.common.record.run_record import METRICS
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.imports import HANDED_OVER
 from splitveil.deploy.overrides import Overrides
+from splitveil.library.in_process import run_recorded
 from splitveil.library.loading import PartiesSettings, files_of, load
-from splitveil.library.recorded import run_recorded
 from splitveil.library.runs import Run
 
 NONCES_APART = 1_000_000

@@ -35,9 +35,8 @@ from splitveil.common.privacy.stored_row_attacks import (
     Received,
     attack_stored_rows,
 )
-from splitveil.common.text.visible_text import visible
 from splitveil.common.text.wording import at_least, suggest
-from splitveil.library.frames import Frame, Row, as_html, frame
+from splitveil.library.frames import Frame, Row, Tabular, frame
 
 
 class AuditedRows(NamedTuple):
@@ -190,8 +189,8 @@ class AttackOnBatches(NamedTuple):
     """True if no peer has this knowledge."""
 
 
-@dataclass(frozen=True)
-class Audit:
+@dataclass(frozen=True, repr=False)
+class Audit(Tabular):
     """The measured leakage of labels through gradients."""
 
     rows: int
@@ -268,17 +267,37 @@ class Audit:
             else {name: getattr(epsilon, name) for name in _OF_EPSILON},
         }
 
-    def __repr__(self) -> str:
-        if not self.batches and not self.run:
-            return f"Audit({self.rows:,} rows, no attack was measured)"
-        attack, leak_auc = self.strongest
-        kind = "adjusted" if self.beyond is not None and self.beyond.adjusted else "raw"
-        return f"Audit({self.rows:,} rows, strongest: {visible(attack)}, {kind} {leak_auc:.3f})"
+    def _table(self) -> tuple[str, Sequence[Row], str]:
+        adjusted = {} if self.beyond is None else self.beyond.adjusted
+        rows = [
+            _row(attack, "beyond covariates, 99.99 %", one.value, one.low, one.high)
+            for attack, one in adjusted.items()
+        ]
+        rows += [
+            _row(one.attack, f"batches ({one.batches:,}), raw", one.leak_auc, one.low, one.high)
+            | {"random": f"{one.random:.3f}", "needs to know": one.needs}
+            for one in self.batches
+        ]
+        rows += [
+            _row(attack, "all batches, raw", one["auc"], one["low"], one["high"])
+            for attack, one in self.run.items()
+        ]
+        notes = [] if rows else ["no attack was measured"]
+        if (found := self.epsilon) is not None:
+            notes.append(
+                f"epsilon of label differential privacy is at least {at_least(found.epsilon)} "
+                f"(confidence {found.confidence:g}, delta {found.delta:g}): {found.attack} "
+                f"guessed {found.correct:,} of {found.guesses:,} labels right"
+            )
+        if self.skipped_one_class:
+            notes.append(f"{self.skipped_one_class:,} batches of a single class were left out")
+        return f"Audit of {self.rows:,} rows: leak AUC, 0.5 is guessing", rows, "; ".join(notes)
 
-    def _repr_html_(self) -> str:
-        epsilon = self.epsilon
-        note = "" if epsilon is None else f"epsilon is at least {at_least(epsilon.epsilon)}"
-        return as_html(f"Audit of {self.rows:,} rows", self.table(), note)
+
+def _row(attack: str, over: str, auc: float, low: float, high: float) -> Row:
+    interval = "-" if math.isnan(low) else f"{low:.3f} to {min(high, 1.0):.3f}"
+    figures = {"attack": attack, "over": over, "leak AUC": auc, "interval": interval}
+    return {**figures, "random": "-", "needs to know": "-"}
 
 
 def audit(

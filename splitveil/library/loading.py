@@ -1,4 +1,4 @@
-"""Finds, loads and writes settings of parties for a program: examples, folders, tables in memory."""
+"""Finds, loads and writes settings of parties: examples, folders, tables in memory."""
 
 import itertools
 import os

@@ -9,7 +9,6 @@ rows.
 
 import hashlib
 import hmac
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +28,7 @@ from splitveil.common.errors import AlignmentError, InvalidMessage, OutOfStep, P
 from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.run.contract import AlignmentSettings
 from splitveil.common.run.sample_order import Positions, Splits
+from splitveil.common.text.system import num_cores
 from splitveil.common.wire.limits import MASK_BYTES
 from splitveil.protos.split_learning_pb2 import AlignFrame, AlignShare
 
@@ -180,7 +180,7 @@ def build_engine(settings: AlignmentSettings) -> EcdhEngine:
     return EcdhEngine(
         min_aligned=settings.min_aligned,
         max_set_size=settings.max_set_size,
-        workers=min(len(os.sched_getaffinity(0)), _MOST_WORKERS),
+        workers=min(num_cores(), _MOST_WORKERS),
         buckets=settings.buckets,
     )
 

@@ -1,6 +1,5 @@
 """Builds gRPC servers: who may call, what becomes of errors, limits, TLS and health."""
 
-import resource
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +11,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.run.contract import Contract
 from splitveil.common.text.addresses import on_loopback
+from splitveil.common.text.system import most_open_files
 from splitveil.common.wire.endpoint import PartyInterceptor, channel_options, server_credentials
 from splitveil.common.wire.limits import CONCURRENT_RPCS, SERVER_THREADS, STREAMS_PER_CONNECTION
 from splitveil.common.wire.recorded_calls import Notes, NotingServer
@@ -48,7 +48,7 @@ def build_server(
     interceptors.append(ErrorInterceptor(on_error))
     if notes is not None:
         interceptors.append(NotingServer(notes))
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most_connections = min(most_open_files() // 4, _MOST_CONNECTIONS)
     server = grpc.server(
         ThreadPoolExecutor(threads, thread_name_prefix="grpc"),
         interceptors=interceptors,
@@ -56,7 +56,7 @@ def build_server(
             *channel_options(contract),
             # Anybody can connect, and stay silent. At both addresses of a name, that leaves half of
             # the descriptors to the party's files.
-            ("grpc.max_allowed_incoming_connections", min(descriptors // 4, _MOST_CONNECTIONS)),
+            ("grpc.max_allowed_incoming_connections", most_connections),
             ("grpc.server_handshake_timeout_ms", 10_000),
             ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
             # A few compressed kilobytes could expand without limit.

@@ -274,8 +274,13 @@ class Audit(Tabular):
             for attack, one in adjusted.items()
         ]
         rows += [
-            _row(one.attack, f"batches ({one.batches:,}), raw", one.leak_auc, one.low, one.high)
-            | {"random": f"{one.random:.3f}", "needs to know": one.needs}
+            {
+                **_row(
+                    one.attack, f"batches ({one.batches:,}), raw", one.leak_auc, one.low, one.high
+                ),
+                "random": one.random,
+                "needs to know": one.needs,
+            }
             for one in self.batches
         ]
         rows += [

@@ -83,6 +83,8 @@ def run_side_by_side(jobs: Sequence[Job], most: int, notify: Notify) -> None:
     A process waits after each of its events until ``notify`` has returned here; if that raises, its
     run ends as in this process, and the other runs are interrupted.
     """
+    if sys.platform == "win32":
+        raise SettingsError("jobs: Windows hands no pipes on to processes: leave jobs out")
     if any(HANDED_OVER in text for job in jobs for text in job.overrides):
         raise SettingsError(
             "jobs: code of this program has no name that another process can import: move it into "

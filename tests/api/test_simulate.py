@@ -179,9 +179,12 @@ def test_the_ledger_of_a_run_bounds_what_its_summary_bounds(swept: Runs) -> None
     for peers in defenses.Adversary:
         assert bounds.against(peers).max == run.bounds[str(peers)]
     assert run.bounds["knows class means only"] < 1 == run.bounds["anybody"]
+    (row,) = run._table()[1]
+    bound = str(row["bound"])
+    assert bound.startswith("at most ")
     for shown in (repr(run), run._repr_html_(), repr(swept), swept._repr_html_()):
-        for words in (run.leak.strongest.figures, "at most", run.defense):
-            assert words.split(" (")[0] in shown
+        for words in (f"{run.test_auc:.3f}", bound.split()[2], str(row["strongest attack"])):
+            assert words in shown
     assert not [name for name in (*dir(run), *dir(swept)) if name.startswith("_")]
 
 

@@ -160,14 +160,11 @@ def _send_all(
             some = replies.get()
             if some is None:
                 return
-            _send_some(channel, some)
+            for reply in some:
+                channel.send(reply)
     while (some := replies.get()) is not None:
-        _send_some(channel, some)
-
-
-def _send_some(channel: AlignChannel, frames: Iterable[AlignFrame]) -> None:
-    for frame in frames:
-        channel.send(frame)
+        for reply in some:
+            channel.send(reply)
 
 
 # ---- the engine of a party, and what it stores about its exchanges for one run ----

@@ -434,14 +434,10 @@ class _Call:
         before, after = given[: self.leading], given[self.leading :]
         if named or len(after) != 1 or not isinstance(after[0], Features | None):
             return None  # called with tensors
-        return before, {name: _part(after[0], part) for name, part in self.parts}
-
-
-def _part(features: Features | None, name: str | None) -> Tensor | None:
-    if features is None or name is None:
-        return None
-    found: Tensor | None = getattr(features, name)
-    return image_as_float(found) if name == "image" and found is not None else found
+        tensors = {} if after[0] is None else vars(after[0])
+        if tensors.get("image") is not None:
+            tensors = {**tensors, "image": image_as_float(tensors["image"])}
+        return before, {name: tensors.get(part or "") for name, part in self.parts}
 
 
 def _hand_over_tensors(model: nn.Module, shapes: FeatureShapes, role: str, *, leading: int) -> None:

@@ -28,8 +28,8 @@ def parser(program: str) -> argparse.ArgumentParser:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    exit_code: int = parsed.action(parsed)
-    return exit_code
+    parsed.action(parsed)
+    return 0
 
 
 def _add_audit(audit: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def _add_audit(audit: argparse.ArgumentParser) -> None:
     audit.set_defaults(action=_audit)
 
 
-def _audit(parsed: argparse.Namespace) -> int:
+def _audit(parsed: argparse.Namespace) -> None:
     import numpy as np  # noqa: PLC0415 - completion needs none
 
     parts = [_arrays(path) for path in parsed.files]
@@ -82,7 +82,6 @@ def _audit(parsed: argparse.Namespace) -> int:
         print_json(result.to_json())
     else:
         print(result)
-    return 0
 
 
 def _arrays(path: Path) -> dict[str, Any]:
@@ -114,12 +113,12 @@ def _add_schema(schema: argparse.ArgumentParser) -> None:
         choices=("active", "passive", "contract"),
         help="the kind of file (default: all three, by their names)",
     )
-    schema.set_defaults(action=_schema)
-
-
-def _schema(parsed: argparse.Namespace) -> int:
-    print_json(resolve_name("splitveil.library.loading:settings_schema")(parsed.file))
-    return 0
+    of = resolve_name
+    schema.set_defaults(
+        action=lambda parsed: print_json(
+            of("splitveil.library.loading:settings_schema")(parsed.file)
+        )
+    )
 
 
 _PARSERS: Mapping[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {

@@ -220,7 +220,14 @@ def write_settings_of(
     }
     copied: dict[str, Path] = {}
     for name, (kind, settings) in parties.items():
-        chosen = values[f"{kind}.yaml"] = _party(settings, base_dir, seeds=seeds)
+        full = settings.model_dump(mode="json", exclude={"runs_dir", "contract"})
+        left_out = frozenset() if seeds else marked(type(settings), Mark.SEED)
+        chosen: Any = without(
+            {*left_out, ("adversary", "labels")},  # which stay with their owner
+            {"contract": "contract.yaml"} | _chosen(full, settings),
+        )
+        chosen = with_paths_from(base_dir.absolute(), type(settings), chosen)
+        values[f"{kind}.yaml"] = chosen
         source = chosen["data"]["source"]
         if name in tables:
             path = Path(tables[name])
@@ -254,14 +261,6 @@ def _written(party: str, settings: PartySettings, base_dir: Path, run: Path) -> 
         raise SettingsError(f"{party}: {error}: name the table in tables=") from error
     was_in_memory = base_dir.resolve().is_relative_to(run.parent.resolve())
     return files[0] if was_in_memory and source.kind == "parquet" and files else None
-
-
-def _party(settings: PartySettings, base_dir: Path, *, seeds: bool) -> Any:
-    full = settings.model_dump(mode="json", exclude={"runs_dir", "contract"})
-    chosen = {"contract": "contract.yaml"} | _chosen(full, settings)
-    left_out = frozenset() if seeds else marked(type(settings), Mark.SEED)
-    chosen = without({*left_out, ("adversary", "labels")}, chosen)  # which stay with their owner
-    return with_paths_from(base_dir.absolute(), type(settings), chosen)
 
 
 def _chosen(full: dict[str, Any], section: Section) -> dict[str, Any]:

@@ -44,10 +44,9 @@ from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.party import command_line
 from splitveil.common.privacy.figures import PredictionFigures
 from splitveil.common.record import model_files
+from splitveil.common.record.assessment import print_summary
 from splitveil.common.record.run_folder import clear_mark, end_of, mark_as_ended, open_run_folder
-from splitveil.common.record.run_record import write_summary
-from splitveil.common.record.summary import Summary, provenance_of_process
-from splitveil.common.record.summary_tables import print_summary
+from splitveil.common.record.run_record import Summary, provenance_of_process, write_summary
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.run.sample_order import SPLITS

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from splitveil.common.party.report_parts import ScaleRow, picture, read_traffic, render
-from splitveil.common.record.lines import AlignmentLine
 from splitveil.common.record.model_files import identity_of
 from splitveil.common.record.run_folder import end_of, write_json_atomically, write_text_atomically
-from splitveil.common.record.run_record import read_metrics
-from splitveil.common.record.summary import Summary
+from splitveil.common.record.run_record import AlignmentLine, Summary, read_metrics
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.values import as_mapping
 from splitveil.common.text.wording import bytes_in_words

@@ -11,9 +11,13 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.record.lines import AlignmentLine, EvaluationLine, TrainingLine
-from splitveil.common.record.run_record import Metrics
-from splitveil.common.record.summary import Summary
+from splitveil.common.record.run_record import (
+    AlignmentLine,
+    EvaluationLine,
+    Metrics,
+    Summary,
+    TrainingLine,
+)
 from splitveil.common.record.transcript import FILE, Direction
 from splitveil.common.text.visible_text import visible_lines
 from splitveil.common.text.wording import bytes_in_words, seconds_in_words

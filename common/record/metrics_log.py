@@ -15,10 +15,9 @@ from typing import Any, Self
 
 from rich.console import Console
 
-from splitveil.common.record.lines import AlignmentLine, Line, to_fields, to_json
 from splitveil.common.record.progress import ProgressBar
 from splitveil.common.record.run_folder import finite_or_null, open_to_append, storage_errors
-from splitveil.common.record.run_record import METRICS
+from splitveil.common.record.run_record import METRICS, AlignmentLine, Line, to_fields, to_json
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.text.closing import Closing

@@ -6,11 +6,10 @@ from pathlib import Path
 
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.errors import PeerEndedForGood, SplitveilError
+from splitveil.common.record.assessment import print_summary
 from splitveil.common.record.progress import ProgressBar
 from splitveil.common.record.run_folder import mark_as_ended
-from splitveil.common.record.run_record import write_summary
-from splitveil.common.record.summary import Summary, provenance_of_process
-from splitveil.common.record.summary_tables import print_summary
+from splitveil.common.record.run_record import Summary, provenance_of_process, write_summary
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.text.version import VERSION
 from splitveil.passive_party.bottom_trainer import BottomTrainer

@@ -17,9 +17,8 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_status import RunStatus
 from splitveil.common.party.process import Process, run_as_party
 from splitveil.common.record.run_folder import end_of, open_run_folder
-from splitveil.common.record.run_record import write_summary
+from splitveil.common.record.run_record import Summary, provenance_of_process, write_summary
 from splitveil.common.record.run_store import RunStore
-from splitveil.common.record.summary import Summary, provenance_of_process
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import ModelIdentity

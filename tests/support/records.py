@@ -5,9 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from splitveil.common.record.lines import Line, to_fields, to_json
-from splitveil.common.record.run_record import METRICS
-from splitveil.common.record.summary import Summary
+from splitveil.common.record.run_record import METRICS, Line, Summary, to_fields, to_json
 from splitveil.common.text.values import from_form
 
 

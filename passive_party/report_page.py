@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.party import report_parts
+from splitveil.common.party.arguments import print_json
 from splitveil.common.party.cover import COVER, CheckAnswer, nothing_of_labels, write_cover
-from splitveil.common.party.json_output import print_json
 from splitveil.common.record.run_folder import write_json_atomically, write_text_atomically
 from splitveil.common.record.run_record import METRICS, Summary, find_summary, read_metrics, text_of
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.values import as_mapping
 from splitveil.common.text.wording import bytes_in_words
 from splitveil.common.text.yaml_text import RESOLVED, load_yaml
-from splitveil.passive_party.column_guesses import Kind
 from splitveil.passive_party.feature_exposure import (
     LEAST_ROWS,
     FeatureExposure,
+    Kind,
     exposure_from_json,
     exposure_to_json,
 )

@@ -23,9 +23,9 @@ from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder, check_processes, learner_of_rank
 from splitveil.common.party import command_line
+from splitveil.common.party.command_line import Process, run_as_party
 from splitveil.common.party.endpoint import serving_status
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.process import Process, run_as_party
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE

@@ -17,9 +17,9 @@ from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import TableSource
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party import command_line
+from splitveil.common.party.arguments import print_json
 from splitveil.common.party.endpoint import serving_status
 from splitveil.common.party.interruption import Interruption
-from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData, read_ids_alone
 from splitveil.common.party.party_settings import PartySettings, PartySettingsT
 from splitveil.common.party.party_status import RunStatus

@@ -21,7 +21,7 @@ from splitveil.common.errors import (
     SplitveilError,
     StorageError,
 )
-from splitveil.common.party.json_output import add_json
+from splitveil.common.record.run_folder import json_text
 from splitveil.common.text.files import why_unreadable
 from splitveil.common.text.imports import fault_of_own_code
 from splitveil.common.text.log_lines import LogFormat, configure_logging, log_fields
@@ -251,6 +251,7 @@ def run_command(parsed: argparse.Namespace, party: str | None = None) -> int:
 _ANY = "splitveil"  # where a command serves no party more than another
 _ELSEWHERE = {
     "verify_transcript": "splitveil.common.party.command_line:verify_transcript",
+    "passive plan": "splitveil.passive_party.exposure_plan:plan",
     "passive report": "splitveil.passive_party.report_page:report",
 }
 _THEN = {
@@ -361,3 +362,13 @@ def _with_earlier(error: SplitveilError) -> Iterator[SplitveilError]:
             yield earlier
             break
     yield error
+
+
+def add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--json", action="store_true", help="print one JSON document instead of text"
+    )
+
+
+def print_json(value: Mapping[str, object]) -> None:
+    sys.stdout.write(json_text(value))

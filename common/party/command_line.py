@@ -10,17 +10,20 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import yaml
 from rich.console import Console
 
 from splitveil.common.errors import SettingsError, SplitveilError
-from splitveil.common.models.device import use_device
-from splitveil.common.party.json_output import print_json
-from splitveil.common.party.party_settings import PartySettings
-from splitveil.common.party.workers import ONLY, Rank
+from splitveil.common.models.data_parallel import Beginning, Learner, work
+from splitveil.common.models.device import device_in_words, use_device
+from splitveil.common.models.ranks import Ranks
+from splitveil.common.party.arguments import print_json
+from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.party_settings import PartySettings, PartySettingsT
+from splitveil.common.party.workers import ONLY, Rank, facts_of, joined
 from splitveil.common.record.run_folder import end_of, has_finished, write_text_atomically
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Broken, Verified, compare, verify
@@ -229,3 +232,38 @@ class _AllFailures(SplitveilError):
     def __init__(self, failures: Sequence[SplitveilError], exit_code: int) -> None:
         super().__init__("\n".join(dict.fromkeys(map(str, failures))))
         self.exit_code = exit_code
+
+
+class Process(NamedTuple):
+    """The process that is a party, with the ranks that compute for it, if there are any."""
+
+    device: torch.device
+    interruption: Interruption
+    ranks: Ranks | None
+    restarts: int  # how often all ranks were started again
+
+    @property
+    def device_in_words(self) -> str:
+        return device_in_words(self.device)
+
+
+def run_as_party(
+    settings: PartySettingsT,
+    facts: tuple[str, str],
+    learner_of_rank: Callable[[PartySettingsT, torch.device, Beginning], Learner],
+    take_part: Callable[[PartySettingsT, Process], None],
+) -> None:
+    """Take part in the run; a rank above 0 computes with rank 0 instead.
+
+    Facts are names of this party's settings that all ranks must have in common.
+    """
+    rank = Rank.of_environment()
+    device = prepare(settings, rank)
+    interruption = Interruption()
+    if not rank.number:
+        interruption.install()
+    with joined(rank, device, facts_of(settings, device, *facts), interruption) as ranks:
+        if ranks is not None and rank.number:
+            work(ranks, lambda beginning: learner_of_rank(settings, device, beginning))
+        else:
+            take_part(settings, Process(device, interruption, ranks, rank.restarts))

@@ -3,41 +3,54 @@
 import argparse
 import logging
 import secrets
-from contextlib import ExitStack, nullcontext
+import time
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from splitveil.common.alignment.buckets import padded_size
-from splitveil.common.errors import ContractMismatch, PeerEndedForGood, PeerError
+from splitveil.common.data.features import FeatureEncoder
+from splitveil.common.errors import ContractMismatch, PeerEndedForGood, PeerError, SplitveilError
 from splitveil.common.party import command_line
+from splitveil.common.party.command_line import Process, run_as_party
 from splitveil.common.party.endpoint import serving_status
+from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_status import RunStatus
-from splitveil.common.party.process import Process, run_as_party
-from splitveil.common.record.run_folder import end_of, open_run_folder
+from splitveil.common.record.assessment import print_summary
+from splitveil.common.record.progress import ProgressBar
+from splitveil.common.record.run_folder import end_of, mark_as_ended, open_run_folder
 from splitveil.common.record.run_record import Summary, provenance_of_process, write_summary
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.text.version import VERSION
+from splitveil.common.wire.connection import FIRST_WAIT_S
 from splitveil.passive_party import assembly
-from splitveil.passive_party.commands.results import (
-    leave_summary,
-    try_to_measure,
-    try_to_measure_run,
-    try_to_report,
-)
-from splitveil.passive_party.connecting import ENDED, Connect, checked_connection, was_ended
-from splitveil.passive_party.feature_exposure import Sample
+from splitveil.passive_party.bottom_trainer import BottomTrainer
+from splitveil.passive_party.exposure_plan import remedy_of
+from splitveil.passive_party.feature_exposure import Sample, SentInEpochs, measure_exposure
+from splitveil.passive_party.grpc_peer import Connect, checked_connection, idle_peer
+from splitveil.passive_party.information_value import information_values
 from splitveil.passive_party.opening import Aligner
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
 
 logger = logging.getLogger("splitveil.passive_party")
+
+
+_BACK_WITHIN_S = 15.0
+"""Time limit for the active party to serve again after it ended a run for good."""
+
+_ENDED = (
+    "the active party has ended this run for good, and nothing is trained; --fresh starts over "
+    "once the active party does"
+)
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -95,10 +108,32 @@ def _open_folder(settings: PassiveSettings, process: Process, *, fresh: bool) ->
         settings.folder_name(),
         lambda folder: command_line.takes_up(settings, fresh=fresh, folder=folder),
     )
-    if was_ended(settings, folder, process.interruption):
+    if _was_ended(settings, folder, process.interruption):
         return None
     command_line.save_resolved(settings, folder)
     return folder
+
+
+def _was_ended(settings: PassiveSettings, folder: Path, interruption: Interruption) -> bool:
+    """Return whether the run is over, finished or ended for good with nobody back; say so."""
+    if command_line.is_finished(folder):
+        return True
+    if end_of(folder) is None or _is_back(settings, interruption):
+        return False
+    logger.warning("no active party answers at %s; %s", settings.connect, _ENDED)
+    return True
+
+
+def _is_back(settings: PassiveSettings, interruption: Interruption) -> bool:
+    until = time.monotonic() + min(_BACK_WITHIN_S, settings.reconnect.max_s)
+    with idle_peer(settings) as peer:
+        while time.monotonic() < until:
+            interruption.check()
+            with suppress(PeerError):
+                if peer.is_ready():
+                    return True
+            time.sleep(FIRST_WAIT_S)
+    return False
 
 
 def _train(
@@ -155,7 +190,7 @@ def _train(
             if run.trainer is not None and end_of(folder) is None:
                 build_trainer.save(folder, run.trainer.model, run.model_identity)
     if end_of(folder) is not None:
-        logger.warning(ENDED)
+        logger.warning(_ENDED)
         return
     found = recorder.summary(getattr(run.trainer, "feature_values", None))
     leave_summary(folder, found, transcript, stopped, device)
@@ -165,3 +200,78 @@ def _train(
         raise stopped
     aligner.tried.forget()
     store.forget_finished()  # last: a process that ends before this does not train from scratch
+
+
+def try_to_measure(
+    folder: Path,
+    trainer: BottomTrainer,
+    encoder: FeatureEncoder,
+    own_rows: int,
+    sample: Sample | None,
+    of_epochs: SentInEpochs | None = None,
+    settings: PassiveSettings | None = None,
+) -> None:
+    """Write what activations reveal, and with settings what fewer numbers would have revealed."""
+    from splitveil.passive_party.report_page import write_exposure  # noqa: PLC0415
+
+    try:
+        with ProgressBar("measuring what the columns have given away"):
+            found = measure_exposure(trainer, encoder, own_rows, sample, of_epochs)
+            if found is not None and sample is not None and settings is not None:
+                found = replace(found, remedy=remedy_of(settings, trainer, encoder, sample, found))
+        if found is not None:
+            write_exposure(folder, found)
+            # By itself: no release that the peer makes up may keep the rest from being written.
+            values = information_values(trainer, encoder)
+            write_exposure(folder, replace(found, values=values))
+    except SplitveilError as error:  # a full disk needs no traceback
+        logger.error("%s", error)
+    except Exception:
+        logger.exception("what the activations reveal of the features could not be measured")
+
+
+def try_to_measure_run(
+    folder: Path,
+    run: PassiveRun,
+    encoder: FeatureEncoder | None,
+    own_rows: int,
+    recorder: PassiveRecorder,
+    settings: PassiveSettings | None = None,
+) -> None:
+    """Write what the activations of a run reveal, whose recorder is closed."""
+    if run.trainer is not None and encoder is not None:
+        sample, of_epochs = recorder.sample, recorder.sent_in_epochs()
+        try_to_measure(folder, run.trainer, encoder, own_rows, sample, of_epochs, settings)
+
+
+def try_to_report(folder: Path) -> None:
+    # A run need not wait for what its report is made with, nor hold it in memory.
+    from splitveil.passive_party.report_page import write_passive_report  # noqa: PLC0415
+
+    try:
+        logger.info("report written to %s", write_passive_report(folder))
+    except SplitveilError as error:
+        logger.error("%s; once the cause is gone: splitveil report %s", error, folder)
+    except Exception:
+        logger.exception("the report could not be written: splitveil report %s", folder)
+
+
+def leave_summary(
+    folder: Path,
+    recorded: Summary,
+    transcript: Transcript | None,
+    stopped: PeerEndedForGood | None,
+    device: str,
+) -> None:
+    """Write and print the figures: what is measured and reported afterwards may take longer."""
+    summary = replace(
+        recorded,
+        transcript=None if transcript is None else transcript.summary(),
+        version=VERSION,
+        provenance=provenance_of_process(device),
+    )
+    write_summary(folder, summary)
+    if stopped is not None:
+        mark_as_ended(folder, {"ended_by": "the active party"})
+    print_summary("passive party", summary)
+    logger.info("done: model and summary are in %s; the report follows", folder)

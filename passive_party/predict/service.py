@@ -16,7 +16,7 @@ from splitveil.common.alignment.tried_ids import TriedIds
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.wire import limits
-from splitveil.common.wire.endpoint import INFERENCE_SERVICE
+from splitveil.common.wire.endpoint import build_server
 from splitveil.common.wire.inference_codec import (
     Described,
     check_describe,
@@ -27,8 +27,8 @@ from splitveil.common.wire.inference_codec import (
     model_digest,
     most_ids,
 )
+from splitveil.common.wire.limits import INFERENCE_SERVICE
 from splitveil.common.wire.recorded_calls import Notes
-from splitveil.common.wire.server import build_server
 from splitveil.common.wire.tensor_codec import TensorLimits
 from splitveil.passive_party.predict.inference_status import InferenceStatus
 from splitveil.passive_party.predict.served_model import SealedTable, ServedModel

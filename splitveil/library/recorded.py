@@ -37,7 +37,7 @@ from splitveil.common.text.version import VERSION
 from splitveil.library.in_process import InProcessPeer, meet
 from splitveil.library.loading import PartiesSettings
 from splitveil.passive_party.assembly import BottomBuilder, evaluation_labels
-from splitveil.passive_party.commands.results import try_to_measure_run
+from splitveil.passive_party.commands.run import try_to_measure_run
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun

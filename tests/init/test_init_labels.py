@@ -14,9 +14,8 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import DataError
 from splitveil.common.party.aligned_table import read_own_ids
-from splitveil.common.party.party_data import PartyData, read_ids_alone
+from splitveil.common.party.party_data import PartyData, ServedRows, read_ids_alone
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.party.served_rows import ServedRows
 from splitveil.common.run.id_rules import AS_WRITTEN
 from splitveil.deploy.init.choices import Wishes
 from splitveil.deploy.init.initialise import initialise

@@ -21,7 +21,7 @@ from splitveil.common.record.metrics_log import RunRecorder
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.text import log_lines
-from splitveil.passive_party.commands.results import leave_summary
+from splitveil.passive_party.commands.run import leave_summary
 from tests.support.records import summary_of
 from tests.support.runs import write_example
 

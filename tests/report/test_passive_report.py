@@ -29,7 +29,7 @@ from splitveil.common.record.run_record import (
 from splitveil.common.record.transcript import Crossing, Transcript
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.commands.program import main
-from splitveil.passive_party.commands.results import try_to_report
+from splitveil.passive_party.commands.run import try_to_report
 from splitveil.passive_party.feature_exposure import (
     ColumnExposure,
     FeatureExposure,

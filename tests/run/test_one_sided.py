@@ -27,10 +27,10 @@ from splitveil.common.errors import (
     PeerUnreachable,
     SettingsError,
 )
+from splitveil.common.party.command_line import Process
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.party.process import Process
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import Contract

@@ -23,8 +23,7 @@ from splitveil.common.party.party_status import PartyStatus, RunStatus
 from splitveil.common.record.run_record import Summary
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.assembly import BottomBuilder
-from splitveil.passive_party.connecting import noting_attempts
-from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.passive_party.grpc_peer import GrpcPeer, noting_attempts
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun

@@ -10,10 +10,10 @@ dropout and all other values of the forward pass belong to the activation anyway
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,12 +88,6 @@ def _levels(column: Tensor) -> tuple[Tensor, int]:
     )
 
 
-class _Saved(NamedTuple):
-    tensor: Tensor
-    version: int
-    """Counts the changes of the tensor; a different number later means a different value."""
-
-
 @contextmanager
 def stashing_weights(model: nn.Module) -> Iterator[None]:
     """Stash the model's current weights and buffers for backward passes of computations within.
@@ -105,28 +99,27 @@ def stashing_weights(model: nn.Module) -> Iterator[None]:
         _storage(tensor) for tensor in chain(training_state.trained_of(model), model.buffers())
     }
 
-    def save(tensor: Tensor) -> _Saved:
+    def save(tensor: Tensor) -> tuple[Tensor, int]:
         if tensor.layout is torch.strided and _storage(tensor) in owned:
             tensor = tensor.clone()
-        return _Saved(tensor, _version(tensor))
+        return tensor, _version(tensor)
 
-    used: Callable[[_Saved], Tensor] = _used
+    def used(saved: tuple[Tensor, int]) -> Tensor:
+        tensor, version = saved
+        # Hooks take the place of autograd's own check: another version is another value.
+        if _version(tensor) != version:
+            raise RuntimeError(
+                "the model changes a tensor in place that its own backward pass needs, of shape "
+                f"{tuple(tensor.shape)}"
+            )
+        return tensor
+
     if model._compiled_call_impl is not None:  # noqa: SLF001
         # They differ from tensor to tensor, so that the compiler would compile them again and
         # again, for seconds each time.
         save, used = map(torch.compiler.disable, (save, used))
     with saved_tensors_hooks(save, used):
         yield
-
-
-def _used(saved: _Saved) -> Tensor:
-    # Hooks take the place of autograd's own check.
-    if _version(saved.tensor) != saved.version:
-        raise RuntimeError(
-            "the model changes a tensor in place that its own backward pass needs, of shape "
-            f"{tuple(saved.tensor.shape)}"
-        )
-    return saved.tensor
 
 
 def _storage(tensor: Tensor) -> int:
@@ -159,16 +152,12 @@ def named_layer(model: nn.Module, name: str) -> nn.Module:
     """Return the layer that settings name: ``first``, or a path such as ``layers.hidden_1``."""
     if name == "first":
         return first_layer(model)
-    layers = dict(_named_layers(model))
+    layers: dict[str, nn.Module] = {path: one for path, one in model.named_modules() if path}
     if name not in layers:
         raise SettingsError(
             f"the model has no layer {name!r}{suggest(name, layers)} (it has: {', '.join(layers)})"
         )
     return layers[name]
-
-
-def _named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((name, layer) for name, layer in model.named_modules() if name)
 
 
 class LayerTap:
@@ -273,7 +262,8 @@ class BottomTrainer:
         activation = self._waiting.popleft()
         self._optimizer.zero_grad(set_to_none=True)
         received = to_device(gradient, activation.device, activation.dtype)
-        torch.autograd.backward(_with_gradient(activation, received))
+        scalar: Tensor = _WithGradient.apply(activation, received)  # type: ignore[no-untyped-call]
+        torch.autograd.backward(scalar)
         self._optimizer.step()
         self._schedule.step()
         taken = {name: take() for name, take in self._taps.items()}
@@ -369,11 +359,6 @@ class BottomTrainer:
 
     def embed(self, features: Features) -> Tensor:
         return predict_in_blocks(self.model, features)
-
-
-def _with_gradient(activation: Tensor, received: Tensor) -> Tensor:
-    scalar: Tensor = _WithGradient.apply(activation, received)  # type: ignore[no-untyped-call]
-    return scalar
 
 
 class _WithGradient(torch.autograd.Function):

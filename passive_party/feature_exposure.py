@@ -340,7 +340,11 @@ def measure_exposure(
     """Guess features of aligned rows from activations; None if too few, or not finite."""
     if sample is None:
         return None
-    activations, features = _embedded(trainer, sample.positions)
+    positions = sample.positions
+    parts = np.array_split(positions, range(_AT_ONCE, len(positions), _AT_ONCE))
+    embedded = [trainer.embed(trainer.rows(part)).flatten(1).double().cpu() for part in parts]
+    activations = torch.cat(embedded).numpy()
+    features = trainer.rows(positions).to(embedded[0].device)
     sent, epochs, dimensions = [activations], 0, activations.shape[1]
     if of_epochs is not None:
         epochs, dimensions = of_epochs[:2]
@@ -451,12 +455,3 @@ def exposure_from_json(document: object) -> FeatureExposure | None:
         return _EXPOSURE.validate_python(document)
     except ValidationError:
         return None
-
-
-def _embedded(trainer: BottomTrainer, positions: Positions) -> tuple[_Numbers, Features]:
-    parts = np.array_split(positions, range(_AT_ONCE, len(positions), _AT_ONCE))
-    activations = [trainer.embed(trainer.rows(part)).flatten(1).double().cpu() for part in parts]
-    return (
-        np.concatenate([part.numpy() for part in activations]),
-        trainer.rows(positions).to(activations[0].device),
-    )

@@ -345,7 +345,16 @@ def checked_connection(settings: PassiveSettings) -> Connect:
     log_security(credentials, settings.connect, "connect")
     http_proxy(settings)
     check_free(settings.status)
-    return partial(_connect, settings, credentials)
+
+    def connect(
+        transcript: Transcript | None, status: RunStatus, interruption: Interruption
+    ) -> GrpcPeer:
+        notes = status if transcript is None else AllNotes(transcript, status)
+        link = connection_of(settings, credentials, notes)
+        noting = noting_attempts(status)
+        return GrpcPeer(link, settings.reconnect, interruption, settings.party, noting)
+
+    return connect
 
 
 def connection_of(
@@ -353,23 +362,6 @@ def connection_of(
 ) -> PeerConnection:
     return PeerConnection(
         settings.connect, settings.contract, credentials, notes, http_proxy(settings)
-    )
-
-
-def _connect(
-    settings: PassiveSettings,
-    credentials: CredentialFiles | None,
-    transcript: Transcript | None,
-    status: RunStatus,
-    interruption: Interruption,
-) -> GrpcPeer:
-    notes = status if transcript is None else AllNotes(transcript, status)
-    return GrpcPeer(
-        connection_of(settings, credentials, notes),
-        settings.reconnect,
-        interruption,
-        settings.party,
-        noting_attempts(status),
     )
 
 

@@ -138,6 +138,10 @@ def _page(folder: Path, *, has_cover: bool) -> str:
                 )
             },
         )
+    peer = "a process on this machine, in plain text (nobody was authenticated)"
+    if as_mapping(settings.get("security")).get("mode") == "mtls":
+        identity = as_mapping(contract.get("identities")).get(ACTIVE, f"{ACTIVE}.splitveil")
+        peer = f"{identity} (by its certificate, over TLS 1.3)"
     columns = () if exposure is None else exposure.columns
     crossed = report_parts.traffic_rows(traffic, ACTIVE)
     left = {_CONTENT.get(one.kind, one.kind) for one in crossed if one.direction == "sent"}
@@ -146,7 +150,7 @@ def _page(folder: Path, *, has_cover: bool) -> str:
         "passive.html.jinja",
         title=f"{contract.get('run_name', folder.name)}",
         party=str(settings.get("party", "passive")),
-        peer=_peer(settings, contract),
+        peer=peer,
         cover=COVER if has_cover else None,
         assessment=assessment,
         both_sides=report_parts.picture([*figures.values()]),
@@ -169,13 +173,6 @@ def _page(folder: Path, *, has_cover: bool) -> str:
             for one in crossed
         ],
     )
-
-
-def _peer(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> str:
-    if as_mapping(settings.get("security")).get("mode") != "mtls":
-        return "a process on this machine, in plain text (nobody was authenticated)"
-    identity = as_mapping(contract.get("identities")).get(ACTIVE, f"{ACTIVE}.splitveil")
-    return f"{identity} (by its certificate, over TLS 1.3)"
 
 
 def _assessment(

@@ -261,9 +261,19 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
     for name, value in _main_figures(summary):
         table.add_row(name, value)
     console.print(table)
-    if summary.active is None:
-        for found in _adversary_tables(summary):
-            console.print(found)
+    if summary.active is None and (leak := summary.leak) is not None:
+        layers: dict[str, dict[str, float | None]] = {}
+        for layer, batches in leak.batches.items():
+            layers[layer] = {attack: found.mean for attack, found in batches.items()}
+        for layer, of_run in leak.run_level.items():
+            layers.setdefault(layer, {}).update({a: found.auc for a, found in of_run.items()})
+        pair = "" if leak.by_class is None else ", worst pair of classes"
+        title = f"adversary: raw leak AUC{pair}; given: labels for evaluation"
+        table = PlainTable(title, ("attack",), tuple(layers))
+        for attack in dict.fromkeys(attack for one in layers.values() for attack in one):
+            aucs = [one.get(attack) for one in layers.values()]
+            table.add_row(attack, *("-" if auc is None else f"{auc:.3f}" for auc in aucs))
+        console.print(table)
 
 
 def _main_figures(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -287,23 +297,3 @@ def _main_figures(summary: Summary) -> Iterator[tuple[str, str]]:
     if active.refused_messages:
         refused = active.refused_messages.items()
         yield "refused messages", ", ".join(f"{label(name)} {count}" for name, count in refused)
-
-
-def _adversary_tables(summary: Summary) -> Iterator[PlainTable]:
-    if summary.leak is not None:
-        leak = summary.leak
-        layers: dict[str, dict[str, float | None]] = {}
-        for layer, batches in leak.batches.items():
-            layers[layer] = {attack: found.mean for attack, found in batches.items()}
-        for layer, of_run in leak.run_level.items():
-            layers.setdefault(layer, {}).update({a: found.auc for a, found in of_run.items()})
-        pair = "" if leak.by_class is None else ", worst pair of classes"
-        yield _adversary_table(layers, f"raw leak AUC{pair}; given: labels for evaluation")
-
-
-def _adversary_table(layers: Mapping[str, Mapping[str, float | None]], measured: str) -> PlainTable:
-    table = PlainTable(f"adversary: {measured}", ("attack",), tuple(layers))
-    for attack in dict.fromkeys(attack for found in layers.values() for attack in found):
-        of_layers = (found.get(attack) for found in layers.values())
-        table.add_row(attack, *("-" if auc is None else f"{auc:.3f}" for auc in of_layers))
-    return table

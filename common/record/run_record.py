@@ -18,7 +18,7 @@ A record names its format unless it is the first: ``"format": 2`` in a JSON obje
 import json
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -60,10 +60,6 @@ def _write_figures(figures: tuple[AttackFigure, ...]) -> dict[str, float | None]
     return {f"{one.layer}/{one.attack}": one.leak_auc for one in figures}
 
 
-def _write_figure(figure: AttackFigure) -> dict[str, float | None]:
-    return _write_figures((figure,))
-
-
 def _read_figures(values: Mapping[str, Any]) -> tuple[AttackFigure, ...]:
     """Parse the names of layers and attacks; an attack's name never contains a slash."""
     return tuple(
@@ -74,13 +70,11 @@ def _read_figures(values: Mapping[str, Any]) -> tuple[AttackFigure, ...]:
     )
 
 
-def _read_figure(values: Mapping[str, Any]) -> AttackFigure | None:
-    return next(iter(_read_figures(values)), None)
-
-
 Figures: TypeAlias = Annotated[tuple[AttackFigure, ...], BeforeValidator(_read_figures)]
 Figure: TypeAlias = Annotated[
-    AttackFigure, BeforeValidator(_read_figure), Flat(write=_write_figure)
+    AttackFigure,
+    BeforeValidator(lambda values: next(iter(_read_figures(values)), None)),
+    Flat(write=lambda figure: _write_figures((figure,))),
 ]
 OF_A_BATCH = Flat(suffix="_leak_auc", write=_write_figures)
 
@@ -176,27 +170,16 @@ _TYPES: Mapping[str, type[Line]] = {
 _KINDS = {kind: name for name, kind in _TYPES.items()}
 
 
-class LineFields(NamedTuple):
-    """A line as it stands in the file, without its time."""
+def parts_of(line: Line, time_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the first fields of a line as a JSON object, and the others, in the order written.
 
-    kind: str
-    epoch: int | None  # counted from 0
-    step: int | None  # within the epoch, from 0; None for a whole epoch or run
-    values: Mapping[str, Any]  # everything else, in the order written
-
-
-def to_fields(line: Line) -> LineFields:
-    written = line.form()
-    kind, epoch = written.pop("kind", _KINDS[type(line)]), written.pop("epoch", None)
-    return LineFields(kind, epoch, written.pop("step", None), written)
-
-
-def to_json(fields: LineFields, time_s: float) -> dict[str, Any]:
-    """Return a line as a JSON object; a number that is not finite becomes null."""
-    kind, epoch, step, values = fields
-    head = {"time_s": round(time_s, 6), "kind": kind, "epoch": epoch, "step": step}
-    finite: dict[str, Any] = finite_or_null(values)
-    return head | finite
+    The first are time, kind, the epoch, counted from 0, and the step within it, None for a whole
+    epoch or run. A number that is not finite becomes null.
+    """
+    values: dict[str, Any] = finite_or_null(line.form())
+    kind = values.pop("kind", _KINDS[type(line)])
+    head = {"time_s": round(time_s, 6), "kind": kind, "epoch": values.pop("epoch", None)}
+    return head | {"step": values.pop("step", None)}, values
 
 
 def from_json(document: object) -> Line | None:
@@ -308,14 +291,10 @@ LEDGER_AHEAD = "ledger_ahead.json"
 _FORMAT, _FORMAT_KEY = 1, "format"
 
 
-class TimedLine(NamedTuple):
-    time_s: float | None  # since the run's start, while the party was running
-    line: Line
-
-
 class Metrics:
-    def __init__(self, timed_lines: list[TimedLine]) -> None:
+    def __init__(self, timed_lines: list[tuple[float | None, Line]]) -> None:
         self.timed = timed_lines
+        """Each with the seconds from the run's start, while the party was running."""
 
     def of(self, kind: type[LineT]) -> list[LineT]:
         return [line for _, line in self.timed if isinstance(line, kind)]
@@ -346,7 +325,16 @@ def read_metrics(folder: Path) -> Metrics:
 
     Raises SettingsError.
     """
-    return Metrics(list(_timed_lines(folder / METRICS)))
+    path, found = folder / METRICS, list[tuple[float | None, Line]]()
+    for text in text_of(path).splitlines():
+        try:
+            document = as_mapping(json.loads(text))
+        except (ValueError, RecursionError):
+            continue
+        _check_format(path, document)
+        if (line := from_json(document)) is not None:
+            found.append((as_number(document.get("time_s")), line))
+    return Metrics(found)
 
 
 def text_of(path: Path) -> str:
@@ -366,18 +354,6 @@ def write_ledger_ahead(folder: Path, bounds: LeakBounds) -> None:
 def find_ledger_ahead(folder: Path) -> LeakBounds | None:
     found = _read_object(folder / LEDGER_AHEAD)
     return from_form(LeakBounds, found) if found else None
-
-
-def _timed_lines(path: Path) -> Iterator[TimedLine]:
-    for text in text_of(path).splitlines():
-        try:
-            document = as_mapping(json.loads(text))
-        except (ValueError, RecursionError):
-            continue
-        _check_format(path, document)
-        line = from_json(document)
-        if line is not None:
-            yield TimedLine(as_number(document.get("time_s")), line)
 
 
 def _read_object(path: Path) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -102,10 +102,6 @@ class AnsweredLine(_Line, AnsweredRequest):
     event: Literal["answered"]
 
 
-class Unreadable(NamedTuple):
-    reason: str
-
-
 def _which(value: object) -> str:
     if not isinstance(value, dict) or "event" not in value:
         return "crossed"
@@ -124,25 +120,17 @@ _ENTRY: TypeAdapter[Entry] = TypeAdapter(
 )
 
 
-def read_lines(path: Path) -> Iterator[tuple[bytes, Entry | Unreadable]]:
-    """Yield every line without its line break, and its parsed content, or raise OSError."""
-    check_regular(path)
-    with path.open("rb") as file:
-        while raw := file.readline(LINE_BYTES + 1):
-            line = raw.removesuffix(b"\n")
-            yield line, _parsed(line)
-
-
-def _parsed(line: bytes) -> Entry | Unreadable:
+def _parsed(line: bytes) -> Entry | str:
+    """Return the entry that a line holds, or why it holds none."""
     if len(line) > LINE_BYTES:
-        return Unreadable(f"the line is not an entry: expected at most {LINE_BYTES:,} bytes")
+        return f"the line is not an entry: expected at most {LINE_BYTES:,} bytes"
     try:
         return _ENTRY.validate_json(line)
     except ValidationError as error:
         location = error.errors(include_input=False, include_url=False)[0]["loc"]
         # Our own name of the field; the content of the line is never repeated.
         field = f": {location[1]} is missing or invalid" if len(location) > 1 else ""
-        return Unreadable(f"the line is not an entry{field}")
+        return f"the line is not an entry{field}"
 
 
 logger = logging.getLogger(__name__)
@@ -292,7 +280,8 @@ class Transcript(Closing):
         return entry
 
     def _write(self, entry: dict[str, Any], when: float) -> None:
-        whole = {"number": self._number, "time": _in_words(when)} | entry | {"link": self._link}
+        time_in_words = datetime.fromtimestamp(when, UTC).isoformat(timespec="milliseconds")
+        whole = {"number": self._number, "time": time_in_words} | entry | {"link": self._link}
         line = _to_json(whole).encode()
         write_whole(self._file, line + b"\n")
         self._number += 1
@@ -335,19 +324,23 @@ def verify(path: Path) -> Verified | Broken:
     link, starts, number = _FIRST_LINK, 0, 0
     party: str | None = None
     crossings: dict[str | None, Counter[Noted]] = {}
-    for number, (line, entry) in enumerate(read_lines(path), start=1):
-        if isinstance(entry, Unreadable):
-            return Broken(number, entry.reason)
-        if entry.link != link:
-            return Broken(number, "the link does not match the previous line")
-        if entry.number != number - 1:
-            return Broken(number, f"expected number {number - 1}, got {entry.number}")
-        link = hashlib.sha256(line).hexdigest()
-        if isinstance(entry, OpeningLine):
-            starts, party = starts + 1, entry.party
-        elif isinstance(entry, Crossed):
-            noted = (entry.direction, entry.kind, entry.epoch, entry.step, entry.digest)
-            crossings.setdefault(entry.party, Counter())[noted] += 1
+    check_regular(path)
+    with path.open("rb") as file:
+        while raw := file.readline(LINE_BYTES + 1):
+            line, number = raw.removesuffix(b"\n"), number + 1
+            entry = _parsed(line)
+            if isinstance(entry, str):
+                return Broken(number, entry)
+            if entry.link != link:
+                return Broken(number, "the link does not match the previous line")
+            if entry.number != number - 1:
+                return Broken(number, f"expected number {number - 1}, got {entry.number}")
+            link = hashlib.sha256(line).hexdigest()
+            if isinstance(entry, OpeningLine):
+                starts, party = starts + 1, entry.party
+            elif isinstance(entry, Crossed):
+                noted = (entry.direction, entry.kind, entry.epoch, entry.step, entry.digest)
+                crossings.setdefault(entry.party, Counter())[noted] += 1
     return Verified(number, starts, link, party, crossings)
 
 
@@ -389,7 +382,3 @@ def _continue(path: Path) -> tuple[int, str]:
     with path.open("r+b") as file:
         file.truncate(whole)
     return number, link
-
-
-def _in_words(when: float) -> str:
-    return datetime.fromtimestamp(when, UTC).isoformat(timespec="milliseconds")

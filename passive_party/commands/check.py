@@ -136,9 +136,10 @@ class Probing:
 
 
 def connection_checks(
-    settings: PassiveSettings, connection: PeerConnection, wait_s: float
+    settings: PassiveSettings, wait_s: float, connection: PeerConnection | None = None
 ) -> Iterator[probes.Check]:
-    contract = settings.contract
+    contract, credentials = settings.contract, credential_files(settings, settings.party)
+    connection = connection or connection_of(settings, credentials)
     form = form_of_own_ids(settings)
     own = probes.Introduction(settings.party, contract.canonical_json(), time.time(), form)
     probing = Probing(settings, connection, own)
@@ -151,7 +152,6 @@ def connection_checks(
         connection.close()
     proxy = "direct" if connection.proxy is None else "as the setting proxy says"
     yield lambda: f"connection: {connection.where}, {proxy}"
-    credentials = credential_files(settings, settings.party)
     if credentials is not None:
         shown = shown_certificate(
             settings.connect, contract, credentials.current(), connection.proxy
@@ -238,15 +238,10 @@ def check(parsed: argparse.Namespace) -> None:
     is_ready = parsed.connect or is_one_sided
     then = "run {}" if is_ready else "check {} --connect, while the active party does"
     if parsed.connect:
-        parts = [*parts, _probes(settings, parsed.wait)]
+        parts.append(connection_checks(settings, parsed.wait))
     command_line.report_check(
         settings, parsed, parts, details, f"splitveil {then.format(parsed.settings)}"
     )
-
-
-def _probes(settings: PassiveSettings, wait_s: float) -> Iterator[Check]:
-    link = connection_of(settings, credential_files(settings, settings.party))
-    yield from connection_checks(settings, link, wait_s)
 
 
 def _peer_state(settings: PassiveSettings) -> str:

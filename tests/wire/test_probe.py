@@ -67,7 +67,7 @@ def found(
     if settings.security.mode == "mtls":
         shown = files(settings.base_dir / settings.security.certificate.parent.parent, "passive")
     link = PeerConnection(settings.connect, settings.contract, shown, proxy=proxy)
-    return outcomes(connection_checks(settings, link, wait_s))
+    return outcomes(connection_checks(settings, wait_s, link))
 
 
 def outcomes(checks: Iterator[Callable[[], str]]) -> list[str]:

@@ -332,7 +332,7 @@ def exit_code_of(action: Callable[[], None]) -> int:
         known = error if isinstance(error, SplitveilError) else fault_of_own_code(error)
         if known is None:
             raise
-        for reported in _with_earlier(known):
+        for reported in (*_hidden_by(known), known):
             for line in str(reported).splitlines() or [type(reported).__name__]:
                 fields = log_fields(error=type(reported).__name__, exit_code=known.exit_code)
                 logger.error("%s", line, extra=fields)
@@ -353,15 +353,14 @@ def end_program(exit_code: int, *, is_program: bool) -> NoReturn:
     sys.exit(exit_code)
 
 
-def _with_earlier(error: SplitveilError) -> Iterator[SplitveilError]:
-    """Yield an error, preceded by the reason for the run's end if a full disk would hide it."""
-    earlier: BaseException | None = error
+def _hidden_by(error: SplitveilError) -> Iterator[SplitveilError]:
+    """Yield the reason for the run's end if a full disk would hide it."""
+    earlier = error.__context__
     while isinstance(error, StorageError) and earlier is not None:
-        earlier = earlier.__context__
         if isinstance(earlier, PeerError | Interrupted):
             yield earlier
-            break
-    yield error
+            return
+        earlier = earlier.__context__
 
 
 def add_json(command: argparse.ArgumentParser) -> None:

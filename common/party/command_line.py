@@ -43,7 +43,13 @@ def verify_transcript(parsed: argparse.Namespace) -> None:
     verified: list[Verified] = []
     files = [path for path in (parsed.transcript, parsed.against) if path is not None]
     for path in files:
-        verified.append(found := _verified(path))
+        try:
+            found = verify(path)
+        except OSError as error:
+            raise SettingsError(f"{path}: {why_unreadable(path, error)}") from error
+        if isinstance(found, Broken):
+            raise SplitveilError(f"{path}: line {found.line}: {found.reason}")
+        verified.append(found)
         console.print(
             f"{visible(str(path))}: the chain of {found.entries:,} entries is intact; the last "
             f"link is {found.last_link}",
@@ -69,16 +75,6 @@ def verify_transcript(parsed: argparse.Namespace) -> None:
                 for kind, count in compared.unsent.items()
             )
         )
-
-
-def _verified(path: Path) -> Verified:
-    try:
-        found = verify(path)
-    except OSError as error:
-        raise SettingsError(f"{path}: {why_unreadable(path, error)}") from error
-    if isinstance(found, Broken):
-        raise SplitveilError(f"{path}: line {found.line}: {found.reason}")
-    return found
 
 
 def prepare(settings: PartySettings, rank: Rank = ONLY) -> torch.device:

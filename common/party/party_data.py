@@ -151,8 +151,9 @@ class PartyData:
     def digest(self, encoder: FeatureEncoder | None, features: Features | None = None) -> str:
         """Return a hexadecimal digest of ids, labels, weights and what ``encode`` returned."""
         found = hashlib.sha256()
-        for text in _joined(self.ids):
-            found.update(text.encode())
+        for start in range(0, len(self.ids), _IDS_AT_ONCE):
+            joined = "\0".join(self.ids[start : start + _IDS_AT_ONCE])
+            found.update(f"{chr(0) if start else ''}{joined}".encode())
         for column in (self.table.labels, self.table.splits, self.table.weights):
             if column is not None:
                 found.update(np.ascontiguousarray(column).tobytes())
@@ -248,11 +249,6 @@ def open_earlier_model(settings: PartySettings) -> EarlierModel | None:
     return EarlierModel.open(
         source_settings.expand_path(SETTING, settings.initial_weights, settings.base_dir)
     )
-
-
-def _joined(ids: Sequence[str]) -> Iterator[str]:
-    for start in range(0, len(ids), _IDS_AT_ONCE):
-        yield ("\0" if start else "") + "\0".join(ids[start : start + _IDS_AT_ONCE])
 
 
 def _say(table: Table, settings: DataSettings) -> None:

@@ -118,4 +118,4 @@ def _alignment_of(settings: PassiveSettings) -> aligned_table.Alignment:
         aligner.forget()
         return run.common_order()
 
-    return aligned_table.Alignment(settings.folder_name(), status, find)
+    return settings.folder_name(), status, find, True

@@ -95,7 +95,7 @@ def assert_read(
         assert found.table.labels.tolist() == [values[labels[row]] for row in rows]
         assert len(rows) == len(labels) if found.kept is None else found.kept.tolist() == rows
         again = settings.model_copy(update={"data": data})
-        assert list(read_own_ids(again).data.ids) == list(found.ids)
+        assert list(read_own_ids(again).ids) == list(found.ids)
         report = found.table.id_report
         assert report.unlabelled == report.left_out == len(labels) - len(rows)
         assert len(ServedRows.load(again, found.fit(np.arange(9)))) == len(labels)

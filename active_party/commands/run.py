@@ -46,10 +46,7 @@ def _take_part(settings: ActiveSettings, process: Process, *, fresh: bool) -> No
     status = ActiveStatus(settings)
     with serving_status(status, settings.status, process.interruption):
         settings.defense.require_usable(settings.defense_context())
-        data, device = PartyData.of(settings), process.device_in_words
-        ids = data.table.id_report.in_words()
-        read = (f"{len(data.ids):,}", data.table.source, ids, device)
-        logger.info("%s rows read from %s, %s, device %s", *read)
+        data = command_line.read_data(settings, process)
         process.interruption.check()
         peers_of(settings)  # refuses before the folder is opened
         folder = results.open_folder(settings, fresh=fresh and not process.restarts)

@@ -22,9 +22,15 @@ from splitveil.common.models.device import device_in_words, use_device
 from splitveil.common.models.ranks import Ranks
 from splitveil.common.party.arguments import print_json
 from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettings, PartySettingsT
 from splitveil.common.party.workers import ONLY, Rank, facts_of, joined
-from splitveil.common.record.run_folder import end_of, has_finished, write_text_atomically
+from splitveil.common.record.run_folder import (
+    end_of,
+    has_finished,
+    open_run_folder,
+    write_text_atomically,
+)
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Broken, Verified, compare, verify
 from splitveil.common.run.contract import in_short
@@ -139,16 +145,26 @@ def takes_up(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
     return True
 
 
-def is_finished(folder: Path) -> bool:
-    if not has_finished(folder):
-        return False
-    logger.info(
-        "this run has finished, and nothing is trained; its report is %s. Another "
-        "contract.run_name begins another run, and so does --fresh at both parties; the label "
-        "owner's ledger counts what both runs release",
-        folder / "report.html",
+def open_folder(
+    settings: PartySettings, party: str, is_over: Callable[[Path], bool], *, fresh: bool
+) -> Path | None:
+    """Open a party's folder of a run, and keep its settings there; None if the run is over."""
+    name = settings.contract.run_name
+    folder = open_run_folder(
+        settings.runs_dir, name, party, lambda one: takes_up(settings, fresh=fresh, folder=one)
     )
-    return True
+    if has_finished(folder):
+        logger.info(
+            "this run has finished, and nothing is trained; its report is %s. Another "
+            "contract.run_name begins another run, and so does --fresh at both parties; the label "
+            "owner's ledger counts what both runs release",
+            folder / "report.html",
+        )
+        return None
+    if is_over(folder):
+        return None
+    save_resolved(settings, folder)  # by its settings, the start of another run finds this one
+    return folder
 
 
 def stored_settings(folder: Path) -> dict[str, Any]:
@@ -241,6 +257,14 @@ class Process(NamedTuple):
     @property
     def device_in_words(self) -> str:
         return device_in_words(self.device)
+
+
+def read_data(settings: PartySettings, process: Process) -> PartyData:
+    data = PartyData.of(settings)
+    ids, device = data.table.id_report.in_words(), process.device_in_words
+    read = (f"{len(data.ids):,}", data.table.source, ids, device)
+    logger.info("%s rows read from %s, %s, device %s", *read)
+    return data
 
 
 def run_as_party(

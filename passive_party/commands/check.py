@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 import numpy as np
@@ -24,7 +24,7 @@ from splitveil.common.party.endpoint import status_checks
 from splitveil.common.party.party_data import PartyData, form_of_own_ids, open_earlier_model
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.model_files import PretrainedWeights
-from splitveil.common.run.contract import DTYPE_BYTES, Contract
+from splitveil.common.run.contract import DTYPE_BYTES
 from splitveil.common.wire import limits, probes
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import check_security, shown_certificate
@@ -41,11 +41,6 @@ MOST_BYTES = 256 * 2**20
 _CALL_S = 30.0
 _RETRY_S = 0.5
 _ACTIVE = "the active party"
-
-
-class Speed(NamedTuple):
-    round_trip_s: float  # median of the round trips
-    bytes_per_s: float  # bytes in each direction, both at once, as in training
 
 
 class Probing:
@@ -79,7 +74,11 @@ class Probing:
         half = (received - sent) / 2
         return peer, peer.clock_s - (sent + half), half + 0.001  # it says whole milliseconds
 
-    def speed(self) -> Speed:
+    def speed(self) -> tuple[float, float]:
+        """Return a round trip's seconds, their median, and the bytes per second in each direction.
+
+        Both directions are measured at once, as in training.
+        """
         trips = []
         for _ in range(ROUND_TRIPS):
             begin = time.perf_counter()
@@ -90,7 +89,7 @@ class Probing:
             taken_s, passed = time.perf_counter() - begin, num_bytes
             if taken_s > SPEED_S:
                 break
-        return Speed(statistics.median(trips), passed / taken_s)
+        return statistics.median(trips), passed / taken_s
 
     def _bytes_that_came_back(self) -> Iterator[int]:
         request = pb.ProbeRequest(padding=bytes(limits.PROBE_PADDING_BYTES))
@@ -145,7 +144,7 @@ def connection_checks(
     probing = Probing(settings, connection, own)
     try:
         peer, ahead_s, error_s = probing.introduce(wait_s)
-        found = probing.speed()
+        round_trip_s, bytes_per_s = probing.speed()
     except PeerUnreachable as error:
         raise PeerUnreachable(f"{connection.where}: {error}") from error
     finally:
@@ -158,18 +157,16 @@ def connection_checks(
         )
         yield lambda: probes.certificate_in_words(shown, _ACTIVE)
     yield lambda: probes.clock_in_words(ahead_s, error_s)
-    yield lambda: _speed_in_words(found, contract)
-    yield from probes.checks_of(contract, own, peer, _ACTIVE)
-
-
-def _speed_in_words(found: Speed, contract: Contract) -> str:
     step_bytes = contract.batch_size * contract.cut_dim * DTYPE_BYTES[contract.cut_dtype]
-    steps = 1 / (found.round_trip_s + step_bytes / max(found.bytes_per_s, 1.0))
-    return (
-        f"line: round trip {1000 * found.round_trip_s:.1f} ms (median of {ROUND_TRIPS}), "
-        f"{8e-6 * found.bytes_per_s:,.0f} Mbit/s in each direction at once: enough for "
-        f"{steps:,.0f} steps/s of this contract"
+    steps = 1 / (round_trip_s + step_bytes / max(bytes_per_s, 1.0))
+    yield (
+        lambda: (
+            f"line: round trip {1000 * round_trip_s:.1f} ms (median of {ROUND_TRIPS}), "
+            f"{8e-6 * bytes_per_s:,.0f} Mbit/s in each direction at once: enough for "
+            f"{steps:,.0f} steps/s of this contract"
+        )
     )
+    yield from probes.checks_of(contract, own, peer, _ACTIVE)
 
 
 def check(parsed: argparse.Namespace) -> None:

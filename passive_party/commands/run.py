@@ -4,7 +4,8 @@ import argparse
 import logging
 import secrets
 import time
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,12 +23,13 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_status import RunStatus
 from splitveil.common.record.assessment import print_summary
 from splitveil.common.record.progress import ProgressBar
-from splitveil.common.record.run_folder import end_of, mark_as_ended, open_run_folder
+from splitveil.common.record.run_folder import end_of, mark_as_ended
 from splitveil.common.record.run_record import Summary, provenance_of_process, write_summary
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import ModelIdentity
+from splitveil.common.run.phases import Phases
 from splitveil.common.text.version import VERSION
 from splitveil.common.wire.connection import FIRST_WAIT_S
 from splitveil.passive_party import assembly
@@ -61,30 +63,31 @@ def run(parsed: argparse.Namespace) -> None:
 
 
 def _take_part(settings: PassiveSettings, process: Process, *, fresh: bool) -> None:
-    take_part = _fit if settings.contract.is_one_sided else _train
-    connect = checked_connection(settings)
+    connect, interruption = checked_connection(settings), process.interruption
     assembly.check_named_code(settings)
     status = RunStatus(settings.party, settings.contract)
-    with serving_status(status, settings.status, process.interruption):
-        take_part(settings, connect, process, status, fresh=fresh and not process.restarts)
+    with serving_status(status, settings.status, interruption):
+        data = command_line.read_data(settings, process)
+        if is_one_sided := settings.contract.is_one_sided:
+            padded_size(len(data.ids), 1, settings.contract.alignment.max_set_size)
+        labels = None if is_one_sided else assembly.evaluation_labels(settings)
+        interruption.check()
+        fresh = fresh and not process.restarts
+        is_over = partial(_is_over, settings, interruption)
+        name = settings.folder_name()
+        folder = command_line.open_folder(settings, name, is_over, fresh=fresh)
+        if folder is not None and is_one_sided:
+            _fit(settings, data, folder, process, status)
+        elif folder is not None:
+            aligner = Aligner.of(settings, data, folder, fresh=fresh)
+            _train(settings, data, labels, folder, aligner, connect, process, status)
 
 
 def _fit(
-    settings: PassiveSettings,
-    _connect: Connect,
-    process: Process,
-    status: RunStatus,
-    *,
-    fresh: bool,
+    settings: PassiveSettings, data: PartyData, folder: Path, process: Process, status: RunStatus
 ) -> None:
     """Fit the bottom model to the whole table, which ``splitveil serve`` then offers."""
-    contract = settings.contract
-    data = PartyData.of(settings)
-    padded_size(len(data.ids), 1, contract.alignment.max_set_size)
-    folder = _open_folder(settings, process, fresh=fresh)
-    if folder is None:
-        return
-    rows = AlignedRows.of_whole_table(contract, len(data.ids))
+    rows = AlignedRows.of_whole_table(settings.contract, len(data.ids))
     builder = assembly.BottomBuilder(settings, data, process.device, process.ranks)
     with PassiveRecorder(settings, folder, data.ids, None, status):
         trainer = builder(rows)
@@ -92,32 +95,14 @@ def _fit(
     provenance = provenance_of_process(process.device_in_words)
     write_summary(folder, Summary(version=VERSION, provenance=provenance))
     logger.info("done: the bottom model is fitted to %s rows; the report follows", f"{len(rows):,}")
-    if builder.encoder is not None:
-        sample = Sample.draw(np.arange(trainer.num_rows))
-        try_to_measure(folder, trainer, builder.encoder, len(data.ids), sample, settings=settings)
+    sample = Sample.draw(np.arange(trainer.num_rows))
+    try_to_measure(folder, trainer, builder.encoder, len(data.ids), sample, settings=settings)
     try_to_report(folder)
     logger.info("next: splitveil serve FILE, from which the active party takes the sealed table")
 
 
-def _open_folder(settings: PassiveSettings, process: Process, *, fresh: bool) -> Path | None:
-    """Open the run's folder; None if the run is over."""
-    process.interruption.check()
-    folder = open_run_folder(
-        settings.runs_dir,
-        settings.contract.run_name,
-        settings.folder_name(),
-        lambda folder: command_line.takes_up(settings, fresh=fresh, folder=folder),
-    )
-    if _was_ended(settings, folder, process.interruption):
-        return None
-    command_line.save_resolved(settings, folder)
-    return folder
-
-
-def _was_ended(settings: PassiveSettings, folder: Path, interruption: Interruption) -> bool:
-    """Return whether the run is over, finished or ended for good with nobody back; say so."""
-    if command_line.is_finished(folder):
-        return True
+def _is_over(settings: PassiveSettings, interruption: Interruption, folder: Path) -> bool:
+    """Return whether the run was ended for good, and nobody is back; say so."""
     if end_of(folder) is None or _is_back(settings, interruption):
         return False
     logger.warning("no active party answers at %s; %s", settings.connect, _ENDED)
@@ -136,28 +121,37 @@ def _is_back(settings: PassiveSettings, interruption: Interruption) -> bool:
     return False
 
 
+@contextmanager
+def taking_part(
+    folder: Path,
+    aligner: Aligner,
+    builder: assembly.BottomBuilder,
+    recorder: PassiveRecorder,
+    store: RunStore | None = None,
+    interruption: Callable[[], int | None] = lambda: None,
+    phases: Phases | None = None,
+) -> Iterator[PassiveRun]:
+    """Yield a run, over any link to the active party; its model is saved in the end."""
+    run = PassiveRun(aligner, builder, recorder, store, interruption, phases)
+    try:
+        yield run
+    finally:
+        # A run that has ended for good and is not resumed keeps the model that it ended with.
+        if run.trainer is not None and end_of(folder) is None:
+            builder.save(folder, run.trainer.model, run.model_identity)
+
+
 def _train(
     settings: PassiveSettings,
+    data: PartyData,
+    labels: PartyData | None,
+    folder: Path,
+    aligner: Aligner,
     connect: Connect,
     process: Process,
     status: RunStatus,
-    *,
-    fresh: bool,
 ) -> None:
-    data, device, interruption = (
-        PartyData.of(settings),
-        process.device_in_words,
-        process.interruption,
-    )
-    ids = data.table.id_report.in_words()
-    read = (f"{len(data.ids):,}", data.table.source, ids, device)
-    logger.info("%s rows read from %s, %s, device %s", *read)
-    labels = assembly.evaluation_labels(settings)
-    folder = _open_folder(settings, process, fresh=fresh)
-    if folder is None:
-        return
-    aligner = Aligner.of(settings, data, folder, fresh=fresh)
-    build_trainer = assembly.BottomBuilder(settings, data, process.device, process.ranks)
+    builder = assembly.BottomBuilder(settings, data, process.device, process.ranks)
     with ExitStack() as resources:
         wanted = Transcript(folder, settings.party) if settings.transcript else nullcontext()
         transcript = resources.enter_context(wanted)
@@ -165,13 +159,9 @@ def _train(
             PassiveRecorder(settings, folder, data.ids, labels, status)
         )
         store = resources.enter_context(RunStore(folder, in_background=True))
-        run = PassiveRun(
-            aligner,
-            build_trainer,
-            recorder,
-            store,
-            interruption,
-            status.phases,
+        interruption, phases = process.interruption, status.phases
+        run = resources.enter_context(
+            taking_part(folder, aligner, builder, recorder, store, interruption, phases)
         )
         stopped: PeerEndedForGood | None = None
         try:
@@ -185,16 +175,13 @@ def _train(
             if end_of(folder) is None:
                 raise
             logger.warning("the active party does not resume this run: %s", error)
-        finally:
-            # A run that has ended for good and is not resumed keeps the model that it ended with.
-            if run.trainer is not None and end_of(folder) is None:
-                build_trainer.save(folder, run.trainer.model, run.model_identity)
     if end_of(folder) is not None:
         logger.warning(_ENDED)
         return
     found = recorder.summary(getattr(run.trainer, "feature_values", None))
-    leave_summary(folder, found, transcript, stopped, device)
-    try_to_measure_run(folder, run, build_trainer.encoder, len(data.ids), recorder, settings)
+    leave_summary(folder, found, transcript, stopped, process.device_in_words)
+    sample, sent = recorder.sample, recorder.sent_in_epochs()
+    try_to_measure(folder, run.trainer, builder.encoder, len(data.ids), sample, sent, settings)
     try_to_report(folder)
     if stopped is not None:
         raise stopped
@@ -204,8 +191,8 @@ def _train(
 
 def try_to_measure(
     folder: Path,
-    trainer: BottomTrainer,
-    encoder: FeatureEncoder,
+    trainer: BottomTrainer | None,
+    encoder: FeatureEncoder | None,
     own_rows: int,
     sample: Sample | None,
     of_epochs: SentInEpochs | None = None,
@@ -214,6 +201,8 @@ def try_to_measure(
     """Write what activations reveal, and with settings what fewer numbers would have revealed."""
     from splitveil.passive_party.report_page import write_exposure  # noqa: PLC0415
 
+    if trainer is None or encoder is None:
+        return
     try:
         with ProgressBar("measuring what the columns have given away"):
             found = measure_exposure(trainer, encoder, own_rows, sample, of_epochs)
@@ -228,20 +217,6 @@ def try_to_measure(
         logger.error("%s", error)
     except Exception:
         logger.exception("what the activations reveal of the features could not be measured")
-
-
-def try_to_measure_run(
-    folder: Path,
-    run: PassiveRun,
-    encoder: FeatureEncoder | None,
-    own_rows: int,
-    recorder: PassiveRecorder,
-    settings: PassiveSettings | None = None,
-) -> None:
-    """Write what the activations of a run reveal, whose recorder is closed."""
-    if run.trainer is not None and encoder is not None:
-        sample, of_epochs = recorder.sample, recorder.sent_in_epochs()
-        try_to_measure(folder, run.trainer, encoder, own_rows, sample, of_epochs, settings)
 
 
 def try_to_report(folder: Path) -> None:

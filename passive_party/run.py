@@ -21,10 +21,10 @@ from splitveil.common.run.progress import (
     RunIdentity,
     refusing_other_versions,
 )
-from splitveil.common.run.sample_order import Positions, joint_seed
+from splitveil.common.run.sample_order import NONCE_BYTES, Positions, joint_seed
 from splitveil.common.text.imports import fault_of_own_code
 from splitveil.passive_party.bottom_trainer import BottomTrainer
-from splitveil.passive_party.opening import Aligner, Peer, check_nonce
+from splitveil.passive_party.opening import Aligner, Peer
 from splitveil.passive_party.training import RunObserver, Training
 
 _MAX_ALIGNMENTS = 20
@@ -129,7 +129,10 @@ class PassiveRun:
     def _align(self, peer: Peer) -> tuple[Opening, Alignment]:
         self._nonce = self.aligner.draw_nonce()
         opening = self._handshake(peer)
-        check_nonce(opening.nonce)
+        if len(opening.nonce) != NONCE_BYTES:
+            raise errors.InvalidMessage(
+                f"nonce: expected {NONCE_BYTES} bytes, got {len(opening.nonce)}"
+            )
         self.run_id = opening.run_id
         with self._phases(Phase.ALIGNMENT):
             found = self.aligner.align(

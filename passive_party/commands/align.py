@@ -78,11 +78,9 @@ class AlignmentRun(PassiveRun):
             return
         try:
             peer.leave(self.run_id, LeaveReason.FINISHED)
-        except ProtocolError as error:
+        except (ProtocolError, PeerRestarted) as error:
             # A party that was lost has begun another run, whose order is another one.
             raise PeerRestarted from error
-        except PeerRestarted:
-            raise
         except PeerError:
             return  # it changes nothing here: the peer notices the silence
 

@@ -38,8 +38,11 @@ from splitveil.common.wire import inference_codec
 from splitveil.common.wire.recorded_calls import AllNotes
 from splitveil.passive_party.commands import run, serve
 from splitveil.passive_party.predict import served_model
-from splitveil.passive_party.predict.inference_status import InferenceStatus
-from splitveil.passive_party.predict.service import InferenceServer, InferenceService
+from splitveil.passive_party.predict.service import (
+    InferenceServer,
+    InferenceService,
+    InferenceStatus,
+)
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support import runs

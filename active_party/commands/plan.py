@@ -10,7 +10,7 @@ from splitveil.active_party.earlier_runs import answers_before
 from splitveil.active_party.ledger.bounds import estimate_of
 from splitveil.active_party.planned import Plan, Target, bound_in_words, forecast_in_words, plan_of
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.party.json_output import print_json
+from splitveil.common.party.arguments import print_json
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.text.upper_bounds import at_most

@@ -25,8 +25,8 @@ from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.common.privacy.attacks import ATTACKS
 from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.figures import STANDARD_ERRORS, AttackFigure
-from splitveil.common.record.lines import AlarmLine
 from splitveil.common.record.metrics_log import MetricsLog
+from splitveil.common.record.run_record import AlarmLine
 from splitveil.common.run.progress import State
 from splitveil.common.text.upper_bounds import auc_at_most
 

@@ -12,15 +12,17 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.privacy.figures import LeakBounds, LeakFigures, PredictionFigures
-from splitveil.common.record.lines import EvaluationLine, LedgerLine, TrainingLine
 from splitveil.common.record.metrics_log import OF_MONITOR, ChartClock, RunRecorder
-from splitveil.common.record.run_record import write_ledger_ahead
-from splitveil.common.record.summary import (
+from splitveil.common.record.run_record import (
     ActiveFigures,
     EarlierAnswers,
+    EvaluationLine,
+    LedgerLine,
     ModelFigures,
     RunCounts,
     Summary,
+    TrainingLine,
+    write_ledger_ahead,
 )
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.phases import Phase

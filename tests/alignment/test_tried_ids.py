@@ -94,7 +94,9 @@ class GuessingPeer(InProcessPeer):
         return self.opening
 
     def open_alignment(self) -> AlignChannel:
-        own, other = channel_pair(deadline_s=20)
+        if self._aligning is not None:  # it may still add to what it has learned
+            self._aligning.join()
+        own, other = channel_pair()
         ids = guesses()[self.rounds]
         self.rounds += 1
 

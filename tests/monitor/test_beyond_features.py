@@ -23,8 +23,7 @@ from splitveil.common.privacy.figures import (
     Spread,
 )
 from splitveil.common.record.assessment import assess_figures
-from splitveil.common.record.run_record import METRICS, write_summary
-from splitveil.common.record.summary import Summary
+from splitveil.common.record.run_record import METRICS, Summary, write_summary
 from tests.support.defenses import write_own_defenses
 from tests.support.recorders import record, recorders
 from tests.support.records import summary_of

@@ -393,9 +393,9 @@ def test_statistics_of_earlier_batches_survive_a_checkpoint(name: str) -> None:
     before.defend(asked(gradients, labels))
     after.load_state_dict(before.state_dict())
     some = asked(gradients[labels > 0], labels[labels > 0])
-    reports = [defense.defend(some) for defense in (before, after, fresh)]
-    assert reports[0] == reports[1]
-    assert reports[0].charge != reports[2].charge
+    answers = [defense.defend(some) for defense in (before, after, fresh)]
+    assert answers[0][1:] == answers[1][1:]
+    assert answers[0].charge != answers[2].charge
     with pytest.raises(ValueError, match="expected statistics of classes"):
         after.load_state_dict({"neg_deviation": torch.zeros(16)})
     with pytest.raises(ValueError, match="no state"):

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses import label_mechanisms, noisy_label
+from splitveil.active_party.defenses import noisy_label
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.common.models import optimizers
 from splitveil.common.record.transcript import FILE
@@ -56,7 +56,7 @@ Released = list[Tensor]
 
 @contextmanager
 def noting(released: Released) -> Iterator[None]:
-    draw = label_mechanisms.draw_noisy_labels
+    draw = noisy_label.draw_noisy_labels
 
     def note(*arguments: Any) -> Tensor:
         released.append(draw(*arguments))

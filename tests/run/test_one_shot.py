@@ -15,7 +15,7 @@ import yaml
 from scipy import stats
 from torch import Tensor
 
-from splitveil.active_party.defenses import AnswerKeys, Examples, NoiseSecrets, NoisyLabelDefense
+from splitveil.active_party.defenses import AnswerKeys, NoisyLabelDefense, Secrets
 from splitveil.active_party.defenses.dp_bounds import leak_auc_of_mu
 from splitveil.active_party.defenses.interface import DefenseContext
 from splitveil.active_party.ledger.account_book import LEDGER
@@ -333,8 +333,7 @@ def released(label: float, seed: int) -> Tensor:
     defense = NoisyLabelDefense(insecure_noise_seed=seed)
     key = defense.open_noise_key(context, Path("none"))
     labels = torch.tensor([0.0, label, 1.0])
-    examples = Examples(["ann", "bob", "cid"], labels, torch.device("cpu"))
-    built = defense.build(context, NoiseSecrets(key, AnswerKeys()), examples)
+    built = defense.build(context, Secrets(key, AnswerKeys(), ["ann", "bob", "cid"], labels))
     return torch.as_tensor(built.released_labels(torch.arange(3)).gradient).flatten()
 
 

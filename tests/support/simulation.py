@@ -130,7 +130,7 @@ class ActiveRecording(Recording):
 
     def on_step(self, batch: Batch, result: Step) -> None:
         self.losses.append(float(result.loss.detach()))
-        self.sent.append(result.defended.clone())
+        self.sent.append(result.defended.gradient.clone())
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)

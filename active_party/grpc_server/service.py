@@ -33,7 +33,7 @@ from splitveil.common.errors import (
 from splitveil.common.party.party_status import RunStatus
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.messages import Activation, LeaveReason
-from splitveil.common.run.phases import Phase
+from splitveil.common.run.progress import Phase
 from splitveil.common.text.imports import fault_of_own_code
 from splitveil.common.text.log_lines import log_fields
 from splitveil.common.wire import small_messages

@@ -354,6 +354,6 @@ def test_the_labels_do_differ_in_every_split(folders: Folders) -> None:
     rows = runs[0].active.rows
     assert rows is not None
     for positions in rows.splits.values():
-        one, other = (run.session.lifecycle.phase.trainer.labels_of(positions) for run in runs)  # type: ignore[union-attr]
+        one, other = (run.session.lifecycle.trainer.labels_of(positions) for run in runs)  # type: ignore[union-attr]
         assert 0.2 < float((one != other).float().mean()) < 0.8
     assert not torch.equal(*(run.active.sent[0] for run in runs))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from splitveil.active_party.monitor.leak_alarm import MIN_BATCHES, AlarmRecorder, LeakAlarm
+from splitveil.active_party.monitor.leak_watch import MIN_BATCHES, AlarmRecorder, LeakAlarm
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS

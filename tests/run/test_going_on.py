@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from splitveil.active_party.monitor.recorder import ActiveRecorder
-from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.common.alignment.channel import AlignChannel
 from splitveil.common.errors import (
     DataError,

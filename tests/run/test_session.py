@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.common.errors import (
     ContractMismatch,
     Interrupted,

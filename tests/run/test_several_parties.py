@@ -16,7 +16,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from splitveil.active_party.defenses import MarvellDefense, Step
 from splitveil.active_party.defenses.strength import PowerRatio
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
-from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
 from splitveil.common.alignment.share import Share
 from splitveil.common.errors import (

@@ -333,6 +333,7 @@ def steal(
     (passive,) = run.passive.values()
     lifecycle = run.active.session.lifecycle
     make = lifecycle.build_trainer
+    assert make is not None
 
     def known_columns() -> tuple[Columns, Tensor]:
         data, rows = PartyData.of(passive.settings), passive.seen.rows
@@ -365,7 +366,7 @@ def steal(
 
     lifecycle.build_trainer = attacking
     run.meet()
-    bottom, top = passive.run.trainer, run.active.session.lifecycle.phase.trainer
+    bottom, top = passive.run.trainer, run.active.session.lifecycle.trainer
     assert bottom is not None
     assert isinstance(top, AttackingTrainer)
     last = bottom.embed(bottom.rows(np.arange(bottom.num_rows))).flatten(1).cpu()

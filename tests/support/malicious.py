@@ -291,7 +291,7 @@ class _Reader(PassiveRecording):
             self._scores[name].append(reading(read))
 
     def result(self, parties: Parties) -> Attacked:
-        trainer = parties.session.lifecycle.phase.trainer
+        trainer = parties.session.lifecycle.trainer
         assert trainer is not None
         trained = torch.unique(torch.cat(self._positions))
         labels = trainer.labels_of(trained.numpy())

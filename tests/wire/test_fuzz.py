@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from splitveil.active_party.grpc_server.service import ActiveService
-from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.common.alignment.exchange import align, build_engine
 from splitveil.common.errors import AlignmentError, ContractMismatch, InvalidMessage, PeerError
 from splitveil.common.party.party_settings import ReconnectSettings

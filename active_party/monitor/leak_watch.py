@@ -18,9 +18,8 @@ in one answer about an example's label, and not about what other examples' label
 import logging
 import math
 import statistics
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
 
 from splitveil.active_party.defenses.interface import Step
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
@@ -48,96 +47,44 @@ _CLASS_ORACLES: frozenset[str] = frozenset(
 MIN_BATCHES = 20
 
 
-class Alarm(NamedTuple):
-    attack: str
-    layer: str
-    measured: float
-    """Mean leak AUC over the batches, less the gain of random scores."""
-    margin: float
-    """The part of the figure that chance may account for."""
-    bound: float
-    """AUC that no score on one of the answers can exceed."""
-
-
 class LeakAlarm:
-    """Collects charges and measurements, and judges the epochs that are complete."""
+    """Collects charges and measurements, and judges the epochs that are complete.
 
-    def __init__(self, class_oracles: Collection[str] = _CLASS_ORACLES) -> None:
+    Every alarm is recorded, and one of each attack and layer is logged: an attack that passes its
+    bound usually does so in every epoch.
+    """
+
+    def __init__(
+        self,
+        record: Callable[[AlarmLine], object],
+        class_oracles: Collection[str] = _CLASS_ORACLES,
+    ) -> None:
+        self.alarms = 0
+        self._record = record
         self._class_oracles = frozenset(class_oracles)
         self._largest: dict[int, float] = {}
         self._gains: dict[tuple[str, str], list[float]] = {}
-
-    def note_charge(self, epoch: int, sum_kl: float) -> None:
-        self._largest[epoch] = max(self._largest.get(epoch, 0.0), sum_kl)
-
-    def note_leak(self, measured: AuditedBatch) -> None:
-        measured = measured.mirrored()
-        for layer, attacks in measured.leak.items():
-            for attack, value in attacks.items():
-                if attack not in self._class_oracles:
-                    self._gains.setdefault((attack, layer), []).append(value - measured.random)
-
-    def state_dict(self) -> dict[str, Any]:
-        gains = [[*key, list(values)] for key, values in self._gains.items()]
-        return {"largest": list(map(list, self._largest.items())), "gains": gains}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._largest = dict(state["largest"])
-        self._gains = {(attack, layer): list(values) for attack, layer, values in state["gains"]}
-
-    def judge(self, last_epoch: int) -> list[Alarm]:
-        """Judge the epochs not judged before, up to the last; few batches wait for more."""
-        if max(map(len, self._gains.values()), default=0) < MIN_BATCHES:
-            return []
-        charges = [
-            self._largest.pop(epoch) for epoch in sorted(self._largest) if epoch <= last_epoch
-        ]
-        bound = leak_auc_bound(max(charges, default=0.0))
-        series, self._gains = self._gains, {}
-        found = []
-        for (attack, layer), gains in series.items():
-            if len(gains) < MIN_BATCHES:
-                continue
-            measured = 0.5 + statistics.fmean(gains)
-            margin = STANDARD_ERRORS * statistics.stdev(gains) / math.sqrt(len(gains))
-            if measured - margin > bound:
-                found.append(Alarm(attack, layer, measured, margin, bound))
-        return found
-
-
-class AlarmRecorder:
-    """Has the epochs judged as they are measured; every alarm is recorded, one of each kind logged.
-
-    An alarm's kind is its attack and layer: an attack that passes its bound usually does so in
-    every epoch.
-    """
-
-    def __init__(self, metrics: MetricsLog, class_oracles: Collection[str]) -> None:
-        self.alarms = 0
-        self._metrics = metrics
-        self._alarm = LeakAlarm(class_oracles)
         self._measured_epoch = 0
         self._said: set[tuple[str, str]] = set()
 
     def note_charge(self, epoch: int, sum_kl: float) -> None:
-        self._alarm.note_charge(epoch, sum_kl)
+        self._largest[epoch] = max(self._largest.get(epoch, 0.0), sum_kl)
 
     def note_leak(self, measured: AuditedBatch) -> None:
         """Note a measured batch, and judge the epochs before it."""
         if measured.epoch > self._measured_epoch:  # the monitor may lag behind the training
             self.judge_measured()
             self._measured_epoch = measured.epoch
-        self._alarm.note_leak(measured)
-
-    def judge_measured(self) -> None:
-        """Judge all epochs up to the last one with a measured batch."""
-        for alarm in self._alarm.judge(self._measured_epoch):
-            self.alarms += 1
-            self._report(alarm)
+        measured = measured.mirrored()
+        for layer, attacks in measured.leak.items():
+            for attack, value in attacks.items():
+                if attack not in self._class_oracles:
+                    self._gains.setdefault((attack, layer), []).append(value - measured.random)
 
     def state_dict(self) -> State:
+        gains = [[*key, list(values)] for key, values in self._gains.items()]
         return {
-            "alarm": self._alarm.state_dict(),
+            "alarm": {"largest": list(map(list, self._largest.items())), "gains": gains},
             "alarms": self.alarms,
             "measured_epoch": self._measured_epoch,
             "said": sorted(map(list, self._said)),
@@ -145,29 +92,49 @@ class AlarmRecorder:
 
     def load_state_dict(self, state: State) -> None:
         """Resume from a state that ``state_dict`` returned; other entries are ignored."""
-        self._alarm.load_state_dict(state["alarm"])
+        self._largest = dict(state["alarm"]["largest"])
+        gains = state["alarm"]["gains"]
+        self._gains = {(attack, layer): list(values) for attack, layer, values in gains}
         self.alarms, self._measured_epoch = state["alarms"], state["measured_epoch"]
         # What this process has said before it went back is said all the same.
         self._said |= {(attack, layer) for attack, layer in state["said"]}
 
-    def _report(self, alarm: Alarm) -> None:
-        figure = AttackFigure(alarm.layer, alarm.attack, alarm.measured)
-        self._metrics.write(AlarmLine(self._measured_epoch, figure, alarm.margin, alarm.bound))
-        if (alarm.attack, alarm.layer) in self._said:
+    def judge_measured(self) -> None:
+        """Judge the epochs not judged before, up to the last one with a measured batch.
+
+        Few batches wait for those of more epochs.
+        """
+        if max(map(len, self._gains.values()), default=0) < MIN_BATCHES:
             return
-        self._said.add((alarm.attack, alarm.layer))
-        logger.error(
-            "LEAK ALARM: up to epoch %d: %s at %s measures a leak AUC of %.3f (+- %.3f), above "
-            "the %s that the ledger states for one answer: the charges of this defense "
-            "do not describe this attack on these gradients; later epochs of the same are in "
-            "metrics.jsonl",
-            self._measured_epoch + 1,
-            alarm.attack,
-            alarm.layer,
-            alarm.measured,
-            alarm.margin,
-            auc_at_most(alarm.bound),
-        )
+        last = self._measured_epoch
+        charges = [self._largest.pop(epoch) for epoch in sorted(self._largest) if epoch <= last]
+        bound = leak_auc_bound(max(charges, default=0.0))
+        series, self._gains = self._gains, {}
+        for (attack, layer), gains in series.items():
+            if len(gains) < MIN_BATCHES:
+                continue
+            measured = 0.5 + statistics.fmean(gains)
+            margin = STANDARD_ERRORS * statistics.stdev(gains) / math.sqrt(len(gains))
+            if measured - margin <= bound:
+                continue
+            self.alarms += 1
+            figure = AttackFigure(layer, attack, measured)
+            self._record(AlarmLine(last, figure, margin, bound))
+            if (attack, layer) in self._said:
+                continue
+            self._said.add((attack, layer))
+            logger.error(
+                "LEAK ALARM: up to epoch %d: %s at %s measures a leak AUC of %.3f (+- %.3f), above "
+                "the %s that the ledger states for one answer: the charges of this defense "
+                "do not describe this attack on these gradients; later epochs of the same are in "
+                "metrics.jsonl",
+                last + 1,
+                attack,
+                layer,
+                measured,
+                margin,
+                auc_at_most(bound),
+            )
 
 
 class LeakWatch:
@@ -186,7 +153,7 @@ class LeakWatch:
         # The charges that it judges are about leak AUCs of single answers.
         self._has_alarm = isinstance(self._kind, ClassLabels)
         self._metrics = metrics
-        self._alarm = AlarmRecorder(metrics, _class_oracles(settings))
+        self._alarm = LeakAlarm(metrics.write, _class_oracles(settings))
         self.monitor: LeakRecorder | None = None
         """None without a leak monitor in the settings, or before the rows are known."""
         self._handed: tuple[int, int] | None = None

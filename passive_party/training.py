@@ -154,7 +154,7 @@ class Training:
         given = self._given(batch)
         with self._phases(Phase.FORWARD):
             activation = self.trainer.forward(
-                given, stashes_weights=self.progress.pipeline_depth > 1
+                given, stashes_weights=self.progress.contract.pipeline_depth > 1
             )
         self._unanswered.append(_Sent(batch, activation))
         peer.send_activation(Activation(batch.identity(self._run_id), to_host(activation)))

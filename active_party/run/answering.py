@@ -21,7 +21,7 @@ from torch import Tensor
 from splitveil.active_party.defenses.interface import Step
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import LeakBudget
-from splitveil.active_party.run.parties import OpenQuestion, PassivePeer, PassivePeers, Reply
+from splitveil.active_party.run.parties import PassivePeer, PassivePeers, Reply
 from splitveil.active_party.training.evaluation import Evaluation, Evaluator, HeldOutPredictions
 from splitveil.active_party.training.top_trainer import TopTrainer, aggregate, parts_of
 from splitveil.common.errors import OtherAnswer, OutOfStep
@@ -180,7 +180,7 @@ class Answering:
         if due.split == "sums":  # the same few bytes, whatever bits came before
             asked = self.trainer.sums.released
         fingerprint = self.questions.fingerprint(number, asking.index, asked)
-        asking.ask(OpenQuestion(activation, fingerprint))
+        asking.ask(activation, fingerprint)
         return due
 
     def answer(self, batch: Batch) -> Sequence[Reply]:
@@ -190,13 +190,12 @@ class Answering:
         resume from its checkpoint.
         """
         asked, aggregation = self._parties.questions, self.contract.aggregation
-        fingerprints = [question.fingerprint for question in asked]
+        fingerprints = [party.fingerprint for party in self._parties]
         where = batch_in_words(batch.epoch, batch.step)
         if batch.split == "transfer":
-            question = asked[0].activation
             with self.changing():
-                answer = self.trainer.sums.transfer(batch, question.values)
-                transferred = [Answer(question.batch, answer)]
+                answer = self.trainer.sums.transfer(batch, asked[0].values)
+                transferred = [Answer(asked[0].batch, answer)]
                 self._reply(transferred)
             return transferred
         number = self.progress.batch_number
@@ -207,7 +206,7 @@ class Answering:
                 defended, report = self.trainer.released_labels(batch.positions, key)
                 parts: Sequence[DefendedGradient] = [defended] * len(asked)
             else:
-                cut = aggregate(aggregation, [question.activation.values for question in asked])
+                cut = aggregate(aggregation, [question.values for question in asked])
                 step = self.trainer.gradient(batch.positions, cut, key)
                 defended, report = to_host(step.defended), step.report
                 parts = parts_of(aggregation, defended, len(asked))
@@ -218,7 +217,7 @@ class Answering:
             self.budget.admit(batch.positions, charge, where, is_repeated=is_repeated, log=log)
             if batch.split == "sums":  # one release, even after a power failure
                 self.questions.log.sync()
-            replies = [Answer(q.activation.batch, p) for q, p in zip(asked, parts, strict=True)]
+            replies = [Answer(q.batch, part) for q, part in zip(asked, parts, strict=True)]
             self._reply(replies)
         if step is not None:
             self.unlearned = batch, step
@@ -227,8 +226,8 @@ class Answering:
     def evaluate(self, batch: Batch) -> tuple[Evaluation | None, Sequence[Reply]]:
         """Score held-out rows, or note a one-shot run's; figures come with a split's last batch."""
         asked, aggregation = self._parties.questions, self.contract.aggregation
-        cut = aggregate(aggregation, [question.activation.values for question in asked])
-        fingerprints = [question.fingerprint for question in asked]
+        cut = aggregate(aggregation, [question.values for question in asked])
+        fingerprints = [party.fingerprint for party in self._parties]
         # A crash between this and the answer costs nothing: the same questions get the same answer.
         if self.questions.log.at(self.progress.batch_number) is None:
             self.questions.log.record(self.progress.batch_number, fingerprints)

@@ -110,10 +110,6 @@ class RunStages:
     def __exit__(self, *_: object) -> None:
         self._moved.release()
 
-    def require(self, *stages: Stage, message: str) -> None:
-        if self.current not in stages:
-            raise self.refusal_of(message)
-
     def refusal_of(self, message: str) -> OutOfStep:
         """Return the error for a message that came at the wrong stage."""
         return OutOfStep(f"{message} while {self.current.value}")

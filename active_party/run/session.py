@@ -248,9 +248,9 @@ class ActiveSession:
             self.lifecycle.refuse_if_ended()
             self.lifecycle.refuse_if_not_open()
             is_through = self.parties.named(party).pair is not None
-            if is_through or run_id not in (None, self.run_id):
+            is_due = self.stage is Stage.HANDSHAKEN and not is_through
+            if not is_due or run_id not in (None, self.run_id):
                 raise self._stages.refusal_of("an alignment")
-            self._stages.require(Stage.HANDSHAKEN, message="an alignment")
 
     def aligned(self, file_rows: Positions, peer_nonce: bytes, party: str | None = None) -> None:
         """Store the rows shared with one party; prepare training once all parties' are there."""
@@ -327,9 +327,10 @@ class ActiveSession:
         if reply is not None:
             return reply
         lifecycle.refuse_if_not_open()
-        lifecycle.stages.require(Stage.TRAINING, message="a tensor")
+        if self.stage is not Stage.TRAINING:
+            raise self._stages.refusal_of("a tensor")
         batch = lifecycle.answering.take(asking, activation, is_training=is_training)
-        if not self.parties.have_asked:
+        if len(self.parties.questions) < len(self.parties):
             return self._wait_for_reply(asking, activation, is_listening)
         return (lifecycle.answer(batch) if is_training else lifecycle.evaluate(batch))[asking.index]
 
@@ -341,7 +342,7 @@ class ActiveSession:
             reply = asking.reply_to(activation)
             if reply is None:
                 self.lifecycle.refuse_if_not_open()
-                if not asking.waits_for(activation.batch):
+                if asking.question is None or asking.question.batch != activation.batch:
                     raise errors.OutOfStep("a question that was overtaken by the party's next one")
             return reply
 

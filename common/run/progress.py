@@ -90,11 +90,6 @@ class Progress:
         self.go_to(0)
 
     @property
-    def pipeline_depth(self) -> int:
-        """The most activations that a passive party has sent without a gradient."""
-        return self.contract.pipeline_depth
-
-    @property
     def label_values(self) -> int:
         """The values of a noisy label: one for each of several classes, otherwise one."""
         return 1 if self.contract.scores == 1 else self.contract.scores + 1

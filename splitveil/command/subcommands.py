@@ -8,8 +8,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from splitveil.common.errors import DataError
-from splitveil.common.party.arguments import Parser
-from splitveil.common.party.json_output import add_json, print_json
+from splitveil.common.party.arguments import Parser, add_json, print_json
 from splitveil.common.text.files import check_regular, why_unreadable
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from splitveil.active_party.commands.run import train
 from splitveil.active_party.grpc_server.server import Served
 from splitveil.active_party.grpc_server.service import agreeing
 from splitveil.active_party.monitor.recorder import ActiveRecorder
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
 from splitveil.common.alignment.channel import AlignChannel, channel_pair
@@ -54,7 +54,7 @@ from splitveil.common.run.contract import ACTIVE, AlignmentSettings
 from splitveil.common.text.wording import VERSION
 from splitveil.library.loading import PartiesSettings
 from splitveil.passive_party.assembly import BottomBuilder, evaluation_labels
-from splitveil.passive_party.commands.results import try_to_measure_run
+from splitveil.passive_party.commands.run import try_to_measure
 from splitveil.passive_party.opening import Aligner, Participant, Peer
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
@@ -308,7 +308,8 @@ class _Passive:
     def write_summary(self) -> None:
         """Write summary and exposure, after the recorder has been closed."""
         encoder, own_rows = self._builder.encoder, self._own_rows
-        try_to_measure_run(self._folder, self.run, encoder, own_rows, self.recorder)
+        sample, sent = self.recorder.sample, self.recorder.sent_in_epochs()
+        try_to_measure(self._folder, self.run.trainer, encoder, own_rows, sample, sent)
         found = self.recorder.summary(getattr(self.run.trainer, "feature_values", None))
         write_summary(self._folder, replace(found, version=VERSION))
 

@@ -54,7 +54,7 @@ from splitveil.common.run.contract import ACTIVE, AlignmentSettings
 from splitveil.common.text.wording import VERSION
 from splitveil.library.loading import PartiesSettings
 from splitveil.passive_party.assembly import BottomBuilder, evaluation_labels
-from splitveil.passive_party.commands.run import try_to_measure
+from splitveil.passive_party.commands.run import taking_part, try_to_measure
 from splitveil.passive_party.opening import Aligner, Participant, Peer
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
@@ -246,89 +246,76 @@ def run_recorded(
     What ``on_epoch`` raises ends the run, as if the first passive party had failed.
     """
     own, folder = settings.active, _folder_with_settings(settings.active, run_folder / ACTIVE)
+    failures: list[BaseException] = []
+
+    def after_epoch() -> None:
+        try:
+            if on_epoch is not None:
+                with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+                    on_epoch()  # dropout may draw from the same generator
+        except BaseException as error:
+            failures.append(error)
+            raise
+
     with ExitStack() as resources:
         recorder = resources.enter_context(ActiveRecorder(own, folder))
         data = PartyData.of(own)
         builder = TopBuilder(own, data, torch_device(own.device))
         earlier = own.earlier_answers()
-        passive = {
-            name: _Passive(one, run_folder, resources) for name, one in settings.passive.items()
+        runs = {
+            name: resources.enter_context(
+                _taking_part(one, run_folder, None if at else after_epoch)
+            )
+            for at, (name, one) in enumerate(settings.passive.items())
         }
-        watched = next(iter(passive.values())).recorder
-        watched.then = on_epoch
 
         def serve(session: ActiveSession) -> Served:
-            stopped: EndedForGood | None = None
-            runs = {name: party.run for name, party in passive.items()}
+            connect = partial(InProcessPeer, session, clear_engine(own.contract.alignment))
             try:
-                meet(
-                    session,
-                    runs,
-                    partial(InProcessPeer, session, clear_engine(own.contract.alignment)),
-                )
+                meet(session, runs, connect)
             except EndedForGood as error:
-                stopped = error  # as configured: it ends with a summary, like any other run
+                return {}, error, lambda: None  # it ends with a summary, like any other run
             except BaseException:
-                if watched.raised is not None:  # not the error that the parties turned it into
-                    raise watched.raised from None
+                if failures:  # not the error that the parties turned it into
+                    raise failures[0] from None
                 raise
-            finally:
-                for party in passive.values():
-                    party.save_model()
-            return {}, stopped, lambda: None
+            return {}, None, lambda: None
 
         _, stopped, _ = train(own, data, folder, builder, recorder, serve, earlier=earlier)
     write_summary(folder, replace(recorder.summary({}), version=VERSION))
-    for party in passive.values():
-        party.write_summary()
     if stopped is not None:
         raise stopped
 
 
-class _Passive:
-    def __init__(self, settings: PassiveSettings, run_folder: Path, resources: ExitStack) -> None:
-        self._folder = _folder_with_settings(settings, run_folder / settings.folder_name())
-        data = PartyData.of(settings)
-        self._own_rows = len(data.ids)
-        observer = _Recorder(settings, self._folder, data.ids, evaluation_labels(settings))
-        # The active party's bar shows every step, in a notebook, too.
-        observer.console = Console(file=io.StringIO(), force_jupyter=False)
-        self.recorder = resources.enter_context(observer)
-        self._builder = BottomBuilder(settings, data, torch_device(settings.device))
-        me = Participant(settings.contract, settings.party, data.ids, data.table.splits)
-        aligner = Aligner(
-            me, clear_engine(settings.contract.alignment), partial(draw_nonce, settings)
-        )
-        self.run = PassiveRun(aligner, self._builder, self.recorder)
-
-    def save_model(self) -> None:
-        if self.run.trainer is not None:
-            self._builder.save(self._folder, self.run.trainer.model, self.run.model_identity)
-
-    def write_summary(self) -> None:
-        """Write summary and exposure, after the recorder has been closed."""
-        encoder, own_rows = self._builder.encoder, self._own_rows
-        sample, sent = self.recorder.sample, self.recorder.sent_in_epochs()
-        try_to_measure(self._folder, self.run.trainer, encoder, own_rows, sample, sent)
-        found = self.recorder.summary(getattr(self.run.trainer, "feature_values", None))
-        write_summary(self._folder, replace(found, version=VERSION))
+@contextlib.contextmanager
+def _taking_part(
+    settings: PassiveSettings, run_folder: Path, after_epoch: Callable[[], None] | None
+) -> Iterator[PassiveRun]:
+    """Yield a passive party's run; its model, exposure and summary are written in the end."""
+    folder = _folder_with_settings(settings, run_folder / settings.folder_name())
+    data, contract = PartyData.of(settings), settings.contract
+    builder = BottomBuilder(settings, data, torch_device(settings.device))
+    me = Participant(contract, settings.party, data.ids, data.table.splits)
+    aligner = Aligner(me, clear_engine(contract.alignment), partial(draw_nonce, settings))
+    observer = _Recorder(settings, folder, data.ids, evaluation_labels(settings))
+    observer.after_epoch = after_epoch
+    # The active party's bar shows every step, in a notebook, too.
+    observer.console = Console(file=io.StringIO(), force_jupyter=False)
+    with observer as recorder, taking_part(folder, aligner, builder, recorder) as run:
+        yield run
+    sample, sent = recorder.sample, recorder.sent_in_epochs()
+    try_to_measure(folder, run.trainer, builder.encoder, len(data.ids), sample, sent)
+    found = recorder.summary(getattr(run.trainer, "feature_values", None))
+    write_summary(folder, replace(found, version=VERSION))
 
 
 class _Recorder(PassiveRecorder):
-    then: Callable[[], object] | None = None
-    """Called after each epoch."""
-    raised: BaseException | None = None
-    """The error that ``then`` raised."""
+    after_epoch: Callable[[], None] | None = None
 
     def on_epoch(self, epoch: int) -> None:
         super().on_epoch(epoch)
-        try:
-            if self.then is not None:
-                with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-                    self.then()  # dropout may draw from the same generator
-        except BaseException as error:
-            self.raised = error
-            raise
+        if self.after_epoch is not None:
+            self.after_epoch()
 
 
 def _folder_with_settings(settings: ActiveSettings | PassiveSettings, folder: Path) -> Path:

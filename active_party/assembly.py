@@ -19,7 +19,7 @@ from splitveil.active_party.training.evaluation import EarlyStop
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.id_rules import rules_as_bytes

@@ -2,8 +2,7 @@
 
 from typing import Literal, NamedTuple, Self
 
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.charge import UNBOUNDED, Charge
+from splitveil.common.privacy.charge import UNBOUNDED, Adversary, Charge
 
 
 class ChargeModel(NamedTuple):

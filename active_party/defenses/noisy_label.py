@@ -46,8 +46,7 @@ from splitveil.active_party.defenses.label_mechanisms import (
 from splitveil.active_party.defenses.noisy_sums import NoisySums
 from splitveil.active_party.defenses.rows import as_rows, check_labels
 from splitveil.active_party.defenses.section import SeededDefense, Traits, require_key
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.charge import Charge, noise_digest
+from splitveil.common.privacy.charge import Adversary, Charge, noise_digest
 
 
 def _word_of_true(value: object) -> object:

@@ -28,8 +28,7 @@ from splitveil.active_party.defenses.charge_model import ChargeModel
 from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource, fresh_key
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.charge import Charge
+from splitveil.common.privacy.charge import Adversary, Charge
 from splitveil.common.settings import Mark, Section, full_name, validate
 
 SEE = "docs/defenses.md, section 'Which bounds do not hold'"

@@ -33,8 +33,13 @@ import pyarrow as pa
 
 from splitveil.active_party.defenses.dp_bounds import auc_of_epsilon, gaussian_of_epsilon
 from splitveil.active_party.defenses.sum_kl import estimated_auc, leak_auc_bound
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.charge import NOT_GAUSSIAN, Charge, holds_against, strongest_adversary
+from splitveil.common.privacy.charge import (
+    NOT_GAUSSIAN,
+    Adversary,
+    Charge,
+    holds_against,
+    strongest_adversary,
+)
 from splitveil.common.privacy.figures import LeakBounds, Spread
 from splitveil.common.run.sample_order import Positions
 

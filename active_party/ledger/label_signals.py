@@ -10,7 +10,7 @@ about a label beyond what the model predicts of it.
 
 from typing import NamedTuple
 
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Adversary
 
 
 class LabelUses(NamedTuple):

@@ -10,8 +10,8 @@ from splitveil.active_party.monitor.row_covariates import RowCovariates
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.label_kinds import ClassLabels, kind_of
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import SideInformation
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import LeakFigures
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder

@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import Any
 
 from splitveil.active_party.defenses.dp_bounds import epsilon_of
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import BeyondFigures, LeakBounds
 from splitveil.common.privacy.observational_audit import p_value
 from splitveil.common.record.assessment import assess_figures, passes_stated

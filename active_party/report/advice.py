@@ -9,7 +9,7 @@ from splitveil.active_party.defenses import DefenseContext, DefenseSettings
 from splitveil.active_party.ledger.label_signals import LabelUses, label_signals
 from splitveil.active_party.report.bounds import defense_of
 from splitveil.active_party.report.run_files import RunFiles, is_one_shot, num_classes
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Adversary
 
 
 class Change(NamedTuple):

@@ -15,8 +15,8 @@ from splitveil.active_party.defenses.noisy_sums import COMPUTATIONAL
 from splitveil.active_party.defenses.section import Traits
 from splitveil.active_party.report.figures import ABSENT, TableRow, figure
 from splitveil.active_party.report.run_files import RunFiles, is_one_shot
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import CUT, needs_of
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import BeyondFigures, LeakBounds
 from splitveil.common.record.assessment import (
     Finding,

@@ -36,8 +36,8 @@ from splitveil.common.party.report_parts import (
     render,
     traffic_rows,
 )
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import ATTACKS, needs_of
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.run_folder import write_text_atomically

@@ -10,8 +10,8 @@ from markupsafe import Markup
 from splitveil.active_party.report import run_files
 from splitveil.active_party.report.figures import windows
 from splitveil.active_party.report.svg import Axis, Band, Chart, Dot, Line, Mark, Rule, round_axis
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS, is_oracle
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import Spread
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.lines import LedgerLine

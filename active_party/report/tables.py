@@ -19,8 +19,8 @@ from splitveil.active_party.report.figures import (
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import CUT, needs_of
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import (
     AttackFigure,
     ClassFigures,

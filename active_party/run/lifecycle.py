@@ -27,7 +27,7 @@ from splitveil.active_party.run.stages import RunStages, Stage
 from splitveil.active_party.training.evaluation import EarlyStop, Evaluator
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common import errors
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.record.answer_log import AnswerLog
 from splitveil.common.run import progress
 from splitveil.common.run.contract import Contract

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from splitveil.common.privacy.accumulation import LatestScores
 from splitveil.common.privacy.attacks import ATTACKS, CUT, RUN_ATTACKS, Attack
 from splitveil.common.privacy.beyond_features import Covariates, measure_beyond_features
 from splitveil.common.privacy.figures import (
@@ -28,7 +29,6 @@ from splitveil.common.privacy.figures import (
     ClassFigures,
     NumberLeak,
 )
-from splitveil.common.privacy.gathered_scores import LatestScores
 from splitveil.common.privacy.leakage import Score
 from splitveil.common.privacy.number_attacks import (
     BATCH_ATTACKS,
@@ -38,14 +38,16 @@ from splitveil.common.privacy.number_attacks import (
 )
 from splitveil.common.privacy.observation import (
     TWO_CLASSES,
+    AttackScores,
+    BatchScorer,
     Clues,
     LabelClasses,
+    LayerScores,
     Observation,
     pick_clues,
     random_scores,
 )
 from splitveil.common.privacy.run_level import RunAudit
-from splitveil.common.privacy.scoring import AttackScores, BatchScorer, LayerScores
 from splitveil.common.privacy.tally import AttackTally, MultiClassTally, by_layer
 
 LeakByAttack = dict[str, dict[str, float]]  # layer name -> attack name -> leak AUC

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator
 
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.text.upper_bounds import auc_at_most
 from splitveil.common.text.values import (
     IF_ANY,

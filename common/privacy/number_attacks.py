@@ -45,8 +45,8 @@ from splitveil.common.privacy.figures import STANDARD_ERRORS, NumberBeyond, Numb
 from splitveil.common.privacy.gradient_rows import GradientRows, Gradients, prepared
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.leakage import BatchAucs, Score
+from splitveil.common.privacy.observation import LayerScores
 from splitveil.common.privacy.run_level import SEED, RunAudit
-from splitveil.common.privacy.scoring import LayerScores
 
 _LEAST_ROWS = 8  # rows below which a batch's R2 is mostly chance
 

@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 
 from splitveil.common.privacy import leakage
-from splitveil.common.privacy.accumulation import RunScores, combine_with_hints
+from splitveil.common.privacy.accumulation import GatheredLayer, RunScores, combine_with_hints
 from splitveil.common.privacy.adjusted_auc import advantage_over, operating_points
 from splitveil.common.privacy.attacks import CUT, RUN_ATTACKS
 from splitveil.common.privacy.figures import ClassFigures, RunFigures
 from splitveil.common.privacy.final_attacks import LastActivations, final_scores
-from splitveil.common.privacy.gathered_scores import GatheredLayer
-from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses
-from splitveil.common.privacy.scoring import LayerScores
+from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses, LayerScores
 from splitveil.common.privacy.tally import REMEMBERED_EPOCHS, by_layer
 from splitveil.common.text.values import as_number
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import (
     AdjustedFigures,
     BeyondFigures,

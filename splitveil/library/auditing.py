@@ -24,8 +24,7 @@ from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.figures import BeyondFigures, EpsilonBound
 from splitveil.common.privacy.gradient_rows import Gradients
 from splitveil.common.privacy.leakage import leak_auc_interval
-from splitveil.common.privacy.observation import LabelClasses
-from splitveil.common.privacy.scoring import BatchScorer
+from splitveil.common.privacy.observation import BatchScorer, LabelClasses
 from splitveil.common.privacy.stored_row_attacks import STORED_ROW_ATTACKS
 from splitveil.common.text.upper_bounds import at_least
 from splitveil.common.text.visible_text import visible

@@ -19,8 +19,8 @@ from splitveil.active_party.report.run_files import RunFiles, read_run
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.features import Features
 from splitveil.common.models.device import torch_device
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import CUT
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import LeakFigures
 from splitveil.common.record import lines
 from splitveil.common.record.assessment import LeakAssessment

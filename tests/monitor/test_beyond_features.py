@@ -12,7 +12,7 @@ import pytest
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.monitor.stated_bounds import hold_against, log_beyond, stated_epsilon
 from splitveil.active_party.report import write_report
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import (
     AdjustedFigures,
     AdvantageFigures,

@@ -23,8 +23,8 @@ from splitveil.active_party.report.figures import finding_of, windows
 from splitveil.active_party.report.run_files import leak_series
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.report_parts import breakable
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import BUILT_IN_NAMES, is_oracle, needs_of
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import (
     AdjustedFigures,
     AdvantageFigures,

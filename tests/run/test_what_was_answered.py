@@ -18,7 +18,7 @@ from splitveil.active_party.report.bounds import bounds_of
 from splitveil.active_party.report.run_files import read_run
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.errors import BudgetExhausted, OtherAnswer, PeerLeft, ProtocolError
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.messages import LeaveReason, Offer
 from tests.support.peers import Lost, Silent, dying

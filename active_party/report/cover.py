@@ -3,9 +3,8 @@
 import math
 from collections.abc import Mapping
 
-from splitveil.active_party.report import answer, decision, run_files
-from splitveil.active_party.report.bounds import guarantee_of
 from splitveil.active_party.report.run_files import RunFiles
+from splitveil.active_party.report.verdict import Verdict, target_of
 from splitveil.common.party.cover import CheckAnswer, write_cover
 from splitveil.common.party.report_parts import ScaleRow, columns_row
 from splitveil.common.record.assessment import LeakAssessment
@@ -19,14 +18,14 @@ _NOT_OURS = ScaleRow(
 )
 
 
-def write(run: RunFiles, leak: LeakAssessment, decided: decision.Decision) -> None:
-    said = answer.answer(leak, run_files.num_classes(run), run_files.label_of(run), decided.passed)
+def write(run: RunFiles, verdict: Verdict) -> None:
+    leak = verdict.leak
     write_cover(
         run.active.folder,
         ACTIVE,
         run.active.settings,
         run.active.summary,
-        (decided.outcome, decided.badge, said),
+        (verdict.outcome, verdict.badge, verdict.answer),
         figures(run, leak),
         {"bound": _bound(run, leak), "figure": _acceptable(run)},
     )
@@ -52,7 +51,7 @@ def figures(run: RunFiles, leak: LeakAssessment) -> Mapping[str, ScaleRow]:
 
 
 def _labels(run: RunFiles, leak: LeakAssessment) -> ScaleRow:
-    target, _ = decision.target_of(run)
+    target, _ = target_of(run)
     most = None if target is None else 2 * target - 1
     limit = "" if target is None else f" Limit: {100 * target:g} of 100 pairs."
     if leak.bound is None or leak.adversary is None:
@@ -92,7 +91,7 @@ def _model(run: RunFiles) -> ScaleRow:
 
 
 def _bound(run: RunFiles, leak: LeakAssessment) -> CheckAnswer:
-    bound = guarantee_of(run)
+    bound = run.guarantee
     if math.isnan(bound) or bound >= 1:
         return CheckAnswer("no", "There is no bound for anybody.")
     if not leak.is_proved:
@@ -103,12 +102,12 @@ def _bound(run: RunFiles, leak: LeakAssessment) -> CheckAnswer:
 
 
 def _acceptable(run: RunFiles) -> CheckAnswer:
-    target, where = decision.target_of(run)
+    target, where = target_of(run)
     if target is None:
         return CheckAnswer(
             "no", "No setting says which figure is acceptable (report.target_leak_auc)."
         )
-    if not guarantee_of(run) <= target + 1e-9:
+    if not run.guarantee <= target + 1e-9:
         return CheckAnswer(
             "no", f"The bound is not within {100 * target:g} of 100 pairs ({where})."
         )

@@ -7,26 +7,17 @@ that comes from settings and files.
 import logging
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from splitveil.active_party.report import (
-    answer,
-    bounds,
-    cover,
-    decision,
-    figures,
-    panels,
-    run_files,
-    svg,
-    tables,
-)
-from splitveil.active_party.report.decision import Decision
-from splitveil.active_party.report.figures import MeasuredAttack
+from splitveil.active_party.report import cover, panels, run_files, svg, tables
 from splitveil.active_party.report.run_files import RunFiles, read_run
+from splitveil.active_party.report.tables import MeasuredAttack
+from splitveil.active_party.report.verdict import Verdict, verdict_of
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import read_predictions
+from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.cover import COVER
 from splitveil.common.party.report_parts import (
@@ -36,10 +27,8 @@ from splitveil.common.party.report_parts import (
     render,
     traffic_rows,
 )
-from splitveil.common.privacy.attacks import ATTACKS, needs_of
+from splitveil.common.privacy.attacks import ATTACKS
 from splitveil.common.privacy.charge import Adversary
-from splitveil.common.privacy.figures import LeakBounds
-from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.run_folder import write_text_atomically
 from splitveil.common.settings import Mark, marked
 from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
@@ -55,12 +44,9 @@ class _Compared(NamedTuple):
     title: str
     style: str
     run: RunFiles
+    verdict: Verdict
     findings: dict[tuple[str, str], MeasuredAttack]  # by layer and attack, on batches
     whole_run: dict[tuple[str, str], float]  # leak AUC by layer and attack
-    leak: LeakAssessment
-    strongest: str  # the strongest attack and its figure, or why there is none
-    decision: Decision
-    ledger: LeakBounds | None
     bounds: dict[Adversary, str]
 
 
@@ -73,8 +59,7 @@ def write_report(
         run = run.with_target(target_leak_auc)
     path = output or run.active.folder / "report.html"
     if output is None:  # the pages name each other by their places
-        leak = bounds.assessment_of(run)
-        cover.write(run, leak, decision.decide(run, leak))
+        cover.write(run, verdict_of(run))
     write_text_atomically(path, report_page(run, has_cover=output is None))
     return path
 
@@ -101,59 +86,32 @@ def try_to_report(run_dir: Path) -> None:
 def report_page(run: RunFiles, *, has_cover: bool = False) -> str:
     """Return the report of one run as HTML; the same files give the same bytes."""
     series = run_files.leak_series(run)
-    findings = [figures.finding_of(one) for one in series]
-    traffic, of_leak = read_traffic(run.active.folder), run.active.summary.of_leak
-    leak = bounds.assessment_of(run)
-    decided = decision.decide(run, leak)
-    classes = run_files.num_classes(run)
+    findings = [tables.finding_of(one) for one in series]
+    traffic, verdict = read_traffic(run.active.folder), verdict_of(run)
+    names = run.active.setting("contract", "passive_parties")
+    only_peer = str(names[0]) if isinstance(names, list) and names else "passive"
     return render(
         _PACKAGE,
         "report.html.jinja",
         title=run.name,
         cover=COVER if has_cover else None,
-        defense=_defense(run),
-        has_ended=run.active.has_ended,
-        summary=run.active.summary,
-        of_active=run.active.summary.of_active,
-        batches=of_leak.counts,
-        leak=leak,
-        decision=decided,
-        question=answer.QUESTION,
-        answer=answer.answer(leak, classes, run_files.label_of(run), decided.passed),
-        strongest=answer.strongest_in_words(leak),
-        drawn=picture([*cover.figures(run, leak).values()]),
-        epsilon=of_leak.beyond and of_leak.beyond.epsilon,
-        why_not_anybody=""
-        if leak.adversary is None
-        else bounds.why_not_anybody(run, leak.adversary),
-        test_aucs=list(tables.test_rows(run)),
+        run=run,
+        verdict=verdict,
+        tables=tables,
+        of_numbers=run.num_classes == ONE_NUMBER,
+        drawn=picture([*cover.figures(run, verdict.leak).values()]),
         not_run=sorted(set(map(str, ATTACKS)) - {found.attack for found in findings}),
-        has_passives=bool(run.passives),
-        ledger=bounds.ledger_of(run),
-        training=panels.training_panels(run) if leak.has_gradients else [],
-        number_rows=list(tables.number_rows(run)),
-        of_numbers=run_files.is_of_numbers(run),
-        leak_panels=panels.leak_panels(run, series, leak.feature_auc),
+        training=panels.training_panels(run) if verdict.leak.has_gradients else [],
+        leak_panels=panels.leak_panels(run, series, verdict.leak.feature_auc),
         layers=list(dict.fromkeys(one.layer for one in series)),
-        num_classes=classes,
-        class_rows=list(tables.class_rows(run)),
-        pair_rows=list(tables.pair_rows(run)),
-        beyond_rows=list(bounds.beyond_rows(run, leak)),
         leak_rows=list(tables.leak_rows(findings)),
-        alarm_rows=list(tables.alarm_rows(run)),
-        run_level_rows=list(tables.run_level_rows(run)),
-        ledger_panel=panels.ledger_panel(run, leak),
+        ledger_panel=panels.ledger_panel(run, verdict.leak),
         circumstances=list(circumstances(run.active.summary, run.active.metrics, traffic)),
-        traffic_rows=traffic_rows(traffic, _only_peer(run)),
-        completion=tables.completion_in_words(run),
-        settings=tables.settings_tables(run.active.settings),
-        figure=figures.figure,
-        count=figures.count,
+        traffic_rows=traffic_rows(traffic, only_peer),
         at_least=at_least,
         at_most=at_most,
         auc_at_most=auc_at_most,
         nan=math.nan,
-        needs_of=needs_of,
     )
 
 
@@ -161,80 +119,57 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
     """Return several runs side by side as HTML."""
     predictions = [read_predictions(run.active.folder) for run in runs]
     rows = {None if one is None else one.ids.tobytes() for one in predictions}
-    compared = [
-        _compared(title, f"s{index % panels.NUM_STYLES}", run)
-        for index, (title, run) in enumerate(zip(_titles(runs), runs, strict=True))
+    compared = list(_compared(runs))
+    leaks = [one.verdict.leak for one in compared]
+    dots = [
+        svg.Dot(
+            one.verdict.leak.strongest.leak.value,
+            auc,
+            one.style,
+            textwrap.shorten(one.title, _NAME_LENGTH, placeholder="…"),
+        )
+        for one in compared
+        if (auc := one.run.active.summary.of_active.model.test.auc) is not None
+        and one.verdict.leak.strongest is not None
     ]
-    keys = list(dict.fromkeys(key for one in compared for key in one.findings))
     return render(
         _PACKAGE,
         "comparison.html.jinja",
         title=", ".join(one.title for one in compared),
-        runs=[(one, _defense(one.run)) for one in compared],
-        multi_class=any(run_files.num_classes(run) > 2 for run in runs),
-        trade_off=panels.trade_off(_dots(compared)),
+        runs=compared,
+        multi_class=any(run.num_classes > 2 for run in runs),
+        trade_off=panels.trade_off(dots),
         models=[run.active.summary.of_active.model for run in runs],
         same_tests=len(rows) == 1 and None not in rows,
         test_aucs=[
             tables.quality_in_words(run, one) for run, one in zip(runs, predictions, strict=True)
         ],
-        keys=keys,
-        adjusted=list(dict.fromkeys(each.attack for one in compared for each in one.leak.attacks)),
-        raw_notes=list(dict.fromkeys(one.leak.raw_note for one in compared)),
+        keys=list(dict.fromkeys(key for one in compared for key in one.findings)),
+        adjusted=list(dict.fromkeys(each.attack for leak in leaks for each in leak.attacks)),
+        raw_notes=list(dict.fromkeys(leak.raw_note for leak in leaks)),
         whole_run_keys=list(dict.fromkeys(key for one in compared for key in one.whole_run)),
         peers_of_bounds=list(Adversary),
-        figure=figures.figure,
-        count=figures.count,
+        figure=tables.figure,
+        count=tables.count,
         ledger=panels.shared_ledger_panel([(one.style, one.run) for one in compared]),
         differences=_differences(compared),
     )
 
 
-def _only_peer(run: RunFiles) -> str:
-    names = run.active.setting("contract", "passive_parties")
-    return str(names[0]) if isinstance(names, list) and names else "passive"
-
-
-def _defense(run: RunFiles) -> str:
-    return str(run.active.setting("defense", "name") or "unknown")
-
-
-def _compared(title: str, style: str, run: RunFiles) -> _Compared:
-    findings = [figures.finding_of(one) for one in run_files.leak_series(run)]
-    leak = bounds.assessment_of(run)
-    return _Compared(
-        title,
-        style,
-        run,
-        {(one.layer, one.attack): one for one in findings},
-        {key: one.auc for key, one in tables.run_levels(run).items()},
-        leak,
-        leak.figure_in_words(leak.strongest),
-        decision.decide(run, leak),
-        bounds.ledger_of(run),
-        tables.bound_cells(run),
-    )
-
-
-def _short(title: str) -> str:
-    return textwrap.shorten(title, _NAME_LENGTH, placeholder="…")
-
-
-def _titles(runs: Sequence[RunFiles]) -> list[str]:
+def _compared(runs: Sequence[RunFiles]) -> Iterator[_Compared]:
     names = [run.name for run in runs]
-    return [
-        name if names.count(name) == 1 else f"{name} ({run.folder})"
-        for name, run in zip(names, runs, strict=True)
-    ]
-
-
-def _dots(compared: Sequence[_Compared]) -> list[svg.Dot]:
-    dots = []
-    for one in compared:
-        auc, strongest = one.run.active.summary.of_active.model.test.auc, one.leak.strongest
-        if auc is not None and strongest is not None:
-            dots.append(svg.Dot(strongest.leak.value, auc, one.style, _short(one.title)))
-    return dots
+    for index, run in enumerate(runs):
+        title = run.name if names.count(run.name) == 1 else f"{run.name} ({run.folder})"
+        findings = [tables.finding_of(one) for one in run_files.leak_series(run)]
+        yield _Compared(
+            title,
+            f"s{index % panels.NUM_STYLES}",
+            run,
+            verdict_of(run),
+            {(one.layer, one.attack): one for one in findings},
+            {key: one.auc for key, one in tables.run_levels(run).items()},
+            tables.bound_cells(run),
+        )
 
 
 def _differences(compared: Sequence[_Compared]) -> list[tuple[str, list[str]]]:

@@ -141,20 +141,6 @@ class PredictionFigures(Form):
         """What the main figure of better predictions is, such as ``> 0.7123``."""
         return f"{'>' if self.rmse is None else '<'} {self.in_words(4)}"
 
-    @property
-    def beside(self) -> dict[str, str]:
-        """The figures that a report shows beside the main one, by their names."""
-        named = {
-            "the mean of all labels": (self.constant_rmse, ".4g"),
-            "test average precision (PR-AUC)": (self.average_precision, ".3f"),
-            "test calibration error (ECE)": (self.calibration_error, ".3f"),
-        }
-        return {
-            name: "–" if math.isnan(value) else format(value, form)
-            for name, (value, form) in named.items()
-            if value is not None
-        }
-
 
 _NONE = Spread()
 _ROUNDING = 1e-9  # difference of two AUCs below which rounding may have made them differ

@@ -14,10 +14,9 @@ from splitveil.common.privacy.accumulation import (
     ContinuousSign,
     ScoreHistory,
     combine_with_hints,
-    standardised,
 )
 from splitveil.common.privacy.audit import LeakAudit
-from splitveil.common.privacy.gradient_rows import prepared
+from splitveil.common.privacy.gradient_rows import prepared, standardised
 from splitveil.common.privacy.leakage import auc, leak_auc, leak_auc_interval
 from splitveil.common.privacy.observation import (
     Clues,

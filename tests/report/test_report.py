@@ -17,10 +17,10 @@ import yaml
 
 from splitveil.active_party.defenses.sum_kl import estimated_auc
 from splitveil.active_party.report import read_run, try_to_report, write_comparison, write_report
-from splitveil.active_party.report.bounds import assessment_of, coverage_of
-from splitveil.active_party.report.decision import decide
-from splitveil.active_party.report.figures import finding_of, windows
+from splitveil.active_party.report.panels import windows
 from splitveil.active_party.report.run_files import leak_series
+from splitveil.active_party.report.tables import finding_of
+from splitveil.active_party.report.verdict import coverage_of, verdict_of
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.report_parts import breakable
 from splitveil.common.privacy.attacks import BUILT_IN_NAMES, is_oracle, needs_of
@@ -280,10 +280,10 @@ def test_the_first_screen_answers_with_one_badge(
     assert badge in words
     page = page_of(run_dir)
     assert f'class="verdict {outcome}"' in page
-    leak = assessment_of(run)
-    assert leak.in_words in words_of(page)
+    verdict = verdict_of(run)
+    assert verdict.leak.in_words in words_of(page)
     assert not [word for word in (*ATTACKS, *JARGON) if word in words.replace("-", "_").split()]
-    assert decide(run, leak).outcome == outcome
+    assert verdict.outcome == outcome
 
 
 def test_labels_of_several_classes_and_numbers_have_sentences_of_their_own(tmp_path: Path) -> None:

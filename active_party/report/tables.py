@@ -20,7 +20,6 @@ from splitveil.common.privacy.figures import (
     AttackFigure,
     BeyondFigures,
     ClassFigures,
-    LeakByClass,
     PredictionFigures,
     RunFigures,
 )
@@ -204,7 +203,7 @@ def run_level_rows(run: run_files.RunFiles) -> Iterator[TableRow]:
     """
     pairs: dict[tuple[str, str], str] = {}
     for party in run.parties:
-        for name, attacks in _by_class(party).run_level.items():
+        for name, attacks in party.summary.of_leak.run_level_by_class.items():
             for attack, found in attacks.items():
                 pairs.setdefault((party.layer(name), attack), " and ".join(found.worst_pair))
     for (layer, attack), one in run_levels(run).items():
@@ -294,13 +293,9 @@ def class_rows(run: run_files.RunFiles) -> Iterator[TableRow]:
 
 
 def _of_batches(party: run_files.PartyFiles) -> Iterator[tuple[str, str, ClassFigures]]:
-    for name, attacks in _by_class(party).batches.items():
+    for name, attacks in party.summary.of_leak.by_class.items():
         for attack, found in attacks.items():
             yield party.layer(name), attack, found
-
-
-def _by_class(party: run_files.PartyFiles) -> LeakByClass:
-    return party.summary.of_leak.by_class or LeakByClass({}, {})
 
 
 def alarm_rows(run: run_files.RunFiles) -> Iterator[TableRow]:

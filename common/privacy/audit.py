@@ -13,6 +13,7 @@ same way for comparison.
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -27,6 +28,7 @@ from splitveil.common.privacy.figures import (
     BatchFigures,
     BeyondFigures,
     ClassFigures,
+    LeakFigures,
     NumberLeak,
 )
 from splitveil.common.privacy.leakage import Score
@@ -47,7 +49,7 @@ from splitveil.common.privacy.observation import (
     pick_clues,
     random_scores,
 )
-from splitveil.common.privacy.run_level import RunAudit
+from splitveil.common.privacy.run_level import FeaturesOf, RunAudit
 from splitveil.common.privacy.tally import AttackTally, MultiClassTally, by_layer
 
 LeakByAttack = dict[str, dict[str, float]]  # layer name -> attack name -> leak AUC
@@ -124,7 +126,17 @@ class LeakAudit:
         """Summarise the run so far; an attack that was never measured is absent."""
         with self._lock:
             return by_layer(
-                (layer, attack, _summary(tally)) for layer, attack, tally in self._measured()
+                (
+                    layer,
+                    attack,
+                    BatchFigures(
+                        tally.quantile(0.95),
+                        tally.mean,
+                        tally.epoch_mean(tally.last_epoch) or tally.mean,
+                        tally.random_quantile(0.95),
+                    ),
+                )
+                for layer, attack, tally in self._measured()
             )
 
     def epoch_means(self, epoch: int) -> LeakByAttack:
@@ -154,10 +166,6 @@ class LeakAudit:
     def num_hints(self) -> int:
         """The number of positives of each batch that the attacks need to know."""
         return max((attack.num_hints for attack in self._scored.values()), default=0)
-
-    @property
-    def is_multi_class(self) -> bool:
-        return self._labels.is_multi_class
 
     def clues(
         self, observation: Observation, seed: bytes, sources: Mapping[str, Tensor]
@@ -201,7 +209,7 @@ class LeakAudit:
 
     def classes(self) -> dict[str, dict[str, ClassFigures]]:
         """Return layer -> attack -> its figures class by class; empty for two classes."""
-        if not self.is_multi_class:
+        if not self._labels.is_multi_class:
             return {}
         with self._lock:
             return by_layer(
@@ -209,28 +217,38 @@ class LeakAudit:
                 for layer, attack, _ in self._measured()
             )
 
-    @property
-    def needs_activations(self) -> bool:
-        """True if an attack over the run looks at the last activations."""
-        return self.has_numbers or any(RUN_ATTACKS[name].is_final for name in self.run.attacks)
-
-    def numbers(self, covariates: Covariates | None) -> dict[str, NumberLeak]:
-        """Return attack -> its figures where labels are numbers; absent if never measured."""
-        with self._lock:
-            found = {
-                attack: NumberLeak(
-                    tally.mean,
-                    tally.quantile(0.95),
-                    tally.epoch_mean(tally.last_epoch),
-                    tally.random_mean,
-                )
-                for _, attack, tally in self._measured()
-            }
-        latest = self._latest_scores.result()
-        return (
-            self.run.numbers(found, latest, covariates)
-            if isinstance(self.run, GradientSums)
-            else {}
+    def figures(
+        self, covariates: Covariates | None = None, features: FeaturesOf | None = None
+    ) -> LeakFigures:
+        """Return everything measured, also beyond features where there are covariates."""
+        if isinstance(self.run, GradientSums):
+            with self._lock:
+                found = {
+                    attack: NumberLeak(
+                        tally.mean,
+                        tally.quantile(0.95),
+                        tally.epoch_mean(tally.last_epoch),
+                        tally.random_mean,
+                    )
+                    for _, attack, tally in self._measured()
+                }
+            numbers = self.run.numbers(found, self._latest_scores.result(), covariates)
+            return LeakFigures(of_numbers=numbers, counts=self.counts())
+        # Side by side, as a run's end waits for both.
+        with ThreadPoolExecutor(1) as executor:
+            measured = None
+            if covariates is not None:
+                measured = executor.submit(self.beyond_features, covariates)
+            leak, by_class = self.run.result(features)
+            beyond = None if measured is None else measured.result()
+        return LeakFigures(
+            beyond=beyond,
+            batches=self.summary(),
+            worst_epoch=self.worst_epochs(),
+            run_level=leak,
+            by_class=self.classes(),
+            run_level_by_class=by_class,
+            counts=self.counts(),
         )
 
     def beyond_features(self, covariates: Covariates) -> BeyondFigures | None:
@@ -329,11 +347,6 @@ class LeakAudit:
             for values, known, of_class in zip(by_target, left_out, of_scores, strict=True)
             if values is not None
         ]
-
-
-def _summary(tally: AttackTally) -> BatchFigures:
-    last = tally.epoch_mean(tally.last_epoch) or tally.mean
-    return BatchFigures(tally.quantile(0.95), tally.mean, last, tally.random_quantile(0.95))
 
 
 def _states(

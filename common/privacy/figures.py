@@ -377,14 +377,6 @@ class NumberLeak(NamedTuple):
     beyond: Maybe[NumberBeyond] = None  # beyond features; None if it was not measured
 
 
-@dataclass(frozen=True)
-class LeakByClass(Form):
-    batches: Annotated[ByAttack[ClassFigures], Key("leak_classes")] = field(default_factory=dict)
-    run_level: Annotated[ByAttack[ClassFigures], Key("leak_run_level_classes")] = field(
-        default_factory=dict
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class LeakFigures(Form):
     """The measurements of the attacks; with more than two classes, of the pair separated best."""
@@ -394,7 +386,13 @@ class LeakFigures(Form):
     worst_epoch: Annotated[ByAttack[Known], Key("leak_worst_epoch")] = field(default_factory=dict)
     """Largest mean over an epoch's batches."""
     run_level: Annotated[ByAttack[RunFigures], Key("leak_run_level")] = field(default_factory=dict)
-    by_class: Annotated[LeakByClass | None, Flat()] = None  # None with two classes
+    by_class: Annotated[ByAttack[ClassFigures], Key("leak_classes"), IF_ANY] = field(
+        default_factory=dict
+    )
+    """Of single batches; empty for two classes."""
+    run_level_by_class: Annotated[ByAttack[ClassFigures], Key("leak_run_level_classes"), IF_ANY] = (
+        field(default_factory=dict)
+    )
     counts: Annotated[BatchCounts, Key("leak_batches")] = field(default_factory=BatchCounts)
     of_numbers: Annotated[Table[NumberLeak], Key(_OF_NUMBERS), IF_ANY] = field(default_factory=dict)
     """Attack -> its figures, where labels are numbers; no other figure is about these."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from splitveil.common.privacy.attacks import Attack, Knowledge, SideInformation
 from splitveil.common.privacy.gradient_rows import GradientRows, TopDirection, standardised
 from splitveil.common.privacy.informed import KnownPredictions
-from splitveil.common.privacy.leakage import BatchAucs, Score, batch_aucs
+from splitveil.common.privacy.leakage import PairAucs, Score, batch_aucs
 from splitveil.common.privacy.scores import KnownClasses
 
 
@@ -72,8 +72,8 @@ class LabelClasses:
 
     def measure(
         self, attacks: Sequence[Sequence[Score]], indices: Tensor, *, is_plain: bool = False
-    ) -> BatchAucs:
-        """Return the leak AUCs of several attacks on one batch; the first has random scores."""
+    ) -> tuple[list[float], PairAucs | None]:
+        """Return `batch_aucs` of several attacks on one batch; the first has random scores."""
         return batch_aucs(attacks, indices, self.num_classes, is_plain=is_plain)
 
 

@@ -77,7 +77,7 @@ def _adversary_tables(summary: Summary) -> Iterator[PlainTable]:
             layers[layer] = {attack: found.mean for attack, found in batches.items()}
         for layer, of_run in leak.run_level.items():
             layers.setdefault(layer, {}).update({a: found.auc for a, found in of_run.items()})
-        pair = "" if leak.by_class is None else ", worst pair of classes"
+        pair = "" if not leak.by_class else ", worst pair of classes"
         yield _adversary_table(layers, f"raw leak AUC{pair}; given: labels for evaluation")
 
 

@@ -229,7 +229,7 @@ def audit(
         ),
         run={
             name: {key: one for key, one in leak._asdict().items() if key != "over_features"}
-            for name, leak in (*found.run.result().leak.get(CUT, {}).items(), *on_stored.items())
+            for name, leak in (*found.run.result()[0].get(CUT, {}).items(), *on_stored.items())
             if leak is not None
         },
         beyond=None

@@ -182,7 +182,7 @@ def test_every_attack_can_be_audited_at_every_layer() -> None:
             for names in (tuple(ATTACKS), tuple(RUN_ATTACKS))
         )
         assert set(audit.summary()[layer]) == of_batches
-        assert set(audit.run.result().leak[layer]) == of_run - {"completion_400"}  # all examples
+        assert set(audit.run.result()[0][layer]) == of_run - {"completion_400"}  # all examples
         added_up = {name for name in of_run if name.startswith("accumulated_")}
         assert set(audit.run.after_epoch(1)[layer]) == added_up
     for layer, attacks in audit.worst_epochs().items():
@@ -417,7 +417,7 @@ def _whole_run(cut: int | None) -> tuple[LeakAudit, list[object]]:
         labels = torch.zeros(64) if number % 6 == 2 else observation.labels
         audit.observe(dataclasses.replace(observation, labels=labels))
     audit.run.close_epoch()
-    figures = [audit.summary(), audit.run.result().leak, audit.worst_epochs(), audit.counts()]
+    figures = [audit.summary(), audit.run.result()[0], audit.worst_epochs(), audit.counts()]
     figures += [audit.latest(), *map(audit.run.after_epoch, range(3))]
     return audit, figures
 

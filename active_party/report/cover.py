@@ -1,6 +1,5 @@
 """The label owner's cover page of a run: its figures, and its answers to the list of checks."""
 
-import math
 from collections.abc import Mapping
 
 from splitveil.active_party.report.run_files import RunFiles
@@ -19,15 +18,34 @@ _NOT_OURS = ScaleRow(
 
 
 def write(run: RunFiles, verdict: Verdict) -> None:
-    leak = verdict.leak
+    target, where = target_of(run)
+    has_budget = any(run.active.setting("run_budget", name) for name in ("leak_auc", "sum_kl"))
+    pairs = f"{100 * float(auc_at_most(run.guarantee)):g}" if run.guarantee < 1 else ""
+    bound = CheckAnswer("ticked", f"At most {pairs} of 100 pairs.")
+    if not pairs:
+        bound = CheckAnswer("no", "There is no bound for anybody.")
+    elif not verdict.leak.is_proved:
+        why = "The bound is what the defense's own code states, without a proof."
+        bound = CheckAnswer("no", why)
+    if target is None:
+        why = "No setting says which figure is acceptable (report.target_leak_auc)."
+        figure = CheckAnswer("no", why)
+    elif not run.guarantee <= target + 1e-9:
+        why = f"The bound is not within {100 * target:g} of 100 pairs ({where})."
+        figure = CheckAnswer("no", why)
+    elif not has_budget:
+        figure = CheckAnswer("no", "No run_budget limits all runs together.")
+    else:
+        why = f"It is within {100 * target:g} of 100 pairs; run_budget is set."
+        figure = CheckAnswer("ticked", why)
     write_cover(
         run.active.folder,
         ACTIVE,
         run.active.settings,
         run.active.summary,
         (verdict.outcome, verdict.badge, verdict.answer),
-        figures(run, leak),
-        {"bound": _bound(run, leak), "figure": _acceptable(run)},
+        figures(run, verdict.leak),
+        {"bound": bound, "figure": figure},
     )
 
 
@@ -88,31 +106,3 @@ def _model(run: RunFiles) -> ScaleRow:
         said += f"; by the label owner's own columns {model.alone.share_in_words[0]}"
     most = None if alone is None else max(alone, 0.0)
     return ScaleRow(words, "utility", 0.0, max(joint, 0.0), most=most, said=f"{said}.")
-
-
-def _bound(run: RunFiles, leak: LeakAssessment) -> CheckAnswer:
-    bound = run.guarantee
-    if math.isnan(bound) or bound >= 1:
-        return CheckAnswer("no", "There is no bound for anybody.")
-    if not leak.is_proved:
-        return CheckAnswer(
-            "no", "The bound is what the defense's own code states, without a proof."
-        )
-    return CheckAnswer("ticked", f"At most {100 * float(auc_at_most(bound)):g} of 100 pairs.")
-
-
-def _acceptable(run: RunFiles) -> CheckAnswer:
-    target, where = target_of(run)
-    if target is None:
-        return CheckAnswer(
-            "no", "No setting says which figure is acceptable (report.target_leak_auc)."
-        )
-    if not run.guarantee <= target + 1e-9:
-        return CheckAnswer(
-            "no", f"The bound is not within {100 * target:g} of 100 pairs ({where})."
-        )
-    if not (
-        run.active.setting("run_budget", "leak_auc") or run.active.setting("run_budget", "sum_kl")
-    ):
-        return CheckAnswer("no", "No run_budget limits all runs together.")
-    return CheckAnswer("ticked", f"It is within {100 * target:g} of 100 pairs; run_budget is set.")

@@ -126,9 +126,12 @@ def leak_panels(
             marks.append(Line(leak.steps, leak.median, style, label))
         last = max(1.0, *(float(one.steps.max()) for one in chosen))
         x = Axis(f"training step ({run_files.steps_per_epoch_of(run)} per epoch)", 0.0, last)
+        remark = "oracle" if is_oracle(attack) else ""
+        if attack in WITHOUT_GRADIENTS:
+            remark = "baseline, without gradients"
         described = f"raw leak AUC of {attack} over training steps"
         chart = Chart(described, x, _LEAK_AXIS, marks, *_SMALL)
-        panels.append(Panel(attack, chart.svg(), _remark(attack)))
+        panels.append(Panel(attack, chart.svg(), remark))
     return panels
 
 
@@ -205,12 +208,6 @@ def _bound_marks(
     yield Band(epochs, run_files.column(spread.mean for spread in spreads), largest, style)
     label = f"{name or style} ({written(largest[-1])})"
     yield Line(epochs, largest, style, label, True, written)
-
-
-def _remark(attack: str) -> str:
-    if attack in WITHOUT_GRADIENTS:
-        return "baseline, without gradients"
-    return "oracle" if is_oracle(attack) else ""
 
 
 def _epoch_axis(epochs: Sequence[run_files.Numbers]) -> Axis:

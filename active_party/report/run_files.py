@@ -6,7 +6,7 @@ except the active party's metrics, which every report needs.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -201,7 +201,14 @@ def _series_of(party: PartyFiles, steps_per_epoch: int) -> Iterator[LeakSeries]:
     lines = party.metrics.of(LeakLine)
     epochs, random = column(line.epoch for line in lines), column(line.random for line in lines)
     steps = epochs * steps_per_epoch + column(line.step for line in lines)
-    for (layer, attack), leak in _by_attack(lines).items():
+    by_attack: dict[tuple[str, str], Numbers] = {}
+    for row, line in enumerate(lines):
+        for layer, attack, leak_auc in line.figures:
+            if (layer, attack) not in by_attack:
+                by_attack[layer, attack] = np.full(len(lines), np.nan)
+            if leak_auc is not None:
+                by_attack[layer, attack][row] = leak_auc
+    for (layer, attack), leak in by_attack.items():
         measured = ~np.isnan(leak)
         if measured.any():
             yield LeakSeries(
@@ -213,17 +220,6 @@ def _series_of(party: PartyFiles, steps_per_epoch: int) -> Iterator[LeakSeries]:
                 leak[measured],
                 random[measured],
             )
-
-
-def _by_attack(lines: Sequence[LeakLine]) -> dict[tuple[str, str], Numbers]:
-    found: dict[tuple[str, str], Numbers] = {}
-    for row, line in enumerate(lines):
-        for layer, attack, leak_auc in line.figures:
-            if (layer, attack) not in found:
-                found[layer, attack] = np.full(len(lines), np.nan)
-            if leak_auc is not None:
-                found[layer, attack][row] = leak_auc
-    return found
 
 
 def _read_passives(

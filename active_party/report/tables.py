@@ -17,7 +17,6 @@ from splitveil.common.privacy.attacks import CUT, needs_of
 from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import (
     STANDARD_ERRORS,
-    AttackFigure,
     BeyondFigures,
     ClassFigures,
     PredictionFigures,
@@ -301,8 +300,9 @@ def _of_batches(party: run_files.PartyFiles) -> Iterator[tuple[str, str, ClassFi
 def alarm_rows(run: run_files.RunFiles) -> Iterator[TableRow]:
     for line in run.active.metrics.of(AlarmLine):
         figures = map(figure, (line.figure.leak_auc, line.margin))
+        named = f"{line.figure.attack} at {line.figure.layer}"
         bound = ABSENT if line.bound is None else auc_at_most(line.bound)
-        yield TableRow((str(line.epoch + 1), _named(line.figure), *figures, bound), is_strong=True)
+        yield TableRow((str(line.epoch + 1), named, *figures, bound), is_strong=True)
 
 
 def settings_tables(settings: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
@@ -332,7 +332,3 @@ def bound_cells(run: run_files.RunFiles) -> dict[Adversary, str]:
         for peers, bound in bounds_by_peers(run.ledger).items()
     }
     return dict.fromkeys(Adversary, ABSENT) | cells
-
-
-def _named(figure: AttackFigure) -> str:
-    return f"{figure.attack} at {figure.layer}"

@@ -240,8 +240,17 @@ class GatheredLayer:
             (source,) = RUN_ATTACKS[name].sources
             if source in signed:
                 for sums, scores, known in zip(by_target, *signed[source], strict=True):
-                    if scores is not None:
-                        _add(name, sums, positions, scores, known)
+                    if scores is None:
+                        continue
+                    rows = np.ones(len(positions), dtype=np.bool_)
+                    rows[list(known)] = False
+                    values = torch.from_numpy(scores.cpu().numpy()[rows])
+                    if RUN_ATTACKS[name].standardises:
+                        values = standardised(values)
+                    others = torch.from_numpy(positions.numpy()[rows])
+                    if RUN_ATTACKS[name].agrees_with_sums:
+                        values = sums.agreeing(others, values)
+                    sums.add(others, values)
         for name in self.combining[:1]:
             sources = RUN_ATTACKS[name].sources
             first, second = (signed[source].by_target[0] for source in sources)
@@ -267,24 +276,6 @@ class GatheredLayer:
         for source, signs in self._signs.items():
             for sign, stored in zip(signs, state["signs"][source], strict=True):
                 sign.load_state_dict(stored)
-
-
-def _add(
-    name: str,
-    sums: AccumulatedScores,
-    positions: Tensor,
-    scores: Tensor,
-    known: tuple[int, ...],
-) -> None:
-    attack = RUN_ATTACKS[name]
-    if known:
-        others = np.ones(len(positions), dtype=np.bool_)
-        others[list(known)] = False
-        scores = torch.from_numpy(scores.cpu().numpy()[others])
-        positions = torch.from_numpy(positions.numpy()[others])
-    if attack.standardises:
-        scores = standardised(scores)
-    sums.add(positions, sums.agreeing(positions, scores) if attack.agrees_with_sums else scores)
 
 
 class LatestScores:
@@ -319,7 +310,10 @@ class LatestScores:
     def result(self) -> dict[str, list[RunScores]]:
         """Return attack -> its scores, one for all classes or one for each target."""
         return {
-            name: [_seen(scores.double().numpy()) for scores in by_target]
+            name: [
+                RunScores(np.flatnonzero(~np.isnan(one)), one[~np.isnan(one)])
+                for one in by_target.double().numpy()
+            ]
             for name, by_target in self._scores.items()
         }
 
@@ -331,8 +325,3 @@ class LatestScores:
             if name not in self._attacks or scores.shape[1] != self._num_examples:
                 raise ValueError(f"expected scores of {self._num_examples} examples by {name}")
         self._scores = {name: scores.clone() for name, scores in state.items()}
-
-
-def _seen(scores: npt.NDArray[np.float64]) -> RunScores:
-    positions = np.flatnonzero(~np.isnan(scores))
-    return RunScores(positions, scores[positions])

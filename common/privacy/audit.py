@@ -41,13 +41,13 @@ from splitveil.common.privacy.number_attacks import (
 from splitveil.common.privacy.observation import (
     TWO_CLASSES,
     AttackScores,
-    BatchScorer,
     Clues,
     LabelClasses,
     LayerScores,
     Observation,
     pick_clues,
     random_scores,
+    score_batch,
 )
 from splitveil.common.privacy.run_level import FeaturesOf, RunAudit
 from splitveil.common.privacy.tally import AttackTally, MultiClassTally, by_layer
@@ -105,7 +105,6 @@ class LeakAudit:
         self._left_out = 0
         self._left_out_lock = threading.Lock()  # the training must not wait for the other one
         self._latest: AuditedBatch | None = None
-        self._scorer = BatchScorer(self._scored, labels.targets)
         self.run = (
             GradientSums(num_examples)
             if isinstance(labels, LabelNumbers)
@@ -187,7 +186,7 @@ class LeakAudit:
         """
         labels = self._labels.indices(observation.labels)
         # A batch of a single class, too: a checkpoint, and so the peer, waits for this.
-        layers = self._scorer.score(observation, labels)
+        layers = score_batch(self._scored, self._labels.targets, observation, labels)
         if observation.positions is not None:
             if CUT in layers:
                 with self._lock:

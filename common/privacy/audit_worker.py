@@ -101,7 +101,10 @@ class AuditWorker(Closing):
             with suppress(queue.Full):
                 devices = (layer.device for layer in gradients.values())
                 device = next((device for device in devices if device.type == "cuda"), None)
-                self._queue.put_nowait(_Submitted(observation, device, _computed(device)))
+                computed = None
+                if device is not None:
+                    computed = torch.cuda.current_stream(device).record_event()
+                self._queue.put_nowait(_Submitted(observation, device, computed))
                 return True
         self.audit.leave_out()
         return False
@@ -181,10 +184,6 @@ def _give_way() -> None:
         niceness = os.getpriority(os.PRIO_PROCESS, thread)
         with suppress(OSError):  # a sandbox may deny it, as the shipped systemd units do
             os.setpriority(os.PRIO_PROCESS, thread, niceness + _NICENESS)
-
-
-def _computed(device: torch.device | None) -> torch.cuda.Event | None:
-    return None if device is None else torch.cuda.current_stream(device).record_event()
 
 
 @contextmanager

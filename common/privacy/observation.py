@@ -171,9 +171,6 @@ def _draw(purpose: bytes, seed: bytes, epoch: int, step: int) -> int:
     return int.from_bytes(blake2b(message, digest_size=8).digest(), "little", signed=True)
 
 
-_NO_CLUES = Clues()
-
-
 class AttackScores(NamedTuple):
     by_target: Sequence[Tensor | None]
     """One score for all classes, or one for each target, (batch,) each; None for a target about
@@ -189,65 +186,45 @@ class LayerScores(NamedTuple):
     rows: Tensor  # the gradients, (batch, row_dim)
 
 
-class BatchScorer:
-    """Scores batches with a fixed set of attacks; targets are the classes taken for positives."""
-
-    def __init__(self, attacks: Mapping[str, Attack], targets: Sequence[int]) -> None:
-        self._attacks = attacks
-        self._targets = tuple(targets)
-
-    def score(self, observation: Observation, labels: Tensor) -> dict[str, LayerScores]:
-        """Score every layer of a batch."""
-        return {
-            layer: self._score_layer(observation.rows(layer), observation, labels, layer)
-            for layer in observation.gradients
-        }
-
-    def _score_layer(
-        self, gradients: GradientRows, observation: Observation, labels: Tensor, layer: str
-    ) -> LayerScores:
+def score_batch(
+    attacks: Mapping[str, Attack], targets: Sequence[int], observation: Observation, labels: Tensor
+) -> dict[str, LayerScores]:
+    """Score every layer of a batch; targets are the classes taken for positives."""
+    layers = {}
+    clues = [observation.clues.get(target, Clues()) for target in targets]
+    shared = Knowledge(activations=observation.activations, predictions=observation.predictions)
+    for layer in observation.gradients:
+        gradients = observation.rows(layer)
         scores: dict[str, AttackScores] = {}
-        shared = Knowledge(activations=observation.activations, predictions=observation.predictions)
-        for name, attack in self._attacks.items():
+        directions: dict[str, Sequence[TopDirection | None]] = {}
+        for name, attack in attacks.items():
             knows_predictions = SideInformation.PREDICTIONS in attack.needs
             if not attack.runs_at(layer) or (knows_predictions and shared.predictions is None):
                 continue
             by_target: list[tuple[Tensor | None, tuple[int, ...]]] = []
-            for target in self._targets[:1] if attack.is_free else self._targets:
+            for target, known in list(zip(targets, clues, strict=True))[
+                : 1 if attack.is_free else None
+            ]:
                 if attack.needs_classes:
-                    by_target.append(
-                        (cross_scores(attack, gradients.gradients, labels == target), ())
-                    )
+                    crossed = cross_scores(attack, gradients.gradients, labels == target)
+                    by_target.append((crossed, ()))
                     continue
-                clues = observation.clues.get(target, _NO_CLUES)
-                knowledge = shared._replace(
-                    positive_gradient=clues.references.get(layer), target=target
-                )
-                by_target.append(_score_with_clues(attack, gradients, knowledge, clues))
+                reference = known.references.get(layer)
+                knowledge = shared._replace(positive_gradient=reference, target=target)
+                by_target.append(_score_with_clues(attack, gradients, knowledge, known))
             scores[name] = AttackScores(*zip(*by_target, strict=True))
-        directions = self._directions(scores, gradients, observation, layer)
-        return LayerScores(scores, directions, gradients.rows)
-
-    def _directions(
-        self,
-        scores: Mapping[str, AttackScores],
-        gradients: GradientRows,
-        observation: Observation,
-        layer: str,
-    ) -> dict[str, Sequence[TopDirection | None]]:
-        directions: dict[str, Sequence[TopDirection | None]] = {}
-        for name, found in scores.items():
-            attack, along = self._attacks[name], self._attacks[name].direction
-            if along is None or (observation.references_are_clean and not attack.is_free):
+            if attack.direction is None or (
+                observation.references_are_clean and not attack.is_free
+            ):
                 continue
-            clues = [observation.clues.get(target, _NO_CLUES) for target in self._targets]
             directions[name] = [
                 None
                 if values is None
-                else along(gradients, values, one.references.get(layer, values))
-                for values, one in zip(found.by_target, clues, strict=False)
+                else attack.direction(gradients, values, known.references.get(layer, values))
+                for values, known in zip(scores[name].by_target, clues, strict=False)
             ]
-        return directions
+        layers[layer] = LayerScores(scores, directions, gradients.rows)
+    return layers
 
 
 def cross_scores(attack: Attack, gradients: Tensor, positive: Tensor) -> Tensor | None:

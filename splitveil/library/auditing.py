@@ -24,7 +24,7 @@ from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.figures import BeyondFigures, EpsilonBound
 from splitveil.common.privacy.gradient_rows import Gradients
 from splitveil.common.privacy.leakage import leak_auc_interval
-from splitveil.common.privacy.observation import BatchScorer, LabelClasses
+from splitveil.common.privacy.observation import LabelClasses, score_batch
 from splitveil.common.privacy.stored_row_attacks import STORED_ROW_ATTACKS
 from splitveil.common.text.upper_bounds import at_least
 from splitveil.common.text.visible_text import visible
@@ -304,7 +304,7 @@ def _only(
         sent = {CUT: observation.gradients[CUT]}
         seen = replace(observation, clues=found.clues(observation, _SEED, sent))
         labels = classes.indices(observation.labels)
-        scored = BatchScorer(attacks, classes.targets).score(seen, labels)[CUT].scores
+        scored = score_batch(attacks, classes.targets, seen, labels)[CUT].scores
         for name, (by_target, left_out) in scored.items():
             if by_target[0] is None:
                 continue

@@ -1,4 +1,4 @@
-"""Renders the pages: the report of one run, and several runs side by side.
+"""Renders the pages: the report of one run, its cover page, and several runs side by side.
 
 Figures and charts come from the other modules, words from the templates, which escape everything
 that comes from settings and files.
@@ -7,21 +7,23 @@ that comes from settings and files.
 import logging
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from splitveil.active_party.report import cover, panels, run_files, svg, tables
+from splitveil.active_party.report import panels, run_files, svg, tables
 from splitveil.active_party.report.run_files import RunFiles, read_run
 from splitveil.active_party.report.tables import MeasuredAttack
-from splitveil.active_party.report.verdict import Verdict, verdict_of
+from splitveil.active_party.report.verdict import Verdict, target_of, verdict_of
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import read_predictions
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.errors import SettingsError, SplitveilError
-from splitveil.common.party.cover import COVER
+from splitveil.common.party.cover import COVER, CheckAnswer, write_cover
 from splitveil.common.party.report_parts import (
+    ScaleRow,
     circumstances,
+    columns_row,
     picture,
     read_traffic,
     render,
@@ -29,7 +31,9 @@ from splitveil.common.party.report_parts import (
 )
 from splitveil.common.privacy.attacks import ATTACKS
 from splitveil.common.privacy.charge import Adversary
+from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.run_folder import write_text_atomically
+from splitveil.common.run.contract import ACTIVE
 from splitveil.common.settings import Mark, marked
 from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 
@@ -38,6 +42,11 @@ logger = logging.getLogger("splitveil.active_party")
 _REPORT_LATER = "once the cause is gone: splitveil report"
 _PACKAGE = "splitveil.active_party.report"
 _NAME_LENGTH = 36
+_NOT_OURS = ScaleRow(
+    "Columns: their owner's report has the figure",
+    "muted",
+    said="It is on the feature owner's page.",
+)
 
 
 class _Compared(NamedTuple):
@@ -59,7 +68,7 @@ def write_report(
         run = run.with_target(target_leak_auc)
     path = output or run.active.folder / "report.html"
     if output is None:  # the pages name each other by their places
-        cover.write(run, verdict_of(run))
+        _write_cover(run, verdict_of(run))
     write_text_atomically(path, report_page(run, has_cover=output is None))
     return path
 
@@ -99,7 +108,7 @@ def report_page(run: RunFiles, *, has_cover: bool = False) -> str:
         verdict=verdict,
         tables=tables,
         of_numbers=run.num_classes == ONE_NUMBER,
-        drawn=picture([*cover.figures(run, verdict.leak).values()]),
+        drawn=picture([*_scales(run, verdict.leak).values()]),
         not_run=sorted(set(map(str, ATTACKS)) - {found.attack for found in findings}),
         training=panels.training_panels(run) if verdict.leak.has_gradients else [],
         leak_panels=panels.leak_panels(run, series, verdict.leak.feature_auc),
@@ -113,6 +122,98 @@ def report_page(run: RunFiles, *, has_cover: bool = False) -> str:
         auc_at_most=auc_at_most,
         nan=math.nan,
     )
+
+
+def _write_cover(run: RunFiles, verdict: Verdict) -> None:
+    """Write the label owner's cover page: its figures, and its answers to the list of checks."""
+    target, where = target_of(run)
+    has_budget = any(run.active.setting("run_budget", name) for name in ("leak_auc", "sum_kl"))
+    pairs = f"{100 * float(auc_at_most(run.guarantee)):g}" if run.guarantee < 1 else ""
+    bound = CheckAnswer("ticked", f"At most {pairs} of 100 pairs.")
+    if not pairs:
+        bound = CheckAnswer("no", "There is no bound for anybody.")
+    elif not verdict.leak.is_proved:
+        why = "The bound is what the defense's own code states, without a proof."
+        bound = CheckAnswer("no", why)
+    if target is None:
+        why = "No setting says which figure is acceptable (report.target_leak_auc)."
+        figure = CheckAnswer("no", why)
+    elif not run.guarantee <= target + 1e-9:
+        why = f"The bound is not within {100 * target:g} of 100 pairs ({where})."
+        figure = CheckAnswer("no", why)
+    elif not has_budget:
+        figure = CheckAnswer("no", "No run_budget limits all runs together.")
+    else:
+        why = f"It is within {100 * target:g} of 100 pairs; run_budget is set."
+        figure = CheckAnswer("ticked", why)
+    write_cover(
+        run.active.folder,
+        ACTIVE,
+        run.active.settings,
+        run.active.summary,
+        (verdict.outcome, verdict.badge, verdict.answer),
+        _scales(run, verdict.leak),
+        {"bound": bound, "figure": figure},
+    )
+
+
+def _scales(run: RunFiles, leak: LeakAssessment) -> Mapping[str, ScaleRow]:
+    """Return what labels and columns give away, and what the model is worth.
+
+    Of a leak AUC and of a test AUC, 1/2 is 0 and 1 is 1. Of columns, only their owner has a figure:
+    it is here where its files are on this machine.
+    """
+    found = {"labels": _labels(run, leak)}
+    if leak.has_gradients:
+        found["labels, measured"] = _measured(leak)
+    for one in run.passives:
+        if (disclosure := one.disclosure) is not None:
+            whose = f" ({one.name})" * (len(run.passives) > 1)
+            most = one.setting("max_exposure")
+            found[f"columns{whose}"] = columns_row(disclosure, most, whose)
+    if not any(name.startswith("columns") for name in found):
+        found["columns"] = _NOT_OURS
+    return found | {"model": _model(run)}
+
+
+def _labels(run: RunFiles, leak: LeakAssessment) -> ScaleRow:
+    target, _ = target_of(run)
+    most = None if target is None else 2 * target - 1
+    limit = "" if target is None else f" Limit: {100 * target:g} of 100 pairs."
+    if leak.bound is None or leak.adversary is None:
+        said = f"Nothing limits it.{limit}"
+        return ScaleRow("Labels: no bound", "muted", 0.0, 1.0, most=most, said=said)
+    bound, how = float(auc_at_most(leak.bound)), ", computationally" * leak.is_computational
+    words = f"Labels: at most {2 * bound - 1:.3f} ({leak.adversary}{how})"
+    said = f"At most {100 * bound:g} of 100 pairs for {leak.adversary.in_words}{how}; guessing: 50."
+    return ScaleRow(words, "guarantee", 0.0, 2 * bound - 1, most=most, said=said + limit)
+
+
+def _measured(leak: LeakAssessment) -> ScaleRow:
+    found, strongest = leak.share, leak.strongest
+    if found is None:
+        words = leak.not_measured
+        said = f"It {words}.".replace("It not", "Not")
+        return ScaleRow(f"Strongest attack: {words}", "muted", said=said)
+    said = f"{found[2]:.0%} of the variance that columns leave."
+    if strongest is not None:
+        said = f"{50 + 50 * found[2]:.0f} of 100 pairs, by the strongest attack that was run."
+    words = f"Strongest attack: {found[2]:.3f} ({found[0]:.3f} to {found[1]:.3f})"
+    return ScaleRow(words, "measured", *found, said=said)
+
+
+def _model(run: RunFiles) -> ScaleRow:
+    model = run.active.summary.of_active.model
+    joint, alone = model.test.share, None if model.alone is None else model.alone.share
+    if joint is None:
+        return ScaleRow("Model: not measured", "muted", said="Not measured.")
+    figure, unit = model.test.share_in_words
+    words, said = f"Model: {max(joint, 0.0):.3f}", f"{figure} {unit}, on test records"
+    if model.alone is not None and alone is not None:
+        words += f"; without the other columns {max(alone, 0.0):.3f}"
+        said += f"; by the label owner's own columns {model.alone.share_in_words[0]}"
+    most = None if alone is None else max(alone, 0.0)
+    return ScaleRow(words, "utility", 0.0, max(joint, 0.0), most=most, said=f"{said}.")
 
 
 def comparison_page(runs: Sequence[RunFiles]) -> str:

@@ -13,7 +13,7 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.adjusted_auc import placements
-from splitveil.common.privacy.attacks import CUT, needs_of
+from splitveil.common.privacy.attacks import CUT, NUMBER_ATTACKS, needs_of
 from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import (
     STANDARD_ERRORS,
@@ -33,12 +33,6 @@ ABSENT = "–"
 _NORMAL_975 = 1.959963984540054
 _CLOSE = 1e-4  # difference of an AUC from the recorded one that rounding may make
 _NOT_ALONE = "not measured (serving.fallback)"
-_NEEDS_OF_NUMBERS = {
-    "top_direction": "nothing",
-    "informed": "the model's predictions and slopes (evaluation only)",
-    "accumulated_top_direction": "nothing",
-    "accumulated_ridge_40": "40 labels of the run, and its own activations",
-}
 
 
 class TableRow(NamedTuple):
@@ -180,7 +174,7 @@ def number_rows(run: run_files.RunFiles) -> Iterator[TableRow]:
             beyond = (figure(found.beyond.r2), found.beyond.interval)
             is_clear = found.beyond.low > 0
         others = map(figure, (found.r2, found.q95, found.last_epoch, found.random))
-        needs = _NEEDS_OF_NUMBERS.get(attack, "not known here")
+        needs = NUMBER_ATTACKS.get(attack, "not known here")
         yield TableRow((attack, needs, *beyond, *others, count(found.examples)), is_clear)
 
 

@@ -100,16 +100,16 @@ def final_scores(
 
     One score for all classes, or one for each target class; of no examples where it cannot be run.
     """
-    nothing = RunScores(np.empty(0, dtype=np.int64), np.empty(0))
-    if attack == "final_kmeans":
+    nothing, known = RunScores(np.empty(0, dtype=np.int64), np.empty(0)), RUN_ATTACKS[attack]
+    if not known.num_hints and not known.one_of_each_class:
         if not len(positions):
             return [nothing]
         return [RunScores(positions, activation_kmeans(activations.float()).numpy())]
-    num_hints = RUN_ATTACKS[attack].num_hints or len(np.unique(labels))
+    num_hints = known.num_hints or len(np.unique(labels))
     hints = pick_labelled(labels, num_hints, np.random.default_rng(seed))
     if hints is None:
         return [nothing for _ in classes.targets]
-    if attack != "final_nearest_hint":
+    if known.num_hints:
         logits = complete_model(activations, hints, classes.num_classes, seed)
         scores = one_against_rest(logits)[:, list(classes.targets)]
     else:

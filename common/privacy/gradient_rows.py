@@ -275,17 +275,13 @@ def _flat_rows(gradients: Tensor) -> tuple[Tensor, Tensor | None]:
 def standardised(scores: Tensor) -> Tensor:
     """Return scores with mean 0 and variance 1, on the CPU; zeros where all are equal."""
     values = scores.detach().cpu().numpy().astype(np.float64)
-    _centre(values)
+    _make_size_one(values)
+    values -= values.sum() / max(len(values), 1)
+    _make_size_one(values)
     deviation = math.sqrt(values @ values / max(len(values), 1))
     if deviation > 0:
         values /= deviation
     return torch.from_numpy(values)
-
-
-def _centre(values: _Floats) -> None:
-    _make_size_one(values)
-    values -= values.sum() / max(len(values), 1)
-    _make_size_one(values)
 
 
 def _make_size_one(values: _Floats) -> None:

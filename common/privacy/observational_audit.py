@@ -176,9 +176,14 @@ class _Explainer:
                 group = np.full(models.num_rows, np.nan)
                 known.append(group)
             group[scored.rows] = scored.predictions
-        self._known = [(group, _with_predictions(models, group)) for group in known]
+        self._known: list[tuple[Floats, FeatureModels]] = []
         """Predictions of two classes, NaN where no attack has a score, and models that know them:
         most attacks score the same rows, and of the others, few are missing."""
+        for group in known:
+            likely = np.where(np.isnan(group), 0.5, group)
+            odds = np.log(likely) - np.log1p(-likely)
+            informed = models.with_features(np.column_stack([odds, likely]))
+            self._known.append((group, informed))
 
     def unexplained(self, scored: ScoredRows) -> Floats:
         """Return the rest of an attack's scores, as normal quantiles, (scored,)."""
@@ -191,12 +196,6 @@ class _Explainer:
 def _agree(predictions: Floats, scored: ScoredRows) -> bool:
     known = predictions[scored.rows]
     return bool(((known == scored.predictions) | np.isnan(known)).all())
-
-
-def _with_predictions(models: FeatureModels, predictions: Floats) -> FeatureModels:
-    known = np.where(np.isnan(predictions), 0.5, predictions)
-    odds = np.log(known) - np.log1p(-known)
-    return models.with_features(np.column_stack([odds, known]))
 
 
 def _choose(scores: Floats, positive: Mask) -> tuple[float, float, float, float]:

@@ -21,8 +21,13 @@ from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record import run_record
 from splitveil.common.record.assessment import LeakAssessment, assess_figures, bounds_by_peers
-from splitveil.common.record.lines import EvaluationLine, LeakLine, LedgerLine, TrainingLine
-from splitveil.common.record.summary import Summary
+from splitveil.common.record.run_record import (
+    EvaluationLine,
+    LeakLine,
+    LedgerLine,
+    Summary,
+    TrainingLine,
+)
 from splitveil.common.text.files import why_unreadable
 from splitveil.common.text.yaml_text import RESOLVED, load_yaml
 

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from splitveil.active_party.defenses import DefenseContext, DefenseSettings
 from splitveil.active_party.defenses.noisy_sums import COMPUTATIONAL
 from splitveil.active_party.defenses.section import Traits
-from splitveil.active_party.ledger.label_signals import LabelUses, label_signals
+from splitveil.active_party.ledger.budget import LEARNED_FROM_LABELS
 from splitveil.active_party.report.run_files import RunFiles
 from splitveil.active_party.report.tables import estimate_of
 from splitveil.active_party.training.evaluation import read_predictions
@@ -367,10 +367,10 @@ def _steps(
 
 def _steps_to_a_bound(run: RunFiles, target: float) -> Iterator[Change]:
     """Yield the settings that would bound the leak for anybody at the target."""
-    begins_with_labels = bool(run.active.setting("initial_weights")) and not run.is_one_shot
-    price = "The run starts from fresh weights, and learns again what the earlier one knew."
-    for signal in label_signals(LabelUses(begins_with_labels=begins_with_labels)):
-        yield Change(f"{signal.setting}: null", signal.why, price)
+    if run.active.setting("initial_weights") and not run.is_one_shot:
+        setting, why = LEARNED_FROM_LABELS
+        price = "The run starts from fresh weights, and learns again what the earlier one knew."
+        yield Change(f"{setting}: null", why, price)
     defense = _defense_at(run, target)
     if defense is None:
         return

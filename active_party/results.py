@@ -44,10 +44,9 @@ from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.party import command_line
 from splitveil.common.privacy.figures import PredictionFigures
 from splitveil.common.record import model_files
-from splitveil.common.record.run_folder import clear_mark, end_of, mark_as_ended, open_run_folder
-from splitveil.common.record.run_record import write_summary
-from splitveil.common.record.summary import Summary, provenance_of_process
-from splitveil.common.record.summary_tables import print_summary
+from splitveil.common.record.assessment import print_summary
+from splitveil.common.record.run_folder import clear_mark, end_of, mark_as_ended
+from splitveil.common.record.run_record import Summary, provenance_of_process, write_summary
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.run.sample_order import SPLITS
@@ -66,17 +65,9 @@ _WHAT_NOW = (
 
 def open_folder(settings: ActiveSettings, *, fresh: bool) -> Path | None:
     """Open the run's folder; None if the run is over."""
-    folder = open_run_folder(
-        settings.runs_dir,
-        settings.contract.run_name,
-        ACTIVE,
-        lambda folder: command_line.takes_up(settings, fresh=fresh, folder=folder),
-    )
-    if _was_ended(settings, folder):
-        return None
-    # By its settings, the start of another run finds this one.
-    command_line.save_resolved(settings, folder)
-    if fresh:
+    is_over = partial(_is_over, settings)
+    folder = command_line.open_folder(settings, ACTIVE, is_over, fresh=fresh)
+    if folder is not None and fresh:
         ExchangeStores(folder).discard()
     return folder
 
@@ -104,10 +95,8 @@ def _limits_of(settings: ActiveSettings) -> dict[str, Any]:
     return settings.model_dump(mode="json", include={"run_budget"})
 
 
-def _was_ended(settings: ActiveSettings, folder: Path) -> bool:
-    """Return whether the run is over, finished or ended by limits that are still set; say so."""
-    if command_line.is_finished(folder):
-        return True
+def _is_over(settings: ActiveSettings, folder: Path) -> bool:
+    """Return whether the run was ended by limits that are still set; say so."""
     end = end_of(folder)
     if end is None:
         return False

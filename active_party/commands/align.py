@@ -38,4 +38,4 @@ def _alignment_of(settings: ActiveSettings) -> aligned_table.Alignment:
         return session.common_order()
 
     # With several passive parties at a time, a single bar would jump between them.
-    return aligned_table.Alignment(ACTIVE, status, find, len(contract.passive_parties) == 1)
+    return ACTIVE, status, find, len(contract.passive_parties) == 1

@@ -23,10 +23,10 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.wire import limits
-from splitveil.common.wire.endpoint import SERVICE, check_security
+from splitveil.common.wire.endpoint import build_server, check_security
+from splitveil.common.wire.limits import SERVICE
 from splitveil.common.wire.probes import ProbeResponder
 from splitveil.common.wire.recorded_calls import AllNotes, Notes
-from splitveil.common.wire.server import build_server
 from splitveil.common.wire.tensor_codec import Frame
 from splitveil.protos import split_learning_pb2 as pb
 

@@ -33,8 +33,8 @@ from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.figures import STANDARD_ERRORS, AttackFigure, LeakFigures
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
-from splitveil.common.record.lines import AlarmLine
 from splitveil.common.record.metrics_log import MetricsLog
+from splitveil.common.record.run_record import AlarmLine
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.progress import State
 from splitveil.common.text.upper_bounds import auc_at_most
@@ -189,7 +189,7 @@ class LeakWatch:
         if self._handed is not None and (batch.epoch, batch.step) <= self._handed:
             return  # given again
         self._handed = (batch.epoch, batch.step)
-        charge = step.report.charge
+        charge = step.defended.charge
         # Only the class means of a batch contain what features reveal. Other bounds are about the
         # label beyond that, and only figures adjusted for it are held against them.
         is_raw = charge.adversary is Adversary.CLASS_MEANS
@@ -200,7 +200,7 @@ class LeakWatch:
         known = step.slopes
         self.monitor.submit(
             batch,
-            {"cut": step.defended},
+            {"cut": step.defended.gradient},
             step.labels,
             clean,
             step.activation if self.monitor.needs_activations else None,

@@ -24,15 +24,17 @@ from splitveil.common.privacy.figures import (
 )
 from splitveil.common.privacy.observational_audit import p_value
 from splitveil.common.record.assessment import assess_figures, passes_stated
-from splitveil.common.record.lines import EvaluationLine, LedgerLine, TrainingLine
 from splitveil.common.record.metrics_log import OF_MONITOR, ChartClock, RunRecorder
-from splitveil.common.record.run_record import write_ledger_ahead
-from splitveil.common.record.summary import (
+from splitveil.common.record.run_record import (
     ActiveFigures,
     EarlierAnswers,
+    EvaluationLine,
+    LedgerLine,
     ModelFigures,
     RunCounts,
     Summary,
+    TrainingLine,
+    write_ledger_ahead,
 )
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.progress import Phase, State
@@ -101,7 +103,7 @@ class ActiveRecorder(RunRecorder):
                 self._epoch_losses.clear()
             self._epoch_losses.append(loss)
             self._steps += 1
-            line = TrainingLine(batch.epoch, batch.step, loss, step.report.noise_power)
+            line = TrainingLine(batch.epoch, batch.step, loss, step.defended.noise_power)
             self._metrics.write(
                 line, charted=self._steps <= _ALL_CHARTED or self._charting.is_due()
             )

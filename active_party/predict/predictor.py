@@ -30,7 +30,7 @@ from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.factory import build_top_model
 from splitveil.common.models.settings import ModelSettings
 from splitveil.common.party.credentials import credential_files
-from splitveil.common.party.served_rows import ServedRows
+from splitveil.common.party.party_data import ServedRows
 from splitveil.common.record.model_files import REFITTED, TOP_MODEL, TREES, WEIGHTS, TrainedModel
 from splitveil.common.run.contract import ACTIVE, Aggregation
 from splitveil.common.run.messages import Embedded, ModelIdentity

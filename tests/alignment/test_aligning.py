@@ -18,12 +18,12 @@ from splitveil.common.errors import ContractMismatch, OutOfStep
 from splitveil.common.run.contract import AlignmentContract, Contract
 from splitveil.common.run.messages import Activation, BatchId, LeaveReason
 from splitveil.common.run.sample_order import CommonOrder
-from splitveil.passive_party.aligning import AlignmentObserver, AlignmentRun
+from splitveil.library.in_process import InProcessPeer
+from splitveil.passive_party.commands.align import AlignmentObserver, AlignmentRun
 from splitveil.passive_party.opening import Aligner, Participant
 from tests.support.exchanging import Broken
 from tests.support.peers import Lost
-from tests.support.several import finish
-from tests.support.simulation import InProcessPeer
+from tests.support.runs import finish
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 
 SEEDS = itertools.count(1)

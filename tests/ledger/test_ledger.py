@@ -17,7 +17,7 @@ from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.figures import LeakBounds, Spread
 from splitveil.common.privacy.leakage import leak_auc
-from splitveil.common.record.lines import AlarmLine
+from splitveil.common.record.run_record import AlarmLine
 
 
 @pytest.mark.parametrize("identity", [b"", noise_digest("one key")])

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from splitveil.active_party.defenses import NoisyLabelDefense
-from splitveil.active_party.defenses.label_mechanisms import at_leak_auc
+from splitveil.active_party.defenses.noisy_label import at_leak_auc
 from splitveil.active_party.defenses.sum_kl import (
     leak_auc_bound,
     power_for_sum_kl,
@@ -28,8 +28,8 @@ from splitveil.common.errors import BudgetExhausted, Interrupted, PeerLeft, Sett
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.figures import LeakBounds
+from splitveil.common.record.assessment import print_summary
 from splitveil.common.record.run_record import write_summary
-from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.text.upper_bounds import at_most
 from splitveil.common.wire.status import error_from, status_for
 from tests.support.peers import FaultyPeer, StopsAtFirstStep

@@ -23,7 +23,8 @@ from splitveil.common.record.run_folder import claimed
 from splitveil.common.record.run_store import RunStore
 from splitveil.library.in_process import InProcessPeer
 from tests.support.peers import Lost, dying
-from tests.support.runs import CPU, ActiveRecording, Parties, build_parties, write_example
+from tests.support.runs import CPU, Parties, build_parties, write_example
+from tests.support.simulation import ActiveRecording
 
 RELEASE = 2 * 0.405 * math.tanh(0.405 / 2)
 """The symmetrised divergence of a label that is kept with probability p, which has odds of

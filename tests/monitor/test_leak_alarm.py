@@ -10,9 +10,8 @@ from splitveil.active_party.monitor.leak_watch import MIN_BATCHES, LeakAlarm
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS
-from splitveil.common.record.lines import AlarmLine
 from splitveil.common.record.metrics_log import MetricsLog
-from splitveil.common.record.run_record import read_metrics
+from splitveil.common.record.run_record import AlarmLine, read_metrics
 from tests.support.equality import same, stored
 from tests.support.runs import build_parties, run_in_process, write_example
 

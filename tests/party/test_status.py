@@ -36,7 +36,7 @@ from splitveil.common.record.transcript import Crossing
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import Batch
 from splitveil.common.run.progress import Phase
-from splitveil.passive_party.connecting import noting_attempts
+from splitveil.passive_party.grpc_peer import noting_attempts
 from tests.support.commands import exit_code_of
 from tests.support.endpoints import (
     Watched,

@@ -153,8 +153,10 @@ def save_results(
     learned_from = model_files.RELEASED_LABELS if is_label_free else model_files.TRUE_LABELS
     with session.lifecycle.stages:  # no handler still at work may charge meanwhile
         book = session.lifecycle.phase.account_book()
-    identity, noise = _identity(session), _noise(settings)
-    result_of = model_files.identity_metadata(identity, settings.contract) | book.as_metadata()
+    noise = {} if settings.defense.noise_seed is None else model_files.KNOWN_NOISE
+    result_of = (
+        model_files.identity_metadata(_identity(session), settings.contract) | book.as_metadata()
+    )
     saved = model_files.save_model(
         folder, trainer.model, builder.encoder, learned_from | result_of | noise
     )
@@ -208,10 +210,6 @@ def save_alone(
 
 def _identity(session: ActiveSession) -> ModelIdentity:
     return ModelIdentity(session.run_id, session.lifecycle.answering.batch_number)
-
-
-def _noise(settings: ActiveSettings) -> dict[str, str]:
-    return {} if settings.defense.noise_seed is None else model_files.KNOWN_NOISE
 
 
 def save_refitted(

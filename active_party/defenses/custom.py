@@ -16,7 +16,7 @@ from torch import Tensor
 
 from splitveil.active_party.defenses import interface
 from splitveil.active_party.defenses.noise import NoiseSource
-from splitveil.active_party.defenses.section import ChargeModel, NoisyDefense, Traits
+from splitveil.active_party.defenses.section import ChargeModel, NoisyDefense
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import load_class
 from splitveil.common.privacy.adversary import Adversary
@@ -65,18 +65,14 @@ class CustomDefense(NoisyDefense):
             return None
         return f"custom {self.module} {sorted(self.arguments.items())!r}"
 
-    @property
-    def traits(self) -> Traits:
-        said = f"{self.module} states its charges and whom they describe itself."
-        return super().traits._replace(adversary=Adversary.ANYBODY, covers=said)
-
     def charge_model(self, _context: interface.DefenseContext, /) -> ChargeModel:
         said = (
             f"{self.module} states its charges itself: nothing can be said before the run. "
             "Where it states none, the charge is infinite."
         )
         charge = Charge(math.inf, adversary=Adversary.ANYBODY)
-        return ChargeModel(0.0, charge, "unknown", said, self.noise)
+        covers = f"{self.module} states its charges and whom they describe itself."
+        return ChargeModel(0.0, charge, "unknown", said, covers, self.noise)
 
     def _replaces_labels(self, context: interface.DefenseContext) -> bool:
         return self._load(context, NoiseSource()).replaces_labels

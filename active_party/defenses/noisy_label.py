@@ -318,18 +318,7 @@ class NoisyLabelDefense(SeededDefense):
     @property
     def traits(self) -> Traits:
         is_noisy = self.top_labels == "noisy"
-        if is_noisy:
-            covers = "Everything that the peer receives is a function of features and noisy labels."
-        else:
-            covers = (
-                "With top_labels true, the charge of the noisy label describes a peer that sends "
-                "its model's activations, and what it learns beyond the model's predictions. It "
-                "does not describe one that chooses activations to make the top model learn single "
-                "labels."
-            )
         return Traits(
-            Adversary.ANYBODY if is_noisy else Adversary.HONEST_BUT_CURIOUS,
-            covers,
             takes_numbers=True,  # depending on the mechanism, see _refusal
             top_learns_targets=is_noisy,
             model_is_label_free=is_noisy,
@@ -365,22 +354,25 @@ class NoisyLabelDefense(SeededDefense):
         leak = label_leak(self.mechanism, num_classes)
         if leak.is_gaussian:  # then both follow from the divergence
             leak = replace(leak, leak_auc=1.0, dominating_mu=math.inf)
-        return replace(
-            leak,
-            noise_identity=noise_identity,
-            # A top model that knows the labels leaves no bound on the odds.
-            epsilon=leak.epsilon if self.top_labels == "noisy" else math.inf,
-            adversary=self.traits.adversary,
-        )
+        if self.top_labels == "noisy":
+            return replace(leak, noise_identity=noise_identity, adversary=Adversary.ANYBODY)
+        # A top model that knows the labels leaves no bound on the odds.
+        peers = Adversary.HONEST_BUT_CURIOUS
+        return replace(leak, noise_identity=noise_identity, epsilon=math.inf, adversary=peers)
 
     def charge_model(self, context: interface.DefenseContext, /) -> ChargeModel:
-        said = (
-            "Exact, whatever the gradients."
-            if self.top_labels == "noisy"
-            else "Charges of noisy labels depend only on their mechanism."
+        said = "Charges of noisy labels depend only on their mechanism."
+        covers = (
+            "With top_labels true, the charge of the noisy label describes a peer that sends its "
+            "model's activations, and what it learns beyond the model's predictions. It does not "
+            "describe one that chooses activations to make the top model learn single labels."
         )
+        if self.top_labels == "noisy":
+            said = "Exact, whatever the gradients."
+            covers = "Everything that the peer receives is a function of features and noisy labels."
         noise: Literal["fresh", "persistent"] = "fresh" if context.releases_sums else "persistent"
-        return ChargeModel.exact(self.charge(context.num_classes), said, noise)
+        charge = self.charge(context.num_classes)
+        return ChargeModel.exact(charge, said, noise, covers=covers)
 
     def _refusal(self, context: interface.DefenseContext, /) -> str | None:
         mechanism = self.mechanism

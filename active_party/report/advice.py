@@ -49,8 +49,10 @@ def defense_at(run: RunFiles, target: float) -> DefenseSettings | None:
     context = _context(run)
     own = defense_of(run.active.setting("defense") or {})
     found = None if own is None else own.at_leak_auc(target, context)
-    if found is not None and found.traits.adversary.includes(Adversary.ANYBODY):
-        return found
+    if found is not None:
+        peers = found.charge_model(context).charge.adversary
+        if peers.includes(Adversary.ANYBODY):
+            return found
     several = {"posterior": "model"} if context.num_classes > 2 else {}
     other = defense_of({"name": "noisy_label", "mechanism": {"kind": "gaussian"} | several})
     if other is None or other.objection(context) is not None:

@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from splitveil.active_party.defenses import DefenseSettings
+from splitveil.active_party.defenses import DefenseContext, DefenseSettings, NoDefense
 from splitveil.active_party.defenses.noisy_sums import COMPUTATIONAL
-from splitveil.active_party.defenses.section import Traits
+from splitveil.active_party.defenses.section import ChargeModel
 from splitveil.active_party.report.figures import ABSENT, TableRow, figure
 from splitveil.active_party.report.run_files import RunFiles, is_one_shot
 from splitveil.common.privacy.adversary import Adversary
@@ -73,19 +73,19 @@ def defense_of(settings: Mapping[str, Any]) -> DefenseSettings | None:
         return None
 
 
-def coverage_of(defense: Mapping[str, Any]) -> Traits:
-    """Return the peers whom the charges of a defense describe, by its settings as plain values."""
-    found = defense_of(defense)
-    return Traits() if found is None else found.traits
+def coverage_of(defense: Mapping[str, Any]) -> ChargeModel:
+    """Return what says whom the charges of a defense describe, by its settings as plain values."""
+    return (defense_of(defense) or NoDefense()).charge_model(DefenseContext((1,)))
 
 
 def why_not_anybody(run: RunFiles, peers: Adversary) -> str:
     """Return in words why the ledger's bound holds for some peers only."""
     if is_one_shot(run) and not run.active.setting("contract", "release"):
         return ""
-    adversary, why, *_ = coverage_of(run.active.settings.get("defense", {}))
+    model = coverage_of(run.active.settings.get("defense", {}))
+    adversary = model.charge.adversary
     if adversary is peers or not adversary.includes(peers):
-        return COMPUTATIONAL if _releases_sums(run) else why
+        return COMPUTATIONAL if _releases_sums(run) else model.covers
     return (
         f"The charges of the defense describe {adversary.in_words}. What earlier runs revealed of "
         "these rows does not, or something besides the answers depends on labels, such as "

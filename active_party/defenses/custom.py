@@ -106,32 +106,26 @@ class CheckedDefense(interface.RememberingDefense):
         answer: object = self._own.defend(batch)
         if not isinstance(answer, interface.Defended) or not isinstance(answer.charge, Charge):
             raise ValueError(f"expected Defended(gradient, charge), got {type(answer).__name__}")
-        _check_gradient(answer.gradient, batch.gradients)
+        gradient: object = answer.gradient
+        if _form_of(gradient) != _form_of(batch.gradients):
+            raise ValueError(
+                f"expected a gradient like the raw one, {_form_of(batch.gradients)}, got "
+                f"{_form_of(gradient)}"
+            )
+        if not bool(torch.isfinite(answer.gradient).all()):
+            raise ValueError("the defended gradient holds NaN or infinity")
         return answer
 
     def targets(self, batch: interface.Step, /) -> Tensor:
         targets: object = self._own.targets(batch)
         if not isinstance(targets, Tensor) or targets.shape != batch.labels.shape:
-            raise ValueError(f"expected one target per row, got {_described(targets)}")
+            raise ValueError(f"expected one target per row, got {_form_of(targets)}")
         if not bool(torch.isfinite(targets).all()):
             raise ValueError("the targets hold NaN or infinity")
         return targets.to(batch.labels)
 
 
-def _check_gradient(gradient: object, raw: Tensor) -> None:
-    if not isinstance(gradient, Tensor) or (gradient.shape, gradient.dtype, gradient.device) != (
-        raw.shape,
-        raw.dtype,
-        raw.device,
-    ):
-        raise ValueError(
-            f"expected a gradient like the raw one, {_described(raw)}, got {_described(gradient)}"
-        )
-    if not bool(torch.isfinite(gradient).all()):
-        raise ValueError("the defended gradient holds NaN or infinity")
-
-
-def _described(value: object) -> str:
+def _form_of(value: object) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{value.dtype} of shape {tuple(value.shape)} on {value.device}"

@@ -241,9 +241,24 @@ class GafmDefense(section.SeededDefense):
     def _fits_what_it_is_composed_with(self) -> Self:
         if self.composed_with.noise_seed is not None:
             raise ValueError("composed_with: set insecure_noise_seed of gafm itself instead")
-        refusal = _refusal_of(self.composed_with)
-        if refusal is not None:
-            raise ValueError(f"composed_with: {refusal}")
+        behind = self.composed_with
+        if isinstance(behind, NoisyLabelDefense):
+            if (
+                behind.subject_column is not None
+                or behind.mechanism.kind != "randomized_response"
+                or behind.mechanism.posterior != "none"
+                or behind.top_labels != "noisy"
+            ):
+                raise ValueError(
+                    "composed_with: the critic compares predictions with labels of 0 and 1; "
+                    "expected a noisy_label of mechanism randomized_response, with posterior none "
+                    "and top_labels noisy, without subject_column"
+                )
+        elif isinstance(behind, section.NoisyDefense) and behind.noise == "persistent":
+            raise ValueError(
+                "composed_with: persistent noise is measured by what a label moves in a cross "
+                "entropy's gradient, which this is not; expected noise: fresh, or noisy_label"
+            )
         return self
 
     @property
@@ -309,29 +324,6 @@ class GafmDefense(section.SeededDefense):
 
     def _refusal(self, context: interface.DefenseContext, /) -> str | None:
         return section.refusal_of_several_classes(self.name, context)
-
-
-def _refusal_of(behind: section.DefenseSection) -> str | None:
-    """Say why a defense cannot follow this loss; None if it can."""
-    if isinstance(behind, NoisyLabelDefense):
-        if (
-            behind.subject_column is None
-            and behind.mechanism.kind == "randomized_response"
-            and behind.mechanism.posterior == "none"
-            and behind.top_labels == "noisy"
-        ):
-            return None
-        return (
-            "the critic compares predictions with labels of 0 and 1; expected "
-            "a noisy_label of mechanism randomized_response, with posterior none and top_labels "
-            "noisy, without subject_column"
-        )
-    if isinstance(behind, section.NoisyDefense) and behind.noise == "persistent":
-        return (
-            "persistent noise is measured by what a label moves in a cross "
-            "entropy's gradient, which this is not; expected noise: fresh, or noisy_label"
-        )
-    return None
 
 
 class MixedGradientDefense(interface.RememberingDefense):

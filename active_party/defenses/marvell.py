@@ -384,7 +384,13 @@ class Marvell(interface.RememberingDefense):
         solution = solve_shared_noise(means, weights, power)
         left = pair_divergences(means, solution)
         if current is not fitted:
-            left = _charged(left, means, current.means / unit)
+            # A gap that is longer than the fitted one is charged more, a new one without bound.
+            gaps, fitted_gaps = squared_distances(current.means / unit), squared_distances(means)
+            left = torch.where(
+                fitted_gaps > 0,
+                left * (gaps / fitted_gaps).clamp(min=1.0),
+                torch.where(gaps > 0, math.inf, 0.0),
+            )
         noise = draw_shared_noise(solution, rows, self._noise).mul_(unit)
         return noise, Charge(float(left.max())), power * unit * unit, None
 
@@ -426,12 +432,6 @@ class PersistentMarvell(interface.Defense):
         moves, norms = moves_of(batch)
         rows = noisy_rows(batch, moves, self._norm_ratio)
         return repeated_answer(batch, rows, norms, self._norm_ratio, self._charge)
-
-
-def _charged(left: Tensor, fitted_means: Tensor, means: Tensor) -> Tensor:
-    gaps, fitted = squared_distances(means), squared_distances(fitted_means)
-    of_new_gaps = torch.where(gaps > 0, math.inf, 0.0)
-    return torch.where(fitted > 0, left * (gaps / fitted).clamp(min=1.0), of_new_gaps)
 
 
 def worst_pair_factor(num_classes: int) -> float:

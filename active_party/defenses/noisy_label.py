@@ -214,7 +214,9 @@ def draw_noisy_labels(
             keys, num_others = example_keys(key, ids, LABEL_NOISE), num_classes - 1
             chance = num_others / (num_others + math.exp(mechanism.epsilon))
             flipped = open_uniform(keys[:, 0], torch.float64) <= chance
-            others = 1 - labels if num_classes == 2 else _others(labels, keys[:, 1], num_classes)
+            steps = 1 + (open_uniform(keys[:, 1], torch.float64) * num_others).floor()
+            # A draw of exactly 1 would otherwise lead back to the label.
+            others = (labels + steps.clamp(max=num_others)) % num_classes
             return torch.where(flipped, others, labels).float()
         case AlibiLabels() | GaussianLabels():
             columns = []
@@ -265,16 +267,6 @@ def _laplace(keys: Tensor, epsilon: float) -> Tensor:
     return sizes.copysign_(keys[:, 1]).div_(epsilon)
 
 
-def _others(labels: Tensor, bits: Tensor, num_classes: int) -> Tensor:
-    # A draw of exactly 1 would otherwise lead back to the label.
-    steps = 1 + (open_uniform(bits, torch.float64) * (num_classes - 1)).floor()
-    return (labels + steps.clamp(max=num_classes - 1)) % num_classes
-
-
-def _word_of_true(value: object) -> object:
-    return "true" if value is True else value
-
-
 class NoisyLabelDefense(SeededDefense):
     """Send gradients of noisy labels, or in a one-shot run a release of noisy labels or sums."""
 
@@ -284,7 +276,9 @@ class NoisyLabelDefense(SeededDefense):
     """The kind and strength of the noise, drawn once per example from the key at
     ``noise_key_path``; of noisy sums, once per sum and anew in each run."""
 
-    top_labels: Annotated[Literal["noisy", "true"], BeforeValidator(_word_of_true)] = "noisy"
+    top_labels: Annotated[
+        Literal["noisy", "true"], BeforeValidator(lambda value: "true" if value is True else value)
+    ] = "noisy"
     """The labels that the top model learns from.
 
     ``noisy``: only the noisy labels influence what is sent, and their guarantee is exact.

@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from splitveil.active_party.defenses import DefenseContext, DefenseSettings
+from splitveil.active_party.defenses import DefenseContext, DefenseSettings, NoDefense
 from splitveil.active_party.defenses.noisy_sums import COMPUTATIONAL
-from splitveil.active_party.defenses.section import Traits
+from splitveil.active_party.defenses.section import ChargeModel
 from splitveil.active_party.ledger.budget import LEARNED_FROM_LABELS
 from splitveil.active_party.report.run_files import RunFiles
 from splitveil.active_party.report.tables import estimate_of
@@ -178,9 +178,10 @@ def _not_anybody(run: RunFiles, leak: LeakAssessment) -> str:
     peers = leak.adversary
     if peers is None or (run.is_one_shot and not run.active.setting("contract", "release")):
         return ""
-    adversary, why, *_ = coverage_of(run.active.setting("defense") or {})
+    model = coverage_of(run.active.setting("defense") or {})
+    adversary = model.charge.adversary
     if adversary is peers or not adversary.includes(peers):
-        return COMPUTATIONAL if leak.is_computational else why
+        return COMPUTATIONAL if leak.is_computational else model.covers
     return (
         f"The charges of the defense describe {adversary.in_words}. What earlier runs revealed of "
         "these rows does not, or something besides the answers depends on labels, such as "
@@ -188,10 +189,9 @@ def _not_anybody(run: RunFiles, leak: LeakAssessment) -> str:
     )
 
 
-def coverage_of(defense: Mapping[str, Any]) -> Traits:
-    """Return the peers whom the charges of a defense describe, by its settings as plain values."""
-    found = _defense_of(defense)
-    return Traits() if found is None else found.traits
+def coverage_of(defense: Mapping[str, Any]) -> ChargeModel:
+    """Return what says whom the charges of a defense describe, by its settings as plain values."""
+    return (_defense_of(defense) or NoDefense()).charge_model(DefenseContext((1,)))
 
 
 def _defense_of(settings: Mapping[str, Any]) -> DefenseSettings | None:
@@ -396,8 +396,10 @@ def _defense_at(run: RunFiles, target: float) -> DefenseSettings | None:
     context = DefenseContext(shape, run.num_classes, 0.5, epochs)
     own = _defense_of(run.active.setting("defense") or {})
     found = None if own is None else own.at_leak_auc(target, context)
-    if found is not None and found.traits.adversary.includes(Adversary.ANYBODY):
-        return found
+    if found is not None:
+        peers = found.charge_model(context).charge.adversary
+        if peers.includes(Adversary.ANYBODY):
+            return found
     several = {"posterior": "model"} if context.num_classes > 2 else {}
     other = _defense_of({"name": "noisy_label", "mechanism": {"kind": "gaussian"} | several})
     if other is None or other.objection(context) is not None:

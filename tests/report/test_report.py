@@ -80,7 +80,7 @@ def write_party(
     """
     folder.mkdir(parents=True)
     values = {"defense": {"name": "marvell", "noise": "fresh"}} | dict(settings or {})
-    adversary = coverage_of(values["defense"]).adversary
+    adversary = coverage_of(values["defense"]).charge.adversary
     rng = np.random.default_rng(1)
     lines: list[Line] = []
     for epoch in range(EPOCHS):
@@ -317,7 +317,7 @@ def test_a_bound_that_does_not_hold_for_every_peer_says_for_whom(
     tmp_path: Path, defense: Mapping[str, Any], said: str
 ) -> None:
     words = words_of(page_of(write_run(tmp_path, settings={"defense": defense})))
-    peers = coverage_of(defense).adversary.in_words
+    peers = coverage_of(defense).charge.adversary.in_words
     assert f"No score of {peers} exceeds AUC 0.700" in words
     assert "no bound for anybody else" in words
     assert said in words

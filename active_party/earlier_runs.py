@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from splitveil.active_party.assembly import build_session
+from splitveil.active_party.assembly import HAS_KNOWN_NOISE, build_session
 from splitveil.active_party.ledger.account_book import (
     LEDGER,
     SETTING,
@@ -28,8 +28,7 @@ from splitveil.active_party.ledger.account_book import (
     check_id_rules,
     open_book,
 )
-from splitveil.active_party.ledger.bounds import auc_bound
-from splitveil.active_party.named_inputs import HAS_KNOWN_NOISE
+from splitveil.active_party.ledger.ledger import auc_bound
 from splitveil.active_party.run.observer import Unobserved
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder

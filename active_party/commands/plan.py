@@ -5,9 +5,9 @@ import sys
 
 from rich.console import Console
 
-from splitveil.active_party.defenses.charge_model import ChargeModel
+from splitveil.active_party.defenses.section import ChargeModel
 from splitveil.active_party.earlier_runs import answers_before
-from splitveil.active_party.ledger.bounds import estimate_of
+from splitveil.active_party.ledger.ledger import estimate_of
 from splitveil.active_party.planned import Plan, Target, bound_in_words, forecast_in_words, plan_of
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.arguments import print_json

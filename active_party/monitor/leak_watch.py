@@ -72,7 +72,7 @@ class LeakWatch:
         if self._handed is not None and (batch.epoch, batch.step) <= self._handed:
             return  # given again
         self._handed = (batch.epoch, batch.step)
-        charge = step.report.charge
+        charge = step.defended.charge
         # Only the class means of a batch contain what features reveal. Other bounds are about the
         # label beyond that, and only figures adjusted for it are held against them.
         is_raw = charge.adversary is Adversary.CLASS_MEANS
@@ -83,7 +83,7 @@ class LeakWatch:
         known = step.slopes
         self.monitor.submit(
             batch,
-            {"cut": step.defended},
+            {"cut": step.defended.gradient},
             step.labels,
             clean,
             step.activation if self.monitor.needs_activations else None,

@@ -92,7 +92,7 @@ class ActiveRecorder(RunRecorder):
                 self._epoch_losses.clear()
             self._epoch_losses.append(loss)
             self._steps += 1
-            line = TrainingLine(batch.epoch, batch.step, loss, step.report.noise_power)
+            line = TrainingLine(batch.epoch, batch.step, loss, step.defended.noise_power)
             self._metrics.write(
                 line, charted=self._steps <= _ALL_CHARTED or self._charting.is_due()
             )

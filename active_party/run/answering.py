@@ -232,17 +232,16 @@ class Answering:
         step: Step | None = None
         with self.changing():
             if batch.split in ("labels", "sums"):
-                defended, report = self.trainer.released_labels(batch.positions, key)
-                parts: Sequence[DefendedGradient] = [defended] * len(asked)
+                defended = self.trainer.released_labels(batch.positions, key)
+                sent = defended.gradient
+                parts: Sequence[DefendedGradient] = [sent] * len(asked)
             else:
                 cut = aggregate(aggregation, [question.activation.values for question in asked])
                 step = self.trainer.gradient(batch.positions, cut, key)
-                defended, report = to_host(step.defended), step.report
-                parts = parts_of(aggregation, defended, len(asked))
-            charge = report.charge.narrowed(self.budget.peers)
-            is_repeated, log = self.questions.admission(
-                number, fingerprints, charge, defended, where
-            )
+                defended, sent = step.defended, to_host(step.defended.gradient)
+                parts = parts_of(aggregation, sent, len(asked))
+            charge = defended.charge.narrowed(self.budget.peers)
+            is_repeated, log = self.questions.admission(number, fingerprints, charge, sent, where)
             self.budget.admit(batch.positions, charge, where, is_repeated=is_repeated, log=log)
             if batch.split == "sums":  # one release, even after a power failure
                 self.questions.log.sync()

@@ -145,7 +145,7 @@ class TopTrainer:
                 step.slopes = _slopes(step, self.kind.slope_of_residual)
         step.activation = cut.detach()
         with self._defending("a gradient cannot be defended"):
-            step.defended, step.report = self.defense.defend(step)
+            step.defended = self.defense.defend(step)
         self._unlearned = step
         return step
 

@@ -23,7 +23,7 @@ from splitveil.passive_party.commands.align import AlignmentObserver, AlignmentR
 from splitveil.passive_party.opening import Aligner, Participant
 from tests.support.exchanging import Broken
 from tests.support.peers import Lost
-from tests.support.several import finish
+from tests.support.runs import finish
 from tests.support.simulation import InProcessPeer
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 

@@ -20,8 +20,7 @@ from splitveil.common.party.command_line import save_resolved
 from splitveil.common.run.contract import ACTIVE
 from tests.api.test_simulate import columns_of
 from tests.support.inference import Trained, predicting, train
-from tests.support.runs import write_example
-from tests.support.several import write_several
+from tests.support.runs import write_example, write_several
 
 SHORT = {"contract.epochs": 1}
 

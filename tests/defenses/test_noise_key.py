@@ -20,8 +20,7 @@ from splitveil.active_party.defenses.example_keys import (
     load_or_create_key,
     used_labels_file,
 )
-from splitveil.active_party.defenses.label_mechanisms import LabelMechanism
-from splitveil.active_party.defenses.noisy_label import NoisyLabel
+from splitveil.active_party.defenses.noisy_label import LabelMechanism, NoisyLabel
 from splitveil.active_party.ledger import stored_labels
 from splitveil.active_party.ledger.account_book import LEDGER
 from splitveil.active_party.ledger.stored_labels import labels_first_used

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from splitveil.active_party.defenses import NoisyLabelDefense
-from splitveil.active_party.defenses.label_mechanisms import at_leak_auc
+from splitveil.active_party.defenses.noisy_label import at_leak_auc
 from splitveil.active_party.defenses.sum_kl import (
     leak_auc_bound,
     power_for_sum_kl,

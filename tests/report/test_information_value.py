@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from splitveil.active_party.defenses.example_keys import NoiseKey
-from splitveil.active_party.defenses.label_mechanisms import (
+from splitveil.active_party.defenses.noisy_label import (
     AlibiLabels,
     GaussianLabels,
     LabelMechanism,

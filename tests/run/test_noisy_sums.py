@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from splitveil.active_party.defenses import AnswerKeys, Charge, Examples, NoiseSecrets, noisy_sums
+from splitveil.active_party.defenses import AnswerKeys, Charge, Secrets, noisy_sums
 from splitveil.active_party.defenses.dp_bounds import leak_auc_of_mu
-from splitveil.active_party.defenses.interface import BuildInputs, DefenseContext
+from splitveil.active_party.defenses.interface import DefenseContext
 from splitveil.active_party.defenses.noisy_sums import NoisySums
 from splitveil.active_party.ledger.account_book import LEDGER, AccountBook
 from splitveil.active_party.planned import plan_of
@@ -107,9 +107,8 @@ def defense_of(
     context = DefenseContext(
         (4,), num_classes, is_one_shot=True, releases_sums=True, rows_of_person=rows_of_person
     )
-    examples = Examples([], torch.tensor(labels), torch.device("cpu"))
-    secrets = NoiseSecrets(None, AnswerKeys())
-    return NoisySums(ratio, Charge(1.0), BuildInputs(context, secrets, examples))
+    secrets = Secrets(None, AnswerKeys(), labels=torch.tensor(labels))
+    return NoisySums(ratio, Charge(1.0), context, secrets)
 
 
 def key_of(defense: NoisySums, key: int) -> None:

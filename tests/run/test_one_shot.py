@@ -15,7 +15,7 @@ import yaml
 from scipy import stats
 from torch import Tensor
 
-from splitveil.active_party.defenses import AnswerKeys, Examples, NoiseSecrets, NoisyLabelDefense
+from splitveil.active_party.defenses import AnswerKeys, NoisyLabelDefense, Secrets
 from splitveil.active_party.defenses.dp_bounds import leak_auc_of_mu
 from splitveil.active_party.defenses.interface import DefenseContext
 from splitveil.active_party.ledger.account_book import LEDGER
@@ -36,9 +36,15 @@ from splitveil.library.simulating import simulate
 from tests.support import simulation
 from tests.support.endpoints import value_of
 from tests.support.peers import DiesAt, InProcessPeer, Lost
-from tests.support.runs import Parties, build_parties, run_in_process, write_example
-from tests.support.several import NAMES, build_several, write_several
-from tests.support.several import run_in_process as run_several
+from tests.support.runs import (
+    NAMES,
+    Parties,
+    build_parties,
+    run_in_process,
+    run_together,
+    write_example,
+    write_several,
+)
 from tests.support.tables import swap_labels, write_classes, write_numbers
 
 ONE_SHOT = ("contract.exchange=one_shot",)
@@ -327,8 +333,7 @@ def released(label: float, seed: int) -> Tensor:
     defense = NoisyLabelDefense(insecure_noise_seed=seed)
     key = defense.open_noise_key(context, Path("none"))
     labels = torch.tensor([0.0, label, 1.0])
-    examples = Examples(["ann", "bob", "cid"], labels, torch.device("cpu"))
-    built = defense.build(context, NoiseSecrets(key, AnswerKeys()), examples)
+    built = defense.build(context, Secrets(key, AnswerKeys(), ["ann", "bob", "cid"], labels))
     return torch.as_tensor(built.released_labels(torch.arange(3)).gradient).flatten()
 
 
@@ -403,14 +408,14 @@ def test_noisy_labels_are_one_release_whoever_receives_them(tmp_path: Path, coun
         written = yaml.safe_load(path.read_text()) | {"bottom_model": {"kind": kind}}
         path.write_text(yaml.safe_dump(written))
     both = [*NOISY, "contract.aggregation=concat"]
-    several = build_several(tmp_path, both, [RELEASE])
-    run_several(several)
+    several = build_parties(tmp_path, [*both, RELEASE], both)
+    run_together(several)
     assert several.session.leak_bounds().sum_kl.max == 0.25
     trainer = several.session.lifecycle.answering.trainer
     assert trainer.memory is not None
     assert trainer.memory.state_dict()["values"].shape[1] == 4 * count
     with pytest.raises(SettingsError, match=r"contract\.aggregation: expected concat"):
-        build_several(tmp_path, NOISY, [RELEASE])
+        build_parties(tmp_path, [*NOISY, RELEASE], NOISY)
 
 
 # ---- runs with their results ----

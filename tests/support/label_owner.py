@@ -158,7 +158,7 @@ class Attack:
         self.facts = facts
 
     def gradient(self, result: Step, positions: Tensor, epoch: int) -> Tensor:
-        return result.defended
+        return result.defended.gradient
 
 
 class _WithEncoder(Attack):
@@ -297,7 +297,8 @@ class AttackingTrainer(TopTrainer):
             torch.manual_seed(int(positions[0]))
             self._attack = self._attack or self._begin(self)
             crafted = self._attack.gradient(result, torch.from_numpy(positions.copy()), epoch)
-        result.defended = DefendedGradient(crafted.detach().reshape(result.defended.shape))
+        sent = DefendedGradient(crafted.detach().reshape(result.gradients.shape))
+        result.defended = result.defended._replace(gradient=sent)
         return result
 
 

@@ -72,9 +72,11 @@ def _read(
     folder: Path, active: tuple[str, ...], passive: tuple[str, ...], _written: object
 ) -> PartiesSettings:
     own = load_party_settings(ActiveSettings, folder / "active.yaml", active)
+    kinds: Sequence[str] = own.contract.passive_parties
+    if not all((folder / f"{kind}.yaml").is_file() for kind in kinds):  # as in the examples
+        kinds = party_kinds(folder)[1:]
     others = (
-        load_party_settings(PassiveSettings, folder / f"{kind}.yaml", passive)
-        for kind in party_kinds(folder)[1:]
+        load_party_settings(PassiveSettings, folder / f"{kind}.yaml", passive) for kind in kinds
     )
     return PartiesSettings(own, {settings.party: settings for settings in others})
 
@@ -128,7 +130,7 @@ class ActiveRecording(Recording):
 
     def on_step(self, batch: Batch, result: Step) -> None:
         self.losses.append(float(result.loss.detach()))
-        self.sent.append(result.defended.clone())
+        self.sent.append(result.defended.gradient.clone())
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)

@@ -13,8 +13,7 @@ from splitveil.active_party.ledger.budget import (
     objection_to,
     widest_adversary,
 )
-from splitveil.active_party.run.lifecycle import Counting, OwnRows, OwnRules
-from splitveil.active_party.run.observer import SessionObserver
+from splitveil.active_party.run.lifecycle import Counting, OwnRows, OwnRules, SessionObserver
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import EarlyStop

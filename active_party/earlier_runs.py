@@ -29,7 +29,7 @@ from splitveil.active_party.ledger.account_book import (
     open_book,
 )
 from splitveil.active_party.ledger.ledger import auc_bound
-from splitveil.active_party.run.observer import Unobserved
+from splitveil.active_party.run.lifecycle import Unobserved
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.common.data.settings import DataSettings
@@ -173,4 +173,4 @@ def _charged_by(folder: Path, values: dict[str, Any]) -> AccountBook:
     store = RunStore(folder, len(run.contract.passive_parties))
     session = build_session(run, data, builder, Unobserved(), lambda: bytes(32), store)
     session.reopen()
-    return session.lifecycle.phase.account_book()
+    return session.lifecycle.account_book()

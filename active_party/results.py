@@ -29,8 +29,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from splitveil.active_party.ledger.account_book import LEDGER, Names, names_of
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.active_party.training.boosting import WithTrees
@@ -140,7 +140,7 @@ def save_results(
     settings: ActiveSettings, folder: Path, session: ActiveSession, builder: TrainerBuilder
 ) -> PredictionFigures | None:
     """Save the results of a run that is over; return the refitted model's figures, if any."""
-    trainer = session.lifecycle.phase.trainer
+    trainer = session.lifecycle.trainer
     if trainer is None:
         return None
     for stale in (model_files.REFITTED, _ACTIVATIONS):
@@ -152,7 +152,7 @@ def save_results(
     is_label_free = builder.is_label_free and not is_one_shot
     learned_from = model_files.RELEASED_LABELS if is_label_free else model_files.TRUE_LABELS
     with session.lifecycle.stages:  # no handler still at work may charge meanwhile
-        book = session.lifecycle.phase.account_book()
+        book = session.lifecycle.account_book()
     identity, noise = _identity(session), _noise(settings)
     result_of = model_files.identity_metadata(identity, settings.contract) | book.as_metadata()
     saved = model_files.save_model(
@@ -177,7 +177,7 @@ def save_alone(
     It learns from true labels: the run is over, and nothing of this model is ever sent.
     """
     model_files.delete_saved(folder, model_files.ALONE)
-    trainer, encoder = session.lifecycle.phase.trainer, builder.encoder
+    trainer, encoder = session.lifecycle.trainer, builder.encoder
     rows = None if trainer is None else trainer.rows_alone()
     is_wanted = settings.serving.fallback and session.stage is Stage.FINISHED
     if not is_wanted or rows is None or encoder is None:
@@ -207,7 +207,7 @@ def save_alone(
 
 
 def _identity(session: ActiveSession) -> ModelIdentity:
-    return ModelIdentity(session.run_id, session.lifecycle.answering.batch_number)
+    return ModelIdentity(session.run_id, session.lifecycle.batch_number)
 
 
 def _noise(settings: ActiveSettings) -> dict[str, str]:

@@ -17,9 +17,8 @@ from splitveil.active_party.defenses.interface import Objective, Schedule, TopMo
 from splitveil.active_party.ledger.account_book import Names, names_of, numbered, persons_of
 from splitveil.active_party.ledger.stored_labels import labels_first_used
 from splitveil.active_party.settings import ActiveSettings, RefitSettings
-from splitveil.active_party.training.label_kinds import OrdinaryObjective, kind_of
+from splitveil.active_party.training.label_kinds import LossWeights, OrdinaryObjective, kind_of
 from splitveil.active_party.training.own_models import Fitting, KnownRows, fit
-from splitveil.active_party.training.predictions import LossWeights
 from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
 from splitveil.common.data.features import FeatureEncoder, Features, FeatureShapes
 from splitveil.common.data.ids import read_subjects
@@ -33,7 +32,7 @@ from splitveil.common.models.speed import speed_up
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.workers import Rank
 from splitveil.common.run.course import AlignedRows
-from splitveil.common.run.phases import Phases
+from splitveil.common.run.progress import Phases
 from splitveil.common.run.sample_order import SPLITS
 
 logger = logging.getLogger(__name__)

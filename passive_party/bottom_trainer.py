@@ -30,10 +30,9 @@ from splitveil.common.models.components import FIT_ROWS, ComponentsBottom
 from splitveil.common.models.conv import ConvBottom, ConvTop
 from splitveil.common.models.data_parallel import DataParallelModel, Learner, go_on
 from splitveil.common.models.dense import MlpBottom, MlpTop, WideDeepBottom, WideDeepTop
-from splitveil.common.models.device import check_same_gpu, gpu_of
+from splitveil.common.models.device import check_same_gpu, gpu_of, to_device
 from splitveil.common.oblivious_transfer import Receiver
 from splitveil.common.run.course import Batch
-from splitveil.common.run.host_copies import to_device
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.text.wording import suggest

@@ -14,9 +14,10 @@ from splitveil.common.alignment.exchange import Alignment
 from splitveil.common.record.run_store import NoStore
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import LeaveReason, ModelIdentity, Offer, Opening
-from splitveil.common.run.phases import Phase, Phases
 from splitveil.common.run.progress import (
     CheckpointStore,
+    Phase,
+    Phases,
     Progress,
     RunIdentity,
     refusing_other_versions,

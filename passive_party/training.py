@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from splitveil.common.errors import InvalidMessage
+from splitveil.common.models.device import to_host
 from splitveil.common.run.course import AlignedRows, Batch, batch_in_words
-from splitveil.common.run.host_copies import to_host
 from splitveil.common.run.messages import Activation, Answer, Course, bytes_of, tensor_of
-from splitveil.common.run.phases import Phase, Phases
-from splitveil.common.run.progress import Progress, State, refusing_other_versions
+from splitveil.common.run.progress import Phase, Phases, Progress, State, refusing_other_versions
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.opening import Peer
 
@@ -143,7 +142,7 @@ class Training:
         given = self._given(batch)
         with self._phases(Phase.FORWARD):
             activation = self.trainer.forward(
-                given, stashes_weights=self.progress.pipeline_depth > 1
+                given, stashes_weights=self.progress.contract.pipeline_depth > 1
             )
         self._unanswered.append((batch, activation))
         peer.send_activation(Activation(batch.identity(self._run_id), to_host(activation)))

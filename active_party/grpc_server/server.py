@@ -10,9 +10,9 @@ import grpc
 
 from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.monitor.active_status import ActiveStatus
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.active_party.run.parties import PartyStage
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.alignment.exchange import build_engine, records_of
 from splitveil.common.data.id_forms import form_of

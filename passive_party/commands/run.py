@@ -29,7 +29,7 @@ from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import ModelIdentity
-from splitveil.common.run.phases import Phases
+from splitveil.common.run.progress import Phases
 from splitveil.common.text.version import VERSION
 from splitveil.common.wire.connection import FIRST_WAIT_S
 from splitveil.passive_party import assembly

@@ -17,9 +17,9 @@ from splitveil.common.alignment.tried_ids import TriedIds, file_of_count
 from splitveil.common.errors import AlignmentError, PeerError, SplitveilError, StorageError
 from splitveil.common.record.run_folder import open_run_folder
 from splitveil.common.run.messages import Offer, Opening
+from splitveil.library.in_process import InProcessPeer
 from tests.support.exchanging import Broken
 from tests.support.loopback import peer_of, serving
-from tests.support.peers import InProcessPeer
 from tests.support.runs import build_parties, run_in_process
 
 CAP = 600

@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
-from splitveil.active_party.monitor.recorder import ActiveRecorder
-from splitveil.active_party.monitor.stated_bounds import hold_against, log_beyond, stated_epsilon
+from splitveil.active_party.monitor.recorder import (
+    ActiveRecorder,
+    hold_against,
+    log_beyond,
+    stated_epsilon,
+)
 from splitveil.active_party.report import write_report
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.figures import (

@@ -146,7 +146,7 @@ def test_sums_of_a_run_say_the_deviation_for_the_largest_group(example: Path) ->
 def after(folder: Path, parties: Parties) -> str:
     """Run, keep the accounts, and return the setting for a run that counts them."""
     run_in_process(parties)
-    book = parties.session.lifecycle.phase.account_book()
+    book = parties.session.lifecycle.account_book()
     save_tensors(folder, LEDGER, book.state_dict())
     return f"earlier_ledgers=[{folder}/checkpoint]"
 

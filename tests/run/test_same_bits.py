@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.run.answering import Unaligned
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import Interrupted, NotOpen, OutOfStep, PeerLeft, PeerRestarted
 from splitveil.common.record.answer_log import FIRST_RESUMPTION_NUMBER
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason, Offer, Opening

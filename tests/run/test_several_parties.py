@@ -16,7 +16,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from splitveil.active_party.defenses import MarvellDefense, Step
 from splitveil.active_party.defenses.marvell import PowerRatio
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
-from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
 from splitveil.common.alignment.share import Share
 from splitveil.common.errors import (
@@ -43,7 +43,6 @@ from tests.support.peers import DiesAt, Lost
 from tests.support.runs import (
     CPU,
     NAMES,
-    ActiveRecording,
     Parties,
     PartyPeer,
     build_parties,
@@ -53,6 +52,7 @@ from tests.support.runs import (
     start,
     write_several,
 )
+from tests.support.simulation import ActiveRecording
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 
 # ---- what they learn ----

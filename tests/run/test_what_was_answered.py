@@ -43,7 +43,7 @@ def parties_in(example: Path, runs: Path, *active: str) -> Parties:
 
 
 def accounts(session: ActiveSession) -> Accounts:
-    state = session.lifecycle.phase.account_book().state_dict()
+    state = session.lifecycle.account_book().state_dict()
     return {name: value.clone() for name, value in state.items() if name != "runs"}
 
 

@@ -120,7 +120,7 @@ def _features_alone(parties: runs.Parties) -> dict[str, float]:
     rows, bottom, top = (
         parties.active.rows,
         parties.run.trainer,
-        parties.session.lifecycle.phase.trainer,
+        parties.session.lifecycle.trainer,
     )
     assert rows is not None
     assert bottom is not None

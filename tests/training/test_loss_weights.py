@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from splitveil.active_party.defenses.interface import Step, TopModel
-from splitveil.active_party.training.label_kinds import OrdinaryObjective
-from splitveil.active_party.training.predictions import (
+from splitveil.active_party.training.label_kinds import (
     LossWeights,
+    OrdinaryObjective,
     cross_entropy_of,
     weighted_cross_entropy,
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.common.errors import PeerUnreachable, SettingsError
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.wire.endpoint import open_channel

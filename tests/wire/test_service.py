@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.common.errors import PeerError, PeerUnreachable
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.record.transcript import Crossing

@@ -161,9 +161,7 @@ class GrpcPeer(Closing):
     ) -> messages.Opening:
         """Open a run, or resume one, waiting for an active party that does not serve yet."""
         self._drop_streams()
-        request = small_messages.encode_greeting(
-            small_messages.Greeting(party, contract_json, commitment, offer)
-        )
+        request = small_messages.encode_greeting(party, contract_json, commitment, offer)
 
         def ask() -> messages.Opening:
             reply = self._unary("Handshake", request, pb.HandshakeReply, HANDSHAKE_TIMEOUT_S)

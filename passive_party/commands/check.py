@@ -27,7 +27,7 @@ from splitveil.common.record.model_files import PretrainedWeights
 from splitveil.common.run.contract import DTYPE_BYTES
 from splitveil.common.wire import limits, probes
 from splitveil.common.wire.connection import PeerConnection
-from splitveil.common.wire.endpoint import check_security, shown_certificate
+from splitveil.common.wire.endpoint import check_security, method_path, shown_certificate
 from splitveil.passive_party.assembly import evaluation_labels
 from splitveil.passive_party.exposure_plan import check_exposure
 from splitveil.passive_party.grpc_peer import connection_of, idle_peer
@@ -114,7 +114,7 @@ class Probing:
         contract = self._settings.contract
         several = len(contract.passive_parties) > 1
         call = self._connection.channel().unary_unary(
-            probes.method_path(),
+            method_path("Probe", probes.SERVICE),
             request_serializer=pb.ProbeRequest.SerializeToString,
             response_deserializer=limits.reader(pb.ProbeReply, limits.PROBE_BYTES),
         )

@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 
 from splitveil.common.alignment.buckets import padded_size
-from splitveil.common.errors import InvalidMessage, PeerUnreachable, SettingsError, SplitveilError
+from splitveil.common.errors import InvalidMessage, PeerUnreachable, SettingsError
 from splitveil.common.models.device import device_in_words
 from splitveil.common.models.factory import Trial, build_bottom_model, lone_row_in_words
 from splitveil.common.models.optimizers import build_optimizer
@@ -125,13 +125,11 @@ class Probing:
         try:
             reply: pb.ProbeReply = limits.believed(call.result())
         except grpc.RpcError as error:
-            raise self._meaning_of(error) from error
+            if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                unknown = "the active party's version answers no probes"
+                raise InvalidMessage(unknown) from error
+            raise self._connection.error_of(error) from error
         return reply
-
-    def _meaning_of(self, error: Exception) -> SplitveilError:
-        if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            return InvalidMessage("the active party's version answers no probes")
-        return self._connection.error_of(error)
 
 
 def connection_checks(

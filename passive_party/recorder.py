@@ -15,7 +15,7 @@ from splitveil.common.party.party_status import OPEN, RunStatus
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses
 from splitveil.common.privacy.run_level import FeaturesOf
-from splitveil.common.record.leak_recorder import LeakRecorder
+from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.metrics_log import RunRecorder
 from splitveil.common.record.progress import each_in_words
 from splitveil.common.record.run_folder import clear_mark, storage_errors
@@ -210,7 +210,7 @@ class PassiveRecorder(RunRecorder):
             return
         if self._labels is not None:
             self._leaks = self._of_run.enter_context(
-                LeakRecorder(chosen, self._metrics, seed, len(rows), classes)
+                LeakRecorder(chosen, self._metrics, AuditedRun(seed, len(rows), classes))
             )
 
     def _attack(

@@ -32,7 +32,7 @@ from splitveil.common.privacy.attacks import ATTACKS, SideInformation
 from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.figures import STANDARD_ERRORS, AttackFigure, LeakFigures
 from splitveil.common.privacy.informed import KnownPredictions
-from splitveil.common.record.leak_recorder import LeakRecorder
+from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.run_record import AlarmLine
 from splitveil.common.run.course import AlignedRows, Batch
@@ -167,15 +167,13 @@ class LeakWatch:
         if self._settings is None:
             yield
             return
+        run = AuditedRun(seed, len(rows), self._kind.audited, keeps_scores=True)
         self._covariates = RowCovariates(rows.splits["train"], len(rows), self._kind)
         self.monitor = LeakRecorder(
             self._settings,
             self._metrics,
-            seed,
-            len(rows),
-            self._kind.audited,
-            keeps_scores=True,
-            on_leak=self._alarm.note_leak if self._has_alarm else None,
+            run,
+            self._alarm.note_leak if self._has_alarm else None,
             copied_with=self._guards,
         )
         try:

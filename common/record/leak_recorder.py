@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -32,6 +32,13 @@ IDLE_S = 120.0  # time that a checkpoint waits for the attacks on the batches be
 _COPYING = 10  # CPU time of the attacks between two copies, in units of a copy's CPU time
 
 
+class AuditedRun(NamedTuple):
+    seed: bytes  # the joint seed; both parties pick the same positives by it
+    num_examples: int
+    labels: LabelClasses | LabelNumbers = TWO_CLASSES
+    keeps_scores: bool = False  # whether what attacks reveal beyond features will be measured
+
+
 class LeakRecorder:
     """Attacks the gradients of a run in a separate thread, and records the figures.
 
@@ -39,8 +46,6 @@ class LeakRecorder:
     per batch and an ``epoch_leak`` line per epoch, once its batches are measured: the mean over
     them, and the leak AUC of the sums so far. With more than two classes, figures are about the
     pair separated best; of numbers, there is a line per epoch alone, with R2 in place of AUCs.
-    By the joint seed, both parties pick the same positives. ``keeps_scores`` if what attacks reveal
-    beyond features will be measured.
     ``on_leak`` is called in the audit's thread after a batch's line. With
     ``copied_with``, the thread copies its state and what that returns for `latest_copy`.
     """
@@ -49,18 +54,14 @@ class LeakRecorder:
         self,
         settings: AuditSettings,
         metrics: MetricsLog,
-        seed: bytes,
-        num_examples: int,
-        labels: LabelClasses | LabelNumbers = TWO_CLASSES,
-        *,
-        keeps_scores: bool = False,
+        run: AuditedRun,
         on_leak: Callable[[AuditedBatch], None] | None = None,
         copied_with: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         self._metrics = metrics
         self._copied_with = copied_with
         self._next_copy_s = 0.0
-        self._seed = seed
+        self._seed = run.seed
         self._on_leak = on_leak
         self._unwritten: StorageError | None = None
         self._next_epoch = 0
@@ -68,10 +69,10 @@ class LeakRecorder:
         self._charting = ChartClock()
         self._audit = LeakAudit(
             settings.attack_names,
-            num_examples,
-            labels,
+            run.num_examples,
+            run.labels,
             load_custom_attacks(settings),
-            keeps_scores=keeps_scores,
+            keeps_scores=run.keeps_scores,
             convention=settings.convention,
         )
         self.needs_activations = self._audit.needs_activations

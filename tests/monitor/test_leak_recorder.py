@@ -16,7 +16,7 @@ from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.privacy.figures import LeakFigures
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings
 from splitveil.common.record import leak_recorder
-from splitveil.common.record.leak_recorder import LeakRecorder
+from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.run_record import LeakLine
 from splitveil.common.run.course import Batch
@@ -42,7 +42,7 @@ def small_batch(step: int) -> Batch:
 
 def test_a_full_disk_ends_the_run_at_the_next_batch_though_another_thread_met_it() -> None:
     metrics = cast("MetricsLog", FullDisk())
-    recorder = LeakRecorder(AuditSettings(attacks=("norm",)), metrics, b"seed", 4)
+    recorder = LeakRecorder(AuditSettings(attacks=("norm",)), metrics, AuditedRun(b"seed", 4))
     recorder.submit(small_batch(0), GRADIENTS, LABELS)
     wait_until(lambda: recorder._unwritten is not None)
     with pytest.raises(StorageError, match="No space"):
@@ -57,7 +57,7 @@ def test_every_batch_has_a_line_and_charts_have_a_batch_now_and_then(
 ) -> None:
     monkeypatch.setattr("splitveil.common.record.metrics_log.CHARTED_EVERY_S", every_s)
     metrics, settings = Mock(MetricsLog), AuditSettings(attacks=("norm",))
-    with LeakRecorder(settings, metrics, b"seed", 4) as recorder:
+    with LeakRecorder(settings, metrics, AuditedRun(b"seed", 4)) as recorder:
         for step in range(5):
             recorder.submit(small_batch(step), GRADIENTS, LABELS)
     written = [call for call in metrics.write.call_args_list if isinstance(call.args[0], LeakLine)]
@@ -82,12 +82,12 @@ def record_batches(
     attacks = ("norm", "cosine", "lda", "hint_combiner_50", *DEFAULT_ATTACKS[3:])
     settings = AuditSettings(attacks=attacks)
     with MetricsLog(folder) as metrics:
-        recorder = LeakRecorder(settings, metrics, b"seed", 32, copied_with=dict)
+        recorder = LeakRecorder(settings, metrics, AuditedRun(b"seed", 32), copied_with=dict)
         for number, batch in enumerate(epochs_of_batches()):
             if number == cut:
                 state = stored(state_of(recorder))
                 recorder._worker.close()  # a process that is killed writes nothing more
-                recorder = LeakRecorder(settings, metrics, b"seed", 32)
+                recorder = LeakRecorder(settings, metrics, AuditedRun(b"seed", 32))
                 recorder.load_state_dict(state)
             generator = torch.Generator().manual_seed(number)
             labels = (torch.from_numpy(batch.positions) % 3 == 0).float()
@@ -164,13 +164,13 @@ def test_a_checkpoint_holds_all_batches_handed_over_before_it_and_is_for_these_a
     settings = AuditSettings(attacks=("norm", "spectral"), max_cpu_share=None)
     with (
         MetricsLog(tmp_path) as metrics,
-        LeakRecorder(settings, metrics, b"seed", 4) as recorder,
+        LeakRecorder(settings, metrics, AuditedRun(b"seed", 4)) as recorder,
     ):
         for batch in epochs_of_batches():
             recorder.submit(batch, {"cut": torch.randn(8, 3)}, torch.arange(8) % 2)
         state = recorder.state_dict()
         assert set(recorder.shown()) == {"raw_norm_leak_auc", "raw_spectral_leak_auc"}
-        other = LeakRecorder(AuditSettings(attacks=("norm",)), metrics, b"seed", 4)
+        other = LeakRecorder(AuditSettings(attacks=("norm",)), metrics, AuditedRun(b"seed", 4))
         with other, pytest.raises(SettingsError, match="cannot change within a run"):
             other.load_state_dict(state)
     assert state["audit"]["observed"] == EPOCHS * STEPS

@@ -30,7 +30,7 @@ from splitveil.active_party.trainer_builder import Persons
 from splitveil.active_party.training.label_kinds import kind_of
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.privacy.adversary import Adversary, narrowest
+from splitveil.common.privacy.charge import Adversary, narrowest
 from splitveil.common.record.run_folder import finite_or_null
 from splitveil.common.text.wording import at_most, auc_at_most
 

@@ -13,8 +13,8 @@ from splitveil.common.data.source_settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import ModelSettings
 from splitveil.common.party.party_settings import Address, IdLimit, KeyPair, PartySettings
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import SideInformation
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings
 from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.run.id_rules import rules_as_bytes

@@ -12,7 +12,7 @@ from splitveil.active_party.planned import Plan, Target, bound_in_words, forecas
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.arguments import print_json
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.text.visible_text import PlainTable, visible
 from splitveil.common.text.wording import at_most
 

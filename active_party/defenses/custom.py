@@ -19,8 +19,7 @@ from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.section import ChargeModel, NoisyDefense, Traits
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import load_class
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.charge import Charge
+from splitveil.common.privacy.charge import Adversary, Charge
 from splitveil.common.text.imports import first_line
 
 _PROBE_ROWS = 8

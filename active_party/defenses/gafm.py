@@ -54,8 +54,7 @@ from splitveil.active_party.defenses.section import ChargeModel
 from splitveil.active_party.defenses.sum_kl import sum_kl_along_gap
 from splitveil.common.data.features import Features
 from splitveil.common.models.optimizers import Adam
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.charge import UNBOUNDED, Charge
+from splitveil.common.privacy.charge import UNBOUNDED, Adversary, Charge
 from splitveil.common.run.progress import State
 
 _LABEL_RESPONSE = b"label response"

@@ -72,8 +72,7 @@ from splitveil.active_party.defenses.noise import open_uniform
 from splitveil.active_party.defenses.noisy_sums import NoisySums
 from splitveil.active_party.defenses.rows import as_rows, check_labels
 from splitveil.active_party.defenses.section import ChargeModel, SeededDefense, Traits, require_key
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.charge import Charge, noise_digest
+from splitveil.common.privacy.charge import Adversary, Charge, noise_digest
 from splitveil.common.settings import Section
 
 _GRID = 2.0**10

@@ -27,8 +27,7 @@ from splitveil.active_party.defenses import example_keys, interface
 from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource, fresh_key
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.charge import UNBOUNDED, Charge
+from splitveil.common.privacy.charge import UNBOUNDED, Adversary, Charge
 from splitveil.common.settings import Mark, Section, full_name, validate
 
 SEE = "docs/defenses.md, section 'Which bounds do not hold'"

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import CUT, WITHOUT_GRADIENTS
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import (
     AdjustedFigures,
     BeyondFigures,
@@ -264,7 +264,7 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
             layers[layer] = {attack: found.mean for attack, found in batches.items()}
         for layer, of_run in leak.run_level.items():
             layers.setdefault(layer, {}).update({a: found.auc for a, found in of_run.items()})
-        pair = "" if leak.by_class is None else ", worst pair of classes"
+        pair = "" if not leak.by_class else ", worst pair of classes"
         title = f"adversary: raw leak AUC{pair}; given: labels for evaluation"
         table = PlainTable(title, ("attack",), tuple(layers))
         for attack in dict.fromkeys(attack for one in layers.values() for attack in one):

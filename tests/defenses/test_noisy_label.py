@@ -29,7 +29,7 @@ from splitveil.active_party.defenses.noisy_label import (
     draw_noisy_labels,
     label_leak,
 )
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Adversary
 from tests.support.defenses import build_defense
 
 KEY = key_from_insecure_seed(1)

@@ -22,7 +22,7 @@ import torch
 
 from splitveil.active_party.defenses import Step, iso, marvell
 from splitveil.active_party.defenses.persistent import LabelMoves, moves_of
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Adversary
 from tests.support.attacked_run import deal_labels
 from tests.support.malicious import PEERS, Attacked, attack
 from tests.support.runs import ACTIVE, CONTRACT, PASSIVE, write_example, write_yaml

@@ -49,7 +49,6 @@ class AssessedAttack(NamedTuple):
     leak: AdjustedFigures
     finding: Finding
     why: str = ""  # of a figure above a bound: what that means
-    passes: Adversary | None = None  # the peers for whom the bound is that it is above
 
     @property
     def figures(self) -> str:
@@ -200,11 +199,11 @@ def _assessed(
         passed = next((one for one in limits if leak.low > limits[one]), None)
         if passed is Adversary.ANYBODY and is_proved:
             why = _not_separated(beyond, limits[passed])
-            yield AssessedAttack(attack, leak, Finding.NOT_SEPARATED, why, passed)
+            yield AssessedAttack(attack, leak, Finding.NOT_SEPARATED, why)
         elif passed is not None:
             limit, peers = auc_at_most(limits[passed]), passed.in_words
             why = f"more than the {limit} that the ledger states for {peers}"
-            yield AssessedAttack(attack, leak, Finding.ABOVE_BOUND, why, passed)
+            yield AssessedAttack(attack, leak, Finding.ABOVE_BOUND, why)
         elif leak.low > 0.5:
             yield AssessedAttack(attack, leak, Finding.LEAKS, _above_by_chance(leak, limits))
         elif leak.high - leak.low > WIDEST:

@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from splitveil.common.data import stored_ids
 from splitveil.common.data.canonical_form import (
+    SHORTENED,
     CanonicalForm,
     Effects,
+    IdForms,
     compose,
     decompose,
     is_unicode,
@@ -27,7 +29,6 @@ from splitveil.common.data.columns import (
     read_ids,
     select_columns,
 )
-from splitveil.common.data.id_forms import SHORTENED, IdForms
 from splitveil.common.data.kinds import open_source
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import DataError, SettingsError

@@ -10,7 +10,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.data.category_lists import read_lists, read_tokens
 from splitveil.common.data.columns import (
     CategoricalColumn,
     Numbers,
@@ -32,9 +31,9 @@ from splitveil.common.data.ids import (
     check_rules,
     part_ids,
 )
-from splitveil.common.data.image_folder import ImageFolder
-from splitveil.common.data.kinds import columns_in_parts, in_small_blocks, open_source
+from splitveil.common.data.kinds import ImageFolder, columns_in_parts, in_small_blocks, open_source
 from splitveil.common.data.label_columns import check_classes, read_labels
+from splitveil.common.data.sequences import read_lists, read_tokens
 from splitveil.common.data.settings import DataSettings, Gaps
 from splitveil.common.data.source_settings import CsvSource
 from splitveil.common.data.sources import RowSource, TableSource, joined
@@ -73,10 +72,10 @@ class Table:
     """The split of each row as an index into ``SPLITS``, if the contract splits by a column."""
 
     lists: Mapping[str, CategoricalColumn] = field(default_factory=dict)
-    """Sets of categories by column, as ``category_lists`` writes them."""
+    """Sets of categories by column, as ``sequences`` writes them."""
 
     sequences: Mapping[str, CategoricalColumn] = field(default_factory=dict)
-    """Texts by column, or sequences of whole numbers as ``category_lists`` writes them."""
+    """Texts by column, or sequences of whole numbers as ``sequences`` writes them."""
 
     timestamps: tuple[str, ...] = ()
     """The columns of times whose parts are in ``numeric``."""

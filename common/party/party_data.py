@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from splitveil.common.data import source_settings
+from splitveil.common.data.canonical_form import form_of
 from splitveil.common.data.columns import WILDCARDS, are_numbers
 from splitveil.common.data.converted import open_converted
 from splitveil.common.data.features import FeatureEncoder, Features, MappedFeatures, RowEncoder
-from splitveil.common.data.id_forms import form_of
 from splitveil.common.data.kinds import open_source, text_file, with_advice
 from splitveil.common.data.sequences import TokenColumn, token_columns
 from splitveil.common.data.settings import DataSettings

@@ -12,8 +12,12 @@ from numpy.typing import NDArray
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.features import FeatureEncoder, Features, MappedFeatures, RowEncoder
 from splitveil.common.data.stored_ids import ABSENT, IdIndex
-from splitveil.common.data.table_files import settings_for, source_of
-from splitveil.common.data.unseen import unknown_categories, unseen_numbers
+from splitveil.common.data.table_files import (
+    settings_for,
+    source_of,
+    unknown_categories,
+    unseen_numbers,
+)
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettings

@@ -24,6 +24,7 @@ from splitveil.common.text.wording import slug
 from splitveil.deploy.init.choices import (
     Choices,
     LeftOut,
+    OwnIds,
     Wishes,
     choose_features,
     choose_id,
@@ -31,7 +32,6 @@ from splitveil.deploy.init.choices import (
 )
 from splitveil.deploy.init.columns import Column, as_text, describe
 from splitveil.deploy.init.command import FILES, check_absent
-from splitveil.deploy.init.own_ids import OwnIds
 from splitveil.deploy.init.tables import RawTable
 
 LEAK_AUC = 0.6

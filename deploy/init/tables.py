@@ -16,12 +16,17 @@ from splitveil.common.data.columns import (
     with_points,
     without_units,
 )
-from splitveil.common.data.csv_file import CODECS, PARQUET
+from splitveil.common.data.csv_file import (
+    CODECS,
+    NO_HEADER,
+    PARQUET,
+    delimiter_of,
+    form_of,
+    looks_like_data,
+)
 from splitveil.common.data.kinds import open_source, text_file, with_advice
 from splitveil.common.data.source_settings import CsvSource, Source, not_expanded
-from splitveil.common.data.sources import unreadable_is_data_error
-from splitveil.common.data.table_paths import find_files, local_table_path
-from splitveil.common.data.text_forms import NO_HEADER, delimiter_of, form_of, looks_like_data
+from splitveil.common.data.sources import find_files, local_table_path, unreadable_is_data_error
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.settings import validate
 from splitveil.deploy.init.columns import GAPS, NO_NAME, are_mostly, as_text, units_of, without_gaps

@@ -5,8 +5,8 @@ from collections.abc import Collection
 
 import pyarrow as pa
 
-from splitveil.common.data.category_lists import is_list
 from splitveil.common.data.columns import is_numeric, is_text, is_unnamed_index, without_units
+from splitveil.common.data.sequences import is_list
 from splitveil.common.errors import SettingsError
 from splitveil.deploy.init.columns import Column, as_text, describe, units_of
 

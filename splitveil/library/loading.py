@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data import source_settings
-from splitveil.common.data.table_paths import find_files, table_path_of
+from splitveil.common.data.sources import find_files, table_path_of
 from splitveil.common.errors import DataError, SettingsError, SplitveilError
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.run.contract import ACTIVE, Contract

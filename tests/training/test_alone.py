@@ -22,7 +22,7 @@ from splitveil.active_party.training.own_models import (
 )
 from splitveil.active_party.training.predictions import LossWeights
 from splitveil.common.data.features import FeatureEncoder, Features, NumericScaler
-from splitveil.common.data.label_range import LabelRange
+from splitveil.common.data.settings import LabelRange
 from splitveil.common.privacy.leakage import auc
 
 ENCODER = FeatureEncoder(

@@ -7,11 +7,13 @@ guessed among several candidates.
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from shlex import quote
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from splitveil.common.data.canonical_form import SHORTENED, CanonicalForm
@@ -34,6 +36,8 @@ from splitveil.deploy.init.columns import (
     NO_NAME,
     Column,
     as_text,
+    codes_for_gaps,
+    describe,
     without_gaps,
     words_of,
 )
@@ -180,6 +184,7 @@ NUMBER_LABEL_WORDS = frozenset(["y", "label", "target"])
 
 ID_WORDS = words_of("id ids key uuid guid identifier customer client patient person user")
 _MOST_CATEGORIES_SHARE = 0.5
+_YEARS_AHEAD = 20
 
 
 class LeftOut(NamedTuple):
@@ -247,6 +252,26 @@ class Choices(NamedTuple):
         label = () if self.label is None else (self.label.column,)
         return (*label, *(column.name for column in self.features))
 
+    def settings(self) -> dict[str, Any]:
+        """Return ``data.features`` and ``data.units``, as the templates write them."""
+        ways = {"numeric": self.numeric, "categorical": self.categorical}
+        ways["timestamps"] = self.timestamps
+        features: dict[str, Any] = {
+            way: [column.name for column in columns] for way, columns in ways.items() if columns
+        }
+        if self.time_format:
+            features["timestamp_format"] = self.time_format
+        if self.first_year:
+            features["first_year"] = self.first_year
+        if self.has_wildcards:
+            features["patterns"] = False
+        if self.gaps != ("",):
+            features["missing_texts"] = [*self.gaps]
+        if self.has_numeric_gaps:
+            features |= {"missing_numeric": "mean", "missing_indicator": True}
+        units = {name: [*texts] for name, texts in self.units.items()}
+        return {name: one for name, one in {"features": features, "units": units}.items() if one}
+
     @property
     def has_wildcards(self) -> bool:
         return any(WILDCARDS & set(column.name) for column in self.features)
@@ -270,6 +295,26 @@ class Wishes(NamedTuple):
     first_year: int | None = None  # of the hundred that two digits of a year stand for
     missing_texts: tuple[str, ...] = ()  # texts that mean "no value", beside those that are known
     no_gaps: tuple[str, ...] = ()  # columns in which only empty cells mean "no value"
+
+
+def described(cells: Mapping[str, Any], wishes: Wishes) -> list[Column]:
+    return [
+        describe(name, own, *([(), ("",)] if name in wishes.no_gaps else [wishes.missing_texts]))
+        for name, own in cells.items()
+    ]
+
+
+def judged(
+    cells: Mapping[str, Any], wishes: Wishes
+) -> tuple[list[Column], tuple[str, ...], Wishes]:
+    """Describe the columns, and find the texts that mean "no value" as columns of numbers show.
+
+    The wishes that are returned name these texts, too.
+    """
+    columns = described(cells, wishes)
+    codes = codes_for_gaps(columns, cells)
+    wishes = wishes._replace(missing_texts=(*wishes.missing_texts, *codes))
+    return described(cells, wishes) if codes else columns, codes, wishes
 
 
 def id_candidates(columns: Sequence[Column], cells: Mapping[str, Any]) -> dict[str, OwnIds]:
@@ -385,7 +430,7 @@ def choose_features(
     named = (*wishes.numeric, *wishes.categorical, *wishes.exclude)
     for name in (*named, *(n for n in wishes.no_gaps if label is None or n != label.column)):
         _named(columns, name, "--numeric, --categorical, --no-gaps and --exclude")
-    classes = None
+    classes, written = None, cells
     if label is not None:
         labels = without_gaps(as_text(cells[label.column]), label.gaps)
         if labels.null_count:
@@ -413,6 +458,7 @@ def choose_features(
         else:
             numeric.append(column)
     _check_no_question_is_open([*numeric, *categorical], wishes)
+    times = [written[x.name] for x in timestamps if x.time_formats]
     numbers = {column.name for column in numeric}
     numbers |= {label.column} if label is not None and label.within is not None else set()
     return Choices(
@@ -424,9 +470,27 @@ def choose_features(
         tuple(left_out),
         split,
         wishes.no_gaps,
-        time_format if any(column.time_formats for column in timestamps) else None,
+        time_format if times else None,
+        _first_year(times, time_format, wishes),
         units={name: found for name, found in units.items() if name in numbers},
     )
+
+
+def _first_year(columns: Sequence[Any], time_format: str | None, wishes: Wishes) -> int | None:
+    """Return the first of the hundred years that two digits stand for; None if none have two.
+
+    The last is this year, or the last of those in the columns that follow it without a gap.
+    """
+    if not columns or "%y" not in str(time_format) or wishes.first_year is not None:
+        return wishes.first_year if columns else None
+    this = last = datetime.now(tz=UTC).year
+    found = set[int]()
+    for texts in map(pc.unique, map(as_text, columns)):
+        times = pc.strptime(texts, format=time_format, unit="s", error_is_null=True)
+        found |= {year % 100 for year in pc.year(times).drop_null().to_pylist()}
+    while last % 100 in found and last <= this + _YEARS_AHEAD:
+        last += 1
+    return (last - 1 if this < last <= this + _YEARS_AHEAD else this) - 99
 
 
 def _time_format(columns: Sequence[Column]) -> str | None:

@@ -6,7 +6,7 @@ The readers of a run judge the cells. The results are meant for the table's owne
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -140,6 +140,27 @@ def units_of(text: Any, *, is_wanted: bool = False) -> tuple[str, ...]:
         if not (are_amounts or is_currency(before)):
             return ()
     return tuple(sorted({part.strip() for form in forms for part in form} - {""}))
+
+
+def plain_numbers(
+    columns: Mapping[str, Any], numeric: Collection[str] = (), as_written: Collection[str] = ()
+) -> tuple[dict[str, Any], dict[str, Sequence[str]]]:
+    """Return columns of numbers without the texts beside them, and these texts (``units_of``).
+
+    The user says that ``numeric`` columns are numbers, and that columns ``as_written`` are not.
+    """
+    plain: dict[str, Any] = {}
+    units: dict[str, Sequence[str]] = {}
+    for name, cells in columns.items():
+        own = as_text(cells) if name not in as_written and is_text(cells.type) else None
+        if own is None:
+            continue
+        if beside := units_of(own, is_wanted=name in numeric):
+            units[name] = beside
+        bare = without_units(own, beside)
+        if beside or (bare is not own and are_mostly(bare, NUMBER)):
+            plain[name] = bare
+    return plain, units
 
 
 def is_currency(text: str) -> bool:

@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from unicodedata import normalize
 
 import numpy as np
@@ -24,22 +24,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from splitveil.common.errors import DataError, SettingsError
-from splitveil.common.run.id_rules import AS_WRITTEN, EmailId, IdRule, PhoneId, TextId
+from splitveil.common.run.id_rules import AS_WRITTEN, EmailId, IdRule, PhoneId
 from splitveil.common.run.messages import ID_CHARACTERS, IdForm
 from splitveil.common.text.imports import extra_missing
 
 _LENGTH = re.compile(r"(0|[1-9][0-9]{0,6}):")
-_WHOLE = re.compile(r"([+-]?[0-9]+)\.0*")
+_WHOLE = re.compile(r"\A([+-]?[0-9]+)\.0*\Z")
+_LEADING_ZEROS = re.compile(r"\A(?=[0-9]+\Z)0+(?=[0-9])")
 _MOST_CHARACTERS = 1024  # ordering marks in a row takes time by the square of their number
-_DIGITS = re.compile(r"[0-9]+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
-_Rule = Callable[[str], str]
-
-
-class _NamedRule(NamedTuple):
-    name: str
-    apply: _Rule
+_NamedRule = tuple[str, Callable[[str], str]]
 
 
 Effects = Counter[tuple[int, str]]
@@ -85,10 +80,10 @@ class CanonicalForm:
 
     def _column(self, index: int, texts: Sequence[str], effects: Effects | None) -> list[str]:
         after = list(texts)
-        for step in self._steps[index]:
-            before, after = after, list(map(step.apply, after))
+        for name, apply in self._steps[index]:
+            before, after = after, list(map(apply, after))
             if effects is not None and before != after:
-                effects[index, step.name] += sum(map(operator.ne, before, after))
+                effects[index, name] += sum(map(operator.ne, before, after))
         return after
 
 
@@ -120,34 +115,31 @@ def is_unicode(text: str) -> bool:
 
 def _steps_of(rule: IdRule) -> Iterator[_NamedRule]:
     match rule:
-        case TextId():
-            yield from _steps_of_text(rule)
         case EmailId(fold_case=fold_case):
-            yield _NamedRule("email", partial(_if_any, _email_reader(fold_case=fold_case)))
+            yield "email", partial(_if_any, _email_reader(fold_case=fold_case))
+            return
         case PhoneId(region=region):
-            yield _NamedRule("phone", partial(_if_any, _phone_reader(region)))
-
-
-def _steps_of_text(rule: TextId) -> Iterator[_NamedRule]:
+            yield "phone", partial(_if_any, _phone_reader(region))
+            return
     form: Any = rule.unicode.upper()
-    yield _NamedRule("unicode", partial(_normalised, form=form))
+    yield "unicode", partial(_normalised, form=form)
     if rule.fold_case:
-        yield _NamedRule("fold_case", partial(_folded, form=form))
+        yield "fold_case", partial(_folded, form=form)
     # A mark that stood alone may find a letter before it: hence normalised again.
     if rule.drop_characters:
         dropped = str.maketrans("", "", rule.drop_characters)
-        yield _NamedRule("drop_characters", lambda text: _normalised(text.translate(dropped), form))
+        yield "drop_characters", lambda text: _normalised(text.translate(dropped), form)
     match rule.space:
         case "trim":
-            yield _NamedRule("space", str.strip)
+            yield "space", str.strip
         case "collapse":
-            yield _NamedRule("space", lambda text: " ".join(text.split()))
+            yield "space", lambda text: " ".join(text.split())
         case "remove":
-            yield _NamedRule("space", lambda text: _normalised("".join(text.split()), form))
+            yield "space", lambda text: _normalised("".join(text.split()), form)
     if rule.whole_numbers:
-        yield _NamedRule("whole_numbers", _without_point)
+        yield "whole_numbers", lambda text: _WHOLE.sub(r"\1", text)
     if rule.leading_zeros == "drop":
-        yield _NamedRule("leading_zeros", _without_zeros)
+        yield "leading_zeros", lambda text: _LEADING_ZEROS.sub("", text)
 
 
 def _normalised(text: str, form: Any) -> str:
@@ -167,15 +159,6 @@ def _folded(text: str, form: Any) -> str:
     if form == "NFC":
         return normalize(form, decomposed.casefold())
     return normalize(form, normalize("NFKD", decomposed.casefold()).casefold())
-
-
-def _without_point(text: str) -> str:
-    found = _WHOLE.fullmatch(text)
-    return found[1] if found else text
-
-
-def _without_zeros(text: str) -> str:
-    return text.lstrip("0") or "0" if _DIGITS.fullmatch(text) else text
 
 
 def _if_any(read: Callable[[str], str | None], text: str) -> str:
@@ -230,7 +213,7 @@ def _phone_reader(region: str | None) -> Callable[[str], str | None]:
 
 _DECIMAL = r"^([+-]?\d+)\.0*$"
 _PADDED = r"^0\d+$"
-_ALL_DIGITS = r"^\d+$"
+_DIGITS = r"^\d+$"
 _HEXADECIMAL = r"^[0-9a-fA-F]{16,}$"
 
 SHORTENED = r"^[+-]?\d+(\.\d+[eE][+-]?|[eE][+-])\d+$"
@@ -281,7 +264,7 @@ class IdForms:
         self._num_ids += len(text)
         for form in (*_DOUBTFUL, _FRACTION, _PADDED):
             self._counts[form] += _count(text, form)
-        lengths = pc.utf8_length(text.filter(pc.match_substring_regex(text, _ALL_DIGITS)))
+        lengths = pc.utf8_length(text.filter(pc.match_substring_regex(text, _DIGITS)))
         self._lengths |= set(np.unique(lengths.to_numpy()).tolist())
         hashes = pc.utf8_length(text.filter(pc.match_substring_regex(text, _HEXADECIMAL)))
         self._hashes.update(hashes.to_pylist())
@@ -354,7 +337,7 @@ def form_of(ids: Sequence[str]) -> IdForm | None:
     )
     return form._replace(
         hexadecimal=form.has_letters and _count(bare, _HEXADECIMAL) >= nearly_all,
-        leading_zeros=_count(bare, _ALL_DIGITS) >= nearly_all and _count(bare, _PADDED) >= few,
+        leading_zeros=_count(bare, _DIGITS) >= nearly_all and _count(bare, _PADDED) >= few,
     )
 
 

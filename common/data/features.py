@@ -490,7 +490,10 @@ class Fitted:
         found = []
         for name, values in self._columns(table, some):
             shift, scale = scales[name]
-            found.append(_edges((values - shift) / scale, num_bins))
+            edges = np.unique((values - shift) / scale)
+            if len(edges) > num_bins + 1:
+                edges = np.unique(np.quantile(edges, np.linspace(0, 1, num_bins + 1)))
+            found.append(tuple(edges.tolist()) or (0.0,))
         return tuple(found)
 
     def bounds(self, name: str) -> dict[str, float]:
@@ -551,13 +554,6 @@ class Fitted:
                     block[j, part] = self._compressed(table.numeric[name][rows[part]])
             for name, values in zip(some, block, strict=True):
                 yield name, self._present(values)
-
-
-def _edges(values: NDArray[np.float64], num_bins: int) -> tuple[float, ...]:
-    different = np.unique(values)
-    if len(different) <= num_bins + 1:
-        return tuple(different.tolist()) or (0.0,)
-    return tuple(np.unique(np.quantile(different, np.linspace(0, 1, num_bins + 1))).tolist())
 
 
 def compress(values: Numbers, *, signed_log1p: bool) -> NDArray[np.float64]:

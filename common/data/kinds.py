@@ -302,9 +302,9 @@ def open_source(settings: source_settings.Source, base_dir: Path) -> TableSource
         case source_settings.CsvSource():
             return text_file(settings, base_dir)
         case source_settings.ParquetSource():
-            return _parquet(table_path_of(settings, base_dir))
+            return ParquetFiles(table_path_of(settings, base_dir))
         case source_settings.SqlSource():
-            return _parquet(local_table_path(snapshot_of(settings, base_dir)))
+            return ParquetFiles(local_table_path(snapshot_of(settings, base_dir)))
         case source_settings.ImagesSource():
             return ImageFolder(settings, base_dir)
         case source_settings.SklearnSource(dataset=dataset, shuffle_seed=seed):
@@ -352,13 +352,6 @@ def with_advice(settings: source_settings.Source, base_dir: Path) -> Iterator[No
             raise
         kind = DataError if isinstance(error, DataError) else SettingsError
         raise kind(f"{error}{advice}") from error
-
-
-def _parquet(path: TablePath) -> TableSource:
-    # Importing it takes a second where pandas is installed; other kinds need not wait for it.
-    from splitveil.common.data.kinds import ParquetFiles  # noqa: PLC0415
-
-    return ParquetFiles(path)
 
 
 class _Shipped(ColumnsInMemory):

@@ -10,7 +10,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from fnmatch import fnmatchcase
@@ -217,8 +217,12 @@ def _open_store(settings: ParquetSource, bucket: str) -> Any:
     endpoint = {"scheme": address.scheme, "endpoint_override": host} if host else {}
     match settings.scheme:
         case "s3":
+            named = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+            if named is None and not host:
+                with suppress(OSError):  # listing the bucket will say why
+                    named = str(fs.resolve_s3_region(bucket))
             return fs.S3FileSystem(
-                region=_region(settings, bucket),
+                region=named,
                 connect_timeout=CONNECT_TIMEOUT_S,
                 request_timeout=REQUEST_TIMEOUT_S,
                 **endpoint,
@@ -233,16 +237,6 @@ def _open_store(settings: ParquetSource, bucket: str) -> Any:
                 if host
             }
             return fs.AzureFileSystem(store.account, **authorities)
-
-
-def _region(settings: ParquetSource, bucket: str) -> str | None:
-    named = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    if named is not None or settings.store.endpoint is not None:
-        return named
-    try:
-        return str(fs.resolve_s3_region(bucket))
-    except OSError:
-        return None  # listing the bucket will say why
 
 
 def find_files(table_path: TablePath) -> list[FoundFile]:

@@ -59,16 +59,12 @@ def source_of(path: Path, like: Source | None = None) -> Source:
     source = _KINDS[ending](text)
     if isinstance(like, FileSource) and type(like) is type(source):
         source = like.model_copy(update={"path": text})
-    return _with_its_delimiter(source) if isinstance(source, CsvSource) else source
-
-
-def _with_its_delimiter(source: CsvSource) -> CsvSource:
-    """Return the source with the delimiter of its file if the other one separates nothing there."""
-    with suppress(DataError):
-        file = text_file(source, Path())
-        found, names = delimiter_of(file.beginning()), file.column_names()
-        if found is not None and len(names) == 1 and found in names[0]:
-            return source.model_copy(update={"delimiter": found})
+    if isinstance(source, CsvSource):  # whose delimiter may separate nothing there
+        with suppress(DataError):
+            file = text_file(source, Path())
+            found, names = delimiter_of(file.beginning()), file.column_names()
+            if found is not None and len(names) == 1 and found in names[0]:
+                return source.model_copy(update={"delimiter": found})
     return source
 
 

@@ -89,16 +89,19 @@ def identifiers_in(column: Column) -> str:
     """Say that a column's cells identify persons or things; empty if they do not, or are codes."""
     if column.present >= LEAST_REPEATS * column.distinct:
         return ""
-    kinds = _IDENTIFIERS if column.kind in {"text", "whole"} else ()
-    found = next((x for x in kinds if _are_nearly_all(column.values, _IDENTIFIERS[x])), None)
+    texts = column.values
+    found = next(
+        (
+            what
+            for what, form in (_IDENTIFIERS.items() if column.kind in {"text", "whole"} else ())
+            if sum(bool(re.fullmatch(form, x)) for x in texts) >= NEARLY_ALL * len(texts)
+        ),
+        None,
+    )
     if found is None and _is_long_number(column):
         found = f"numbers of {len(str(int(column.low)))} digits, such as telephone or card numbers"
     found = found or column.identifies * (column.kind in {"text", "whole", "number"})
     return f"{found}: they identify, and are neither quantities nor categories" if found else ""
-
-
-def _are_nearly_all(texts: Sequence[str], pattern: str) -> bool:
-    return sum(map(bool, (re.fullmatch(pattern, x) for x in texts))) >= NEARLY_ALL * len(texts)
 
 
 def _is_long_number(column: Column) -> bool:
@@ -187,20 +190,13 @@ _MOST_CATEGORIES_SHARE = 0.5
 _YEARS_AHEAD = 20
 
 
-class LeftOut(NamedTuple):
-    """A column that is not used, and the reason."""
-
-    name: str
-    why: str
-
-
 class Choices(NamedTuple):
     id_column: str | None
     label: Label | None
     numeric: tuple[Column, ...]
     categorical: tuple[Column, ...]
     timestamps: tuple[Column, ...]
-    left_out: tuple[LeftOut, ...]
+    left_out: Mapping[str, str]  # columns that are not used, with the reasons
     split_column: str | None  # a column that says train, validation or test
     no_gaps: tuple[str, ...] = ()  # columns in which only empty cells mean "no value"
     time_format: str | None = None  # how texts of times are written; None for ISO 8601
@@ -231,7 +227,7 @@ class Choices(NamedTuple):
     def said(self) -> list[tuple[str, str]]:
         """Return the lines that tell the user the decisions and what is left out."""
         lines = [("decided", decision) for decision in self.decided]
-        lines += [("left out", f"{column.name}: {column.why}") for column in self.left_out]
+        lines += [("left out", f"{name}: {why}") for name, why in self.left_out.items()]
         hint = "(--numeric NAME or --categorical NAME uses such a column)"
         return [*lines, *[("", hint)] * bool(self.left_out)]
 
@@ -317,12 +313,6 @@ def judged(
     return described(cells, wishes) if codes else columns, codes, wishes
 
 
-def id_candidates(columns: Sequence[Column], cells: Mapping[str, Any]) -> dict[str, OwnIds]:
-    """Return the columns that may hold ids, the likeliest first."""
-    likely = likely_ids(columns, cells)
-    return dict(sorted(likely.items(), key=lambda x: (bool(x[1].doubt), not _is_id_word(x[0]))))
-
-
 def _is_id_word(name: str) -> bool:
     return bool(words_of(name) & ID_WORDS)
 
@@ -359,7 +349,8 @@ def choose_id(
                 f"once, found {column.in_words()} in {column.num_rows:,} rows{why}"
             )
         return column.name, judged
-    likely = id_candidates(columns, cells)
+    likely = likely_ids(columns, cells)
+    likely = dict(sorted(likely.items(), key=lambda x: (bool(x[1].doubt), not _is_id_word(x[0]))))
     sure = {name: one for name, one in likely.items() if not one.doubt}
     named = {
         name: one
@@ -427,8 +418,10 @@ def choose_features(
     units: Mapping[str, Sequence[str]] = {},
 ) -> Choices:
     """Decide which of the remaining columns the model reads; only the label owner's meet labels."""
-    named = (*wishes.numeric, *wishes.categorical, *wishes.exclude)
-    for name in (*named, *(n for n in wishes.no_gaps if label is None or n != label.column)):
+    as_numbers = {*wishes.numeric}
+    decided = as_numbers | {*wishes.categorical}
+    named = {*decided, *wishes.exclude, *wishes.no_gaps} - {column.name for column in columns}
+    for name in sorted(named - {None if label is None else label.column}):
         _named(columns, name, "--numeric, --categorical, --no-gaps and --exclude")
     classes, written = None, cells
     if label is not None:
@@ -436,27 +429,28 @@ def choose_features(
         if labels.null_count:
             cells = {name: column.filter(labels.is_valid()) for name, column in cells.items()}
         classes = classes_of_rows(labels.drop_null(), label)
-    decided = {*wishes.numeric, *wishes.categorical}
     columns = [x._replace(doubt=("", "")) if x.name in decided else x for x in columns]
     own = {id_column, None if label is None else label.column}
-    numeric, categorical, timestamps, left_out, split = [], [], [], [], None
+    numeric, categorical, timestamps = list[Column](), list[Column](), list[Column]()
+    left_out, split = dict[str, str](), None
     time_format = _time_format([c for c in columns if c.name not in (*own, *wishes.exclude)])
     for column in columns:
         if column.name in own:
             continue
         is_index = column.name in index_columns or is_unnamed_index(column.name)
-        why = _reason_to_leave_out(column, wishes, cells, classes, time_format, is_index=is_index)
+        why = "left out on request" if column.name in wishes.exclude else ""
+        if not why and (column.name not in decided or "\0" in column.name):
+            why = _reason_to_leave_out(column, cells, classes, time_format, is_index=is_index)
         if why:
-            left_out.append(LeftOut(column.name, why))
+            left_out[column.name] = why
             split = split or (column.name if why is _SPLIT else None)
-        elif column.name in wishes.numeric:
+        elif column.name in as_numbers:
             numeric.append(column)
-        elif column.name in wishes.categorical or column.looks_like_codes or column.kind == "text":
+        elif column.name in decided or column.looks_like_codes or column.kind == "text":
             categorical.append(column)
-        elif column.kind in {"time", "other time"}:
-            timestamps.append(column)
         else:
-            numeric.append(column)
+            is_time = column.kind in {"time", "other time"}
+            (timestamps if is_time else numeric).append(column)
     _check_no_question_is_open([*numeric, *categorical], wishes)
     times = [written[x.name] for x in timestamps if x.time_formats]
     numbers = {column.name for column in numeric}
@@ -467,7 +461,7 @@ def choose_features(
         tuple(numeric),
         tuple(categorical),
         tuple(timestamps),
-        tuple(left_out),
+        left_out,
         split,
         wishes.no_gaps,
         time_format if times else None,
@@ -519,19 +513,14 @@ _SPLIT = "says train, validation or test: see split in contract.yaml"
 
 def _reason_to_leave_out(
     column: Column,
-    wishes: Wishes,
     cells: Mapping[str, Any],
     classes: NDArray[np.int64] | None,
     time_format: str | None,
     *,
     is_index: bool,
 ) -> str:
-    if column.name in wishes.exclude:
-        return "left out on request"
     if "\0" in column.name:
         return "its name has a NUL character, which settings cannot hold"
-    if column.name in (*wishes.numeric, *wishes.categorical):
-        return ""
     if is_index:
         return NO_NAME
     if classes is not None and gives_label_away(cells[column.name], column, classes):

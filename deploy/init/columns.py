@@ -85,7 +85,8 @@ def almost_numbers(column: CategoricalColumn, is_number: NDArray[np.bool_]) -> A
     is_beside = ~is_number & matches(column.categories, _BESIDE)
     is_beside &= matches(column.categories, r"^[^\pL\d]*\d|\p{Sc}")  # and no name, as red 5
     num_cells, num_numbers = (column.codes >= 0).sum(), column.rows_of(is_number).sum()
-    are_most = num_numbers * 2 >= num_cells and not _are_few(column)
+    are_few = LEAST_REPEATS * len(column.categories) <= num_cells
+    are_most = num_numbers * 2 >= num_cells and not are_few
     if not likely and are_most and column.is_nearly_all(is_number | is_beside):
         likely = [("numbers alone", is_number, "")]
     if not likely:
@@ -100,10 +101,6 @@ def almost_numbers(column: CategoricalColumn, is_number: NDArray[np.bool_]) -> A
 
 
 _DROP = "--numeric NAME for the number without the text beside it,"
-
-
-def _are_few(column: CategoricalColumn) -> bool:
-    return bool(LEAST_REPEATS * len(column.categories) <= (column.codes >= 0).sum())
 
 
 def units_of(text: Any, *, is_wanted: bool = False) -> tuple[str, ...]:

@@ -81,7 +81,7 @@ class Written(NamedTuple):
             "timestamps": [column.name for column in p.choices.timestamps],
             "read_as_gaps": self.codes,
             "decided": p.choices.decided,
-            "left_out": {column.name: column.why for column in p.choices.left_out},
+            "left_out": {**p.choices.left_out},
             "columns": {
                 column.name: {
                     "kind": column.kind,

@@ -21,7 +21,6 @@ from splitveil.common.text.visible_text import visible
 from splitveil.common.text.wording import slug
 from splitveil.deploy.init.choices import (
     Choices,
-    LeftOut,
     OwnIds,
     Wishes,
     choose_features,
@@ -159,8 +158,7 @@ def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: T
     choices = choose_features(
         columns, cells, wishes, id_column, label, table.index_columns, table.units
     )
-    unread = tuple(LeftOut(name, why) for name, why in table.left_out.items())
-    choices = choices._replace(left_out=unread + choices.left_out)
+    choices = choices._replace(left_out={**table.left_out, **choices.left_out})
     if label is None and not choices.features:
         one = "; --delimiter names the character between two cells" * (len(columns) == 1)
         raise SettingsError(
@@ -175,9 +173,10 @@ def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: T
                 "not an empty cell"
             )
         rows -= round(rows * label.unlabelled / columns[0].num_rows)
+    name = slug(table.path.name.partition(".")[0]).strip("-_.")[:NAME_CHARACTERS]
     return Proposal(
         party=terms.party,
-        run_name=terms.run_name or _run_name(table.path),
+        run_name=terms.run_name or name or "run",
         address=terms.address,
         source=table.source,
         path=not_expanded(os.path.relpath(table.path.absolute(), terms.folder.absolute())),
@@ -207,11 +206,6 @@ def write_files(folder: Path, texts: Mapping[str, str], *, force: bool) -> list[
         mode = _WIDE_OPEN if name == "contract.yaml" else 0o600
         write_text_atomically(folder / name, text, mode)
     return [folder / name for name in texts]
-
-
-def _run_name(path: Path) -> str:
-    name = slug(path.name.partition(".")[0]).strip("-_.")[:NAME_CHARACTERS]
-    return name or "run"
 
 
 @cache

@@ -90,7 +90,10 @@ def read_raw(
         for name, cells in raw.columns.items()
         if name not in as_written
     }
-    forms = {name: _decimals_of(text) for name, text in texts.items()}
+    forms = {
+        name: {mark for mark, form in NUMBERS_BY_DECIMAL.items() if _are_all(text, form)}
+        for name, text in texts.items()
+    }
     decimal = settings.decimal or _decimal_of(texts, forms)
     if not decimal:
         return raw
@@ -131,10 +134,6 @@ def _read(path: Path, source: dict[str, Any], settings: Source, most_rows: int) 
             columns[name] = columns[name].dictionary_encode()
     index = getattr(table, "index_columns", ())
     return RawTable(path, source, settings, columns, estimate, is_whole, left_out, index, {}, {})
-
-
-def _decimals_of(text: Any) -> set[str]:
-    return {mark for mark, form in NUMBERS_BY_DECIMAL.items() if _are_all(text, form)}
 
 
 def _decimal_of(texts: Mapping[str, Any], forms: Mapping[str, set[str]]) -> str | None:

@@ -356,8 +356,8 @@ def _said(
             said.setdefault(f"{what}convert the column to numbers", []).append(column.name)
         if way and (why := column.identifies or column.doubt[0].partition(",")[0]):
             said.setdefault(f"{why}, read as {way}", []).append(column.name)
-    for left in choices.left_out:
-        said.setdefault(f"left out: {left.why}", []).append(left.name)
+    for name, why in choices.left_out.items():
+        said.setdefault(f"left out: {why}", []).append(name)
     return said
 
 

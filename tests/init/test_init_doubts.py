@@ -205,8 +205,8 @@ def test_columns_are_judged_by_what_their_cells_do(
 
 def features(folder: Path) -> dict[str, Any]:
     """Return how each column is read, less what depends on the number of rows."""
-    found = yaml.safe_load((folder / "passive.yaml").read_text())["data"]
-    return {"units": found.get("units", {}), "missing_texts": [""]} | found["features"]
+    found: dict[str, Any] = yaml.safe_load((folder / "passive.yaml").read_text())["data"]
+    return {"units": found.get("units", {}), "missing_texts": [""], **found["features"]}
 
 
 LABELLED: dict[str, tuple[list[Any], dict[str, Any]]] = {

@@ -23,8 +23,7 @@ from splitveil.common.alignment import ecdh
 from tests.support.certificates import make
 from tests.support.inference import Trained, free_port, train, write_wide_deep
 from tests.support.pretended_cuda import CUDA, pretended_cuda
-from tests.support.runs import write_example
-from tests.support.several import write_several
+from tests.support.runs import write_example, write_several
 
 for _name in (*("grpc_proxy", "https_proxy", "http_proxy"), "no_grpc_proxy", "no_proxy"):
     os.environ.pop(_name, None)  # channels of the tests' own would obey it, on loopback, too

@@ -14,14 +14,13 @@ import pytest
 from pyarrow.csv import read_csv
 
 from splitveil import Run, predict, simulate
-from splitveil.active_party.training.aggregation import aggregate
+from splitveil.active_party.training.top_trainer import aggregate
 from splitveil.common.errors import DataError, OtherModel, SettingsError
 from splitveil.common.party.command_line import save_resolved
 from splitveil.common.run.contract import ACTIVE
 from tests.api.test_simulate import columns_of
 from tests.support.inference import Trained, predicting, train
-from tests.support.runs import write_example
-from tests.support.several import write_several
+from tests.support.runs import write_example, write_several
 
 SHORT = {"contract.epochs": 1}
 

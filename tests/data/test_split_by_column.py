@@ -16,8 +16,17 @@ from splitveil.common.run.course import AlignedRows
 from splitveil.common.settings import validate
 from splitveil.deploy.local import held_port
 from tests.support.loopback import serving
-from tests.support.runs import CONTRACT, build_parties, run_in_process, run_over_grpc, write_example
-from tests.support.several import NAMES, build_several, finish, start, write_several
+from tests.support.runs import (
+    CONTRACT,
+    NAMES,
+    build_parties,
+    finish,
+    run_in_process,
+    run_over_grpc,
+    start,
+    write_example,
+    write_several,
+)
 from tests.wire.test_several_parties_over_grpc import start as start_over_grpc
 
 BY_COLUMN = "contract.split={kind: column, column: fold}"
@@ -78,7 +87,7 @@ def test_one_word_that_differs_ends_the_run_on_both_sides(tmp_path: Path) -> Non
         run_over_grpc(parties, port)
     assert "person" not in str(caught.value)
     assert parties.run.trainer is None
-    assert parties.session.lifecycle.phase.trainer is None
+    assert parties.session.lifecycle.trainer is None
     assert isinstance(parties.session.lifecycle.error, AlignmentError)
     assert "the parties disagree on the split" in str(parties.session.lifecycle.error)
 
@@ -103,13 +112,13 @@ def test_several_parties_train_by_it_and_one_that_disagrees_ends_the_run_of_all(
     write_several(tmp_path)
     for path in tmp_path.glob("*.csv"):
         add_column(path, differing if path.stem in disagreeing else word_of)
-    several = build_several(tmp_path, [BY_COLUMN])
+    several = build_parties(tmp_path, [BY_COLUMN], [BY_COLUMN])
     with serving(several, port):
         begin = partial(start_over_grpc, port=port) if over_grpc else start
         finish([begin(several, name) for name in NAMES])
     assert set(several.errors) == set(NAMES if disagreeing else ())
     assert all(isinstance(several.errors[name], AlignmentError) for name in disagreeing)
-    assert bool(several.seen.evaluations) != bool(disagreeing)
+    assert bool(several.active.evaluations) != bool(disagreeing)
 
 
 def test_a_run_resumes_with_the_same_split_and_not_with_another(tmp_path: Path) -> None:

@@ -18,16 +18,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses import label_mechanisms, noisy_label
+from splitveil.active_party.defenses import noisy_label
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.common.models import optimizers
 from splitveil.common.record.transcript import FILE
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason, Offer, Opening
+from splitveil.library.in_process import InProcessPeer
 from tests.record.test_transcript import run_noted
-from tests.support import several
-from tests.support.peers import GoesAway, InProcessPeer, Lost
-from tests.support.runs import Parties, build_parties, run_in_process, write_example
-from tests.support.several import Several, build_several, write_several
+from tests.support.peers import GoesAway, Lost
+from tests.support.runs import (
+    Parties,
+    PartyPeer,
+    build_parties,
+    run_in_process,
+    run_together,
+    write_example,
+    write_several,
+)
 from tests.support.tables import deal_other_labels
 
 DEFENSE = "defense={name: noisy_label, mechanism: {kind: gaussian}, insecure_noise_seed: 7}"
@@ -50,7 +57,7 @@ Released = list[Tensor]
 
 @contextmanager
 def noting(released: Released) -> Iterator[None]:
-    draw = label_mechanisms.draw_noisy_labels
+    draw = noisy_label.draw_noisy_labels
 
     def note(*arguments: Any) -> Tensor:
         released.append(draw(*arguments))
@@ -298,15 +305,15 @@ def test_with_several_passive_parties_each_of_them_receives_the_same_bytes(
 def seen_by_several(folder: Path, *both: str) -> dict[str, list[bytes]]:
     seen: dict[str, list[bytes]] = {}
 
-    class SeeingParty(Seeing, several.PartyPeer):
+    class SeeingParty(Seeing, PartyPeer):
         """One of several, each of which has a list of its own."""
 
-        def __init__(self, everybody: Several, party: str) -> None:
-            several.PartyPeer.__init__(self, everybody, party)
+        def __init__(self, everybody: Parties, party: str) -> None:
+            PartyPeer.__init__(self, everybody, party)
             self.seen = seen.setdefault(party, [])
 
-    everybody = build_several(folder, [*SMALL, *both], [DEFENSE])
-    several.run_in_process(everybody, **dict.fromkeys(everybody.passive, SeeingParty))
+    everybody = build_parties(folder, [*SMALL, *both, DEFENSE], [*SMALL, *both])
+    run_together(everybody, SeeingParty)
     return seen
 
 
@@ -354,6 +361,6 @@ def test_the_labels_do_differ_in_every_split(folders: Folders) -> None:
     rows = runs[0].active.rows
     assert rows is not None
     for positions in rows.splits.values():
-        one, other = (run.session.lifecycle.phase.trainer.labels_of(positions) for run in runs)  # type: ignore[union-attr]
+        one, other = (run.session.lifecycle.trainer.labels_of(positions) for run in runs)  # type: ignore[union-attr]
         assert 0.2 < float((one != other).float().mean()) < 0.8
     assert not torch.equal(*(run.active.sent[0] for run in runs))

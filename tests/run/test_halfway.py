@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import SplitveilError, StorageError
 from splitveil.common.run.messages import Activation, Answer, Course, Offer
 from tests.run.test_what_was_answered import MARVELL, parties_in
@@ -30,8 +30,8 @@ def failing_after(action: Callable[..., object]) -> Callable[..., None]:
 
 
 def in_learning(session: ActiveSession, patched: pytest.MonkeyPatch) -> None:
-    assert session.lifecycle.phase.trainer is not None
-    patched.setattr(session.lifecycle.phase.trainer._objective, "learn", fails)
+    assert session.lifecycle.trainer is not None
+    patched.setattr(session.lifecycle.trainer._objective, "learn", fails)
 
 
 def in_observing_a_step(session: ActiveSession, patched: pytest.MonkeyPatch) -> None:
@@ -45,8 +45,8 @@ def in_observing_an_evaluation(session: ActiveSession, patched: pytest.MonkeyPat
 def in_a_defense_that_has_seen_the_batch(
     session: ActiveSession, patched: pytest.MonkeyPatch
 ) -> None:
-    assert session.lifecycle.phase.trainer is not None
-    defense = session.lifecycle.phase.trainer.defense
+    assert session.lifecycle.trainer is not None
+    defense = session.lifecycle.trainer.defense
     patched.setattr(defense, "defend", failing_after(defense.defend))
 
 

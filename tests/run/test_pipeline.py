@@ -16,9 +16,10 @@ from splitveil.common.run import course
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import evaluations_ahead
 from splitveil.common.run.messages import Activation, Answer, Course
+from splitveil.library.in_process import InProcessPeer
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from tests.support.equality import assert_same
-from tests.support.peers import FaultyPeer, InProcessPeer, Lost, Silent, dying
+from tests.support.peers import FaultyPeer, Lost, Silent, dying
 from tests.support.runs import CONTRACT, Parties, build_parties, run_in_process
 
 DEFENSES = [

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from splitveil.active_party.defenses import MarvellDefense, Step
-from splitveil.active_party.defenses.strength import PowerRatio
+from splitveil.active_party.defenses.marvell import PowerRatio
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
-from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
 from splitveil.common.alignment.share import Share
 from splitveil.common.errors import (
@@ -40,37 +40,38 @@ from tests.support import simulation
 from tests.support.defenses import build_defense
 from tests.support.equality import assert_same_weights
 from tests.support.peers import DiesAt, Lost
-from tests.support.runs import CPU, ActiveRecording
-from tests.support.several import (
+from tests.support.runs import (
+    CPU,
     NAMES,
+    Parties,
     PartyPeer,
-    Several,
+    build_parties,
     build_passive,
-    build_several,
     finish,
-    run_in_process,
+    run_together,
     start,
     write_several,
 )
+from tests.support.simulation import ActiveRecording
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 
 # ---- what they learn ----
 
 
-def trained_whole(folder: Path, several: Several, aggregation: str) -> dict[str, Tensor]:
+def trained_whole(folder: Path, several: Parties, aggregation: str) -> dict[str, Tensor]:
     """Train the same models as one, with the same batches, without any protocol."""
-    rows, settings = several.seen.rows, several.settings
+    rows, settings = several.active.rows, several.active_settings
     assert rows is not None
     data = PartyData.load(settings.data, folder)
     top = TopBuilder(settings, data, CPU)(rows)
     bottoms = {}
-    for name, party in several.passive.items():
+    for name, party in several.peers.items():
         assert party.seen.rows is not None
         own = PartyData.load(party.settings.data, folder)
         bottoms[name] = BottomBuilder(party.settings, own, CPU)(party.seen.rows)
     optimizers = [build_optimizer(settings.optimizer, top.model)]
     optimizers += [
-        build_optimizer(several.passive[name].settings.optimizer, bottom.model)
+        build_optimizer(several.peers[name].settings.optimizer, bottom.model)
         for name, bottom in bottoms.items()
     ]
     for epoch in range(settings.contract.epochs):
@@ -94,8 +95,9 @@ def trained_whole(folder: Path, several: Several, aggregation: str) -> dict[str,
 
 @pytest.mark.parametrize("aggregation", ["mean", "sum", "concat"])
 def test_the_parties_learn_what_one_model_of_all_would(three: Path, aggregation: str) -> None:
-    several = build_several(three, [f"contract.aggregation={aggregation}"])
-    run_in_process(several)
+    both = [f"contract.aggregation={aggregation}"]
+    several = build_parties(three, both, both)
+    run_together(several)
     found, expected = several.weights(), trained_whole(three, several, aggregation)
     assert found.keys() == expected.keys()
     for name, weight in found.items():
@@ -107,14 +109,15 @@ def test_the_parties_learn_what_one_model_of_all_would(three: Path, aggregation:
 
 
 def test_every_step_is_charged_once_for_all(three: Path) -> None:
-    active = ["defense={name: marvell, strength: {power_ratio: 4}, insecure_noise_seed: 7}"]
-    several = build_several(three, ["contract.aggregation=concat"], active)
-    run_in_process(several)
-    _, bounds = several.seen.ledger[-1]
+    both = ["contract.aggregation=concat"]
+    marvell = "defense={name: marvell, strength: {power_ratio: 4}, insecure_noise_seed: 7}"
+    several = build_parties(three, [*both, marvell], both)
+    run_together(several)
+    _, bounds = several.active.ledger[-1]
     assert bounds.sum_kl.max == pytest.approx(2 * 0.25, rel=0.1)  # two epochs
-    each = [party.seen.received for party in several.passive.values()]
+    each = [party.seen.received for party in several.peers.values()]
     received = [torch.cat(parts, dim=1) for parts in zip(*each, strict=True)]
-    assert all(torch.equal(*pair) for pair in zip(received, several.seen.sent, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(received, several.active.sent, strict=True))
 
 
 # ---- waiting for each other ----
@@ -136,9 +139,9 @@ def held() -> type[Held]:
 
 
 def test_a_party_that_leaves_ends_the_run_of_all_by_name(three: Path) -> None:
-    several, stuck = build_several(three), held()
+    several, stuck = build_parties(three), held()
     threads = [start(several, "ash"), start(several, "birch", stuck), start(several, "cedar")]
-    wait_until(lambda: len(several.seen.losses) == 2)
+    wait_until(lambda: len(several.active.losses) == 2)
     wait_until(lambda: set(several.session.lifecycle.stages.awaited()) == {"birch"})
     several.session.leave(several.session.run_id, LeaveReason.INTERRUPTED, "birch")
     stuck.may_go.set()
@@ -161,12 +164,13 @@ class Dies(DiesAt, PartyPeer):
 MARVELL = ["defense={name: marvell, statistics: running, insecure_noise_seed: 7}"]
 SETTINGS = MarvellDefense(strength=PowerRatio(power_ratio=4.0), insecure_noise_seed=11)
 EVERY_2 = ["contract.checkpoint_steps=2"]
+MARVELL_2 = [*EVERY_2, *MARVELL]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(three: Path) -> Several:
-    several = build_several(three, EVERY_2, MARVELL)
-    run_in_process(several)
+def undisturbed(three: Path) -> Parties:
+    several = build_parties(three, MARVELL_2, EVERY_2)
+    run_together(several)
     return several
 
 
@@ -182,9 +186,9 @@ def without_birch(
     after: bool,
     others: type[PartyPeer] = PartyPeer,
     both: Sequence[str] = EVERY_2,
-) -> tuple[Several, list[threading.Thread]]:
+) -> tuple[Parties, list[threading.Thread]]:
     """Return a run in which birch was killed, and the threads of the others, which wait for it."""
-    several = build_several(folder, both, MARVELL, runs=runs)
+    several = build_parties(folder, [*both, *MARVELL], both, runs=runs)
     threads = [start(several, name, others) for name in ("ash", "cedar")]
     finish([start(several, "birch", dying(at, after=after))])
     assert isinstance(several.errors["birch"], Lost)
@@ -192,52 +196,52 @@ def without_birch(
 
 
 def bring_back(
-    several: Several,
+    several: Parties,
     folder: Path,
     runs: Path,
     threads: list[threading.Thread],
     both: Sequence[str] = EVERY_2,
 ) -> None:
-    several.passive["birch"] = build_passive(folder, "birch", both, runs=runs)
+    several.peers["birch"] = build_passive(folder, "birch", both, runs=runs)
     finish([start(several, "birch"), *threads])
     assert several.errors == {}
 
 
 @pytest.mark.parametrize(("at", "after"), [(1, False), (4, False), (9, True)])
 def test_a_party_that_is_killed_comes_back_and_all_go_back_with_it(
-    three: Path, tmp_path: Path, undisturbed: Several, at: int, after: bool
+    three: Path, tmp_path: Path, undisturbed: Parties, at: int, after: bool
 ) -> None:
     several, threads = without_birch(three, tmp_path, at, after=after)
     bring_back(several, three, tmp_path, threads)
     assert_same_weights(several.weights(), undisturbed.weights())
-    assert several.seen.losses == undisturbed.seen.losses
-    assert several.seen.ledger == undisturbed.seen.ledger
-    assert len(several.passive["ash"].seen.resumed) == 1
+    assert several.active.losses == undisturbed.active.losses
+    assert several.active.ledger == undisturbed.active.ledger
+    assert len(several.peers["ash"].seen.resumed) == 1
 
 
 def test_with_activations_sent_ahead_it_comes_back_to_the_same_bits(
     three: Path, tmp_path: Path
 ) -> None:
     both = pipelined(4, "contract.epochs=1")
-    whole = build_several(three, both, MARVELL)
-    run_in_process(whole)
+    whole = build_parties(three, [*both, *MARVELL], both)
+    run_together(whole)
     several, threads = without_birch(three, tmp_path, 7, after=True, both=both)
     bring_back(several, three, tmp_path, threads, both)
     assert_same_weights(several.weights(), whole.weights())
 
 
 def test_a_party_that_is_killed_before_its_last_answer_takes_all_back(
-    three: Path, tmp_path: Path, undisturbed: Several
+    three: Path, tmp_path: Path, undisturbed: Parties
 ) -> None:
     """The others have theirs already, and have said goodbye."""
-    questions = len(undisturbed.seen.losses) + 2 * len(undisturbed.seen.evaluations)
+    questions = len(undisturbed.active.losses) + 2 * len(undisturbed.active.evaluations)
     several, threads = without_birch(three, tmp_path, questions, after=True)
     assert several.session.stage is Stage.FINISHED
     wait_until(lambda: set(several.session.lifecycle.stages.awaited()) == {"birch"})
     bring_back(several, three, tmp_path, threads)
     assert several.session.stage is Stage.FINISHED
     assert_same_weights(several.weights(), undisturbed.weights())
-    assert several.seen.ledger == undisturbed.seen.ledger
+    assert several.active.ledger == undisturbed.active.ledger
 
 
 class Twice(PartyPeer):
@@ -248,23 +252,23 @@ class Twice(PartyPeer):
 
 
 def test_a_handshake_whose_answer_was_lost_does_not_take_parties_back_again(
-    three: Path, tmp_path: Path, undisturbed: Several
+    three: Path, tmp_path: Path, undisturbed: Parties
 ) -> None:
     several, threads = without_birch(three, tmp_path, 4, after=True, others=Twice)
     bring_back(several, three, tmp_path, threads)
-    assert len(several.seen.resumed) == 1
+    assert len(several.active.resumed) == 1
     assert_same_weights(several.weights(), undisturbed.weights())
 
 
 def test_the_active_party_that_is_killed_comes_back_and_all_go_back_with_it(
-    three: Path, tmp_path: Path, undisturbed: Several
+    three: Path, tmp_path: Path, undisturbed: Parties
 ) -> None:
-    several, stuck = build_several(three, EVERY_2, MARVELL, runs=tmp_path), held()
+    several, stuck = build_parties(three, MARVELL_2, EVERY_2, runs=tmp_path), held()
     threads = [start(several, "ash"), start(several, "birch", stuck), start(several, "cedar")]
-    wait_until(lambda: len(several.seen.losses) == 2)
-    again = build_several(three, EVERY_2, MARVELL, runs=tmp_path)
+    wait_until(lambda: len(several.active.losses) == 2)
+    again = build_parties(three, MARVELL_2, EVERY_2, runs=tmp_path)
     assert again.session.reopen()
-    several.session, several.seen = again.session, again.seen
+    several.session, several.active = again.session, again.active
     stuck.may_go.set()
     finish(threads)
     assert several.errors == {}
@@ -278,27 +282,27 @@ def test_before_the_first_answer_all_align_again(three: Path, tmp_path: Path) ->
     bring_back(several, three, tmp_path, threads)
     assert several.session.stage is Stage.FINISHED
     assert several.session.run_id != first
-    assert len({name for name in NAMES if several.passive[name].run.run_id != first}) == 3
+    assert len({name for name in NAMES if several.peers[name].run.run_id != first}) == 3
 
 
 def test_a_party_that_resumes_with_other_bytes_is_refused_alone(
     three: Path, tmp_path: Path
 ) -> None:
     several, threads = without_birch(three, tmp_path, 4, after=True)
-    answered = len(several.seen.sent)
+    answered = len(several.active.sent)
     changed = build_passive(three, "birch", [*EVERY_2, "model_seed=5"], runs=tmp_path)
     training = changed.run.reopen()
     assert training is not None
     with torch.no_grad():
         next(training.trainer.model.parameters()).add_(1e-3)
     training.save()
-    several.passive["birch"] = build_passive(three, "birch", EVERY_2, runs=tmp_path)
+    several.peers["birch"] = build_passive(three, "birch", EVERY_2, runs=tmp_path)
     finish([start(several, "birch")])
     assert isinstance(several.errors["birch"], OutOfStep)
     assert "other bytes" in str(several.errors["birch"])
     finish(threads)
     assert all(isinstance(several.errors[name], PeerLeft) for name in ("ash", "cedar"))
-    assert len(several.seen.sent) <= answered
+    assert len(several.active.sent) <= answered
 
 
 # ---- parties that put together what they receive ----
@@ -314,7 +318,7 @@ class Colluders(ActiveRecording):
 
     def on_step(self, batch: Batch, result: Step) -> None:
         super().on_step(batch, result)
-        both = result.gradients, result.defended
+        both = result.gradients, result.defended.gradient
         raw, sent = (list(gradients.detach().chunk(3, dim=1)) for gradients in both)
         separate: list[Tensor] = [self._own.defend(Step(part, result.labels))[0] for part in raw]
         self.batches.append((raw, sent, separate, result.labels))
@@ -331,13 +335,11 @@ def leak_of(received: list[Tensor], raw: list[Tensor], labels: Tensor) -> float:
 def test_parties_that_collude_in_a_run_gain_nothing_from_the_joint_draw(tmp_path: Path) -> None:
     """The same attack on the same run gains where each party's noise is drawn on its own."""
     write_several(tmp_path, 3, rows=3000)
-    several = build_several(
-        tmp_path,
-        ["contract.aggregation=concat", "contract.batch_size=256", "contract.epochs=4"],
-        ["defense={name: marvell, strength: {power_ratio: 4}, insecure_noise_seed: 7}"],
-    )
-    several.session.lifecycle.observer = several.seen = seen = Colluders()
-    run_in_process(several)
+    both = ["contract.aggregation=concat", "contract.batch_size=256", "contract.epochs=4"]
+    marvell = "defense={name: marvell, strength: {power_ratio: 4}, insecure_noise_seed: 7}"
+    several = build_parties(tmp_path, [*both, marvell], both)
+    several.session.lifecycle.observer = several.active = seen = Colluders()
+    run_together(several)
     whole = [batch for batch in seen.batches if len(batch[3]) == 256]
     assert len(whole) >= 20
     alone, jointly, separately = (
@@ -358,7 +360,7 @@ def test_parties_that_collude_in_a_run_gain_nothing_from_the_joint_draw(tmp_path
     )
     assert jointly == pytest.approx(alone, abs=0.02)
     assert separately > jointly + 0.05
-    charges = several.seen.ledger[-1][1].sum_kl.max / several.settings.contract.epochs
+    charges = several.active.ledger[-1][1].sum_kl.max / several.active_settings.contract.epochs
     assert jointly < leak_auc_bound(charges)
 
 
@@ -378,15 +380,16 @@ def test_of_several_parties_the_first_error_is_raised(tmp_path: Path) -> None:
 def test_ids_that_only_some_have_are_no_intersection(tmp_path: Path) -> None:
     """Each pair has enough in common, and all together too little."""
     write_several(tmp_path, 3)
-    several = build_several(tmp_path, ["contract.alignment.min_aligned=345"])
+    both = ["contract.alignment.min_aligned=345"]
+    several = build_parties(tmp_path, both, both)
     with pytest.raises(AlignmentError):
-        run_in_process(several)
+        run_together(several)
     assert "that all parties have, needed 345" in str(several.session.lifecycle.error)
     assert set(several.errors) == set(NAMES)
 
 
 def test_a_share_of_too_few_rows_is_refused(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    several = build_several(three)
+    several = build_parties(three)
     share_of = several.session.share_of
 
     def too_small(party: str, wait_s: float) -> Share | None:
@@ -395,12 +398,12 @@ def test_a_share_of_too_few_rows_is_refused(three: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(several.session, "share_of", too_small)
     with pytest.raises(AlignmentError, match="19 of them with all, needed 20"):
-        run_in_process(several)
+        run_together(several)
 
 
 def test_a_handshake_waits_for_all_and_the_newest_of_a_party_counts(three: Path) -> None:
-    several = build_several(three)
-    session, contract = several.session, several.settings.contract.canonical_json()
+    several = build_parties(three)
+    session, contract = several.session, several.active_settings.contract.canonical_json()
     replies: list[object] = []
 
     def shake(party: str, commitment: bytes) -> threading.Thread:

@@ -22,9 +22,7 @@ from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.messages import LeaveReason, Offer
 from tests.support.peers import Lost, Silent, dying
-from tests.support.runs import Parties, build_parties, run_in_process
-from tests.support.several import build_several, write_several
-from tests.support.several import run_in_process as run_several
+from tests.support.runs import Parties, build_parties, run_in_process, run_together, write_several
 
 EVERY_2 = ["contract.checkpoint_steps=2"]
 MARVELL = "defense={name: marvell, strength: {power_ratio: 16}, insecure_noise_seed: 1}"
@@ -45,7 +43,7 @@ def parties_in(example: Path, runs: Path, *active: str) -> Parties:
 
 
 def accounts(session: ActiveSession) -> Accounts:
-    state = session.lifecycle.phase.account_book().state_dict()
+    state = session.lifecycle.account_book().state_dict()
     return {name: value.clone() for name, value in state.items() if name != "runs"}
 
 
@@ -258,14 +256,14 @@ def test_a_budget_that_was_lowered_holds_against_what_was_answered_before(
 def test_the_answers_to_several_parties_are_charged_again_from_the_log(tmp_path: Path) -> None:
     write_several(tmp_path, 2)
     both, runs = ["contract.checkpoint_steps=2", "contract.epochs=1"], tmp_path / "runs"
-    several = build_several(tmp_path, both, [MARVELL], runs=runs)
-    run_several(several)
+    several = build_parties(tmp_path, [*both, MARVELL], both, runs=runs)
+    run_together(several)
     charged = accounts(several.session)
     assert charges(charged).max() > 0
     newer = states(runs, "active")[1:]
     for state in newer:
         state.unlink()
-    again = build_several(tmp_path, both, [MARVELL], runs=runs)
+    again = build_parties(tmp_path, [*both, MARVELL], both, runs=runs)
     assert again.session.reopen()
     assert newer
     assert torch.equal(charges(accounts(again.session)), charges(charged))

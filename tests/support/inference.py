@@ -26,7 +26,6 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.common.alignment.exchange import build_engine
 from splitveil.common.party.credentials import credential_files
-from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettingsT, load_party_settings
 from splitveil.common.privacy.figures import PredictionFigures
 from splitveil.common.record.model_files import identity_metadata, save_model
@@ -34,22 +33,18 @@ from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.wire.recorded_calls import AllNotes
 from splitveil.deploy.authority import PartyFolder, make_certificates
-from splitveil.passive_party.predict.inference_status import InferenceStatus
 from splitveil.passive_party.predict.served_model import ServedModel
-from splitveil.passive_party.predict.service import InferenceServer, InferenceService, Throttle
+from splitveil.passive_party.predict.service import (
+    InferenceServer,
+    InferenceService,
+    InferenceStatus,
+    Throttle,
+)
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support import simulation
 from tests.support.runs import ACTIVE as ACTIVE_VALUES
 from tests.support.runs import CONTRACT, CPU, PASSIVE, write_table, write_yaml
-from tests.support.simulation import (
-    ActiveParty,
-    PassiveParty,
-    PassiveRecording,
-    Simulation,
-    assemble_active,
-    assemble_passive,
-    free_address,
-)
+from tests.support.simulation import ActiveParty, Simulation, assemble_active, free_address
 
 IN_TIME_S = 300.0
 
@@ -131,25 +126,23 @@ def _train(settings: simulation.PartiesSettings, certificates: Path) -> Trained:
     contract = settings.active.contract
     seen = simulation.ActiveRecording()
     session, builder = assemble_active(settings.active, seen, device=CPU)
-    parties, encoders = {}, {}
-    for name, own in settings.passive.items():
-        data = PartyData.load(own.data, own.base_dir, contract.split)
-        engine = build_engine(contract.alignment)
-        run, encoders[name] = assemble_passive(own, data, PassiveRecording(), engine, device=CPU)
-        parties[name] = PassiveParty(own, run, PassiveRecording())
+    parties = {
+        name: simulation.build_passive(own, device=CPU) for name, own in settings.passive.items()
+    }
     active = ActiveParty(settings.active, session, build_engine(contract.alignment), seen)
     Simulation(active, parties).meet()
     folder = settings.active.run_folder(ACTIVE)
     folder.mkdir(parents=True, exist_ok=True)
     refitted = save_results(settings.active, folder, session, builder)
     alone = save_alone(settings.active, folder, session, builder)
-    for name, party in parties.items():
+    for party in parties.values():
         trainer = party.run.trainer
         assert trainer is not None
+        assert party.builder is not None
         own_folder = party.settings.run_folder(party.settings.folder_name())
         own_folder.mkdir(parents=True, exist_ok=True)
         identity = identity_metadata(party.run.model_identity, contract)
-        save_model(own_folder, trainer.model, encoders[name].encoder, identity)
+        save_model(own_folder, trainer.model, party.builder.encoder, identity)
     rows = session.lifecycle.answering.rows
     predictions = session.lifecycle.answering.test_predictions
     assert predictions is not None

@@ -10,14 +10,13 @@ from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.support.runs import Parties
-from tests.support.several import Several
 
 LOCALHOST = "127.0.0.1"
 
 
 @contextmanager
 def serving(
-    parties: Parties | Several, port: int, *others: Any, host: str = LOCALHOST, **named: Any
+    parties: Parties, port: int, *others: Any, host: str = LOCALHOST, **named: Any
 ) -> Iterator[ActiveService]:
     """Serve the active party; what else is given goes to ``start_server``."""
     service = ActiveService(parties.session, parties.engine, deadline_s=300)

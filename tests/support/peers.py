@@ -6,7 +6,7 @@ from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.errors import Interrupted
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason
-from tests.support.simulation import InProcessPeer
+from splitveil.library.in_process import InProcessPeer
 
 __all__ = ["InProcessPeer"]
 

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ import yaml
 from torch import Tensor
 
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.alignment.ecdh import EcdhEngine
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.library.in_process import InProcessPeer
 from splitveil.passive_party.opening import Peer
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
@@ -21,15 +21,17 @@ from tests.support import simulation
 from tests.support.simulation import (
     ActiveParty,
     ActiveRecording,
-    InProcessPeer,
     PassiveParty,
     PassiveRecording,
     Simulation,
 )
+from tests.support.waiting import HANGS_AFTER_S
 
 __all__ = ["ActiveRecording", "PassiveRecording"]  # besides its own names
 
 CPU = torch.device("cpu")
+NAMES = ("ash", "birch", "cedar")
+"""Of several passive parties."""
 
 CONTRACT = {
     "run_name": "small",
@@ -103,6 +105,34 @@ def write_example(folder: Path, rows: int = 400, seed: int = 3) -> None:
     write_yaml(folder, contract=CONTRACT, active=ACTIVE, passive=PASSIVE)
 
 
+def write_several(folder: Path, parties: int = 3, rows: int = 400, seed: int = 3) -> None:
+    """Write data of an active and several passive parties, each of which lacks different rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(seed)
+    x, own = generator.normal(size=(rows, 2 * parties)), generator.normal(size=(rows, 2))
+    score = x[:, ::2].sum(axis=1) + own[:, 0] + generator.normal(scale=0.5, size=rows)
+    labels = (score > 1.0).astype(int)
+    ids = [f"person-{number:05d}" for number in range(rows)]
+    names, cut = NAMES[:parties], rows // 20
+    contract = {**CONTRACT, "passive_parties": list(names)}
+    settings: dict[str, dict[str, object]] = {"contract": contract, "active": {**ACTIVE}}
+    order = generator.permutation(rows - cut)
+    write_table(folder / "active.csv", "id,label,own1,own2", order, ids, labels, *own.T)
+    for place, name in enumerate(names):
+        columns = x.T[2 * place : 2 * place + 2]
+        present = [i for i in generator.permutation(rows) if (i + place * cut) % rows >= cut]
+        write_table(folder / f"{name}.csv", "id,x1,x2", present, ids, *columns)
+        data = {"source": {"kind": "csv", "path": f"{name}.csv"}, "id_column": "id"}
+        settings[name] = {
+            **PASSIVE,
+            "party": name,
+            "data": {**data, "features": {"numeric": "x*"}},
+            "insecure_nonce_seed": 10 + place,
+            "model_seed": 20 + place,
+        }
+    write_yaml(folder, **settings)
+
+
 def write_table(path: Path, head: str, order: Iterable[int], *columns: Any) -> None:
     rows = (",".join(str(column[row]) for column in columns) for row in order)
     path.write_text("\n".join([head, *rows, ""]))
@@ -113,20 +143,42 @@ def write_yaml(folder: Path, **files: Mapping[str, object]) -> None:
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(dict(values)))
 
 
-@dataclass
 class Parties:
-    session: ActiveSession
-    run: PassiveRun
-    active: ActiveRecording
-    passive: PassiveRecording
-    active_settings: ActiveSettings
-    passive_settings: PassiveSettings
-    engine: EcdhEngine
+    """All parties of a run, built from the settings in a folder, ready to meet.
+
+    ``run``, ``passive`` and ``passive_settings`` are those of a single passive party.
+    """
+
+    def __init__(self, active: ActiveParty, peers: dict[str, PassiveParty]) -> None:
+        self.session, self.engine = active.session, active.engine
+        self.active_settings, self.active = active.settings, active.seen
+        self.peers = peers
+        self.errors: dict[str, BaseException] = {}
+
+    @property
+    def _single(self) -> PassiveParty:
+        (party,) = self.peers.values()
+        return party
+
+    @property
+    def run(self) -> PassiveRun:
+        return self._single.run
+
+    @run.setter
+    def run(self, run: PassiveRun) -> None:
+        self._single.run = run
+
+    @property
+    def passive(self) -> PassiveRecording:
+        return self._single.seen
+
+    @property
+    def passive_settings(self) -> PassiveSettings:
+        return self._single.settings
 
     def simulation(self) -> Simulation:
         active = ActiveParty(self.active_settings, self.session, self.engine, self.active)
-        passive = PassiveParty(self.passive_settings, self.run, self.passive)
-        return Simulation(active, {self.passive_settings.party: passive})
+        return Simulation(active, self.peers)
 
     def weights(self) -> dict[str, Tensor]:
         return self.simulation().weights()
@@ -142,26 +194,74 @@ def build_parties(
     active_seen: ActiveRecording | None = None,
     passive_seen: PassiveRecording | None = None,
 ) -> Parties:
-    """Build both parties with overrides of their settings; ``contract.`` ones may differ, too.
+    """Build all parties with overrides of their settings; ``contract.`` ones may differ, too.
 
-    With ``runs``, each keeps checkpoints in a folder there.
+    With ``runs``, each keeps checkpoints in a folder there. Only a single passive party can be
+    given a recording.
     """
     # Persistent noise keeps its key with the run: tests in other folders have other labels.
     own = [f"runs_dir={folder / 'runs'}", *active]
     settings = simulation.read_settings(folder, own, passive)
-    (passive_settings,) = settings.passive.values()
-    seen = PassiveRecording() if passive_seen is None else passive_seen
-    one = simulation.build_active(settings.active, runs=runs, device=device, seen=active_seen)
-    other = simulation.build_passive(passive_settings, runs=runs, device=device, seen=seen)
     return Parties(
-        one.session, other.run, one.seen, seen, one.settings, passive_settings, one.engine
+        simulation.build_active(settings.active, runs=runs, device=device, seen=active_seen),
+        {
+            name: simulation.build_passive(each, runs=runs, device=device, seen=passive_seen)
+            for name, each in settings.passive.items()
+        },
     )
+
+
+def build_passive(
+    folder: Path, name: str, overrides: Sequence[str] = (), *, runs: Path | None = None
+) -> PassiveParty:
+    settings = load_party_settings(PassiveSettings, folder / f"{name}.yaml", overrides)
+    return simulation.build_passive(settings, runs=runs)
+
+
+class PartyPeer(InProcessPeer):
+    """The active party in the same process, for one of several parties: its errors end the run.
+
+    A test replaces the session to simulate a restart of the active party.
+    """
+
+    def __init__(self, parties: Parties, party: str) -> None:
+        super().__init__(parties.session, parties.engine, party, HANGS_AFTER_S)
+        self._parties = parties
+
+    @property
+    def session(self) -> ActiveSession:
+        return self._parties.session
+
+
+Connect = Callable[[Parties, str], PartyPeer]
+
+
+def start(parties: Parties, name: str, connect: Connect = PartyPeer) -> threading.Thread:
+    parties.errors.pop(name, None)
+    return parties.simulation().start(
+        name,
+        lambda _, name: connect(parties, name),
+        lambda error: parties.errors.update({name: error}),
+    )
+
+
+def finish(threads: Sequence[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(HANGS_AFTER_S)
+        assert not thread.is_alive(), f"{thread.name} hangs"
 
 
 def run_in_process(
     parties: Parties, connect: Callable[[ActiveSession, EcdhEngine], Peer] = InProcessPeer
 ) -> None:
     parties.run.run(connect(parties.session, parties.engine))
+
+
+def run_together(parties: Parties, connect: Connect = PartyPeer) -> None:
+    """Let several passive parties run, each in a thread of its own; the first error is raised."""
+    finish([start(parties, name, connect) for name in parties.peers])
+    for error in parties.errors.values():
+        raise error
 
 
 def run_over_grpc(parties: Parties, port: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.inference import Trained, train, write_wide_deep
 from tests.support.programs import ROOT, run_program
-from tests.support.several import write_several
+from tests.support.runs import write_several
 
 SAME_SPLIT = (
     *("active.insecure_nonce_seed=1", "passive.insecure_nonce_seed=2"),

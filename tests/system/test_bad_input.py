@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import Pair, Party, PartyName, side_by_side, started
-from tests.support.runs import write_example
-from tests.support.several import NAMES, write_several
+from tests.support.runs import NAMES, write_example, write_several
 from tests.support.simulation import free_address
 
 ENDLESS = "contract.epochs=100000"

@@ -21,9 +21,7 @@ from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.settings import validate
 from splitveil.common.text.upper_bounds import at_most
 from tests.support.plans import printed_plan
-from tests.support.runs import build_parties, run_in_process
-from tests.support.several import build_several, write_several
-from tests.support.several import run_in_process as run_in_process_several
+from tests.support.runs import build_parties, run_in_process, run_together, write_several
 from tests.support.tables import CLASSES, write_classes
 
 FLIPS = "{name: noisy_label, mechanism: {kind: randomized_response, epsilon: 2}}"
@@ -191,7 +189,7 @@ def test_a_run_learns_and_its_figures_are_of_the_classes(example: Path) -> None:
     assert last["loss"] < 0.7 * first["loss"]
     assert last["accuracy"] > 0.8
     assert last["auc"] == pytest.approx(np.mean([*last["auc_by_class"].values()]), abs=1e-12)
-    trainer, rows = parties.session.lifecycle.phase.trainer, parties.active.rows
+    trainer, rows = parties.session.lifecycle.trainer, parties.active.rows
     assert trainer is not None
     assert rows is not None
     assert sorted(set(trainer.labels_of(rows.splits["train"]).tolist())) == [0, 1, 2, 3]
@@ -240,16 +238,15 @@ def with_classes(folder: Path) -> Path:
 def test_one_gradient_is_defended_for_all_passive_parties(tmp_path: Path, aggregation: str) -> None:
     """Their parts together are the gradient that was charged once: marvell on the whole cut."""
     marvell = "defense={name: marvell, strength: {sum_kl: 0.2}, insecure_noise_seed: 7}"
-    several = build_several(
-        with_classes(tmp_path), [f"contract.aggregation={aggregation}"], ["data.classes=3", marvell]
-    )
-    run_in_process_several(several)
+    both = [f"contract.aggregation={aggregation}"]
+    several = build_parties(with_classes(tmp_path), [*both, "data.classes=3", marvell], both)
+    run_together(several)
     assert several.errors == {}
-    parts = [torch.stack(party.seen.received[:2]) for party in several.passive.values()]
-    sent = torch.stack(several.seen.sent[:2])
+    parts = [torch.stack(party.seen.received[:2]) for party in several.peers.values()]
+    sent = torch.stack(several.active.sent[:2])
     together = torch.cat(parts, dim=2) if aggregation == "concat" else 3 * parts[0]
     assert torch.allclose(together, sent, rtol=1e-6, atol=0)
-    assert several.seen.evaluations[-1].figures.auc_by_class
-    _, bounds = several.seen.ledger[-1]
+    assert several.active.evaluations[-1].figures.auc_by_class
+    _, bounds = several.active.ledger[-1]
     # Two epochs; the steps before every class was seen are charged nothing.
     assert bounds.sum_kl.max == pytest.approx(0.4, rel=1e-6)

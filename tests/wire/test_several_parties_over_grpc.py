@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 import pytest
 
-from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.common.alignment.channel import channel_pair
 from splitveil.common.alignment.share import Share, receive_share, share_frames
 from splitveil.common.errors import (
@@ -32,13 +32,12 @@ from splitveil.common.wire.limits import ALIGN_FRAME_BYTES, PARTY_KEY, check_fie
 from splitveil.deploy.authority import make_certificates
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
-from tests.run.test_several_parties import EVERY_2, MARVELL, undisturbed
+from tests.run.test_several_parties import EVERY_2, MARVELL_2, undisturbed
 from tests.support.certificates import files
 from tests.support.equality import assert_same_weights
 from tests.support.loopback import serving
 from tests.support.mutations import AtStep, Mutator, Tape, WireSender, send_mutants
-from tests.support.runs import in_background
-from tests.support.several import NAMES, Several, build_several, finish
+from tests.support.runs import NAMES, Parties, build_parties, finish, in_background
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 
 __all__ = ["undisturbed"]
@@ -47,14 +46,14 @@ HASTY = "reconnect={max_s: 300, deadline_s: 1}"
 
 
 def start(
-    several: Several,
+    several: Parties,
     name: str,
     port: int,
     third: Callable[[], None] = lambda: None,
     *,
     credentials: CredentialFiles | None = None,
 ) -> threading.Thread:
-    party = several.passive[name]
+    party = several.peers[name]
 
     def run() -> None:
         try:
@@ -69,10 +68,13 @@ def start(
 
 
 def test_parties_whose_deadlines_pass_while_they_wait_ask_again(
-    three: Path, undisturbed: Several, port: int
+    three: Path, undisturbed: Parties, port: int
 ) -> None:
     """Their deadline is one second."""
-    several, may_go = build_several(three, [*EVERY_2, HASTY], MARVELL), threading.Event()
+    several, may_go = (
+        build_parties(three, [*MARVELL_2, HASTY], [*EVERY_2, HASTY]),
+        threading.Event(),
+    )
     asked, exchange = Counter[str](), several.session.exchange
 
     def counted(message: Activation, party: str, is_listening: Callable[[], bool]) -> Any:
@@ -86,7 +88,7 @@ def test_parties_whose_deadlines_pass_while_they_wait_ask_again(
         wait_until(
             lambda: (
                 set(several.session.lifecycle.stages.awaited()) == {"birch"}
-                and bool(several.seen.losses)
+                and bool(several.active.losses)
             )
         )
         before = asked.copy()
@@ -104,8 +106,8 @@ def _wait(event: threading.Event) -> None:
 
 
 def test_a_handshake_for_another_party_than_the_call_s_is_refused(three: Path, port: int) -> None:
-    several = build_several(three)
-    ash = several.passive["ash"]
+    several = build_parties(three)
+    ash = several.peers["ash"]
     connection = PeerConnection(f"127.0.0.1:{port}", ash.run.contract)
     with (
         serving(several, port),
@@ -120,7 +122,7 @@ def test_a_handshake_for_another_party_than_the_call_s_is_refused(three: Path, p
 def test_a_call_has_to_name_one_party_of_the_contract(
     three: Path, port: int, named: Sequence[str]
 ) -> None:
-    several = build_several(three)
+    several = build_parties(three)
     request = pb.LeaveRequest(run_id=several.session.run_id, reason=pb.LEAVE_REASON_FAILED)
     metadata = [(PARTY_KEY, name) for name in named]
     with serving(several, port), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -135,8 +137,8 @@ def test_a_certificate_lets_its_own_party_in_and_no_other(
     three: Path, tmp_path: Path, port: int
 ) -> None:
     make_certificates(tmp_path, {name: f"{name}.splitveil" for name in ("active", *NAMES)})
-    several = build_several(three)
-    ash = several.passive["ash"]
+    several = build_parties(three)
+    ash = several.peers["ash"]
     connection = PeerConnection(f"127.0.0.1:{port}", ash.run.contract, files(tmp_path, "ash"))
     with serving(several, port, files(tmp_path, "active")):
         with (
@@ -145,7 +147,7 @@ def test_a_certificate_lets_its_own_party_in_and_no_other(
         ):
             peer.leave(several.session.run_id, LeaveReason.FAILED)
         assert several.session.lifecycle.error is None
-        for_all = {name: files(tmp_path, name) for name in several.passive}
+        for_all = {name: files(tmp_path, name) for name in several.peers}
         finish([start(several, name, port, credentials=own) for name, own in for_all.items()])
     assert several.errors == {}
     assert several.session.stage is Stage.FINISHED
@@ -166,13 +168,13 @@ class Tapes:
 
 
 def test_mutants_under_any_party_s_name_change_no_bit_of_the_run(
-    three: Path, undisturbed: Several, port: int, caplog: pytest.LogCaptureFixture
+    three: Path, undisturbed: Parties, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of each party's own messages under its own name and under the next one's.
 
     They come while the third step waits for one of the three, and while training goes on.
     """
-    several, tapes, statuses = build_several(three, EVERY_2, MARVELL), Tapes(), Counter[str]()
+    several, tapes, statuses = build_parties(three, MARVELL_2, EVERY_2), Tapes(), Counter[str]()
 
     def send(whose: str, under: str, count: int) -> None:
         sender = WireSender(port, under)
@@ -205,7 +207,7 @@ def test_mutants_under_any_party_s_name_change_no_bit_of_the_run(
     assert service.refused["InvalidMessage"] > 100
     assert service.refused["OutOfStep"] > 100
     assert_same_weights(several.weights(), undisturbed.weights())
-    assert several.seen.losses == undisturbed.seen.losses
+    assert several.active.losses == undisturbed.active.losses
 
 
 COMMITTED = [bytes([number]) * 32 for number in range(3)]

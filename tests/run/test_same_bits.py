@@ -1,0 +1,350 @@
+"""A run has the same bits whatever happens on its way: answers, answer log, charges and weights.
+
+Replies are lost and asked for again, other bytes come and are refused, either side is killed before
+or after an answer, with its newest checkpoints or without, or is stopped by a person. What all of
+it leaves behind is compared with a run in which nothing happened.
+"""
+
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+
+from splitveil.active_party.ledger.account_book import AccountBook
+from splitveil.active_party.run.answering import Unaligned
+from splitveil.active_party.run.lifecycle import Stage
+from splitveil.active_party.run.session import ActiveSession
+from splitveil.common.errors import Interrupted, NotOpen, OutOfStep, PeerLeft, PeerRestarted
+from splitveil.common.record.answer_log import FIRST_RESUMPTION_NUMBER
+from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason, Offer, Opening
+from tests.support.equality import same
+from tests.support.peers import Lost
+from tests.support.runs import (
+    Parties,
+    PartyPeer,
+    build_parties,
+    build_passive,
+    finish,
+    in_background,
+    write_example,
+    write_several,
+)
+
+DEFENSES = (
+    "{name: iso, insecure_noise_seed: 7}",
+    "{name: max_norm, insecure_noise_seed: 7}",
+    "{name: marvell, insecure_noise_seed: 7}",
+    "{name: marvell, statistics: running, insecure_noise_seed: 7}",
+    "{name: marvell, noise: persistent, insecure_noise_seed: 7}",
+    "{name: max_norm_positive, insecure_noise_seed: 7}",
+    "{name: noisy_label, insecure_noise_seed: 7}",
+    "{name: noisy_label, mechanism: {kind: alibi, epsilon: 2}, insecure_noise_seed: 7}",
+    "{name: gafm, insecure_noise_seed: 7}",
+    "{name: gafm, response: persistent, composed_with: {name: marvell, statistics: running}, "
+    "insecure_noise_seed: 7}",
+)
+RUNNING = DEFENSES[3]
+TROUBLES = (
+    "reply lost",
+    "asked again",
+    "other bytes",
+    "other bytes after a return",
+    "too early",
+    "passive killed before",
+    "passive killed after",
+    "passive set back",
+    "active killed before",
+    "active killed after",
+    "active killed before it learns",
+    "active set back",
+    "passive stopped",
+)
+
+
+class Way(NamedTuple):
+    """The settings of a run."""
+
+    defense: str = RUNNING
+    depth: int = 1
+    checkpoint_steps: int = 2
+    parties: int = 1
+
+    @property
+    def both(self) -> list[str]:
+        return [
+            "contract.batch_size=16",
+            "contract.evaluation_batch_size=5",
+            f"contract.pipeline_depth={self.depth}",
+            f"contract.checkpoint_steps={self.checkpoint_steps}",
+        ]
+
+
+class Trouble(NamedTuple):
+    kind: str
+    at: int
+    """The number of the message, over all processes of a party."""
+    party: int = 0
+
+
+class Left(NamedTuple):
+    """What a run leaves behind, and what it has sent."""
+
+    replies: dict[tuple[Any, ...], Any]
+    log: list[Any]
+    charges: torch.Tensor
+    bounds: Any
+    weights: dict[str, torch.Tensor]
+
+
+class World:
+    """A run's processes: threads that begin again, from their checkpoints, when they are killed."""
+
+    def __init__(self, way: Way, runs: Path, troubles: Sequence[Trouble] = ()) -> None:
+        self.way, self.runs = way, runs
+        self.parties = self._build()
+        names = list(self.parties.peers)
+        # In the first message of several parties, others may still be aligning.
+        first = 1 if way.parties == 1 else 2
+        self._due = {
+            (names[t.party % way.parties], max(t.at, first)): t.kind for t in reversed(troubles)
+        }
+        self._messages = dict.fromkeys(names, 0)
+        self.replies: dict[tuple[Any, ...], Any] = {}
+        self._errors: list[BaseException] = []
+
+    def _build(self) -> Parties:
+        active = [*self.way.both, f"defense={self.way.defense}"]
+        return build_parties(folder_of(self.way.parties), active, self.way.both, runs=self.runs)
+
+    def trouble(self, party: str) -> str:
+        self._messages[party] += 1
+        return self._due.get((party, self._messages[party]), "")
+
+    def run(self) -> Left:
+        while self.parties.session.stage is not Stage.FINISHED:
+            if self.parties.session.stage is Stage.ENDED:  # a goodbye ended all processes
+                self.parties = self._build()
+                self.parties.session.reopen()
+            finish([in_background(lambda name=name: self._live(name)) for name in self._messages])  # type: ignore[misc]
+            for error in self._errors:
+                raise error
+        log = self.parties.session.lifecycle.answering.questions.log
+        return Left(
+            self.replies,
+            [record for record in log.since(0) if record.number < FIRST_RESUMPTION_NUMBER],
+            charges(self.parties.session),
+            self.parties.session.leak_bounds(),
+            self.parties.weights(),
+        )
+
+    def _live(self, name: str) -> None:
+        while True:
+            try:
+                return self.parties.peers[name].run.run(Troubled(self, name))
+            except Lost:
+                folder = folder_of(self.way.parties)
+                again = build_passive(folder, name, self.way.both, runs=self.runs)
+                self.parties.peers[name] = again
+            except (Interrupted, PeerLeft):
+                return None
+            except BaseException as error:
+                self._errors.append(error)
+                self.parties.session.end(PeerLeft("the test has failed"))
+                return None
+
+    def set_back(self, party: str) -> None:
+        """Lose all checkpoints but the first."""
+        for state in sorted((self.runs / party / "checkpoint").glob("at-*.state"))[1:]:
+            state.unlink()
+
+    def kill_active(self, *, sets_back: bool = False) -> None:
+        old = self.parties.session
+        with old._stages:
+            known = charges(old)
+            old.lifecycle.phase = Unaligned(AccountBook.empty())  # so that it saves nothing more
+            old.lifecycle.error = NotOpen("killed")
+            old._stages.move_to(Stage.ENDED)
+            if sets_back:
+                self.set_back("active")
+            again = self._build()
+            assert again.session.reopen()
+            assert torch.equal(charges(again.session), known)
+            self.parties.session, self.parties.active = again.session, again.active
+
+
+def charges(session: ActiveSession) -> torch.Tensor:
+    state = session.lifecycle.phase.account_book().state_dict()
+    return state["settled_sum_kl"] + state.get("current_sum_kl", 0)
+
+
+class Troubled(PartyPeer):
+    """Meets the troubles of a party; held-out rows are asked about as soon as they are sent."""
+
+    def __init__(self, world: World, party: str) -> None:
+        super().__init__(world.parties, party)
+        self._world, self._name = world, party
+        self._courses: deque[Course] = deque()
+        self._asked: deque[tuple[Activation, Any]] = deque(maxlen=world.way.depth)
+
+    def handshake(
+        self, party: str, contract_json: str, commitment: bytes, offer: Offer | None = None
+    ) -> Opening:
+        self._courses.clear()
+        self._asked.clear()
+        return super().handshake(party, contract_json, commitment, offer)
+
+    def send_held_out(self, activation: Activation) -> None:
+        self._courses.append(self._meet(activation))
+
+    def receive_course(self) -> Course:
+        return self._courses.popleft()
+
+    def _exchange(self, activation: Activation) -> Answer:
+        reply = self._meet(activation)
+        assert isinstance(reply, Answer)
+        return reply
+
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
+        if reason is not LeaveReason.FAILED:  # a killed process says nothing
+            super().leave(run_id, reason)
+
+    def _meet(self, activation: Activation) -> Any:
+        world, session = self._world, self.session
+        trouble = world.trouble(self._name)
+        batch = activation.batch
+        key = (self._name, batch.epoch, batch.split, batch.step)
+        if trouble in ("passive killed before", "passive set back"):
+            if trouble == "passive set back":
+                world.set_back(self._name)
+            raise Lost
+        if trouble == "passive stopped":
+            raise Interrupted
+        if trouble == "active killed before":
+            world.kill_active()
+        if trouble == "too early":
+            self._refused(replace(activation, batch=batch._replace(step=batch.step + 1)))
+        if trouble == "other bytes after a return" and key in world.replies:
+            self._refused(replace(activation, values=activation.values + 1))
+        reply = self._ask(activation)
+        if trouble == "passive killed after":
+            raise Lost
+        if trouble in ("active killed before it learns", "active set back"):
+            world.kill_active(sets_back=trouble == "active set back")
+            self._ask(activation)  # its reply was lost on the way
+        session.finish_step()
+        if self._asked and self._asked[-1][0].batch.split != batch.split:
+            self._asked.clear()
+        self._asked.append((activation, reply))
+        if trouble == "reply lost":
+            reply = self._ask(activation)
+        if trouble == "asked again":
+            for asked, answered in self._asked:
+                assert same_reply(self._ask(asked), answered)
+        if trouble == "other bytes":
+            for asked, _ in self._asked:
+                self._refused(replace(asked, values=asked.values + 1))
+        assert same_reply(world.replies.setdefault(key, reply), reply)
+        if trouble == "active killed after":
+            world.kill_active()
+        return reply
+
+    def _ask(self, activation: Activation) -> Any:
+        session = self.session
+        ask = session.exchange if activation.batch.split == "train" else session.evaluate
+        try:
+            return ask(activation, self._name, self._is_connected(session))
+        except NotOpen as error:
+            raise PeerRestarted from error  # as the status of this error means on the other side
+
+    def _refused(self, activation: Activation) -> None:
+        with pytest.raises(OutOfStep):
+            self._ask(activation)
+
+
+def same_reply(one: Any, other: Any) -> bool:
+    if isinstance(one, Answer) and isinstance(other, Answer):
+        return same(one.values, other.values)
+    return bool(one == other)
+
+
+@lru_cache(maxsize=4)
+def folder_of(parties: int) -> Path:
+    folder = Path(_folders[0].name) / str(parties)
+    if parties == 1:
+        write_example(folder, rows=120)
+    else:
+        write_several(folder, parties, rows=120)
+    return folder
+
+
+_folders: list[tempfile.TemporaryDirectory[str]] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _folder() -> Iterator[None]:
+    with tempfile.TemporaryDirectory() as name:
+        _folders[:] = [tempfile.TemporaryDirectory(dir=name)]
+        yield
+        folder_of.cache_clear()
+        undisturbed.cache_clear()
+
+
+@lru_cache(maxsize=64)
+def undisturbed(way: Way) -> Left:
+    with tempfile.TemporaryDirectory() as runs:
+        return World(way, Path(runs)).run()
+
+
+def check(way: Way, troubles: Sequence[Trouble]) -> None:
+    expected = undisturbed(way)
+    with tempfile.TemporaryDirectory() as runs:
+        found = World(way, Path(runs), troubles).run()
+    assert found.log == expected.log
+    assert found.replies.keys() == expected.replies.keys()
+    assert all(same_reply(found.replies[key], reply) for key, reply in expected.replies.items())
+    assert torch.equal(found.charges, expected.charges)
+    assert found.bounds == expected.bounds
+    assert same(found.weights, expected.weights)
+
+
+WAYS = st.builds(
+    Way,
+    st.sampled_from(DEFENSES),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 5]),
+    st.sampled_from([1, 1, 2]),
+)
+SOME = st.lists(
+    st.builds(Trouble, st.sampled_from(TROUBLES), st.integers(1, 30), st.integers(0, 1)),
+    min_size=1,
+    max_size=8,
+)
+DERANDOMIZED = settings(
+    derandomize=True, database=None, deadline=None, phases=[Phase.explicit, Phase.generate]
+)
+
+
+@settings(DERANDOMIZED, max_examples=10)
+@example(Way(), [Trouble(kind, 2 * at) for at, kind in enumerate(TROUBLES, 1)])
+@example(Way(depth=4), [Trouble(kind, 2 * at) for at, kind in enumerate(TROUBLES[::-1], 1)])
+@example(Way(parties=2), [Trouble(kind, 2 * at, at) for at, kind in enumerate(TROUBLES, 1)])
+@given(WAYS, SOME)
+def test_whatever_happens_a_run_ends_as_if_nothing_had_happened(
+    way: Way, troubles: Sequence[Trouble]
+) -> None:
+    check(way, troubles)
+
+
+@pytest.mark.slow  # some hundred runs
+@settings(DERANDOMIZED, max_examples=300)
+@given(WAYS, SOME)
+def test_whatever_happens_in_hundreds_of_runs(way: Way, troubles: Sequence[Trouble]) -> None:
+    check(way, troubles)

@@ -332,11 +332,13 @@ class RowEncoder:
     def __init__(self, encoder: FeatureEncoder, table: Table) -> None:
         encoder.check_same_columns(table)
         self._encoder, self._table = encoder, table
-        # Code -1, no value, selects the last entry.
-        self._slots = [
-            (v.name, np.append(_slots_of(v, table.categorical[v.name].categories), MISSING_SLOT))
-            for v in encoder.categorical
-        ]
+        self._slots = []
+        for v in encoder.categorical:
+            texts, known = table.categorical[v.name].categories, pa.array(v.categories, pa.string())
+            places = pc.add(pc.index_in(texts, value_set=known), FIRST_CATEGORY_SLOT)
+            slots = pc.fill_null(places, UNKNOWN_SLOT).to_numpy()
+            # Code -1, no value, selects the last entry.
+            self._slots.append((v.name, np.append(slots, MISSING_SLOT)))
         self._members = [
             (v.name, SetMembers(table.lists[v.name].categories, v.categories))
             for v in encoder.lists
@@ -407,12 +409,6 @@ class MappedFeatures(Features):
 
     def to(self, device: torch.device) -> "MappedFeatures":
         return replace(self, device=device)
-
-
-def _slots_of(vocabulary: Vocabulary, categories: Any) -> NDArray[np.int64]:
-    indices = pc.index_in(categories, value_set=pa.array(vocabulary.categories, pa.string()))
-    slots = pc.fill_null(pc.add(indices, FIRST_CATEGORY_SLOT), UNKNOWN_SLOT).to_numpy()
-    return np.asarray(slots, dtype=np.int64)
 
 
 def _image_info(image: NDArray[Any]) -> ImageInfo:

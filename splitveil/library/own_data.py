@@ -266,7 +266,7 @@ def _is_by_party(passive: Any) -> bool:
 def _data(
     folder: Path, name: str, table: pa.Table, own: Sequence[str], id_column: str | None
 ) -> dict[str, Any]:
-    columns, sequences = _judged_columns(name, table, {*own, id_column, *_index_of(table)})
+    columns = _judged_columns(name, table, {*own, id_column, *_index_of(table)})
     written = folder / f"{name}.parquet"
     parquet.write_table(table, written)
     written.chmod(0o600)
@@ -274,8 +274,6 @@ def _data(
     with written.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     path = written.rename(folder / f"{name}-{digest}.parquet")
-    if sequences:
-        columns["features"] = columns.get("features", {}) | {"sequences": sequences}
     return {
         "source": {"kind": "parquet", "path": path.name},
         **({} if id_column is None else {"id_column": id_column}),
@@ -289,8 +287,8 @@ _JUDGED_ROWS = 20_000
 
 def _judged_columns(
     table_name: str, table: pa.Table, others: Collection[str | None]
-) -> tuple[dict[str, Any], dict[str, dict[str, int]]]:
-    """Return ``init``'s settings for the columns of features, and those of the sequences.
+) -> dict[str, Any]:
+    """Return the settings of the columns that are features.
 
     Texts are judged as ``init`` does, except that what it would ask about is a category; a column
     that has another type is what its type says, and is never left out.
@@ -303,7 +301,11 @@ def _judged_columns(
             continue
         way, own = _way_of(field, table_name), table.column(field.name)
         if way == "sequences":
-            sequences[field.name] = _sequence(own)
+            lengths, tokens = pc.list_value_length(own), pc.list_flatten(own)
+            sequences[field.name] = {
+                "max_length": max(1, pc.max(lengths).as_py() or 0),
+                "num_tokens": max(0, pc.max(tokens).as_py() or 0) + 1,
+            }
             continue
         columns[field.name] = _by_type(field.name, own, _KINDS[way])
         if is_text(field.type) and as_text(own) is not None:
@@ -324,7 +326,10 @@ def _judged_columns(
     if codes:
         shown = ", ".join(map(repr, codes))
         _logger.warning("%s: no value, as columns of numbers show: %s", table_name, shown)
-    return choices.settings(), sequences
+    settings = choices.settings()
+    if sequences:
+        settings["features"] = settings.get("features", {}) | {"sequences": sequences}
+    return settings
 
 
 def _by_type(name: str, cells: pa.ChunkedArray, kind: Kind) -> Column:
@@ -376,12 +381,6 @@ def _way_of(column: pa.Field, table: str) -> str:
             f"whole numbers, not {cells}: convert the column or leave it out"
         )
     return "numeric" if is_numeric(kind) or types.is_boolean(kind) else "categorical"
-
-
-def _sequence(cells: pa.ChunkedArray) -> dict[str, int]:
-    longest = pc.max(pc.list_value_length(cells)).as_py()
-    largest = pc.max(pc.list_flatten(cells)).as_py()
-    return {"max_length": max(1, longest or 0), "num_tokens": max(0, largest or 0) + 1}
 
 
 def _settings(data: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from splitveil.active_party.defenses.interface import Step, TopModel, descend
 from splitveil.common.data.settings import DataSettings, LabelRange
 from splitveil.common.models.data_parallel import DataParallelModel, go_on
-from splitveil.common.models.training_state import trained_of
+from splitveil.common.models.optimizers import trained_of
 from splitveil.common.privacy.figures import PredictionFigures
 from splitveil.common.privacy.leakage import areas
 from splitveil.common.privacy.number_attacks import LabelNumbers

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from splitveil.common.data.label_range import ONE_NUMBER
+from splitveil.common.data.settings import ONE_NUMBER
 
 _SMALLEST_UNIT = 1e-307  # below it the reciprocal of a float64 overflows
 

@@ -25,8 +25,7 @@ from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import ColumnsInMemory, list_rows
 from splitveil.common.data.stored_ids import ABSENT
 from splitveil.common.data.table import Table, table_of
-from splitveil.common.data.table_files import settings_for
-from splitveil.common.data.unseen import unknown_categories, unseen_numbers
+from splitveil.common.data.table_files import settings_for, unknown_categories, unseen_numbers
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import ServedRows
 from splitveil.common.record.model_files import ALONE, TrainedModel

@@ -17,7 +17,7 @@ from splitveil.active_party.report.tables import MeasuredAttack
 from splitveil.active_party.report.verdict import Verdict, target_of, verdict_of
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import read_predictions
-from splitveil.common.data.label_range import ONE_NUMBER
+from splitveil.common.data.settings import ONE_NUMBER
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.cover import COVER, CheckAnswer, write_cover
 from splitveil.common.party.report_parts import (

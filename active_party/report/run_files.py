@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from splitveil.common.data.label_range import ONE_NUMBER
+from splitveil.common.data.settings import ONE_NUMBER
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import LeakBounds

@@ -19,7 +19,7 @@ from splitveil.active_party.ledger.budget import LEARNED_FROM_LABELS
 from splitveil.active_party.report.run_files import RunFiles
 from splitveil.active_party.report.tables import estimate_of
 from splitveil.active_party.training.evaluation import read_predictions
-from splitveil.common.data.label_range import ONE_NUMBER
+from splitveil.common.data.settings import ONE_NUMBER
 from splitveil.common.privacy.charge import Adversary
 from splitveil.common.record.assessment import Finding, LeakAssessment, passes_stated
 from splitveil.common.text.wording import at_least, at_most, auc_at_most

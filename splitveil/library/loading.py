@@ -18,7 +18,7 @@ import yaml
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data import source_settings
 from splitveil.common.data.source_settings import not_expanded
-from splitveil.common.data.table_paths import find_files, table_path_of
+from splitveil.common.data.sources import find_files, table_path_of
 from splitveil.common.errors import DataError, SettingsError, SplitveilError
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
 from splitveil.common.record.run_folder import write_bytes_atomically

@@ -16,8 +16,7 @@ import yaml
 from splitveil.active_party.grpc_server import probe_server
 from splitveil.active_party.grpc_server.probe_server import ProbeServer
 from splitveil.active_party.run.lifecycle import Stage
-from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.data.id_forms import form_of
+from splitveil.common.data.canonical_form import CanonicalForm, form_of
 from splitveil.common.errors import PeerUnreachable, SettingsError, SplitveilError
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import load_party_settings

@@ -10,7 +10,7 @@ from pathlib import Path
 from splitveil.active_party.report import read_run
 from splitveil.active_party.report.answer import drawn
 from splitveil.active_party.report.bounds import assessment_of
-from splitveil.active_party.report.decision import target_of
+from splitveil.active_party.report.verdict import target_of
 
 STANDALONE = (
     "svg.chart.scale { max-width: none; background: var(--card); "

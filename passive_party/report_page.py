@@ -91,22 +91,7 @@ def write_exposure(folder: Path, exposure: FeatureExposure) -> None:
 
 
 def write_passive_report(folder: Path, output: Path | None = None) -> Path:
-    own = folder / "passive" if (folder / "passive" / METRICS).is_file() else folder
-    page = _page(own, has_cover=output is None)
-    path = output or own / "report.html"
-    write_text_atomically(path, page)
-    return path
-
-
-def read_exposure(folder: Path) -> FeatureExposure | None:
-    try:
-        written = json.loads(text_of(folder / EXPOSURE) or "{}")
-    except (ValueError, RecursionError) as error:
-        raise SettingsError(f"{folder / EXPOSURE}: not valid JSON") from error
-    return exposure_from_json(written)
-
-
-def _page(folder: Path, *, has_cover: bool) -> str:
+    folder = folder / "passive" if (folder / "passive" / METRICS).is_file() else folder
     settings = as_mapping(
         load_yaml(text_of(folder / "settings.yaml") or "{}", str(folder), RESOLVED)
     )
@@ -124,7 +109,7 @@ def _page(folder: Path, *, has_cover: bool) -> str:
         else report_parts.columns_row(exposure.disclosure, most),
         "labels": _NO_LABELS if nothing_of_labels(contract) else _SOME_LABELS,
     }
-    if has_cover:  # the pages name each other by their places
+    if output is None:  # the pages name each other by their places
         write_cover(
             folder,
             str(settings.get("party", "passive")),
@@ -145,13 +130,13 @@ def _page(folder: Path, *, has_cover: bool) -> str:
     columns = () if exposure is None else exposure.columns
     crossed = report_parts.traffic_rows(traffic, ACTIVE)
     left = {_CONTENT.get(one.kind, one.kind) for one in crossed if one.direction == "sent"}
-    return report_parts.render(
+    page = report_parts.render(
         _PACKAGE,
         "passive.html.jinja",
         title=f"{contract.get('run_name', folder.name)}",
         party=str(settings.get("party", "passive")),
         peer=peer,
-        cover=COVER if has_cover else None,
+        cover=COVER if output is None else None,
         assessment=assessment,
         both_sides=report_parts.picture([*figures.values()]),
         one_shot=one_shot,
@@ -173,6 +158,17 @@ def _page(folder: Path, *, has_cover: bool) -> str:
             for one in crossed
         ],
     )
+    path = output or folder / "report.html"
+    write_text_atomically(path, page)
+    return path
+
+
+def read_exposure(folder: Path) -> FeatureExposure | None:
+    try:
+        written = json.loads(text_of(folder / EXPOSURE) or "{}")
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(f"{folder / EXPOSURE}: not valid JSON") from error
+    return exposure_from_json(written)
 
 
 def _assessment(

@@ -27,9 +27,9 @@ from splitveil.active_party.monitor.row_covariates import RowCovariates
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.label_kinds import ClassLabels, kind_of
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import ATTACKS, SideInformation
 from splitveil.common.privacy.audit import AuditedBatch
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import STANDARD_ERRORS, AttackFigure, LeakFigures
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder

@@ -14,7 +14,7 @@ from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.monitor.leak_watch import LeakWatch
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.privacy.figures import (
     BeyondFigures,

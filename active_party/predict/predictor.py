@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from splitveil.active_party.predict.embed_client import EmbedClient, TableClient
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.aggregation import aggregate
 from splitveil.active_party.training.boosting import WithTrees
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind, kind_of
-from splitveil.active_party.training.top_trainer import aggregate
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.data.stored_ids import ABSENT
 from splitveil.common.errors import SettingsError

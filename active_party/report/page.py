@@ -1,4 +1,4 @@
-"""Renders the pages: the report of one run, and several runs side by side.
+"""Renders the pages: the report of one run, its cover page, and several runs side by side.
 
 Figures and charts come from the other modules, words from the templates, which escape everything
 that comes from settings and files.
@@ -7,40 +7,33 @@ that comes from settings and files.
 import logging
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from splitveil.active_party.report import (
-    answer,
-    bounds,
-    cover,
-    decision,
-    figures,
-    panels,
-    run_files,
-    svg,
-    tables,
-)
-from splitveil.active_party.report.decision import Decision
-from splitveil.active_party.report.figures import MeasuredAttack
+from splitveil.active_party.report import panels, run_files, svg, tables
 from splitveil.active_party.report.run_files import RunFiles, read_run
+from splitveil.active_party.report.tables import MeasuredAttack
+from splitveil.active_party.report.verdict import Verdict, target_of, verdict_of
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import read_predictions
+from splitveil.common.data.settings import ONE_NUMBER
 from splitveil.common.errors import SettingsError, SplitveilError
-from splitveil.common.party.cover import COVER
+from splitveil.common.party.cover import COVER, CheckAnswer, write_cover
 from splitveil.common.party.report_parts import (
+    ScaleRow,
     circumstances,
+    columns_row,
     picture,
     read_traffic,
     render,
     traffic_rows,
 )
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import ATTACKS, needs_of
-from splitveil.common.privacy.figures import LeakBounds
+from splitveil.common.privacy.attacks import ATTACKS
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.run_folder import write_text_atomically
+from splitveil.common.run.contract import ACTIVE
 from splitveil.common.settings import Mark, marked
 from splitveil.common.text.wording import at_least, at_most, auc_at_most
 
@@ -49,18 +42,20 @@ logger = logging.getLogger("splitveil.active_party")
 _REPORT_LATER = "once the cause is gone: splitveil report"
 _PACKAGE = "splitveil.active_party.report"
 _NAME_LENGTH = 36
+_NOT_OURS = ScaleRow(
+    "Columns: their owner's report has the figure",
+    "muted",
+    said="It is on the feature owner's page.",
+)
 
 
 class _Compared(NamedTuple):
     title: str
     style: str
     run: RunFiles
+    verdict: Verdict
     findings: dict[tuple[str, str], MeasuredAttack]  # by layer and attack, on batches
     whole_run: dict[tuple[str, str], float]  # leak AUC by layer and attack
-    leak: LeakAssessment
-    strongest: str  # the strongest attack and its figure, or why there is none
-    decision: Decision
-    ledger: LeakBounds | None
     bounds: dict[Adversary, str]
 
 
@@ -73,8 +68,7 @@ def write_report(
         run = run.with_target(target_leak_auc)
     path = output or run.active.folder / "report.html"
     if output is None:  # the pages name each other by their places
-        leak = bounds.assessment_of(run)
-        cover.write(run, leak, decision.decide(run, leak))
+        _write_cover(run, verdict_of(run))
     write_text_atomically(path, report_page(run, has_cover=output is None))
     return path
 
@@ -101,140 +95,182 @@ def try_to_report(run_dir: Path) -> None:
 def report_page(run: RunFiles, *, has_cover: bool = False) -> str:
     """Return the report of one run as HTML; the same files give the same bytes."""
     series = run_files.leak_series(run)
-    findings = [figures.finding_of(one) for one in series]
-    traffic, of_leak = read_traffic(run.active.folder), run.active.summary.of_leak
-    leak = bounds.assessment_of(run)
-    decided = decision.decide(run, leak)
-    classes = run_files.num_classes(run)
+    findings = [tables.finding_of(one) for one in series]
+    traffic, verdict = read_traffic(run.active.folder), verdict_of(run)
+    names = run.active.setting("contract", "passive_parties")
+    only_peer = str(names[0]) if isinstance(names, list) and names else "passive"
     return render(
         _PACKAGE,
         "report.html.jinja",
         title=run.name,
         cover=COVER if has_cover else None,
-        defense=_defense(run),
-        has_ended=run.active.has_ended,
-        summary=run.active.summary,
-        of_active=run.active.summary.of_active,
-        batches=of_leak.counts,
-        leak=leak,
-        decision=decided,
-        question=answer.QUESTION,
-        answer=answer.answer(leak, classes, run_files.label_of(run), decided.passed),
-        strongest=answer.strongest_in_words(leak),
-        drawn=picture([*cover.figures(run, leak).values()]),
-        epsilon=of_leak.beyond and of_leak.beyond.epsilon,
-        why_not_anybody=""
-        if leak.adversary is None
-        else bounds.why_not_anybody(run, leak.adversary),
-        test_aucs=list(tables.test_rows(run)),
+        run=run,
+        verdict=verdict,
+        tables=tables,
+        of_numbers=run.num_classes == ONE_NUMBER,
+        drawn=picture([*_scales(run, verdict.leak).values()]),
         not_run=sorted(set(map(str, ATTACKS)) - {found.attack for found in findings}),
-        has_passives=bool(run.passives),
-        ledger=bounds.ledger_of(run),
-        training=panels.training_panels(run) if leak.has_gradients else [],
-        number_rows=list(tables.number_rows(run)),
-        of_numbers=run_files.is_of_numbers(run),
-        leak_panels=panels.leak_panels(run, series, leak.feature_auc),
+        training=panels.training_panels(run) if verdict.leak.has_gradients else [],
+        leak_panels=panels.leak_panels(run, series, verdict.leak.feature_auc),
         layers=list(dict.fromkeys(one.layer for one in series)),
-        num_classes=classes,
-        class_rows=list(tables.class_rows(run)),
-        pair_rows=list(tables.pair_rows(run)),
-        beyond_rows=list(bounds.beyond_rows(run, leak)),
         leak_rows=list(tables.leak_rows(findings)),
-        alarm_rows=list(tables.alarm_rows(run)),
-        run_level_rows=list(tables.run_level_rows(run)),
-        ledger_panel=panels.ledger_panel(run, leak),
+        ledger_panel=panels.ledger_panel(run, verdict.leak),
         circumstances=list(circumstances(run.active.summary, run.active.metrics, traffic)),
-        traffic_rows=traffic_rows(traffic, _only_peer(run)),
-        completion=tables.completion_in_words(run),
-        settings=tables.settings_tables(run.active.settings),
-        figure=figures.figure,
-        count=figures.count,
+        traffic_rows=traffic_rows(traffic, only_peer),
         at_least=at_least,
         at_most=at_most,
         auc_at_most=auc_at_most,
         nan=math.nan,
-        needs_of=needs_of,
     )
+
+
+def _write_cover(run: RunFiles, verdict: Verdict) -> None:
+    """Write the label owner's cover page: its figures, and its answers to the list of checks."""
+    target, where = target_of(run)
+    has_budget = any(run.active.setting("run_budget", name) for name in ("leak_auc", "sum_kl"))
+    pairs = f"{100 * float(auc_at_most(run.guarantee)):g}" if run.guarantee < 1 else ""
+    bound = CheckAnswer("ticked", f"At most {pairs} of 100 pairs.")
+    if not pairs:
+        bound = CheckAnswer("no", "There is no bound for anybody.")
+    elif not verdict.leak.is_proved:
+        why = "The bound is what the defense's own code states, without a proof."
+        bound = CheckAnswer("no", why)
+    if target is None:
+        why = "No setting says which figure is acceptable (report.target_leak_auc)."
+        figure = CheckAnswer("no", why)
+    elif not run.guarantee <= target + 1e-9:
+        why = f"The bound is not within {100 * target:g} of 100 pairs ({where})."
+        figure = CheckAnswer("no", why)
+    elif not has_budget:
+        figure = CheckAnswer("no", "No run_budget limits all runs together.")
+    else:
+        why = f"It is within {100 * target:g} of 100 pairs; run_budget is set."
+        figure = CheckAnswer("ticked", why)
+    write_cover(
+        run.active.folder,
+        ACTIVE,
+        run.active.settings,
+        run.active.summary,
+        (verdict.outcome, verdict.badge, verdict.answer),
+        _scales(run, verdict.leak),
+        {"bound": bound, "figure": figure},
+    )
+
+
+def _scales(run: RunFiles, leak: LeakAssessment) -> Mapping[str, ScaleRow]:
+    """Return what labels and columns give away, and what the model is worth.
+
+    Of a leak AUC and of a test AUC, 1/2 is 0 and 1 is 1. Of columns, only their owner has a figure:
+    it is here where its files are on this machine.
+    """
+    found = {"labels": _labels(run, leak)}
+    if leak.has_gradients:
+        found["labels, measured"] = _measured(leak)
+    for one in run.passives:
+        if (disclosure := one.disclosure) is not None:
+            whose = f" ({one.name})" * (len(run.passives) > 1)
+            most = one.setting("max_exposure")
+            found[f"columns{whose}"] = columns_row(disclosure, most, whose)
+    if not any(name.startswith("columns") for name in found):
+        found["columns"] = _NOT_OURS
+    return found | {"model": _model(run)}
+
+
+def _labels(run: RunFiles, leak: LeakAssessment) -> ScaleRow:
+    target, _ = target_of(run)
+    most = None if target is None else 2 * target - 1
+    limit = "" if target is None else f" Limit: {100 * target:g} of 100 pairs."
+    if leak.bound is None or leak.adversary is None:
+        said = f"Nothing limits it.{limit}"
+        return ScaleRow("Labels: no bound", "muted", 0.0, 1.0, most=most, said=said)
+    bound, how = float(auc_at_most(leak.bound)), ", computationally" * leak.is_computational
+    words = f"Labels: at most {2 * bound - 1:.3f} ({leak.adversary}{how})"
+    said = f"At most {100 * bound:g} of 100 pairs for {leak.adversary.in_words}{how}; guessing: 50."
+    return ScaleRow(words, "guarantee", 0.0, 2 * bound - 1, most=most, said=said + limit)
+
+
+def _measured(leak: LeakAssessment) -> ScaleRow:
+    found, strongest = leak.share, leak.strongest
+    if found is None:
+        words = leak.not_measured
+        said = f"It {words}.".replace("It not", "Not")
+        return ScaleRow(f"Strongest attack: {words}", "muted", said=said)
+    said = f"{found[2]:.0%} of the variance that columns leave."
+    if strongest is not None:
+        said = f"{50 + 50 * found[2]:.0f} of 100 pairs, by the strongest attack that was run."
+    words = f"Strongest attack: {found[2]:.3f} ({found[0]:.3f} to {found[1]:.3f})"
+    return ScaleRow(words, "measured", *found, said=said)
+
+
+def _model(run: RunFiles) -> ScaleRow:
+    model = run.active.summary.of_active.model
+    joint, alone = model.test.share, None if model.alone is None else model.alone.share
+    if joint is None:
+        return ScaleRow("Model: not measured", "muted", said="Not measured.")
+    figure, unit = model.test.share_in_words
+    words, said = f"Model: {max(joint, 0.0):.3f}", f"{figure} {unit}, on test records"
+    if model.alone is not None and alone is not None:
+        words += f"; without the other columns {max(alone, 0.0):.3f}"
+        said += f"; by the label owner's own columns {model.alone.share_in_words[0]}"
+    most = None if alone is None else max(alone, 0.0)
+    return ScaleRow(words, "utility", 0.0, max(joint, 0.0), most=most, said=f"{said}.")
 
 
 def comparison_page(runs: Sequence[RunFiles]) -> str:
     """Return several runs side by side as HTML."""
     predictions = [read_predictions(run.active.folder) for run in runs]
     rows = {None if one is None else one.ids.tobytes() for one in predictions}
-    compared = [
-        _compared(title, f"s{index % panels.NUM_STYLES}", run)
-        for index, (title, run) in enumerate(zip(_titles(runs), runs, strict=True))
+    compared = list(_compared(runs))
+    leaks = [one.verdict.leak for one in compared]
+    dots = [
+        svg.Dot(
+            one.verdict.leak.strongest.leak.value,
+            auc,
+            one.style,
+            textwrap.shorten(one.title, _NAME_LENGTH, placeholder="…"),
+        )
+        for one in compared
+        if (auc := one.run.active.summary.of_active.model.test.auc) is not None
+        and one.verdict.leak.strongest is not None
     ]
-    keys = list(dict.fromkeys(key for one in compared for key in one.findings))
     return render(
         _PACKAGE,
         "comparison.html.jinja",
         title=", ".join(one.title for one in compared),
-        runs=[(one, _defense(one.run)) for one in compared],
-        multi_class=any(run_files.num_classes(run) > 2 for run in runs),
-        trade_off=panels.trade_off(_dots(compared)),
+        runs=compared,
+        multi_class=any(run.num_classes > 2 for run in runs),
+        trade_off=panels.trade_off(dots),
         models=[run.active.summary.of_active.model for run in runs],
         same_tests=len(rows) == 1 and None not in rows,
         test_aucs=[
             tables.quality_in_words(run, one) for run, one in zip(runs, predictions, strict=True)
         ],
-        keys=keys,
-        adjusted=list(dict.fromkeys(each.attack for one in compared for each in one.leak.attacks)),
-        raw_notes=list(dict.fromkeys(one.leak.raw_note for one in compared)),
+        keys=list(dict.fromkeys(key for one in compared for key in one.findings)),
+        adjusted=list(dict.fromkeys(each.attack for leak in leaks for each in leak.attacks)),
+        raw_notes=list(dict.fromkeys(leak.raw_note for leak in leaks)),
         whole_run_keys=list(dict.fromkeys(key for one in compared for key in one.whole_run)),
         peers_of_bounds=list(Adversary),
-        figure=figures.figure,
-        count=figures.count,
+        figure=tables.figure,
+        count=tables.count,
         ledger=panels.shared_ledger_panel([(one.style, one.run) for one in compared]),
         differences=_differences(compared),
     )
 
 
-def _only_peer(run: RunFiles) -> str:
-    names = run.active.setting("contract", "passive_parties")
-    return str(names[0]) if isinstance(names, list) and names else "passive"
-
-
-def _defense(run: RunFiles) -> str:
-    return str(run.active.setting("defense", "name") or "unknown")
-
-
-def _compared(title: str, style: str, run: RunFiles) -> _Compared:
-    findings = [figures.finding_of(one) for one in run_files.leak_series(run)]
-    leak = bounds.assessment_of(run)
-    return _Compared(
-        title,
-        style,
-        run,
-        {(one.layer, one.attack): one for one in findings},
-        {key: one.auc for key, one in tables.run_levels(run).items()},
-        leak,
-        leak.figure_in_words(leak.strongest),
-        decision.decide(run, leak),
-        bounds.ledger_of(run),
-        tables.bound_cells(run),
-    )
-
-
-def _short(title: str) -> str:
-    return textwrap.shorten(title, _NAME_LENGTH, placeholder="…")
-
-
-def _titles(runs: Sequence[RunFiles]) -> list[str]:
+def _compared(runs: Sequence[RunFiles]) -> Iterator[_Compared]:
     names = [run.name for run in runs]
-    return [
-        name if names.count(name) == 1 else f"{name} ({run.folder})"
-        for name, run in zip(names, runs, strict=True)
-    ]
-
-
-def _dots(compared: Sequence[_Compared]) -> list[svg.Dot]:
-    dots = []
-    for one in compared:
-        auc, strongest = one.run.active.summary.of_active.model.test.auc, one.leak.strongest
-        if auc is not None and strongest is not None:
-            dots.append(svg.Dot(strongest.leak.value, auc, one.style, _short(one.title)))
-    return dots
+    for index, run in enumerate(runs):
+        title = run.name if names.count(run.name) == 1 else f"{run.name} ({run.folder})"
+        findings = [tables.finding_of(one) for one in run_files.leak_series(run)]
+        yield _Compared(
+            title,
+            f"s{index % panels.NUM_STYLES}",
+            run,
+            verdict_of(run),
+            {(one.layer, one.attack): one for one in findings},
+            {key: one.auc for key, one in tables.run_levels(run).items()},
+            tables.bound_cells(run),
+        )
 
 
 def _differences(compared: Sequence[_Compared]) -> list[tuple[str, list[str]]]:

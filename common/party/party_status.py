@@ -152,10 +152,6 @@ class Presence:
             heard_at = self._heard_at.get(peer)
         return None if heard_at is None else self._clock() - heard_at
 
-    def is_there(self, peer: str) -> bool:
-        with self._lock:
-            return peer in self._heard_at and peer not in self._lost | self._away
-
 
 def _kinds_of(error: type[PeerError]) -> Iterator[str]:
     yield error.__name__

@@ -106,7 +106,8 @@ class AnswerLog:
         if len(fingerprints) > self.questions:
             raise ValueError(f"expected {self.questions} questions, got {len(fingerprints)}")
         record = Record(number, tuple(fingerprints), charge, reply)
-        packed = self._packed(record)
+        joined = b"".join(fingerprints)
+        packed = self._record.pack(number, joined, reply, charge.to_bytes())
         link = _link(self._link, packed)
         if self._path is not None:
             # Synced only with the next checkpoint, but for noisy sums: a killed process loses
@@ -173,12 +174,6 @@ class AnswerLog:
             self.replies = _link(self.replies, record.reply)
         if record.number >= first_batch:
             self._known[record.number] = record
-
-    def _packed(self, record: Record) -> bytes:
-        fingerprints = b"".join(record.fingerprints)
-        return self._record.pack(
-            record.number, fingerprints, record.reply, record.charge.to_bytes()
-        )
 
     def _unpacked(self, data: bytes) -> Record:
         number, joined, reply, charge = self._record.unpack(data)

@@ -62,10 +62,6 @@ def decode_introduction(received: pb.Introduction) -> Introduction:
     )
 
 
-def method_path() -> str:
-    return f"/{SERVICE}/Probe"
-
-
 Listener = Callable[[Introduction, grpc.ServicerContext], None]
 
 

@@ -27,9 +27,8 @@ from splitveil.common.privacy.beyond_features import Covariates
 from splitveil.common.privacy.figures import BeyondFigures, EpsilonBound, RunFigures
 from splitveil.common.privacy.gradient_rows import Gradients
 from splitveil.common.privacy.leakage import leak_auc_interval
-from splitveil.common.privacy.observation import LabelClasses, Observation
+from splitveil.common.privacy.observation import LabelClasses, Observation, score_batch
 from splitveil.common.privacy.run_level import aucs_of, run_level_leak
-from splitveil.common.privacy.scoring import BatchScorer
 from splitveil.common.privacy.stored_row_attacks import (
     STORED_ROW_ATTACKS,
     Received,
@@ -384,7 +383,7 @@ def audit(
         ),
         run={
             name: {key: one for key, one in leak._asdict().items() if key != "over_features"}
-            for name, leak in (*found.run.result().leak.get(CUT, {}).items(), *on_stored.items())
+            for name, leak in (*found.run.result()[0].get(CUT, {}).items(), *on_stored.items())
             if leak is not None
         },
         beyond=None
@@ -459,7 +458,7 @@ def _only(
         sent = {CUT: observation.gradients[CUT]}
         seen = replace(observation, clues=found.clues(observation, _SEED, sent))
         labels = classes.indices(observation.labels)
-        scored = BatchScorer(attacks, classes.targets).score(seen, labels)[CUT].scores
+        scored = score_batch(attacks, classes.targets, seen, labels)[CUT].scores
         for name, (by_target, left_out) in scored.items():
             if by_target[0] is None:
                 continue

@@ -16,8 +16,7 @@ from splitveil.active_party.ledger.budget import Limit
 from splitveil.active_party.ledger.ledger import LeakLedger, auc_bound
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.ids import canonical_ids
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.charge import Charge, holds_against
+from splitveil.common.privacy.charge import Adversary, Charge, holds_against
 from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.id_rules import rules_as_bytes, rules_of_bytes

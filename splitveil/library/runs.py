@@ -14,13 +14,12 @@ from torch import nn
 from splitveil.active_party.commands.refit import Refitted, refit_again
 from splitveil.active_party.predict.predictor import ModelChoice
 from splitveil.active_party.report import write_comparison, write_report
-from splitveil.active_party.report.bounds import assessment_of, ledger_of
 from splitveil.active_party.report.run_files import RunFiles, read_run
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.features import Features
 from splitveil.common.models.device import torch_device
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import CUT
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import LeakFigures
 from splitveil.common.record import run_record
 from splitveil.common.record.assessment import LeakAssessment
@@ -101,7 +100,7 @@ class Run(Tabular):
     @property
     def leak(self) -> LeakAssessment:
         """The attacks' findings beside the run's bound, as its report and its log state them."""
-        return assessment_of(self._files())
+        return self._files().assessment
 
     @property
     def bounds(self) -> Mapping[str, float]:
@@ -109,7 +108,7 @@ class Run(Tabular):
 
         1 means that there is no bound. Empty before the first epoch is over.
         """
-        found = ledger_of(self._files())
+        found = self._files().ledger
         if found is None:
             return {}
         spreads = found.by_peers().items()

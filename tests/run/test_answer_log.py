@@ -14,8 +14,7 @@ import torch
 
 from splitveil.active_party.run.answering import AnsweredQuestions
 from splitveil.common.errors import OtherAnswer, OutOfStep, StorageError
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.charge import NO_CHARGE, Charge
+from splitveil.common.privacy.charge import NO_CHARGE, Adversary, Charge
 from splitveil.common.record.answer_log import FIRST_RESUMPTION_NUMBER, AnswerLog
 from splitveil.common.record.model_files import delete_saved
 from splitveil.common.record.run_store import RunStore

@@ -18,8 +18,6 @@ import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.run.answering import Unaligned
 from splitveil.active_party.run.lifecycle import Stage
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.errors import Interrupted, NotOpen, OutOfStep, PeerLeft, PeerRestarted
@@ -169,7 +167,7 @@ class World:
         old = self.parties.session
         with old._stages:
             known = charges(old)
-            old.lifecycle.phase = Unaligned(AccountBook.empty())  # so that it saves nothing more
+            old.lifecycle._answering = None  # so that it saves nothing more
             old.lifecycle.error = NotOpen("killed")
             old._stages.move_to(Stage.ENDED)
             if sets_back:
@@ -181,7 +179,7 @@ class World:
 
 
 def charges(session: ActiveSession) -> torch.Tensor:
-    state = session.lifecycle.phase.account_book().state_dict()
+    state = session.lifecycle.account_book().state_dict()
     return state["settled_sum_kl"] + state.get("current_sum_kl", 0)
 
 

@@ -14,11 +14,11 @@ import torch
 from splitveil.active_party.defenses import AnswerKeys
 from splitveil.active_party.ledger.account_book import LEDGER
 from splitveil.active_party.monitor.recorder import ActiveRecorder
-from splitveil.active_party.report.bounds import bounds_of
 from splitveil.active_party.report.run_files import read_run
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.errors import BudgetExhausted, OtherAnswer, PeerLeft, ProtocolError
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Adversary
+from splitveil.common.record.assessment import bounds_by_peers
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.messages import LeaveReason, Offer
 from tests.support.peers import Lost, Silent, dying
@@ -285,5 +285,5 @@ def test_log_summary_and_report_say_what_was_answered_and_not_where_the_run_went
     assert "the ledger keeps the later answers" in caplog.text
     assert recorder.summary({}).of_active.ledger == bounds
     found = {peers: bounds.against(peers).max for peers in Adversary}
-    assert bounds_of(read_run(folder)) == found
+    assert bounds_by_peers(read_run(folder).ledger) == found
     assert found[Adversary.CLASS_MEANS] < found[Adversary.ANYBODY] == 1

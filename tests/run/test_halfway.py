@@ -10,8 +10,7 @@ from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import SplitveilError, StorageError
 from splitveil.common.run.messages import Activation, Answer, Course, Offer
-from tests.run.test_what_was_answered import MARVELL, parties_in
-from tests.support.peers import Lost, Silent
+from tests.support.peers import MARVELL, Lost, Silent, parties_in
 from tests.support.runs import run_in_process
 
 Fault = Callable[[ActiveSession, pytest.MonkeyPatch], None]

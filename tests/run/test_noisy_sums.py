@@ -37,8 +37,7 @@ from splitveil.common.run.messages import Activation, Answer, DefendedGradient, 
 from splitveil.library.simulating import simulate
 from splitveil.passive_party import bottom_trainer
 from tests.run.test_one_shot import ONE_SHOT, RELEASE, SCORE, assert_goes_on
-from tests.run.test_what_was_answered import go_back, leave
-from tests.support.peers import DiesAt, InProcessPeer, Lost, dying
+from tests.support.peers import DiesAt, InProcessPeer, Lost, dying, go_back, leave
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
 from tests.support.tables import write_classes, write_numbers
 

@@ -27,6 +27,7 @@ from splitveil.common.errors import (
     PeerRestarted,
     PeerUnreachable,
     ProtocolError,
+    SplitveilError,
     StorageError,
 )
 from splitveil.common.record import run_folder
@@ -36,7 +37,7 @@ from splitveil.common.run.messages import Activation, Answer, BatchId, Course, L
 from splitveil.common.text.version import VERSION
 from splitveil.common.wire.connection import MAX_DAMAGED
 from tests.support.equality import assert_same, assert_same_weights
-from tests.support.peers import InProcessPeer, Lost, dying
+from tests.support.peers import MARVELL, InProcessPeer, Lost, answered, dying, go_back
 from tests.support.runs import Parties, build_parties, run_in_process, run_over_grpc, write_example
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 
@@ -156,6 +157,35 @@ def test_features_of_two_rows_that_were_swapped_are_other_data(
         starts.pop(0)()
     with pytest.raises(DataError, match="--fresh"):
         starts[0]()
+
+
+def test_a_way_back_that_fails_leaves_the_checkpoints_as_they_are(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StorageError("no room")
+
+    session = answered(example, tmp_path, MARVELL, messages=5).session
+    oldest = tmp_path / "active" / "checkpoint" / "at-0000000000.state"
+    before = oldest.read_bytes()
+    monkeypatch.setattr(session.lifecycle.observer, "load_state_dict", fail)
+    with pytest.raises(StorageError) as raised:
+        go_back(session)
+    session.end(raised.value)
+    assert oldest.read_bytes() == before
+
+
+def test_a_fault_of_any_kind_ends_the_session(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fault() -> None:
+        raise RuntimeError("a fault")
+
+    session = answered(example, tmp_path, MARVELL, messages=3).session
+    monkeypatch.setattr(session.lifecycle, "finish_step", fault)
+    with pytest.raises(RuntimeError, match="a fault"):
+        session.end(SplitveilError("stopped"))
+    assert session.stage is Stage.ENDED
 
 
 # ---- the files ----

@@ -2,7 +2,8 @@
 
 Replies are lost and asked for again, old questions and other bytes come and are refused, either
 side is killed before or after an answer, with its newest checkpoints or without, or is stopped by
-a person. What is left is compared with a run in which each reply is awaited and nothing happens.
+a person, and the active party fails halfway through a step, which it must not save. What is left is
+compared with a run in which each reply is awaited and nothing happens.
 """
 
 import tempfile
@@ -22,7 +23,14 @@ from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.run.answering import Unaligned
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
-from splitveil.common.errors import Interrupted, NotOpen, OutOfStep, PeerLeft, PeerRestarted
+from splitveil.common.errors import (
+    Interrupted,
+    NotOpen,
+    OutOfStep,
+    PeerLeft,
+    PeerRestarted,
+    StorageError,
+)
 from splitveil.common.record.answer_log import FIRST_RESUMPTION_NUMBER
 from splitveil.common.run.course import evaluations_ahead
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason, Offer, Opening
@@ -70,6 +78,10 @@ TROUBLES = (
     "active killed before it learns",
     "active set back",
     "passive stopped",
+    "learning fails",
+    "observing a step fails",
+    "observing an evaluation fails",
+    "a defense that has seen the batch fails",
 )
 
 
@@ -179,9 +191,13 @@ class World:
                 self.parties.session.end(PeerLeft("the test has failed"))
                 return None
 
+    def states(self, party: str) -> dict[Path, bytes]:
+        paths = sorted((self.runs / party / "checkpoint").glob("at-*.state"))
+        return {path: path.read_bytes() for path in paths}
+
     def set_back(self, party: str) -> None:
         """Lose all checkpoints but the first."""
-        for state in sorted((self.runs / party / "checkpoint").glob("at-*.state"))[1:]:
+        for state in list(self.states(party))[1:]:
             state.unlink()
 
     def kill_active(self, *, sets_back: bool = False) -> None:
@@ -255,6 +271,8 @@ class Troubled(PartyPeer):
         trouble = world.trouble(self._name)
         key = (self._name, batch.epoch, batch.split, batch.step)
         self._before(trouble, activation, key in world.replies)
+        if trouble.endswith("fails") and world.way.parties == 1:
+            self._fail(trouble, activation)
         reply = self._ask(activation)
         if trouble == "passive killed after":
             raise Lost
@@ -293,6 +311,33 @@ class Troubled(PartyPeer):
                 self._refused(self._old)
             case "other bytes after a return" if was_answered:
                 self._refused(with_other_bytes(activation))
+
+    def _fail(self, trouble: str, activation: Activation) -> None:
+        """Let the active party fail at this message, and end as it does when it is served."""
+        session = self.session
+        observer, trainer = session.lifecycle.observer, session.lifecycle.answering.trainer
+        at: tuple[Any, str] = {
+            "learning fails": (trainer._objective, "learn"),
+            "observing a step fails": (observer, "on_step"),
+            "observing an evaluation fails": (observer, "on_evaluation"),
+            "a defense that has seen the batch fails": (trainer.defense, "defend"),
+        }[trouble]
+        act = getattr(*at)
+
+        def act_and_fail(*arguments: Any, **named: Any) -> None:
+            act(*arguments, **named)
+            raise StorageError("no room")
+
+        saved = self._world.states("active")
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(*at, act_and_fail)
+            try:
+                self._ask(activation)
+                session.finish_step()
+            except StorageError as error:
+                session.end(error)
+                assert self._world.states("active") == saved
+                self._world.kill_active()
 
     def _keep(self, activation: Activation, reply: Any) -> None:
         is_training = isinstance(reply, Answer)

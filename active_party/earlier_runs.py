@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from splitveil.active_party.assembly import build_session
+from splitveil.active_party.assembly import HAS_KNOWN_NOISE, build_session
 from splitveil.active_party.ledger.account_book import (
     LEDGER,
     SETTING,
@@ -28,9 +28,8 @@ from splitveil.active_party.ledger.account_book import (
     check_id_rules,
     open_book,
 )
-from splitveil.active_party.ledger.bounds import auc_bound
-from splitveil.active_party.named_inputs import HAS_KNOWN_NOISE
-from splitveil.active_party.run.observer import Unobserved
+from splitveil.active_party.ledger.ledger import auc_bound
+from splitveil.active_party.run.lifecycle import Unobserved
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.common.data.settings import DataSettings
@@ -174,4 +173,4 @@ def _charged_by(folder: Path, values: dict[str, Any]) -> AccountBook:
     store = RunStore(folder, len(run.contract.passive_parties))
     session = build_session(run, data, builder, Unobserved(), lambda: bytes(32), store)
     session.reopen()
-    return session.lifecycle.phase.account_book()
+    return session.lifecycle.account_book()

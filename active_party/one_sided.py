@@ -19,8 +19,8 @@ from splitveil.active_party.grpc_server.server import Serve
 from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.predict.predictor import log_security, open_clients
 from splitveil.active_party.predict.table_client import TableClient
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.alignment.store import ExchangeStores, digest_of_ids, storing
 from splitveil.common.errors import AlignmentError, DataError, SplitveilError
@@ -30,8 +30,7 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.record.run_folder import write_bytes_atomically
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.messages import Activation, LeaveReason, ModelIdentity, Offer
-from splitveil.common.run.phases import Phase
-from splitveil.common.run.progress import State
+from splitveil.common.run.progress import Phase, State
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.run.state_bytes import state_from_bytes, state_to_bytes
 from splitveil.common.wire.connection import Retrying

@@ -1,6 +1,6 @@
 """Forecasts what a run will reveal about the labels, before any training.
 
-The defense forecasts the charge of one answer (see ``defenses.charge_model`` for its kinds,
+The defense forecasts the charge of one answer (see ``defenses.section`` for its kinds,
 and the modules of the defenses for their proofs); here it is extended to the whole run and compared
 with the run's budget.
 """
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from splitveil.active_party.assembly import signals_of
-from splitveil.active_party.defenses.charge_model import ChargeModel
 from splitveil.active_party.defenses.interface import DefenseContext
 from splitveil.active_party.defenses.marvell import (
     MarvellDefense,
@@ -21,13 +20,13 @@ from splitveil.active_party.defenses.marvell import (
     worst_pair_factor,
 )
 from splitveil.active_party.defenses.noisy_sums import COMPUTATIONAL
+from splitveil.active_party.defenses.section import ChargeModel
 from splitveil.active_party.defenses.sum_kl import sum_kl_for_estimated_auc, sum_kl_for_leak_auc
 from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.ledger.bounds import Accounts, auc_bound, estimate_of
-from splitveil.active_party.ledger.budget import num_answers_within
-from splitveil.active_party.ledger.label_signals import widest_adversary
-from splitveil.active_party.named_inputs import Persons
+from splitveil.active_party.ledger.budget import num_answers_within, widest_adversary
+from splitveil.active_party.ledger.ledger import Accounts, auc_bound, estimate_of
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.trainer_builder import Persons
 from splitveil.active_party.training.label_kinds import kind_of
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData

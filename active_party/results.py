@@ -29,8 +29,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from splitveil.active_party.ledger.account_book import LEDGER, Names, names_of
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.active_party.training.boosting import WithTrees
@@ -44,10 +44,9 @@ from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.party import command_line
 from splitveil.common.privacy.figures import PredictionFigures
 from splitveil.common.record import model_files
-from splitveil.common.record.run_folder import clear_mark, end_of, mark_as_ended, open_run_folder
-from splitveil.common.record.run_record import write_summary
-from splitveil.common.record.summary import Summary, provenance_of_process
-from splitveil.common.record.summary_tables import print_summary
+from splitveil.common.record.assessment import print_summary
+from splitveil.common.record.run_folder import clear_mark, end_of, mark_as_ended
+from splitveil.common.record.run_record import Summary, provenance_of_process, write_summary
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.run.sample_order import SPLITS
@@ -66,17 +65,9 @@ _WHAT_NOW = (
 
 def open_folder(settings: ActiveSettings, *, fresh: bool) -> Path | None:
     """Open the run's folder; None if the run is over."""
-    folder = open_run_folder(
-        settings.runs_dir,
-        settings.contract.run_name,
-        ACTIVE,
-        lambda folder: command_line.takes_up(settings, fresh=fresh, folder=folder),
-    )
-    if _was_ended(settings, folder):
-        return None
-    # By its settings, the start of another run finds this one.
-    command_line.save_resolved(settings, folder)
-    if fresh:
+    is_over = partial(_is_over, settings)
+    folder = command_line.open_folder(settings, ACTIVE, is_over, fresh=fresh)
+    if folder is not None and fresh:
         ExchangeStores(folder).discard()
     return folder
 
@@ -104,10 +95,8 @@ def _limits_of(settings: ActiveSettings) -> dict[str, Any]:
     return settings.model_dump(mode="json", include={"run_budget"})
 
 
-def _was_ended(settings: ActiveSettings, folder: Path) -> bool:
-    """Return whether the run is over, finished or ended by limits that are still set; say so."""
-    if command_line.is_finished(folder):
-        return True
+def _is_over(settings: ActiveSettings, folder: Path) -> bool:
+    """Return whether the run was ended by limits that are still set; say so."""
     end = end_of(folder)
     if end is None:
         return False
@@ -151,7 +140,7 @@ def save_results(
     settings: ActiveSettings, folder: Path, session: ActiveSession, builder: TrainerBuilder
 ) -> PredictionFigures | None:
     """Save the results of a run that is over; return the refitted model's figures, if any."""
-    trainer = session.lifecycle.phase.trainer
+    trainer = session.lifecycle.trainer
     if trainer is None:
         return None
     for stale in (model_files.REFITTED, _ACTIVATIONS):
@@ -163,7 +152,7 @@ def save_results(
     is_label_free = builder.is_label_free and not is_one_shot
     learned_from = model_files.RELEASED_LABELS if is_label_free else model_files.TRUE_LABELS
     with session.lifecycle.stages:  # no handler still at work may charge meanwhile
-        book = session.lifecycle.phase.account_book()
+        book = session.lifecycle.account_book()
     identity, noise = _identity(session), _noise(settings)
     result_of = model_files.identity_metadata(identity, settings.contract) | book.as_metadata()
     saved = model_files.save_model(
@@ -188,7 +177,7 @@ def save_alone(
     It learns from true labels: the run is over, and nothing of this model is ever sent.
     """
     model_files.delete_saved(folder, model_files.ALONE)
-    trainer, encoder = session.lifecycle.phase.trainer, builder.encoder
+    trainer, encoder = session.lifecycle.trainer, builder.encoder
     rows = None if trainer is None else trainer.rows_alone()
     is_wanted = settings.serving.fallback and session.stage is Stage.FINISHED
     if not is_wanted or rows is None or encoder is None:
@@ -218,7 +207,7 @@ def save_alone(
 
 
 def _identity(session: ActiveSession) -> ModelIdentity:
-    return ModelIdentity(session.run_id, session.lifecycle.answering.batch_number)
+    return ModelIdentity(session.run_id, session.lifecycle.batch_number)
 
 
 def _noise(settings: ActiveSettings) -> dict[str, str]:

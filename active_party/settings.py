@@ -8,8 +8,7 @@ from pydantic import Field, Tag, model_validator
 from splitveil.active_party.defenses import DefenseContext, DefenseSettings
 from splitveil.active_party.defenses.section import refusal_of_weights
 from splitveil.active_party.ledger.account_book import SETTING, AccountBook, open_books
-from splitveil.active_party.ledger.budget import Limit
-from splitveil.active_party.ledger.label_signals import LabelUses, label_signals, objection_to
+from splitveil.active_party.ledger.budget import EARLY_STOPPING, Limit, objection_to
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import ModelSettings
@@ -273,10 +272,6 @@ class ActiveSettings(PartySettings):
             rows_of_person,
         )
 
-    def label_uses(self) -> LabelUses:
-        """Return how labels may reach the peer besides the answers, apart from initial weights."""
-        return LabelUses(has_early_stopping=self.early_stopping_epochs is not None)
-
     def noise_key_file(self) -> Path:
         """Return the path of the noise key."""
         if self.noise_key_path is not None:
@@ -388,6 +383,7 @@ class ActiveSettings(PartySettings):
                 f"{described.in_words}. {why} Expected adversary: {described} in run_budget, or a "
                 f"defense with a bound for {peers.in_words}, such as noisy_label"
             )
-        objection = objection_to(peers, label_signals(self.label_uses()))
+        signals = () if self.early_stopping_epochs is None else (EARLY_STOPPING,)
+        objection = objection_to(peers, signals)
         if objection is not None:
             raise ValueError(f"run_budget: {objection}")

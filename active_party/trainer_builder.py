@@ -4,24 +4,24 @@ import hashlib
 import logging
 import math
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from splitveil.active_party.defenses import AnswerKeys, Examples, NoiseSecrets
+from splitveil.active_party.defenses import AnswerKeys, Secrets
 from splitveil.active_party.defenses.example_keys import GRADIENT_NOISE, example_keys, key_name
 from splitveil.active_party.defenses.interface import Objective, Schedule, TopModel
-from splitveil.active_party.ledger.account_book import names_of
+from splitveil.active_party.ledger.account_book import Names, names_of, numbered, persons_of
 from splitveil.active_party.ledger.stored_labels import labels_first_used
-from splitveil.active_party.named_inputs import Persons
 from splitveil.active_party.settings import ActiveSettings, RefitSettings
-from splitveil.active_party.training.label_kinds import OrdinaryObjective, kind_of
+from splitveil.active_party.training.label_kinds import LossWeights, OrdinaryObjective, kind_of
 from splitveil.active_party.training.own_models import Fitting, KnownRows, fit
-from splitveil.active_party.training.predictions import LossWeights
 from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
 from splitveil.common.data.features import FeatureEncoder, Features, FeatureShapes
+from splitveil.common.data.ids import read_subjects
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.models.data_parallel import Beginning, Learner, begin
 from splitveil.common.models.factory import Trial, build_top_model, one_at_a_time
@@ -32,11 +32,32 @@ from splitveil.common.models.speed import speed_up
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.workers import Rank
 from splitveil.common.run.course import AlignedRows
-from splitveil.common.run.phases import Phases
+from splitveil.common.run.progress import Phases
+from splitveil.common.run.sample_order import SPLITS
 
 logger = logging.getLogger(__name__)
 
 _MOST_REMEMBERED_BYTES = 2**28  # last activations of a run with gradients, in each checkpoint
+
+
+class Persons(NamedTuple):
+    """The persons whom a table's rows are about."""
+
+    names: Names  # of each row's person, (rows, 16); a row without one is a person of its own
+    number: int
+    most_rows: int  # largest number of one person's rows that may be trained on
+
+    @classmethod
+    def of(cls, settings: ActiveSettings, data: PartyData) -> "Persons | None":
+        """Read the persons; None if the defense does not bound rows of one person together."""
+        column = settings.defense.traits.subject_column
+        if column is None:
+            return None
+        of_file = read_subjects(settings.data, settings.base_dir, column, settings.contract.ids)
+        names = persons_of(of_file if data.kept is None else of_file[data.kept], data.ids)
+        numbers, splits = numbered(names), data.table.splits
+        trained = numbers if splits is None else numbers[splits == SPLITS.index("train")]
+        return cls(names, 1 + int(numbers.max()), int(np.bincount(trained, minlength=1).max()) or 1)
 
 
 class TrainerBuilder:
@@ -95,7 +116,6 @@ class TrainerBuilder:
         features = None if features is None else features.to(self._device)
         model = self._model(rows)
         answer_keys = AnswerKeys()
-        secrets = NoiseSecrets(self._noise_key, answer_keys)
         # Only if noise belongs to ids: many millions of texts take gigabytes.
         with_ids = self._noise_key is not None
         ids = [self._data.ids[row] for row in rows.file_rows] if with_ids else []
@@ -113,10 +133,10 @@ class TrainerBuilder:
             ids_of_rows = names_of(self._data.ids[row] for row in file_rows)
             pairs = np.concatenate([ids_of_rows, persons[file_rows]], axis=1)
             whose = hashlib.sha256(np.unique(pairs, axis=0).data).hexdigest()
-        examples = Examples(ids, labels, self._device, whose)
+        secrets = Secrets(self._noise_key, answer_keys, ids, labels, self._device, whose)
         return TopTrainer(
-            self._build_objective(model, rows, features, secrets, examples),
-            settings.defense.build(self._context, secrets, examples),
+            self._build_objective(model, rows, features, secrets),
+            settings.defense.build(self._context, secrets),
             TrainingRows(
                 labels,
                 features,
@@ -170,15 +190,14 @@ class TrainerBuilder:
         model: nn.Module,
         rows: AlignedRows,
         features: Features | None,
-        secrets: NoiseSecrets,
-        examples: Examples,
+        secrets: Secrets,
     ) -> Objective:
         settings, defense = self._settings, self._settings.defense
         total_steps = rows.total_steps(settings.contract)
         top = TopModel(
             model, build_optimizer(settings.optimizer, model), schedule_of(settings, total_steps)
         )
-        own = defense.objective(top, secrets, examples)
+        own = defense.objective(top, secrets)
         if own is not None:
             return own
         objective = OrdinaryObjective(

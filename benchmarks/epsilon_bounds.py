@@ -20,8 +20,7 @@ from benchmarks.environment import print_environment
 from splitveil import simulate
 from splitveil.common.privacy.attacks import CUT
 from splitveil.common.privacy.figures import BeyondFigures, EpsilonBound
-from splitveil.common.record.run_record import read_summary
-from splitveil.common.record.summary import Summary
+from splitveil.common.record.run_record import Summary, read_summary
 
 DEFENSES = (
     "{name: none}",

@@ -303,7 +303,7 @@ def measure(folder: Path, seed: int, mode: str, changed: Sequence[str]) -> Figur
         run = train(folder, seed, *changed, *MODES[mode])
     except SettingsError as error:
         return {"refused": str(error)}
-    trainer = known(run.active.session.lifecycle.phase.trainer)
+    trainer = known(run.active.session.lifecycle.trainer)
     rows = known(run.active.seen.rows).splits
     (passive,) = run.passive.values()
     bottom = known(passive.run.trainer)
@@ -383,13 +383,13 @@ def is_of(setting: str, party: str) -> bool:
 
 def refitted(run: simulation.Simulation) -> nn.Module:
     """Return the top model that a run leaves for its owner's own predictions."""
-    trainer, contract = run.active.session.lifecycle.phase.trainer, run.active.settings.contract
+    trainer, contract = run.active.session.lifecycle.trainer, run.active.settings.contract
     return known(known(trainer).refitted(may_stay=not contract.is_one_shot))
 
 
 def refitted_auc(run: simulation.Simulation) -> float:
     """Return the test AUC of that model."""
-    trainer = known(run.active.session.lifecycle.phase.trainer)
+    trainer = known(run.active.session.lifecycle.trainer)
     test = known(run.active.seen.rows).splits["test"]
     return known(known(trainer.measure(refitted(run), test)).auc)
 
@@ -404,7 +404,7 @@ def known(found: FoundT | None) -> FoundT:
 def boosted_auc(run: simulation.Simulation, seed: int, *, own_only: bool = False) -> float:
     """Return the test AUC of gradient boosting with its defaults, on a run's own rows."""
     test = known(run.active.seen.rows).splits["test"]
-    own = known(known(run.active.session.lifecycle.phase.trainer).rows_alone())
+    own = known(known(run.active.session.lifecycle.trainer).rows_alone())
     others: list[Features | NDArray[Any]] = []
     if not own_only:
         (other,) = run.passive.values()
@@ -418,7 +418,7 @@ def boosted(
 ) -> NDArray[Any]:
     """Return the test rows' logits by boosting on the label owner's columns and on others."""
     rows = known(run.active.seen.rows).splits
-    own = known(known(run.active.session.lifecycle.phase.trainer).rows_alone())
+    own = known(known(run.active.session.lifecycle.trainer).rows_alone())
     columns: list[NDArray[Any]] = []
     is_category: list[bool] = []
     for part in [known(own.features), *others]:

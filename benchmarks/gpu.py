@@ -37,14 +37,8 @@ from splitveil.active_party.defenses import DefenseContext, DefenseSettings, Ste
 from splitveil.common.models.device import device_in_words, use_device
 from splitveil.common.run.course import Batch
 from splitveil.experiments.preparation import write_columns
-from tests.support.runs import (
-    ACTIVE,
-    CONTRACT,
-    PASSIVE,
-    PassiveRecording,
-    build_parties,
-    run_in_process,
-)
+from tests.support.runs import ACTIVE, CONTRACT, PASSIVE, build_parties, run_in_process
+from tests.support.simulation import PassiveRecording
 
 SHAPES = ((1024, 128), (32768, 128))
 SETTINGS: dict[str, DefenseSettings] = {

@@ -120,7 +120,7 @@ def figures_of(stolen: label_owner.Stolen, wanted: Sequence[str]) -> Sequence[fl
 
 
 def own_columns(stolen: label_owner.Stolen) -> Tensor:
-    trainer = stolen.run.active.session.lifecycle.phase.trainer
+    trainer = stolen.run.active.session.lifecycle.trainer
     alone = None if trainer is None else trainer.rows_alone()
     if alone is None or alone.features is None:
         raise RuntimeError("expected a label owner with columns of its own")

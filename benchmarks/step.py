@@ -32,15 +32,8 @@ from splitveil.deploy.authority import make_certificates
 from splitveil.experiments.preparation import write_columns
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.support.certificates import NAMES, use
-from tests.support.runs import (
-    ACTIVE,
-    CONTRACT,
-    PASSIVE,
-    PassiveRecording,
-    build_parties,
-    run_in_process,
-)
-from tests.support.simulation import serving
+from tests.support.runs import ACTIVE, CONTRACT, PASSIVE, build_parties, run_in_process
+from tests.support.simulation import PassiveRecording, serving
 
 CPU = torch.device("cpu")
 WARM_UP_STEPS = 20

@@ -26,7 +26,8 @@ and how it grows: with exponent 1, ten times the rows cost ten times as much.
 
 ``--init`` compares one pass with gradients, both of cut 64, over a whole job: with the settings
 that ``splitveil init`` writes for so many rows of ``default_credit``, from the start of the first
-process to both reports, over mutual TLS.
+process to both reports, over mutual TLS. Beside them, scikit-learn's boosting in one process reads
+both files, joins them by id, and is fitted and tested on the joined rows.
 """
 
 import argparse
@@ -52,7 +53,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from benchmarks.environment import free_port, in_a_process, print_environment, status_mib
-from benchmarks.first_settings import MODES, Rows, is_of, prepare
+from benchmarks.first_settings import FILES, MODES, Rows, is_of, prepare
 from benchmarks.slow_line import Line, between
 from splitveil.deploy.authority import PartyFolder, make_certificates
 from splitveil.experiments.preparation import write_columns
@@ -107,19 +108,20 @@ def table(work: Work) -> tuple[Tensor, Tensor]:
 
 
 def monolithic(work: Work) -> Cost:
-    """Train the whole model in this process; the first epoch does not count."""
+    """Train the whole model in this process as parties do; the first epoch does not count."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     bottom = (nn.Linear(work.features, 256), nn.ReLU(), nn.Linear(256, CUT), nn.ReLU())
     model = nn.Sequential(*bottom, nn.Linear(CUT, 64), nn.ReLU(), nn.Linear(64, 1))
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
     x, labels = table(work)
     for epoch in range(work.epochs):
         if epoch == 1:
             wall, cpu = time.perf_counter(), time.process_time()
         for rows in torch.split(torch.randperm(work.training), BATCH):
             optimizer.zero_grad()
-            loss = binary_cross_entropy_with_logits(model(x[rows])[:, 0], labels[rows])
+            predicted = model(x.index_select(0, rows))[:, 0]
+            loss = binary_cross_entropy_with_logits(predicted, labels.index_select(0, rows))
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         with torch.no_grad():
@@ -320,8 +322,9 @@ def print_jobs(num_rows: int, rounds: int) -> None:
         prepare("default_credit", folder, Rows(1, training=round(0.8 * num_rows)))
         make_certificates(folder / "certificates", NAMES)
         for _ in range(rounds):
-            for mode in ("PCA 64", "no defense"):
-                found.setdefault(mode, []).append(job(folder, MODES[mode]))
+            for mode in ("PCA 64", "no defense", "joined"):
+                cost = joined(folder) if mode == "joined" else job(folder, MODES[mode])
+                found.setdefault(mode, []).append(cost)
                 print(mode, found[mode][-1], flush=True)
     print("\n| | wall, s | ratio | CPU s | ratio | MB on the wire | ratio |")
     print("|---" * 7 + "|")
@@ -356,6 +359,31 @@ def job(folder: Path, changed: Sequence[str]) -> tuple[float, float, float]:
                 process.kill()
         took_s = time.monotonic() - begun
     return took_s, cpu_of_ended() - ended_before_s, carried.value / 1e6
+
+
+JOINED = """
+import sys
+import numpy as np
+from pyarrow import csv
+from sklearn.ensemble import HistGradientBoostingClassifier
+from sklearn.metrics import roc_auc_score
+
+own, other = (csv.read_csv(path) for path in sys.argv[1:])
+theirs = other.drop_columns("split")
+table = own.join(theirs, "id", join_type="inner", right_suffix="_other")
+labels, is_test = table["y"].to_numpy(), table["split"].to_numpy() == "test"
+x = np.column_stack([column.to_numpy() for column in table.drop_columns(["id", "y", "split"])])
+trees = HistGradientBoostingClassifier().fit(x[~is_test], labels[~is_test])
+print(roc_auc_score(labels[is_test], trees.decision_function(x[is_test])))
+"""
+
+
+def joined(folder: Path) -> tuple[float, float, float]:
+    """Fit boosting to the joined rows in one process; return seconds, CPU s and no MB."""
+    begun, ended_before_s = time.monotonic(), cpu_of_ended()
+    command = [sys.executable, "-c", JOINED, *(str(folder / file) for file in FILES)]
+    subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+    return time.monotonic() - begun, cpu_of_ended() - ended_before_s, 0.0
 
 
 # ---- the table ----------------------------------------------------------------------------------

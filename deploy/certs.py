@@ -18,9 +18,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from pydantic import TypeAdapter, ValidationError
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.party.arguments import Commands, Parser
+from splitveil.common.party.arguments import Commands, Parser, add_json, print_json
 from splitveil.common.party.credentials import SOON_DAYS, days_until, dns_names, subject_of
-from splitveil.common.party.json_output import add_json, print_json
 from splitveil.common.run.contract import ACTIVE, DnsName, Name
 from splitveil.common.text.log_lines import configure_logging
 from splitveil.common.text.version import add_version

@@ -27,8 +27,7 @@ from rich.console import Console
 from rich.text import Text
 
 from splitveil.common.errors import EndedForGood, SettingsError, StorageError
-from splitveil.common.party.arguments import Parser
-from splitveil.common.party.json_output import add_json, print_json
+from splitveil.common.party.arguments import Parser, add_json, print_json
 from splitveil.common.record.run_folder import has_finished
 from splitveil.common.record.run_record import read_summary
 from splitveil.common.run.contract import ACTIVE

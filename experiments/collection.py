@@ -23,9 +23,16 @@ from pyarrow import parquet
 
 from splitveil.common.errors import StorageError
 from splitveil.common.privacy.figures import AttackFigure
-from splitveil.common.record.lines import EpochLeakLine, EvaluationLine, LeakLine, LedgerLine
-from splitveil.common.record.run_record import Metrics, read_metrics, read_summary
-from splitveil.common.record.summary import Summary
+from splitveil.common.record.run_record import (
+    EpochLeakLine,
+    EvaluationLine,
+    LeakLine,
+    LedgerLine,
+    Metrics,
+    Summary,
+    read_metrics,
+    read_summary,
+)
 from splitveil.common.text.values import ByAttack, ValueT
 from splitveil.experiments.cells import RUN_NAME, Cell, passive_parties
 from splitveil.experiments.execution import FINISHED, read_marker

@@ -10,18 +10,19 @@ dropout and all other values of the forward pass belong to the activation anyway
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import adaptive_avg_pool2d, one_hot
 
-from splitveil.common.data.features import Features
+from splitveil.common.data.features import Features, image_as_float
 from splitveil.common.errors import InvalidMessage, SettingsError
 from splitveil.common.models import training_state
 from splitveil.common.models.blocks import predict_in_blocks
@@ -29,20 +30,61 @@ from splitveil.common.models.components import FIT_ROWS, ComponentsBottom
 from splitveil.common.models.conv import ConvBottom, ConvTop
 from splitveil.common.models.data_parallel import DataParallelModel, Learner, go_on
 from splitveil.common.models.dense import MlpBottom, MlpTop, WideDeepBottom, WideDeepTop
-from splitveil.common.models.device import check_same_gpu, gpu_of
+from splitveil.common.models.device import check_same_gpu, gpu_of, to_device
 from splitveil.common.oblivious_transfer import Receiver
 from splitveil.common.run.course import Batch
-from splitveil.common.run.host_copies import to_device
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.text.wording import suggest
-from splitveil.passive_party.feature_values import feature_values
+
+_MOST_LEVELS = 64  # of a column of categories, the most frequent; the others are taken together
+_MOST_TOKENS = 256
+_SIDE = 16  # of an image, in pixels
+_MOST_VALUES = 2**27
+_ROWS_AT_ONCE = 2**12
 
 
-class _Saved(NamedTuple):
-    tensor: Tensor
-    version: int
-    """Counts the changes of the tensor; a different number later means a different value."""
+def feature_values(features: Features) -> Tensor | None:
+    """Return numbers, categories as shares of levels, counts of tokens, and small images.
+
+    Of shape (rows, values), float16, on the CPU; None if they would take more than 256 MiB.
+    """
+    columns = () if features.categorical is None else features.categorical.T
+    levels = [_levels(column) for column in columns]
+    found = torch.empty(0, 0, dtype=torch.float16)
+    every = torch.arange(len(features), device=features.tensors()[0].device)
+    for at in torch.split(every, _ROWS_AT_ONCE):
+        places = at.cpu()
+        values = _values(features.rows(at), [(ranks[places], count) for ranks, count in levels])
+        if not len(found):
+            if values.shape[1] * len(features) > _MOST_VALUES:
+                return None
+            found = torch.empty(len(features), values.shape[1], dtype=torch.float16)
+        found[places] = values
+    return found
+
+
+def _values(features: Features, levels: list[tuple[Tensor, int]]) -> Tensor:
+    parts = [] if features.numeric is None else [features.numeric.cpu()]
+    parts += [one_hot(ranks, count) for ranks, count in levels]
+    if features.tokens is not None:
+        slots = features.tokens.cpu().clamp(max=_MOST_TOKENS)
+        counts = torch.zeros(len(slots), _MOST_TOKENS + 1)
+        parts.append(counts.scatter_add_(1, slots, torch.ones_like(slots, dtype=counts.dtype)))
+    if features.image is not None:
+        image = image_as_float(features.image.cpu())
+        parts.append(adaptive_avg_pool2d(image, _SIDE).flatten(1))
+    largest = torch.finfo(torch.float16).max
+    return torch.cat(parts, dim=1).clamp(-largest, largest).half()
+
+
+def _levels(column: Tensor) -> tuple[Tensor, int]:
+    """Return the rank of each value by its frequency, (rows,) int64, and the number of ranks."""
+    _, levels, counts = np.unique(column.cpu(), return_inverse=True, return_counts=True)
+    rank = np.argsort(np.argsort(-counts, kind="stable"))
+    return torch.from_numpy(np.minimum(rank[levels], _MOST_LEVELS)), min(
+        len(rank), _MOST_LEVELS + 1
+    )
 
 
 @contextmanager
@@ -56,28 +98,27 @@ def stashing_weights(model: nn.Module) -> Iterator[None]:
         _storage(tensor) for tensor in chain(training_state.trained_of(model), model.buffers())
     }
 
-    def save(tensor: Tensor) -> _Saved:
+    def save(tensor: Tensor) -> tuple[Tensor, int]:
         if tensor.layout is torch.strided and _storage(tensor) in owned:
             tensor = tensor.clone()
-        return _Saved(tensor, _version(tensor))
+        return tensor, _version(tensor)
 
-    used: Callable[[_Saved], Tensor] = _used
+    def used(saved: tuple[Tensor, int]) -> Tensor:
+        tensor, version = saved
+        # Hooks take the place of autograd's own check: another version is another value.
+        if _version(tensor) != version:
+            raise RuntimeError(
+                "the model changes a tensor in place that its own backward pass needs, of shape "
+                f"{tuple(tensor.shape)}"
+            )
+        return tensor
+
     if model._compiled_call_impl is not None:  # noqa: SLF001
         # They differ from tensor to tensor, so that the compiler would compile them again and
         # again, for seconds each time.
         save, used = map(torch.compiler.disable, (save, used))
     with saved_tensors_hooks(save, used):
         yield
-
-
-def _used(saved: _Saved) -> Tensor:
-    # Hooks take the place of autograd's own check.
-    if _version(saved.tensor) != saved.version:
-        raise RuntimeError(
-            "the model changes a tensor in place that its own backward pass needs, of shape "
-            f"{tuple(saved.tensor.shape)}"
-        )
-    return saved.tensor
 
 
 def _storage(tensor: Tensor) -> int:
@@ -110,16 +151,12 @@ def named_layer(model: nn.Module, name: str) -> nn.Module:
     """Return the layer that settings name: ``first``, or a path such as ``layers.hidden_1``."""
     if name == "first":
         return first_layer(model)
-    layers = dict(_named_layers(model))
+    layers: dict[str, nn.Module] = {path: one for path, one in model.named_modules() if path}
     if name not in layers:
         raise SettingsError(
             f"the model has no layer {name!r}{suggest(name, layers)} (it has: {', '.join(layers)})"
         )
     return layers[name]
-
-
-def _named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((name, layer) for name, layer in model.named_modules() if name)
 
 
 class LayerTap:
@@ -224,7 +261,8 @@ class BottomTrainer:
         activation = self._waiting.popleft()
         self._optimizer.zero_grad(set_to_none=True)
         received = to_device(gradient, activation.device, activation.dtype)
-        torch.autograd.backward(_with_gradient(activation, received))
+        scalar: Tensor = _WithGradient.apply(activation, received)  # type: ignore[no-untyped-call]
+        torch.autograd.backward(scalar)
         self._optimizer.step()
         self._schedule.step()
         taken = {name: take() for name, take in self._taps.items()}
@@ -320,11 +358,6 @@ class BottomTrainer:
 
     def embed(self, features: Features) -> Tensor:
         return predict_in_blocks(self.model, features)
-
-
-def _with_gradient(activation: Tensor, received: Tensor) -> Tensor:
-    scalar: Tensor = _WithGradient.apply(activation, received)  # type: ignore[no-untyped-call]
-    return scalar
 
 
 class _WithGradient(torch.autograd.Function):

@@ -8,6 +8,8 @@ A score is fitted to labels that do not exist yet. The plan measures the worst c
 that knows some rows: it sends a column in the place of labels, and the score guesses that column.
 """
 
+import argparse
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from splitveil.common.data.features import FeatureEncoder, Features, RowEncoder
@@ -23,9 +26,12 @@ from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.components import Blocks, ComponentsBottom
 from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.models.settings import CustomModel, PcaModel, ScoreModel, bins_of
+from splitveil.common.party.arguments import print_json
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.record.model_files import PretrainedWeights
+from splitveil.common.record.progress import ProgressBar
 from splitveil.common.run.sample_order import SPLITS, Positions
+from splitveil.common.text.visible_text import PlainTable, visible
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.feature_exposure import (
     LEAST_ROWS,
@@ -321,3 +327,65 @@ def remedy_of(
 
 def numbers_in_words(width: int) -> str:
     return f"{width} number{'s' * (width != 1)}"
+
+
+_MOST_COLUMNS = 12
+_TOTALS = {"mean disclosure": "disclosure", "strongest": "strongest_disclosure"}
+
+
+def plan(parsed: argparse.Namespace) -> None:
+    settings: PassiveSettings = parsed.loaded
+    with ProgressBar("measuring what would be given away"):
+        found = exposure_plan_of(settings, PartyData.of(settings))
+    if parsed.json:
+        print_json(found.to_json())
+    else:
+        show(found, details=parsed.verbose > 0)
+
+
+def show(plan: ExposurePlan, console: Console | None = None, *, details: bool = True) -> None:
+    console = console or Console(file=sys.stdout, highlight=False)
+    own = plan.own
+
+    def say(text: str) -> None:
+        console.print(visible(text), markup=False, soft_wrap=True)
+
+    say("What could the label owner guess of our columns from what a run would send?")
+    columns = sorted(own.columns, key=lambda one: -one.gain)
+    shown = columns if details else columns[:_MOST_COLUMNS]
+    scores = {one.name: one for one in plan.by_score}
+    at_widths = [f"{at}{'*' * (at == plan.width)}" for at in plan.exposures]
+    table = PlainTable(
+        f"{plan.bottom_model}: right guesses in 100, by the numbers sent per row",
+        ["column"],
+        ["none", *at_widths, *(["aimed"] if scores else [])],
+        caption=f"* the contract's; {own.known_rows:,} rows known, {own.rows:,} others guessed",
+    )
+    by_width = [{one.name: one for one in each.columns} for each in plan.exposures.values()]
+    for one in shown:
+        found = [each[one.name].right for each in [*by_width, scores] if one.name in each]
+        table.add_row(one.name, *(f"{100 * share:.0f}" for share in (one.without, *found)))
+    table.add_section()
+    for name, figure in _TOTALS.items():
+        shares = (getattr(each, figure) for each in plan.exposures.values())
+        table.add_row(name, "0", *(f"{share:.2f}" for share in shares))
+    console.print(table)
+    if len(columns) > len(shown):
+        say(f"{len(columns) - len(shown)} more columns count, and are shown with -v.")
+    if own.unjudged:
+        say(f"Not measured: {', '.join(own.unjudged)}.")
+    if plan.by_score:
+        say(
+            "What an honest score reveals follows from labels, and cannot be known before the run. "
+            f"Measured is the worst: a label owner that sends column {plan.target} of the rows it "
+            "knows in the place of labels, and for “aimed” each column."
+        )
+    elif not plan.is_one_shot:
+        say("The model is measured before it trains; expect at least as much after several epochs.")
+    say(
+        "Disclosure is the share of what the most frequent class (none) leaves unknown. What has "
+        "been sent stays with the label owner, also for other models."
+    )
+    say(narrower_in_words(plan))
+    if plan.max_exposure is not None:
+        say(limit_in_words(plan))

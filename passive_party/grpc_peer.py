@@ -1,4 +1,7 @@
-"""Calls the active party at the other end of a gRPC channel, with deadlines and streams."""
+"""The active party at the other end of a gRPC channel, with deadlines and streams.
+
+What the settings say of the connection is read here, and its state shown in a party's status.
+"""
 
 import threading
 import time
@@ -14,9 +17,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from splitveil.common import errors
 from splitveil.common.alignment.channel import AlignChannel, StreamChannel
+from splitveil.common.errors import PeerError, PeerUnreachable
+from splitveil.common.party.credentials import CredentialFiles, credential_files
+from splitveil.common.party.endpoint import check_free
 from splitveil.common.party.party_settings import ReconnectSettings
+from splitveil.common.party.party_status import OPEN, RunStatus
+from splitveil.common.record.transcript import Transcript
 from splitveil.common.run import messages
-from splitveil.common.run.contract import check_same_contract
+from splitveil.common.run.contract import ACTIVE, check_same_contract
 from splitveil.common.run.messages import Activation
 from splitveil.common.text.closing import Closing
 from splitveil.common.wire import probes, small_messages, tensor_codec
@@ -28,17 +36,21 @@ from splitveil.common.wire.connection import (
     PeerConnection,
     Retrying,
 )
-from splitveil.common.wire.endpoint import HANDSHAKE_TIMEOUT_S, SERVICE, method_path
+from splitveil.common.wire.endpoint import HANDSHAKE_TIMEOUT_S, log_security, method_path
+from splitveil.common.wire.http_proxy import HttpProxy, named_proxy, proxy_of_environment
 from splitveil.common.wire.limits import (
     ALIGN_FRAME_BYTES,
     PARTY_KEY,
     PROBE_BYTES,
+    SERVICE,
     SMALL_BYTES,
     Refused,
     believed,
     reader,
 )
+from splitveil.common.wire.recorded_calls import AllNotes, Notes
 from splitveil.common.wire.status import error_from
+from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb
 
 ReplyT = TypeVar("ReplyT")
@@ -294,3 +306,65 @@ class GrpcPeer(Closing):
         return MessageStream(
             named, self._reconnect.deadline_s, self._interruption, self.connection.error_of
         )
+
+
+Connect = Callable[[Transcript | None, RunStatus, Interruption], GrpcPeer]
+
+
+def noting_attempts(status: RunStatus) -> NoteAttempt:
+    status.peers.expect(ACTIVE)
+
+    def note(error: PeerError | None) -> None:
+        if error is not None:
+            status.note_failed_call(error)
+            if isinstance(error, PeerUnreachable):
+                status.peers.lost(ACTIVE)
+                status.set_ready("the active party does not answer", ready=False)
+            return
+        status.peers.heard(ACTIVE)
+        if status.run_id and not status.readiness.ready:
+            status.set_ready(OPEN)
+
+    return note
+
+
+def http_proxy(settings: PassiveSettings) -> HttpProxy | None:
+    match settings.proxy:
+        case None:
+            return None
+        case "environment":
+            return proxy_of_environment(settings.connect)
+        case url:
+            known = settings.proxy_credentials
+            return named_proxy(url, None if known is None else settings.base_dir / known)
+
+
+def checked_connection(settings: PassiveSettings) -> Connect:
+    """Check the settings of connection and status, and return a function that connects."""
+    credentials = credential_files(settings, settings.party)
+    log_security(credentials, settings.connect, "connect")
+    http_proxy(settings)
+    check_free(settings.status)
+
+    def connect(
+        transcript: Transcript | None, status: RunStatus, interruption: Interruption
+    ) -> GrpcPeer:
+        notes = status if transcript is None else AllNotes(transcript, status)
+        link = connection_of(settings, credentials, notes)
+        noting = noting_attempts(status)
+        return GrpcPeer(link, settings.reconnect, interruption, settings.party, noting)
+
+    return connect
+
+
+def connection_of(
+    settings: PassiveSettings, credentials: CredentialFiles | None, notes: Notes | None = None
+) -> PeerConnection:
+    return PeerConnection(
+        settings.connect, settings.contract, credentials, notes, http_proxy(settings)
+    )
+
+
+def idle_peer(settings: PassiveSettings) -> GrpcPeer:
+    connection = connection_of(settings, credential_files(settings, settings.party))
+    return GrpcPeer(connection, settings.reconnect, party=settings.party)

@@ -20,7 +20,7 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.run import messages
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.run.messages import Offer, Opening
-from splitveil.common.run.sample_order import NONCE_BYTES, Splits
+from splitveil.common.run.sample_order import Splits
 from splitveil.passive_party.settings import PassiveSettings
 
 
@@ -183,11 +183,6 @@ class Aligner:
             return alignment._replace(rows=rows, nonces=share.nonces)
 
         return agree
-
-
-def check_nonce(nonce: bytes) -> None:
-    if len(nonce) != NONCE_BYTES:
-        raise InvalidMessage(f"nonce: expected {NONCE_BYTES} bytes, got {len(nonce)}")
 
 
 def _commitment(nonce: bytes) -> bytes:

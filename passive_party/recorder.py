@@ -19,11 +19,15 @@ from splitveil.common.record.leak_recorder import IDLE_S, AuditedRun, LeakRecord
 from splitveil.common.record.metrics_log import RunRecorder
 from splitveil.common.record.progress import each_in_words
 from splitveil.common.record.run_folder import clear_mark, storage_errors
-from splitveil.common.record.summary import RunCounts, Summary
+from splitveil.common.record.run_record import RunCounts, Summary
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.text.files import replacing_file
-from splitveil.passive_party.column_guesses import MOST_DIMENSIONS, random_directions
-from splitveil.passive_party.feature_exposure import Sample, SentInEpochs
+from splitveil.passive_party.feature_exposure import (
+    MOST_DIMENSIONS,
+    Sample,
+    SentInEpochs,
+    random_directions,
+)
 from splitveil.passive_party.settings import PassiveSettings
 
 logger = logging.getLogger(__name__)

@@ -9,19 +9,18 @@ from typing import Any, NamedTuple
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.party import report_parts
+from splitveil.common.party.arguments import print_json
 from splitveil.common.party.cover import COVER, CheckAnswer, nothing_of_labels, write_cover
-from splitveil.common.party.json_output import print_json
 from splitveil.common.record.run_folder import write_json_atomically, write_text_atomically
-from splitveil.common.record.run_record import METRICS, find_summary, read_metrics, text_of
-from splitveil.common.record.summary import Summary
+from splitveil.common.record.run_record import METRICS, Summary, find_summary, read_metrics, text_of
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.values import as_mapping
 from splitveil.common.text.wording import bytes_in_words
 from splitveil.common.text.yaml_text import RESOLVED, load_yaml
-from splitveil.passive_party.column_guesses import Kind
 from splitveil.passive_party.feature_exposure import (
     LEAST_ROWS,
     FeatureExposure,
+    Kind,
     exposure_from_json,
     exposure_to_json,
 )
@@ -139,6 +138,10 @@ def _page(folder: Path, *, has_cover: bool) -> str:
                 )
             },
         )
+    peer = "a process on this machine, in plain text (nobody was authenticated)"
+    if as_mapping(settings.get("security")).get("mode") == "mtls":
+        identity = as_mapping(contract.get("identities")).get(ACTIVE, f"{ACTIVE}.splitveil")
+        peer = f"{identity} (by its certificate, over TLS 1.3)"
     columns = () if exposure is None else exposure.columns
     crossed = report_parts.traffic_rows(traffic, ACTIVE)
     left = {_CONTENT.get(one.kind, one.kind) for one in crossed if one.direction == "sent"}
@@ -147,7 +150,7 @@ def _page(folder: Path, *, has_cover: bool) -> str:
         "passive.html.jinja",
         title=f"{contract.get('run_name', folder.name)}",
         party=str(settings.get("party", "passive")),
-        peer=_peer(settings, contract),
+        peer=peer,
         cover=COVER if has_cover else None,
         assessment=assessment,
         both_sides=report_parts.picture([*figures.values()]),
@@ -170,13 +173,6 @@ def _page(folder: Path, *, has_cover: bool) -> str:
             for one in crossed
         ],
     )
-
-
-def _peer(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> str:
-    if as_mapping(settings.get("security")).get("mode") != "mtls":
-        return "a process on this machine, in plain text (nobody was authenticated)"
-    identity = as_mapping(contract.get("identities")).get(ACTIVE, f"{ACTIVE}.splitveil")
-    return f"{identity} (by its certificate, over TLS 1.3)"
 
 
 def _assessment(

@@ -14,18 +14,18 @@ from splitveil.common.alignment.exchange import Alignment
 from splitveil.common.record.run_store import NoStore
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import LeaveReason, ModelIdentity, Offer, Opening
-from splitveil.common.run.phases import Phase, Phases
 from splitveil.common.run.progress import (
     CheckpointStore,
+    Phase,
+    Phases,
     Progress,
     RunIdentity,
-    State,
     refusing_other_versions,
 )
-from splitveil.common.run.sample_order import Positions, joint_seed
+from splitveil.common.run.sample_order import NONCE_BYTES, Positions, joint_seed
 from splitveil.common.text.imports import fault_of_own_code
 from splitveil.passive_party.bottom_trainer import BottomTrainer
-from splitveil.passive_party.opening import Aligner, Peer, check_nonce
+from splitveil.passive_party.opening import Aligner, Peer
 from splitveil.passive_party.training import RunObserver, Training
 
 _MAX_ALIGNMENTS = 20
@@ -80,7 +80,12 @@ class PassiveRun:
         except errors.SplitveilError as error:
             if self._training is not None and not isinstance(error, errors.StorageError):
                 self._training.save_if_between_steps()
-            self._say_goodbye(peer, _reason(error))
+            reason = LeaveReason.FAILED
+            if isinstance(error, errors.AlignmentError):
+                reason = LeaveReason.ALIGNMENT_FAILED
+            elif isinstance(error, errors.Interrupted):
+                reason = LeaveReason.INTERRUPTED
+            self._say_goodbye(peer, reason)
             raise
         except BaseException as error:
             self._say_goodbye(peer, LeaveReason.FAILED)
@@ -125,7 +130,10 @@ class PassiveRun:
     def _align(self, peer: Peer) -> tuple[Opening, Alignment]:
         self._nonce = self.aligner.draw_nonce()
         opening = self._handshake(peer)
-        check_nonce(opening.nonce)
+        if len(opening.nonce) != NONCE_BYTES:
+            raise errors.InvalidMessage(
+                f"nonce: expected {NONCE_BYTES} bytes, got {len(opening.nonce)}"
+            )
         self.run_id = opening.run_id
         with self._phases(Phase.ALIGNMENT):
             found = self.aligner.align(
@@ -137,14 +145,16 @@ class PassiveRun:
         opening, found = self._align(peer)
         seed = joint_seed(opening.nonce, *found.nonces)
         training, rows = self._prepare(found.rows, seed)
-        identity = RunIdentity(
-            self.run_id,
-            opening.nonce,
-            found.nonces,
-            rows.file_rows,
-            training.trainer.data_digest,
+        self._store.save_run(
+            {
+                "run_id": self.run_id,
+                "nonce": self._nonce,
+                "peer_nonce": opening.nonce,
+                "passive_nonces": list(found.nonces),
+                "file_rows": torch.from_numpy(rows.file_rows),
+                "data": training.trainer.data_digest,
+            }
         )
-        self._store.save_run(_state_of(identity, self._nonce))
         training.save()
         return training
 
@@ -176,7 +186,13 @@ class PassiveRun:
         if stored is None or not checkpoints:
             return None
         with refusing_other_versions():
-            identity = _identity_in(stored)
+            identity = RunIdentity(
+                stored["run_id"],
+                stored["peer_nonce"],
+                tuple(stored["passive_nonces"]),
+                stored["file_rows"].numpy(),
+                stored["data"],
+            )
             seed, self._nonce = identity.seed, stored["nonce"]
         self.run_id = identity.run_id
         identity.check_rows(len(self._me.ids))
@@ -232,32 +248,3 @@ class PassiveRun:
         # A goodbye that does not arrive changes nothing here: the peer notices the silence.
         with contextlib.suppress(errors.PeerError):
             peer.leave(self.run_id, reason)
-
-
-def _reason(error: errors.SplitveilError) -> LeaveReason:
-    if isinstance(error, errors.AlignmentError):
-        return LeaveReason.ALIGNMENT_FAILED
-    if isinstance(error, errors.Interrupted):
-        return LeaveReason.INTERRUPTED
-    return LeaveReason.FAILED
-
-
-def _state_of(identity: RunIdentity, nonce: bytes) -> State:
-    return {
-        "run_id": identity.run_id,
-        "nonce": nonce,
-        "peer_nonce": identity.active_nonce,
-        "passive_nonces": list(identity.passive_nonces),
-        "file_rows": torch.from_numpy(identity.file_rows),
-        "data": identity.data_digest,
-    }
-
-
-def _identity_in(stored: State) -> RunIdentity:
-    return RunIdentity(
-        stored["run_id"],
-        stored["peer_nonce"],
-        tuple(stored["passive_nonces"]),
-        stored["file_rows"].numpy(),
-        stored["data"],
-    )

@@ -2,17 +2,16 @@
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from splitveil.common.errors import InvalidMessage
+from splitveil.common.models.device import to_host
 from splitveil.common.run.course import AlignedRows, Batch, batch_in_words
-from splitveil.common.run.host_copies import to_host
 from splitveil.common.run.messages import Activation, Answer, Course, bytes_of, tensor_of
-from splitveil.common.run.phases import Phase, Phases
-from splitveil.common.run.progress import Progress, State, refusing_other_versions
+from splitveil.common.run.progress import Phase, Phases, Progress, State, refusing_other_versions
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.opening import Peer
 
@@ -45,18 +44,6 @@ class RunObserver(Protocol):
         """Restore a state, and forget everything seen since."""
 
 
-class _Sent(NamedTuple):
-    batch: Batch
-    activation: Tensor
-
-
-class _Step(NamedTuple):
-    batch: Batch
-    sent: Tensor
-    received: Tensor
-    layers: dict[str, Tensor]
-
-
 class Training:
     """One run after its alignment: follows the course, and can be saved and resumed."""
 
@@ -75,11 +62,11 @@ class Training:
         self._rows = rows
         self._observer = observer
         self._phases = phases
-        self._unanswered: deque[_Sent] = deque()
+        self._unanswered: deque[tuple[Batch, Tensor]] = deque()
         self._held_out_sent = 0  # without a reply
         self._transfers_sent = 0  # the same
         self._gathered: tuple[Batch, Any] | None = None
-        self._unobserved: _Step | None = None
+        self._unobserved: tuple[Batch, Tensor, Tensor, dict[str, Tensor]] | None = None
 
     # ---- checkpoints ----
 
@@ -144,20 +131,20 @@ class Training:
             self._gathered = ahead, self._gather(ahead)
         with self._phases(Phase.WAIT):
             answer = peer.receive_gradient()
-        sent = self._unanswered.popleft()
-        self._check(answer, sent.batch)
+        batch, sent = self._unanswered.popleft()
+        self._check(answer, batch)
         with self._phases(Phase.BACKWARD):
             layers = self.trainer.backward(answer.values)
         self.progress.advance()
-        self._unobserved = _Step(sent.batch, sent.activation, answer.values, layers)
+        self._unobserved = batch, sent, answer.values, layers
 
     def _send(self, peer: Peer, batch: Batch) -> None:
         given = self._given(batch)
         with self._phases(Phase.FORWARD):
             activation = self.trainer.forward(
-                given, stashes_weights=self.progress.pipeline_depth > 1
+                given, stashes_weights=self.progress.contract.pipeline_depth > 1
             )
-        self._unanswered.append(_Sent(batch, activation))
+        self._unanswered.append((batch, activation))
         peer.send_activation(Activation(batch.identity(self._run_id), to_host(activation)))
 
     def _take_labels(self, peer: Peer, batch: Batch) -> None:

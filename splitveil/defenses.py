@@ -3,19 +3,18 @@
     from splitveil import defenses, simulate
 
     simulate("breast_cancer", defense=defenses.Iso(noise_ratio=2))
-    sent, report = defenses.Marvell(power_ratio=4)(gradients, labels)   # in a loop of one's own
+    answer = defenses.Marvell(power_ratio=4)(gradients, labels)   # in a training loop of one's own
 
     class Half(defenses.Defense):
         def __init__(self, context, noise):
             self._noise = noise
 
         def defend(self, batch):
-            sent = defenses.release(batch.gradients / 2, batch.gradients)
-            return defenses.Defended(sent, defenses.DefenseReport(noise_power=0.0))
+            return defenses.Defended(defenses.release(batch.gradients / 2, batch.gradients))
 
     simulate("breast_cancer", defense=Half)
 
-``own`` gives a class arguments, or turns a function into a defense. A report without a charge is
+``own`` gives a class arguments, or turns a function into a defense. An answer without a charge is
 charged without bound; ``docs/defenses.md`` says how a defense states one.
 """
 
@@ -28,7 +27,6 @@ from splitveil.active_party.defenses import (
     DefendedGradient,
     Defense,
     DefenseContext,
-    DefenseReport,
     DefenseSettings,
     NoDefense,
     NoiseSource,
@@ -54,7 +52,6 @@ __all__ = [
     "DefendedGradient",
     "Defense",
     "DefenseContext",
-    "DefenseReport",
     "Gafm",
     "Iso",
     "Marvell",

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from splitveil.active_party.grpc_server.server import checked_server
 from splitveil.active_party.monitor.active_status import ActiveStatus
-from splitveil.active_party.run.aligning import AlignmentSession
-from splitveil.active_party.run.lifecycle import OwnRows
+from splitveil.active_party.run.lifecycle import OwnRows, Unobserved
+from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party import aligned_table, command_line
 from splitveil.common.party.endpoint import check_free
@@ -32,10 +32,10 @@ def _alignment_of(settings: ActiveSettings) -> aligned_table.Alignment:
     ) -> CommonOrder:
         own = OwnRows(data.ids, data.table.splits)
         draw_nonce = partial(command_line.draw_nonce, settings)
-        session = AlignmentSession(contract, own, draw_nonce)
+        session = ActiveSession(contract, own, None, Unobserved(), draw_nonce)
         _, _, forget = serve(session, data, folder, transcript, status, interruption)
         forget()
         return session.common_order()
 
     # With several passive parties at a time, a single bar would jump between them.
-    return aligned_table.Alignment(ACTIVE, status, find, len(contract.passive_parties) == 1)
+    return ACTIVE, status, find, len(contract.passive_parties) == 1

@@ -5,12 +5,12 @@ import sys
 
 from rich.console import Console
 
-from splitveil.active_party.defenses.charge_model import ChargeModel
+from splitveil.active_party.defenses.section import ChargeModel
 from splitveil.active_party.earlier_runs import answers_before
-from splitveil.active_party.ledger.bounds import estimate_of
+from splitveil.active_party.ledger.ledger import estimate_of
 from splitveil.active_party.planned import Plan, Target, bound_in_words, forecast_in_words, plan_of
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.party.json_output import print_json
+from splitveil.common.party.arguments import print_json
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.text.upper_bounds import at_most

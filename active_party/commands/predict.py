@@ -17,8 +17,8 @@ from splitveil.active_party.training.label_kinds import kind_of
 from splitveil.common.data.table_files import read_id_list
 from splitveil.common.errors import Interrupted, PeerError
 from splitveil.common.party import command_line
+from splitveil.common.party.arguments import print_json
 from splitveil.common.party.interruption import Interruption
-from splitveil.common.party.json_output import print_json
 from splitveil.common.record.progress import ProgressBar
 from splitveil.common.record.run_folder import claimed, inner_folder
 from splitveil.common.record.table_output import check_output

@@ -9,7 +9,7 @@ from rich.console import Console
 from splitveil.active_party.report import read_run, write_comparison, write_report
 from splitveil.active_party.report.comparison_table import comparison_table
 from splitveil.common.errors import SettingsError
-from splitveil.common.party.json_output import print_json
+from splitveil.common.party.arguments import print_json
 
 logger = logging.getLogger("splitveil.active_party")
 

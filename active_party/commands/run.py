@@ -23,9 +23,9 @@ from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder, check_processes, learner_of_rank
 from splitveil.common.party import command_line
+from splitveil.common.party.command_line import Process, run_as_party
 from splitveil.common.party.endpoint import serving_status
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.process import Process, run_as_party
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
@@ -46,10 +46,7 @@ def _take_part(settings: ActiveSettings, process: Process, *, fresh: bool) -> No
     status = ActiveStatus(settings)
     with serving_status(status, settings.status, process.interruption):
         settings.defense.require_usable(settings.defense_context())
-        data, device = PartyData.of(settings), process.device_in_words
-        ids = data.table.id_report.in_words()
-        read = (f"{len(data.ids):,}", data.table.source, ids, device)
-        logger.info("%s rows read from %s, %s, device %s", *read)
+        data = command_line.read_data(settings, process)
         process.interruption.check()
         peers_of(settings)  # refuses before the folder is opened
         folder = results.open_folder(settings, fresh=fresh and not process.restarts)

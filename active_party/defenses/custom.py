@@ -15,9 +15,8 @@ from pydantic import Field, StringConstraints
 from torch import Tensor
 
 from splitveil.active_party.defenses import interface
-from splitveil.active_party.defenses.charge_model import ChargeModel
 from splitveil.active_party.defenses.noise import NoiseSource
-from splitveil.active_party.defenses.section import NoisyDefense, Traits
+from splitveil.active_party.defenses.section import ChargeModel, NoisyDefense, Traits
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import load_class
 from splitveil.common.privacy.adversary import Adversary
@@ -43,8 +42,10 @@ class CustomDefense(NoisyDefense):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments."""
 
-    def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
-        return self._load(given.context, self._noise_source(given.secrets))
+    def _build(
+        self, context: interface.DefenseContext, secrets: interface.Secrets, /
+    ) -> interface.Defense:
+        return self._load(context, self._noise_source(secrets))
 
     def require_usable(self, context: interface.DefenseContext, /) -> None:
         """Try out the class on batches of all classes, of one class, and of zeros."""
@@ -107,12 +108,8 @@ class CheckedDefense(interface.RememberingDefense):
 
     def defend(self, batch: interface.Step) -> interface.Defended:
         answer: object = self._own.defend(batch)
-        if not isinstance(answer, interface.Defended) or not isinstance(
-            answer.report, interface.DefenseReport
-        ):
-            raise ValueError(
-                f"expected Defended(gradient, DefenseReport(...)), got {type(answer).__name__}"
-            )
+        if not isinstance(answer, interface.Defended) or not isinstance(answer.charge, Charge):
+            raise ValueError(f"expected Defended(gradient, charge), got {type(answer).__name__}")
         _check_gradient(answer.gradient, batch.gradients)
         return answer
 

@@ -29,7 +29,6 @@ if it is the lower one (`Oriented`). Nothing that is sent depends on it.
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Literal, NamedTuple, Self
 
 import torch
@@ -39,7 +38,6 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.active_party.defenses import interface, section
-from splitveil.active_party.defenses.charge_model import ChargeModel
 from splitveil.active_party.defenses.class_statistics import KEPT_SHARE
 from splitveil.active_party.defenses.example_keys import (
     NoiseKey,
@@ -52,6 +50,7 @@ from splitveil.active_party.defenses.max_norm import MaxNormDefense
 from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource, fresh_key, open_uniform
 from splitveil.active_party.defenses.noisy_label import NoisyLabel, NoisyLabelDefense
 from splitveil.active_party.defenses.none import NoDefense
+from splitveil.active_party.defenses.section import ChargeModel
 from splitveil.active_party.defenses.sum_kl import sum_kl_along_gap
 from splitveil.common.data.features import Features
 from splitveil.common.models.optimizers import Adam
@@ -267,28 +266,26 @@ class GafmDefense(section.SeededDefense):
             has_own_objective=True,
         )
 
-    def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
+    def _build(
+        self, context: interface.DefenseContext, secrets: interface.Secrets, /
+    ) -> interface.Defense:
         if self.insecure_noise_seed is not None:
             section.warn_about_seed()
-        return MixedGradientDefense(self.composed_with.build(*given))
+        return MixedGradientDefense(self.composed_with.build(context, secrets))
 
     def objective(
-        self,
-        top: interface.TopModel,
-        secrets: interface.NoiseSecrets,
-        examples: interface.Examples,
-        /,
+        self, top: interface.TopModel, secrets: interface.Secrets, /
     ) -> interface.Objective | None:
         seed, shifts = self.insecure_noise_seed, None
         if self.response == "persistent" and secrets.noise_key is not None:
-            shifts = persistent_shifts(secrets.noise_key, examples.ids, self.response_width)
-            shifts = shifts.to(examples.device)
+            shifts = persistent_shifts(secrets.noise_key, secrets.ids, self.response_width)
+            shifts = shifts.to(secrets.device)
         key = fresh_key() if seed is None else key_from_insecure_seed(seed)
         critic = build_critic(NoiseSource(AnswerKeys(key)))
         return Adversarial(
             self,
             top,
-            critic=critic.to(examples.device),
+            critic=critic.to(secrets.device),
             noise=NoiseSource(secrets.draw_keys or fresh_key),
             shifts=shifts,
         )
@@ -351,30 +348,6 @@ def _refusal_of(behind: section.DefenseSection) -> str | None:
     return None
 
 
-def _charge_covering(
-    behind: interface.Defense, label_move: float, cut_dim: int, report: interface.DefenseReport
-) -> Charge:
-    """Return a charge that also holds for a peer that knows all but the example's own label.
-
-    The label moves the example's own row, with this number of values, by a norm of at most
-    ``label_move``, infinite if unknown; the report is of the same batch, of two classes.
-    """
-    own, solution = math.inf, report.solution
-    match behind:
-        case NoisyLabel():  # every gradient is a function of features and noisy labels
-            return report.charge
-        case Isotropic():  # its noise is the same in all directions
-            deviation = math.sqrt(report.noise_power / cut_dim)
-            own = sum_kl_along_gap(deviation, deviation, label_move)
-        case Marvell():
-            if solution is None:
-                own = 0.0  # noise without any signal
-            elif cut_dim == 1:  # else the noise lies along the gap, and the move does not
-                neg, pos = math.sqrt(solution.neg_along), math.sqrt(solution.pos_along)
-                own = sum_kl_along_gap(neg, pos, label_move)
-    return Charge(max(own, report.charge.sum_kl))
-
-
 class MixedGradientDefense(interface.RememberingDefense):
     """Lets a defense behind add noise, and charges for a peer that knows all but one label."""
 
@@ -383,13 +356,27 @@ class MixedGradientDefense(interface.RememberingDefense):
         self.behind = behind
 
     def defend(self, batch: interface.Step) -> interface.Defended:
-        """Let the defense behind answer, and charge for the label's move, not the class means'."""
+        """Let the defense behind answer, and charge for the label's move, not the class means'.
+
+        The label moves its own row by a norm of at most ``label_move``, infinite if unknown.
+        """
         if batch.label_move is None:
             raise ValueError("expected a gradient of gafm's objective, with its label_move")
-        defended, report = self.behind.defend(batch)
-        cut_dim = batch.gradients[0].numel()
-        charge = _charge_covering(self.behind, batch.label_move, cut_dim, report)
-        return interface.Defended(defended, replace(report, charge=charge))
+        answer = self.behind.defend(batch)
+        own, solution, cut_dim = math.inf, answer.solution, batch.gradients[0].numel()
+        match self.behind:
+            case NoisyLabel():  # every gradient is a function of features and noisy labels
+                return answer
+            case Isotropic():  # its noise is the same in all directions
+                deviation = math.sqrt(answer.noise_power / cut_dim)
+                own = sum_kl_along_gap(deviation, deviation, batch.label_move)
+            case Marvell():
+                if solution is None:
+                    own = 0.0  # noise without any signal
+                elif cut_dim == 1:  # else the noise lies along the gap, and the move does not
+                    neg, pos = math.sqrt(solution.neg_along), math.sqrt(solution.pos_along)
+                    own = sum_kl_along_gap(neg, pos, batch.label_move)
+        return answer._replace(charge=Charge(max(own, answer.charge.sum_kl)))
 
     def targets(self, batch: interface.Step, /) -> Tensor:
         return self.behind.targets(batch)

@@ -6,7 +6,7 @@ It also has the facts about a run that a defense is built from.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from splitveil.active_party.defenses.class_statistics import RunningClasses
 from splitveil.active_party.defenses.example_keys import NoiseKey
-from splitveil.active_party.defenses.noise import DrawKeys, NoiseSource, isotropic_noise
+from splitveil.active_party.defenses.noise import DrawKeys
 from splitveil.active_party.defenses.rows import all_finite
 from splitveil.active_party.defenses.sum_kl import NoiseSolution
 from splitveil.common.data.features import Features
@@ -25,16 +25,6 @@ from splitveil.common.run import messages
 from splitveil.common.run.progress import State
 
 DefendedGradient = messages.DefendedGradient  # may leave the active party; only defenses create one
-
-
-@dataclass(frozen=True, slots=True)
-class DefenseReport:
-    """A description of a defense's effect on one batch."""
-
-    noise_power: float  # mean expected squared noise norm per example
-    _: KW_ONLY
-    solution: NoiseSolution | None = None  # the noise of each class, where a solver chose it
-    charge: Charge = UNBOUNDED  # of each example of the batch
 
 
 class DefenseContext(NamedTuple):
@@ -64,40 +54,29 @@ class DefenseContext(NamedTuple):
         return math.prod(self.cut_shape)
 
 
-class NoiseSecrets(NamedTuple):
-    """The secrets that key a defense's noise."""
+class Secrets(NamedTuple):
+    """The keys of a defense's noise, and the aligned examples of a run, in the common order."""
 
     noise_key: NoiseKey | None = None  # of persistent noise and noisy labels, if needed
     draw_keys: DrawKeys | None = None
     """The source of the keys of fresh noise. If it is None, they come from the operating system,
     or in tests from the settings' ``insecure_noise_seed``."""
-
-
-NO_SECRETS = NoiseSecrets()
-
-
-class Examples(NamedTuple):
-    """The aligned examples of a run, in the common order."""
-
-    ids: Sequence[str]  # canonical ids; empty if the defense does not have a noise key
-    labels: Tensor  # true labels, (aligned,)
-    device: torch.device  # the device of the top model
+    ids: Sequence[str] = ()  # canonical ids; empty if the defense does not have a noise key
+    labels: Tensor | None = None  # true labels, (aligned,), for a defense that replaces them
+    device: torch.device = torch.device("cpu")  # the device of the top model
     whose: str = ""  # digest of whose rows are released, if rows of one person are bounded together
 
 
-class BuildInputs(NamedTuple):
-    """Everything needed to build a defense; one that replaces labels needs the examples."""
-
-    context: DefenseContext
-    secrets: NoiseSecrets = NO_SECRETS
-    examples: Examples | None = None
+NO_SECRETS = Secrets()
 
 
 class Defended(NamedTuple):
     """A defense's answer to one batch."""
 
     gradient: DefendedGradient  # of the same shape, dtype and device as the raw gradient
-    report: DefenseReport
+    charge: Charge = UNBOUNDED  # of each example of the batch
+    noise_power: float = 0.0  # mean expected squared noise norm per example
+    solution: NoiseSolution | None = None  # the noise of each class, where a solver chose it
 
 
 def _no_logits() -> Tensor:
@@ -112,8 +91,8 @@ class Step:
     """One batch on its way through the label owner's half; each stage fills in what it computes.
 
     ``Defense.targets`` gets what is known before the loss, the objective adds the gradient and its
-    loss, and ``Defense.defend`` gets all of that. Only ``defended`` may leave the active party. A
-    custom training loop gives gradients and labels, and what else it has.
+    loss, and ``Defense.defend`` gets all of that. Only the gradient in ``defended`` may leave the
+    active party. A custom training loop gives gradients and labels, and what else it has.
     """
 
     gradients: Tensor = _LATER
@@ -148,8 +127,7 @@ class Step:
     """Outputs of the model, with their graph, where ``gradients`` is the gradient of their cross
     entropy or squared error: (batch,), or (batch, classes); None for another loss."""
     # After the defense.
-    defended: DefendedGradient = _LATER  # is sent in place of ``gradients``, same shape
-    report: DefenseReport = _LATER
+    defended: Defended = _LATER  # its gradient is sent in place of ``gradients``
 
 
 Schedule = Callable[[int], float]  # maps a step to the multiplier of the learning rate
@@ -244,12 +222,6 @@ class RememberingDefense(Defense):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._memory.load_state_dict(state)
-
-
-def noise_alone(rows: Tensor, gradients: Tensor, largest: float, noise: NoiseSource) -> Defended:
-    """Answer with only noise, of the largest norm, which reveals nothing; (batch, cut_dim)."""
-    report = DefenseReport(noise_power=largest * largest, charge=Charge(0.0))
-    return Defended(release(isotropic_noise(rows, largest, noise), gradients), report)
 
 
 def release(rows: Tensor, gradients: Tensor) -> DefendedGradient:

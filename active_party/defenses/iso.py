@@ -15,12 +15,12 @@ import torch
 from pydantic import Field
 
 from splitveil.active_party.defenses import interface, section
-from splitveil.active_party.defenses.charge_model import ChargeModel
-from splitveil.active_party.defenses.class_gaps import GapMemory
+from splitveil.active_party.defenses.class_statistics import GapMemory
 from splitveil.active_party.defenses.example_keys import key_name
 from splitveil.active_party.defenses.noise import NoiseSource, isotropic_noise
-from splitveil.active_party.defenses.persistent import moves_of, noisy_rows, repeated_report
+from splitveil.active_party.defenses.persistent import moves_of, noisy_rows, repeated_answer
 from splitveil.active_party.defenses.rows import as_rows
+from splitveil.active_party.defenses.section import ChargeModel
 from splitveil.active_party.defenses.sum_kl import sum_kl_along_gap
 from splitveil.common.privacy.charge import UNBOUNDED, Charge, noise_digest
 
@@ -34,13 +34,15 @@ class IsoDefense(section.LabelMoveDefense):
     """Root-mean-square noise norm r, in units of the batch's largest gradient norm: the square root
     of the papers' t."""
 
-    def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
-        noise = self._noise_source(given.secrets)
+    def _build(
+        self, context: interface.DefenseContext, secrets: interface.Secrets, /
+    ) -> interface.Defense:
+        noise = self._noise_source(secrets)
         if self.noise == "fresh":
-            return Isotropic(self.noise_ratio, noise, given.context.num_classes)
-        key = section.require_key(given.secrets.noise_key, self.name)
+            return Isotropic(self.noise_ratio, noise, context.num_classes)
+        key = section.require_key(secrets.noise_key, self.name)
         identity = noise_digest(f"iso {self.noise_ratio!r} {key_name(key)}")
-        charge = replace(self.charge_model(given.context).charge, noise_identity=identity)
+        charge = replace(self.charge_model(context).charge, noise_identity=identity)
         return PersistentIsotropic(self.noise_ratio, noise, charge)
 
     def noise_key_strength(self, context: interface.DefenseContext, /) -> str | None:
@@ -83,11 +85,12 @@ class Isotropic(interface.RememberingDefense):
         gaps = self._gaps.measure(rows, batch.labels)
         noise_norm = self._norm_ratio * gaps.batch.largest
         defended = isotropic_noise(rows, noise_norm, self._noise).add_(rows)
-        report = interface.DefenseReport(
-            noise_power=noise_norm * noise_norm,
-            charge=Charge(_charge(gaps.longest(), gaps.batch.largest, noise_norm, rows.shape[1])),
-        )
-        return interface.Defended(interface.release(defended, batch.gradients), report)
+        gap, sum_kl = gaps.longest(), 0.0
+        if gap or gaps.batch.largest:  # else a batch of zeros
+            deviation = noise_norm / math.sqrt(rows.shape[1])
+            sum_kl = sum_kl_along_gap(deviation, deviation, gap)
+        sent = interface.release(defended, batch.gradients)
+        return interface.Defended(sent, Charge(sum_kl), noise_norm * noise_norm)
 
 
 class PersistentIsotropic(interface.Defense):
@@ -112,15 +115,4 @@ class PersistentIsotropic(interface.Defense):
         fresh = self._noise.standard_normal(tuple(defended.shape), moves.values).double()
         fresh -= (fresh * directions).sum(dim=1, keepdim=True) * directions
         defended.addcmul_(fresh, lengths, value=deviation)
-        report = repeated_report(moves, self._norm_ratio, self._charge)
-        return interface.Defended(
-            interface.release(defended.to(batch.gradients.dtype), batch.gradients), report
-        )
-
-
-def _charge(gap: float, largest: float, noise_norm: float, cut_dim: int) -> float:
-    """Return the divergence that the noise leaves along a gap; 0 for a batch of zeros."""
-    if largest == 0 and gap == 0:
-        return 0.0
-    deviation = noise_norm / math.sqrt(cut_dim)
-    return sum_kl_along_gap(deviation, deviation, gap)
+        return repeated_answer(batch, defended, moves, self._norm_ratio, self._charge)

@@ -22,8 +22,8 @@ and a ratio leaves a pair at most (K - 1)(1 + sqrt(K - 1))/(2 s) for any means o
 Noise fitted to earlier batches may meet a gap that did not exist before.
 
 With more than two classes, one noise distribution serves all of them. An answer is charged as if
-the classes had zero spread, see ``class_gaps``. Until every class has been seen, the answer is
-noise without signal. The noise is placed by square-root water-filling. All classes get the same
+the classes had zero spread, see ``class_statistics``. Until every class has been seen, the answer
+is noise without signal. The noise is placed by square-root water-filling. All classes get the same
 weight: with the batch's shares, the pair of a rare class would be the worst one, and the shares
 would show in the noise. Their spread does not get credit, because a peer may predict it from its
 activations.
@@ -47,17 +47,29 @@ Marvell's solution without spread, u = v = 0.
 
 What the noise leaves between one pair of classes is (m_i - m_j)^T S^-1 (m_i - m_j), which falls as
 the reciprocal of the power, for every pair.
+
+The strength is the noise power that is asked for, in four units.
+
+    power_ratio s        P = s c, with c the squared gap of the class means (Li et al., ICLR 2022)
+    sum_kl e             the least P that leaves a divergence of at most e
+    detection_error L    e = (2 - 4 L)^2, from L >= 1/2 - V/2 and V <= sqrt(e)/2
+    leak_auc A           e = 4 V artanh(V) with V = 1 - sqrt(2 (1 - A)), the inverse of
+                         ``leak_auc_bound``
+
+V is the total variation of the classes. For a leak AUC the papers take e = 4 V^2 instead, which
+bounds the same and asks for more: 4 V artanh(V) is larger at every A, so that less power is
+enough. It is also unbounded where theirs ends at 4.
 """
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 import torch
+from pydantic import Field, Tag
 from torch import Tensor
 
 from splitveil.active_party.defenses import interface, section
-from splitveil.active_party.defenses.charge_model import ChargeModel
 from splitveil.active_party.defenses.class_statistics import (
     ClassMoments,
     RunningClasses,
@@ -66,22 +78,89 @@ from splitveil.active_party.defenses.class_statistics import (
     squared_distances,
 )
 from splitveil.active_party.defenses.example_keys import key_name
-from splitveil.active_party.defenses.noise import NoiseSource
-from splitveil.active_party.defenses.persistent import moves_of, noisy_rows, repeated_report
+from splitveil.active_party.defenses.noise import NoiseSource, isotropic_noise
+from splitveil.active_party.defenses.persistent import moves_of, noisy_rows, repeated_answer
 from splitveil.active_party.defenses.rows import as_classes, as_rows
-from splitveil.active_party.defenses.strength import (
-    PowerRatio,
-    Strength,
-    allowed_sum_kl,
-    repeated_sum_kl,
-)
+from splitveil.active_party.defenses.section import ChargeModel
 from splitveil.active_party.defenses.sum_kl import (
     NoiseSolution,
     power_for_sum_kl,
     solve_noise,
     sum_kl_along_gap,
+    sum_kl_for_leak_auc,
 )
 from splitveil.common.privacy.charge import Charge, noise_digest
+from splitveil.common.settings import Section, kind_by_key
+
+
+class PowerRatio(Section):
+    """Strength given as power: P = power_ratio * |gap of the class means|^2."""
+
+    power_ratio: float = Field(gt=0, le=1e6)
+    """Noise power in units of the squared distance of the class means (the s of ICLR 2022)."""
+
+
+class SumKl(Section):
+    """Strength given as the divergence that may be left: the least power that leaves no more."""
+
+    sum_kl: float = Field(ge=1e-9, le=1e6)
+    """Symmetrised divergence of the classes in one answer; 0.16 to 0.64 in the technical report."""
+
+
+class DetectionError(Section):
+    """Strength given as the least error of a detector along the gap: sum_kl = (2 - 4L)^2."""
+
+    detection_error: float = Field(gt=0, lt=0.5)
+    """Mean of false positive and false negative rate on one answer, L; 0.5 is guessing."""
+
+
+class LeakAuc(Section):
+    """Strength given as a bound: the least power that keeps attacks on the gap below an AUC.
+
+    The gap is that of the class means: the bound is for a peer that knows class means only.
+    """
+
+    leak_auc: float = Field(gt=0.5, lt=1)
+    """Largest AUC that an attack along the gap may reach on one answer; 0.5 is guessing."""
+
+
+Strength = Annotated[
+    Annotated[PowerRatio, Tag("power_ratio")]
+    | Annotated[SumKl, Tag("sum_kl")]
+    | Annotated[DetectionError, Tag("detection_error")]
+    | Annotated[LeakAuc, Tag("leak_auc")],
+    kind_by_key(
+        "power_ratio",
+        "sum_kl",
+        "detection_error",
+        "leak_auc",
+        error_type="strength_key",
+        advice="; to replace another one, set the whole: strength={power_ratio: 4}",
+    ),
+]
+"""The strength of marvell; the key that is present names the unit."""
+
+
+def allowed_sum_kl(strength: SumKl | DetectionError | LeakAuc) -> float:
+    """Return the divergence that a strength allows in one answer."""
+    match strength:
+        case SumKl():
+            return strength.sum_kl
+        case DetectionError():
+            return (2 - 4 * strength.detection_error) ** 2
+        case LeakAuc():
+            return sum_kl_for_leak_auc(strength.leak_auc)
+
+
+def repeated_sum_kl(strength: Strength) -> float:
+    """Return the divergence that all answers of persistent marvell leave together, 1/k^2.
+
+    A power ratio s is k^2. A leak AUC is taken as the bound for any distributions, as for fresh
+    noise and in the run's budget; the estimate Phi(1/(k sqrt 2)), exact here, lies below it.
+    """
+    if isinstance(strength, PowerRatio):
+        return 1 / strength.power_ratio
+    return allowed_sum_kl(strength)
 
 
 class MarvellDefense(section.LabelMoveDefense):
@@ -103,15 +182,17 @@ class MarvellDefense(section.LabelMoveDefense):
 
         def __init__(self, **settings: Any) -> None: ...
 
-    def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
-        noise = self._noise_source(given.secrets)
+    def _build(
+        self, context: interface.DefenseContext, secrets: interface.Secrets, /
+    ) -> interface.Defense:
+        noise = self._noise_source(secrets)
         if self.noise == "persistent":
-            key = section.require_key(given.secrets.noise_key, self.name)
-            model = self.charge_model(given.context)
+            key = section.require_key(secrets.noise_key, self.name)
+            model = self.charge_model(context)
             identity = noise_digest(f"marvell {model.high!r} {key_name(key)}")
             return PersistentMarvell(replace(model.charge, noise_identity=identity))
         from_earlier = self.statistics == "running"
-        return Marvell(self.strength, noise, given.context.num_classes, from_earlier=from_earlier)
+        return Marvell(self.strength, noise, context.num_classes, from_earlier=from_earlier)
 
     def noise_key_strength(self, _context: interface.DefenseContext, /) -> str | None:
         return f"marvell {repeated_sum_kl(self.strength)!r}" if self.noise == "persistent" else None
@@ -202,7 +283,8 @@ class ClassEstimate(NamedTuple):
         return math.sqrt(self.gap_squared) * self.unit
 
 
-_Noise = tuple[Tensor, interface.DefenseReport]  # of the rows' shape, which may be overwritten
+_Noise = tuple[Tensor, Charge, float, NoiseSolution | None]
+"""Noise of the rows' shape, which may be overwritten; the rest as in ``Defended``."""
 
 
 class Marvell(interface.RememberingDefense):
@@ -245,9 +327,13 @@ class Marvell(interface.RememberingDefense):
             else:
                 found = self._of_several(rows, estimate, current)
         if found is None:
-            return interface.noise_alone(rows, batch.gradients, measured.largest, self._noise)
-        noise, report = found
-        return interface.Defended(interface.release(noise.add_(rows), batch.gradients), report)
+            # Noise of the largest norm and no signal, which reveals nothing.
+            noise = isotropic_noise(rows, measured.largest, self._noise)
+            sent, power = interface.release(noise, batch.gradients), measured.largest**2
+            return interface.Defended(sent, Charge(0.0), power)
+        noise, charge, power, solution = found
+        sent = interface.release(noise.add_(rows), batch.gradients)
+        return interface.Defended(sent, charge, power, solution)
 
     def _of_two(
         self,
@@ -278,14 +364,11 @@ class Marvell(interface.RememberingDefense):
         pos_share = float(counts[1] / counts.sum())
         of_pos = solution.pos_along + (cut_dim - 1) * solution.pos_across
         of_neg = solution.neg_along + (cut_dim - 1) * solution.neg_across
-        report = interface.DefenseReport(
-            noise_power=(pos_share * of_pos + (1 - pos_share) * of_neg) * unit * unit,
-            solution=NoiseSolution._make(
-                (*(unit * unit * v for v in solution[:4]), solution.sum_kl)
-            ),
-            charge=charge,
+        power = (pos_share * of_pos + (1 - pos_share) * of_neg) * unit * unit
+        in_units = NoiseSolution._make(
+            (*(unit * unit * one for one in solution[:4]), solution.sum_kl)
         )
-        return self._draw(solution, estimate, rows, classes), report
+        return self._draw(solution, estimate, rows, classes), charge, power, in_units
 
     def _of_several(
         self, rows: Tensor, fitted: ClassMoments, current: ClassMoments
@@ -305,10 +388,8 @@ class Marvell(interface.RememberingDefense):
         left = pair_divergences(means, solution)
         if current is not fitted:
             left = _charged(left, means, current.means / unit)
-        report = interface.DefenseReport(
-            noise_power=power * unit * unit, charge=Charge(float(left.max()))
-        )
-        return draw_shared_noise(solution, rows, self._noise).mul_(unit), report
+        noise = draw_shared_noise(solution, rows, self._noise).mul_(unit)
+        return noise, Charge(float(left.max())), power * unit * unit, None
 
     def _draw(
         self, solution: NoiseSolution, estimate: ClassEstimate, rows: Tensor, classes: Tensor
@@ -346,9 +427,8 @@ class PersistentMarvell(interface.Defense):
 
     def defend(self, batch: interface.Step) -> interface.Defended:
         moves = moves_of(batch)
-        defended = noisy_rows(batch, moves, self._norm_ratio).to(batch.gradients.dtype)
-        report = repeated_report(moves, self._norm_ratio, self._charge)
-        return interface.Defended(interface.release(defended, batch.gradients), report)
+        rows = noisy_rows(batch, moves, self._norm_ratio)
+        return repeated_answer(batch, rows, moves, self._norm_ratio, self._charge)
 
 
 def _charged(left: Tensor, fitted_means: Tensor, means: Tensor) -> Tensor:

@@ -26,12 +26,15 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses import interface
-from splitveil.active_party.defenses.charge_model import ChargeModel
-from splitveil.active_party.defenses.class_gaps import GapMemory, RowNoise
+from splitveil.active_party.defenses.class_statistics import GapMemory, RowNoise
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.persistent import checked_probabilities, own_scalars
 from splitveil.active_party.defenses.rows import as_rows
-from splitveil.active_party.defenses.section import NoisyDefense, refusal_of_several_classes
+from splitveil.active_party.defenses.section import (
+    ChargeModel,
+    NoisyDefense,
+    refusal_of_several_classes,
+)
 from splitveil.common.privacy.charge import UNBOUNDED
 
 
@@ -56,9 +59,11 @@ class MaxNormDefense(_NormAligningDefense):
 
     name: Literal["max_norm"] = "max_norm"
 
-    def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
-        noise = self._noise_source(given.secrets)
-        return MaxNorm(noise, given.context.num_classes, is_persistent=self.noise == "persistent")
+    def _build(
+        self, context: interface.DefenseContext, secrets: interface.Secrets, /
+    ) -> interface.Defense:
+        noise = self._noise_source(secrets)
+        return MaxNorm(noise, context.num_classes, is_persistent=self.noise == "persistent")
 
 
 class MaxNormPositiveDefense(_NormAligningDefense):
@@ -66,8 +71,10 @@ class MaxNormPositiveDefense(_NormAligningDefense):
 
     name: Literal["max_norm_positive"] = "max_norm_positive"
 
-    def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
-        noise = self._noise_source(given.secrets)
+    def _build(
+        self, _context: interface.DefenseContext, secrets: interface.Secrets, /
+    ) -> interface.Defense:
+        noise = self._noise_source(secrets)
         return MaxNormPositive(noise, is_persistent=self.noise == "persistent")
 
     def _refusal(self, context: interface.DefenseContext, /) -> str | None:
@@ -100,10 +107,8 @@ class MaxNorm(interface.RememberingDefense):
         noise = _stretch_rows(rows, gaps.batch.norms, missing, scalars, self._noise)
         charge = UNBOUNDED if self._is_persistent else gaps.charge(noise)
         defended = noise.directions.mul_(noise.scalars).add_(rows)
-        report = interface.DefenseReport(
-            noise_power=float(noise.norms.square().mean()), charge=charge
-        )
-        return interface.Defended(interface.release(defended, batch.gradients), report)
+        sent = interface.release(defended, batch.gradients)
+        return interface.Defended(sent, charge, float(noise.norms.square().mean()))
 
     def _noise_norms(self, _batch: interface.Step, _rows: Tensor, norms: Tensor) -> Tensor:
         # The root-mean-square noise norm that takes each row to the largest.

@@ -15,7 +15,7 @@ The transfer leaves sums R with the peer and H with the label owner, R - H = sum
 made once: a second one for other bits would be charged again, and the same noise for other bits
 would give exact sums by a difference. So its noise is keyed by H, which is stored before it leaves,
 and by its deviation: the same normal numbers at two deviations would give exact sums as well.
-Values and noise are rounded as in `label_mechanisms`, so coarsely that sums stay within 32 bits.
+Values and noise are rounded as in `noisy_label`, so coarsely that sums stay within 32 bits.
 """
 
 import math
@@ -46,15 +46,21 @@ _FINEST = 2.0**20
 class NoisySums(interface.Defense):
     """The label owner's side of a transfer, and the sums that it releases once."""
 
-    def __init__(self, noise_ratio: float, charge: Charge, given: interface.BuildInputs) -> None:
-        if given.examples is None:
+    def __init__(
+        self,
+        noise_ratio: float,
+        charge: Charge,
+        context: interface.DefenseContext,
+        secrets: interface.Secrets,
+    ) -> None:
+        if secrets.labels is None:
             raise ValueError("noisy sums need the examples")
-        labels, num_classes = given.examples.labels.cpu().numpy(), given.context.num_classes
+        labels, num_classes = secrets.labels.cpu().numpy(), context.num_classes
         classes = range(num_classes - 1) if num_classes > 2 else ()
         self._values = np.stack([labels == one for one in classes] or [labels], axis=1)
-        self._ratio = noise_ratio * given.context.rows_of_person * math.sqrt(2 if classes else 1)
-        self._report = interface.DefenseReport(0.0, charge=charge)
-        self._noise = NoiseSource(given.secrets.draw_keys or fresh_key)
+        self._ratio = noise_ratio * context.rows_of_person * math.sqrt(2 if classes else 1)
+        self._charge = charge
+        self._noise = NoiseSource(secrets.draw_keys or fresh_key)
         self._sender: Sender | None = None
         self._own: Tensor | None = None
 
@@ -110,7 +116,7 @@ class NoisySums(interface.Defense):
             np.array([deviation, grid], "<f8").tobytes() + sums.numpy().astype("<u4").tobytes()
         )
         final = interface.DefendedGradient(tensor_of(message))
-        return interface.Defended(final, self._report)
+        return interface.Defended(final, self._charge)
 
     def _noise_of(self, width: int) -> tuple[float, float]:
         """Return the deviation of the noise on a sum, and the steps of a value of 1."""

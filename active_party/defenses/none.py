@@ -3,9 +3,8 @@
 from typing import Literal
 
 from splitveil.active_party.defenses import interface
-from splitveil.active_party.defenses.charge_model import ChargeModel
 from splitveil.active_party.defenses.rows import as_rows, check_labels
-from splitveil.active_party.defenses.section import DefenseSection, Traits
+from splitveil.active_party.defenses.section import ChargeModel, DefenseSection, Traits
 from splitveil.common.privacy.charge import NO_CHARGE, UNBOUNDED
 
 
@@ -18,8 +17,10 @@ class NoDefense(DefenseSection):
     def traits(self) -> Traits:
         return Traits(takes_numbers=True)
 
-    def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
-        return Undefended(given.context.num_classes)
+    def _build(
+        self, context: interface.DefenseContext, _secrets: interface.Secrets, /
+    ) -> interface.Defense:
+        return Undefended(context.num_classes)
 
     def one_shot_refusal(self, release: str | None) -> str | None:
         return None if release is None else super().one_shot_refusal(release)
@@ -41,7 +42,4 @@ class Undefended(interface.Defense):
 
     def defend(self, batch: interface.Step) -> interface.Defended:
         check_labels(batch.labels, as_rows(batch.gradients), self._num_classes)
-        return interface.Defended(
-            interface.DefendedGradient(batch.gradients.detach()),
-            interface.DefenseReport(noise_power=0.0),
-        )
+        return interface.Defended(interface.DefendedGradient(batch.gradients.detach()))

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses.example_keys import scalars
-from splitveil.active_party.defenses.interface import DefenseReport, Step
+from splitveil.active_party.defenses.interface import Defended, Step, release
 from splitveil.active_party.defenses.rows import as_positive, as_rows, row_norms
 from splitveil.common.privacy.charge import Charge
 
@@ -80,10 +80,12 @@ def own_scalars(example_keys: Tensor | None, rows: Tensor) -> Tensor:
     return scalars(example_keys)[:, None].to(rows.device, torch.float64)
 
 
-def repeated_report(moves: LabelMoves, noise_ratio: float, charge: Charge) -> DefenseReport:
-    """Report noise drawn once per example, in units of a label's move, charged as a whole."""
-    power = float((moves.norms * noise_ratio).square_().mean())
-    return DefenseReport(noise_power=power, charge=charge)
+def repeated_answer(
+    batch: Step, rows: Tensor, moves: LabelMoves, noise_ratio: float, charge: Charge
+) -> Defended:
+    """Answer with rows whose noise is drawn once per example, in units of a label's move."""
+    sent = release(rows.to(batch.gradients.dtype), batch.gradients)
+    return Defended(sent, charge, float((moves.norms * noise_ratio).square_().mean()))
 
 
 def checked_probabilities(probabilities: Tensor | None, rows: Tensor) -> Tensor:

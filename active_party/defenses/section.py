@@ -24,12 +24,11 @@ from pydantic import Field, ValidationError, model_validator
 from torch import Tensor, nn
 
 from splitveil.active_party.defenses import example_keys, interface
-from splitveil.active_party.defenses.charge_model import ChargeModel
 from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource, fresh_key
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.charge import Charge
+from splitveil.common.privacy.charge import UNBOUNDED, Charge
 from splitveil.common.settings import Mark, Section, full_name, validate
 
 SEE = "docs/defenses.md, section 'Which bounds do not hold'"
@@ -44,6 +43,70 @@ _HONEST_BUT_CURIOUS = (
     "The charges of persistent noise describe a peer that sends its model's activations. They do "
     f"not describe one that chooses its activations: see {SEE}."
 )
+
+
+class ChargeModel(NamedTuple):
+    """The charge of some answers of a run, as precisely as it is known before the run.
+
+    The defense, the epochs and the labels are known then; the gradients are not. So the divergence
+    is one of four kinds:
+
+        exact       ``charge``, as only the strength decides: persistent noise, noisy labels or
+                    sums, no credit at all
+        bound       ``charge`` at most; proved where it is computed
+        estimate    from ``low`` to ``charge`` for batches that are as the estimate assumes. Others
+                    are charged more, up to infinity, and so may the run be
+        unknown     only the gradients decide
+    """
+
+    low: float  # the lowest divergence
+    charge: Charge  # with the highest divergence, and all its other figures
+    certainty: Literal["exact", "bound", "estimate", "unknown"]
+    said: str  # a sentence about how reliable it is
+    noise: Literal["fresh", "persistent"] = "fresh"  # one charge of persistent noise covers a run
+    refusal: str | None = None  # why the first answer exceeds every budget; None if it need not
+    answers: int = 1
+
+    @classmethod
+    def exact(
+        cls,
+        charge: Charge,
+        said: str,
+        noise: Literal["fresh", "persistent"] = "fresh",
+        refusal: str | None = None,
+    ) -> Self:
+        """Return a charge that the settings determine."""
+        return cls(charge.sum_kl, charge, "exact", said, noise, refusal)
+
+    @classmethod
+    def of_gradients(cls, name: str) -> Self:
+        """Return the charge of a defense, by name, before there is a gradient."""
+        said = (
+            f"The charge of {name} depends on the gradients alone: nothing can be said "
+            "before the run. Its ledger says it after each epoch."
+        )
+        return cls(0.0, UNBOUNDED, "unknown", said)
+
+    @property
+    def high(self) -> float:
+        return self.charge.sum_kl
+
+    @property
+    def is_promise(self) -> bool:
+        """True if a run is never charged more than ``high``."""
+        return self.certainty in ("exact", "bound")
+
+    def over(self, answers: int) -> Self:
+        """Return what several answers are charged together, where this is the charge of one."""
+        if self.noise == "persistent" or answers == 1:
+            return self._replace(answers=answers)
+        one = self.charge
+        whole = Charge(self.high * answers, adversary=one.adversary, is_gaussian=one.is_gaussian)
+        return self._replace(low=self.low * answers, charge=whole, answers=answers)
+
+    def narrowed(self, peers: Adversary) -> Self:
+        """Return the same for no more peers than these."""
+        return self._replace(charge=self.charge.narrowed(peers))
 
 
 class Traits(NamedTuple):
@@ -176,8 +239,7 @@ class DefenseSection(Section):
     def build(
         self,
         context: interface.DefenseContext,
-        secrets: interface.NoiseSecrets = interface.NO_SECRETS,
-        examples: interface.Examples | None = None,
+        secrets: interface.Secrets = interface.NO_SECRETS,
     ) -> interface.Defense:
         """Build the defense.
 
@@ -187,7 +249,7 @@ class DefenseSection(Section):
         objection = self.objection(context)
         if objection is not None:
             raise ValueError(objection)
-        return self._build(interface.BuildInputs(context, secrets, examples))
+        return self._build(context, secrets)
 
     @final
     def objection(self, context: interface.DefenseContext) -> str | None:
@@ -200,7 +262,9 @@ class DefenseSection(Section):
         return self._refusal(context)
 
     @abstractmethod
-    def _build(self, given: interface.BuildInputs, /) -> interface.Defense:
+    def _build(
+        self, context: interface.DefenseContext, secrets: interface.Secrets, /
+    ) -> interface.Defense:
         """Build the defense, which is not refused; raises what ``build`` does."""
 
     @abstractmethod
@@ -238,11 +302,7 @@ class DefenseSection(Section):
         )
 
     def objective(
-        self,
-        _top: interface.TopModel,
-        _secrets: interface.NoiseSecrets,
-        _examples: interface.Examples,
-        /,
+        self, _top: interface.TopModel, _secrets: interface.Secrets, /
     ) -> interface.Objective | None:
         """Return the top model's objective; None for the cross entropy of its logits."""
         return None
@@ -311,7 +371,7 @@ class NoisyDefense(SeededDefense):
         kinds = (self.model_copy(update={"noise": noise}) for noise in ("fresh", "persistent"))
         return tuple(kind.charge_model(context) for kind in kinds)
 
-    def _noise_source(self, secrets: interface.NoiseSecrets) -> NoiseSource:
+    def _noise_source(self, secrets: interface.Secrets) -> NoiseSource:
         if self.noise == "persistent":
             require_key(secrets.noise_key, self.title)
         seed = self.insecure_noise_seed

@@ -17,8 +17,8 @@ from splitveil.common.party.party_data import form_of_own_ids
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.run.messages import IdForm
 from splitveil.common.wire import probes
-from splitveil.common.wire.endpoint import SERVICE
-from splitveil.common.wire.server import build_server
+from splitveil.common.wire.endpoint import build_server
+from splitveil.common.wire.limits import SERVICE
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import grpc
 
 from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.monitor.active_status import ActiveStatus
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.active_party.run.parties import PartyStage
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.alignment.exchange import build_engine, records_of
 from splitveil.common.data.id_forms import form_of
@@ -23,10 +23,10 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.wire import limits
-from splitveil.common.wire.endpoint import SERVICE, check_security
+from splitveil.common.wire.endpoint import build_server, check_security
+from splitveil.common.wire.limits import SERVICE
 from splitveil.common.wire.probes import ProbeResponder
 from splitveil.common.wire.recorded_calls import AllNotes, Notes
-from splitveil.common.wire.server import build_server
 from splitveil.common.wire.tensor_codec import Frame
 from splitveil.protos import split_learning_pb2 as pb
 

@@ -28,7 +28,7 @@ from splitveil.common.data.table import Table, table_of
 from splitveil.common.data.table_files import settings_for
 from splitveil.common.data.unseen import unknown_categories, unseen_numbers
 from splitveil.common.errors import DataError, SettingsError
-from splitveil.common.party.served_rows import ServedRows
+from splitveil.common.party.party_data import ServedRows
 from splitveil.common.record.model_files import ALONE, TrainedModel
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.messages import ModelIdentity

@@ -15,8 +15,7 @@ from functools import partial
 
 from splitveil.active_party.http.programs import RequestError
 from splitveil.common.party import party_status
-from splitveil.common.record.transcript import Transcript
-from splitveil.common.record.transcript_lines import AnsweredRequest
+from splitveil.common.record.transcript import AnsweredRequest, Transcript
 from splitveil.common.run.contract import ACTIVE, Contract
 
 STAGES = ("starting", "serving", "closing")

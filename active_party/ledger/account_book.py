@@ -29,8 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from splitveil.active_party.ledger.bounds import Accounts
-from splitveil.active_party.ledger.ledger import LeakLedger
+from splitveil.active_party.ledger.ledger import Accounts, LeakLedger
 from splitveil.common.errors import SettingsError
 from splitveil.common.run.id_rules import rules_of_bytes
 from splitveil.common.run.sample_order import Positions

@@ -8,21 +8,27 @@ was killed they are rebuilt from the newest checkpoint and the log of answers.
 
 A limit in divergences is the same for every account. A limit in AUCs allows an account a larger
 divergence if all its charges are a Gaussian mechanism, whose AUC is exact, and any divergence if
-another bound (see ``bounds``) is within the limit.
+another bound (see ``ledger``) is within the limit.
+
+The charges of a defense are about its answers. Other settings let true labels reach the peer in
+another way: by the end of a run, by the replies to requests, or by the top model's first weights.
+No charge describes that, so no bound for anybody may be stated with it.
+
+A bound for weaker adversary classes stays: these peers look only at answers, and their bound is
+about a label beyond what the model predicts of it.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from splitveil.active_party.defenses.sum_kl import sum_kl_for_estimated_auc, sum_kl_for_leak_auc
 from splitveil.active_party.ledger.account_book import AccountBook, Names
-from splitveil.active_party.ledger.bounds import Accounts, Figures, auc_bound
-from splitveil.active_party.ledger.ledger import LeakLedger
+from splitveil.active_party.ledger.ledger import Accounts, Figures, LeakLedger, auc_bound
 from splitveil.common.errors import BudgetExhausted
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.charge import Charge
@@ -106,6 +112,46 @@ def num_answers_within(max_sum_kl: float, charge: float) -> float:
     if charge == 0 or max_sum_kl == math.inf:
         return math.inf
     return max(max_sum_kl, 0.0) * (1 + ROUNDING) // charge
+
+
+class LabelSignal(NamedTuple):
+    """One way that labels reach the peer besides the answers, and a sentence about it."""
+
+    setting: str
+    why: str
+
+
+LEARNED_FROM_LABELS = LabelSignal(
+    "initial_weights",
+    "The model of initial_weights has learned from true labels, which show in its predictions and "
+    "so in the answers.",
+)
+LEARNED_FROM_RELEASES = LabelSignal(
+    "initial_weights",
+    "The model of initial_weights has learned from what an earlier run released, which shows in "
+    "the answers and is not counted: name that run in earlier_ledgers.",
+)
+EARLY_STOPPING = LabelSignal(
+    "early_stopping_epochs",
+    "With early_stopping_epochs the validation labels decide when the run ends, which no charge "
+    "counts: a peer that ranks one row first and then last reads its label from the end.",
+)
+
+
+def widest_adversary(signals: tuple[LabelSignal, ...]) -> Adversary:
+    """Return the strongest adversary class for whom bounds on training labels can hold."""
+    return Adversary.HONEST_BUT_CURIOUS if signals else Adversary.ANYBODY
+
+
+def objection_to(peers: Adversary, signals: tuple[LabelSignal, ...]) -> str | None:
+    """Say which setting voids a bound for some peers; None if there is none."""
+    widest = widest_adversary(signals)
+    if widest.includes(peers):
+        return None
+    return (
+        f"{signals[0].setting} leaves no bound for {peers.in_words}. {signals[0].why} Expected a "
+        f"run without it, or adversary: {widest} in run_budget"
+    )
 
 
 class LeakBudget:

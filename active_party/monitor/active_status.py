@@ -9,14 +9,20 @@ from contextlib import contextmanager
 
 from prometheus_client import Gauge
 
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_status import RunStatus
 from splitveil.common.privacy.figures import AttackFigure, LeakBounds, Spread
-from splitveil.common.record.lines import AlarmLine, EpochLeakLine, EvaluationLine, LeakLine, Line
+from splitveil.common.record.run_record import (
+    AlarmLine,
+    EpochLeakLine,
+    EvaluationLine,
+    LeakLine,
+    Line,
+)
 from splitveil.common.run.contract import ACTIVE
-from splitveil.common.run.phases import Phase
+from splitveil.common.run.progress import Phase
 
 _STAGES = {
     Stage.WAITING: "waiting",

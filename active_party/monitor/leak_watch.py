@@ -1,23 +1,140 @@
-"""Watches the leak of a run: attacks the gradients that are sent, and acts on the measurements."""
+"""Watches the leak of a run: attacks the gradients that are sent, and acts on the measurements.
 
+The alarm reports that an attack measures more than one answer can have revealed.
+A bound on the AUC applies to the mean over many draws, while a batch's AUC deviates from its mean,
+the more so the fewer positives the batch holds. Therefore whole epochs are judged, several at once
+if one has fewer than ``MIN_BATCHES`` measured batches: the mean over the batches of an attack's
+leak AUC, less the gain of random scores on the same batches from being inverted, and less
+``STANDARD_ERRORS`` of that mean, is compared with the bound of the largest single charge among
+them. The single answer counts here, not the run: each attack of the monitor sees only one.
+
+An alarm means that the charge does not describe the gradients sent: an error in a defense, or
+gradients that its model of two classes does not fit.
+
+Oracles that know the classes of half the batch are ignored: the bound is about the information
+in one answer about an example's label, and not about what other examples' labels add to it.
+"""
+
+import logging
 import math
-from collections.abc import Iterator
+import statistics
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from splitveil.active_party.defenses.interface import Step
-from splitveil.active_party.monitor.leak_alarm import AlarmRecorder
+from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.monitor.row_covariates import RowCovariates
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.label_kinds import ClassLabels, kind_of
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import SideInformation
-from splitveil.common.privacy.figures import LeakFigures
+from splitveil.common.privacy.attacks import ATTACKS, SideInformation
+from splitveil.common.privacy.audit import AuditedBatch
+from splitveil.common.privacy.figures import STANDARD_ERRORS, AttackFigure, LeakFigures
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.metrics_log import MetricsLog
+from splitveil.common.record.run_record import AlarmLine
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.progress import State
+from splitveil.common.text.upper_bounds import auc_at_most
+
+logger = logging.getLogger(__name__)
+
+_CLASS_ORACLES: frozenset[str] = frozenset(
+    name for name, attack in ATTACKS.items() if attack.needs_classes
+)
+MIN_BATCHES = 20
+
+
+class LeakAlarm:
+    """Collects charges and measurements, and judges the epochs that are complete.
+
+    Every alarm is recorded, and one of each attack and layer is logged: an attack that passes its
+    bound usually does so in every epoch.
+    """
+
+    def __init__(
+        self,
+        record: Callable[[AlarmLine], object],
+        class_oracles: Collection[str] = _CLASS_ORACLES,
+    ) -> None:
+        self.alarms = 0
+        self._record = record
+        self._class_oracles = frozenset(class_oracles)
+        self._largest: dict[int, float] = {}
+        self._gains: dict[tuple[str, str], list[float]] = {}
+        self._measured_epoch = 0
+        self._said: set[tuple[str, str]] = set()
+
+    def note_charge(self, epoch: int, sum_kl: float) -> None:
+        self._largest[epoch] = max(self._largest.get(epoch, 0.0), sum_kl)
+
+    def note_leak(self, measured: AuditedBatch) -> None:
+        """Note a measured batch, and judge the epochs before it."""
+        if measured.epoch > self._measured_epoch:  # the monitor may lag behind the training
+            self.judge_measured()
+            self._measured_epoch = measured.epoch
+        measured = measured.mirrored()
+        for layer, attacks in measured.leak.items():
+            for attack, value in attacks.items():
+                if attack not in self._class_oracles:
+                    self._gains.setdefault((attack, layer), []).append(value - measured.random)
+
+    def state_dict(self) -> State:
+        gains = [[*key, list(values)] for key, values in self._gains.items()]
+        return {
+            "alarm": {"largest": list(map(list, self._largest.items())), "gains": gains},
+            "alarms": self.alarms,
+            "measured_epoch": self._measured_epoch,
+            "said": sorted(map(list, self._said)),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Resume from a state that ``state_dict`` returned; other entries are ignored."""
+        self._largest = dict(state["alarm"]["largest"])
+        gains = state["alarm"]["gains"]
+        self._gains = {(attack, layer): list(values) for attack, layer, values in gains}
+        self.alarms, self._measured_epoch = state["alarms"], state["measured_epoch"]
+        # What this process has said before it went back is said all the same.
+        self._said |= {(attack, layer) for attack, layer in state["said"]}
+
+    def judge_measured(self) -> None:
+        """Judge the epochs not judged before, up to the last one with a measured batch.
+
+        Few batches wait for those of more epochs.
+        """
+        if max(map(len, self._gains.values()), default=0) < MIN_BATCHES:
+            return
+        last = self._measured_epoch
+        charges = [self._largest.pop(epoch) for epoch in sorted(self._largest) if epoch <= last]
+        bound = leak_auc_bound(max(charges, default=0.0))
+        series, self._gains = self._gains, {}
+        for (attack, layer), gains in series.items():
+            if len(gains) < MIN_BATCHES:
+                continue
+            measured = 0.5 + statistics.fmean(gains)
+            margin = STANDARD_ERRORS * statistics.stdev(gains) / math.sqrt(len(gains))
+            if measured - margin <= bound:
+                continue
+            self.alarms += 1
+            figure = AttackFigure(layer, attack, measured)
+            self._record(AlarmLine(last, figure, margin, bound))
+            if (attack, layer) in self._said:
+                continue
+            self._said.add((attack, layer))
+            logger.error(
+                "LEAK ALARM: up to epoch %d: %s at %s measures a leak AUC of %.3f (+- %.3f), above "
+                "the %s that the ledger states for one answer: the charges of this defense "
+                "do not describe this attack on these gradients; later epochs of the same are in "
+                "metrics.jsonl",
+                last + 1,
+                attack,
+                layer,
+                measured,
+                margin,
+                auc_at_most(bound),
+            )
 
 
 class LeakWatch:
@@ -36,7 +153,7 @@ class LeakWatch:
         # The charges that it judges are about leak AUCs of single answers.
         self._has_alarm = isinstance(self._kind, ClassLabels)
         self._metrics = metrics
-        self._alarm = AlarmRecorder(metrics, _class_oracles(settings))
+        self._alarm = LeakAlarm(metrics.write, _class_oracles(settings))
         self.monitor: LeakRecorder | None = None
         """None without a leak monitor in the settings, or before the rows are known."""
         self._handed: tuple[int, int] | None = None
@@ -72,7 +189,7 @@ class LeakWatch:
         if self._handed is not None and (batch.epoch, batch.step) <= self._handed:
             return  # given again
         self._handed = (batch.epoch, batch.step)
-        charge = step.report.charge
+        charge = step.defended.charge
         # Only the class means of a batch contain what features reveal. Other bounds are about the
         # label beyond that, and only figures adjusted for it are held against them.
         is_raw = charge.adversary is Adversary.CLASS_MEANS
@@ -83,7 +200,7 @@ class LeakWatch:
         known = step.slopes
         self.monitor.submit(
             batch,
-            {"cut": step.defended},
+            {"cut": step.defended.gradient},
             step.labels,
             clean,
             step.activation if self.monitor.needs_activations else None,

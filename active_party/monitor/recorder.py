@@ -1,32 +1,45 @@
 """Records a run at the active party: metrics, progress, their state in checkpoints, summary."""
 
 import logging
+import math
+from collections.abc import Mapping
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
+from splitveil.active_party.defenses.dp_bounds import epsilon_of
 from splitveil.active_party.defenses.interface import Step
-from splitveil.active_party.monitor import stated_bounds
 from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.monitor.leak_watch import LeakWatch
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
-from splitveil.common.privacy.figures import LeakBounds, LeakFigures, PredictionFigures
-from splitveil.common.record.lines import EvaluationLine, LedgerLine, TrainingLine
+from splitveil.common.privacy.figures import (
+    BeyondFigures,
+    LeakBounds,
+    LeakFigures,
+    PredictionFigures,
+)
+from splitveil.common.privacy.observational_audit import p_value
+from splitveil.common.record.assessment import assess_figures, passes_stated
 from splitveil.common.record.metrics_log import OF_MONITOR, ChartClock, RunRecorder
-from splitveil.common.record.run_record import write_ledger_ahead
-from splitveil.common.record.summary import (
+from splitveil.common.record.run_record import (
     ActiveFigures,
     EarlierAnswers,
+    EvaluationLine,
+    LedgerLine,
     ModelFigures,
     RunCounts,
     Summary,
+    TrainingLine,
+    write_ledger_ahead,
 )
 from splitveil.common.run.course import AlignedRows, Batch
-from splitveil.common.run.phases import Phase
-from splitveil.common.run.progress import State
+from splitveil.common.run.progress import Phase, State
 from splitveil.common.text.log_lines import log_fields
-from splitveil.common.text.upper_bounds import at_most, auc_at_most
+from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 from splitveil.common.text.values import from_form, to_form
 from splitveil.common.text.wording import in_short
 
@@ -90,7 +103,7 @@ class ActiveRecorder(RunRecorder):
                 self._epoch_losses.clear()
             self._epoch_losses.append(loss)
             self._steps += 1
-            line = TrainingLine(batch.epoch, batch.step, loss, step.report.noise_power)
+            line = TrainingLine(batch.epoch, batch.step, loss, step.defended.noise_power)
             self._metrics.write(
                 line, charted=self._steps <= _ALL_CHARTED or self._charting.is_due()
             )
@@ -244,6 +257,73 @@ class ActiveRecorder(RunRecorder):
             logger.warning(left_out)
         if leak is None or leak.beyond is None:
             return leak
-        beyond = stated_bounds.hold_against(leak.beyond, total)
-        stated_bounds.log_beyond(beyond, total, self._settings.defense.model_dump(mode="json"))
+        beyond = hold_against(leak.beyond, total)
+        log_beyond(beyond, total, self._settings.defense.model_dump(mode="json"))
         return replace(leak, beyond=beyond)
+
+
+def stated_epsilon(bounds: LeakBounds, delta: float) -> tuple[float, Adversary] | None:
+    """Return the smallest epsilon of label-DP that bounds state at a delta, and for whom.
+
+    A Gaussian mechanism states one at every delta (Dong, Roth and Su 2022, corollary 2.13), a
+    randomised label the same at all. None where nothing states one.
+    """
+    found = []
+    if bounds.epsilon is not None:
+        found.append((bounds.epsilon, Adversary.ANYBODY))
+    for peers, mu in bounds.mu_by_peers().items():
+        if mu is not None and math.isfinite(epsilon_of(mu, delta)):
+            found.append((epsilon_of(mu, delta), peers))
+    return min(found, key=itemgetter(0), default=None)
+
+
+def hold_against(beyond: BeyondFigures, bounds: LeakBounds | None) -> BeyondFigures:
+    """Return the figures with the ledger's own epsilon beside the one that attacks exclude."""
+    measured = beyond.epsilon
+    if measured is None or bounds is None:
+        return beyond
+    stated = stated_epsilon(bounds, measured.delta)
+    if stated is None:
+        return beyond
+    guesses = measured.guesses, measured.correct, measured.pairs
+    return replace(
+        beyond,
+        epsilon=measured._replace(
+            stated=stated[0],
+            stated_for=stated[1],
+            p_value_of_stated=p_value(*guesses, stated[0], measured.delta),
+        ),
+    )
+
+
+def log_beyond(
+    beyond: BeyondFigures, bounds: LeakBounds | None, defense: Mapping[str, Any]
+) -> None:
+    """Log what attacks reveal beyond features, and an alarm for every bound that they exceed."""
+    epsilon = beyond.epsilon
+    assessment = assess_figures(beyond, bounds, defense)
+    logger.info("feature-adjusted leak AUC, strongest attack: %s", assessment.in_words)
+    if epsilon is not None:
+        logger.debug(
+            "epsilon of label differential privacy is at least %s (delta %g): %s guessed %d of "
+            "%d labels right; the ledger states %s",
+            at_least(epsilon.epsilon),
+            epsilon.delta,
+            epsilon.attack,
+            epsilon.correct,
+            epsilon.guesses,
+            "none" if epsilon.stated is None else at_most(epsilon.stated),
+        )
+        if passes_stated(epsilon, assessment):
+            logger.error(
+                "LEAK ALARM: attacks exclude the epsilon of %s that the ledger states for %s",
+                at_most(epsilon.stated or 0.0),
+                epsilon.stated_for,
+            )
+    for attack in assessment.above_bound:
+        logger.error(
+            "LEAK ALARM: %s, feature-adjusted leak AUC %s: %s",
+            attack.attack,
+            attack.figures,
+            attack.why,
+        )

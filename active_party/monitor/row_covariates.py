@@ -61,24 +61,6 @@ class Latest:
         activations = torch.zeros(num_rows, 0, dtype=torch.float16)
         return cls(activations, torch.zeros(num_rows, 2 * num_logits, dtype=torch.float16))
 
-    def note(self, rows: Tensor, activations: Tensor) -> None:
-        """Note the activations of some rows, each once, (rows, values)."""
-        num_values = activations.shape[1]
-        if self.activations.shape[1] != num_values:
-            self.activations = self.activations.new_zeros(len(self.activations), num_values)
-        self.activations.index_copy_(0, rows, activations.half())
-
-    def add(self, rows: Tensor, logits: Tensor, visits: Tensor) -> None:
-        """Note the predictions of some rows, each once.
-
-        Args:
-            logits: of their predictions, (rows, logits).
-            visits: the number of their visits, this one included, (rows, 1).
-        """
-        mean = self.logits[rows, logits.shape[1] :].float()
-        mean += (logits - mean) / visits
-        self.logits[rows] = _finite(torch.cat([logits, mean], dim=1)).half()
-
     def copy(self) -> Self:
         """Return a copy that later visits do not change."""
         return type(self)(self.activations.clone(), self.logits.clone())
@@ -116,7 +98,10 @@ class RowCovariates:
             return
         visited = slots[stored]
         rows, among = torch.from_numpy(visited), torch.from_numpy(stored)
-        self._latest.note(rows, _thinned(step.activation.detach().flatten(start_dim=1), among))
+        values = _thinned(step.activation.detach().flatten(start_dim=1), among)
+        if self._latest.activations.shape[1] != values.shape[1]:
+            self._latest.activations = torch.zeros(len(self._positions), values.shape[1]).half()
+        self._latest.activations.index_copy_(0, rows, values.half())
         predictions = step.probabilities.detach().cpu().reshape(-1, self._num_logits)
         self._predictions.index_copy_(0, rows, predictions.float().index_select(0, among))
         self._unsummed[visited] = True
@@ -186,7 +171,9 @@ class RowCovariates:
         self._unsummed[:] = False
         self._visits[rows] += 1
         logits = self._kind.logits_of(self._predictions[rows])
-        self._latest.add(rows, logits, self._visits[rows, None])
+        mean = self._latest.logits[rows, self._num_logits :].float()
+        mean += (logits - mean) / self._visits[rows, None]
+        self._latest.logits[rows] = _finite(torch.cat([logits, mean], dim=1)).half()
 
     def _note_own(self, rows: Tensor, among: Tensor, own: Features | None) -> None:
         """Note a batch's own features: numbers, and categories by the number of their slot."""

@@ -17,8 +17,8 @@ from splitveil.common.run.messages import Embedded, ModelIdentity
 from splitveil.common.text.closing import Closing
 from splitveil.common.wire import inference_codec
 from splitveil.common.wire.connection import PeerConnection
-from splitveil.common.wire.endpoint import HANDSHAKE_TIMEOUT_S, INFERENCE_SERVICE, method_path
-from splitveil.common.wire.limits import SMALL_BYTES, believed, reader
+from splitveil.common.wire.endpoint import HANDSHAKE_TIMEOUT_S, method_path
+from splitveil.common.wire.limits import INFERENCE_SERVICE, SMALL_BYTES, believed, reader
 from splitveil.common.wire.tensor_codec import TensorLimits
 from splitveil.protos import split_learning_pb2 as pb
 

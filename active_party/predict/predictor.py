@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from splitveil.active_party.predict.embed_client import EmbedClient
 from splitveil.active_party.predict.table_client import TableClient
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.training.aggregation import aggregate
 from splitveil.active_party.training.boosting import WithTrees
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind, kind_of
+from splitveil.active_party.training.top_trainer import aggregate
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.data.stored_ids import ABSENT
 from splitveil.common.errors import SettingsError
@@ -30,7 +30,7 @@ from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.factory import build_top_model
 from splitveil.common.models.settings import ModelSettings
 from splitveil.common.party.credentials import credential_files
-from splitveil.common.party.served_rows import ServedRows
+from splitveil.common.party.party_data import ServedRows
 from splitveil.common.record.model_files import REFITTED, TOP_MODEL, TREES, WEIGHTS, TrainedModel
 from splitveil.common.run.contract import ACTIVE, Aggregation
 from splitveil.common.run.messages import Embedded, ModelIdentity

@@ -19,8 +19,8 @@ from splitveil.common.errors import InvalidMessage
 from splitveil.common.run.messages import Embedded, ModelIdentity
 from splitveil.common.wire import inference_codec
 from splitveil.common.wire.connection import MessageStream, PeerConnection
-from splitveil.common.wire.endpoint import INFERENCE_SERVICE, method_path
-from splitveil.common.wire.limits import CHUNK_IDS, believed, reader
+from splitveil.common.wire.endpoint import method_path
+from splitveil.common.wire.limits import CHUNK_IDS, INFERENCE_SERVICE, believed, reader
 from splitveil.common.wire.tensor_codec import TensorLimits
 from splitveil.protos import split_learning_pb2 as pb
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from splitveil.active_party.defenses import DefenseContext, DefenseSettings
-from splitveil.active_party.ledger.label_signals import LabelUses, label_signals
+from splitveil.active_party.ledger.budget import LEARNED_FROM_LABELS
 from splitveil.active_party.report.bounds import defense_of
 from splitveil.active_party.report.run_files import RunFiles, is_one_shot, num_classes
 from splitveil.common.privacy.adversary import Adversary
@@ -30,11 +30,8 @@ BETTER_MODEL = Change(
 
 def steps_to_a_bound(run: RunFiles, target: float) -> Iterator[Change]:
     """Yield the settings that would bound the leak for anybody at the target."""
-    uses = LabelUses(
-        begins_with_labels=bool(run.active.setting("initial_weights")) and not is_one_shot(run),
-    )
-    for signal in label_signals(uses):
-        yield Change(*_without(signal.setting, signal.why))
+    if run.active.setting("initial_weights") and not is_one_shot(run):
+        yield Change(*_without(*LEARNED_FROM_LABELS))
     defense = defense_at(run, target)
     if defense is None:
         return

@@ -24,7 +24,7 @@ from splitveil.common.record.assessment import (
     assess_figures,
     bounds_by_peers,
 )
-from splitveil.common.record.lines import LedgerLine
+from splitveil.common.record.run_record import LedgerLine
 
 _SETTINGS: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
 

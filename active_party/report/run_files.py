@@ -17,8 +17,7 @@ from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record import run_record
-from splitveil.common.record.lines import EvaluationLine, LeakLine, TrainingLine
-from splitveil.common.record.summary import Summary
+from splitveil.common.record.run_record import EvaluationLine, LeakLine, Summary, TrainingLine
 from splitveil.common.text.files import why_unreadable
 from splitveil.common.text.yaml_text import RESOLVED, load_yaml
 

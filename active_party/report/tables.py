@@ -28,8 +28,7 @@ from splitveil.common.privacy.figures import (
     PredictionFigures,
     RunFigures,
 )
-from splitveil.common.record.lines import AlarmLine
-from splitveil.common.record.run_record import find_summary
+from splitveil.common.record.run_record import AlarmLine, find_summary
 from splitveil.common.settings import Mark, marked
 from splitveil.common.text.upper_bounds import auc_at_most
 from splitveil.common.text.wording import setting_in_words

@@ -12,9 +12,7 @@ import hmac
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from cryptography.hazmat.primitives.poly1305 import Poly1305
@@ -23,32 +21,17 @@ from torch import Tensor
 from splitveil.active_party.defenses.interface import Step
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import LeakBudget
-from splitveil.active_party.run.parties import OpenQuestion, PassivePeer, PassivePeers, Reply
-from splitveil.active_party.training.aggregation import aggregate, parts_of
+from splitveil.active_party.run.parties import PassivePeer, PassivePeers, Reply
 from splitveil.active_party.training.evaluation import Evaluation, Evaluator, HeldOutPredictions
-from splitveil.active_party.training.top_trainer import TopTrainer
+from splitveil.active_party.training.top_trainer import TopTrainer, aggregate, parts_of
 from splitveil.common.errors import OtherAnswer, OutOfStep
+from splitveil.common.models.device import to_host
 from splitveil.common.privacy.charge import Charge
 from splitveil.common.record.answer_log import FIRST_RESUMPTION_NUMBER, AnswerLog
-from splitveil.common.run.contract import Contract
-from splitveil.common.run.course import HELD_OUT, AlignedRows, Batch, batch_in_words, run_course
-from splitveil.common.run.host_copies import to_host
+from splitveil.common.run.course import HELD_OUT, Batch, batch_in_words, run_course
 from splitveil.common.run.messages import Activation, Answer, Course, DefendedGradient
 from splitveil.common.run.progress import Progress, State
 from splitveil.common.run.sample_order import Positions
-
-
-class TrainingSetup(NamedTuple):
-    """Everything that follows from the common rows."""
-
-    contract: Contract
-    rows: AlignedRows
-
-    progress: Progress
-    trainer: TopTrainer
-    budget: LeakBudget
-    """Decides whether an answer may leave."""
-
 
 MAX_RESUMPTIONS = 100
 """Times that a run goes back over answers that it has given: a peer that measures how long this
@@ -117,34 +100,27 @@ class AnsweredQuestions:
         self.log.record(FIRST_RESUMPTION_NUMBER + count, [])
 
 
-@dataclass(frozen=True)
-class Unaligned:
-    """The part of a run before its rows are known."""
-
-    earlier: AccountBook
-    trainer: None = None
-    has_answered: bool = False
-    batch_number: int = 0
-
-    def account_book(self) -> AccountBook:
-        return self.earlier
-
-
 class Answering:
     """The part of a run between the alignment and the last answer."""
+
+    questions: AnsweredQuestions
+    """Set once the run is stored: that deletes the log of an earlier one."""
 
     def __init__(
         self,
         run_id: str,
         parties: PassivePeers,
-        setup: TrainingSetup,
-        questions: AnsweredQuestions,
+        progress: Progress,
+        trainer: TopTrainer,
+        budget: LeakBudget,
         evaluator: Evaluator,
     ) -> None:
-        self.contract, self.rows, self.progress, self.trainer, self.budget = setup
+        self.contract, self.rows = progress.contract, progress.rows
+        self.progress = progress
+        self.trainer = trainer
+        self.budget = budget  # decides whether an answer may leave
         self.phases = self.trainer.phases
         """Charges the time of this party's work."""
-        self.questions = questions
         self._run_id = run_id
         self._parties = parties
         self._evaluator = evaluator
@@ -159,13 +135,8 @@ class Answering:
         return self._evaluator.test_predictions
 
     @property
-    def batch_number(self) -> int:
-        """Number of batches that have been answered up to the run's present position."""
-        return self.progress.batch_number
-
-    @property
     def has_answered(self) -> bool:
-        return self.batch_number > 0 or len(self.questions.log) > 0
+        return self.progress.batch_number > 0 or len(self.questions.log) > 0
 
     @property
     def is_between_steps(self) -> bool:
@@ -198,7 +169,7 @@ class Answering:
                 f"{batch_in_words(got.epoch, got.step)} with {rows} rows"
                 + ("" if got.rows_digest == wanted.rows_digest else ", other rows")
             )
-        number, asked = self.batch_number, activation.values
+        number, asked = self.progress.batch_number, activation.values
         log = self.questions.log
         is_first = due.split == "transfer" and due.step == 0
         if is_first and len(log) > log.num_resumptions():
@@ -209,7 +180,7 @@ class Answering:
         if due.split == "sums":  # the same few bytes, whatever bits came before
             asked = self.trainer.sums.released
         fingerprint = self.questions.fingerprint(number, asking.index, asked)
-        asking.ask(OpenQuestion(activation, fingerprint))
+        asking.ask(activation, fingerprint)
         return due
 
     def answer(self, batch: Batch) -> Sequence[Reply]:
@@ -219,34 +190,33 @@ class Answering:
         resume from its checkpoint.
         """
         asked, aggregation = self._parties.questions, self.contract.aggregation
-        fingerprints = [question.fingerprint for question in asked]
+        fingerprints = [party.fingerprint for party in self._parties]
         where = batch_in_words(batch.epoch, batch.step)
         if batch.split == "transfer":
-            question = asked[0].activation
             with self.changing():
-                answer = self.trainer.sums.transfer(batch, question.values)
-                transferred = [Answer(question.batch, answer)]
+                answer = self.trainer.sums.transfer(batch, asked[0].values)
+                transferred = [Answer(asked[0].batch, answer)]
                 self._reply(transferred)
             return transferred
-        number, key = self.batch_number, self.questions.answer_key(self.batch_number, fingerprints)
+        number = self.progress.batch_number
+        key = self.questions.answer_key(number, fingerprints)
         step: Step | None = None
         with self.changing():
             if batch.split in ("labels", "sums"):
-                defended, report = self.trainer.released_labels(batch.positions, key)
-                parts: Sequence[DefendedGradient] = [defended] * len(asked)
+                defended = self.trainer.released_labels(batch.positions, key)
+                sent = defended.gradient
+                parts: Sequence[DefendedGradient] = [sent] * len(asked)
             else:
-                cut = aggregate(aggregation, [question.activation.values for question in asked])
+                cut = aggregate(aggregation, [question.values for question in asked])
                 step = self.trainer.gradient(batch.positions, cut, key)
-                defended, report = to_host(step.defended), step.report
-                parts = parts_of(aggregation, defended, len(asked))
-            charge = report.charge.narrowed(self.budget.peers)
-            is_repeated, log = self.questions.admission(
-                number, fingerprints, charge, defended, where
-            )
+                defended, sent = step.defended, to_host(step.defended.gradient)
+                parts = parts_of(aggregation, sent, len(asked))
+            charge = defended.charge.narrowed(self.budget.peers)
+            is_repeated, log = self.questions.admission(number, fingerprints, charge, sent, where)
             self.budget.admit(batch.positions, charge, where, is_repeated=is_repeated, log=log)
             if batch.split == "sums":  # one release, even after a power failure
                 self.questions.log.sync()
-            replies = [Answer(q.activation.batch, p) for q, p in zip(asked, parts, strict=True)]
+            replies = [Answer(q.batch, part) for q, part in zip(asked, parts, strict=True)]
             self._reply(replies)
         if step is not None:
             self.unlearned = batch, step
@@ -255,11 +225,11 @@ class Answering:
     def evaluate(self, batch: Batch) -> tuple[Evaluation | None, Sequence[Reply]]:
         """Score held-out rows, or note a one-shot run's; figures come with a split's last batch."""
         asked, aggregation = self._parties.questions, self.contract.aggregation
-        cut = aggregate(aggregation, [question.activation.values for question in asked])
-        fingerprints = [question.fingerprint for question in asked]
+        cut = aggregate(aggregation, [question.values for question in asked])
+        fingerprints = [party.fingerprint for party in self._parties]
         # A crash between this and the answer costs nothing: the same questions get the same answer.
-        if self.questions.log.at(self.batch_number) is None:
-            self.questions.log.record(self.batch_number, fingerprints)
+        if self.questions.log.at(self.progress.batch_number) is None:
+            self.questions.log.record(self.progress.batch_number, fingerprints)
         evaluation, stops = None, False
         with self.changing():
             if self.contract.is_one_shot:
@@ -287,7 +257,8 @@ class Answering:
         self.progress.advance()
         self._catch_up()
         if not self.progress.store.keeps:
-            self.questions.log.forget_before(self.batch_number)  # they can never come again
+            # They can never come again.
+            self.questions.log.forget_before(self.progress.batch_number)
 
     # ---- checkpoints ----
 
@@ -342,7 +313,7 @@ class Answering:
                 yield batch.positions, record.charge
 
     def _catch_up(self) -> None:
-        if self.questions.log.at(self.batch_number) is None:
+        if self.questions.log.at(self.progress.batch_number) is None:
             self.budget.catch_up()
 
 

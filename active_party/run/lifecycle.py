@@ -1,39 +1,223 @@
 """The lifecycle of a run: it begins, is saved, resumes, steps forward and ends.
 
 Every consequence is here: the run changes its stage, checkpoints are written and the observer is
-informed. The modules below return or raise.
+informed. The modules below return or raise. The stages of a run, and the transitions between them:
+
+    waiting    -> handshaken  rejoining  ended
+    rejoining  -> waiting  training  finished  ended
+    handshaken -> waiting  training  ended
+    training   -> waiting  training  finished  ended
+    finished   -> training  finished
+
+A run waits, shakes hands, aligns, trains and finishes. A process that finds a stored run rejoins it
+instead. From every stage before the last answer the run can end early, by an error of this party
+or because a passive party leaves. As long as nothing has been answered, a passive party may start
+over, which leads back to waiting. A passive party that resumes leads back to training, even after
+the last answer: it may have lost it.
 """
 
+import math
 import secrets
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from enum import Enum
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from splitveil.active_party.defenses.interface import Step
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import LeakBudget, Limit
-from splitveil.active_party.run.answering import (
-    AnsweredQuestions,
-    Answering,
-    TrainingSetup,
-    Unaligned,
-    run_secret,
+from splitveil.active_party.run.answering import AnsweredQuestions, Answering, run_secret
+from splitveil.active_party.run.parties import (
+    JointRows,
+    PartyStage,
+    PassivePeer,
+    PassivePeers,
+    Reply,
 )
-from splitveil.active_party.run.observer import SessionObserver
-from splitveil.active_party.run.parties import JointRows, PartyStage, PassivePeers, Reply
-from splitveil.active_party.run.stages import RunStages, Stage
-from splitveil.active_party.training.evaluation import EarlyStop, Evaluator
+from splitveil.active_party.training.evaluation import EarlyStop, Evaluation, Evaluator
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common import errors
+from splitveil.common.errors import OutOfStep
 from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record.answer_log import AnswerLog
 from splitveil.common.run import progress
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows, Batch
-from splitveil.common.run.phases import Phase
+from splitveil.common.run.progress import Phase, State
 from splitveil.common.run.sample_order import NONCE_BYTES, Positions, Splits, joint_seed
+
+_POLL_S = 0.2
+"""Interval at which a waiting call checks whether its caller is still connected."""
+
+ResultT = TypeVar("ResultT")
+
+Listening = Callable[[], bool]
+"""Returns whether the caller of a call is still connected."""
+
+
+class Stage(Enum):
+    """The stage of a run; the value completes the sentence "a message while …"."""
+
+    WAITING = "waiting for the peer"
+    REJOINING = "waiting for the peer to come back"
+    HANDSHAKEN = "aligning"
+    TRAINING = "training"
+    FINISHED = "finished"
+    ENDED = "ended early"
+
+    @property
+    def is_over(self) -> bool:
+        """True if nothing more will be answered for the first time."""
+        return self in (Stage.FINISHED, Stage.ENDED)
+
+
+TRANSITIONS: Mapping[Stage, frozenset[Stage]] = {
+    Stage.WAITING: frozenset({Stage.HANDSHAKEN, Stage.REJOINING, Stage.ENDED}),
+    Stage.REJOINING: frozenset({Stage.WAITING, Stage.TRAINING, Stage.FINISHED, Stage.ENDED}),
+    Stage.HANDSHAKEN: frozenset({Stage.WAITING, Stage.TRAINING, Stage.ENDED}),
+    Stage.TRAINING: frozenset({Stage.WAITING, Stage.TRAINING, Stage.FINISHED, Stage.ENDED}),
+    Stage.FINISHED: frozenset({Stage.TRAINING, Stage.FINISHED}),
+    Stage.ENDED: frozenset(),
+}
+"""The stages that may follow each stage; the drawing above is this table."""
+
+
+class RunStages:
+    """The stage of one run, which changes only along the table, and the lock of the run.
+
+    It is held as a context; calls wait in it for the stage to change, and for each other.
+    """
+
+    def __init__(self, parties: PassivePeers) -> None:
+        self.current = Stage.WAITING
+        self._parties = parties
+        lock = threading.RLock()
+        self._progressed = threading.Condition(lock)
+        """For calls, which wait for each other."""
+        self._moved = threading.Condition(lock)
+        """For what waits for the end of a stage, and need not wake at every answer."""
+        self._moved_at = time.monotonic()
+
+    def __enter__(self) -> None:
+        self._moved.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._moved.release()
+
+    def refusal_of(self, message: str) -> OutOfStep:
+        """Return the error for a message that came at the wrong stage."""
+        return OutOfStep(f"{message} while {self.current.value}")
+
+    def move_to(self, stage: Stage) -> None:
+        """Change the stage, and wake every waiting call."""
+        with self:
+            if stage not in TRANSITIONS[self.current]:
+                raise RuntimeError(f"no run goes from {self.current.name} to {stage.name}")
+            self.current = stage
+            self.note_progress()
+            self._moved.notify_all()
+
+    def wake(self) -> None:
+        """Wake every waiting call, to check its condition again; the caller holds the lock."""
+        self._progressed.notify_all()
+        self._moved.notify_all()
+
+    def note_progress(self) -> None:
+        """Note that the run has moved on: the waiting time of its parties is counted from now."""
+        self._moved_at = time.monotonic()
+        self._progressed.notify_all()
+
+    def awaited(self) -> Mapping[str, float]:
+        """Return the parties whose message the run waits for, and for how many seconds."""
+        with self:
+            waited_s = time.monotonic() - self._moved_at
+            return {party.name: waited_s for party in self._parties if self._awaits(party)}
+
+    def wait(self, until: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait for a condition that only another stage or a goodbye can bring about."""
+        with self:
+            return self._moved.wait_for(until, timeout_s)
+
+    def wait_for_caller(
+        self,
+        find: Callable[[], ResultT],
+        is_listening: Listening,
+        patience_s: float = math.inf,
+    ) -> ResultT | None:
+        """Wait until something is found; None if the caller is gone or out of patience."""
+        deadline = time.monotonic() + patience_s
+        while (found := find()) is None:
+            if time.monotonic() > deadline or not is_listening():
+                return None
+            self._progressed.wait(_POLL_S)
+        return found
+
+    def _awaits(self, party: PassivePeer) -> bool:
+        if self.current.is_over:
+            return not party.has_left
+        if not self._parties.have_opened:
+            return not party.has_opened
+        if self.current is Stage.HANDSHAKEN:
+            return party.pair is None
+        return party.question is None
+
+
+class SessionObserver(Protocol):
+    """Receives the events of a run, under the session's lock and while no party waits for it."""
+
+    def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
+        """All parties hold the same rows; called again if the run starts over."""
+
+    def on_resumed(self, epoch: int | None) -> None:
+        """Note a resume from a checkpoint, in an epoch, or at the run's end if that is None."""
+
+    def on_step(self, batch: Batch, step: Step) -> None:
+        """Note that a training step was answered, and that the top model has learned from it."""
+
+    def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
+        """Earlier runs have answered about some of the training examples, within these bounds."""
+
+    def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
+        """Note that an epoch's training rows have been handled, or that the run ends within it.
+
+        Answers from before the run resumed, to questions still to come, are not in these bounds.
+        """
+
+    def on_answers_ahead(self, bounds: LeakBounds) -> None:
+        """Note a resume from before some of the answers; the bounds are for all answers."""
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        """Note the evaluation of a held-out split."""
+
+    def on_epoch(self, epoch: int) -> None:
+        """Note that an epoch is over, including its evaluation."""
+
+    def state_dict(self) -> State:
+        """Return the observer's state, for a checkpoint."""
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore a state, and forget everything seen since."""
+
+
+class Unobserved:
+    """Receives the events of a run and does nothing about them."""
+
+    def _ignore(self, *_: Any, **__: Any) -> None:
+        pass
+
+    on_aligned = on_resumed = on_step = on_epoch = on_evaluation = _ignore
+    on_earlier_answers = on_ledger = on_answers_ahead = _ignore
+    load_state_dict = _ignore
+
+    def state_dict(self) -> State:
+        return {}
+
 
 TrainerFactory = Callable[[AlignedRows], TopTrainer]
 
@@ -105,7 +289,7 @@ class Lifecycle:
         contract: Contract,
         own: OwnRows,
         rules: OwnRules,
-        build_trainer: TrainerFactory,
+        build_trainer: TrainerFactory | None,
         observer: SessionObserver,
         store: ActiveStore,
         run: OpenRun,
@@ -116,16 +300,36 @@ class Lifecycle:
         self.error: errors.SplitveilError | None = None
         self.parties = PassivePeers(contract)
         self.stages = RunStages(self.parties)
-        self.phase: Unaligned | Answering = Unaligned(rules.earlier)
+        self.common: JointRows | None = None  # of a run that only aligns, once they are known
+        self._answering: Answering | None = None
         self._contract, self._own, self._rules = contract, own, rules
         self._store = store
 
     @property
     def answering(self) -> Answering:
         """The part of the run after the alignment; an OutOfStep error before it."""
-        if isinstance(self.phase, Unaligned):
+        if self._answering is None:
             raise self.stages.refusal_of("a tensor")
-        return self.phase
+        return self._answering
+
+    @property
+    def trainer(self) -> TopTrainer | None:
+        """What trains the top model; None before the alignment."""
+        return None if self._answering is None else self._answering.trainer
+
+    @property
+    def batch_number(self) -> int:
+        """Number of batches that have been answered up to the run's present position."""
+        return 0 if self._answering is None else self._answering.progress.batch_number
+
+    @property
+    def has_answered(self) -> bool:
+        return self._answering is not None and self._answering.has_answered
+
+    def account_book(self) -> AccountBook:
+        """Return the accounts of this run and the runs before it, by example."""
+        answering = self._answering
+        return self._rules.earlier if answering is None else answering.account_book()
 
     @property
     def checkpoints(self) -> frozenset[int]:
@@ -158,43 +362,54 @@ class Lifecycle:
 
     def start_over(self, nonce: bytes) -> None:
         """Drop a run about which nothing was answered, with the nonce that a party has seen."""
-        self.run = OpenRun.new(nonce, self.run.dropped | {self.run.run_id})
+        self.run, self.common = OpenRun.new(nonce, self.run.dropped | {self.run.run_id}), None
+        if self.stages.current is Stage.FINISHED:  # with the alignment: a party has not heard of it
+            self.stages.move_to(Stage.TRAINING)
         for party in self.parties:
             party.forget_alignment()
         self.stages.move_to(Stage.WAITING)
 
     def begin(self, common: JointRows) -> None:
-        """Store the run, and prepare to train on the rows that all parties have in common."""
+        """Begin to train on the rows that all parties have, or finish a run that only aligns."""
+        if self.build_trainer is None:
+            self.common = common
+        else:
+            self._begin_training(common, self.build_trainer)
+        for party, share in zip(self.parties, common.shares, strict=False):
+            party.share = share
+        self.stages.move_to(Stage.TRAINING)
+        if self.common is not None:  # callers hold the lock: nobody sees the stage in between
+            self.stages.move_to(Stage.FINISHED)
+
+    def _begin_training(self, common: JointRows, build_trainer: TrainerFactory) -> None:
         seed, run = joint_seed(self.run.nonce, *common.nonces), self.run
         secret = run_secret(self._rules.noise_seed)
         # What other runs have charged while this one waited for its peer counts as well. From the
         # stored state on, another run that begins finds this one.
         with self._rules.counting(self._rules.earlier) as earlier:
             self._rules = replace(self._rules, earlier=earlier)
-            setup = self._prepare(common.file_rows, seed)
+            answering = self._prepare(build_trainer, common.file_rows, seed)
             self._store.save_run(
                 {
                     "run_id": run.run_id,
                     "nonce": run.nonce,
                     "peer_nonce": b"".join(common.nonces),
                     "secret": secret,
-                    "file_rows": torch.from_numpy(setup.rows.file_rows),
-                    "data": setup.trainer.data_digest,
-                    "noise_key": setup.trainer.noise_key,
-                    "earlier": setup.budget.earlier.state_dict(),
+                    "file_rows": torch.from_numpy(answering.rows.file_rows),
+                    "data": answering.trainer.data_digest,
+                    "noise_key": answering.trainer.noise_key,
+                    "earlier": answering.budget.earlier.state_dict(),
                 }
             )
-        self._announce(setup, seed)
-        self._answer_with(setup, AnsweredQuestions(secret, self._store.new_answers()))
+        self._announce(answering, seed)
+        answering.questions = AnsweredQuestions(secret, self._store.new_answers())
+        self._answering = answering
         self.save()
-        for party, share in zip(self.parties, common.shares, strict=False):
-            party.share = share
-        self.stages.move_to(Stage.TRAINING)
 
     def reopen(self) -> bool:
         """Take up the stored run, if there is one, and return whether there is."""
         stored = self._store.run()
-        if stored is None:
+        if stored is None or self.build_trainer is None:
             return False
         checkpoints = self._store.checkpoints()
         if not checkpoints:
@@ -220,17 +435,17 @@ class Lifecycle:
                 "were; --fresh at both parties starts over and counts all"
             )
         self._rules = replace(self._rules, earlier=earlier)
-        setup = self._prepare(identity.file_rows, identity.seed)
-        self._announce(setup, identity.seed)
-        identity.check_data(setup.trainer.data_digest)
-        if stored["noise_key"] != setup.trainer.noise_key:
+        answering = self._prepare(self.build_trainer, identity.file_rows, identity.seed)
+        self._announce(answering, identity.seed)
+        identity.check_data(answering.trainer.data_digest)
+        if stored["noise_key"] != answering.trainer.noise_key:
             raise errors.SettingsError(
                 "noise_key_path: this is not the noise key with which the run began; restore that "
                 "one, or start over with --fresh at both parties: what a new key draws is charged "
                 "on top"
             )
-        questions = AnsweredQuestions(stored["secret"], self._store.answers())
-        answering = self._answer_with(setup, questions)
+        answering.questions = AnsweredQuestions(stored["secret"], self._store.answers())
+        self._answering = answering
         self.stages.move_to(Stage.REJOINING)
         state = self._store.load(checkpoints[-1])
         with progress.refusing_other_versions():
@@ -241,12 +456,12 @@ class Lifecycle:
             self._restore(checkpoints[-1], state)
         return True
 
-    def _prepare(self, file_rows: Positions, seed: bytes) -> TrainingSetup:
+    def _prepare(self, build: TrainerFactory, file_rows: Positions, seed: bytes) -> Answering:
         """Put the common rows in order, and build the trainer and the accounts for them."""
         contract, rules, (ids, splits) = self._contract, self._rules, self._own
         rows = AlignedRows.derive(contract, seed, ids, file_rows, splits)
         course = progress.Progress(contract, rows, self._store)
-        trainer = self.build_trainer(rows)
+        trainer = build(rows)
         budget = LeakBudget(
             ids,
             rows,
@@ -256,17 +471,14 @@ class Lifecycle:
             rules.peers,
             reveals_validation=rules.early_stop is not None,
         )
-        return TrainingSetup(contract, rows, course, trainer, budget)
+        evaluator = Evaluator(rules.early_stop, trainer.kind)
+        return Answering(self.run.run_id, self.parties, course, trainer, budget, evaluator)
 
-    def _announce(self, setup: TrainingSetup, seed: bytes) -> None:
-        self.observer.on_aligned(setup.rows, seed)
-        if len(setup.budget.earlier):
-            self.observer.on_earlier_answers(setup.budget.num_charged(), setup.budget.bounds())
-
-    def _answer_with(self, setup: TrainingSetup, questions: AnsweredQuestions) -> Answering:
-        evaluator = Evaluator(self._rules.early_stop, setup.trainer.kind)
-        self.phase = Answering(self.run.run_id, self.parties, setup, questions, evaluator)
-        return self.phase
+    def _announce(self, answering: Answering, seed: bytes) -> None:
+        self.observer.on_aligned(answering.rows, seed)
+        if len(answering.budget.earlier):
+            budget = answering.budget
+            self.observer.on_earlier_answers(budget.num_charged(), budget.bounds())
 
     # ---- checkpoints ----
 
@@ -274,7 +486,7 @@ class Lifecycle:
         """Resume from a checkpoint with every party."""
         questions = self.answering.questions
         is_answered = questions.log.at(batch_number) is not None
-        if is_answered or batch_number < self.answering.batch_number:
+        if is_answered or batch_number < self.batch_number:
             questions.note_resumption()
         self.run = self.run._replace(resumed_at=batch_number)
         self._restore(batch_number, self._store.load(batch_number))
@@ -292,13 +504,14 @@ class Lifecycle:
         self.stages.move_to(Stage.FINISHED if answering.progress.is_over else Stage.TRAINING)
 
     def save(self, *, soon: bool = False) -> None:
-        """Write a checkpoint; ``soon``: another thread may write it."""
-        answering = self.answering
+        """Write a checkpoint; ``soon``: another thread may write it. A mere alignment has none."""
+        answering = self._answering
+        if answering is None:
+            return
         with answering.phases(Phase.CHECKPOINT):
-            answering.progress.save(self._state, soon=soon)
-
-    def _state(self) -> progress.State:
-        return self.answering.state_dict() | {"observer": self.observer.state_dict()}
+            answering.progress.save(
+                lambda: answering.state_dict() | {"observer": self.observer.state_dict()}, soon=soon
+            )
 
     # ---- steps ----
 
@@ -341,8 +554,8 @@ class Lifecycle:
 
     def finish_step(self) -> None:
         """Do the work that no peer waits for: the top model's update, figures, a checkpoint."""
-        answering = self.phase
-        if isinstance(answering, Unaligned):
+        answering = self._answering
+        if answering is None:
             return
         if answering.unlearned is not None:
             batch, step = answering.unlearned

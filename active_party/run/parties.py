@@ -3,10 +3,10 @@
 import hashlib
 import hmac
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from splitveil.common.alignment.share import Share
 from splitveil.common.errors import AlignmentError, OutOfStep
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import TRANSFERS_AHEAD, evaluations_ahead
-from splitveil.common.run.messages import Activation, Answer, BatchId, Course
+from splitveil.common.run.messages import Activation, Answer, Course
 from splitveil.common.run.sample_order import NONCE_BYTES, Positions
 
 Reply = Answer | Course
@@ -30,14 +30,6 @@ class PartyStage(Enum):
     RETURNING = "has asked to resume, and waits until every party has"
     LEFT = "has said goodbye"
     GONE = "has said goodbye, and would have to open the run again"
-
-
-class OpenQuestion(NamedTuple):
-    """A question that waits for its answer."""
-
-    activation: Activation
-    fingerprint: bytes
-    """Identifies the question's bytes, to detect a second question about the batch; 16 bytes."""
 
 
 class Pair(NamedTuple):
@@ -92,7 +84,9 @@ class PassivePeer:
     pair: Pair | None = None  # present once it is aligned with the active party
     share: Share | None = None
     """Mask of the pair's rows that all parties have; present once every party is aligned."""
-    question: OpenQuestion | None = None  # about the current batch, if it has asked
+    question: Activation | None = None  # about the current batch, if it has asked
+    fingerprint: bytes = b""
+    """Identifies the question's bytes, to detect a second question about the batch; 16 bytes."""
     answered: deque[tuple[Activation, Reply]] = field(default_factory=deque)
     """Its last questions with their answers, as many as may be on their way to it at once."""
     pipeline_depth: int = 1  # the most gradients that may be on their way to it at once
@@ -165,17 +159,12 @@ class PassivePeer:
                 return reply
         return None
 
-    def ask(self, question: OpenQuestion) -> None:
+    def ask(self, question: Activation, fingerprint: bytes) -> None:
         """Store its question, which may have to wait for other parties' questions."""
         waiting = self.question
-        if waiting is not None and not _same_bytes(
-            waiting.activation.values, question.activation.values
-        ):
+        if waiting is not None and not _same_bytes(waiting.values, question.values):
             raise OutOfStep("a step that waits for other parties came again with other bytes")
-        self.question = question
-
-    def waits_for(self, batch: BatchId) -> bool:
-        return self.question is not None and self.question.activation.batch == batch
+        self.question, self.fingerprint = question, fingerprint
 
     def answer(self, reply: Reply) -> None:
         """Keep the reply to its question, in case the question comes again."""
@@ -186,71 +175,65 @@ class PassivePeer:
         if self.answered and isinstance(self.answered[-1][1], Answer) is not is_gradient:
             # Held-out rows are sent after all gradients have come, and the other way round.
             self.answered.clear()
-        self.answered.append((question.activation, reply))
+        self.answered.append((question, reply))
         if len(self.answered) > (self.pipeline_depth if is_gradient else self.evaluations_ahead):
             self.answered.popleft()
 
 
-class PassivePeers:
+class PassivePeers(tuple[PassivePeer, ...]):
     """All passive parties of a run, in the contract's order."""
 
-    def __init__(self, contract: Contract) -> None:
-        self._parties = tuple(
-            PassivePeer(
-                name,
-                index,
-                pipeline_depth=max(
-                    contract.pipeline_depth, TRANSFERS_AHEAD * contract.releases_sums
-                ),
-                evaluations_ahead=evaluations_ahead(contract),
-            )
-            for index, name in enumerate(contract.passive_parties)
+    __slots__ = ()
+
+    def __new__(cls, contract: Contract) -> Self:
+        ahead = max(contract.pipeline_depth, TRANSFERS_AHEAD * contract.releases_sums)
+        return super().__new__(
+            cls,
+            [
+                PassivePeer(
+                    name,
+                    index,
+                    pipeline_depth=ahead,
+                    evaluations_ahead=evaluations_ahead(contract),
+                )
+                for index, name in enumerate(contract.passive_parties)
+            ],
         )
-
-    def __iter__(self) -> Iterator[PassivePeer]:
-        return iter(self._parties)
-
-    def __len__(self) -> int:
-        return len(self._parties)
 
     @property
     def is_multi_party(self) -> bool:
-        return len(self._parties) > 1
+        return len(self) > 1
 
     @property
     def have_opened(self) -> bool:
-        return all(party.has_opened for party in self._parties)
+        return all(party.has_opened for party in self)
 
     @property
     def have_left(self) -> bool:
-        return all(party.has_left for party in self._parties)
+        return all(party.has_left for party in self)
 
     @property
-    def questions(self) -> list[OpenQuestion]:
+    def questions(self) -> list[Activation]:
         """The questions that wait for an answer, in the contract's order."""
-        return [party.question for party in self._parties if party.question is not None]
-
-    @property
-    def have_asked(self) -> bool:
-        return len(self.questions) == len(self)
+        return [party.question for party in self if party.question is not None]
 
     @property
     def pairs(self) -> list[Pair]:
         """The outcomes of the alignments that are complete, in the contract's order."""
-        return [party.pair for party in self._parties if party.pair is not None]
+        return [party.pair for party in self if party.pair is not None]
 
     def named(self, name: str | None) -> PassivePeer:
         """Return the party of a name; a single party need not be named."""
         if name is None and not self.is_multi_party:
-            return self._parties[0]
-        for party in self._parties:
+            return self[0]
+        for party in self:
             if party.name == name:
                 return party
         raise OutOfStep("a call from a party that is not in the contract")
 
     def recall(self, nonces: Sequence[bytes]) -> None:
         """Recognise every party by the nonces of a stored run."""
-        for party, nonce in zip(self._parties, nonces, strict=True):
+        for party, nonce in zip(self, nonces, strict=True):
             party.commitment = hashlib.sha256(nonce).digest()
 
 

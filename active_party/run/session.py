@@ -1,8 +1,8 @@
 """The calls of the protocol, as the active party answers them; gRPC and tests use the same object.
 
 A call takes the lock, waits for those of the other parties where it has to, and leaves every
-consequence to ``lifecycle``. The other modules return or raise: ``handshake`` judges handshakes,
-``parties`` knows each passive party, and ``answering`` turns questions into answers.
+consequence to ``lifecycle``. The other modules return or raise: ``parties`` knows each passive
+party, and ``answering`` turns questions into answers.
 
 With several passive parties every step needs all of them: a question waits until each party has
 asked its own, and then one gradient is computed, defended and charged for all. When a party opens
@@ -15,29 +15,141 @@ noise. So neither a restart nor a peer that claims to have restarted leads to a 
 takes back the charge of the first one.
 """
 
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Sequence
 
 from splitveil.active_party.run import parties
-from splitveil.active_party.run.handshake import Handshakes
 from splitveil.active_party.run.lifecycle import (
     ActiveStore,
     Lifecycle,
+    Listening,
     OpenRun,
     OwnRows,
     OwnRules,
+    SessionObserver,
+    Stage,
     TrainerFactory,
 )
-from splitveil.active_party.run.observer import SessionObserver
-from splitveil.active_party.run.stages import Listening, Stage
+from splitveil.active_party.run.parties import PassivePeer, names_of
 from splitveil.common import errors
 from splitveil.common.alignment.share import Share
+from splitveil.common.errors import ContractMismatch, OthersAwaited, OutOfStep, StartedOver
 from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record.run_store import NoStore
 from splitveil.common.run import messages
-from splitveil.common.run.contract import Contract
-from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason
-from splitveil.common.run.sample_order import Positions
+from splitveil.common.run.contract import Contract, check_same_contract
+from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason, Offer, Opening
+from splitveil.common.run.sample_order import CommonOrder, Positions, joint_seed
+from splitveil.common.text.visible_text import visible
+
+HANDSHAKE_WAIT_S = 10.0
+"""Longest wait of a handshake for the other parties before the caller has to ask again."""
+
+RESUMABLE = (Stage.REJOINING, Stage.TRAINING, Stage.FINISHED)
+
+
+class Handshakes:
+    """The handshakes of one run. Callers hold the lock of ``lifecycle``."""
+
+    def __init__(
+        self, contract: Contract, lifecycle: Lifecycle, draw_nonce: Callable[[], bytes]
+    ) -> None:
+        self._contract = contract
+        self._lifecycle = lifecycle
+        self._parties = lifecycle.parties
+        self._stages = lifecycle.stages
+        self._draw_nonce = draw_nonce
+
+    def greet(self, name: str, contract_json: str) -> PassivePeer:
+        """Return the party that shakes hands, if it holds the same contract."""
+        self._lifecycle.refuse_if_ended()
+        check_same_contract(self._contract, contract_json, f"party {visible(name)}")
+        if name not in self._contract.passive_parties:
+            raise ContractMismatch(["passive_parties"])
+        return self._parties.named(name)
+
+    def open(self, asking: PassivePeer, commitment: bytes, is_listening: Listening) -> Opening:
+        """Open a new run, as soon as every party asks for it; a repeated request changes nothing.
+
+        Raises:
+            OutOfStep: the run has answered something, so that it must not start over.
+        """
+        lifecycle, stages = self._lifecycle, self._stages
+        is_known = asking.has_committed_to(commitment)
+        if not (stages.current is Stage.HANDSHAKEN and is_known):
+            if lifecycle.has_answered:
+                raise OutOfStep("a handshake for a new run, where one has begun")
+            if stages.current is not Stage.WAITING:
+                lifecycle.start_over(self._draw_nonce())
+            asking.open(commitment)
+            stages.note_progress()
+            if self._parties.have_opened:
+                stages.move_to(Stage.HANDSHAKEN)
+            self._wait_for_openings(asking, (Stage.HANDSHAKEN,), is_listening)
+        commitments = tuple(party.commitment for party in self._parties)
+        return self._opening(None, commitments if self._parties.is_multi_party else ())
+
+    def resume(
+        self, asking: PassivePeer, commitment: bytes, offer: Offer, is_listening: Listening
+    ) -> Opening:
+        """Resume the stored run, as soon as every party asks for it."""
+        lifecycle, parties, run = self._lifecycle, self._parties, self._lifecycle.run
+        if parties.is_multi_party and offer.run_id in run.dropped:
+            raise StartedOver("a peer asks to resume a run that has started over")
+        is_this_run = offer.run_id == run.run_id and asking.has_committed_to(commitment)
+        if self._stages.current not in RESUMABLE or not is_this_run:
+            raise OutOfStep("a peer asks to resume another run than this one")
+        if not offer.batch_numbers & lifecycle.checkpoints:
+            raise _no_common_checkpoint()
+        position, have_opened = lifecycle.batch_number, parties.have_opened
+        is_there = position == run.resumed_at in offer.batch_numbers
+        lifecycle.finish_step()
+        if not (have_opened and parties.is_multi_party and is_there):
+            if have_opened:  # every party has to ask again
+                for party in parties:
+                    party.forget_opening()
+            asking.ask_to_resume(offer.batch_numbers)
+            self._stages.note_progress()
+            if parties.have_opened:
+                self._resume_together(asking)
+        self._wait_for_openings(asking, (Stage.TRAINING, Stage.FINISHED), is_listening)
+        return self._opening(lifecycle.run.resumed_at)
+
+    def _resume_together(self, last: PassivePeer) -> None:
+        offers = (party.offer for party in self._parties)
+        common = self._lifecycle.checkpoints.intersection(*offers)
+        if not common:
+            last.forget_opening()
+            raise _no_common_checkpoint()
+        self._lifecycle.resume_at(max(common))
+
+    def _opening(self, resumes_at: int | None, commitments: tuple[bytes, ...] = ()) -> Opening:
+        run, digest = self._lifecycle.run, self._contract.digest()
+        return Opening(run.run_id, digest, run.nonce, resumes_at, commitments)
+
+    def _wait_for_openings(
+        self, asking: PassivePeer, stages: Sequence[Stage], is_listening: Listening
+    ) -> None:
+        handshake = asking.handshakes
+
+        def awaited() -> OthersAwaited:
+            missing = [party for party in self._parties if not party.has_opened]
+            return OthersAwaited(f"waits for passive party {names_of(missing)}")
+
+        def have_opened() -> bool | None:
+            if self._parties.have_opened and self._stages.current in stages:
+                return True
+            self._lifecycle.refuse_if_ended()
+            if not asking.has_opened or asking.handshakes != handshake:
+                raise awaited()
+            return None
+
+        if not self._stages.wait_for_caller(have_opened, is_listening, HANDSHAKE_WAIT_S):
+            raise awaited()
+
+
+def _no_common_checkpoint() -> OutOfStep:
+    return OutOfStep("the parties have no checkpoint in common")
+
 
 FAREWELL_WAIT_S = 3.0
 """Longest wait of a leave request for the other parties before it has to be sent again."""
@@ -55,24 +167,22 @@ class ActiveSession:
     other parties gives up when ``is_listening`` says that its caller is gone.
     """
 
-    lifecycle_type: ClassVar[type[Lifecycle]] = Lifecycle
-    """The consequences of the calls; ``aligning.py`` has another class."""
-
     def __init__(
         self,
         contract: Contract,
         own: OwnRows,
-        build_trainer: TrainerFactory,
+        build_trainer: TrainerFactory | None,
         observer: SessionObserver,
         draw_nonce: Callable[[], bytes],
         rules: OwnRules | None = None,
         store: ActiveStore | None = None,
     ) -> None:
+        """Open no run yet. Without ``build_trainer`` the run ends with the alignment."""
         self.contract = contract
         self.ids, self.file_splits = own
         store = store or NoStore(len(contract.passive_parties))
         run = OpenRun.new(draw_nonce())
-        self.lifecycle = self.lifecycle_type(
+        self.lifecycle = Lifecycle(
             contract, own, rules or OwnRules(), build_trainer, observer, store, run
         )
         self.parties = self.lifecycle.parties
@@ -138,9 +248,9 @@ class ActiveSession:
             self.lifecycle.refuse_if_ended()
             self.lifecycle.refuse_if_not_open()
             is_through = self.parties.named(party).pair is not None
-            if is_through or run_id not in (None, self.run_id):
+            is_due = self.stage is Stage.HANDSHAKEN and not is_through
+            if not is_due or run_id not in (None, self.run_id):
                 raise self._stages.refusal_of("an alignment")
-            self._stages.require(Stage.HANDSHAKEN, message="an alignment")
 
     def aligned(self, file_rows: Positions, peer_nonce: bytes, party: str | None = None) -> None:
         """Store the rows shared with one party; prepare training once all parties' are there."""
@@ -165,6 +275,14 @@ class ActiveSession:
             self.lifecycle.refuse_if_ended()
             self.lifecycle.refuse_if_not_open()
             return aligned.share
+
+    def common_order(self) -> CommonOrder:
+        """Return the rows that all parties have, of a run that only aligns."""
+        common = self.lifecycle.common
+        if common is None:
+            raise OutOfStep("the common rows are not known yet")
+        seed = joint_seed(self.lifecycle.run.nonce, *common.nonces)
+        return CommonOrder.of(self.run_id, self.ids, common.file_rows, seed)
 
     # ---- training ----
 
@@ -209,9 +327,10 @@ class ActiveSession:
         if reply is not None:
             return reply
         lifecycle.refuse_if_not_open()
-        lifecycle.stages.require(Stage.TRAINING, message="a tensor")
+        if self.stage is not Stage.TRAINING:
+            raise self._stages.refusal_of("a tensor")
         batch = lifecycle.answering.take(asking, activation, is_training=is_training)
-        if not self.parties.have_asked:
+        if len(self.parties.questions) < len(self.parties):
             return self._wait_for_reply(asking, activation, is_listening)
         return (lifecycle.answer(batch) if is_training else lifecycle.evaluate(batch))[asking.index]
 
@@ -223,7 +342,7 @@ class ActiveSession:
             reply = asking.reply_to(activation)
             if reply is None:
                 self.lifecycle.refuse_if_not_open()
-                if not asking.waits_for(activation.batch):
+                if asking.question is None or asking.question.batch != activation.batch:
                     raise errors.OutOfStep("a question that was overtaken by the party's next one")
             return reply
 

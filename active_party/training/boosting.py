@@ -12,8 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from splitveil.active_party.training.label_kinds import ClassLabels, LabelKind, residuals_of
-from splitveil.active_party.training.predictions import LossWeights
+from splitveil.active_party.training.label_kinds import (
+    ClassLabels,
+    LabelKind,
+    LossWeights,
+    residuals_of,
+)
 from splitveil.common.data.features import Features
 
 logger = logging.getLogger(__name__)

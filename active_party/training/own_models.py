@@ -26,8 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.active_party.defenses.interface import descend
 from splitveil.active_party.training.boosting import columns_of, with_trees
-from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
-from splitveil.active_party.training.predictions import LossWeights
+from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind, LossWeights
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.factory import build_bottom_model

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,13 +13,12 @@ from numpy.typing import NDArray
 
 from splitveil.common.data.converted import stamps_of
 from splitveil.common.data.kinds import columns_in_parts, in_small_blocks, open_source
-from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import TableSource
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party import command_line
+from splitveil.common.party.arguments import print_json
 from splitveil.common.party.endpoint import serving_status
 from splitveil.common.party.interruption import Interruption
-from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData, read_ids_alone
 from splitveil.common.party.party_settings import PartySettings, PartySettingsT
 from splitveil.common.party.party_status import RunStatus
@@ -37,13 +36,10 @@ _ROWS_AT_ONCE = 2**16
 FOLDER = "alignment"  # folder of a run's alignments; each party has its own in it
 
 
-class Alignment(NamedTuple):
-    """A party's way to find the common rows."""
-
-    folder_name: str
-    status: RunStatus
-    find: Callable[[PartyData, Path, Transcript | None, Interruption], CommonOrder]
-    shows_bar: bool = True
+Alignment = tuple[
+    str, RunStatus, Callable[[PartyData, Path, Transcript | None, Interruption], CommonOrder], bool
+]
+"""A party's folder, status, way to find the common rows, and whether a bar shows it."""
 
 
 def align(parsed: argparse.Namespace, alignment_of: Callable[[PartySettingsT], Alignment]) -> None:
@@ -57,8 +53,8 @@ def align(parsed: argparse.Namespace, alignment_of: Callable[[PartySettingsT], A
     settings = aligning(parsed.loaded)
     check_outputs(settings, parsed.output, positions=parsed.positions)
     name, status, find, shows_bar = alignment_of(settings)
-    own = read_own_ids(settings)
-    _logger.info("%s ids read from %s", f"{len(own.data.ids):,}", own.data.table.source)
+    stamps, own = stamps_of(settings.data.source, settings.base_dir), read_own_ids(settings)
+    _logger.info("%s ids read from %s", f"{len(own.ids):,}", own.table.source)
     interruption.check()
     with (
         ProgressBar("aligning") as progress,
@@ -68,9 +64,9 @@ def align(parsed: argparse.Namespace, alignment_of: Callable[[PartySettingsT], A
         folder = open_run_folder(settings.runs_dir / settings.contract.run_name, FOLDER, name)
         command_line.save_resolved(settings, folder)
         with Transcript(folder, status.party) if settings.transcript else nullcontext() as written:
-            order = find(own.data, folder, written, interruption)
-    write_aligned(settings, own, order, parsed.output, positions=parsed.positions)
-    num_ids, num_common = len(own.data.ids), len(order.file_rows)
+            order = find(own, folder, written, interruption)
+    write_aligned(settings, own, stamps, order, parsed.output, positions=parsed.positions)
+    num_ids, num_common = len(own.ids), len(order.file_rows)
     if parsed.json:
         counts = {"run_id": order.run_id, "ids": num_ids, "aligned": num_common}
         print_json(counts | {"fingerprint": order.fingerprint, "output": str(parsed.output)})
@@ -105,48 +101,43 @@ def check_outputs(settings: PartySettings, output: Path, *, positions: bool = Fa
         raise SettingsError(f"--output: {output} is the table of data.source itself")
 
 
-class StampedIds(NamedTuple):
-    data: PartyData
-    stamps: list[list[Any]]
-
-
-def read_own_ids(settings: PartySettings) -> StampedIds:
+def read_own_ids(settings: PartySettings) -> PartyData:
     """Read a party's ids and the contract's split column, but nothing else."""
-    contract, stamps = settings.contract, stamps_of(settings.data.source, settings.base_dir)
-    data = _ids_alone(settings.data)
-    return StampedIds(read_ids_alone(data, settings.base_dir, contract.split, contract.ids), stamps)
-
-
-def _ids_alone(data: DataSettings) -> DataSettings:
+    data, contract = settings.data, settings.contract
     if not data.id_columns:
-        return data  # rows are known by their numbers, and some column has to count them
-    if data.unlabelled_rows == "error":
-        return data.without_labels(features=None)
-    changed: dict[str, Any] = {"class_weights": None, "weight_column": None}
-    if data.features is not None:  # they say which labels are missing
-        none: dict[str, Any] = dict.fromkeys(("numeric", "categorical", "timestamps", "lists"), ())
-        features = data.features.model_copy(update=none | {"sequences": {}, "image": None})
-        changed |= {"features": features}
-    return data.model_copy(update=changed | {"weights_are_label_free": False})
+        pass  # rows are known by their numbers, and some column has to count them
+    elif data.unlabelled_rows == "error":
+        data = data.without_labels(features=None)
+    else:
+        changed: dict[str, Any] = {"class_weights": None, "weight_column": None}
+        if data.features is not None:  # they say which labels are missing
+            parts = ("numeric", "categorical", "timestamps", "lists")
+            none: dict[str, Any] = dict.fromkeys(parts, ()) | {"sequences": {}, "image": None}
+            changed["features"] = data.features.model_copy(update=none)
+        data = data.model_copy(update=changed | {"weights_are_label_free": False})
+    return read_ids_alone(data, settings.base_dir, contract.split, contract.ids)
 
 
 def write_aligned(
     settings: PartySettings,
-    own: StampedIds,
+    data: PartyData,
+    stamps: list[list[Any]],
     order: CommonOrder,
     output: Path,
     *,
     positions: bool = False,
 ) -> None:
-    """Write the common rows in their order, or only their ids and positions in it."""
-    data = own.data
+    """Write the common rows in their order, or only their ids and positions in it.
+
+    The stamps are the table's from before its ids were read.
+    """
     rows = order.file_rows if data.kept is None else data.kept[order.file_rows]
     source, ordered = open_source(settings.data.source, settings.base_dir), np.sort(rows)
     names = settings.data.id_columns if positions else source.column_names()
     table = in_small_blocks(source, lambda some: _rows_of(some, ordered, names))
     if positions:
         table = table.append_column(_POSITION, _indices(np.argsort(rows)))
-    if stamps_of(settings.data.source, settings.base_dir) != own.stamps:
+    if stamps_of(settings.data.source, settings.base_dir) != stamps:
         raise DataError(f"{data.table.source}: has changed since its ids were read: align again")
     with replacing(output) as file, writer_of(output, file, table.schema) as writer:
         for first in range(0, len(rows), _ROWS_AT_ONCE):

@@ -21,7 +21,7 @@ from splitveil.common.errors import (
     SplitveilError,
     StorageError,
 )
-from splitveil.common.party.json_output import add_json
+from splitveil.common.record.run_folder import json_text
 from splitveil.common.text.files import why_unreadable
 from splitveil.common.text.imports import fault_of_own_code
 from splitveil.common.text.log_lines import LogFormat, configure_logging, log_fields
@@ -251,6 +251,7 @@ def run_command(parsed: argparse.Namespace, party: str | None = None) -> int:
 _ANY = "splitveil"  # where a command serves no party more than another
 _ELSEWHERE = {
     "verify_transcript": "splitveil.common.party.command_line:verify_transcript",
+    "passive plan": "splitveil.passive_party.exposure_plan:plan",
     "passive report": "splitveil.passive_party.report_page:report",
 }
 _THEN = {
@@ -331,7 +332,7 @@ def exit_code_of(action: Callable[[], None]) -> int:
         known = error if isinstance(error, SplitveilError) else fault_of_own_code(error)
         if known is None:
             raise
-        for reported in _with_earlier(known):
+        for reported in (*_hidden_by(known), known):
             for line in str(reported).splitlines() or [type(reported).__name__]:
                 fields = log_fields(error=type(reported).__name__, exit_code=known.exit_code)
                 logger.error("%s", line, extra=fields)
@@ -352,12 +353,21 @@ def end_program(exit_code: int, *, is_program: bool) -> NoReturn:
     sys.exit(exit_code)
 
 
-def _with_earlier(error: SplitveilError) -> Iterator[SplitveilError]:
-    """Yield an error, preceded by the reason for the run's end if a full disk would hide it."""
-    earlier: BaseException | None = error
+def _hidden_by(error: SplitveilError) -> Iterator[SplitveilError]:
+    """Yield the reason for the run's end if a full disk would hide it."""
+    earlier = error.__context__
     while isinstance(error, StorageError) and earlier is not None:
-        earlier = earlier.__context__
         if isinstance(earlier, PeerError | Interrupted):
             yield earlier
-            break
-    yield error
+            return
+        earlier = earlier.__context__
+
+
+def add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--json", action="store_true", help="print one JSON document instead of text"
+    )
+
+
+def print_json(value: Mapping[str, object]) -> None:
+    sys.stdout.write(json_text(value))

@@ -10,18 +10,27 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import yaml
 from rich.console import Console
 
 from splitveil.common.errors import SettingsError, SplitveilError
-from splitveil.common.models.device import use_device
-from splitveil.common.party.json_output import print_json
-from splitveil.common.party.party_settings import PartySettings
-from splitveil.common.party.workers import ONLY, Rank
-from splitveil.common.record.run_folder import end_of, has_finished, write_text_atomically
+from splitveil.common.models.data_parallel import Beginning, Learner, work
+from splitveil.common.models.device import device_in_words, use_device
+from splitveil.common.models.ranks import Ranks
+from splitveil.common.party.arguments import print_json
+from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import PartySettings, PartySettingsT
+from splitveil.common.party.workers import ONLY, Rank, facts_of, joined
+from splitveil.common.record.run_folder import (
+    end_of,
+    has_finished,
+    open_run_folder,
+    write_text_atomically,
+)
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Broken, Verified, compare, verify
 from splitveil.common.run.contract import in_short
@@ -40,7 +49,13 @@ def verify_transcript(parsed: argparse.Namespace) -> None:
     verified: list[Verified] = []
     files = [path for path in (parsed.transcript, parsed.against) if path is not None]
     for path in files:
-        verified.append(found := _verified(path))
+        try:
+            found = verify(path)
+        except OSError as error:
+            raise SettingsError(f"{path}: {why_unreadable(path, error)}") from error
+        if isinstance(found, Broken):
+            raise SplitveilError(f"{path}: line {found.line}: {found.reason}")
+        verified.append(found)
         console.print(
             f"{visible(str(path))}: the chain of {found.entries:,} entries is intact; the last "
             f"link is {found.last_link}",
@@ -66,16 +81,6 @@ def verify_transcript(parsed: argparse.Namespace) -> None:
                 for kind, count in compared.unsent.items()
             )
         )
-
-
-def _verified(path: Path) -> Verified:
-    try:
-        found = verify(path)
-    except OSError as error:
-        raise SettingsError(f"{path}: {why_unreadable(path, error)}") from error
-    if isinstance(found, Broken):
-        raise SplitveilError(f"{path}: line {found.line}: {found.reason}")
-    return found
 
 
 def prepare(settings: PartySettings, rank: Rank = ONLY) -> torch.device:
@@ -140,16 +145,26 @@ def takes_up(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
     return True
 
 
-def is_finished(folder: Path) -> bool:
-    if not has_finished(folder):
-        return False
-    logger.info(
-        "this run has finished, and nothing is trained; its report is %s. Another "
-        "contract.run_name begins another run, and so does --fresh at both parties; the label "
-        "owner's ledger counts what both runs release",
-        folder / "report.html",
+def open_folder(
+    settings: PartySettings, party: str, is_over: Callable[[Path], bool], *, fresh: bool
+) -> Path | None:
+    """Open a party's folder of a run, and keep its settings there; None if the run is over."""
+    name = settings.contract.run_name
+    folder = open_run_folder(
+        settings.runs_dir, name, party, lambda one: takes_up(settings, fresh=fresh, folder=one)
     )
-    return True
+    if has_finished(folder):
+        logger.info(
+            "this run has finished, and nothing is trained; its report is %s. Another "
+            "contract.run_name begins another run, and so does --fresh at both parties; the label "
+            "owner's ledger counts what both runs release",
+            folder / "report.html",
+        )
+        return None
+    if is_over(folder):
+        return None
+    save_resolved(settings, folder)  # by its settings, the start of another run finds this one
+    return folder
 
 
 def stored_settings(folder: Path) -> dict[str, Any]:
@@ -229,3 +244,46 @@ class _AllFailures(SplitveilError):
     def __init__(self, failures: Sequence[SplitveilError], exit_code: int) -> None:
         super().__init__("\n".join(dict.fromkeys(map(str, failures))))
         self.exit_code = exit_code
+
+
+class Process(NamedTuple):
+    """The process that is a party, with the ranks that compute for it, if there are any."""
+
+    device: torch.device
+    interruption: Interruption
+    ranks: Ranks | None
+    restarts: int  # how often all ranks were started again
+
+    @property
+    def device_in_words(self) -> str:
+        return device_in_words(self.device)
+
+
+def read_data(settings: PartySettings, process: Process) -> PartyData:
+    data = PartyData.of(settings)
+    ids, device = data.table.id_report.in_words(), process.device_in_words
+    read = (f"{len(data.ids):,}", data.table.source, ids, device)
+    logger.info("%s rows read from %s, %s, device %s", *read)
+    return data
+
+
+def run_as_party(
+    settings: PartySettingsT,
+    facts: tuple[str, str],
+    learner_of_rank: Callable[[PartySettingsT, torch.device, Beginning], Learner],
+    take_part: Callable[[PartySettingsT, Process], None],
+) -> None:
+    """Take part in the run; a rank above 0 computes with rank 0 instead.
+
+    Facts are names of this party's settings that all ranks must have in common.
+    """
+    rank = Rank.of_environment()
+    device = prepare(settings, rank)
+    interruption = Interruption()
+    if not rank.number:
+        interruption.install()
+    with joined(rank, device, facts_of(settings, device, *facts), interruption) as ranks:
+        if ranks is not None and rank.number:
+            work(ranks, lambda beginning: learner_of_rank(settings, device, beginning))
+        else:
+            take_part(settings, Process(device, interruption, ranks, rank.restarts))

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from splitveil.common.party.report_parts import ScaleRow, picture, read_traffic, render
-from splitveil.common.record.lines import AlignmentLine
 from splitveil.common.record.model_files import identity_of
 from splitveil.common.record.run_folder import end_of, write_json_atomically, write_text_atomically
-from splitveil.common.record.run_record import read_metrics
-from splitveil.common.record.summary import Summary
+from splitveil.common.record.run_record import AlignmentLine, Summary, read_metrics
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.values import as_mapping
 from splitveil.common.text.wording import bytes_in_words
@@ -70,7 +68,7 @@ def write_cover(
         answers: to the checks that only this party can answer.
     """
     contract = as_mapping(settings.get("contract"))
-    traffic = read_traffic(folder)
+    traffic, identities = read_traffic(folder), as_mapping(contract.get("identities"))
     provenance = summary.provenance
     whose = _COLUMNS if party == ACTIVE else _LABELS
     other = CheckAnswer("other page", f"See the cover page of the {whose}.")
@@ -85,7 +83,14 @@ def write_cover(
         "ended_early_by": (end_of(folder) or {}).get("ended_by"),
         "started": None if traffic is None else traffic.first,
         "ended": None if provenance is None else provenance.ended,
-        "parties": list(_parties(contract)),
+        "parties": [
+            {
+                "party": str(name),
+                "role": _LABELS if name == ACTIVE else _COLUMNS,
+                "identity": str(identities.get(name, f"{name}.splitveil")),
+            }
+            for name in (ACTIVE, *(contract.get("passive_parties") or ("passive",)))
+        ],
         "authenticated": as_mapping(settings.get("security")).get("mode") == "mtls",
         "common_rows": summary.counts.aligned_rows,
         "exchanged": list(_exchanged(contract, summary)),
@@ -116,14 +121,6 @@ def write_cover(
 def nothing_of_labels(contract: Mapping[str, Any]) -> bool:
     """Return whether the contract lets nothing be sent that depends on a label."""
     return contract.get("exchange") == "one_shot" and not contract.get("release")
-
-
-def _parties(contract: Mapping[str, Any]) -> Iterator[Mapping[str, str]]:
-    identities = as_mapping(contract.get("identities"))
-    for name in (ACTIVE, *(contract.get("passive_parties") or ("passive",))):
-        role = _LABELS if name == ACTIVE else _COLUMNS
-        identity = str(identities.get(name, f"{name}.splitveil"))
-        yield {"party": str(name), "role": role, "identity": identity}
 
 
 def _exchanged(contract: Mapping[str, Any], summary: Summary) -> Iterator[Mapping[str, str]]:

@@ -151,14 +151,17 @@ def _version(path: Path) -> _Version | None:
 
 def _load(certificate: Path, private_key: Path, authority: Path, identity: str) -> Credentials:
     problems: list[str] = []
-    read = {
-        setting: _read(path, setting, problems)
-        for setting, path in (
-            ("certificate", certificate),
-            ("private_key", private_key),
-            ("authority", authority),
-        )
-    }
+    paths = {"certificate": certificate, "private_key": private_key, "authority": authority}
+    read: dict[str, bytes] = {}
+    for setting, path in paths.items():
+        try:
+            if path is private_key:
+                check_secret(path, "security.private_key")
+            read[setting] = read_bytes(path, MAX_FILE_BYTES)
+        except SettingsError as error:
+            problems.append(str(error))
+        except OSError as error:
+            problems.append(f"security.{setting}: {path}: {why_unreadable(path, error)}")
     if problems:
         raise SettingsError(problems)
     chain = _certificates(read["certificate"], "certificate", certificate)
@@ -174,7 +177,8 @@ def _load(certificate: Path, private_key: Path, authority: Path, identity: str) 
         ) from error
     problems += _problems_of_leaf(leaf, certificate, identity)
     problems += _problems_of_key(leaf, read["private_key"], private_key, certificate)
-    problems += _problems_of_authority(authorities, authority)
+    if all(datetime.now(UTC) > one.not_valid_after_utc for one in authorities):
+        problems.append(f"security.authority: {authority}: every certificate in it has expired")
     if problems:
         raise SettingsError(problems)
     return Credentials(
@@ -185,18 +189,6 @@ def _load(certificate: Path, private_key: Path, authority: Path, identity: str) 
         dns_names(leaf),
         leaf.not_valid_after_utc,
     )
-
-
-def _read(path: Path, setting: str, problems: list[str]) -> bytes:
-    try:
-        if setting == "private_key":
-            check_secret(path, "security.private_key")
-        return read_bytes(path, MAX_FILE_BYTES)
-    except SettingsError as error:
-        problems.append(str(error))
-    except OSError as error:
-        problems.append(f"security.{setting}: {path}: {why_unreadable(path, error)}")
-    return b""
 
 
 def _certificates(pem: bytes, setting: str, path: Path) -> list[x509.Certificate]:
@@ -245,9 +237,3 @@ def is_for_grpc(key: object) -> TypeGuard[PublicKey]:
     if isinstance(key, ec.EllipticCurvePublicKey):
         return isinstance(key.curve, ec.SECP256R1 | ec.SECP384R1)
     return isinstance(key, rsa.RSAPublicKey)
-
-
-def _problems_of_authority(authorities: list[x509.Certificate], path: Path) -> Iterator[str]:
-    now = datetime.now(UTC)
-    if all(now > authority.not_valid_after_utc for authority in authorities):
-        yield f"security.authority: {path}: every certificate in it has expired"

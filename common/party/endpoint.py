@@ -144,8 +144,20 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*connection)
 
     def do_GET(self) -> None:
-        path = self.path.partition("?")[0].rstrip("/")
-        code, kind, body = _answer(self._status, path)
+        path, kind = self.path.partition("?")[0].rstrip("/"), "application/json"
+        code, facts = 200, self._status.facts()
+        if path == "/healthz":
+            facts = {"status": "ok", **facts}
+        elif path == "/readyz":
+            ready, reason = self._status.readiness
+            code = 200 if ready else 503
+            facts = {"status": "ready" if ready else "not ready", "reason": reason, **facts}
+        elif path != "/metrics":
+            code, facts = 404, {"error": "expected /healthz, /readyz or /metrics"}
+        body = json.dumps(facts).encode() + b"\n"
+        if path == "/metrics":
+            kind = "text/plain; version=0.0.4; charset=utf-8"
+            body = generate_latest(self._status.metrics.registry)
         if path == "/metrics" and self.command == "GET":
             self._looks.note()
         self.send_response(code)
@@ -212,22 +224,3 @@ class _StatusServer(ThreadingTCPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
         logger.debug("status: a request failed", exc_info=True)
-
-
-def _answer(status: PartyStatus, path: str) -> tuple[int, str, bytes]:
-    if path == "/metrics":
-        return (
-            200,
-            "text/plain; version=0.0.4; charset=utf-8",
-            generate_latest(status.metrics.registry),
-        )
-    code, facts = 200, status.facts()
-    if path == "/healthz":
-        facts = {"status": "ok", **facts}
-    elif path == "/readyz":
-        ready, reason = status.readiness
-        code = 200 if ready else 503
-        facts = {"status": "ready" if ready else "not ready", "reason": reason, **facts}
-    else:
-        code, facts = 404, {"error": "expected /healthz, /readyz or /metrics"}
-    return code, "application/json", json.dumps(facts).encode() + b"\n"

@@ -1,10 +1,10 @@
-"""Loads and checks a party's own rows and canonical ids before anything is sent."""
+"""Loads and checks a party's own rows and canonical ids, for a run and for predictions."""
 
 import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from splitveil.common.data import source_settings
+from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.columns import WILDCARDS, are_numbers
 from splitveil.common.data.converted import open_converted
 from splitveil.common.data.features import FeatureEncoder, Features, MappedFeatures, RowEncoder
@@ -24,6 +25,8 @@ from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import list_rows
 from splitveil.common.data.stored_ids import ABSENT, IdIndex
 from splitveil.common.data.table import Table, read_table, table_of_ids
+from splitveil.common.data.table_files import settings_for, source_of
+from splitveil.common.data.unseen import unknown_categories, unseen_numbers
 from splitveil.common.errors import DataError, SettingsError, SplitveilError
 from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.record.model_files import SETTING, EarlierModel
@@ -148,8 +151,9 @@ class PartyData:
     def digest(self, encoder: FeatureEncoder | None, features: Features | None = None) -> str:
         """Return a hexadecimal digest of ids, labels, weights and what ``encode`` returned."""
         found = hashlib.sha256()
-        for text in _joined(self.ids):
-            found.update(text.encode())
+        for start in range(0, len(self.ids), _IDS_AT_ONCE):
+            joined = "\0".join(self.ids[start : start + _IDS_AT_ONCE])
+            found.update(f"{chr(0) if start else ''}{joined}".encode())
         for column in (self.table.labels, self.table.splits, self.table.weights):
             if column is not None:
                 found.update(np.ascontiguousarray(column).tobytes())
@@ -247,11 +251,6 @@ def open_earlier_model(settings: PartySettings) -> EarlierModel | None:
     )
 
 
-def _joined(ids: Sequence[str]) -> Iterator[str]:
-    for start in range(0, len(ids), _IDS_AT_ONCE):
-        yield ("\0" if start else "") + "\0".join(ids[start : start + _IDS_AT_ONCE])
-
-
 def _say(table: Table, settings: DataSettings) -> None:
     for doubt in filter(None, (table.id_report.losses, *table.id_doubts)):
         _logger.warning("%s: %s: %s", table.source, settings.place_of_ids, doubt)
@@ -302,3 +301,68 @@ def _conversion_bar(source: source_settings.CacheableSource) -> Iterator[Callabl
 
     with ProgressBar("converting", "percent") as progress:
         yield show
+
+
+class ServedRows:
+    """A party's rows as predictions need them: found by id, encoded as in the training."""
+
+    def __init__(self, data: PartyData, encoder: FeatureEncoder, form: CanonicalForm) -> None:
+        self._form = form
+        self.source = data.table.source  # the table, for messages
+        self.encoder = encoder
+        self._ids = data.ids
+        self._index = IdIndex(data.ids)
+        self._is_served = np.ones(len(data.ids), np.bool_)
+        everything = np.arange(len(data.ids), dtype=np.int64)
+        self._features: Features = (
+            MappedFeatures(encode=RowEncoder(encoder, data.table), file_rows=everything)
+            if data.table.is_on_disk
+            else encoder.transform(data.table, everything)
+        )
+
+    @classmethod
+    def load(
+        cls, settings: PartySettings, encoder: FeatureEncoder | None, table: Path | None = None
+    ) -> "ServedRows":
+        if encoder is None:
+            raise SettingsError("data.features: the model was trained without features here")
+        own = settings.data.source
+        data, has_copy = None, getattr(own, "cache_dir", None) is not None
+        if table is None and has_copy and settings.data.unlabelled_rows == "error":
+            with suppress(DataError):  # of labels or columns that predictions do not need
+                data = PartyData.of(settings)  # the training's copy on disk
+        if data is None:
+            source = own if table is None else source_of(table, own)
+            chosen = settings_for(settings.data, source, encoder)
+            data = PartyData.load(chosen, settings.base_dir, id_rules=settings.contract.ids)
+        served = cls(data, encoder, CanonicalForm(settings.contract.ids))
+        ways = (unknown_categories, unseen_numbers)
+        found = [one for way in ways for one in way(encoder, data.table, settings.data.features)]
+        if refused := [sentence for level, sentence in found if level == logging.ERROR]:
+            raise DataError("\n".join(refused))
+        for level, sentence in found:
+            _logger.log(level, "%s", sentence)
+        return served
+
+    def __len__(self) -> int:
+        return int(self._is_served.sum())
+
+    def serve_only(self, ids: Sequence[str]) -> None:
+        """Keep only the rows of some ids, in canonical form; ids without a row are fine."""
+        rows = self._index.rows_of(ids)
+        self._is_served[:] = False
+        self._is_served[rows[rows != ABSENT]] = True
+
+    def served(self) -> NDArray[np.int64]:
+        return np.flatnonzero(self._is_served)
+
+    def ids_at(self, rows: NDArray[np.int64]) -> list[str]:
+        return [self._ids[row] for row in rows.tolist()]
+
+    def rows_of(self, ids: Sequence[str]) -> NDArray[np.int64]:
+        """Return the row of each id, in any form; ``ABSENT`` for one without a served row."""
+        rows = self._index.rows_of(self._form.of(ids))
+        return np.where((rows != ABSENT) & self._is_served[rows], rows, ABSENT)
+
+    def features_of(self, rows: NDArray[np.int64]) -> Features:
+        return self._features.rows(torch.from_numpy(rows))

@@ -22,7 +22,7 @@ from splitveil.common.record.progress import ProgressBar
 from splitveil.common.record.transcript import Crossing
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows, Batch
-from splitveil.common.run.phases import Phases
+from splitveil.common.run.progress import Phases
 from splitveil.common.text.log_lines import add_to_log_lines
 from splitveil.common.text.version import VERSION
 

@@ -11,9 +11,13 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.record.lines import AlignmentLine, EvaluationLine, TrainingLine
-from splitveil.common.record.run_record import Metrics
-from splitveil.common.record.summary import Summary
+from splitveil.common.record.run_record import (
+    AlignmentLine,
+    EvaluationLine,
+    Metrics,
+    Summary,
+    TrainingLine,
+)
 from splitveil.common.record.transcript import FILE, Direction
 from splitveil.common.text.visible_text import visible_lines
 from splitveil.common.text.wording import bytes_in_words, seconds_in_words
@@ -79,11 +83,6 @@ class Volume(NamedTuple):
     messages: int = 0
     size_bytes: int = 0
 
-    def __add__(self, other: object) -> "Volume":
-        if not isinstance(other, Volume):
-            return NotImplemented
-        return Volume(self.messages + other.messages, self.size_bytes + other.size_bytes)
-
 
 class Traffic(NamedTuple):
     """Traffic between a party and its peers, over all starts of a run."""
@@ -102,8 +101,8 @@ class Traffic(NamedTuple):
         return self._total("received")
 
     def _total(self, direction: Direction) -> Volume:
-        found = (volume for (_, way, _), volume in self.volumes.items() if way == direction)
-        return sum(found, Volume())
+        found = [volume for (_, way, _), volume in self.volumes.items() if way == direction]
+        return Volume(sum(one.messages for one in found), sum(one.size_bytes for one in found))
 
 
 def read_traffic(folder: Path) -> Traffic | None:
@@ -181,13 +180,9 @@ def traffic_rows(traffic: Traffic | None, only_peer: str) -> list[TrafficRow]:
     largest_first = sorted(traffic.volumes.items(), key=lambda item: -item[1].size_bytes)
     return [
         TrafficRow(
-            party or only_peer,
-            kind,
-            direction,
-            f"{volume.messages:,}",
-            bytes_in_words(volume.size_bytes),
+            party or only_peer, kind, way, f"{one.messages:,}", bytes_in_words(one.size_bytes)
         )
-        for (party, direction, kind), volume in largest_first
+        for (party, way, kind), one in largest_first
     ]
 
 

@@ -1,4 +1,4 @@
-"""Judges the leak of labels by a run's figures: one judgement for all pages and logs.
+"""Judges the leak of labels by a run's figures, and prints them: one judgement for pages and logs.
 
 The leading figure is the feature-adjusted leak AUC with its interval, beside the bound, on a scale
 from 1/2, which is guessing, to 1. A raw leak AUC contains what features reveal anyway.
@@ -8,14 +8,17 @@ above it shows that the models of the features say less than the attack knows of
 bounds hold only for peers who do no more than is said, and a figure above one is a finding.
 """
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from rich.console import Console
+
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS
+from splitveil.common.privacy.attacks import CUT, WITHOUT_GRADIENTS
 from splitveil.common.privacy.figures import (
     AdjustedFigures,
     BeyondFigures,
@@ -23,8 +26,12 @@ from splitveil.common.privacy.figures import (
     LeakBounds,
     NumberBeyond,
 )
-from splitveil.common.record.summary import Summary
+from splitveil.common.record.run_record import Summary, plain_figures
+from splitveil.common.text.log_lines import log_fields, writes_json
+from splitveil.common.text.output import printing_console
 from splitveil.common.text.upper_bounds import auc_at_most
+from splitveil.common.text.visible_text import PlainTable
+from splitveil.common.text.wording import in_words, label
 
 RECOVERED = 0.9  # adjusted leak AUC, or share of variance, that counts as labels recovered
 NO_BOUND = 0.999  # bound at and above which a ledger excludes nothing
@@ -224,3 +231,69 @@ def _above_by_chance(leak: AdjustedFigures, limits: dict[Adversary, float]) -> s
     if bound is None:
         return ""
     return f"above the bound of {auc_at_most(bound)} by no more than chance explains"
+
+
+logger = logging.getLogger(__name__)
+
+_OF_MODEL = (
+    "test_auc",
+    "test_average_precision",
+    "test_calibration_error",
+    "test_accuracy",
+    "test_auc_refit",
+    "test_auc_alone",
+    "test_rmse",
+    "test_rmse_refit",
+    "test_rmse_alone",
+)
+OVER_FEATURES = "over features (no bound limits it)"
+
+
+def print_summary(party: str, summary: Summary, *, console: Console | None = None) -> None:
+    """Print a run's figures, or its numbers to a log of JSON objects; nothing to a quiet log."""
+    if console is None and writes_json():
+        logger.info("summary", extra=log_fields(**plain_figures(summary)))
+        return
+    if console is None and not logger.isEnabledFor(logging.INFO):
+        return
+    console = console or printing_console()
+    table = PlainTable(party, ("figure", "value"), lead=1, show_header=False)
+    for name, value in _main_figures(summary):
+        table.add_row(name, value)
+    console.print(table)
+    if summary.active is None and (leak := summary.leak) is not None:
+        layers: dict[str, dict[str, float | None]] = {}
+        for layer, batches in leak.batches.items():
+            layers[layer] = {attack: found.mean for attack, found in batches.items()}
+        for layer, of_run in leak.run_level.items():
+            layers.setdefault(layer, {}).update({a: found.auc for a, found in of_run.items()})
+        pair = "" if leak.by_class is None else ", worst pair of classes"
+        title = f"adversary: raw leak AUC{pair}; given: labels for evaluation"
+        table = PlainTable(title, ("attack",), tuple(layers))
+        for attack in dict.fromkeys(attack for one in layers.values() for attack in one):
+            aucs = [one.get(attack) for one in layers.values()]
+            table.add_row(attack, *("-" if auc is None else f"{auc:.3f}" for auc in aucs))
+        console.print(table)
+
+
+def _main_figures(summary: Summary) -> Iterator[tuple[str, str]]:
+    active, model = summary.of_active, summary.of_active.model
+    figures = summary.counts._asdict() | model.form()
+    for name in (*summary.counts._fields, *_OF_MODEL):
+        if (number := figures.get(name)) is not None:
+            yield label(name), f"{number:,}" if isinstance(number, int) else in_words(number)
+    if summary.active is not None:
+        assessment = assess(summary)
+        if assessment.has_gradients:
+            is_auc = assessment.explained is None
+            figure = assessment.figure_in_words(assessment.strongest)
+            yield f"strongest attack{', feature-adjusted leak AUC' * is_auc}", figure
+        yield "bound for the whole run", assessment.bound_in_words
+    for attack, found in summary.of_leak.run_level.get(CUT, {}).items():
+        if found.over_features is not None:
+            yield f"{attack} {OVER_FEATURES}", found.over_features.in_words
+    if active.leak_alarms:
+        yield "leak alarms", str(active.leak_alarms)
+    if active.refused_messages:
+        refused = active.refused_messages.items()
+        yield "refused messages", ", ".join(f"{label(name)} {count}" for name, count in refused)

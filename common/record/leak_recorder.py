@@ -22,8 +22,8 @@ from splitveil.common.privacy.number_attacks import LabelNumbers
 from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses, Observation
 from splitveil.common.privacy.run_level import FeaturesOf
 from splitveil.common.privacy.settings import AuditSettings
-from splitveil.common.record.lines import EpochLeakLine, LeakLine, NumberLeakLine
 from splitveil.common.record.metrics_log import ChartClock, MetricsLog
+from splitveil.common.record.run_record import EpochLeakLine, LeakLine, NumberLeakLine
 from splitveil.common.run.course import Batch
 
 logger = logging.getLogger(__name__)

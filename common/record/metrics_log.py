@@ -15,10 +15,9 @@ from typing import Any, Self
 
 from rich.console import Console
 
-from splitveil.common.record.lines import AlignmentLine, Line, to_fields, to_json
 from splitveil.common.record.progress import ProgressBar
-from splitveil.common.record.run_folder import finite_or_null, open_to_append, storage_errors
-from splitveil.common.record.run_record import METRICS
+from splitveil.common.record.run_folder import open_to_append, storage_errors
+from splitveil.common.record.run_record import METRICS, AlignmentLine, Line, parts_of
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.text.closing import Closing
@@ -82,26 +81,20 @@ class MetricsLog(Closing):
 
     def write(self, line: Line, *, charted: bool = True) -> None:
         """Write one line of plain numbers, to TensorBoard too if charted. Raises TypeError."""
-        fields = to_fields(line)
-        for name, number in fields.values.items():
+        head, numbers = parts_of(line, time.monotonic() - self._start)
+        for name, number in numbers.items():
             if not isinstance(number, int | float | None):
                 raise TypeError(f"{name}: expected a number, got {type(number).__name__}")
-        written = to_json(fields, time.monotonic() - self._start)
         with self._lock:
             if self._file.closed:
                 return
             with self._storage_errors():
-                self._file.write(_encoded(written) + "\n")
-                chart_step = self._chart_step(fields.epoch, fields.step)
+                self._file.write(_encoded(head | numbers) + "\n")
+                chart_step = self._chart_step(head["epoch"], head["step"])
                 if self._charts is not None and charted:
                     # One event per line: an event per number takes several times as much of a core.
-                    finite: Mapping[str, float | None] = finite_or_null(fields.values)
-                    section = _GROUPS.get(fields.kind, fields.kind)
-                    found = {
-                        f"{section}/{name}": number
-                        for name, number in finite.items()
-                        if number is not None
-                    }
+                    section = _GROUPS.get(head["kind"], head["kind"])
+                    found = {f"{section}/{n}": x for n, x in numbers.items() if x is not None}
                     # Also if there is none: how many figures can be measured depends on labels.
                     self._charts.file_writer.add_summary(_charted(found), chart_step)
         if self._on_line is not None:

@@ -110,7 +110,10 @@ class EarlierModel:
             check_regular(path)
             spoilt = _first_not_finite(path)
             metadata = _metadata(path)
-            encoder = _read_encoder(folder / ENCODER)
+            encoder = None
+            with suppress(FileNotFoundError):
+                text = read_bytes(folder / ENCODER, _MAX_ENCODER_BYTES)
+                encoder = FeatureEncoder.from_state(from_json(text))
         _check_finite(spoilt, path, setting)
         is_free = metadata.items() >= RELEASED_LABELS.items()
         return cls(folder, encoder, is_free, metadata, weights, setting)
@@ -244,14 +247,6 @@ def _check_finite(spoilt: str | None, path: Path, setting: str) -> None:
         raise SettingsError(f"{setting}: {path}: tensor {spoilt!r} holds NaN or infinity")
 
 
-def _read_encoder(path: Path) -> FeatureEncoder | None:
-    try:
-        text = read_bytes(path, _MAX_ENCODER_BYTES)
-    except FileNotFoundError:
-        return None
-    return FeatureEncoder.from_state(from_json(text))
-
-
 def _dtype(tensor: Tensor | None) -> str:
     return "absent" if tensor is None else str(tensor.dtype).removeprefix("torch.")
 
@@ -268,11 +263,8 @@ _RUN, _BATCHES, _CONTRACT = "run_id", "batch_number", "contract"
 def identity_metadata(model: ModelIdentity, contract: Contract) -> dict[str, str]:
     # A passive party that does not learn the common rows follows no course.
     batches = 0 if contract.is_one_sided else model.batch_number
-    return {
-        _RUN: model.run_id,
-        _BATCHES: str(batches),
-        _CONTRACT: contract.digest().hex(),
-    }
+    digest = contract.digest().hex()
+    return {_RUN: model.run_id, _BATCHES: str(batches), _CONTRACT: digest}
 
 
 def identity_of(folder: Path) -> tuple[str | None, str | None]:

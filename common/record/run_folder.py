@@ -51,7 +51,14 @@ def open_run_folder(
     with storage_errors(folder, "cannot be used for results"):
         _claim(folder, _RUNS_ALREADY)
         if folder.is_dir():
-            _close_to_others(folder)
+            if folder.stat().st_mode & _OTHERS:
+                try:
+                    folder.chmod(_OWNER_ONLY_FOLDER)
+                except OSError as error:
+                    # Another user's folder, or a file system without modes: results may still be
+                    # written there.
+                    reason = error.strerror
+                    _logger.warning("%s: others may read the results (%s)", folder, reason)
             if any(folder.iterdir()) and not resumes(folder):
                 move_aside(folder)
         folder.mkdir(_OWNER_ONLY_FOLDER, parents=True, exist_ok=True)
@@ -145,16 +152,6 @@ def _claim(folder: Path, complaint: str) -> int:
         os.close(descriptor)
         raise SettingsError(f"{folder}: {complaint}") from None
     return descriptor
-
-
-def _close_to_others(folder: Path) -> None:
-    if not folder.stat().st_mode & _OTHERS:
-        return
-    try:
-        folder.chmod(_OWNER_ONLY_FOLDER)
-    except OSError as error:
-        # Another user's folder, or a file system without modes: results may still be written there.
-        _logger.warning("%s: others may read the results (%s)", folder, error.strerror)
 
 
 def move_aside(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The transcript records every message that crossed the wire, for accountability.
+"""The transcript records every message that crossed the wire, for accountability, and is verified.
 
 ``transcript.jsonl`` has one line per message in either direction: time, kind, step, number of bytes
 and their BLAKE3. Where the active party answers other programs, it also has one per request: who
@@ -18,15 +18,120 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from blake3 import blake3
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+)
 
 from splitveil.common.errors import StorageError
-from splitveil.common.record import transcript_lines
 from splitveil.common.record.run_folder import open_unbuffered_to_append, write_whole
+from splitveil.common.run.contract import NAME_CHARACTERS
 from splitveil.common.text.closing import Closing
+from splitveil.common.text.files import check_regular
 from splitveil.common.text.version import VERSION
+from splitveil.protos import split_learning_pb2 as pb
+
+LINE_BYTES = 64 * 1024  # more than a hundred times our longest line
+
+# The kinds of all messages of the protocol.
+KINDS = frozenset(
+    f"{call.name} {side}"
+    for service in pb.DESCRIPTOR.services_by_name.values()
+    for call in service.methods
+    for side in ("request", "reply")
+)
+
+
+def _known(kind: str) -> str:
+    if kind not in KINDS:
+        raise ValueError("expected a message of the protocol")
+    return kind
+
+
+_Count = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+"""The range of the messages' fields: a peer's number is recorded as received."""
+_Link = Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")]
+_Digest = Annotated[str, Field(pattern=r"\Ablake3:[0-9a-f]{64}\z")]
+_Party = Annotated[str, Field(max_length=NAME_CHARACTERS)]
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    number: _Count
+    link: _Link
+    party: _Party | None = None
+
+
+class OpeningLine(_Line):
+    event: Literal["opened"]
+    version: Annotated[str, Field(max_length=64)] | None = None  # of splitveil
+
+
+class Crossed(_Line):
+    direction: Literal["sent", "received"]
+    kind: Annotated[str, AfterValidator(_known)]
+    epoch: _Count | None
+    step: _Count | None
+    digest: _Digest
+
+
+class AnsweredRequest(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    program: Annotated[str, Field(max_length=NAME_CHARACTERS)]
+    """The program that asked."""
+    num_ids: Annotated[int, Field(ge=0, lt=2**32)]
+    found: Annotated[int, Field(ge=0, lt=2**32)]
+    """Number of ids that got a prediction."""
+    status: Annotated[int, Field(ge=100, lt=1000)]
+    """As in HTTP."""
+    milliseconds: float
+
+
+class AnsweredLine(_Line, AnsweredRequest):
+    event: Literal["answered"]
+
+
+def _which(value: object) -> str:
+    if not isinstance(value, dict) or "event" not in value:
+        return "crossed"
+    return "answered" if value["event"] == "answered" else "opening"
+
+
+Entry = OpeningLine | Crossed | AnsweredLine
+
+_ENTRY: TypeAdapter[Entry] = TypeAdapter(
+    Annotated[
+        Annotated[OpeningLine, Tag("opening")]
+        | Annotated[Crossed, Tag("crossed")]
+        | Annotated[AnsweredLine, Tag("answered")],
+        Discriminator(_which),
+    ]
+)
+
+
+def _parsed(line: bytes) -> Entry | str:
+    """Return the entry that a line holds, or why it holds none."""
+    if len(line) > LINE_BYTES:
+        return f"the line is not an entry: expected at most {LINE_BYTES:,} bytes"
+    try:
+        return _ENTRY.validate_json(line)
+    except ValidationError as error:
+        location = error.errors(include_input=False, include_url=False)[0]["loc"]
+        # Our own name of the field; the content of the line is never repeated.
+        field = f": {location[1]} is missing or invalid" if len(location) > 1 else ""
+        return f"the line is not an entry{field}"
+
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +176,7 @@ class Transcript(Closing):
 
     def __init__(self, folder: Path, party: str) -> None:
         self._path = folder / FILE
-        self._waiting: deque[tuple[float, Crossing | transcript_lines.AnsweredRequest]] = deque()
+        self._waiting: deque[tuple[float, Crossing | AnsweredRequest]] = deque()
         self._queued_bytes = 0
         self._changed = threading.Condition()
         self._hurry = threading.Event()
@@ -105,7 +210,7 @@ class Transcript(Closing):
             if self._queued_bytes >= _HURRIED_BYTES:
                 self._hurry.set()
 
-    def note_answered(self, answered: transcript_lines.AnsweredRequest) -> None:
+    def note_answered(self, answered: AnsweredRequest) -> None:
         self.check()
         if not self._closed:
             with self._changed:
@@ -133,7 +238,7 @@ class Transcript(Closing):
             raise self._storage_error(self._error)
         logger.debug("transcript: %d entries, the last link is %s", self._number, self._link)
 
-    def _put(self, when: float, what: Crossing | transcript_lines.AnsweredRequest) -> None:
+    def _put(self, when: float, what: Crossing | AnsweredRequest) -> None:
         self._waiting.append((when, what))
         if len(self._waiting) == 1:
             self._changed.notify_all()
@@ -151,7 +256,7 @@ class Transcript(Closing):
                         self._queued_bytes -= len(what.data)
                         self._changed.notify_all()
 
-    def _gathered(self) -> list[tuple[float, Crossing | transcript_lines.AnsweredRequest]]:
+    def _gathered(self) -> list[tuple[float, Crossing | AnsweredRequest]]:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
         self._hurry.wait(_GATHERED_S)
@@ -163,8 +268,8 @@ class Transcript(Closing):
             self._waiting.clear()
         return entries
 
-    def _entry(self, what: Crossing | transcript_lines.AnsweredRequest) -> dict[str, Any]:
-        if isinstance(what, transcript_lines.AnsweredRequest):
+    def _entry(self, what: Crossing | AnsweredRequest) -> dict[str, Any]:
+        if isinstance(what, AnsweredRequest):
             return {"event": "answered"} | what.model_dump(exclude_none=True)
         entry: dict[str, Any] = {"direction": what.direction, "kind": what.kind}
         entry |= {"epoch": what.epoch, "step": what.step, "bytes": len(what.data)}
@@ -175,7 +280,8 @@ class Transcript(Closing):
         return entry
 
     def _write(self, entry: dict[str, Any], when: float) -> None:
-        whole = {"number": self._number, "time": _in_words(when)} | entry | {"link": self._link}
+        time_in_words = datetime.fromtimestamp(when, UTC).isoformat(timespec="milliseconds")
+        whole = {"number": self._number, "time": time_in_words} | entry | {"link": self._link}
         line = _to_json(whole).encode()
         write_whole(self._file, line + b"\n")
         self._number += 1
@@ -218,19 +324,23 @@ def verify(path: Path) -> Verified | Broken:
     link, starts, number = _FIRST_LINK, 0, 0
     party: str | None = None
     crossings: dict[str | None, Counter[Noted]] = {}
-    for number, (line, entry) in enumerate(transcript_lines.read_lines(path), start=1):
-        if isinstance(entry, transcript_lines.Unreadable):
-            return Broken(number, entry.reason)
-        if entry.link != link:
-            return Broken(number, "the link does not match the previous line")
-        if entry.number != number - 1:
-            return Broken(number, f"expected number {number - 1}, got {entry.number}")
-        link = hashlib.sha256(line).hexdigest()
-        if isinstance(entry, transcript_lines.OpeningLine):
-            starts, party = starts + 1, entry.party
-        elif isinstance(entry, transcript_lines.Crossed):
-            noted = (entry.direction, entry.kind, entry.epoch, entry.step, entry.digest)
-            crossings.setdefault(entry.party, Counter())[noted] += 1
+    check_regular(path)
+    with path.open("rb") as file:
+        while raw := file.readline(LINE_BYTES + 1):
+            line, number = raw.removesuffix(b"\n"), number + 1
+            entry = _parsed(line)
+            if isinstance(entry, str):
+                return Broken(number, entry)
+            if entry.link != link:
+                return Broken(number, "the link does not match the previous line")
+            if entry.number != number - 1:
+                return Broken(number, f"expected number {number - 1}, got {entry.number}")
+            link = hashlib.sha256(line).hexdigest()
+            if isinstance(entry, OpeningLine):
+                starts, party = starts + 1, entry.party
+            elif isinstance(entry, Crossed):
+                noted = (entry.direction, entry.kind, entry.epoch, entry.step, entry.digest)
+                crossings.setdefault(entry.party, Counter())[noted] += 1
     return Verified(number, starts, link, party, crossings)
 
 
@@ -272,7 +382,3 @@ def _continue(path: Path) -> tuple[int, str]:
     with path.open("r+b") as file:
         file.truncate(whole)
     return number, link
-
-
-def _in_words(when: float) -> str:
-    return datetime.fromtimestamp(when, UTC).isoformat(timespec="milliseconds")

@@ -3,11 +3,16 @@
 ``Progress`` knows which batch is due and when a checkpoint is due; ``RunIdentity`` holds the
 constants of the whole run. Both are stored by a ``CheckpointStore``: ``RunStore`` has them on disk,
 ``NoStore`` forgets them (``common/record/run_store.py``).
+
+``Phases`` accounts for a party's time: every moment of its process belongs to exactly one phase.
 """
 
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
 from splitveil.common.errors import DataError, StorageError
@@ -77,22 +82,17 @@ class Progress:
         self.due: course.Batch | None = None  # the batch that is due; None after the last one
         self.checkpoint_due = False  # whether a checkpoint must be saved before the next batch
         self.store = store
-        self._contract = contract
-        self._rows = rows
+        self.contract = contract
+        self.rows = rows
         self._evaluations_ahead = course.evaluations_ahead(contract)
         self._course: Iterator[course.Batch] = iter(())
         self._ahead: deque[course.Batch] = deque()
         self.go_to(0)
 
     @property
-    def pipeline_depth(self) -> int:
-        """The most activations that a passive party has sent without a gradient."""
-        return self._contract.pipeline_depth
-
-    @property
     def label_values(self) -> int:
         """The values of a noisy label: one for each of several classes, otherwise one."""
-        return 1 if self._contract.scores == 1 else self._contract.scores + 1
+        return 1 if self.contract.scores == 1 else self.contract.scores + 1
 
     @property
     def is_over(self) -> bool:
@@ -115,12 +115,10 @@ class Progress:
     def to_send(self, unanswered: int) -> course.Batch | None:
         """Return the training batch to send now; None if a gradient has to come first."""
         batch = self.ahead(unanswered)
-        if batch is None or batch.split != "train" or unanswered == self._contract.pipeline_depth:
+        if batch is None or batch.split != "train" or unanswered == self.contract.pipeline_depth:
             return None
         before = self.ahead(unanswered - 1) if unanswered else None
-        waits = before is not None and course.needs_all_gradients(
-            self._contract, self._rows, before
-        )
+        waits = before is not None and course.needs_all_gradients(self.contract, self.rows, before)
         return None if waits else batch
 
     def to_evaluate(self, unanswered: int) -> course.Batch | None:
@@ -141,7 +139,7 @@ class Progress:
 
     def go_to(self, batch_number: int) -> None:
         self.batch_number = batch_number
-        self._course = course.run_course(self._contract, self._rows, batch_number)
+        self._course = course.run_course(self.contract, self.rows, batch_number)
         self._ahead.clear()
         self.due = next(self._course, None)
         self.checkpoint_due = False
@@ -152,7 +150,7 @@ class Progress:
             self._ahead.popleft()
         self.batch_number += 1
         if handled is not None:
-            self.checkpoint_due = course.is_checkpoint(self._contract, self._rows, handled)
+            self.checkpoint_due = course.is_checkpoint(self.contract, self.rows, handled)
 
     def finish(self) -> None:
         self.due = None
@@ -186,3 +184,70 @@ def other_data() -> DataError:
         "this party's data, or its files of pretrained weights, are not those that the run was "
         "started with; restore them, or start over with --fresh"
     )
+
+
+class Phase(StrEnum):
+    """A party's activity; its seconds are counted by these words."""
+
+    ALIGNMENT = "alignment"
+    """Finding the common ids, including the waits for the other party within it."""
+    FORWARD = "forward"
+    """The bottom model's activations; at the active party the top model and its gradient."""
+    BACKWARD = "backward"
+    """The optimizer's step, and at the passive party the backward pass before it."""
+    DEFENSE = "defense"
+    """Turning a gradient into the one that is sent."""
+    ANSWER = "answer"
+    """The rest of an answer: aggregation, ledger, and the log of answers."""
+    EVALUATION = "evaluation"
+    """Activations and predictions of held-out rows."""
+    RECORD = "record"
+    """Metrics, progress, and handing batches to the attacks."""
+    CHECKPOINT = "checkpoint"
+    """Copying the state for a checkpoint; another thread writes it to disk."""
+    WAIT = "wait"
+    """Waiting for the other party and the network, with encoding and sending."""
+    OTHER = "other"
+    """Everything else, such as reading data before the run and writing results after it."""
+
+
+class Phases:
+    """A clock that charges each moment to the phase that was entered last and has not been left.
+
+    The seconds of all phases add up to the time since the clock was made. Threads may enter phases
+    at the same time; the newest one then counts. Entering and leaving take a few microseconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._entered: dict[object, Phase] = {}  # in the order of entry
+        self._current = Phase.OTHER
+        self._since = clock()
+        self._seconds = dict.fromkeys(Phase, 0.0)
+
+    @contextmanager
+    def __call__(self, phase: Phase) -> Iterator[None]:
+        """Count a party's time under a phase while the context is open."""
+        stay = object()
+        with self._lock:
+            self._charge()
+            self._entered[stay] = self._current = phase
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._charge()
+                del self._entered[stay]
+                self._current = next(reversed(self._entered.values()), Phase.OTHER)
+
+    def seconds(self) -> Mapping[Phase, float]:
+        """Return the seconds of each phase so far, the present one included."""
+        with self._lock:
+            self._charge()
+            return dict(self._seconds)
+
+    def _charge(self) -> None:
+        now = self._clock()
+        self._seconds[self._current] += now - self._since
+        self._since = now

@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
@@ -137,12 +138,10 @@ def _is_excepted(host: str) -> bool:
     """Decide by the end of the name or by a network, as gRPC does for itself."""
     name = host.strip("[]").lower()
     listed = next((os.environ[name] for name in EXCEPTIONS if name in os.environ), "")
-    ends = (entry.strip().lower() for entry in listed.split(",") if entry.strip())
-    return any(name.endswith(end) or _is_within(name, end) for end in ends)
-
-
-def _is_within(host: str, network: str) -> bool:
-    try:
-        return ipaddress.ip_address(host) in ipaddress.ip_network(network, strict=False)
-    except ValueError:
-        return False
+    for end in (entry.strip().lower() for entry in listed.split(",") if entry.strip()):
+        if name.endswith(end):
+            return True
+        with suppress(ValueError):
+            if ipaddress.ip_address(name) in ipaddress.ip_network(end, strict=False):
+                return True
+    return False

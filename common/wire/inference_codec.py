@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
-from numpy.typing import NDArray
 from torch import Tensor
 
 from splitveil.common.errors import ContractMismatch, InvalidMessage, TooLarge
@@ -149,7 +148,11 @@ def decode_embedded(
     """Decode the reply to the request with a number and so many ids, or raise InvalidMessage."""
     if reply.number != number:
         raise InvalidMessage(f"the reply is for request {reply.number}, expected {number}")
-    known = _decode_known(reply.known, num_ids)
+    packed = reply.known
+    bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little").astype(np.bool_)
+    if len(packed) != -(-num_ids // 8) or bits[num_ids:].any():
+        raise InvalidMessage(f"known: {len(packed)} bytes are not a bit for each of {num_ids} ids")
+    known = bits[:num_ids]
     shape = (int(known.sum()), *limits.cut_shape)
     if reply.dtype != WIRE_DTYPES[limits.dtype]:
         raise InvalidMessage(f"dtype: expected {limits.dtype}, got {reply.dtype}")
@@ -159,13 +162,6 @@ def decode_embedded(
     if len(reply.data) != expected:
         raise InvalidMessage(f"length: expected {expected} bytes, got {len(reply.data)}")
     return Embedded(known, _decode_values(reply.data, shape, limits))
-
-
-def _decode_known(packed: bytes, num_ids: int) -> NDArray[np.bool_]:
-    bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little").astype(np.bool_)
-    if len(packed) != -(-num_ids // 8) or bits[num_ids:].any():
-        raise InvalidMessage(f"known: {len(packed)} bytes are not a bit for each of {num_ids} ids")
-    return bits[:num_ids]
 
 
 def _decode_values(

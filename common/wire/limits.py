@@ -19,6 +19,9 @@ from splitveil.common.run.sample_order import NONCE_BYTES, ROWS_DIGEST_BYTES
 
 MessageT = TypeVar("MessageT", bound=Message)
 
+SERVICE = "splitveil.v1.SplitLearning"  # served by the active party while a model is trained
+INFERENCE_SERVICE = "splitveil.v1.SplitInference"
+"""Served by a passive party once a model is trained."""
 PROTOCOL_VERSION = 1
 """Version of the rules in ``protos/split_learning.proto``; there is only one."""
 

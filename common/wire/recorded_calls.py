@@ -15,8 +15,7 @@ import grpc
 from splitveil.common.errors import StorageError
 from splitveil.common.record.transcript import Crossing, Direction
 from splitveil.common.run.contract import NAME_CHARACTERS
-from splitveil.common.wire.endpoint import INFERENCE_SERVICE, SERVICE
-from splitveil.common.wire.limits import PARTY_KEY
+from splitveil.common.wire.limits import INFERENCE_SERVICE, PARTY_KEY, SERVICE
 from splitveil.common.wire.status import Handler, HandlerInterceptor
 from splitveil.common.wire.tensor_codec import Frame
 

@@ -12,8 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from splitveil.common.errors import DataError, SettingsError
-from splitveil.common.party.arguments import Parser
-from splitveil.common.party.json_output import add_json
+from splitveil.common.party.arguments import Parser, add_json
 from splitveil.common.text.files import check_regular, why_unreadable
 
 

@@ -17,7 +17,7 @@ from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import ColumnsInMemory
 from splitveil.common.data.table import Table, table_of
 from splitveil.common.errors import SettingsError, SplitveilError
-from splitveil.common.party.json_output import print_json
+from splitveil.common.party.arguments import print_json
 from splitveil.common.party.party_settings import Address, load_party_settings
 from splitveil.common.record.progress import ProgressBar
 from splitveil.common.record.run_folder import write_text_atomically

@@ -1,13 +1,18 @@
 """``splitveil check passive.yaml``: checks settings, data, model and connection only."""
 
 import argparse
+import statistics
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
+from typing import Any
 
+import grpc
 import numpy as np
 
 from splitveil.common.alignment.buckets import padded_size
-from splitveil.common.errors import PeerUnreachable, SettingsError
+from splitveil.common.errors import InvalidMessage, PeerUnreachable, SettingsError, SplitveilError
 from splitveil.common.models.device import device_in_words
 from splitveil.common.models.factory import Trial, build_bottom_model, lone_row_in_words
 from splitveil.common.models.optimizers import build_optimizer
@@ -16,15 +21,152 @@ from splitveil.common.party import command_line
 from splitveil.common.party.command_line import Check
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.endpoint import status_checks
-from splitveil.common.party.party_data import PartyData, open_earlier_model
+from splitveil.common.party.party_data import PartyData, form_of_own_ids, open_earlier_model
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.model_files import PretrainedWeights
-from splitveil.common.wire.endpoint import check_security
+from splitveil.common.run.contract import DTYPE_BYTES
+from splitveil.common.wire import limits, probes
+from splitveil.common.wire.connection import PeerConnection
+from splitveil.common.wire.endpoint import check_security, shown_certificate
 from splitveil.passive_party.assembly import evaluation_labels
-from splitveil.passive_party.connecting import connection_of, idle_peer
 from splitveil.passive_party.exposure_plan import check_exposure
-from splitveil.passive_party.probing import connection_checks
+from splitveil.passive_party.grpc_peer import connection_of, idle_peer
 from splitveil.passive_party.settings import PassiveSettings
+from splitveil.protos import split_learning_pb2 as pb
+
+ROUND_TRIPS = 20
+UNDER_WAY = 8  # large probes at the same time, so that the round trip slows none
+SPEED_S = 2.0  # time for which the speed is measured
+MOST_BYTES = 256 * 2**20
+_CALL_S = 30.0
+_RETRY_S = 0.5
+_ACTIVE = "the active party"
+
+
+class Probing:
+    def __init__(
+        self, settings: PassiveSettings, connection: PeerConnection, own: probes.Introduction
+    ) -> None:
+        self._settings = settings
+        self._connection = connection
+        self._own = own
+
+    def introduce(self, wait_s: float) -> tuple[probes.Introduction, float, float]:
+        """Return the peer's introduction, its clock's lead and its error, or raise PeerError."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                return self._introduced()
+            except PeerUnreachable:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_RETRY_S)
+
+    def _introduced(self) -> tuple[probes.Introduction, float, float]:
+        self._call(pb.ProbeRequest())  # opens the connection, which no clock has to wait for
+        sent = time.time()
+        own = self._own._replace(clock_s=sent)
+        reply = self._call(pb.ProbeRequest(introduction=probes.encode_introduction(own)))
+        received = time.time()
+        if not reply.HasField("introduction"):
+            raise InvalidMessage("the active party does not introduce itself")
+        peer = probes.decode_introduction(reply.introduction)
+        half = (received - sent) / 2
+        return peer, peer.clock_s - (sent + half), half + 0.001  # it says whole milliseconds
+
+    def speed(self) -> tuple[float, float]:
+        """Return a round trip's seconds, their median, and the bytes per second in each direction.
+
+        Both directions are measured at once, as in training.
+        """
+        trips = []
+        for _ in range(ROUND_TRIPS):
+            begin = time.perf_counter()
+            self._call(pb.ProbeRequest())
+            trips.append(time.perf_counter() - begin)
+        begin, taken_s, passed = time.perf_counter(), 0.0, 0
+        for num_bytes in self._bytes_that_came_back():
+            taken_s, passed = time.perf_counter() - begin, num_bytes
+            if taken_s > SPEED_S:
+                break
+        return statistics.median(trips), passed / taken_s
+
+    def _bytes_that_came_back(self) -> Iterator[int]:
+        request = pb.ProbeRequest(padding=bytes(limits.PROBE_PADDING_BYTES))
+        waiting = deque(self._begin(request) for _ in range(UNDER_WAY))
+        passed = 0
+        try:
+            while passed < MOST_BYTES:
+                padding = self._ended(waiting.popleft()).padding
+                if len(padding) != limits.PROBE_PADDING_BYTES:
+                    raise InvalidMessage("a probe came back with another number of bytes")
+                passed += len(padding)
+                waiting.append(self._begin(request))
+                yield passed
+        finally:
+            for call in waiting:
+                call.cancel()
+
+    def _call(self, request: pb.ProbeRequest) -> pb.ProbeReply:
+        return self._ended(self._begin(request))
+
+    def _begin(self, request: pb.ProbeRequest) -> Any:
+        contract = self._settings.contract
+        several = len(contract.passive_parties) > 1
+        call = self._connection.channel().unary_unary(
+            probes.method_path(),
+            request_serializer=pb.ProbeRequest.SerializeToString,
+            response_deserializer=limits.reader(pb.ProbeReply, limits.PROBE_BYTES),
+        )
+        metadata = ((limits.PARTY_KEY, self._settings.party),) if several else None
+        return call.future(request, timeout=_CALL_S, metadata=metadata)
+
+    def _ended(self, call: Any) -> pb.ProbeReply:
+        try:
+            reply: pb.ProbeReply = limits.believed(call.result())
+        except grpc.RpcError as error:
+            raise self._meaning_of(error) from error
+        return reply
+
+    def _meaning_of(self, error: Exception) -> SplitveilError:
+        if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return InvalidMessage("the active party's version answers no probes")
+        return self._connection.error_of(error)
+
+
+def connection_checks(
+    settings: PassiveSettings, wait_s: float, connection: PeerConnection | None = None
+) -> Iterator[probes.Check]:
+    contract, credentials = settings.contract, credential_files(settings, settings.party)
+    connection = connection or connection_of(settings, credentials)
+    form = form_of_own_ids(settings)
+    own = probes.Introduction(settings.party, contract.canonical_json(), time.time(), form)
+    probing = Probing(settings, connection, own)
+    try:
+        peer, ahead_s, error_s = probing.introduce(wait_s)
+        round_trip_s, bytes_per_s = probing.speed()
+    except PeerUnreachable as error:
+        raise PeerUnreachable(f"{connection.where}: {error}") from error
+    finally:
+        connection.close()
+    proxy = "direct" if connection.proxy is None else "as the setting proxy says"
+    yield lambda: f"connection: {connection.where}, {proxy}"
+    if credentials is not None:
+        shown = shown_certificate(
+            settings.connect, contract, credentials.current(), connection.proxy
+        )
+        yield lambda: probes.certificate_in_words(shown, _ACTIVE)
+    yield lambda: probes.clock_in_words(ahead_s, error_s)
+    step_bytes = contract.batch_size * contract.cut_dim * DTYPE_BYTES[contract.cut_dtype]
+    steps = 1 / (round_trip_s + step_bytes / max(bytes_per_s, 1.0))
+    yield (
+        lambda: (
+            f"line: round trip {1000 * round_trip_s:.1f} ms (median of {ROUND_TRIPS}), "
+            f"{8e-6 * bytes_per_s:,.0f} Mbit/s in each direction at once: enough for "
+            f"{steps:,.0f} steps/s of this contract"
+        )
+    )
+    yield from probes.checks_of(contract, own, peer, _ACTIVE)
 
 
 def check(parsed: argparse.Namespace) -> None:
@@ -93,15 +235,10 @@ def check(parsed: argparse.Namespace) -> None:
     is_ready = parsed.connect or is_one_sided
     then = "run {}" if is_ready else "check {} --connect, while the active party does"
     if parsed.connect:
-        parts = [*parts, _probes(settings, parsed.wait)]
+        parts.append(connection_checks(settings, parsed.wait))
     command_line.report_check(
         settings, parsed, parts, details, f"splitveil {then.format(parsed.settings)}"
     )
-
-
-def _probes(settings: PassiveSettings, wait_s: float) -> Iterator[Check]:
-    link = connection_of(settings, credential_files(settings, settings.party))
-    yield from connection_checks(settings, link, wait_s)
 
 
 def _peer_state(settings: PassiveSettings) -> str:

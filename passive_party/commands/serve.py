@@ -15,9 +15,13 @@ from splitveil.common.record.run_folder import claimed, inner_folder
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.wire.endpoint import log_security
 from splitveil.common.wire.recorded_calls import AllNotes, Notes
-from splitveil.passive_party.predict.inference_status import InferenceStatus
 from splitveil.passive_party.predict.served_model import ServedModel
-from splitveil.passive_party.predict.service import InferenceServer, InferenceService, Throttle
+from splitveil.passive_party.predict.service import (
+    InferenceServer,
+    InferenceService,
+    InferenceStatus,
+    Throttle,
+)
 from splitveil.passive_party.settings import PassiveSettings
 
 logger = logging.getLogger(__name__)

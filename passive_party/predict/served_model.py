@@ -18,7 +18,7 @@ from splitveil.common.data.table_files import read_id_list
 from splitveil.common.errors import InvalidMessage
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.factory import build_bottom_model
-from splitveil.common.party.served_rows import ServedRows
+from splitveil.common.party.party_data import ServedRows
 from splitveil.common.record.model_files import TrainedModel
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.messages import Embedded, ModelIdentity

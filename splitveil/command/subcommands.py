@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from splitveil.common.errors import DataError
-from splitveil.common.party.arguments import Parser
-from splitveil.common.party.json_output import add_json, print_json
+from splitveil.common.party.arguments import Parser, add_json, print_json
 from splitveil.common.text.files import check_regular, why_unreadable
 from splitveil.common.text.upper_bounds import at_least
 from splitveil.common.text.visible_text import PlainTable

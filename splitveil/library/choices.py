@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 from splitveil.active_party.defenses import CustomDefense, Defense, DefenseSettings
-from splitveil.active_party.defenses.interface import Defended, DefenseReport, Step, release
+from splitveil.active_party.defenses.interface import Defended, Step, release
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.section import DefenseSection
 from splitveil.common.errors import SettingsError
@@ -140,7 +140,8 @@ def _class_around(function: Callable[..., Any]) -> type[Defense]:
         def defend(self, batch: Step) -> Defended:
             rows = function(batch.gradients, batch.labels, self._noise, **self._arguments)
             moved = (rows - batch.gradients).square().flatten(1).sum(dim=1).mean()
-            return Defended(release(rows.clone(), batch.gradients), DefenseReport(float(moved)))
+            sent = release(rows.clone(), batch.gradients)
+            return Defended(sent, noise_power=float(moved))
 
     FunctionDefense.__name__ = getattr(function, "__name__", "function").strip("<>")
     FunctionDefense.__qualname__ = FunctionDefense.__name__

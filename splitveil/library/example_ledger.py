@@ -12,9 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from splitveil.active_party.ledger import account_book
-from splitveil.active_party.ledger.bounds import auc_bound
 from splitveil.active_party.ledger.budget import Limit
-from splitveil.active_party.ledger.ledger import LeakLedger
+from splitveil.active_party.ledger.ledger import LeakLedger, auc_bound
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.ids import canonical_ids
 from splitveil.common.privacy.adversary import Adversary

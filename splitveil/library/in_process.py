@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
 from splitveil.active_party.grpc_server.service import agreeing
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.run.stages import Stage
 from splitveil.common.alignment.channel import AlignChannel, channel_pair
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.alignment.exchange import align

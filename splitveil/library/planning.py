@@ -20,8 +20,8 @@ from splitveil.deploy.overrides import Overrides, override
 from splitveil.library.choices import DefenseChoice, model_settings, named_defense
 from splitveil.library.frames import Frame, as_html, frame
 from splitveil.library.loading import Scratch, from_here, naming_parties, source_of
-from splitveil.passive_party.commands.plan import show as show_exposure
 from splitveil.passive_party.exposure_plan import ExposurePlan, exposure_plan_of
+from splitveil.passive_party.exposure_plan import show as show_exposure
 from splitveil.passive_party.settings import PassiveSettings
 
 _COLUMNS = 120

@@ -20,7 +20,7 @@ from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.errors import OtherModel, SettingsError
 from splitveil.common.models.device import restoring_devices
 from splitveil.common.party.command_line import device_of
-from splitveil.common.party.served_rows import ServedRows
+from splitveil.common.party.party_data import ServedRows
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.messages import Embedded, ModelIdentity
 from splitveil.library.frames import Frame, Row, frame

@@ -37,7 +37,7 @@ from splitveil.common.text.version import VERSION
 from splitveil.library.in_process import InProcessPeer, meet
 from splitveil.library.loading import PartiesSettings
 from splitveil.passive_party.assembly import BottomBuilder, evaluation_labels
-from splitveil.passive_party.commands.results import try_to_measure_run
+from splitveil.passive_party.commands.run import try_to_measure
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
@@ -116,7 +116,8 @@ class _Passive:
     def write_summary(self) -> None:
         """Write summary and exposure, after the recorder has been closed."""
         encoder, own_rows = self._builder.encoder, self._own_rows
-        try_to_measure_run(self._folder, self.run, encoder, own_rows, self.recorder)
+        sample, sent = self.recorder.sample, self.recorder.sent_in_epochs()
+        try_to_measure(self._folder, self.run.trainer, encoder, own_rows, sample, sent)
         found = self.recorder.summary(getattr(self.run.trainer, "feature_values", None))
         write_summary(self._folder, replace(found, version=VERSION))
 

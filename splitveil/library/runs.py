@@ -22,7 +22,7 @@ from splitveil.common.models.device import torch_device
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import CUT
 from splitveil.common.privacy.figures import LeakFigures
-from splitveil.common.record import lines
+from splitveil.common.record import run_record
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.run_folder import finite_or_null
 from splitveil.common.text.visible_text import visible
@@ -92,7 +92,7 @@ class Run:
     @property
     def test_auc(self) -> float | None:
         """The test AUC after the last epoch that was evaluated; None before the first."""
-        evaluated = self._files().active.metrics.of(lines.EvaluationLine)
+        evaluated = self._files().active.metrics.of(run_record.EvaluationLine)
         return next(
             (line.figures.auc for line in reversed(evaluated) if line.split == "test"), None
         )
@@ -154,7 +154,8 @@ class Run:
                 ]
             case "steps":
                 return [
-                    asdict(line) for line in self._files().active.metrics.of(lines.TrainingLine)
+                    asdict(line)
+                    for line in self._files().active.metrics.of(run_record.TrainingLine)
                 ]
             case "batches":
                 return [
@@ -168,7 +169,7 @@ class Run:
                         "random": line.random,
                     }
                     for party in self._files().parties
-                    for line in party.metrics.of(lines.LeakLine)
+                    for line in party.metrics.of(run_record.LeakLine)
                     for one in line.figures
                 ]
         raise ValueError(f"expected one of {', '.join(get_args(Kind))}, got {of!r}")
@@ -334,19 +335,19 @@ class Run:
     def _epochs(self) -> list[Row]:
         metrics = self._files().active.metrics
         by_epoch: dict[int, dict[str, object]] = {}
-        for line in metrics.of(lines.EvaluationLine):
+        for line in metrics.of(run_record.EvaluationLine):
             row = by_epoch.setdefault(line.epoch, {"epoch": line.epoch})
             row["train_loss"] = line.train_loss
             measured = ("loss", "auc", "average_precision", "calibration_error")
             row |= {f"{line.split}_{name}": getattr(line.figures, name) for name in measured}
             if line.class_aucs:
                 row[f"{line.split}_accuracy"] = line.figures.accuracy
-        for ledger in metrics.of(lines.LedgerLine):
+        for ledger in metrics.of(run_record.LedgerLine):
             row = by_epoch.setdefault(ledger.epoch, {"epoch": ledger.epoch})
             row["sum_kl"] = finite_or_null(ledger.bounds.sum_kl.max)
             bounds = ledger.bounds.by_peers().items()
             row |= {peers.column: finite_or_null(one.max) for peers, one in bounds}
-        for leak in metrics.of(lines.EpochLeakLine):
+        for leak in metrics.of(run_record.EpochLeakLine):
             row = by_epoch.setdefault(leak.epoch, {"epoch": leak.epoch})
             row |= {f"{one.layer}/{one.attack}": one.leak_auc for one in leak.figures}
         return [by_epoch[epoch] for epoch in sorted(by_epoch)]

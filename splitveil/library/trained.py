@@ -23,8 +23,8 @@ from splitveil.common.data.canonical_form import compose
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.data.stored_ids import ABSENT
 from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.party.party_data import ServedRows
 from splitveil.common.party.party_settings import PartySettingsT, load_party_settings
-from splitveil.common.party.served_rows import ServedRows
 from splitveil.common.record.run_folder import write_bytes_atomically, write_json_atomically
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.imports import extra_missing, first_line

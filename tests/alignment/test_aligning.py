@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from splitveil.active_party.run.aligning import AlignmentSession
-from splitveil.active_party.run.lifecycle import OwnRows
-from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.run.lifecycle import OwnRows, Stage, Unobserved
+from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.alignment.channel import AlignChannel
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.alignment.ristretto import GroupOperations, load
@@ -19,12 +18,12 @@ from splitveil.common.errors import ContractMismatch, OutOfStep
 from splitveil.common.run.contract import AlignmentContract, Contract
 from splitveil.common.run.messages import Activation, BatchId, LeaveReason
 from splitveil.common.run.sample_order import CommonOrder
-from splitveil.passive_party.aligning import AlignmentObserver, AlignmentRun
+from splitveil.library.in_process import InProcessPeer
+from splitveil.passive_party.commands.align import AlignmentObserver, AlignmentRun
 from splitveil.passive_party.opening import Aligner, Participant
 from tests.support.exchanging import Broken
 from tests.support.peers import Lost
 from tests.support.runs import finish
-from tests.support.simulation import InProcessPeer
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 
 SEEDS = itertools.count(1)
@@ -62,7 +61,7 @@ class Meeting:
     def __post_init__(self) -> None:
         self.contract = contract_of(len(self.passive_ids))
         own = OwnRows(self.active_ids)
-        self.session = AlignmentSession(self.contract, own, nonces(next(SEEDS)))
+        self.session = ActiveSession(self.contract, own, None, Unobserved(), nonces(next(SEEDS)))
         self.engine = engine()
 
     def run_of(self, name: str) -> AlignmentRun:
@@ -255,6 +254,6 @@ def test_training_and_mere_alignment_are_no_common_purpose(trains: str) -> None:
     assert own.fields_differing_from(other.canonical_json()) == ["purpose"]
     assert training.digest() != aligns.digest()
     if own is aligns:
-        session = AlignmentSession(own, OwnRows(["a"]), nonces(0))
+        session = ActiveSession(own, OwnRows(["a"]), None, Unobserved(), nonces(0))
         with pytest.raises(ContractMismatch, match="purpose"):
             session.handshake("ash", other.canonical_json(), bytes(32))

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.common.alignment.exchange import Alignment
 from splitveil.common.errors import OutOfStep
 from splitveil.common.run.contract import Contract

@@ -17,9 +17,9 @@ from splitveil.common.alignment.tried_ids import TriedIds, file_of_count
 from splitveil.common.errors import AlignmentError, PeerError, SplitveilError, StorageError
 from splitveil.common.record.run_folder import open_run_folder
 from splitveil.common.run.messages import Offer, Opening
+from splitveil.library.in_process import InProcessPeer
 from tests.support.exchanging import Broken
 from tests.support.loopback import peer_of, serving
-from tests.support.peers import InProcessPeer
 from tests.support.runs import build_parties, run_in_process
 
 CAP = 600
@@ -94,7 +94,9 @@ class GuessingPeer(InProcessPeer):
         return self.opening
 
     def open_alignment(self) -> AlignChannel:
-        own, other = channel_pair(deadline_s=20)
+        if self._aligning is not None:  # it may still add to what it has learned
+            self._aligning.join()
+        own, other = channel_pair()
         ids = guesses()[self.rounds]
         self.rounds += 1
 

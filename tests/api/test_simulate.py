@@ -211,7 +211,7 @@ class Halved(Defense):
     def defend(self, batch: defenses.Step) -> defenses.Defended:
         sent = defenses.release(batch.gradients * self._factor, batch.gradients)
         charge = defenses.Charge(0.25, adversary=defenses.Adversary.ANYBODY)
-        return defenses.Defended(sent, defenses.DefenseReport(0.0, charge=charge))
+        return defenses.Defended(sent, charge)
 
 
 def halved_labels(gradients: torch.Tensor, labels: torch.Tensor, noise: object) -> torch.Tensor:

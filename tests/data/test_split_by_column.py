@@ -87,7 +87,7 @@ def test_one_word_that_differs_ends_the_run_on_both_sides(tmp_path: Path) -> Non
         run_over_grpc(parties, port)
     assert "person" not in str(caught.value)
     assert parties.run.trainer is None
-    assert parties.session.lifecycle.phase.trainer is None
+    assert parties.session.lifecycle.trainer is None
     assert isinstance(parties.session.lifecycle.error, AlignmentError)
     assert "the parties disagree on the split" in str(parties.session.lifecycle.error)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from splitveil.active_party.defenses import CustomDefense, Defended, NoiseSecrets, Step
+from splitveil.active_party.defenses import CustomDefense, Defended, Secrets, Step
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.common.errors import SettingsError
 from tests.support.defenses import context_of, write_own_defenses
@@ -31,7 +31,7 @@ def custom(module: str, name: str, **fields: object) -> CustomDefense:
 
 
 def defended(module: str, name: str, rows: int = 6) -> Defended:
-    defense = custom(module, name).build(context_of(3), NoiseSecrets())
+    defense = custom(module, name).build(context_of(3), Secrets())
     labels = torch.arange(rows) % 2
     return defense.defend(Step(torch.ones(rows, 3), labels))
 
@@ -51,7 +51,7 @@ def parties_of(example: Path, module: str, name: str, *more: str) -> Parties:
         ("NotADefense", {}, "is not a splitveil.active_party.defenses.Defense"),
         ("Clipped", {"arguments": {"noise_ratio": -1}}, "cannot be built: ValueError: noise_ratio"),
         ("Clipped", {"arguments": {"width": 1}}, "unexpected keyword argument 'width'"),
-        ("Pair", {}, r"expected Defended\(gradient, DefenseReport\(...\)\), got tuple"),
+        ("Pair", {}, r"expected Defended\(gradient, charge\), got tuple"),
         ("Narrow", {}, r"shape \(8, 3\) on cpu, got torch.float32 of shape \(8, 1\)"),
         ("Infinite", {}, "holds NaN or infinity"),
         ("NeedsBothClasses", {}, "fails on a batch of 8 rows: ValueError: expected two classes"),
@@ -110,7 +110,7 @@ def test_persistent_noise_needs_the_key_of_class_and_arguments(module: str, tmp_
     assert custom(module, "Keyed").open_noise_key(context, path) is None
     with pytest.raises(ValueError, match="needs a noise key"):
         first.build(context)
-    first.build(context, NoiseSecrets(key_from_insecure_seed(1)))
+    first.build(context, Secrets(key_from_insecure_seed(1)))
 
 
 # ---- whole runs

@@ -24,7 +24,7 @@ from splitveil.active_party.defenses import (
 from splitveil.active_party.defenses import gafm as losses
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.gafm import Adversarial
-from splitveil.active_party.defenses.interface import DefenseReport, TopModel
+from splitveil.active_party.defenses.interface import Defended, TopModel
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.common.models.dense import MlpTop
 from splitveil.common.models.settings import MlpModel
@@ -246,15 +246,15 @@ def test_a_labels_own_move_is_bounded_and_the_bound_is_reached() -> None:
 # ---- what is charged
 
 
-def behind(settings: GafmDefense, mixed: Tensor, labels: Tensor) -> DefenseReport:
+def behind(settings: GafmDefense, mixed: Tensor, labels: Tensor) -> Defended:
     key = key_from_insecure_seed(1)
     defense = build_defense(settings.composed_with, key, lambda: b"k" * 32)
-    return defense.defend(Step(mixed, labels)).report
+    return defense.defend(Step(mixed, labels))
 
 
-def whole(settings: GafmDefense, mixed: Tensor, labels: Tensor, label_move: float) -> DefenseReport:
+def whole(settings: GafmDefense, mixed: Tensor, labels: Tensor, label_move: float) -> Defended:
     defense = build_defense(settings, key_from_insecure_seed(1), lambda: b"k" * 32)
-    return defense.defend(Step(mixed, labels, label_move=label_move)).report
+    return defense.defend(Step(mixed, labels, label_move=label_move))
 
 
 def charge_of(settings: GafmDefense, mixed: Tensor, labels: Tensor, label_move: float) -> Charge:
@@ -265,19 +265,19 @@ def charge_of(settings: GafmDefense, mixed: Tensor, labels: Tensor, label_move: 
 def test_noise_behind_it_is_charged_for_what_a_label_moves(terms: str) -> None:
     labels, _, mixed = one_number_batch(0.2)
     iso = GafmDefense(terms=terms, composed_with=IsoDefense(noise_ratio=1.0))
-    report = behind(iso, mixed.raw, labels)
-    deviation = math.sqrt(report.noise_power)
+    answer = behind(iso, mixed.raw, labels)
+    deviation = math.sqrt(answer.noise_power)
     charge = charge_of(iso, mixed.raw, labels, mixed.label_move)
     assert charge.sum_kl == pytest.approx(divergence(deviation, deviation, mixed.label_move))
-    assert charge.sum_kl > report.charge.sum_kl
+    assert charge.sum_kl > answer.charge.sum_kl
     marvell = GafmDefense(terms=terms, composed_with=MarvellDefense())
-    report = behind(marvell, mixed.raw, labels)
-    assert report.solution is not None
-    deviations = math.sqrt(report.solution.neg_along), math.sqrt(report.solution.pos_along)
+    answer = behind(marvell, mixed.raw, labels)
+    assert answer.solution is not None
+    deviations = math.sqrt(answer.solution.neg_along), math.sqrt(answer.solution.pos_along)
     charge = charge_of(marvell, mixed.raw, labels, mixed.label_move)
     assert charge.sum_kl == pytest.approx(divergence(*deviations, mixed.label_move))
     # Never less than what the defense itself asks for the gap of the classes.
-    assert charge_of(marvell, mixed.raw, labels, 0.0).sum_kl == report.charge.sum_kl
+    assert charge_of(marvell, mixed.raw, labels, 0.0).sum_kl == answer.charge.sum_kl
     # On a wider cut its noise does not cover the direction in which a label moves a row.
     wider = Case(batch=200)
     raw = wider.mix(marvell).raw

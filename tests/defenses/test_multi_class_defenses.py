@@ -17,15 +17,13 @@ from splitveil.active_party import defenses
 from splitveil.active_party.defenses.class_statistics import measure_classes, squared_distances
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.iso import Isotropic
-from splitveil.active_party.defenses.label_mechanisms import (
-    GaussianLabels,
-    LaplaceLabels,
-    RandomizedResponse,
-    draw_noisy_labels,
-    label_leak,
-)
 from splitveil.active_party.defenses.marvell import (
+    DetectionError,
+    LeakAuc,
     Marvell,
+    PowerRatio,
+    Strength,
+    SumKl,
     pair_divergences,
     power_for_worst_pair,
     solve_shared_noise,
@@ -33,12 +31,12 @@ from splitveil.active_party.defenses.marvell import (
 )
 from splitveil.active_party.defenses.max_norm import MaxNorm
 from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource
-from splitveil.active_party.defenses.strength import (
-    DetectionError,
-    LeakAuc,
-    PowerRatio,
-    Strength,
-    SumKl,
+from splitveil.active_party.defenses.noisy_label import (
+    GaussianLabels,
+    LaplaceLabels,
+    RandomizedResponse,
+    draw_noisy_labels,
+    label_leak,
 )
 from splitveil.active_party.defenses.sum_kl import estimated_auc
 from splitveil.common.privacy.leakage import pair_aucs
@@ -89,8 +87,8 @@ def test_the_other_strengths_leave_the_worst_pair_what_they_allow(
     strength: Strength, allowed: float | None
 ) -> None:
     gradients, labels = softmax_batch(400)
-    _, report = marvell(strength).defend(defenses.Step(gradients, labels))
-    found = report.charge.sum_kl
+    answer = marvell(strength).defend(defenses.Step(gradients, labels))
+    found = answer.charge.sum_kl
     if allowed is None:
         from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 
@@ -119,30 +117,31 @@ def test_no_pair_is_told_apart_better_than_its_charge_says() -> None:
     means = measure_classes(gradients, labels, 4).means
     # Without spread of their own, so that the noise is all that hides them.
     bare = means[labels].float()
-    defended, report = marvell(PowerRatio(power_ratio=4)).defend(defenses.Step(bare, labels))
-    charged = estimated_auc(report.charge.sum_kl)
+    answer = marvell(PowerRatio(power_ratio=4)).defend(defenses.Step(bare, labels))
+    defended = answer.gradient
+    charged = estimated_auc(answer.charge.sum_kl)
     measured = worst_oracle_auc(defended, means, labels)
     assert measured == pytest.approx(charged, abs=0.01)
-    deviation = math.sqrt(report.noise_power / 16)
+    deviation = math.sqrt(answer.noise_power / 16)
     noise = noise_of(3).standard_normal((160_000, 16), bare)
     assert worst_oracle_auc(bare + deviation * noise, means, labels) > charged + 0.05
     i, j = np.unravel_index(int(squared_distances(means).argmax()), (4, 4))
     gap = means[i] - means[j]
-    along = math.sqrt(report.noise_power) * (gap / gap.norm()).float()
+    along = math.sqrt(answer.noise_power) * (gap / gap.norm()).float()
     one_gap = bare + noise[:, :1] * along + 1e-4 * bare.abs().max() * noise
     assert worst_oracle_auc(one_gap, means, labels) > 0.99
 
 
 def test_a_rare_class_weighs_as_much_as_the_others() -> None:
     gradients, labels = softmax_batch(4_000, shares=(0.49, 0.3, 0.2, 0.01))
-    _, report = marvell(PowerRatio(power_ratio=4)).defend(defenses.Step(gradients, labels))
+    answer = marvell(PowerRatio(power_ratio=4)).defend(defenses.Step(gradients, labels))
     means = measure_classes(gradients, labels, 4).means
     power = 4 * float(squared_distances(means).max())
     by_class, by_share = (
         float(pair_divergences(means, solve_shared_noise(means, weights, power)).max())
         for weights in (torch.ones(4), torch.bincount(labels))
     )
-    assert report.charge.sum_kl == pytest.approx(by_class, rel=1e-6)
+    assert answer.charge.sum_kl == pytest.approx(by_class, rel=1e-6)
     assert by_class < 0.7 * by_share
 
 
@@ -186,17 +185,18 @@ def test_the_power_for_the_worst_pair_is_the_least_that_is_enough() -> None:
 
 def test_iso_is_charged_for_the_longest_gap() -> None:
     gradients, labels = softmax_batch(300, cut_dim=8)
-    defended, report = DEFENSES["iso"](1).defend(defenses.Step(gradients, labels))
+    answer = DEFENSES["iso"](1).defend(defenses.Step(gradients, labels))
+    defended = answer.gradient
     means = torch.stack([gradients.double()[labels == k].mean(dim=0) for k in range(4)])
     longest = max(float((a - b).square().sum()) for a, b in combinations(means, 2))
     variance = float(gradients.double().norm(dim=1).max()) ** 2 / 8
-    assert report.charge.sum_kl == pytest.approx(longest / variance, rel=1e-9)
+    assert answer.charge.sum_kl == pytest.approx(longest / variance, rel=1e-9)
     assert float((defended - gradients).double().var()) == pytest.approx(variance, rel=0.1)
 
 
 def test_max_norm_is_charged_for_the_pair_with_the_least_noise_on_its_gap() -> None:
     gradients, labels = softmax_batch(300)
-    _, report = DEFENSES["max_norm"](1).defend(defenses.Step(gradients, labels))
+    answer = DEFENSES["max_norm"](1).defend(defenses.Step(gradients, labels))
     rows = gradients.double()
     norms = rows.norm(dim=1)
     variances = norms.max() ** 2 - norms**2
@@ -210,7 +210,7 @@ def test_max_norm_is_charged_for_the_pair_with_the_least_noise_on_its_gap() -> N
         charges.append(
             (first / second + second / first + squared * (1 / first + 1 / second)) / 2 - 1
         )
-    assert report.charge.sum_kl == pytest.approx(max(charges), rel=1e-6)
+    assert answer.charge.sum_kl == pytest.approx(max(charges), rel=1e-6)
     assert max(charges) > 1.5 * min(charges)
 
 
@@ -218,29 +218,30 @@ def test_before_every_class_was_seen_nothing_is_given_away() -> None:
     gradients, labels = softmax_batch(200)
     three = labels < 3
     defense = marvell(PowerRatio(power_ratio=4))
-    defended, report = defense.defend(defenses.Step(gradients[three], labels[three]))
+    answer = defense.defend(defenses.Step(gradients[three], labels[three]))
+    defended = answer.gradient
     largest = float(gradients[three].norm(dim=1).max())
-    assert report.charge.sum_kl == 0
+    assert answer.charge.sum_kl == 0
     assert float(defended.norm(dim=1).square().mean()) == pytest.approx(largest**2, rel=0.2)
     signal = torch.nn.functional.cosine_similarity(defended, gradients[three]).mean()
     assert abs(float(signal)) < 0.1
     for name in ("iso", "max_norm"):
-        _, unknown = DEFENSES[name](1).defend(defenses.Step(gradients[three], labels[three]))
+        unknown = DEFENSES[name](1).defend(defenses.Step(gradients[three], labels[three]))
         assert unknown.charge.sum_kl == math.inf
-    _, later = defense.defend(defenses.Step(gradients, labels))
+    later = defense.defend(defenses.Step(gradients, labels))
     assert later.charge.sum_kl > 0
-    _, borrowed = defense.defend(defenses.Step(gradients[three], labels[three]))
+    borrowed = defense.defend(defenses.Step(gradients[three], labels[three]))
     assert borrowed.charge.sum_kl > 0
 
 
 def test_noise_fitted_to_earlier_batches_is_charged_for_longer_gaps() -> None:
     gradients, labels = softmax_batch(200)
     defense = Marvell(SumKl(sum_kl=0.3), noise_of(1), 4, from_earlier=True)
-    assert defense.defend(defenses.Step(gradients, labels))[1].charge.sum_kl == 0
-    assert defense.defend(defenses.Step(gradients, labels))[1].charge.sum_kl == pytest.approx(
+    assert defense.defend(defenses.Step(gradients, labels)).charge.sum_kl == 0
+    assert defense.defend(defenses.Step(gradients, labels)).charge.sum_kl == pytest.approx(
         0.3, rel=1e-9
     )
-    _, stretched = defense.defend(defenses.Step(3 * gradients, labels))
+    stretched = defense.defend(defenses.Step(3 * gradients, labels))
     assert stretched.charge.sum_kl == pytest.approx(9 * 0.3, rel=1e-6)
 
 

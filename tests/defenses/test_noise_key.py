@@ -20,12 +20,11 @@ from splitveil.active_party.defenses.example_keys import (
     load_or_create_key,
     used_labels_file,
 )
-from splitveil.active_party.defenses.label_mechanisms import LabelMechanism
-from splitveil.active_party.defenses.noisy_label import NoisyLabel
+from splitveil.active_party.defenses.noisy_label import LabelMechanism, NoisyLabel
 from splitveil.active_party.ledger import stored_labels
 from splitveil.active_party.ledger.account_book import LEDGER
 from splitveil.active_party.ledger.stored_labels import labels_first_used
-from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.record import run_folder
 from splitveil.common.record.model_files import save_tensors
@@ -164,7 +163,7 @@ def key_path(runs: Path) -> Path:
 
 def noise_of(parties: Parties) -> Tensor:
     """Return the source of a trainer's noise: secret bits, or noisy minus true labels."""
-    trainer = parties.session.lifecycle.phase.trainer
+    trainer = parties.session.lifecycle.trainer
     assert trainer is not None
     if isinstance(trainer.defense, NoisyLabel):
         noisy = trainer.defense.noisy_labels
@@ -288,7 +287,7 @@ def test_with_noisy_top_labels_the_true_ones_change_no_bit_of_what_the_peer_gets
 
 
 def by_id(parties: Parties) -> dict[str, tuple[float, ...]]:
-    trainer, session = parties.session.lifecycle.phase.trainer, parties.session
+    trainer, session = parties.session.lifecycle.trainer, parties.session
     assert trainer is not None
     train = session.lifecycle.answering.rows.splits["train"].tolist()
     rows = session.lifecycle.answering.rows.file_rows
@@ -320,7 +319,7 @@ def test_a_second_run_on_other_labels_reveals_what_its_ledger_says(
     key = f"noise_key_path={tmp_path / 'mine.key'}"
     first = parties_of(example, tmp_path / "first", defense, [key])
     run_in_process(first)
-    save_tensors(tmp_path, LEDGER, first.session.lifecycle.phase.account_book().state_dict())
+    save_tensors(tmp_path, LEDGER, first.session.lifecycle.account_book().state_dict())
     after = [
         key,
         f"earlier_ledgers=[{tmp_path / 'checkpoint'}]",

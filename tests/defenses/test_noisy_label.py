@@ -15,13 +15,12 @@ from splitveil.active_party.defenses import (
     Defense,
     DefenseContext,
     DefenseSettings,
-    Examples,
-    NoiseSecrets,
     NoisyLabelDefense,
+    Secrets,
     Step,
 )
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
-from splitveil.active_party.defenses.label_mechanisms import (
+from splitveil.active_party.defenses.noisy_label import (
     AlibiLabels,
     GaussianLabels,
     LabelMechanism,
@@ -115,8 +114,8 @@ def test_a_noisy_label_belongs_to_its_example(mechanism: LabelMechanism) -> None
 def test_a_charge_repeats_and_names_strength_and_key(mechanism: LabelMechanism) -> None:
     def charged(settings: NoisyLabelDefense, seed: int = 1) -> tuple[bytes, float]:
         defense = build_defense(settings, key_from_insecure_seed(seed))
-        report = defense.defend(Step(torch.ones(4, 2), LABELS[:4])).report
-        charge = report.charge
+        answer = defense.defend(Step(torch.ones(4, 2), LABELS[:4]))
+        charge = answer.charge
         assert charge.sum_kl == label_leak(mechanism).sum_kl
         return charge.noise_identity, charge.epsilon
 
@@ -136,9 +135,10 @@ def test_a_charge_repeats_and_names_strength_and_key(mechanism: LabelMechanism) 
 
 def test_the_gradient_is_sent_as_it_is() -> None:
     raw: Tensor = torch.randn(8, 2, 3, generator=torch.Generator().manual_seed(1))
-    sent, report = build_defense(NoisyLabelDefense(), KEY).defend(Step(raw, LABELS[:8]))
+    answer = build_defense(NoisyLabelDefense(), KEY).defend(Step(raw, LABELS[:8]))
+    sent = answer.gradient
     assert torch.equal(sent, raw)
-    assert report.noise_power == 0
+    assert answer.noise_power == 0
     with pytest.raises(ValueError, match="NaN"):
         build_defense(NoisyLabelDefense(), KEY).defend(Step(raw * math.nan, LABELS[:8]))
 
@@ -237,9 +237,8 @@ def test_targets_are_the_posterior_of_bayes(mechanism: LabelMechanism, num_class
 
 def build(mechanism: LabelMechanism, labels: Tensor, num_classes: int = 2) -> Defense:
     settings = NoisyLabelDefense(mechanism=mechanism)
-    examples = Examples(SOME[: len(labels)], labels, torch.device("cpu"))
     context = DefenseContext((4,), num_classes)
-    return settings.build(context, NoiseSecrets(noise_key=KEY), examples)
+    return settings.build(context, Secrets(KEY, ids=SOME[: len(labels)], labels=labels))
 
 
 def test_a_defense_that_needs_no_prediction_does_not_ask_for_one() -> None:
@@ -268,8 +267,8 @@ def test_what_is_made_of_a_noisy_label_changes_neither_draw_nor_identity(
         settings = NoisyLabelDefense(mechanism=one)
         strengths.add(settings.noise_key_strength(context))
         charge = build(one, labels_of(2, 4)).defend(Step(torch.ones(4, 2), labels_of(2, 4)))
-        identities.add(charge.report.charge.noise_identity)
-        assert charge.report.charge.adversary is Adversary.ANYBODY
+        identities.add(charge.charge.noise_identity)
+        assert charge.charge.adversary is Adversary.ANYBODY
     assert len(strengths) == len(identities) == 1
 
 

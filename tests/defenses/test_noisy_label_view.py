@@ -18,13 +18,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses import label_mechanisms, noisy_label
+from splitveil.active_party.defenses import noisy_label
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.common.models import optimizers
 from splitveil.common.record.transcript import FILE
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason, Offer, Opening
+from splitveil.library.in_process import InProcessPeer
 from tests.record.test_transcript import run_noted
-from tests.support.peers import GoesAway, InProcessPeer, Lost
+from tests.support.peers import GoesAway, Lost
 from tests.support.runs import (
     Parties,
     PartyPeer,
@@ -56,7 +57,7 @@ Released = list[Tensor]
 
 @contextmanager
 def noting(released: Released) -> Iterator[None]:
-    draw = label_mechanisms.draw_noisy_labels
+    draw = noisy_label.draw_noisy_labels
 
     def note(*arguments: Any) -> Tensor:
         released.append(draw(*arguments))
@@ -360,6 +361,6 @@ def test_the_labels_do_differ_in_every_split(folders: Folders) -> None:
     rows = runs[0].active.rows
     assert rows is not None
     for positions in rows.splits.values():
-        one, other = (run.session.lifecycle.phase.trainer.labels_of(positions) for run in runs)  # type: ignore[union-attr]
+        one, other = (run.session.lifecycle.trainer.labels_of(positions) for run in runs)  # type: ignore[union-attr]
         assert 0.2 < float((one != other).float().mean()) < 0.8
     assert not torch.equal(*(run.active.sent[0] for run in runs))

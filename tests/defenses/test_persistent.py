@@ -21,8 +21,8 @@ from splitveil.active_party.defenses.example_keys import (
     key_name,
     scalars,
 )
+from splitveil.active_party.defenses.marvell import PowerRatio, SumKl
 from splitveil.active_party.defenses.persistent import moves_of, noisy_rows
-from splitveil.active_party.defenses.strength import PowerRatio, SumKl
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.common.privacy.leakage import leak_auc
 from tests.support.defenses import build_defense, context_of
@@ -164,7 +164,7 @@ def test_the_charge_bounds_what_remembering_gives(
     epochs = epochs_of_a_run(num_epochs, linear_head=linear_head)
     labels = epochs[0].labels
     answers = defended(settings, epochs)
-    charge = build_defense(settings, KEY).defend(epochs[0].asks()).report.charge
+    charge = build_defense(settings, KEY).defend(epochs[0].asks()).charge
     assert charge.noise_identity
     assert charge.adversary is Adversary.HONEST_BUT_CURIOUS
     estimate = NormalDist().cdf(math.sqrt(charge.sum_kl / 2))
@@ -287,10 +287,10 @@ def test_marvell_is_unbiased_over_keys_and_of_the_power_it_reports() -> None:
     error = 2 / along.numel() ** 0.5
     assert abs(float(along.mean())) < 5 * error
     assert abs(float((along + 0.3 * (probabilities - labels).abs()).mean())) > 5 * error
-    report = defense.defend(given).report
+    answer = defense.defend(given)
     measured = float((samples - raw).square().sum(dim=2).mean())
-    assert measured == pytest.approx(report.noise_power, rel=0.02)
-    assert measured != pytest.approx(1.05 * report.noise_power, rel=0.02)
+    assert measured == pytest.approx(answer.noise_power, rel=0.02)
+    assert measured != pytest.approx(1.05 * answer.noise_power, rel=0.02)
 
 
 def test_iso_spends_its_power_evenly_over_all_directions() -> None:
@@ -315,7 +315,7 @@ def test_iso_spends_its_power_evenly_over_all_directions() -> None:
 
 def test_an_identity_names_defense_strength_and_key_and_nothing_else_changes_it() -> None:
     def identity(settings: DefenseSettings, key: NoiseKey = KEY) -> bytes:
-        return build_defense(settings, key).defend(batch()).report.charge.noise_identity
+        return build_defense(settings, key).defend(batch()).charge.noise_identity
 
     marvell = defenses.MarvellDefense(noise="persistent")
     others = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses import DefenseSettings, MarvellDefense, Step
-from splitveil.active_party.defenses.strength import (
+from splitveil.active_party.defenses.marvell import (
     DetectionError,
     LeakAuc,
     PowerRatio,
@@ -153,10 +153,11 @@ def test_divergence_of_the_noise_that_is_drawn_is_the_target(
     target = allowed_sum_kl(strength)
     gradients, labels = gaussian_batch(200_000, seed=1)
     settings = MarvellDefense(strength=strength, insecure_noise_seed=77)
-    defended, report = build_defense(settings).defend(Step(gradients, labels))
-    assert report.solution is not None
-    assert report.solution.sum_kl == pytest.approx(target, rel=1e-6)
-    assert report.solution.neg_across > 0  # otherwise half of the covariances would be empty
+    answer = build_defense(settings).defend(Step(gradients, labels))
+    defended = answer.gradient
+    assert answer.solution is not None
+    assert answer.solution.sum_kl == pytest.approx(target, rel=1e-6)
+    assert answer.solution.neg_across > 0  # otherwise half of the covariances would be empty
     means, covariances = [], []
     for member in (~labels, labels):
         own = gradients[member].double()
@@ -227,9 +228,9 @@ def reported_noise(statistics: str, pos_fraction: float) -> tuple[float, ...]:
     values = {"name": "marvell", "statistics": statistics, "insecure_noise_seed": 1}
     defense = build_defense(validate(Example, {"defense": values}, "file").defense)
     defense.defend(Step(*gaussian_batch(2000, seed=1)))
-    _, report = defense.defend(Step(*gaussian_batch(2000, seed=2, pos_fraction=pos_fraction)))
-    assert report.solution is not None
-    return tuple(report.solution[:4])
+    answer = defense.defend(Step(*gaussian_batch(2000, seed=2, pos_fraction=pos_fraction)))
+    assert answer.solution is not None
+    return tuple(answer.solution[:4])
 
 
 def test_running_statistics_keep_a_batchs_share_of_positives_out_of_its_noise() -> None:
@@ -239,8 +240,8 @@ def test_running_statistics_keep_a_batchs_share_of_positives_out_of_its_noise() 
 
 def test_running_statistics_start_without_signal_and_end_at_the_classes() -> None:
     defense = build_defense(MarvellDefense(statistics="running", insecure_noise_seed=1))
-    reports = [defense.defend(Step(*gaussian_batch(2000, seed=seed)))[1] for seed in range(40)]
-    _, whole = build_defense(MarvellDefense()).defend(Step(*gaussian_batch(50_000, seed=41)))
+    reports = [defense.defend(Step(*gaussian_batch(2000, seed=seed))) for seed in range(40)]
+    whole = build_defense(MarvellDefense()).defend(Step(*gaussian_batch(50_000, seed=41)))
     assert reports[0].solution is None
     assert reports[1].solution is not None
     last, expected = reports[-1].solution, whole.solution

@@ -13,7 +13,7 @@ import yaml
 
 from splitveil.active_party.http.status import OnlineStatus
 from splitveil.common.run.contract import Contract
-from splitveil.passive_party.predict.inference_status import InferenceStatus
+from splitveil.passive_party.predict.service import InferenceStatus
 from tests.support.endpoints import Series, series_of, watched_run
 from tests.support.markdown import ROOT
 from tests.support.runs import write_example

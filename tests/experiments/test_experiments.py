@@ -35,10 +35,18 @@ from splitveil.common.privacy.figures import (
     RunFigures,
 )
 from splitveil.common.privacy.scoring import cross_scores
-from splitveil.common.record.lines import EpochLeakLine, EvaluationLine, LeakLine
 from splitveil.common.record.run_folder import claimed
-from splitveil.common.record.run_record import METRICS, write_summary
-from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
+from splitveil.common.record.run_record import (
+    METRICS,
+    ActiveFigures,
+    EpochLeakLine,
+    EvaluationLine,
+    LeakLine,
+    ModelFigures,
+    RunCounts,
+    Summary,
+    write_summary,
+)
 from splitveil.deploy import flights
 from splitveil.experiments.__main__ import main
 from splitveil.experiments.cells import (

@@ -14,9 +14,8 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import DataError
 from splitveil.common.party.aligned_table import read_own_ids
-from splitveil.common.party.party_data import PartyData, read_ids_alone
+from splitveil.common.party.party_data import PartyData, ServedRows, read_ids_alone
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.party.served_rows import ServedRows
 from splitveil.common.run.id_rules import AS_WRITTEN
 from splitveil.deploy.init.choices import Wishes
 from splitveil.deploy.init.initialise import initialise
@@ -96,7 +95,7 @@ def assert_read(
         assert found.table.labels.tolist() == [values[labels[row]] for row in rows]
         assert len(rows) == len(labels) if found.kept is None else found.kept.tolist() == rows
         again = settings.model_copy(update={"data": data})
-        assert list(read_own_ids(again).data.ids) == list(found.ids)
+        assert list(read_own_ids(again).ids) == list(found.ids)
         report = found.table.id_report
         assert report.unlabelled == report.left_out == len(labels) - len(rows)
         assert len(ServedRows.load(again, found.fit(np.arange(9)))) == len(labels)

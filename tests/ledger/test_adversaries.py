@@ -11,10 +11,12 @@ from safetensors.torch import load_file, save_file
 from splitveil.active_party.defenses import Adversary, Charge, noise_digest
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound, sum_kl_for_leak_auc
 from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.ledger.budget import Limit
-from splitveil.active_party.ledger.label_signals import (
-    LabelUses,
-    label_signals,
+from splitveil.active_party.ledger.budget import (
+    EARLY_STOPPING,
+    LEARNED_FROM_LABELS,
+    LEARNED_FROM_RELEASES,
+    LabelSignal,
+    Limit,
     objection_to,
     widest_adversary,
 )
@@ -174,19 +176,17 @@ def test_the_larger_of_two_bounds_is_as_narrow_as_either() -> None:
 
 
 @pytest.mark.parametrize(
-    ("uses", "strongest", "setting"),
+    ("signals", "strongest", "setting"),
     [
-        (LabelUses(), ANYBODY, None),
-        (LabelUses(has_early_stopping=True), HONEST, "early_stopping_epochs"),
-        (LabelUses(begins_with_labels=True), HONEST, "initial_weights"),
-        (LabelUses(begins_with_releases=True), HONEST, "initial_weights"),
+        ((), ANYBODY, None),
+        ((EARLY_STOPPING,), HONEST, "early_stopping_epochs"),
+        ((LEARNED_FROM_LABELS,), HONEST, "initial_weights"),
+        ((LEARNED_FROM_RELEASES, EARLY_STOPPING), HONEST, "initial_weights"),
     ],
 )
 def test_whatever_else_depends_on_training_labels_voids_the_bound_for_anybody(
-    uses: LabelUses, strongest: Adversary, setting: str | None
+    signals: tuple[LabelSignal, ...], strongest: Adversary, setting: str | None
 ) -> None:
-    signals = label_signals(uses)
-    assert [signal.setting for signal in signals] == ([] if setting is None else [setting])
     assert widest_adversary(signals) is strongest
     for peers in Adversary:
         objection = objection_to(peers, signals)

@@ -40,10 +40,10 @@ def binary_batch(rows: int = 400, seed: int = 5) -> tuple[Tensor, Tensor, Tensor
 def charge(settings: DefenseSettings, *batches: tuple[Tensor, Tensor, Tensor]) -> float:
     defense = build_defense(settings)
     for gradients, labels, predicted in batches:
-        _, report = defense.defend(Step(gradients, labels, probabilities=predicted))
-        assert report.charge.noise_identity == b""
-        assert math.isinf(report.charge.epsilon)
-    return report.charge.sum_kl
+        answer = defense.defend(Step(gradients, labels, probabilities=predicted))
+        assert answer.charge.noise_identity == b""
+        assert math.isinf(answer.charge.epsilon)
+    return answer.charge.sum_kl
 
 
 def class_means(gradients: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,14 +99,14 @@ def test_iso_is_charged_its_gap_against_its_noise() -> None:
 
 def test_marvell_is_charged_as_if_the_classes_had_no_spread() -> None:
     gradients, labels, _ = binary_batch()
-    _, report = build_defense(settings_of("marvell")).defend(Step(gradients, labels))
-    assert report.solution is not None
+    answer = build_defense(settings_of("marvell")).defend(Step(gradients, labels))
+    assert answer.solution is not None
     neg, pos = class_means(gradients, labels)
     expected = divergence(
-        report.solution.neg_along**0.5, report.solution.pos_along**0.5, float((pos - neg).norm())
+        answer.solution.neg_along**0.5, answer.solution.pos_along**0.5, float((pos - neg).norm())
     )
-    assert report.charge.sum_kl == pytest.approx(expected, rel=1e-9)
-    assert report.charge.sum_kl > 1.001 * report.solution.sum_kl  # spread would earn some credit
+    assert answer.charge.sum_kl == pytest.approx(expected, rel=1e-9)
+    assert answer.charge.sum_kl > 1.001 * answer.solution.sum_kl  # spread would earn some credit
 
 
 @pytest.mark.parametrize("name", ["max_norm", "max_norm_positive"])
@@ -165,10 +165,10 @@ def test_one_class_is_charged_the_gap_to_the_others_running_mean(label: int) -> 
     )
     defense = build_defense(settings_of("marvell"))
     defense.defend(Step(*first[:2]))
-    _, report = defense.defend(Step(*second[:2]))
-    assert report.solution is not None
-    expected = divergence(report.solution.neg_along**0.5, report.solution.pos_along**0.5, gap)
-    assert report.charge.sum_kl == pytest.approx(expected, rel=1e-6)
+    answer = defense.defend(Step(*second[:2]))
+    assert answer.solution is not None
+    expected = divergence(answer.solution.neg_along**0.5, answer.solution.pos_along**0.5, gap)
+    assert answer.charge.sum_kl == pytest.approx(expected, rel=1e-6)
 
 
 def test_max_norm_charges_one_class_against_a_row_at_the_others_mean() -> None:
@@ -204,8 +204,8 @@ def test_running_statistics_are_charged_the_longer_gap() -> None:
     for factor in (0.1, 1.0, 3.0):
         settings = defenses.MarvellDefense(statistics="running", insecure_noise_seed=77)
         defense = build_defense(settings)
-        _, first = defense.defend(Step(gradients, labels))
+        first = defense.defend(Step(gradients, labels))
         assert first.charge.sum_kl == 0  # no signal yet
-        charges[factor] = defense.defend(Step(factor * gradients, labels))[1].charge.sum_kl
+        charges[factor] = defense.defend(Step(factor * gradients, labels)).charge.sum_kl
     assert charges[0.1] == pytest.approx(charges[1.0])
     assert charges[3.0] > 8 * charges[1.0]

@@ -32,13 +32,8 @@ from splitveil.common.record.run_folder import claimed, move_aside
 from splitveil.common.record.run_store import RunStore
 from tests.support.peers import Lost, dying
 from tests.support.plans import printed_plan
-from tests.support.runs import (
-    ActiveRecording,
-    Parties,
-    build_parties,
-    run_in_process,
-    write_example,
-)
+from tests.support.runs import Parties, build_parties, run_in_process, write_example
+from tests.support.simulation import ActiveRecording
 
 MARVELL = "defense={name: marvell, strength: {power_ratio: 16}, insecure_noise_seed: 1}"
 EVERY_2 = "contract.checkpoint_steps=2"
@@ -66,9 +61,7 @@ def run(folder: Path, *active: str) -> Parties:
 
 def leave(parties: Parties, folder: Path) -> None:
     (folder / "active").mkdir(parents=True)
-    save_tensors(
-        folder / "active", LEDGER, parties.session.lifecycle.phase.account_book().state_dict()
-    )
+    save_tensors(folder / "active", LEDGER, parties.session.lifecycle.account_book().state_dict())
 
 
 def divergences(parties: Parties) -> dict[str, float]:
@@ -149,7 +142,7 @@ def test_a_validation_label_that_could_end_a_run_has_no_bound_in_the_next_one(
         rows, ids = ended.active.rows, ended.session.ids
         assert rows is not None
         names = [ids[row] for row in rows.file_rows]
-        begun = ended.session.lifecycle.phase.account_book().opening_ledger(names, len(names))
+        begun = ended.session.lifecycle.account_book().opening_ledger(names, len(names))
         assert begun.bounds(rows.splits["validation"]).guarantee.max == bound
         assert begun.bounds(rows.splits["test"]).guarantee.max == 0.5
         assert begun.bounds(rows.splits["train"]).guarantee.max > 0.5
@@ -240,7 +233,7 @@ def left(runs: Path, name: str, parties: Parties, *, book: bool = True) -> Path:
     (folder / "checkpoint").mkdir(parents=True, exist_ok=True)
     save_resolved(parties.active_settings, folder)
     if book:
-        save_tensors(folder, LEDGER, parties.session.lifecycle.phase.account_book().state_dict())
+        save_tensors(folder, LEDGER, parties.session.lifecycle.account_book().state_dict())
     return folder
 
 
@@ -320,7 +313,7 @@ def test_a_run_that_was_killed_counts_with_all_that_it_has_answered(
     killed = parties_with(example, MARVELL, EVERY_2, runs=tmp_path / "a")
     with pytest.raises(Lost):
         run_in_process(killed, dying(4, after=True))
-    charged = killed.session.lifecycle.phase.account_book()
+    charged = killed.session.lifecycle.account_book()
     folder = left(tmp_path, "a/active", killed, book=False)
     if aside:
         folder = folder.rename(folder.with_name("active.previous-1"))

@@ -23,7 +23,7 @@ from splitveil.active_party.defenses import (
     noise_digest,
 )
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
-from splitveil.active_party.defenses.label_mechanisms import (
+from splitveil.active_party.defenses.noisy_label import (
     AlibiLabels,
     GaussianLabels,
     LabelMechanism,
@@ -36,9 +36,8 @@ from splitveil.active_party.defenses.label_mechanisms import (
 )
 from splitveil.active_party.defenses.sum_kl import estimated_auc, leak_auc_bound
 from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.ledger.bounds import Accounts
 from splitveil.active_party.ledger.budget import Limit
-from splitveil.active_party.ledger.ledger import LeakLedger
+from splitveil.active_party.ledger.ledger import Accounts, LeakLedger
 from splitveil.common.privacy.figures import LeakBounds
 from tests.ledger.test_account_book import after_run
 from tests.ledger.test_adversaries import after

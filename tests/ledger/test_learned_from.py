@@ -12,7 +12,7 @@ from splitveil.active_party.ledger.account_book import AccountBook, open_book
 from splitveil.active_party.results import save_results
 from splitveil.common.alignment.exchange import build_engine
 from splitveil.common.record.model_files import WEIGHTS
-from tests.support.peers import InProcessPeer
+from splitveil.library.in_process import InProcessPeer
 from tests.support.runs import build_parties, write_example
 from tests.support.simulation import ActiveRecording, assemble_active, build_passive, read_settings
 

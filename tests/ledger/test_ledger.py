@@ -12,11 +12,12 @@ from torch import Tensor
 from splitveil.active_party.defenses import Charge, noise_digest
 from splitveil.active_party.defenses.sum_kl import estimated_auc, leak_auc_bound
 from splitveil.active_party.ledger.ledger import LeakLedger
-from splitveil.active_party.monitor.leak_alarm import MIN_BATCHES, LeakAlarm
+from splitveil.active_party.monitor.leak_watch import MIN_BATCHES, LeakAlarm
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.figures import LeakBounds, Spread
 from splitveil.common.privacy.leakage import leak_auc
+from splitveil.common.record.run_record import AlarmLine
 
 
 @pytest.mark.parametrize("identity", [b"", noise_digest("one key")])
@@ -157,7 +158,7 @@ def test_a_state_that_cannot_be_this_ledgers_is_refused(
 
 def alarms_for(true_auc: float, charge: float, positives: int, batches: int, seed: int) -> int:
     """Let an attack of a known AUC look at batches with 20 % positives, and judge the epoch."""
-    generator, alarm = np.random.default_rng(seed), LeakAlarm()
+    generator, alarm = np.random.default_rng(seed), LeakAlarm(lambda _: None)
     shift = math.sqrt(2) * torch.special.ndtri(torch.tensor(true_auc, dtype=torch.float64)).item()
     labels = torch.tensor([1.0] * positives + [0.0] * 4 * positives)
     for step in range(batches):
@@ -166,7 +167,8 @@ def alarms_for(true_auc: float, charge: float, positives: int, batches: int, see
         random = torch.from_numpy(generator.normal(size=len(labels)))
         leak = {"cut": {"norm": leak_auc(scores + shift * labels, labels)}}
         alarm.note_leak(AuditedBatch(0, step, leak, leak_auc(random, labels)))
-    return len(alarm.judge(0))
+    alarm.judge_measured()
+    return alarm.alarms
 
 
 def test_the_alarm_is_silent_at_the_bound_however_small_the_batches_and_loud_above_it() -> None:
@@ -182,14 +184,15 @@ def test_the_alarm_is_silent_at_the_bound_however_small_the_batches_and_loud_abo
 
 
 def test_short_epochs_are_judged_together_and_by_their_own_charges() -> None:
-    alarm = LeakAlarm()
+    found: list[AlarmLine] = []
+    alarm = LeakAlarm(found.append)
     for epoch in range(4):
         alarm.note_charge(epoch, 0.01 if epoch < 3 else math.inf)
         for step in range(MIN_BATCHES // 3 + 1):
             alarm.note_leak(AuditedBatch(epoch, step, {"cut": {"norm": 0.9 + step / 1000}}, 0.5))
         alarm.note_charge(epoch + 1, math.inf if epoch == 3 else 0.01)
-        found = alarm.judge(epoch)
-        assert [(one.attack, one.layer) for one in found] == ([("norm", "cut")] * (epoch == 2))
+        alarm.judge_measured()
+        assert [line.figure[:2] for line in found] == [("cut", "norm")] * (epoch >= 2)
 
 
 def test_bounds_have_flat_names_and_leave_out_an_epsilon_that_is_none() -> None:

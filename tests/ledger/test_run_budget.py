@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from splitveil.active_party.defenses import NoisyLabelDefense
-from splitveil.active_party.defenses.label_mechanisms import at_leak_auc
+from splitveil.active_party.defenses.noisy_label import at_leak_auc
 from splitveil.active_party.defenses.sum_kl import (
     leak_auc_bound,
     power_for_sum_kl,
@@ -22,14 +22,14 @@ from splitveil.active_party.defenses.sum_kl import (
 )
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.planned import stop_epoch
-from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import BudgetExhausted, Interrupted, PeerLeft, SettingsError
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.figures import LeakBounds
+from splitveil.common.record.assessment import print_summary
 from splitveil.common.record.run_record import write_summary
-from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.text.upper_bounds import at_most
 from splitveil.common.wire.status import error_from, status_for
 from tests.support.peers import FaultyPeer, StopsAtFirstStep
@@ -127,8 +127,8 @@ def test_a_stopped_run_stays_stopped_and_learns_nothing_from_the_refused_step(
 
 
 def trainer_state(parties: Parties) -> dict[str, torch.Tensor]:
-    assert parties.session.lifecycle.phase.trainer is not None
-    return parties.session.lifecycle.phase.trainer.model.state_dict()
+    assert parties.session.lifecycle.trainer is not None
+    return parties.session.lifecycle.trainer.model.state_dict()
 
 
 def test_the_peer_is_told_nothing_of_ledger_or_budget() -> None:

@@ -23,7 +23,8 @@ from splitveil.common.record.run_folder import claimed
 from splitveil.common.record.run_store import RunStore
 from splitveil.library.in_process import InProcessPeer
 from tests.support.peers import Lost, dying
-from tests.support.runs import CPU, ActiveRecording, Parties, build_parties, write_example
+from tests.support.runs import CPU, Parties, build_parties, write_example
+from tests.support.simulation import ActiveRecording
 
 RELEASE = 2 * 0.405 * math.tanh(0.405 / 2)
 """The symmetrised divergence of a label that is kept with probability p, which has odds of
@@ -61,7 +62,7 @@ class Waiting(NamedTuple):
         return sum(by_noise.values())
 
     def leave(self) -> None:
-        book = self.session.lifecycle.phase.account_book()
+        book = self.session.lifecycle.account_book()
         save_tensors(self.folder, LEDGER, book.state_dict())
 
 
@@ -134,9 +135,7 @@ def test_of_two_runs_that_wait_the_second_is_refused_while_the_first_goes_on(
             assert second.charged() == 0
         assert first.charged() == pytest.approx(RELEASE)
     with started(example, tmp_path, "b") as second, started(example, tmp_path, "c") as third:
-        assert second.session.lifecycle.phase.account_book().worst().sum_kl == pytest.approx(
-            RELEASE
-        )
+        assert second.session.lifecycle.account_book().worst().sum_kl == pytest.approx(RELEASE)
         with pytest.raises(Lost):
             second.meet(dying(2, after=True))
         with (
@@ -152,7 +151,7 @@ def test_of_two_runs_that_wait_the_second_is_refused_while_the_first_goes_on(
     ):
         pass
     with started(example, tmp_path, "b") as again:
-        book = again.session.lifecycle.phase.account_book()
+        book = again.session.lifecycle.account_book()
         assert book.worst().sum_kl == pytest.approx(2 * RELEASE)
 
 

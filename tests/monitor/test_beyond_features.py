@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
-from splitveil.active_party.monitor.recorder import ActiveRecorder
-from splitveil.active_party.monitor.stated_bounds import hold_against, log_beyond, stated_epsilon
+from splitveil.active_party.monitor.recorder import (
+    ActiveRecorder,
+    hold_against,
+    log_beyond,
+    stated_epsilon,
+)
 from splitveil.active_party.report import write_report
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.figures import (
@@ -23,8 +27,7 @@ from splitveil.common.privacy.figures import (
     Spread,
 )
 from splitveil.common.record.assessment import assess_figures
-from splitveil.common.record.run_record import METRICS, write_summary
-from splitveil.common.record.summary import Summary
+from splitveil.common.record.run_record import METRICS, Summary, write_summary
 from tests.support.defenses import write_own_defenses
 from tests.support.recorders import record, recorders
 from tests.support.records import summary_of
@@ -116,8 +119,7 @@ class Overstated(Defense):
 
     def defend(self, batch):
         charge = Charge(0.1, noise_digest("bare"), 0.1, Adversary.ANYBODY)
-        report = DefenseReport(0.0, charge=charge)
-        return Defended(release(batch.gradients, batch.gradients), report)
+        return Defended(release(batch.gradients, batch.gradients), charge)
 '''
 
 

@@ -6,34 +6,33 @@ from pathlib import Path
 
 import pytest
 
-from splitveil.active_party.monitor.leak_alarm import MIN_BATCHES, AlarmRecorder, LeakAlarm
+from splitveil.active_party.monitor.leak_watch import MIN_BATCHES, LeakAlarm
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS
-from splitveil.common.record.lines import AlarmLine
 from splitveil.common.record.metrics_log import MetricsLog
-from splitveil.common.record.run_record import read_metrics
+from splitveil.common.record.run_record import AlarmLine, read_metrics
 from tests.support.equality import same, stored
 from tests.support.runs import build_parties, run_in_process, write_example
 
 
 def leak(step: int, value: float, attack: str = "norm", random: float = 0.55) -> AuditedBatch:
-    return AuditedBatch(0, step, {"cut": {attack: value, "spectral": 0.5}}, random)
+    return AuditedBatch(step // 10, step, {"cut": {attack: value, "spectral": 0.5}}, random)
 
 
 def test_an_alarm_cut_at_any_batch_resumes_the_same() -> None:
-    def findings(cut: int | None) -> list[object]:
-        alarm = LeakAlarm()
-        found: list[object] = []
+    def findings(cut: int | None) -> list[AlarmLine]:
+        found: list[AlarmLine] = []
+        alarm = LeakAlarm(found.append)
         for step in range(3 * MIN_BATCHES):
             if step == cut:
                 state = alarm.state_dict()
-                alarm = LeakAlarm()
+                alarm = LeakAlarm(found.append)
                 alarm.load_state_dict(stored(state))
                 assert same(alarm.state_dict(), state)
             alarm.note_charge(step // 10, 1e-6)
             alarm.note_leak(leak(step, 0.6 + 0.1 * (step % 3)))
-            found += alarm.judge(step // 10)
+            alarm.judge_measured()
         return found
 
     expected = findings(None)
@@ -45,11 +44,13 @@ def test_an_alarm_cut_at_any_batch_resumes_the_same() -> None:
 def test_the_alarm_ignores_attacks_that_are_told_classes() -> None:
     """The ledger's guarantee does not speak of them; of a norm it does, inverted as well."""
     for attack, alarms in (("lda", 0), ("mean", 0), ("median", 0), ("norm", 1), ("cosine", 1)):
-        alarm = LeakAlarm()
+        found: list[AlarmLine] = []
+        alarm = LeakAlarm(found.append)
         alarm.note_charge(0, 1e-6)
         for step in range(2 * MIN_BATCHES):
-            alarm.note_leak(leak(step, 0.1 + 0.01 * (step % 2), attack))
-        assert [found.attack for found in alarm.judge(0)] == [attack] * alarms
+            alarm.note_leak(leak(step % 10, 0.1 + 0.01 * (step % 2), attack))
+        alarm.judge_measured()
+        assert [line.figure.attack for line in found] == [attack] * alarms
 
 
 @pytest.mark.parametrize(("noise", "attacks"), [("fresh", ["residual_energy"]), ("persistent", [])])
@@ -77,7 +78,7 @@ def test_the_alarm_names_the_attack_to_which_fresh_marvell_falls_and_persistent_
     assert ("LEAK ALARM" in caplog.text) is bool(attacks)
 
 
-def ring(bell: AlarmRecorder, epochs: Iterable[int], *attacks: str) -> None:
+def ring(bell: LeakAlarm, epochs: Iterable[int], *attacks: str) -> None:
     for epoch in epochs:
         bell.note_charge(epoch, 0.01)
         for step in range(MIN_BATCHES):
@@ -90,10 +91,10 @@ def test_an_alarm_is_said_once_and_again_for_another_attack_and_recorded_each_ep
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with MetricsLog(tmp_path) as metrics:
-        bell = AlarmRecorder(metrics, ())
+        bell = LeakAlarm(metrics.write, ())
         ring(bell, range(3), "norm")
         assert caplog.text.count("LEAK ALARM") == caplog.text.count("norm at cut") == 1
-        resumed = AlarmRecorder(metrics, ())
+        resumed = LeakAlarm(metrics.write, ())
         resumed.load_state_dict(json.loads(json.dumps(bell.state_dict())))
         ring(resumed, range(3, 5), "norm")
         assert caplog.text.count("LEAK ALARM") == 1

@@ -17,8 +17,8 @@ from splitveil.common.privacy.figures import LeakFigures
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings
 from splitveil.common.record import leak_recorder
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
-from splitveil.common.record.lines import LeakLine
 from splitveil.common.record.metrics_log import MetricsLog
+from splitveil.common.record.run_record import LeakLine
 from splitveil.common.run.course import Batch
 from tests.support.equality import stored
 from tests.support.peers import Lost, dying

@@ -10,7 +10,7 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.text.addresses import HostAndPort, on_loopback, split_address
-from splitveil.common.wire.server import add_port
+from splitveil.common.wire.endpoint import add_port
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support.loopback import peer_of, serving
 from tests.support.runs import Parties, build_parties

@@ -7,8 +7,8 @@ import pytest
 
 from splitveil.active_party.commands.program import main as active_main
 from splitveil.common.data import image_folder
-from splitveil.common.record.lines import TrainingLine
 from splitveil.common.record.metrics_log import MetricsLog
+from splitveil.common.record.run_record import TrainingLine
 from splitveil.passive_party.commands.program import main as passive_main
 from tests.support.commands import exit_code_of
 from tests.support.runs import write_example

@@ -35,8 +35,8 @@ from splitveil.common.party.party_status import RunStatus
 from splitveil.common.record.transcript import Crossing
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import Batch
-from splitveil.common.run.phases import Phase
-from splitveil.passive_party.connecting import noting_attempts
+from splitveil.common.run.progress import Phase
+from splitveil.passive_party.grpc_peer import noting_attempts
 from tests.support.commands import exit_code_of
 from tests.support.endpoints import (
     Watched,

@@ -15,8 +15,9 @@ from splitveil.common.errors import PeerLeft, PeerUnreachable, SettingsError
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.run.messages import Embedded, ModelIdentity
 from splitveil.common.wire.connection import PeerConnection
-from splitveil.common.wire.endpoint import INFERENCE_SERVICE, method_path
+from splitveil.common.wire.endpoint import method_path
 from splitveil.common.wire.inference_codec import encode_describe, encode_ids, model_digest
+from splitveil.common.wire.limits import INFERENCE_SERVICE
 from splitveil.passive_party.predict import service as service_module
 from splitveil.passive_party.predict.served_model import ServedModel
 from splitveil.passive_party.predict.service import InferenceServer, InferenceService, Throttle

@@ -19,7 +19,8 @@ from splitveil.common.privacy.informed import KnownPredictions, informed
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.run.course import Batch
-from tests.support.runs import ActiveRecording, build_parties, run_in_process, write_example
+from tests.support.runs import build_parties, run_in_process, write_example
+from tests.support.simulation import ActiveRecording
 
 ROWS, DIMENSIONS = 6000, 12
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from splitveil.active_party.training.predictions import average_precision
+from splitveil.active_party.training.label_kinds import average_precision
 from splitveil.common.privacy.adjusted_auc import placements
 from splitveil.common.privacy.leakage import (
     OneClass,

@@ -29,7 +29,7 @@ SHARED = ["contract.cut_shape=[3]", "model_seed=4"]
 def finished(folder: Path, *overrides: str) -> Parties:
     parties = build_parties(folder, [*SHARED, *overrides], [*SHARED, *overrides])
     run_in_process(parties)
-    top, bottom = parties.session.lifecycle.phase.trainer, parties.run.trainer
+    top, bottom = parties.session.lifecycle.trainer, parties.run.trainer
     for name, settings, trainer, seen in (
         ("active", parties.active_settings, top, parties.active),
         ("passive", parties.passive_settings, bottom, parties.passive),
@@ -154,7 +154,7 @@ def test_a_run_that_resumes_has_its_own_weights_and_not_the_earlier_ones(
     now, own = (
         trainer.model.state_dict()
         for each in (again, second)
-        if (trainer := each.session.lifecycle.phase.trainer) is not None
+        if (trainer := each.session.lifecycle.trainer) is not None
     )
     assert_same_weights(now, own)
     earlier = load_file(tmp_path / "first" / "active" / "checkpoint" / "model.safetensors")

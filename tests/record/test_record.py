@@ -12,8 +12,7 @@ import pytest
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy import figures
-from splitveil.common.record import lines
-from splitveil.common.record import summary as summaries
+from splitveil.common.record import run_record as record
 from splitveil.common.record.run_record import (
     METRICS,
     SUMMARY,
@@ -61,30 +60,33 @@ OF_NUMBERS = figures.PredictionFigures(
 EVALUATED = {"loss": 0.5, "auc": 0.75, "calibration_error": 0.125, "train_loss": 0.25}
 
 
-LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
-    "alignment": (lines.AlignmentLine(569), form("alignment", None, None, aligned_rows=569)),
-    "training": (lines.TrainingLine(1, 2, 0.5, 0.25), form("train", 2, loss=0.5, noise_power=0.25)),
+LINES: Mapping[str, tuple[record.Line, dict[str, Any]]] = {
+    "alignment": (record.AlignmentLine(569), form("alignment", None, None, aligned_rows=569)),
+    "training": (
+        record.TrainingLine(1, 2, 0.5, 0.25),
+        form("train", 2, loss=0.5, noise_power=0.25),
+    ),
     "leak": (
-        lines.LeakLine(1, 2, (NORM, ELSEWHERE), 0.5),
+        record.LeakLine(1, 2, (NORM, ELSEWHERE), 0.5),
         form("leak", 2)
         | {"cut/norm_leak_auc": 0.75, "ads/bank: first/spectral_leak_auc": None}
         | {"random_leak_auc": 0.5},
     ),
     "epoch leak": (
-        lines.EpochLeakLine(1, (NORM, ELSEWHERE)),
+        record.EpochLeakLine(1, (NORM, ELSEWHERE)),
         form("epoch_leak") | {"cut/norm": 0.75, "ads/bank: first/spectral": None},
     ),
     "leak of numbers": (
-        lines.NumberLeakLine(1, {"informed": 0.75, "top_direction": None}),
+        record.NumberLeakLine(1, {"informed": 0.75, "top_direction": None}),
         form("epoch_leak_of_numbers", informed_r2=0.75, top_direction_r2=None),
     ),
-    "ledger": (lines.LedgerLine(1, BOUNDS), form("ledger", **LEDGER_FORM)),
+    "ledger": (record.LedgerLine(1, BOUNDS), form("ledger", **LEDGER_FORM)),
     "evaluation": (
-        lines.EvaluationLine(1, "validation", MEASURED, 0.25),
+        record.EvaluationLine(1, "validation", MEASURED, 0.25),
         form("validation", **EVALUATED),
     ),
     "evaluation by class": (
-        lines.EvaluationLine(
+        record.EvaluationLine(
             1,
             "test",
             replace(MEASURED, accuracy=0.875, average_precision=0.625),
@@ -95,19 +97,19 @@ LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
         | {"accuracy": 0.875, "train_loss": 0.25, "auc/van": 0.75, "auc/a/b": None},
     ),
     "evaluation of numbers": (
-        lines.EvaluationLine(1, "test", OF_NUMBERS, 0.25),
+        record.EvaluationLine(1, "test", OF_NUMBERS, 0.25),
         form("test", loss=0.5, rmse=2.0, mae=1.5, r2=0.75, constant_rmse=4.0, constant_mae=3.0)
         | {"train_loss": 0.25},
     ),
     "alarm": (
-        lines.AlarmLine(1, NORM, 0.125, 0.625),
+        record.AlarmLine(1, NORM, 0.125, 0.625),
         form("leak_alarm") | {"cut/norm": 0.75, "margin": 0.125, "bound": 0.625},
     ),
 }
 
 
 def test_every_type_of_line_has_its_form_below() -> None:
-    assert {type(line) for line, _ in LINES.values()} == set(get_args(lines.Line))
+    assert {type(line) for line, _ in LINES.values()} == set(get_args(record.Line))
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -182,18 +184,18 @@ WITHOUT_STEPS: dict[str, Any] = {
     "refused_messages": {},
 }
 
-SUMMARIES: Mapping[str, tuple[summaries.Summary, dict[str, Any]]] = {
+SUMMARIES: Mapping[str, tuple[record.Summary, dict[str, Any]]] = {
     "active": (
-        summaries.Summary(
-            counts=summaries.RunCounts(569, 2, 30, 12.5),
-            active=summaries.ActiveFigures(
-                model=summaries.ModelFigures(
+        record.Summary(
+            counts=record.RunCounts(569, 2, 30, 12.5),
+            active=record.ActiveFigures(
+                model=record.ModelFigures(
                     MEASURED, 0.25, MEASURED, figures.PredictionFigures(auc=0.625)
                 ),
                 defense=DEFENSE,
                 ledger=BOUNDS,
                 refused_messages={"too-large": 1},
-                earlier_answers=summaries.EarlierAnswers(9, BOUNDS),
+                earlier_answers=record.EarlierAnswers(9, BOUNDS),
                 leak_alarms=1,
             ),
             leak=LEAK,
@@ -218,19 +220,19 @@ SUMMARIES: Mapping[str, tuple[summaries.Summary, dict[str, Any]]] = {
         | {"transcript": {"entries": 7, "last_link": "ab"}},
     ),
     "active without a step": (
-        summaries.Summary(
-            counts=summaries.RunCounts(569, 0, 0, None),
-            active=summaries.ActiveFigures(model=summaries.ModelFigures(), defense=DEFENSE),
+        record.Summary(
+            counts=record.RunCounts(569, 0, 0, None),
+            active=record.ActiveFigures(model=record.ModelFigures(), defense=DEFENSE),
         ),
         {"aligned_rows": 569, "epochs": 0, "steps": 0, "steps_per_s": None}
         | {"test_loss": None, "train_loss": None}
         | WITHOUT_STEPS,
     ),
     "active with several classes": (
-        summaries.Summary(
-            counts=summaries.RunCounts(569, 2, 30, 12.5),
-            active=summaries.ActiveFigures(
-                model=summaries.ModelFigures(
+        record.Summary(
+            counts=record.RunCounts(569, 2, 30, 12.5),
+            active=record.ActiveFigures(
+                model=record.ModelFigures(
                     replace(MEASURED, accuracy=0.875, auc_by_class={"van": 0.75}), 0.25
                 ),
                 defense=DEFENSE,
@@ -249,8 +251,8 @@ SUMMARIES: Mapping[str, tuple[summaries.Summary, dict[str, Any]]] = {
         | CLASSES_FORM,
     ),
     "passive": (
-        summaries.Summary(
-            counts=summaries.RunCounts(569, 2, 30, 12.5),
+        record.Summary(
+            counts=record.RunCounts(569, 2, 30, 12.5),
             leak=LEAK,
         ),
         COUNTS | LEAK_FORM,
@@ -267,19 +269,19 @@ def test_a_summary_has_its_form_in_the_file_and_is_read_back(tmp_path: Path, nam
 
 
 def test_figures_that_are_not_finite_become_null_and_are_read_as_absent(tmp_path: Path) -> None:
-    model = summaries.ModelFigures(figures.PredictionFigures(auc=math.nan), math.inf)
-    write_summary(tmp_path, summaries.Summary(active=summaries.ActiveFigures(model=model)))
-    append_lines(tmp_path, lines.TrainingLine(0, 0, loss=math.nan, noise_power=-math.inf))
-    assert read_summary(tmp_path).of_active.model == summaries.ModelFigures()
-    assert read_metrics(tmp_path).of(lines.TrainingLine) == [lines.TrainingLine(0, 0, None, None)]
+    model = record.ModelFigures(figures.PredictionFigures(auc=math.nan), math.inf)
+    write_summary(tmp_path, record.Summary(active=record.ActiveFigures(model=model)))
+    append_lines(tmp_path, record.TrainingLine(0, 0, loss=math.nan, noise_power=-math.inf))
+    assert read_summary(tmp_path).of_active.model == record.ModelFigures()
+    assert read_metrics(tmp_path).of(record.TrainingLine) == [record.TrainingLine(0, 0, None, None)]
 
 
 def test_lines_that_are_cut_off_or_unknown_are_left_out(tmp_path: Path) -> None:
     (tmp_path / METRICS).write_text('{"kind": "of later", "epoch": 1}\n[1]\n{"kind": "tr\n')
-    append_lines(tmp_path, lines.AlignmentLine(7))
+    append_lines(tmp_path, record.AlignmentLine(7))
     with (tmp_path / METRICS).open("a") as metrics:
         metrics.write('{"time_s": 1, "kind": "train", "epo')
-    assert [line for _, line in read_metrics(tmp_path).timed] == [lines.AlignmentLine(7)]
+    assert [line for _, line in read_metrics(tmp_path).timed] == [record.AlignmentLine(7)]
 
 
 def test_what_attacks_explain_of_numbers_beyond_features_is_read_as_it_was_written() -> None:
@@ -326,10 +328,10 @@ def test_a_record_of_another_format_than_the_first_is_refused(
 ) -> None:
     (tmp_path / SUMMARY).write_text(json.dumps({"format": version, "steps": 3}))
     (tmp_path / METRICS).write_text(json.dumps({"kind": "format", "format": version}) + "\n")
-    append_lines(tmp_path, lines.AlignmentLine(7))
+    append_lines(tmp_path, record.AlignmentLine(7))
     if version == 1:
         assert read_summary(tmp_path).counts.steps == 3
-        assert read_metrics(tmp_path).of(lines.AlignmentLine) == [lines.AlignmentLine(7)]
+        assert read_metrics(tmp_path).of(record.AlignmentLine) == [record.AlignmentLine(7)]
     else:
         for read in (read_summary, read_metrics):
             with pytest.raises(SettingsError, match="by another version of splitveil"):

@@ -6,8 +6,8 @@ from rich.console import Console
 
 from splitveil.common.privacy.attacks import ATTACKS
 from splitveil.common.privacy.figures import BatchFigures, LeakFigures, RunFigures
-from splitveil.common.record.summary import RunCounts, Summary
-from splitveil.common.record.summary_tables import print_summary
+from splitveil.common.record.assessment import print_summary
+from splitveil.common.record.run_record import RunCounts, Summary
 
 ACCUMULATED = ("accumulated_spectral", "accumulated_residual_energy", "accumulated_cosine")
 BATCHES = BatchFigures(0.8, 0.7, 0.75, 0.73)

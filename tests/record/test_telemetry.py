@@ -23,11 +23,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.privacy.figures import PredictionFigures
 from splitveil.common.record import run_folder
-from splitveil.common.record.lines import AlignmentLine, EvaluationLine, TrainingLine
+from splitveil.common.record.assessment import print_summary
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.record.progress import ProgressBar
-from splitveil.common.record.summary_tables import print_summary
+from splitveil.common.record.run_record import AlignmentLine, EvaluationLine, TrainingLine
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.text.log_lines import configure_logging
 from tests.support.records import summary_of

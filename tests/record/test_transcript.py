@@ -13,6 +13,7 @@ import pytest
 from splitveil.active_party.commands.program import main as active_main
 from splitveil.common.record.transcript import (
     FILE,
+    KINDS,
     Broken,
     Crossing,
     Transcript,
@@ -22,7 +23,6 @@ from splitveil.common.record.transcript import (
     compare,
     verify,
 )
-from splitveil.common.record.transcript_lines import KINDS
 from tests.support.commands import exit_code_of
 from tests.support.equality import assert_same_weights
 from tests.support.inference import free_port

@@ -5,7 +5,7 @@ from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.linear_model import Ridge
 from sklearn.neighbors import KNeighborsClassifier
 
-from splitveil.passive_party.column_guesses import Column, right_guesses
+from splitveil.passive_party.feature_exposure import Column, right_guesses
 
 ROWS, KNOWN = 1500, 400
 

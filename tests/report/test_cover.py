@@ -13,14 +13,14 @@ from splitveil.active_party.report import write_report
 from splitveil.common.party.cover import CHECKS
 from splitveil.common.privacy.attacks import ATTACKS
 from splitveil.common.privacy.figures import LeakBounds, PredictionFigures, Spread
-from splitveil.common.record.lines import AlignmentLine
-from splitveil.common.record.run_record import write_summary
-from splitveil.common.record.summary import (
+from splitveil.common.record.run_record import (
     ActiveFigures,
+    AlignmentLine,
     ModelFigures,
     Provenance,
     RunCounts,
     Summary,
+    write_summary,
 )
 from splitveil.passive_party.feature_exposure import ColumnExposure, FeatureExposure
 from splitveil.passive_party.report_page import write_exposure, write_passive_report

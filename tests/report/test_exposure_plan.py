@@ -16,7 +16,7 @@ from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.run.course import AlignedRows, Batch
-from splitveil.passive_party import column_guesses, exposure_plan
+from splitveil.passive_party import exposure_plan, feature_exposure
 from splitveil.passive_party.assembly import BottomBuilder
 from splitveil.passive_party.commands.program import main
 from splitveil.passive_party.exposure_plan import (
@@ -37,7 +37,7 @@ NUMBERS = ("copy*", "noise*", "same")
 @pytest.fixture(autouse=True)
 def few_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exposure_plan, "WIDTHS", (1, 4, 16))
-    monkeypatch.setattr(column_guesses, "_EPOCHS", 15)
+    monkeypatch.setattr(feature_exposure, "_EPOCHS", 15)
 
 
 def settings_file(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from splitveil.active_party.defenses.example_keys import NoiseKey
-from splitveil.active_party.defenses.label_mechanisms import (
+from splitveil.active_party.defenses.noisy_label import (
     AlibiLabels,
     GaussianLabels,
     LabelMechanism,
@@ -24,7 +24,7 @@ from splitveil.common.models.components import ComponentsBottom
 from splitveil.common.models.data_parallel import Learner
 from splitveil.common.models.settings import ScoreModel
 from splitveil.passive_party.bottom_trainer import BottomTrainer
-from splitveil.passive_party.commands import results
+from splitveil.passive_party.commands import run
 from splitveil.passive_party.feature_exposure import Sample
 from splitveil.passive_party.information_value import (
     Binned,
@@ -270,7 +270,7 @@ def test_what_columns_give_away_is_written_whatever_was_released(
     def fail(*_: object) -> None:
         raise OverflowError
 
-    monkeypatch.setattr(results, "information_values", fail)
+    monkeypatch.setattr(run, "information_values", fail)
     trainer, encoder, *_ = summed(400)
-    results.try_to_measure(tmp_path, trainer, encoder, 400, Sample.draw(np.arange(400)))
+    run.try_to_measure(tmp_path, trainer, encoder, 400, Sample.draw(np.arange(400)))
     assert read_exposure(tmp_path) is not None

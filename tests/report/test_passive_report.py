@@ -18,13 +18,18 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.models.data_parallel import Learner
 from splitveil.common.party.report_parts import Volume, read_traffic
 from splitveil.common.privacy.figures import AttackFigure
-from splitveil.common.record.lines import AlignmentLine, EpochLeakLine, LeakLine
-from splitveil.common.record.run_record import write_summary
-from splitveil.common.record.summary import RunCounts, Summary
+from splitveil.common.record.run_record import (
+    AlignmentLine,
+    EpochLeakLine,
+    LeakLine,
+    RunCounts,
+    Summary,
+    write_summary,
+)
 from splitveil.common.record.transcript import Crossing, Transcript
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.commands.program import main
-from splitveil.passive_party.commands.results import try_to_report
+from splitveil.passive_party.commands.run import try_to_report
 from splitveil.passive_party.feature_exposure import (
     ColumnExposure,
     FeatureExposure,

@@ -37,14 +37,20 @@ from splitveil.common.privacy.figures import (
     RunFigures,
     Spread,
 )
-from splitveil.common.record.lines import AlarmLine, EvaluationLine, LeakLine, LedgerLine, Line
-from splitveil.common.record.run_record import METRICS, SUMMARY, write_summary
-from splitveil.common.record.summary import (
+from splitveil.common.record.run_record import (
+    METRICS,
+    SUMMARY,
     ActiveFigures,
+    AlarmLine,
     EarlierAnswers,
+    EvaluationLine,
+    LeakLine,
+    LedgerLine,
+    Line,
     ModelFigures,
     RunCounts,
     Summary,
+    write_summary,
 )
 from splitveil.common.text.visible_text import visible_lines
 from tests.support.records import append_lines

@@ -26,14 +26,16 @@ from splitveil.common.privacy.figures import (
     PredictionFigures,
     Spread,
 )
-from splitveil.common.record.lines import AlignmentLine, LeakLine, LedgerLine
-from splitveil.common.record.run_record import write_summary
-from splitveil.common.record.summary import (
+from splitveil.common.record.run_record import (
     ActiveFigures,
+    AlignmentLine,
+    LeakLine,
+    LedgerLine,
     ModelFigures,
     Provenance,
     RunCounts,
     Summary,
+    write_summary,
 )
 from tests.support.commands import exit_code_of
 from tests.support.records import append_lines

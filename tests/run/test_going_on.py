@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from splitveil.active_party.monitor.recorder import ActiveRecorder
-from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.common.alignment.channel import AlignChannel
 from splitveil.common.errors import (
     DataError,
@@ -36,8 +36,9 @@ from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.messages import Activation, Answer, BatchId, Course, LeaveReason, Offer
 from splitveil.common.text.version import VERSION
 from splitveil.common.wire.connection import MAX_DAMAGED
+from splitveil.library.in_process import InProcessPeer
 from tests.support.equality import assert_same, assert_same_weights
-from tests.support.peers import MARVELL, InProcessPeer, Lost, answered, dying, go_back
+from tests.support.peers import MARVELL, Lost, answered, dying, go_back
 from tests.support.runs import Parties, build_parties, run_in_process, run_over_grpc, write_example
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 

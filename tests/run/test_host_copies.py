@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from splitveil.common.run import host_copies
-from splitveil.common.run.host_copies import to_device, to_host
+from splitveil.common.models import device
+from splitveil.common.models.device import to_device, to_host
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -58,7 +58,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(torch.cuda, "Event", event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stream("main"))
     monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(host_copies, "_side_stream", lambda _device: stream("side"))
+    monkeypatch.setattr(device, "_side_stream", lambda _device: stream("side"))
     monkeypatch.setattr(Tensor, "copy_", copied)
     monkeypatch.setattr(Tensor, "to", moved)
     monkeypatch.setattr(Tensor, "record_stream", lambda _, one: note(f"held for {one.name}"))

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from splitveil.active_party.defenses import AnswerKeys, Charge, Examples, NoiseSecrets, noisy_sums
+from splitveil.active_party.defenses import AnswerKeys, Charge, Secrets, noisy_sums
 from splitveil.active_party.defenses.dp_bounds import leak_auc_of_mu
-from splitveil.active_party.defenses.interface import BuildInputs, DefenseContext
+from splitveil.active_party.defenses.interface import DefenseContext
 from splitveil.active_party.defenses.noisy_sums import NoisySums
 from splitveil.active_party.ledger.account_book import LEDGER, AccountBook
 from splitveil.active_party.planned import plan_of
@@ -34,10 +34,11 @@ from splitveil.common.record.answer_log import AnswerLog
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run import course
 from splitveil.common.run.messages import Activation, Answer, DefendedGradient, bytes_of, tensor_of
+from splitveil.library.in_process import InProcessPeer
 from splitveil.library.simulating import simulate
 from splitveil.passive_party import bottom_trainer
 from tests.run.test_one_shot import ONE_SHOT, RELEASE, SCORE, assert_goes_on
-from tests.support.peers import DiesAt, InProcessPeer, Lost, dying, go_back, leave
+from tests.support.peers import DiesAt, Lost, dying, go_back, leave
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
 from tests.support.tables import write_classes, write_numbers
 
@@ -106,9 +107,8 @@ def defense_of(
     context = DefenseContext(
         (4,), num_classes, is_one_shot=True, releases_sums=True, rows_of_person=rows_of_person
     )
-    examples = Examples([], torch.tensor(labels), torch.device("cpu"))
-    secrets = NoiseSecrets(None, AnswerKeys())
-    return NoisySums(ratio, Charge(1.0), BuildInputs(context, secrets, examples))
+    secrets = Secrets(None, AnswerKeys(), labels=torch.tensor(labels))
+    return NoisySums(ratio, Charge(1.0), context, secrets)
 
 
 def key_of(defense: NoisySums, key: int) -> None:
@@ -329,10 +329,10 @@ def test_a_run_that_is_put_back_by_a_backup_draws_other_noise_for_another_transf
             np.frombuffer(peer.seen["sums", 0], "<u4", offset=16).astype(np.int64)
         )
         drawn.append((trainer.sums.own.flatten() - theirs) % 2**32)
-        books.append(parties.session.lifecycle.phase.account_book())
+        books.append(parties.session.lifecycle.account_book())
         again = with_sums(tmp_path, folder)
         again.session.reopen()  # the same book, read from the files
-        books.append(again.session.lifecycle.phase.account_book())
+        books.append(again.session.lifecycle.account_book())
     assert (drawn[0] != drawn[1]).all()
     # Both copies count for a later run that is given their books.
     assert AccountBook.together(books, b"").worst().sum_kl == 0.5
@@ -545,7 +545,7 @@ def test_each_run_with_noisy_sums_is_charged_besides(tmp_path: Path) -> None:
     bounds = first.session.leak_bounds()
     assert bounds.sum_kl.max == bounds.sum_kl.mean == 0.25
     assert bounds.guarantee.max == pytest.approx(leak_auc_of_mu(0.5))
-    save_tensors(tmp_path, LEDGER, first.session.lifecycle.phase.account_book().state_dict())
+    save_tensors(tmp_path, LEDGER, first.session.lifecycle.account_book().state_dict())
     again = with_sums(tmp_path, None, f"earlier_ledgers=[{tmp_path}/checkpoint]")
     run_in_process(again)
     assert again.session.leak_bounds().guarantee.max == pytest.approx(leak_auc_of_mu(0.5**0.5))

@@ -41,8 +41,9 @@ from splitveil.common.privacy.audit_worker import AuditWorker
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.record import leak_recorder
 from splitveil.common.run.course import AlignedRows
+from splitveil.library.in_process import InProcessPeer
 from tests.defenses.test_noisy_label_view import Seeing, same_run_ids, seen_by_several
-from tests.support.peers import GoesAway, InProcessPeer, Lost, dying
+from tests.support.peers import GoesAway, Lost, dying
 from tests.support.runs import Parties, build_parties, run_in_process, write_example, write_several
 from tests.support.waiting import HANGS_AFTER_S
 

@@ -15,7 +15,7 @@ import yaml
 from scipy import stats
 from torch import Tensor
 
-from splitveil.active_party.defenses import AnswerKeys, Examples, NoiseSecrets, NoisyLabelDefense
+from splitveil.active_party.defenses import AnswerKeys, NoisyLabelDefense, Secrets
 from splitveil.active_party.defenses.dp_bounds import leak_auc_of_mu
 from splitveil.active_party.defenses.interface import DefenseContext
 from splitveil.active_party.ledger.account_book import LEDGER
@@ -30,12 +30,13 @@ from splitveil.common.models import components
 from splitveil.common.party.party_status import RunStatus
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.messages import Activation, Answer, Course, DefendedGradient, LeaveReason
+from splitveil.library.in_process import InProcessPeer
 from splitveil.library.predicting import predict
 from splitveil.library.recorded import clear_engine
 from splitveil.library.simulating import simulate
 from tests.support import simulation
 from tests.support.endpoints import value_of
-from tests.support.peers import DiesAt, InProcessPeer, Lost
+from tests.support.peers import DiesAt, Lost
 from tests.support.runs import (
     NAMES,
     Parties,
@@ -99,7 +100,7 @@ class Ends(DiesAt):
     """Ends where so many messages are answered: killed after one, or interrupted before one."""
 
     def _maybe_die(self, *, after: bool) -> None:
-        answered = self.session.lifecycle.answering.batch_number
+        answered = self.session.lifecycle.batch_number
         if after is self.after and self.at in (None, answered):
             raise Lost if after or self.at is None else Interrupted
 
@@ -127,7 +128,7 @@ def assert_goes_on(folder: Path, build: Callable[[Path | None], Parties], messag
     """Hold a run that ends at every message, in both ways, against one that does not."""
     whole = build(None)
     run_in_process(whole)
-    assert whole.session.lifecycle.answering.batch_number == messages
+    assert whole.session.lifecycle.batch_number == messages
 
     def started(name: str) -> Parties:
         both = build(folder / name)
@@ -205,7 +206,7 @@ def test_what_cannot_be_fitted_is_refused_before_any_label_is_released(
     monkeypatch.setattr(components, "MOST_DENSE", 3)
     with pytest.raises(SettingsError, match=r"a score is fitted to at most 3 codes"):
         run_in_process(parties)
-    assert not parties.session.lifecycle.phase.has_answered
+    assert not parties.session.lifecycle.has_answered
     assert parties.session.leak_bounds().sum_kl.max == 0
 
 
@@ -333,8 +334,7 @@ def released(label: float, seed: int) -> Tensor:
     defense = NoisyLabelDefense(insecure_noise_seed=seed)
     key = defense.open_noise_key(context, Path("none"))
     labels = torch.tensor([0.0, label, 1.0])
-    examples = Examples(["ann", "bob", "cid"], labels, torch.device("cpu"))
-    built = defense.build(context, NoiseSecrets(key, AnswerKeys()), examples)
+    built = defense.build(context, Secrets(key, AnswerKeys(), ["ann", "bob", "cid"], labels))
     return torch.as_tensor(built.released_labels(torch.arange(3)).gradient).flatten()
 
 
@@ -362,7 +362,7 @@ def test_a_release_is_charged_once_and_one_of_another_strength_besides(
     bounds = first.session.leak_bounds()
     assert bounds.sum_kl.max == bounds.sum_kl.mean == 0.25
     assert bounds.guarantee.max == pytest.approx(leak_auc_of_mu(0.5))
-    book = first.session.lifecycle.phase.account_book()
+    book = first.session.lifecycle.account_book()
     save_tensors(tmp_path, LEDGER, book.state_dict())
     after = f"earlier_ledgers=[{tmp_path}/checkpoint]"
     again = build_parties(example, [*NOISY, RELEASE, after], [*NOISY, SCORE])

@@ -27,10 +27,10 @@ from splitveil.common.errors import (
     PeerUnreachable,
     SettingsError,
 )
+from splitveil.common.party.command_line import Process
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.party.process import Process
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import Contract
@@ -38,8 +38,11 @@ from splitveil.common.wire import inference_codec
 from splitveil.common.wire.recorded_calls import AllNotes
 from splitveil.passive_party.commands import run, serve
 from splitveil.passive_party.predict import served_model
-from splitveil.passive_party.predict.inference_status import InferenceStatus
-from splitveil.passive_party.predict.service import InferenceServer, InferenceService
+from splitveil.passive_party.predict.service import (
+    InferenceServer,
+    InferenceService,
+    InferenceStatus,
+)
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support import runs

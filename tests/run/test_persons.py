@@ -12,12 +12,12 @@ from scipy import stats
 from torch import Tensor
 
 from splitveil.active_party.commands.check import _data_and_bounds
-from splitveil.active_party.defenses import Examples, NoiseSecrets, NoisyLabelDefense
+from splitveil.active_party.defenses import NoisyLabelDefense, Secrets
 from splitveil.active_party.defenses.dp_bounds import leak_auc_of_mu
 from splitveil.active_party.defenses.interface import DefenseContext
 from splitveil.active_party.ledger.account_book import LEDGER
-from splitveil.active_party.named_inputs import Persons
 from splitveil.active_party.planned import plan_of
+from splitveil.active_party.trainer_builder import Persons
 from splitveil.common.data.ids import read_subjects
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import DataError, SettingsError
@@ -72,8 +72,7 @@ def released(labels: Sequence[float], rows_of_person: int, num_classes: int = 2)
     defense = NoisyLabelDefense(mechanism=mechanism, insecure_noise_seed=4)
     key = defense.open_noise_key(context, Path("none"))
     ids = [str(number) for number in range(len(labels))]
-    examples = Examples(ids, torch.tensor(labels), torch.device("cpu"))
-    built = defense.build(context, NoiseSecrets(key), examples)
+    built = defense.build(context, Secrets(key, ids=ids, labels=torch.tensor(labels)))
     return torch.as_tensor(built.released_labels(torch.arange(len(labels))).gradient)
 
 
@@ -147,7 +146,7 @@ def test_sums_of_a_run_say_the_deviation_for_the_largest_group(example: Path) ->
 def after(folder: Path, parties: Parties) -> str:
     """Run, keep the accounts, and return the setting for a run that counts them."""
     run_in_process(parties)
-    book = parties.session.lifecycle.phase.account_book()
+    book = parties.session.lifecycle.account_book()
     save_tensors(folder, LEDGER, book.state_dict())
     return f"earlier_ledgers=[{folder}/checkpoint]"
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from splitveil.common.run.phases import Phase, Phases
+from splitveil.common.run.progress import Phase, Phases
 
 
 class Clock:

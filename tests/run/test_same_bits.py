@@ -19,10 +19,8 @@ import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.run.answering import Unaligned
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import (
     Interrupted,
     NotOpen,
@@ -204,7 +202,7 @@ class World:
         old = self.parties.session
         with old._stages:
             known = charges(old)
-            old.lifecycle.phase = Unaligned(AccountBook.empty())  # so that it saves nothing more
+            old.lifecycle._answering = None  # so that it saves nothing more
             old.lifecycle.error = NotOpen("killed")
             old._stages.current = Stage.ENDED
             old._stages.wake()
@@ -217,8 +215,9 @@ class World:
 
 
 def charges(session: ActiveSession) -> torch.Tensor:
-    state = session.lifecycle.phase.account_book().state_dict()
-    return state["settled_sum_kl"] + state.get("current_sum_kl", 0)
+    state = session.lifecycle.account_book().state_dict()
+    charged: torch.Tensor = state["settled_sum_kl"] + state.get("current_sum_kl", 0)
+    return charged
 
 
 class Troubled(PartyPeer):
@@ -436,6 +435,7 @@ DERANDOMIZED = settings(
 @example(Way(depth=4), [Trouble(kind, 2 * at) for at, kind in enumerate(TROUBLES[::-1], 1)])
 @example(Way(parties=2), [Trouble(kind, 2 * at, at) for at, kind in enumerate(TROUBLES, 1)])
 @example(Way(), [Trouble("active killed before it learns", 0)])
+@example(Way(), [Trouble("passive set back", 6), Trouble("other bytes after a return", 7)])
 @example(Way(parties=2), [Trouble("passive killed after", 0, 1), Trouble("active set back", 0)])
 @given(WAYS, SOME)
 def test_whatever_happens_a_run_ends_as_if_nothing_had_happened(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.common.errors import (
     ContractMismatch,
     Interrupted,
@@ -16,8 +16,9 @@ from splitveil.common.errors import (
     PeerLeft,
 )
 from splitveil.common.run.messages import Activation, Answer, LeaveReason, Offer, Opening
+from splitveil.library.in_process import InProcessPeer
 from splitveil.passive_party.run import PassiveRun
-from tests.support.peers import InProcessPeer, at_first_step
+from tests.support.peers import at_first_step
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
 
 

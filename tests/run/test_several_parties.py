@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from splitveil.active_party.defenses import MarvellDefense, Step
-from splitveil.active_party.defenses.strength import PowerRatio
+from splitveil.active_party.defenses.marvell import PowerRatio
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
-from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
 from splitveil.common.alignment.share import Share
 from splitveil.common.errors import (
@@ -40,7 +40,6 @@ from tests.support.peers import DiesAt, Lost
 from tests.support.runs import (
     CPU,
     NAMES,
-    ActiveRecording,
     Parties,
     PartyPeer,
     build_parties,
@@ -50,6 +49,7 @@ from tests.support.runs import (
     start,
     write_several,
 )
+from tests.support.simulation import ActiveRecording
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 
 # ---- what they learn ----
@@ -247,7 +247,7 @@ class Colluders(ActiveRecording):
 
     def on_step(self, batch: Batch, result: Step) -> None:
         super().on_step(batch, result)
-        both = result.gradients, result.defended
+        both = result.gradients, result.defended.gradient
         raw, sent = (list(gradients.detach().chunk(3, dim=1)) for gradients in both)
         separate: list[Tensor] = [self._own.defend(Step(part, result.labels))[0] for part in raw]
         self.batches.append((raw, sent, separate, result.labels))

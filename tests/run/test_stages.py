@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from splitveil.active_party.run import stages
+from splitveil.active_party.run import lifecycle
+from splitveil.active_party.run.lifecycle import TRANSITIONS, RunStages, Stage
 from splitveil.active_party.run.parties import PassivePeers
-from splitveil.active_party.run.stages import TRANSITIONS, RunStages, Stage
 from splitveil.common.run.contract import Contract
 from tests.support.waiting import HANGS_AFTER_S
 
@@ -16,7 +16,7 @@ CONTRACT = Contract(run_name="a", cut_shape=(4,), batch_size=4, epochs=1)
 
 
 def test_the_drawing_is_the_table() -> None:
-    lines = re.findall(r"^    (\w+) +-> (.+)$", stages.__doc__ or "", flags=re.MULTILINE)
+    lines = re.findall(r"^    (\w+) +-> (.+)$", lifecycle.__doc__ or "", flags=re.MULTILINE)
     drawn = {Stage[one.upper()]: {Stage[name.upper()] for name in to.split()} for one, to in lines}
     assert drawn | {Stage.ENDED: set()} == TRANSITIONS
 

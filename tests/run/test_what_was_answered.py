@@ -33,7 +33,7 @@ Accounts = dict[str, torch.Tensor]
 
 
 def accounts(session: ActiveSession) -> Accounts:
-    state = session.lifecycle.phase.account_book().state_dict()
+    state = session.lifecycle.account_book().state_dict()
     return {name: value.clone() for name, value in state.items() if name != "runs"}
 
 

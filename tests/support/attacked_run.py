@@ -120,7 +120,7 @@ def _features_alone(parties: runs.Parties) -> dict[str, float]:
     rows, bottom, top = (
         parties.active.rows,
         parties.run.trainer,
-        parties.session.lifecycle.phase.trainer,
+        parties.session.lifecycle.trainer,
     )
     assert rows is not None
     assert bottom is not None
@@ -156,7 +156,7 @@ class Sender(runs.ActiveRecording):
 
     def on_step(self, batch: Batch, result: Step) -> None:
         self.latest = result
-        self.answer_bounds.append(leak_auc_bound(result.report.charge.sum_kl))
+        self.answer_bounds.append(leak_auc_bound(result.defended.charge.sum_kl))
 
 
 class _RedTeam(runs.PassiveRecording):

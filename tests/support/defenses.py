@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from splitveil.active_party.defenses import Defense, DefenseContext, DefenseSettings, NoiseSecrets
+from splitveil.active_party.defenses import Defense, DefenseContext, DefenseSettings, Secrets
 from splitveil.active_party.defenses.example_keys import NoiseKey
 from splitveil.active_party.defenses.noise import DrawKeys
 
@@ -19,7 +19,7 @@ def build_defense(
 ) -> Defense:
     """Build the defense that the settings name, for a batch of any width."""
     context = context_of(num_classes=num_classes)
-    return settings.build(context, NoiseSecrets(noise_key, draw_keys))
+    return settings.build(context, Secrets(noise_key, draw_keys))
 
 
 OWN_DEFENSES = '''
@@ -27,7 +27,7 @@ OWN_DEFENSES = '''
 
 import torch
 
-from splitveil.active_party.defenses import Defended, Defense, DefenseReport, Charge, release
+from splitveil.active_party.defenses import Charge, Defended, Defense, release
 
 
 class Clipped(Defense):
@@ -47,16 +47,16 @@ class Clipped(Defense):
         noise = self._noise.standard_normal(tuple(rows.shape), rows)
         # Two clipped rows are at most 2 limits apart, whatever the labels.
         charge = Charge(4 / self._ratio**2)
-        report = DefenseReport(noise_power=rows.shape[1] * deviation**2, charge=charge)
-        return Defended(release(rows + deviation * noise, batch.gradients), report)
+        sent = release(rows + deviation * noise, batch.gradients)
+        return Defended(sent, charge, noise_power=rows.shape[1] * deviation**2)
 
 
 class Uncharged(Clipped):
     """States no charge."""
 
     def defend(self, batch):
-        defended, report = super().defend(batch)
-        return Defended(defended, DefenseReport(report.noise_power))
+        answer = super().defend(batch)
+        return Defended(answer.gradient, noise_power=answer.noise_power)
 
 
 class Counting(Clipped):
@@ -96,14 +96,16 @@ class Pair(Clipped):
 
 class Narrow(Clipped):
     def defend(self, batch):
-        defended, report = super().defend(batch)
-        return Defended(defended[:, :1], report)
+        answer = super().defend(batch)
+        defended = answer.gradient
+        return answer._replace(gradient=defended[:, :1])
 
 
 class Infinite(Clipped):
     def defend(self, batch):
-        defended, report = super().defend(batch)
-        return Defended(defended / 0.0, report)
+        answer = super().defend(batch)
+        defended = answer.gradient
+        return answer._replace(gradient=defended / 0.0)
 
 
 class NeedsBothClasses(Clipped):
@@ -117,8 +119,9 @@ class FailsLater(Clipped):
     """Fails on a batch of more rows than it is tried out on."""
 
     def defend(self, batch):
-        defended, report = super().defend(batch)
-        return Defended(defended.double() if len(defended) > 8 else defended, report)
+        answer = super().defend(batch)
+        defended = answer.gradient
+        return answer._replace(gradient=defended.double() if len(defended) > 8 else defended)
 
 
 class NotADefense:

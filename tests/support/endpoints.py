@@ -20,11 +20,10 @@ from splitveil.common.alignment.exchange import build_engine
 from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_status import PartyStatus, RunStatus
-from splitveil.common.record.summary import Summary
+from splitveil.common.record.run_record import Summary
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.assembly import BottomBuilder
-from splitveil.passive_party.connecting import noting_attempts
-from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.passive_party.grpc_peer import GrpcPeer, noting_attempts
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun

@@ -33,9 +33,13 @@ from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.wire.recorded_calls import AllNotes
 from splitveil.deploy.authority import PartyFolder, make_certificates
-from splitveil.passive_party.predict.inference_status import InferenceStatus
 from splitveil.passive_party.predict.served_model import ServedModel
-from splitveil.passive_party.predict.service import InferenceServer, InferenceService, Throttle
+from splitveil.passive_party.predict.service import (
+    InferenceServer,
+    InferenceService,
+    InferenceStatus,
+    Throttle,
+)
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support import simulation
 from tests.support.runs import ACTIVE as ACTIVE_VALUES

@@ -36,8 +36,9 @@ from splitveil.common.data.features import Features
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.sample_order import Positions
+from splitveil.library.loading import PartiesSettings
 from tests.support.runs import ACTIVE, CONTRACT, PASSIVE, write_table, write_yaml
-from tests.support.simulation import PartiesSettings, Simulation, build
+from tests.support.simulation import Simulation, build
 
 # ---- the feature owner's columns ----
 
@@ -158,7 +159,7 @@ class Attack:
         self.facts = facts
 
     def gradient(self, result: Step, positions: Tensor, epoch: int) -> Tensor:
-        return result.defended
+        return result.defended.gradient
 
 
 class _WithEncoder(Attack):
@@ -297,7 +298,8 @@ class AttackingTrainer(TopTrainer):
             torch.manual_seed(int(positions[0]))
             self._attack = self._attack or self._begin(self)
             crafted = self._attack.gradient(result, torch.from_numpy(positions.copy()), epoch)
-        result.defended = DefendedGradient(crafted.detach().reshape(result.defended.shape))
+        sent = DefendedGradient(crafted.detach().reshape(result.gradients.shape))
+        result.defended = result.defended._replace(gradient=sent)
         return result
 
 
@@ -333,6 +335,7 @@ def steal(
     (passive,) = run.passive.values()
     lifecycle = run.active.session.lifecycle
     make = lifecycle.build_trainer
+    assert make is not None
 
     def known_columns() -> tuple[Columns, Tensor]:
         data, rows = PartyData.of(passive.settings), passive.seen.rows
@@ -365,7 +368,7 @@ def steal(
 
     lifecycle.build_trainer = attacking
     run.meet()
-    bottom, top = passive.run.trainer, run.active.session.lifecycle.phase.trainer
+    bottom, top = passive.run.trainer, run.active.session.lifecycle.trainer
     assert bottom is not None
     assert isinstance(top, AttackingTrainer)
     last = bottom.embed(bottom.rows(np.arange(bottom.num_rows))).flatten(1).cpu()

@@ -35,7 +35,8 @@ from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.sample_order import Positions
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from tests.support.attacked_run import STORE_SLOPES, Sender
-from tests.support.runs import Parties, PassiveRecording, build_parties, run_in_process
+from tests.support.runs import Parties, build_parties, run_in_process
+from tests.support.simulation import PassiveRecording
 
 NUM_GROUPS = 4
 LENGTH = 1e4
@@ -291,7 +292,7 @@ class _Reader(PassiveRecording):
             self._scores[name].append(reading(read))
 
     def result(self, parties: Parties) -> Attacked:
-        trainer = parties.session.lifecycle.phase.trainer
+        trainer = parties.session.lifecycle.trainer
         assert trainer is not None
         trained = torch.unique(torch.cat(self._positions))
         labels = trainer.labels_of(trained.numpy())

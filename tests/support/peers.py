@@ -9,8 +9,8 @@ from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.errors import Interrupted, PeerLeft
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason, Offer
+from splitveil.library.in_process import InProcessPeer
 from tests.support.runs import Parties, build_parties, run_in_process
-from tests.support.simulation import InProcessPeer
 
 __all__ = ["InProcessPeer"]
 

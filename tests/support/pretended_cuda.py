@@ -23,7 +23,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from splitveil.common.run import host_copies
+from splitveil.common.models import device
 
 CUDA = torch.device("cuda", 0)
 NAME = "Pretended GPU"
@@ -257,7 +257,7 @@ def pretended_cuda() -> Iterator[None]:
             patch.setattr(torch.cuda, name, value)
         patch.setattr(torch, "Generator", _Generator)
         patch.setattr(threading.Thread, "run", running)
-        patch.setattr(host_copies, "_side_stream", lambda _device: stream)
+        patch.setattr(device, "_side_stream", lambda _device: stream)
         _generator.manual_seed(0)
         with _in_this_thread():
             yield

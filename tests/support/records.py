@@ -5,9 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from splitveil.common.record.lines import Line, to_fields, to_json
-from splitveil.common.record.run_record import METRICS
-from splitveil.common.record.summary import Summary
+from splitveil.common.record.run_record import METRICS, Line, Summary, parts_of
 from splitveil.common.text.values import from_form
 
 
@@ -21,4 +19,5 @@ def summary_of(form: dict[str, Any]) -> Summary:
 
 
 def text_of(lines: Iterable[Line], time_s: float = 0.1) -> Iterable[str]:
-    return (json.dumps(to_json(to_fields(line), time_s)) + "\n" for line in lines)
+    parts = (parts_of(line, time_s) for line in lines)
+    return (json.dumps(head | figures) + "\n" for head, figures in parts)

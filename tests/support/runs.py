@@ -13,6 +13,7 @@ from torch import Tensor
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.party.party_settings import load_party_settings
+from splitveil.library.in_process import InProcessPeer
 from splitveil.passive_party.opening import Peer
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
@@ -20,7 +21,6 @@ from tests.support import simulation
 from tests.support.simulation import (
     ActiveParty,
     ActiveRecording,
-    InProcessPeer,
     PassiveParty,
     PassiveRecording,
     Simulation,

@@ -26,7 +26,7 @@ from splitveil.active_party.assembly import build_session
 from splitveil.active_party.defenses.interface import Step
 from splitveil.active_party.grpc_server.server import start_server
 from splitveil.active_party.grpc_server.service import ActiveService
-from splitveil.active_party.run.observer import SessionObserver
+from splitveil.active_party.run.lifecycle import SessionObserver
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder
@@ -130,7 +130,7 @@ class ActiveRecording(Recording):
 
     def on_step(self, batch: Batch, result: Step) -> None:
         self.losses.append(float(result.loss.detach()))
-        self.sent.append(result.defended.clone())
+        self.sent.append(result.defended.gradient.clone())
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)
@@ -200,7 +200,7 @@ class Simulation:
     def fit_top(self) -> None:
         """Fit the top model of a one-shot run that is over, as its process does."""
         session = self.active.session
-        trainer = session.lifecycle.phase.trainer
+        trainer = session.lifecycle.trainer
         if trainer is None:
             raise RuntimeError("nothing to fit before the alignment")
         trainer.fit_top()
@@ -211,7 +211,7 @@ class Simulation:
         """Return the weights of all models, ``top.<parameter>`` and ``<party>.<parameter>``."""
         trainers = {name: party.run.trainer for name, party in self.passive.items()}
         found: dict[str, Tensor] = {}
-        top = self.active.session.lifecycle.phase.trainer
+        top = self.active.session.lifecycle.trainer
         for party, trainer in {"top": top, **trainers}.items():
             if trainer is None:
                 raise RuntimeError("no weights before the alignment")

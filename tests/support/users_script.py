@@ -45,10 +45,10 @@ def main(folder: Path) -> None:
     logits: Tensor = run.model("active")(activation, run.features("active", [1, 2]))
     print(logits.sigmoid(), predict(run, [1, 2, 500]), run.export(folder / "halves", "onnx"))
     ledger = Ledger(200)
-    sent, report = defenses.Iso(noise_ratio=2)(activation.detach(), torch.tensor([0, 1]))
-    ledger.charge(report.charge, [1, 2])
+    answer = defenses.Iso(noise_ratio=2)(activation.detach(), torch.tensor([0, 1]))
+    ledger.charge(answer.charge, [1, 2])
     ledger.charge(0.05, np.arange(64), adversary="anybody")
-    print(sent.shape, ledger.guarantee().guarantee.max, ledger.frame())
+    print(answer.gradient.shape, ledger.guarantee().guarantee.max, ledger.frame())
     found = audit(x, (x[:, 0] > 0).astype(int), batches=10, covariates=x[:, 1:])
     print(found.strongest, found.frame("batches"), plan("breast_cancer", defense="marvell").frame())
 

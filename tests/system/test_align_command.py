@@ -13,6 +13,7 @@ import pytest
 import yaml
 from pyarrow import parquet
 
+from splitveil.common.data.converted import stamps_of
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party import aligned_table
 from splitveil.common.party.party_settings import load_party_settings
@@ -226,14 +227,15 @@ def test_positions_need_an_id_column_with_another_name(tmp_path: Path, column: s
 
 def test_a_table_that_changes_while_its_ids_are_aligned_is_refused(tmp_path: Path) -> None:
     settings = passive_settings(tmp_path)
+    stamps = stamps_of(settings.data.source, settings.base_dir)
     own = aligned_table.read_own_ids(settings)
     order = CommonOrder("run", np.array([5, 2, 9]), "")
-    aligned_table.write_aligned(settings, own, order, tmp_path / "out.csv")
+    aligned_table.write_aligned(settings, own, stamps, order, tmp_path / "out.csv")
     before = (tmp_path / "out.csv").read_bytes()
 
     with (tmp_path / "passive.csv").open("a", encoding="utf-8") as file:
         file.write("person-99999,1,2,3,4,5\n")
 
     with pytest.raises(DataError, match="has changed"):
-        aligned_table.write_aligned(settings, own, order, tmp_path / "out.csv")
+        aligned_table.write_aligned(settings, own, stamps, order, tmp_path / "out.csv")
     assert (tmp_path / "out.csv").read_bytes() == before

@@ -17,8 +17,7 @@ from splitveil.active_party.report import read_run, write_comparison, write_repo
 from splitveil.active_party.report.bounds import assessment_of
 from splitveil.active_party.report.comparison_table import comparison_table
 from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS
-from splitveil.common.record.assessment import LeakAssessment
-from splitveil.common.record.summary_tables import print_summary
+from splitveil.common.record.assessment import LeakAssessment, print_summary
 
 TARGET = {"active.report.target_leak_auc": 0.6, "contract.epochs": 2}
 NOISY = {

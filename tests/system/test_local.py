@@ -28,7 +28,7 @@ from splitveil.common.privacy.figures import (
     PredictionFigures,
     Spread,
 )
-from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
+from splitveil.common.record.run_record import ActiveFigures, ModelFigures, RunCounts, Summary
 from splitveil.common.run.contract import Name
 from splitveil.deploy.authority import PartyFolder
 from splitveil.deploy.local import held_port

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from splitveil.active_party.predict.embed_client import EmbedClient
 from splitveil.active_party.predict.predictor import JointModel, open_predictor
-from splitveil.active_party.training.predictions import probabilities_of
+from splitveil.active_party.training.label_kinds import probabilities_of
 from splitveil.common import errors
 from splitveil.common.party.command_line import save_resolved
 from splitveil.common.party.credentials import credential_files

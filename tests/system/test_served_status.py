@@ -16,7 +16,7 @@ from splitveil.common.errors import TableRefused
 from splitveil.common.party.endpoint import StatusEndpoint
 from splitveil.common.record.transcript import Crossing
 from splitveil.common.run.contract import Contract
-from splitveil.passive_party.predict.inference_status import InferenceStatus
+from splitveil.passive_party.predict.service import InferenceStatus
 from tests.support import inference
 from tests.support.endpoints import asked as asked_at
 from tests.support.endpoints import names_in, series_of, value_of, without_time

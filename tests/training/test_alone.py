@@ -11,7 +11,7 @@ from sklearn import ensemble
 from torch import Tensor, nn
 
 from splitveil.active_party.training.boosting import WithTrees, columns_of, with_trees
-from splitveil.active_party.training.label_kinds import ClassLabels, NumberLabels
+from splitveil.active_party.training.label_kinds import ClassLabels, LossWeights, NumberLabels
 from splitveil.active_party.training.own_models import (
     CutMemory,
     Fitting,
@@ -20,7 +20,6 @@ from splitveil.active_party.training.own_models import (
     fit,
     predictions_alone,
 )
-from splitveil.active_party.training.predictions import LossWeights
 from splitveil.common.data.features import FeatureEncoder, Features, NumericScaler
 from splitveil.common.data.label_range import LabelRange
 from splitveil.common.privacy.leakage import auc

@@ -100,6 +100,7 @@ def test_what_leaves_depends_on_noisy_labels_alone_where_it_is_composed_with_the
     run_in_process(first)
     second = parties_with(example, f", composed_with: {FLIPS}", quick)
     build = second.session.lifecycle.build_trainer
+    assert build is not None
 
     def with_other_labels(rows: AlignedRows) -> TopTrainer:
         trainer = build(rows)

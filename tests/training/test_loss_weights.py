@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from splitveil.active_party.defenses.interface import Step, TopModel
-from splitveil.active_party.training.label_kinds import OrdinaryObjective
-from splitveil.active_party.training.predictions import (
+from splitveil.active_party.training.label_kinds import (
     LossWeights,
+    OrdinaryObjective,
     cross_entropy_of,
     weighted_cross_entropy,
 )
@@ -261,7 +261,9 @@ def test_weights_that_depend_on_labels_would_tell_them(tmp_path: Path, steps: li
     leaks = {}
     for name, more in (("plain", []), ("by the label", [WEIGHTED, LABEL_FREE])):
         met(tmp_path, GAUSSIAN, *more)
-        lengths = torch.cat([torch.linalg.vector_norm(one.defended, dim=1) for one in steps])
+        lengths = torch.cat(
+            [torch.linalg.vector_norm(one.defended.gradient, dim=1) for one in steps]
+        )
         leaks[name] = auc(lengths, torch.cat([one.labels for one in steps]))
         steps.clear()
     assert leaks["by the label"] > leaks["plain"] + 0.2

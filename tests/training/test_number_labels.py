@@ -14,8 +14,7 @@ from rich.console import Console
 from splitveil import plan, simulate
 from splitveil.active_party.commands.plan import show
 from splitveil.active_party.report import write_comparison, write_report
-from splitveil.active_party.training.label_kinds import NumberLabels
-from splitveil.active_party.training.predictions import LossWeights
+from splitveil.active_party.training.label_kinds import LossWeights, NumberLabels
 from splitveil.common.data.label_range import LabelRange
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.table import Table, read_table

@@ -8,7 +8,7 @@ import pytest
 import torch
 from sklearn.metrics import accuracy_score, average_precision_score, log_loss, roc_auc_score
 
-from splitveil.active_party.training.predictions import (
+from splitveil.active_party.training.label_kinds import (
     adaptive_calibration_error,
     cross_entropy_of,
     measure_predictions,

@@ -189,7 +189,7 @@ def test_a_run_learns_and_its_figures_are_of_the_classes(example: Path) -> None:
     assert last["loss"] < 0.7 * first["loss"]
     assert last["accuracy"] > 0.8
     assert last["auc"] == pytest.approx(np.mean([*last["auc_by_class"].values()]), abs=1e-12)
-    trainer, rows = parties.session.lifecycle.phase.trainer, parties.active.rows
+    trainer, rows = parties.session.lifecycle.trainer, parties.active.rows
     assert trainer is not None
     assert rows is not None
     assert sorted(set(trainer.labels_of(rows.splits["train"]).tolist())) == [0, 1, 2, 3]

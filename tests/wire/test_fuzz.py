@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from splitveil.active_party.grpc_server.service import ActiveService
-from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.common.alignment.exchange import align, build_engine
 from splitveil.common.errors import AlignmentError, ContractMismatch, InvalidMessage, PeerError
 from splitveil.common.party.party_settings import ReconnectSettings
@@ -20,6 +20,7 @@ from splitveil.common.wire import connection, limits
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.limits import STREAMS_PER_CONNECTION
 from splitveil.common.wire.tensor_codec import Frame, TensorAssembler, TensorLimits
+from splitveil.library.in_process import InProcessPeer
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.aligned import peer_hello
@@ -36,7 +37,6 @@ from tests.support.mutations import (
     run_disturbed,
     send_mutants,
 )
-from tests.support.peers import InProcessPeer
 from tests.support.runs import Parties, build_parties, run_in_process
 from tests.support.waiting import HANGS_AFTER_S
 from tests.system.test_floods import Flood, silence

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from cryptography import x509
 
-from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.common.errors import PeerError, PeerUntrusted
 from splitveil.common.party.credentials import in_lower_case
 from tests.support.certificates import (

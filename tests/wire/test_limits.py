@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
-from splitveil.active_party.grpc_server.caller import StreamSlots
+from splitveil.active_party.grpc_server.service import StreamSlots
 from splitveil.common.errors import InvalidMessage, OutOfStep, ProtocolError, TooLarge
 from splitveil.common.wire import limits
 from splitveil.common.wire import small_messages as enums

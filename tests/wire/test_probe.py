@@ -15,7 +15,7 @@ import yaml
 
 from splitveil.active_party.grpc_server import probe_server
 from splitveil.active_party.grpc_server.probe_server import ProbeServer
-from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.id_forms import form_of
 from splitveil.common.errors import PeerUnreachable, SettingsError, SplitveilError
@@ -31,9 +31,9 @@ from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.http_proxy import HttpProxy
 from splitveil.common.wire.limits import PROBE_BYTES, PROBE_PADDING_BYTES
 from splitveil.common.wire.probes import Introduction, ProbeResponder, checks_of, clock_in_words
-from splitveil.passive_party import probing
+from splitveil.passive_party.commands import check as probing
+from splitveil.passive_party.commands.check import connection_checks
 from splitveil.passive_party.grpc_peer import GrpcPeer
-from splitveil.passive_party.probing import connection_checks
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.certificates import files, use
@@ -67,7 +67,7 @@ def found(
     if settings.security.mode == "mtls":
         shown = files(settings.base_dir / settings.security.certificate.parent.parent, "passive")
     link = PeerConnection(settings.connect, settings.contract, shown, proxy=proxy)
-    return outcomes(connection_checks(settings, link, wait_s))
+    return outcomes(connection_checks(settings, wait_s, link))
 
 
 def outcomes(checks: Iterator[Callable[[], str]]) -> list[str]:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.common.errors import PeerUnreachable, SettingsError
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.wire.endpoint import open_channel
 from splitveil.common.wire.http_proxy import HttpProxy, proxy_of_environment
-from splitveil.passive_party.connecting import http_proxy
+from splitveil.passive_party.grpc_peer import http_proxy
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support.certificates import files, use
 from tests.support.loopback import peer_of, serving

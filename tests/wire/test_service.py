@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.common.errors import PeerError, PeerUnreachable
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.record.transcript import Crossing
@@ -18,7 +18,8 @@ from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import Batch, run_course
 from splitveil.common.run.messages import Activation, Answer
 from splitveil.common.wire.connection import Retrying
-from splitveil.common.wire.endpoint import SERVICE, method_path
+from splitveil.common.wire.endpoint import method_path
+from splitveil.common.wire.limits import SERVICE
 from splitveil.common.wire.tensor_codec import TensorLimits, encode_activation
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb

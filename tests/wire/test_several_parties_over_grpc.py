@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 import pytest
 
-from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.common.alignment.channel import channel_pair
 from splitveil.common.alignment.share import Share, receive_share, share_frames
 from splitveil.common.errors import (

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from splitveil import common
 from splitveil.active_party.grpc_server.server import start_server
 from splitveil.active_party.grpc_server.service import ActiveService
-from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.run.lifecycle import Stage
 from splitveil.common.errors import PeerUnreachable, PeerUntrusted, SettingsError
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import method_path, open_channel

@@ -86,24 +86,6 @@ def test_without_seeds_the_noise_of_a_step_done_again_is_the_same(
     assert not torch.equal(other.active.sent[2], second.active.sent[0])
 
 
-def test_a_step_done_again_with_other_bytes_is_refused_for_good(
-    example: Path, tmp_path: Path
-) -> None:
-    """Another activation with the same noise would give the noise away, and fresh noise a copy."""
-    active = [EVERY_2, "defense={name: marvell, insecure_noise_seed: 7}"]
-    killed(example, tmp_path, active)
-    second = build_parties(example, active, [EVERY_2, "model_seed=5"], runs=tmp_path)
-    training = second.run.reopen()
-    assert training is not None
-    with torch.no_grad():
-        next(training.trainer.model.parameters()).add_(1e-3)
-    training.save()
-    second.session.reopen()
-    with pytest.raises(OutOfStep, match="other bytes"):
-        run_in_process(second)
-    assert second.active.sent == []
-
-
 def test_a_peer_cannot_resume_a_run_that_is_not_its_own(example: Path, tmp_path: Path) -> None:
     parties, _ = killed(example, tmp_path)
     session, contract = parties.session, parties.run.contract.canonical_json()

@@ -20,7 +20,7 @@ from splitveil.common.errors import BudgetExhausted, OtherAnswer, ProtocolError
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.model_files import save_tensors
 from tests.support.peers import MARVELL, Lost, Silent, answered, go_back, leave, parties_in
-from tests.support.runs import build_parties, run_in_process, run_together, write_several
+from tests.support.runs import run_in_process
 
 PERSISTENT = "defense={name: marvell, noise: persistent, insecure_noise_seed: 1}"
 ISO = "defense={name: iso, noise_ratio: 4, insecure_noise_seed: 1}"
@@ -194,22 +194,6 @@ def test_a_budget_that_was_lowered_holds_against_what_was_answered_before(
     with pytest.raises(BudgetExhausted, match="epoch 1 step 1"):
         run_in_process(again)
     assert again.active.sent == []
-
-
-def test_the_answers_to_several_parties_are_charged_again_from_the_log(tmp_path: Path) -> None:
-    write_several(tmp_path, 2)
-    both, runs = ["contract.checkpoint_steps=2", "contract.epochs=1"], tmp_path / "runs"
-    several = build_parties(tmp_path, [*both, MARVELL], both, runs=runs)
-    run_together(several)
-    charged = accounts(several.session)
-    assert charges(charged).max() > 0
-    newer = states(runs, "active")[1:]
-    for state in newer:
-        state.unlink()
-    again = build_parties(tmp_path, [*both, MARVELL], both, runs=runs)
-    assert again.session.reopen()
-    assert newer
-    assert torch.equal(charges(accounts(again.session)), charges(charged))
 
 
 def test_log_summary_and_report_say_what_was_answered_and_not_where_the_run_went_back_to(

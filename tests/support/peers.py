@@ -12,8 +12,6 @@ from splitveil.common.run.messages import Activation, Answer, Course, LeaveReaso
 from splitveil.library.in_process import InProcessPeer
 from tests.support.runs import Parties, build_parties, run_in_process
 
-__all__ = ["InProcessPeer"]
-
 
 class FaultyPeer(InProcessPeer):
     """Loses messages: the session sees some steps twice, as after a broken connection."""

@@ -31,7 +31,7 @@ from splitveil.active_party.run.lifecycle import (
 )
 from splitveil.active_party.run.parties import PassivePeer, names_of
 from splitveil.common import errors
-from splitveil.common.alignment.share import Share
+from splitveil.common.alignment.exchange import Share
 from splitveil.common.errors import ContractMismatch, OthersAwaited, OutOfStep, StartedOver
 from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record.run_store import NoStore

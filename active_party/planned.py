@@ -32,7 +32,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.adversary import Adversary, narrowest
 from splitveil.common.record.run_folder import finite_or_null
-from splitveil.common.text.upper_bounds import at_most, auc_at_most
+from splitveil.common.text.wording import at_most, auc_at_most
 
 _FEW_ROWS = 200  # noise at a bound of .60 then hides a correlation of .3 with the label
 

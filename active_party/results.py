@@ -50,7 +50,7 @@ from splitveil.common.record.run_record import Summary, provenance_of_process, w
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.run.sample_order import SPLITS
-from splitveil.common.text.version import VERSION
+from splitveil.common.text.wording import VERSION
 
 logger = logging.getLogger("splitveil.active_party")
 

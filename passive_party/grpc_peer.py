@@ -26,7 +26,7 @@ from splitveil.common.record.transcript import Transcript
 from splitveil.common.run import messages
 from splitveil.common.run.contract import ACTIVE, check_same_contract
 from splitveil.common.run.messages import Activation
-from splitveil.common.text.closing import Closing
+from splitveil.common.text.files import Closing
 from splitveil.common.wire import probes, small_messages, tensor_codec
 from splitveil.common.wire.connection import (
     FIRST_WAIT_S,

@@ -13,8 +13,8 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.arguments import print_json
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.text.upper_bounds import at_most
 from splitveil.common.text.visible_text import PlainTable, visible
+from splitveil.common.text.wording import at_most
 
 
 def plan(parsed: argparse.Namespace) -> None:

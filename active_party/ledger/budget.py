@@ -35,7 +35,7 @@ from splitveil.common.privacy.charge import Charge
 from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.sample_order import Positions
-from splitveil.common.text.upper_bounds import at_most, auc_at_most
+from splitveil.common.text.wording import at_most, auc_at_most
 
 ROUNDING = 1e-6  # relative excess that is allowed, so that ten times a strength pays for ten
 

@@ -37,7 +37,7 @@ from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.run_record import AlarmLine
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.progress import State
-from splitveil.common.text.upper_bounds import auc_at_most
+from splitveil.common.text.wording import auc_at_most
 
 logger = logging.getLogger(__name__)
 

@@ -39,9 +39,8 @@ from splitveil.common.record.run_record import (
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.progress import Phase, State
 from splitveil.common.text.log_lines import log_fields
-from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 from splitveil.common.text.values import from_form, to_form
-from splitveil.common.text.wording import in_short
+from splitveil.common.text.wording import at_least, at_most, auc_at_most, in_short
 
 logger = logging.getLogger(__name__)
 

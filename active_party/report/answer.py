@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.assessment import Finding, LeakAssessment
-from splitveil.common.text.upper_bounds import auc_at_most
+from splitveil.common.text.wording import auc_at_most
 
 QUESTION = "How well are our labels revealed to the other company, beyond what its own data reveal?"
 _WHOSE: Mapping[Adversary, tuple[str, str]] = {

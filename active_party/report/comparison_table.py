@@ -7,9 +7,8 @@ from rich.text import Text
 
 from splitveil.common.record.assessment import LeakAssessment, assess
 from splitveil.common.record.run_record import Summary
-from splitveil.common.text.upper_bounds import auc_at_most
 from splitveil.common.text.visible_text import PlainTable, cell
-from splitveil.common.text.wording import label
+from splitveil.common.text.wording import auc_at_most, label
 
 
 def comparison_table(

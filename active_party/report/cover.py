@@ -10,7 +10,7 @@ from splitveil.common.party.cover import CheckAnswer, write_cover
 from splitveil.common.party.report_parts import ScaleRow, columns_row
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.run.contract import ACTIVE
-from splitveil.common.text.upper_bounds import auc_at_most
+from splitveil.common.text.wording import auc_at_most
 
 _NOT_OURS = ScaleRow(
     "Columns: their owner's report has the figure",

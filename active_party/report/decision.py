@@ -15,7 +15,7 @@ from splitveil.active_party.report.figures import Estimate, estimate_of
 from splitveil.active_party.report.run_files import RunFiles, is_one_shot
 from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
 from splitveil.common.record.assessment import Finding, LeakAssessment, passes_stated
-from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
+from splitveil.common.text.wording import at_least, at_most, auc_at_most
 
 Outcome = Literal["pass", "fail", "open", "unknown"]
 """Of a check or a run: ``open`` where it was not shown, ``unknown`` where no target is set."""

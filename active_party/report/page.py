@@ -42,7 +42,7 @@ from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.run_folder import write_text_atomically
 from splitveil.common.settings import Mark, marked
-from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
+from splitveil.common.text.wording import at_least, at_most, auc_at_most
 
 logger = logging.getLogger("splitveil.active_party")
 

@@ -15,7 +15,7 @@ from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS, is_oracle
 from splitveil.common.privacy.figures import Spread
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.run_record import LedgerLine
-from splitveil.common.text.upper_bounds import auc_at_most
+from splitveil.common.text.wording import auc_at_most
 
 _AUC_TICKS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _LEAK_AXIS = Axis("leak AUC", 0.5, 1.0, _AUC_TICKS)

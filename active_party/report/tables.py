@@ -30,8 +30,7 @@ from splitveil.common.privacy.figures import (
 )
 from splitveil.common.record.run_record import AlarmLine, find_summary
 from splitveil.common.settings import Mark, marked
-from splitveil.common.text.upper_bounds import auc_at_most
-from splitveil.common.text.wording import setting_in_words
+from splitveil.common.text.wording import auc_at_most, setting_in_words
 
 _NOT_ALONE = "not measured (serving.fallback)"
 _NEEDS_OF_NUMBERS = {

@@ -37,7 +37,7 @@ from splitveil.active_party.run.parties import (
     names_of,
 )
 from splitveil.common import errors
-from splitveil.common.alignment.share import Share
+from splitveil.common.alignment.exchange import Share
 from splitveil.common.errors import ContractMismatch, NotOpen, OthersAwaited, OutOfStep, StartedOver
 from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record.run_store import NoStore

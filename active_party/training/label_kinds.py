@@ -38,7 +38,7 @@ from splitveil.active_party.defenses.interface import Step, TopModel, descend
 from splitveil.common.data.label_range import LabelRange
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.models.data_parallel import DataParallelModel, go_on
-from splitveil.common.models.training_state import trained_of
+from splitveil.common.models.optimizers import trained_of
 from splitveil.common.privacy.figures import PredictionFigures
 from splitveil.common.privacy.leakage import areas
 from splitveil.common.privacy.number_attacks import LabelNumbers

@@ -19,7 +19,7 @@ from splitveil.common.data.features import Features
 from splitveil.common.errors import SplitveilError
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.device import check_same_gpu, gpu_of, to_device
-from splitveil.common.models.training_state import in_training_mode, random_state, set_random_state
+from splitveil.common.models.optimizers import in_training_mode, random_state, set_random_state
 from splitveil.common.privacy.figures import PredictionFigures
 from splitveil.common.run.progress import Phase, Phases, State
 from splitveil.common.run.sample_order import Positions

@@ -24,7 +24,7 @@ from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.progress import Phases
 from splitveil.common.text.log_lines import add_to_log_lines
-from splitveil.common.text.version import VERSION
+from splitveil.common.text.wording import VERSION
 
 STEP_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300)
 """Upper bounds of the histogram of seconds per step: from a small model on one machine to a peer

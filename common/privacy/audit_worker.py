@@ -14,7 +14,7 @@ from torch import Tensor
 
 from splitveil.common.privacy.audit import AuditedBatch, LeakAudit
 from splitveil.common.privacy.observation import Observation
-from splitveil.common.text.closing import Closing
+from splitveil.common.text.files import Closing
 
 _NICENESS = 10  # niceness of the worker: about a tenth of the weight of a thread that trains
 

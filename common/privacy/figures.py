@@ -13,7 +13,6 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BeforeValidator
 
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.text.upper_bounds import auc_at_most
 from splitveil.common.text.values import (
     IF_ANY,
     ByAttack,
@@ -32,6 +31,7 @@ from splitveil.common.text.values import (
     as_number,
     to_form,
 )
+from splitveil.common.text.wording import auc_at_most
 
 
 class AttackFigure(NamedTuple):

@@ -25,6 +25,7 @@ from typing import NamedTuple, Self
 from splitveil.common.errors import StorageError
 from splitveil.common.privacy.charge import CHARGE_BYTES, NO_CHARGE, Charge
 from splitveil.common.record.run_folder import storage_errors, write_whole
+from splitveil.common.text.system import BINARY
 
 FIRST_RESUMPTION_NUMBER = 3 << 61  # from here on the times that a run went back
 HOW_TO_RECOVER = (
@@ -213,6 +214,6 @@ def _content(path: Path) -> bytes:
 def _opened(path: Path, flags: int = 0) -> Iterator[FileIO]:
     with (
         storage_errors(path, "cannot be written"),
-        FileIO(os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o600), "w") as file,
+        FileIO(os.open(path, os.O_WRONLY | BINARY | flags, 0o600), "w") as file,
     ):
         yield file

@@ -27,11 +27,9 @@ from splitveil.common.privacy.figures import (
     NumberBeyond,
 )
 from splitveil.common.record.run_record import Summary, plain_figures
-from splitveil.common.text.log_lines import log_fields, writes_json
-from splitveil.common.text.output import printing_console
-from splitveil.common.text.upper_bounds import auc_at_most
+from splitveil.common.text.log_lines import log_fields, printing_console, writes_json
 from splitveil.common.text.visible_text import PlainTable
-from splitveil.common.text.wording import in_words, label
+from splitveil.common.text.wording import auc_at_most, in_words, label
 
 RECOVERED = 0.9  # adjusted leak AUC, or share of variance, that counts as labels recovered
 NO_BOUND = 0.999  # bound at and above which a ledger excludes nothing

@@ -35,9 +35,8 @@ from pydantic import (
 from splitveil.common.errors import StorageError
 from splitveil.common.record.run_folder import open_unbuffered_to_append, write_whole
 from splitveil.common.run.contract import NAME_CHARACTERS
-from splitveil.common.text.closing import Closing
-from splitveil.common.text.files import check_regular
-from splitveil.common.text.version import VERSION
+from splitveil.common.text.files import Closing, check_regular
+from splitveil.common.text.wording import VERSION
 from splitveil.protos import split_learning_pb2 as pb
 
 LINE_BYTES = 64 * 1024  # more than a hundred times our longest line

@@ -30,7 +30,7 @@ from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.run.progress import Phases
-from splitveil.common.text.version import VERSION
+from splitveil.common.text.wording import VERSION
 from splitveil.common.wire.connection import FIRST_WAIT_S
 from splitveil.passive_party import assembly
 from splitveil.passive_party.bottom_trainer import BottomTrainer

@@ -179,6 +179,13 @@ def test_the_ledger_of_a_run_bounds_what_its_summary_bounds(swept: Runs) -> None
     for peers in defenses.Adversary:
         assert bounds.against(peers).max == run.bounds[str(peers)]
     assert run.bounds["knows class means only"] < 1 == run.bounds["anybody"]
+    (row,) = run._table()[1]
+    bound = str(row["bound"])
+    assert bound.startswith("at most ")
+    for shown in (repr(run), run._repr_html_(), repr(swept), swept._repr_html_()):
+        for words in (f"{run.test_auc:.3f}", bound.split()[2], str(row["strongest attack"])):
+            assert words in shown
+    assert not [name for name in (*dir(run), *dir(swept)) if name.startswith("_")]
 
 
 def test_a_simulation_leaves_nothing_behind_but_runs_that_are_in_use(tmp_path: Path) -> None:
@@ -195,7 +202,7 @@ def test_a_simulation_leaves_nothing_behind_but_runs_that_are_in_use(tmp_path: P
     folder = runs.folder
     run = runs[0]
     del runs
-    assert "Strongest attack: " in run._repr_html_(), (
+    assert "strongest attack" in run._repr_html_(), (
         "a run of a deleted simulation must stay readable"
     )
     del run

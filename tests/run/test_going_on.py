@@ -30,7 +30,7 @@ from splitveil.common.record import run_folder
 from splitveil.common.record.run_folder import write_bytes_atomically
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.messages import Activation, Answer, BatchId, Course, LeaveReason, Offer
-from splitveil.common.text.version import VERSION
+from splitveil.common.text.wording import VERSION
 from splitveil.common.wire.connection import MAX_DAMAGED
 from splitveil.library.in_process import InProcessPeer
 from tests.support.equality import assert_same, assert_same_weights

@@ -18,7 +18,7 @@ from splitveil.active_party.defenses.marvell import PowerRatio
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.run.lifecycle import Stage
 from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
-from splitveil.common.alignment.share import Share
+from splitveil.common.alignment.exchange import Share
 from splitveil.common.errors import (
     AlignmentError,
     NotOpen,

@@ -15,7 +15,7 @@ import pytest
 
 from splitveil.active_party.run.lifecycle import Stage
 from splitveil.common.alignment.channel import channel_pair
-from splitveil.common.alignment.share import Share, receive_share, share_frames
+from splitveil.common.alignment.exchange import Share, receive_share, share_frames
 from splitveil.common.errors import (
     InvalidMessage,
     OutOfStep,

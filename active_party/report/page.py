@@ -108,7 +108,7 @@ def report_page(run: RunFiles, *, has_cover: bool = False) -> str:
         verdict=verdict,
         tables=tables,
         of_numbers=run.num_classes == ONE_NUMBER,
-        drawn=picture([*_scales(run, verdict.leak).values()]),
+        drawn=picture([*scales(run, verdict.leak).values()]),
         not_run=sorted(set(map(str, ATTACKS)) - {found.attack for found in findings}),
         training=panels.training_panels(run) if verdict.leak.has_gradients else [],
         leak_panels=panels.leak_panels(run, series, verdict.leak.feature_auc),
@@ -152,12 +152,12 @@ def _write_cover(run: RunFiles, verdict: Verdict) -> None:
         run.active.settings,
         run.active.summary,
         (verdict.outcome, verdict.badge, verdict.answer),
-        _scales(run, verdict.leak),
+        scales(run, verdict.leak),
         {"bound": bound, "figure": figure},
     )
 
 
-def _scales(run: RunFiles, leak: LeakAssessment) -> Mapping[str, ScaleRow]:
+def scales(run: RunFiles, leak: LeakAssessment) -> Mapping[str, ScaleRow]:
     """Return what labels and columns give away, and what the model is worth.
 
     Of a leak AUC and of a test AUC, 1/2 is 0 and 1 is 1. Of columns, only their owner has a figure:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from splitveil.common.errors import SettingsError
 from splitveil.common.party import report_parts
 from splitveil.common.party.arguments import print_json
-from splitveil.common.party.cover import COVER, CheckAnswer, nothing_of_labels, write_cover
+from splitveil.common.party.cover import COVER, CheckAnswer, ended_early_by, was_sent, write_cover
 from splitveil.common.record.run_folder import write_json_atomically, write_text_atomically
 from splitveil.common.record.run_record import METRICS, Summary, find_summary, read_metrics, text_of
 from splitveil.common.run.contract import ACTIVE
@@ -41,6 +41,13 @@ _GUESSED: Mapping[Kind, str] = {
 
 _ELSEWHERE = "It is on the label owner's page."
 _NO_COLUMNS = report_parts.ScaleRow("Columns: not measured", "muted", said="Not measured.")
+_NOTHING_OF_COLUMNS = report_parts.ScaleRow(
+    "Columns: 0, nothing of them was sent",
+    "estimate",
+    0.0,
+    0.0,
+    said="Nothing that was sent depends on one but the ids.",
+)
 _NO_LABELS = report_parts.ScaleRow(
     "Labels: 0, nothing that we got depends on one",
     "guarantee",
@@ -117,12 +124,23 @@ def _page(folder: Path, *, has_cover: bool) -> str:
     contract = as_mapping(settings.get("contract"))
     one_shot = contract.get("exchange") == "one_shot"
     one_sided = as_mapping(contract.get("alignment")).get("kind") == "one_sided"
+    ended_by = ended_early_by(folder)
+    of_columns, of_labels = was_sent(contract, None if ended_by is None else traffic)
+    if not of_columns:
+        exposure = None
     assessment = _assessment(exposure, "is" if one_sided else "was", most)
+    if ended_by is not None:
+        said = assessment.headline if of_columns else "Nothing of our columns was sent."
+        assessment = assessment._replace(
+            style="unknown" if assessment.style == "within" else assessment.style,
+            word="Ended early",
+            headline=f"The run ended early, by {ended_by}. {said}",
+        )
     figures = {
-        "columns": _NO_COLUMNS
+        "columns": (_NO_COLUMNS if of_columns else _NOTHING_OF_COLUMNS)
         if exposure is None
         else report_parts.columns_row(exposure.disclosure, most),
-        "labels": _NO_LABELS if nothing_of_labels(contract) else _SOME_LABELS,
+        "labels": _SOME_LABELS if of_labels else _NO_LABELS,
     }
     if has_cover:  # the pages name each other by their places
         write_cover(
@@ -130,7 +148,11 @@ def _page(folder: Path, *, has_cover: bool) -> str:
             str(settings.get("party", "passive")),
             settings,
             summary,
-            (assessment.style, assessment.word, figures["columns"].said),
+            (
+                assessment.style,
+                assessment.word,
+                figures["columns"].said if ended_by is None else assessment.headline,
+            ),
             {**figures, "model": _MODEL},
             {
                 "columns": CheckAnswer(
@@ -155,7 +177,8 @@ def _page(folder: Path, *, has_cover: bool) -> str:
         assessment=assessment,
         both_sides=report_parts.picture([*figures.values()]),
         one_shot=one_shot,
-        release=contract.get("release"),
+        release=contract.get("release") if of_labels else None,
+        of_columns=of_columns,
         epochs=summary.counts.epochs,
         one_sided=one_sided,
         exposure=exposure,

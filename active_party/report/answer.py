@@ -21,11 +21,16 @@ _WHOSE: Mapping[Adversary, tuple[str, str]] = {
 }
 
 
-def answer(assessment: LeakAssessment, num_classes: int, label: str, passed: str) -> str:
+def answer(
+    assessment: LeakAssessment, num_classes: int, label: str, passed: str, ended_by: str | None
+) -> str:
     """Say for whom there is a bound, and what it means; ``passed`` names figures above it.
 
     ``label`` names the positive one of two classes, as ``churned: yes``.
     """
+    if ended_by is not None:
+        said = answer(assessment, num_classes, label, passed, None)
+        return f"The run ended early, by {ended_by}. Of what was sent until then: {said}"
     distinguishes = _distinguishes(num_classes, label)
     if assessment.adversary is None or assessment.bound is None:
         return (

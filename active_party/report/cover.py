@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from splitveil.active_party.report import answer, decision, run_files
 from splitveil.active_party.report.bounds import guarantee_of
 from splitveil.active_party.report.run_files import RunFiles
-from splitveil.common.party.cover import CheckAnswer, write_cover
+from splitveil.common.party.cover import CheckAnswer, ended_early_by, write_cover
 from splitveil.common.party.report_parts import ScaleRow, columns_row
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.run.contract import ACTIVE
@@ -20,7 +20,13 @@ _NOT_OURS = ScaleRow(
 
 
 def write(run: RunFiles, leak: LeakAssessment, decided: decision.Decision) -> None:
-    said = answer.answer(leak, run_files.num_classes(run), run_files.label_of(run), decided.passed)
+    said = answer.answer(
+        leak,
+        run_files.num_classes(run),
+        run_files.label_of(run),
+        decided.passed,
+        ended_early_by(run.active.folder),
+    )
     write_cover(
         run.active.folder,
         ACTIVE,

@@ -14,6 +14,7 @@ from splitveil.active_party.report.bounds import guarantee_of
 from splitveil.active_party.report.figures import Estimate, estimate_of
 from splitveil.active_party.report.run_files import RunFiles, is_one_shot
 from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
+from splitveil.common.party.cover import ended_early_by
 from splitveil.common.record.assessment import Finding, LeakAssessment, passes_stated
 from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 
@@ -63,6 +64,9 @@ def decide(run: RunFiles, assessment: LeakAssessment) -> Decision:
     checks = [*_ledger_checks(run, assessment, passed), *_quality_checks(run, predictions)]
     if not run.active.has_ended:
         checks.append(Check(_ENDED, "open", "no", "yes", "It was stopped, or is still running."))
+    if (ended_by := ended_early_by(run.active.folder)) is not None:
+        why = f"It was ended early by {ended_by}: what was agreed was not sent in full."
+        checks.append(Check(_ENDED, "open", "early", "yes", why))
     steps: list[advice.Change] = []
     if target is not None:
         bound = _bound_check(run, target)
@@ -79,6 +83,8 @@ def decide(run: RunFiles, assessment: LeakAssessment) -> Decision:
         shown = "fail" if recovered or passed else "unknown"
         badge = "An attack passes a bound" if passed else _BADGES[shown]
         badge = "Labels recovered" if recovered else badge
+    if ended_by is not None and not (recovered or passed):
+        shown, badge = "fail" if shown == "fail" else "open", "Ended early"
     return Decision(
         shown,
         badge,

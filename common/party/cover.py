@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from splitveil.common.party.report_parts import ScaleRow, picture, read_traffic, render
+from splitveil.common.party.report_parts import ScaleRow, Traffic, picture, read_traffic, render
 from splitveil.common.record.model_files import identity_of
 from splitveil.common.record.run_folder import end_of, write_json_atomically, write_text_atomically
 from splitveil.common.record.run_record import AlignmentLine, Summary, read_metrics
@@ -74,13 +74,15 @@ def write_cover(
     other = CheckAnswer("other page", f"See the cover page of the {whose}.")
     checks = {"lists": _lists(folder, contract), **_answers(settings, contract), **answers}
     run_id, fingerprint = identity_of(folder)
+    is_whole = provenance is not None and ended_early_by(folder) is None
+    rows = [*_exchanged(contract, summary, None if is_whole else traffic)]
     facts: dict[str, Any] = {
         "run": contract.get("run_name"),
         "run_id": run_id,
         "contract_sha256": fingerprint,
         "written_by": party,
         "version": summary.version,
-        "ended_early_by": (end_of(folder) or {}).get("ended_by"),
+        "ended_early_by": ended_early_by(folder),
         "started": None if traffic is None else traffic.first,
         "ended": None if provenance is None else provenance.ended,
         "parties": [
@@ -93,7 +95,8 @@ def write_cover(
         ],
         "authenticated": as_mapping(settings.get("security")).get("mode") == "mtls",
         "common_rows": summary.counts.aligned_rows,
-        "exchanged": list(_exchanged(contract, summary)),
+        "exchanged": [row for row, was_sent in rows if was_sent],
+        "not_sent": [row["what"] for row, was_sent in rows if not was_sent],
         "messages": None
         if traffic is None
         else {"sent": traffic.sent._asdict(), "received": traffic.received._asdict()},
@@ -123,10 +126,37 @@ def nothing_of_labels(contract: Mapping[str, Any]) -> bool:
     return contract.get("exchange") == "one_shot" and not contract.get("release")
 
 
-def _exchanged(contract: Mapping[str, Any], summary: Summary) -> Iterator[Mapping[str, str]]:
-    def row(what: str, way: str, how_often: str) -> Mapping[str, str]:
-        return {"what": what, "way": way, "how_often": how_often}
+def ended_early_by(folder: Path) -> str | None:
+    """Return the setting or party that ended a run before its time; None if none did."""
+    found = (end_of(folder) or {}).get("ended_by")
+    return None if found is None else str(found)
 
+
+def was_sent(contract: Mapping[str, Any], traffic: Traffic | None) -> tuple[bool, bool]:
+    """Return whether activations were sent, and whether anything that depends on a label was.
+
+    Without a transcript both are taken to be. The sums are in the last reply of a transfer, which
+    is missing where the run ended before it.
+    """
+    if traffic is None:
+        return True, not nothing_of_labels(contract)
+    requests, replies = (traffic.count(f"Train {one}") for one in ("request", "reply"))
+    if contract.get("exchange") != "one_shot":
+        return requests > 0, replies > 0
+    of_labels = replies > 0 if contract.get("release") == "noisy_labels" else replies == requests
+    return traffic.count("Evaluate request") > 0, of_labels and replies > 0
+
+
+_Row = tuple[Mapping[str, str], bool]  # and whether it was sent
+
+
+def _exchanged(
+    contract: Mapping[str, Any], summary: Summary, traffic: Traffic | None
+) -> Iterator[_Row]:
+    def row(what: str, way: str, how_often: str, *, is_sent: bool = True) -> _Row:
+        return {"what": what, "way": way, "how_often": how_often}, is_sent
+
+    of_columns, of_labels = was_sent(contract, traffic)
     up, down = f"{_COLUMNS} to {_LABELS}", f"{_LABELS} to {_COLUMNS}"
     epochs = summary.counts.epochs
     often = "once"
@@ -139,18 +169,22 @@ def _exchanged(contract: Mapping[str, Any], summary: Summary) -> Iterator[Mappin
         yield row("for each record of the table, sealed: " + activations, up, "once")
         yield row("how many ids it asks for, none in clear", down, "once")
     else:
-        yield row("every id, blinded by secrets of both sides", "both ways", "once")
-        yield row("for each common record: " + activations, up, often)
+        were_aligned = traffic is None or traffic.count("Align reply") > 0
+        blinded = "every id, blinded by secrets of both sides"
+        yield row(blinded, "both ways", "once", is_sent=were_aligned)
+        yield row("for each common record: " + activations, up, often, is_sent=of_columns)
     match contract.get("release"):
         case "noisy_labels":
-            yield row("for each record in training: its outcome, with noise", down, "once")
+            noisy = "for each record in training: its outcome, with noise"
+            yield row(noisy, down, "once", is_sent=of_labels)
         case "noisy_sums":
-            yield row("sums of the outcomes of records in training, with noise", down, "once")
+            sums = "sums of the outcomes of records in training, with noise"
+            yield row(sums, down, "once", is_sent=of_labels)
         case _ if nothing_of_labels(contract):
             yield row("of outcomes: nothing", down, "never")
         case _:
             gradients = "for each record in training: numbers that correct the model (gradients)"
-            yield row(gradients, down, often)
+            yield row(gradients, down, often, is_sent=of_labels)
     yield row("tables, outcomes as they are, models, predictions", "neither way", "never")
 
 

@@ -100,6 +100,10 @@ class Traffic(NamedTuple):
     def received(self) -> Volume:
         return self._total("received")
 
+    def count(self, kind: str) -> int:
+        """Return the number of messages of a kind, such as ``Train reply``."""
+        return sum(one.messages for (_, _, each), one in self.volumes.items() if each == kind)
+
     def _total(self, direction: Direction) -> Volume:
         found = [volume for (_, way, _), volume in self.volumes.items() if way == direction]
         return Volume(sum(one.messages for one in found), sum(one.size_bytes for one in found))

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from splitveil.active_party.report import write_report
 from splitveil.common.party.cover import CHECKS
 from splitveil.common.privacy.attacks import ATTACKS
 from splitveil.common.privacy.figures import LeakBounds, PredictionFigures, Spread
+from splitveil.common.record.run_folder import mark_as_ended
 from splitveil.common.record.run_record import (
     ActiveFigures,
     AlignmentLine,
@@ -56,12 +58,22 @@ def write_both(
     own: dict[str, Any] | None = None,
     bound: float = 0.5,
     right: float = 0.6,
+    ended_after: Sequence[str] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Write a run's files on two machines and both pages; return the facts of both covers."""
     agreed = CONTRACT | (contract or {})
     active, passive = folder / "own" / "active", folder / "theirs" / "passive"
     spread = Spread(bound, bound, bound)
     model = ModelFigures(PredictionFigures(auc=0.8), alone=PredictionFigures(auc=0.7))
+    for party in (active, passive):
+        party.mkdir(parents=True)
+        if ended_after is not None:
+            lines = [
+                {"time": "2026-01-02T03:04:05+00:00", "direction": "sent", "bytes": 9, "kind": kind}
+                for kind in ended_after
+            ]
+            (party / "transcript.jsonl").write_text("\n".join(map(json.dumps, lines)))
+            mark_as_ended(party, {"ended_by": "run_budget"})
     ledger = LeakBounds(Spread(0.1, 0.1, 0.1), spread, spread, spread, spread)
     counts = RunCounts(1000, 5 if agreed["exchange"] == "gradients" else None)
     of_active = ActiveFigures(model=model, ledger=ledger)
@@ -69,7 +81,6 @@ def write_both(
         (active, OWN | (own or {}), Summary(counts=counts, active=of_active, provenance=ENDED)),
         (passive, THEIRS, Summary(counts=counts, provenance=ENDED)),
     ):
-        party.mkdir(parents=True)
         append_lines(party, AlignmentLine(1000, 800 if party == active else 1200))
         (party / "settings.yaml").write_text(yaml.safe_dump(settings | {"contract": agreed}))
         write_summary(party, summary)
@@ -194,6 +205,36 @@ def test_no_page_names_a_column_an_attack_or_what_only_experts_read(tmp_path: Pa
     others = words_of(tmp_path / "theirs/passive/cover.html")
     assert "defaulted" not in others
     assert "60 of 100" not in others
+
+
+SUMS = ("Align reply", "Train request", "Train reply", "Train request")  # its sums are missing
+
+
+@pytest.mark.parametrize(
+    ("contract", "kinds", "sent", "not_sent"),
+    [
+        ({"release": "noisy_sums"}, SUMS, "every id", "4 numbers.*sums of"),
+        ({"release": "noisy_sums"}, (*SUMS, "Train reply"), "sums of", "4 numbers"),
+        ({"exchange": "gradients"}, SUMS, "gradients", "^$"),
+        ({"release": "noisy_labels"}, SUMS[:2], "every id", "4 numbers.*its outcome"),
+        ({}, ("Handshake reply",), "of outcomes: nothing", "every id.*4 numbers"),
+    ],
+)
+def test_a_run_that_ended_early_is_not_green_and_lists_what_was_sent(
+    tmp_path: Path, contract: dict[str, Any], kinds: Sequence[str], sent: str, not_sent: str
+) -> None:
+    facts = write_both(tmp_path, contract, ended_after=kinds)
+    for one, party in zip(facts, ("own/active", "theirs/passive"), strict=True):
+        assert one["verdict"] == "Ended early"
+        assert one["outcome"] not in {"pass", "within"}
+        assert "ended early, by run_budget" in one["sentence"]
+        assert sent in " ".join(row["what"] for row in one["exchanged"])
+        assert re.search(not_sent, " ".join(one["not_sent"]))
+        page = (tmp_path / party / "report.html").read_text(encoding="utf-8")
+        assert f'class="verdict {one["outcome"]}"' in page
+        assert "Ended early" in page
+    numbers_left = "4 numbers" not in " ".join(facts[1]["not_sent"])
+    assert ("Activations:" in words_of(tmp_path / "theirs/passive/report.html")) is numbers_left
 
 
 def test_a_page_elsewhere_neither_writes_nor_names_a_cover(tmp_path: Path) -> None:

@@ -154,11 +154,7 @@ def _page(folder: Path, *, has_cover: bool) -> str:
                 figures["columns"].said if ended_by is None else assessment.headline,
             ),
             {**figures, "model": _MODEL},
-            {
-                "columns": CheckAnswer(
-                    "ticked" if assessment.style == "within" else "no", assessment.word
-                )
-            },
+            {"limit": _within_limit(exposure, most, was_sent=of_columns)},
         )
     peer = "a process on this machine, in plain text (nobody was authenticated)"
     if as_mapping(settings.get("security")).get("mode") == "mtls":
@@ -248,6 +244,17 @@ def _assessment(
         next_step,
         price,
     )
+
+
+def _within_limit(exposure: FeatureExposure | None, most: object, *, was_sent: bool) -> CheckAnswer:
+    if not was_sent:
+        return CheckAnswer("does not apply", "Does not apply: nothing of the columns was sent.")
+    if exposure is None or not exposure.columns:
+        return CheckAnswer("no", "It was not measured.")
+    if not isinstance(most, int | float):
+        return CheckAnswer("no", "The feature owner has set no limit.")
+    is_within, measured = exposure.disclosure <= most, f"measured: {exposure.disclosure:.2f}"
+    return CheckAnswer("ticked" if is_within else "no", f"Limit: {most:g}; {measured}.")
 
 
 def _agreed(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

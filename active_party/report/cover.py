@@ -34,7 +34,7 @@ def write(run: RunFiles, leak: LeakAssessment, decided: decision.Decision) -> No
         run.active.summary,
         (decided.outcome, decided.badge, said),
         figures(run, leak),
-        {"bound": _bound(run, leak), "figure": _acceptable(run)},
+        {"bound": _bound(run, leak), "target": _within_target(run)},
     )
 
 
@@ -108,18 +108,14 @@ def _bound(run: RunFiles, leak: LeakAssessment) -> CheckAnswer:
     return CheckAnswer("ticked", f"At most {100 * float(auc_at_most(bound)):g} of 100 pairs.")
 
 
-def _acceptable(run: RunFiles) -> CheckAnswer:
-    target, where = decision.target_of(run)
+def _within_target(run: RunFiles) -> CheckAnswer:
+    target, _ = decision.target_of(run)
     if target is None:
-        return CheckAnswer(
-            "no", "No setting says which figure is acceptable (report.target_leak_auc)."
-        )
+        return CheckAnswer("no", "The label owner's settings have no limit.")
     if not guarantee_of(run) <= target + 1e-9:
-        return CheckAnswer(
-            "no", f"The bound is not within {100 * target:g} of 100 pairs ({where})."
-        )
+        return CheckAnswer("no", f"There is no bound within {100 * target:g} of 100 pairs.")
     if not (
         run.active.setting("run_budget", "leak_auc") or run.active.setting("run_budget", "sum_kl")
     ):
-        return CheckAnswer("no", "No run_budget limits all runs together.")
-    return CheckAnswer("ticked", f"It is within {100 * target:g} of 100 pairs; run_budget is set.")
+        return CheckAnswer("no", "No budget limits all runs together.")
+    return CheckAnswer("ticked", f"It is within {100 * target:g} of 100 pairs; a budget is set.")

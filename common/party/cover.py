@@ -20,22 +20,23 @@ from splitveil.common.text.wording import bytes_in_words
 COVER = "cover.html"
 
 CHECKS: Mapping[str, str] = {
-    "bound": "The defense is noisy_label, or the contract says exchange: one_shot, and the report "
-    "states the bound for anybody.",
-    "sums": "With release: noisy_sums, a bound that rests on cryptography is enough.",
-    "figure": "The figure is acceptable for these outcomes, and run_budget limits all runs "
+    "bound": "A bound on what outcomes give away holds for anybody.",
+    "sums": "A bound that rests on cryptography is enough.",
+    "target": "The bound is within the limit that was agreed, and a budget limits all runs "
     "together.",
-    "rows": 'No person has several rows, the report says "for each person", or the bound of each '
-    "row is enough.",
-    "lists": "max_set_size is the real size of the lists (with buckets, with their padding: "
-    "1,032,256 for 1,000,000 ids in 16 buckets).",
-    "columns": "The feature owner has read its plan and its report, accepts what can be guessed of "
-    "its columns, and has written its limit into max_exposure.",
-    "membership": "Both sides may know which people they have in common, or the alignment is "
-    "one-sided.",
-    "predictions": "Both sides accept that predictions name ids, or use --whole-table.",
-    "keys": "Each side made its own key, and both compared the digests by telephone.",
-    "contract": "The contract settles the points above, with dates.",
+    "figure": "The figure is acceptable for these outcomes.",
+    "rows": "No person has several rows, the bound is for each person, or that of each row is "
+    "enough.",
+    "lists": "The largest size of a list that the settings allow is not far above the longest one.",
+    "limit": "The measured average over the columns is within the limit of each feature owner.",
+    "columns": "Each feature owner has read its plan and its report, and accepts what can be "
+    "guessed of its columns.",
+    "membership": "The feature owner may know which people are on both lists, or does not learn "
+    "it.",
+    "predictions": "Predictions may name ids, or the whole table is sent sealed.",
+    "keys": "Each side made its own key, and all compared the keys' fingerprints by telephone.",
+    "contract": "A written agreement settles purpose, lists, figure and runs, predictions, "
+    "deletion and objections, with dates.",
 }
 """The list of ``docs/guide/data-protection.md``, which is signed off."""
 
@@ -45,9 +46,12 @@ _LABELS, _COLUMNS = "label owner", "feature owner"
 
 
 class CheckAnswer(NamedTuple):
-    """What the program finds of a check: a tick, ``no``, or that people have to tick it."""
+    """What the program finds of a check: a tick, ``no``, or that people have to tick it.
 
-    answer: Literal["ticked", "no", "by hand", "other page"]
+    It ticks nothing that only people know, such as that somebody has read a report.
+    """
+
+    answer: Literal["ticked", "no", "by hand", "other page", "does not apply"]
     found: str
 
 
@@ -72,10 +76,16 @@ def write_cover(
     provenance = summary.provenance
     whose = _COLUMNS if party == ACTIVE else _LABELS
     other = CheckAnswer("other page", f"See the cover page of the {whose}.")
-    checks = {"lists": _lists(folder, contract), **_answers(settings, contract), **answers}
     run_id, fingerprint = identity_of(folder)
     is_whole = provenance is not None and ended_early_by(folder) is None
-    rows = [*_exchanged(contract, summary, None if is_whole else traffic)]
+    examined = None if is_whole else traffic
+    rows = [*_exchanged(contract, summary, examined)]
+    sent_of_labels = was_sent(contract, examined)[1]
+    checks = {
+        "lists": _lists(folder, contract),
+        **_answers(settings, contract, sent_of_labels=sent_of_labels),
+        **answers,
+    }
     facts: dict[str, Any] = {
         "run": contract.get("run_name"),
         "run_id": run_id,
@@ -188,11 +198,15 @@ def _exchanged(
     yield row("tables, outcomes as they are, models, predictions", "neither way", "never")
 
 
-def _answers(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> dict[str, CheckAnswer]:
+def _answers(
+    settings: Mapping[str, Any], contract: Mapping[str, Any], *, sent_of_labels: bool
+) -> dict[str, CheckAnswer]:
     """Answer what both sides can by the contract and their own settings."""
     found = {
-        "sums": CheckAnswer("ticked", "Does not apply: no noisy sums were sent."),
+        "sums": CheckAnswer("does not apply", "Does not apply: no noisy sums were sent."),
+        "figure": CheckAnswer("by hand", "No program can tell what harm an outcome can do."),
         "rows": CheckAnswer("by hand", "No program can tell which ids are one person's."),
+        "columns": CheckAnswer("by hand", "No program can tell what was read and accepted."),
         "membership": CheckAnswer("by hand", "Both sides know the common ids now."),
         "predictions": CheckAnswer(
             "by hand", "Ids travel in clear unless the table is sent whole."
@@ -202,15 +216,16 @@ def _answers(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> dict[s
             "by hand", "The program knows the settings, not what else was signed."
         ),
     }
-    if contract.get("release") == "noisy_sums":
+    if contract.get("release") == "noisy_sums" and sent_of_labels:
         found["sums"] = CheckAnswer("by hand", "Noisy sums were sent.")
     if as_mapping(settings.get("defense")).get("subject_column"):
         found["rows"] = CheckAnswer("ticked", "The bound is for each person.")
-    if nothing_of_labels(contract):
-        found["rows"] = CheckAnswer("ticked", "Nothing of outcomes was sent about any row.")
-        found["bound"] = CheckAnswer("ticked", "One pass, and nothing that depends on an outcome.")
+    if not sent_of_labels:
+        nothing = CheckAnswer("does not apply", "Does not apply: nothing of outcomes was sent.")
+        found |= {"rows": nothing, "figure": nothing}
+        found["bound"] = CheckAnswer("ticked", "Nothing that depends on an outcome was sent.")
     if _is_one_sided(contract):
-        found["membership"] = CheckAnswer("ticked", "The alignment is one-sided.")
+        found["membership"] = CheckAnswer("ticked", "It does not learn it.")
         found["predictions"] = CheckAnswer("ticked", "The whole table is sent, sealed.")
     if as_mapping(settings.get("security")).get("mode") != "mtls":
         found["keys"] = CheckAnswer("no", "Nobody was authenticated: the run had no certificates.")
@@ -223,10 +238,10 @@ def _lists(folder: Path, contract: Mapping[str, Any]) -> CheckAnswer:
     own = lines[-1].own_rows if lines else None
     if own is None or not isinstance(most, int):
         return CheckAnswer("by hand", "The size of this side's list was not recorded.")
-    said = f"Of at most {most:,} ids, this side's list has {own:,}"
+    said = f"At most {most:,} ids; this side's list has {own:,}"
     if most <= _ROUNDED_UP * own:
         return CheckAnswer("ticked", f"{said}.")
-    return CheckAnswer("other page", f"{said}: either page has to tick it.")
+    return CheckAnswer("other page", f"{said}: another page has to tick it.")
 
 
 def _is_one_sided(contract: Mapping[str, Any]) -> bool:

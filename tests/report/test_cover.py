@@ -137,36 +137,47 @@ def test_the_checks_are_those_of_the_guide(tmp_path: Path) -> None:
     listed = [line[6:].replace("`", "") for line in guide.splitlines() if line.startswith("- [ ]")]
     assert listed == [*CHECKS.values()]
     ours, theirs = map(answers, write_both(tmp_path))
-    hand = dict.fromkeys(("membership", "predictions", "keys", "contract"), "by hand")
-    ticked = dict.fromkeys(("bound", "sums", "rows"), "ticked")
-    other = {"columns": "other page", "lists": "other page"}
-    assert ours == {**hand, **ticked, "figure": "ticked", **other}
-    assert theirs == {**hand, **ticked, "figure": "other page", **dict.fromkeys(other, "ticked")}
+    by_people = ("columns", "membership", "predictions", "keys", "contract")
+    common = {
+        **dict.fromkeys(by_people, "by hand"),
+        "bound": "ticked",
+        **dict.fromkeys(("sums", "rows", "figure"), "does not apply"),
+    }
+    other = {"limit": "other page", "lists": "other page"}
+    assert ours == {**common, "target": "ticked", **other}
+    assert theirs == {**common, "target": "other page", **dict.fromkeys(other, "ticked")}
+
+
+def test_the_program_ticks_nothing_that_only_people_know(tmp_path: Path) -> None:
+    facts = write_both(tmp_path, {"release": "noisy_labels"}, {"defense": {"name": "noisy_label"}})
+    for found in map(answers, facts):
+        for name in ("figure", "columns", "membership", "predictions", "keys", "contract", "rows"):
+            assert found[name] == "by hand"
 
 
 @pytest.mark.parametrize(
     ("contract", "own", "bound", "ours", "theirs"),
     [
-        ({"exchange": "gradients"}, {}, 1.0, {"bound": "no", "figure": "no"}, {}),
+        ({"exchange": "gradients"}, {}, 1.0, {"bound": "no", "target": "no"}, {}),
         (
             {"exchange": "gradients"},
             {"defense": {"name": "noisy_label"}},
             0.6,
-            {"bound": "ticked", "figure": "ticked", "rows": "by hand"},
+            {"bound": "ticked", "target": "ticked", "rows": "by hand"},
             {"bound": "other page", "rows": "by hand"},
         ),
         (
             {"exchange": "gradients"},
             {"defense": {"name": "noisy_label"}, "run_budget": {}},
             0.6,
-            {"bound": "ticked", "figure": "no"},
+            {"bound": "ticked", "target": "no"},
             {},
         ),
         (
             {"release": "noisy_sums"},
             {"defense": {"name": "noisy_label"}},
             0.7,
-            {"bound": "ticked", "figure": "no", "sums": "by hand"},
+            {"bound": "ticked", "target": "no", "sums": "by hand"},
             {"bound": "other page", "sums": "by hand"},
         ),
         (

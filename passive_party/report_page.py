@@ -39,7 +39,7 @@ _GUESSED: Mapping[Kind, str] = {
     "list": "whether one of its categories is there",
 }
 
-_ELSEWHERE = "It is on the label owner's page."
+_ELSEWHERE = "See the label owner's cover page."
 _NO_COLUMNS = report_parts.ScaleRow("Columns: not measured", "muted", said="Not measured.")
 _NOTHING_OF_COLUMNS = report_parts.ScaleRow(
     "Columns: 0, nothing of them was sent",
@@ -57,11 +57,9 @@ _NO_LABELS = report_parts.ScaleRow(
 )
 # The strength of a defense is private, and what this party's adversary finds depends on labels.
 _SOME_LABELS = report_parts.ScaleRow(
-    "Labels: their owner's report has the bound", "muted", said=_ELSEWHERE
+    "Labels: see the label owner's cover page", "muted", said=_ELSEWHERE
 )
-_MODEL = report_parts.ScaleRow(
-    "Model: its owner's report has the figures", "muted", said=_ELSEWHERE
-)
+_MODEL = report_parts.ScaleRow("Model: see the label owner's cover page", "muted", said=_ELSEWHERE)
 
 # What each kind of message that this party sends contains.
 _CONTENT: Mapping[str, str] = {
@@ -139,7 +137,7 @@ def _page(folder: Path, *, has_cover: bool) -> str:
     figures = {
         "columns": (_NO_COLUMNS if of_columns else _NOTHING_OF_COLUMNS)
         if exposure is None
-        else report_parts.columns_row(exposure.disclosure, most),
+        else report_parts.columns_row(exposure.disclosure, exposure.strongest_disclosure, most),
         "labels": _SOME_LABELS if of_labels else _NO_LABELS,
     }
     if has_cover:  # the pages name each other by their places

@@ -2,14 +2,15 @@
 
 from collections.abc import Mapping
 
+from splitveil.active_party.report.run_files import RunFiles, label_of, num_classes
 from splitveil.common.data.label_range import ONE_NUMBER
+from splitveil.common.party.cover import ended_early_by
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.assessment import Finding, LeakAssessment
 from splitveil.common.text.upper_bounds import auc_at_most
 
 QUESTION = "How well are our labels revealed to the other company, beyond what its own data reveal?"
 _WHOSE: Mapping[Adversary, tuple[str, str]] = {
-    Adversary.ANYBODY: ("Whatever the other company does, it", ""),
     Adversary.HONEST_BUT_CURIOUS: (
         "A company that sends what its model computes",
         " Nothing limits one that sends anything else.",
@@ -21,36 +22,55 @@ _WHOSE: Mapping[Adversary, tuple[str, str]] = {
 }
 
 
-def answer(
-    assessment: LeakAssessment, num_classes: int, label: str, passed: str, ended_by: str | None
-) -> str:
-    """Say for whom there is a bound, and what it means; ``passed`` names figures above it.
-
-    ``label`` names the positive one of two classes, as ``churned: yes``.
-    """
-    if ended_by is not None:
-        said = answer(assessment, num_classes, label, passed, None)
-        return f"The run ended early, by {ended_by}. Of what was sent until then: {said}"
-    distinguishes = _distinguishes(num_classes, label)
-    if assessment.adversary is None or assessment.bound is None:
-        return (
-            f"Nothing in this run limits how well the other company {distinguishes}. Guessing is "
-            "right in 50 of 100 pairs."
-        )
+def answer(run: RunFiles, assessment: LeakAssessment, passed: str, target: float | None) -> str:
+    """Say for whom there is a bound, and what it means; ``passed`` names figures above it."""
+    ended_by = ended_early_by(run.active.folder)
+    early = "" if ended_by is None else f"The run ended early, by {ended_by}. Until then: "
+    others, does = "the other company", "does, it distinguishes"
+    if len(run.active.setting("contract", "passive_parties") or ()) > 1:
+        others, does = "the other companies", "do, they distinguish"
+    whose = "its own data reveal" if others == "the other company" else "their own data reveal"
     if assessment.adversary is Adversary.ANYBODY and assessment.bound == 0.5:
-        return "This run tells nobody anything of the labels beyond what their own data reveal."
+        return f"{early}This run tells {others} nothing of the labels beyond what {whose}."
+    if assessment.adversary is None or assessment.bound is None or assessment.above_bound:
+        found = _attacked(run, assessment, target)
+        if found or assessment.adversary is None or assessment.bound is None:
+            limits = f"Nothing in this run limits how well {others} can tell {_apart(run)}. "
+            return early + (found or f"{limits}Guessing is right in 50 of 100 pairs.")
     pairs = f"{float(auc_at_most(assessment.bound)) * 100:g} of 100 pairs"
-    who, others = _WHOSE[assessment.adversary]
-    if assessment.adversary is Adversary.ANYBODY and not assessment.is_proved:
-        who, others = "By what this run's own defense states, the other company", ""
+    who, caveat = _WHOSE.get(assessment.adversary, ("", ""))
+    said = f"{who} distinguishes"
+    if assessment.adversary is Adversary.ANYBODY:
+        said = f"Whatever {others} {does}"
+        if assessment.is_computational:
+            said = f"As long as its cryptography holds, whatever {others} {does}"
+        if not assessment.is_proved:
+            said = f"By what this run's own defense states, {others} {does.split()[-1]}"
     if assessment.above_bound:
         reached = assessment.above_bound[0].leak.value * 100
-        others = f" An attack that was run reaches {reached:.0f}.{others}"
+        caveat = f" An attack that was run reaches {reached:.0f}.{caveat}"
     elif passed:
-        others = f" {passed}{others}"
+        caveat = f" {passed}{caveat}"
+    beyond = f"in at most {pairs}, beyond what {whose}. Guessing: 50."
+    return f"{early}{said} {_apart(run)} {beyond}{caveat}"
+
+
+def _attacked(run: RunFiles, assessment: LeakAssessment, target: float | None) -> str:
+    """Say what an attack reached where no bound holds for anybody; empty if none leaks."""
+    missed = "" if target is None else f" Target missed: {100 * target:g}."
+    recovered = "Labels recovered: an attack" if assessment.is_recovered else "An attack"
+    tries = "No bound holds against a company that tries."
+    if assessment.explained is not None and assessment.explained.low > 0:
+        share = f"{assessment.explained.r2:.0%} of the variance that columns leave"
+        return f"{recovered} explains {share}. {tries}{missed}"
+    strongest = assessment.strongest
+    leaks = {Finding.LEAKS, Finding.ABOVE_BOUND}
+    is_stated_for_all = assessment.adversary is Adversary.ANYBODY
+    if strongest is None or strongest.finding not in leaks or is_stated_for_all:
+        return ""
     return (
-        f"{who} {distinguishes} in at most {pairs}, beyond what its own data reveal. Guessing: 50."
-        f"{others}"
+        f"{recovered} told {_apart(run)} in {100 * strongest.leak.value:.0f} of 100 pairs. "
+        f"{tries}{missed}"
     )
 
 
@@ -83,11 +103,31 @@ def strongest_in_words(assessment: LeakAssessment) -> str:
     return f"The strongest attack that was run reaches {found}{by_chance}.{others}"
 
 
-def _distinguishes(num_classes: int, label: str) -> str:
-    if num_classes == ONE_NUMBER:
-        return "distinguishes a label at one end of the range from one at the other"
-    if num_classes > 2:
-        return "distinguishes rows of two classes, even of those that are separated best,"
-    if label:
-        return f"distinguishes a row with “{label}” from one without"
-    return "distinguishes a row with one label from one with the other"
+def outcome(run: RunFiles) -> str:
+    """Name the label and its classes, as ``churned: yes, or another``.
+
+    The range of a number is private: no page for the other side has it.
+    """
+    column, classes = run.active.setting("data", "label_column"), num_classes(run)
+    if column is None:
+        return "not recorded"
+    if classes == ONE_NUMBER:
+        return f"{column}, a number; its range is in the label owner's settings"
+    if classes > 2:
+        names = run.active.setting("data", "classes")
+        named = ", ".join(map(str, names)) if isinstance(names, list) else f"{classes} classes"
+        return f"{column}: {named}"
+    return f"{label_of(run)}, or another"
+
+
+def _apart(run: RunFiles) -> str:
+    column = run.active.setting("data", "label_column")
+    match num_classes(run):
+        case classes if classes == ONE_NUMBER:
+            what = f"“{column}”" if column else "a label"
+            return f"{what} at one end of the range from one at the other"
+        case classes if classes > 2:
+            return f"a row of one class{f' of “{column}”' if column else ''} from one of any other"
+        case _ if column:
+            return f"a row with “{label_of(run)}” from one without"
+    return "a row with one label from one with the other"

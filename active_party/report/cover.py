@@ -3,30 +3,25 @@
 import math
 from collections.abc import Mapping
 
-from splitveil.active_party.report import answer, decision, run_files
+from splitveil.active_party.report import answer, decision
 from splitveil.active_party.report.bounds import guarantee_of
 from splitveil.active_party.report.run_files import RunFiles
-from splitveil.common.party.cover import CheckAnswer, ended_early_by, write_cover
+from splitveil.common.party.cover import CheckAnswer, write_cover
 from splitveil.common.party.report_parts import ScaleRow, columns_row
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.upper_bounds import auc_at_most
 
 _NOT_OURS = ScaleRow(
-    "Columns: their owner's report has the figure",
+    "Columns: see the feature owner's cover page",
     "muted",
-    said="It is on the feature owner's page.",
+    said="See the feature owner's cover page.",
 )
 
 
 def write(run: RunFiles, leak: LeakAssessment, decided: decision.Decision) -> None:
-    said = answer.answer(
-        leak,
-        run_files.num_classes(run),
-        run_files.label_of(run),
-        decided.passed,
-        ended_early_by(run.active.folder),
-    )
+    said = answer.answer(run, leak, decided.passed, decision.target_of(run)[0])
     write_cover(
         run.active.folder,
         ACTIVE,
@@ -35,23 +30,25 @@ def write(run: RunFiles, leak: LeakAssessment, decided: decision.Decision) -> No
         (decided.outcome, decided.badge, said),
         figures(run, leak),
         {"bound": _bound(run, leak), "target": _within_target(run)},
+        outcome=answer.outcome(run),
     )
 
 
 def figures(run: RunFiles, leak: LeakAssessment) -> Mapping[str, ScaleRow]:
     """Return what labels and columns give away, and what the model is worth.
 
-    Of a leak AUC and of a test AUC, 1/2 is 0 and 1 is 1. Of columns, only their owner has a figure:
-    it is here where its files are on this machine.
+    Of a leak AUC and of a test AUC, 1/2 is 0 and 1 is 1; words give pairs of 100. Of columns, only
+    their owner has a figure: it is here where its files are on this machine.
     """
     found = {"labels": _labels(run, leak)}
     if leak.has_gradients:
-        found["labels, measured"] = _measured(leak)
+        found["labels, measured"] = _measured(run, leak)
     for one in run.passives:
-        if (disclosure := one.disclosure) is not None:
-            whose = f" ({one.name})" * (len(run.passives) > 1)
-            most = one.setting("max_exposure")
-            found[f"columns{whose}"] = columns_row(disclosure, most, whose)
+        if (disclosed := one.disclosure) is not None:
+            whose = f"({one.name})" * (len(run.passives) > 1)
+            found[f"columns {whose}".strip()] = columns_row(
+                *disclosed, one.setting("max_exposure"), whose
+            )
     if not any(name.startswith("columns") for name in found):
         found["columns"] = _NOT_OURS
     return found | {"model": _model(run)}
@@ -60,27 +57,57 @@ def figures(run: RunFiles, leak: LeakAssessment) -> Mapping[str, ScaleRow]:
 def _labels(run: RunFiles, leak: LeakAssessment) -> ScaleRow:
     target, _ = decision.target_of(run)
     most = None if target is None else 2 * target - 1
-    limit = "" if target is None else f" Limit: {100 * target:g} of 100 pairs."
+    limit = "" if target is None else f"; limit {100 * target:g}"
+    allowed = "" if target is None else f" Limit: {100 * target:g}."
     if leak.bound is None or leak.adversary is None:
-        said = f"Nothing limits it.{limit}"
-        return ScaleRow("Labels: no bound", "muted", 0.0, 1.0, most=most, said=said)
-    bound, how = float(auc_at_most(leak.bound)), ", computationally" * leak.is_computational
-    words = f"Labels: at most {2 * bound - 1:.3f} ({leak.adversary}{how})"
-    said = f"At most {100 * bound:g} of 100 pairs for {leak.adversary.in_words}{how}; guessing: 50."
-    return ScaleRow(words, "guarantee", 0.0, 2 * bound - 1, most=most, said=said + limit)
+        said = f"No bound: nothing limits it.{allowed}"
+        return ScaleRow(f"Labels: no bound{limit}", "muted", 0.0, 1.0, most=most, said=said)
+    bound = float(auc_at_most(leak.bound))
+    if leak.adversary is not Adversary.ANYBODY:
+        held = f"{_BEHAVES[leak.adversary]} is held to {100 * bound:g} of 100 pairs"
+        said = f"No bound against a company that tries; only one that {held}.{allowed}"
+        return ScaleRow(f"Labels: no bound{limit}", "muted", 0.0, 1.0, most=most, said=said)
+    words = f"Labels: at most {100 * bound:g} of 100 pairs{limit}"
+    if leak.bound == 0.5:
+        said = f"Nothing that was sent depends on one: 50 of 100 pairs, which is guessing.{allowed}"
+        return ScaleRow(words, "guarantee", 0.0, 0.0, said=said)
+    counted = (
+        "all training rows of a person together" if leak.is_of_persons else "each training row"
+    )
+    said = (
+        f"At most {100 * bound:g} of 100 pairs, guessing: 50.{allowed} It counts {counted}, in "
+        "this run and the earlier ones that its ledger holds, beyond what the columns say."
+    )
+    if leak.is_computational:
+        said += (
+            " It rests on the cryptography that the report names; no cryptographer has reviewed "
+        )
+        said += "its code."
+    return ScaleRow(words, "guarantee", 0.0, 2 * bound - 1, most=most, said=said)
 
 
-def _measured(leak: LeakAssessment) -> ScaleRow:
+_BEHAVES = {
+    Adversary.HONEST_BUT_CURIOUS: "sends what its model computes",
+    Adversary.CLASS_MEANS: "only compares gradients with the averages of the classes",
+}
+
+
+def _measured(run: RunFiles, leak: LeakAssessment) -> ScaleRow:
     found, strongest = leak.share, leak.strongest
     if found is None:
         words = leak.not_measured
         said = f"It {words}.".replace("It not", "Not")
-        return ScaleRow(f"Strongest attack: {words}", "muted", said=said)
-    said = f"{found[2]:.0%} of the variance that columns leave."
+        return ScaleRow(f"Attack: {words}", "muted", said=said)
+    low, high, value = found
+    words = f"{value:.0%} of the variance ({low:.0%} to {high:.0%})"
+    said = f"An attack that was run explains {value:.0%} of the variance that columns leave."
     if strongest is not None:
-        said = f"{50 + 50 * found[2]:.0f} of 100 pairs, by the strongest attack that was run."
-    words = f"Strongest attack: {found[2]:.3f} ({found[0]:.3f} to {found[1]:.3f})"
-    return ScaleRow(words, "measured", *found, said=said)
+        low, high, value = (50 + 50 * one for one in found)
+        words = f"{value:.0f} of 100 pairs ({low:.0f} to {high:.0f})"
+        said = f"An attack that was run was right in {value:.0f} of 100 pairs."
+    left_out = run.active.summary.of_leak.counts.much_left_out
+    said += f" {left_out.replace(' (leak_monitor.max_cpu_share)', '')}"
+    return ScaleRow(f"Attack: {words}", "measured", *found, said=said.strip())
 
 
 def _model(run: RunFiles) -> ScaleRow:
@@ -89,10 +116,15 @@ def _model(run: RunFiles) -> ScaleRow:
     if joint is None:
         return ScaleRow("Model: not measured", "muted", said="Not measured.")
     figure, unit = model.test.share_in_words
-    words, said = f"Model: {max(joint, 0.0):.3f}", f"{figure} {unit}, on test records"
+    words, said = (
+        f"Model: {figure} {unit.partition(' in ')[0]}",
+        f"{figure} {unit}, on test records",
+    )
     if model.alone is not None and alone is not None:
-        words += f"; without the other columns {max(alone, 0.0):.3f}"
-        said += f"; by the label owner's own columns {model.alone.share_in_words[0]}"
+        words += f"; own columns {model.alone.share_in_words[0]}"
+        said += f"; by the label owner's own columns alone {model.alone.share_in_words[0]}"
+    if model.refit is not None and run.active.setting("inference", "model") != "trained":
+        said += f"; refitted, as it predicts by default, {model.refit.share_in_words[0]}"
     most = None if alone is None else max(alone, 0.0)
     return ScaleRow(words, "utility", 0.0, max(joint, 0.0), most=most, said=f"{said}.")
 

@@ -79,6 +79,8 @@ def decide(run: RunFiles, assessment: LeakAssessment) -> Decision:
     shown, badge = outcome, _BADGES[outcome]
     if (target, where) == _NOTHING and outcome == "pass":
         badge = "No label revealed"
+    if recovered:
+        badge = "Labels recovered"
     if target is None:
         shown = "fail" if recovered or passed else "unknown"
         badge = "An attack passes a bound" if passed else _BADGES[shown]

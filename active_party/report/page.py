@@ -28,7 +28,7 @@ from splitveil.active_party.report.run_files import RunFiles, read_run
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import read_predictions
 from splitveil.common.errors import SettingsError, SplitveilError
-from splitveil.common.party.cover import COVER, ended_early_by
+from splitveil.common.party.cover import COVER
 from splitveil.common.party.report_parts import (
     circumstances,
     picture,
@@ -119,13 +119,7 @@ def report_page(run: RunFiles, *, has_cover: bool = False) -> str:
         leak=leak,
         decision=decided,
         question=answer.QUESTION,
-        answer=answer.answer(
-            leak,
-            classes,
-            run_files.label_of(run),
-            decided.passed,
-            ended_early_by(run.active.folder),
-        ),
+        answer=answer.answer(run, leak, decided.passed, decision.target_of(run)[0]),
         strongest=answer.strongest_in_words(leak),
         drawn=picture([*cover.figures(run, leak).values()]),
         epsilon=of_leak.beyond and of_leak.beyond.epsilon,

@@ -63,12 +63,14 @@ def write_cover(
     verdict: tuple[str, str, str],
     figures: Mapping[str, ScaleRow],
     answers: Mapping[str, CheckAnswer],
+    outcome: str = "See the label owner's cover page.",
 ) -> None:
     """Write a party's page and its facts into its folder of a run.
 
     Args:
         verdict: outcome, which is the class of the colour, words and sentence.
         figures: of labels, columns and model, by what the page calls them.
+        outcome: the label and its classes or range, which only the label owner's page names.
         answers: to the checks that only this party can answer.
     """
     contract = as_mapping(settings.get("contract"))
@@ -110,6 +112,7 @@ def write_cover(
         "messages": None
         if traffic is None
         else {"sent": traffic.sent._asdict(), "received": traffic.received._asdict()},
+        "label": outcome,
         "outcome": verdict[0],
         "verdict": verdict[1],
         "sentence": verdict[2],
@@ -180,22 +183,40 @@ def _exchanged(
         yield row("how many ids it asks for, none in clear", down, "once")
     else:
         were_aligned = traffic is None or traffic.count("Align reply") > 0
-        blinded = "every id, blinded by secrets of both sides"
+        common = summary.counts.aligned_rows
+        which = "which ids are on both" if common is None else f"which {common:,} ids are on both"
+        known = f"Both sides now know {which} lists, and the size of the other's."
+        if len(contract.get("passive_parties") or ()) > 1:
+            which = "of them all have" if common is None else f"{common:,} of them all have"
+            known = (
+                "The label owner and each feature owner now know which ids both have, which "
+                f"{which}, and the size of the other's list."
+            )
+        blinded = f"every id, blinded by secrets of both sides. {known}"
         yield row(blinded, "both ways", "once", is_sent=were_aligned)
         yield row("for each common record: " + activations, up, often, is_sent=of_columns)
+    taught = (
+        "It taught the feature owner how its columns relate to the outcome, which the bound on "
+        "labels does not limit."
+    )
+    last = "tables, outcomes as they are, models, predictions"
     match contract.get("release"):
         case "noisy_labels":
-            noisy = "for each record in training: its outcome, with noise"
+            noisy = f"for each record in training: its outcome, with noise. {taught}"
             yield row(noisy, down, "once", is_sent=of_labels)
         case "noisy_sums":
-            sums = "sums of the outcomes of records in training, with noise"
+            sums = f"sums of the outcomes of records in training, with noise. {taught}"
             yield row(sums, down, "once", is_sent=of_labels)
         case _ if nothing_of_labels(contract):
             yield row("of outcomes: nothing", down, "never")
         case _:
-            gradients = "for each record in training: numbers that correct the model (gradients)"
+            gradients = (
+                "for each record in training: numbers that correct the model (gradients). Outcomes "
+                "can be read from them as far as no bound on labels limits it."
+            )
+            last = "tables, models, predictions"
             yield row(gradients, down, often, is_sent=of_labels)
-    yield row("tables, outcomes as they are, models, predictions", "neither way", "never")
+    yield row(last, "neither way", "never")
 
 
 def _answers(

@@ -5,6 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import NamedTuple
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
@@ -57,16 +58,22 @@ class ScaleRow(NamedTuple):
     said: str = ""  # a sentence for the cover page
 
 
-def columns_row(disclosure: float, max_exposure: object, whose: str = "") -> ScaleRow:
-    """Return the disclosure of columns, beside their owner's limit."""
+def columns_row(
+    disclosure: float, strongest: float | None, max_exposure: object, whose: str = ""
+) -> ScaleRow:
+    """Return the disclosure of columns and that of the most exposed, beside their owner's limit."""
     most = max_exposure if isinstance(max_exposure, int | float) else None
-    limit = "" if most is None else f"; limit {most:g}"
-    words = f"Columns{whose}: {disclosure:.2f} measured{limit}"
+    limit = "" if most is None else f"; limit {100 * most:g}"
+    of_whom = f" {shorten(whose, 16, placeholder='…)')}" if whose else ""
+    words = f"Columns{of_whom}: {100 * disclosure:.0f} of 100{limit}"
     said = (
-        f"Whoever knows the columns of some records turns {100 * disclosure:.0f} of 100 wrong "
-        "guesses about others into right ones, on average over the columns. "
+        f"{100 * disclosure:.0f} of 100 wrong guesses turn right, on average over the columns, for "
+        "somebody who knows them of other records"
     )
-    said += "Other methods may do better." if most is None else f"Limit: {100 * most:g}."
+    if strongest is not None:
+        said += f"; of the most exposed column {100 * strongest:.0f}"
+    said += "." if most is None else f". Limit of the average: {100 * most:g}."
+    said += " Measured by simple methods, no bound: others may do better."
     return ScaleRow(words, "estimate", 0.0, disclosure, most=most, said=said)
 
 

@@ -103,10 +103,10 @@ def words_of(page: Path) -> str:
 
 def test_the_facts_are_those_of_both_summaries(tmp_path: Path) -> None:
     ours, theirs = write_both(tmp_path)
-    assert ours["sentence"].startswith("This run tells nobody anything of the labels")
+    assert ours["sentence"].startswith("This run tells the other company nothing of the labels")
     assert [one["identity"] for one in ours["parties"]] == ["bank.example", "shop.example"]
     figures = ours["figures"]
-    assert (figures["labels"]["high"], figures["labels"]["most"]) == (0, pytest.approx(0.2))
+    assert (figures["labels"]["high"], figures["labels"]["most"]) == (0, None)
     assert figures["model"]["high"] == pytest.approx(2 * 0.8 - 1)
     assert figures["model"]["most"] == pytest.approx(2 * 0.7 - 1)
     assert figures["columns"]["high"] is None
@@ -213,7 +213,10 @@ def test_no_page_names_a_column_an_attack_or_what_only_experts_read(tmp_path: Pa
     assert "a row with “defaulted: yes” from one without in at most 60 of 100 pairs" in words
     assert "for each record in training: numbers that correct the model (gradients)" in words
     assert "in each of 5 epochs" in words
+    assert "outcome defaulted: yes, or another" in words
+    assert "Outcomes can be read from them as far as no bound on labels limits it" in words
     others = words_of(tmp_path / "theirs/passive/cover.html")
+    assert "most exposed column 50" in others
     assert "defaulted" not in others
     assert "60 of 100" not in others
 

@@ -33,7 +33,7 @@ _PACKAGE = "splitveil.passive_party"
 _MOST_BARS = 10
 
 _GUESSED: Mapping[Kind, str] = {
-    "number": "its quarter",
+    "number": "which of four equal-sized ranges it lies in,",
     "gap": "it",
     "category": "it",
     "list": "whether one of its categories is there",
@@ -66,11 +66,15 @@ _CONTENT: Mapping[str, str] = {
     "Handshake request": "the contract, field by field",
     "Align request": "ids, blinded by a secret of this party",
     "Train request": "activations of training rows",
-    "Evaluate request": "activations of held-out rows, and of all rows of a one-shot run",
+    "Evaluate request": "activations of held-out rows",
     "Leave request": "how this party's part ended",
     "Describe request": "questions about the model that is served",
     "Embed reply": "activations of rows asked for by id",
     "EmbedTable reply": "encrypted activations of the whole table",
+}
+_CONTENT_ONE_SHOT: Mapping[str, str] = {
+    "Train request": "messages of the oblivious transfer that yields noisy sums",
+    "Evaluate request": "activations of all rows",
 }
 # What the page's own sentences name.
 _NAMED = ("activations of", "ids, blinded", "the contract", "how this party")
@@ -160,7 +164,10 @@ def _page(folder: Path, *, has_cover: bool) -> str:
         peer = f"{identity} (by its certificate, over TLS 1.3)"
     columns = () if exposure is None else exposure.columns
     crossed = report_parts.traffic_rows(traffic, ACTIVE)
-    left = {_CONTENT.get(one.kind, one.kind) for one in crossed if one.direction == "sent"}
+    content = _CONTENT | (_CONTENT_ONE_SHOT if one_shot else {})
+    if contract.get("release") == "noisy_labels":
+        content = {**content, "Train request": "the contract's request for noisy labels"}
+    left = {content.get(one.kind, one.kind) for one in crossed if one.direction == "sent"}
     return report_parts.render(
         _PACKAGE,
         "passive.html.jinja",
@@ -186,7 +193,7 @@ def _page(folder: Path, *, has_cover: bool) -> str:
         agreed=list(_agreed(settings, contract)),
         circumstances=list(report_parts.circumstances(summary, read_metrics(folder), traffic)),
         traffic_rows=[
-            one._replace(kind=f"{one.kind}: {_CONTENT[one.kind]}") if one.kind in _CONTENT else one
+            one._replace(kind=f"{one.kind}: {content[one.kind]}") if one.kind in content else one
             for one in crossed
         ],
     )
@@ -217,7 +224,7 @@ def _assessment(
     if isinstance(max_exposure, float):
         is_above = exposure.disclosure > max_exposure
         style = "fail" if is_above else "within"
-        word = f"{'Above' if is_above else 'Within'} max_exposure {max_exposure:g}"
+        word = f"Average {'above' if is_above else 'within'} the limit, {max_exposure:g}"
     if not best.is_above_chance:
         return Assessment(
             style,
@@ -237,7 +244,7 @@ def _assessment(
         style,
         word,
         f"A label owner that knows “{best.name}” of {exposure.known_rows:,} records guesses "
-        f"{_GUESSED[best.kind]} right for {best.of_100(best.right)} of 100 others with what "
+        f"{_GUESSED[best.kind]} correctly for {best.of_100(best.right)} of 100 others with what "
         f"{is_or_was} sent, and for {best.of_100(best.without)} without.",
         next_step,
         price,

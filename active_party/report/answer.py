@@ -9,7 +9,7 @@ from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.assessment import Finding, LeakAssessment
 from splitveil.common.text.upper_bounds import auc_at_most
 
-QUESTION = "How well are our labels revealed to the other company, beyond what its own data reveal?"
+QUESTION = "How well are our labels revealed to any other company, beyond what its own data reveal?"
 _WHOSE: Mapping[Adversary, tuple[str, str]] = {
     Adversary.HONEST_BUT_CURIOUS: (
         "A company that sends what its model computes",

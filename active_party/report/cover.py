@@ -76,7 +76,7 @@ def _labels(run: RunFiles, leak: LeakAssessment) -> ScaleRow:
     )
     said = (
         f"At most {100 * bound:g} of 100 pairs, guessing: 50.{allowed} It counts {counted}, in "
-        "this run and the earlier ones that its ledger holds, beyond what the columns say."
+        "this run and the earlier ones counted with it, beyond what the columns say."
     )
     if leak.is_computational:
         said += (

@@ -77,6 +77,8 @@ def decide(run: RunFiles, assessment: LeakAssessment) -> Decision:
     outcome = _overall(checks, assessment)
     recovered = assessment.is_recovered
     shown, badge = outcome, _BADGES[outcome]
+    if outcome == "open" and {one.name for one in checks if one.outcome == "open"} == {_ALONE}:
+        badge = "No gain shown"
     if (target, where) == _NOTHING and outcome == "pass":
         badge = "No label revealed"
     if recovered:
@@ -209,7 +211,10 @@ def _quality_checks(run: RunFiles, predictions: StoredPredictions | None) -> Ite
             yield _quality_check(test.auc, found, figure, float(least))
     if alone is not None and test.score is not None and alone.score is not None:
         outcome: Outcome = "pass" if test.score > alone.score else "fail"
-        yield Check(_ALONE, outcome, figure, alone.better_in_words, _WORTH)
+        why = _WORTH
+        if outcome == "pass" and found is not None and found.low <= alone.score:
+            outcome, why = "open", f"The 95 % interval contains that figure. {_WORTH}"
+        yield Check(_ALONE, outcome, figure, alone.better_in_words, why)
 
 
 def _quality_check(auc: float, found: Estimate | None, figure: str, least: float) -> Check:
@@ -251,6 +256,13 @@ def _other_steps(
         )
     if outcomes.get(_QUALITY) in {"fail", "open"}:
         yield advice.BETTER_MODEL
+    if outcomes.get(_ALONE) == "open":
+        yield advice.Change(
+            "(more aligned rows, or no joint run)",
+            "the test rows do not show that the feature owner's columns help: more would, or would "
+            "show that they do not",
+            "What another run sends, beside what this one has sent.",
+        )
     if outcomes.get(_ALONE) == "fail":
         yield advice.Change(
             "(no joint run)",

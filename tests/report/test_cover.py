@@ -248,7 +248,7 @@ def test_a_run_that_ended_early_is_not_green_and_lists_what_was_sent(
         assert f'class="verdict {one["outcome"]}"' in page
         assert "Ended early" in page
     numbers_left = "4 numbers" not in " ".join(facts[1]["not_sent"])
-    assert ("Activations:" in words_of(tmp_path / "theirs/passive/report.html")) is numbers_left
+    assert ("Of each record:" in words_of(tmp_path / "theirs/passive/report.html")) is numbers_left
 
 
 def test_a_page_elsewhere_neither_writes_nor_names_a_cover(tmp_path: Path) -> None:

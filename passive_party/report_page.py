@@ -153,7 +153,9 @@ def _page(folder: Path, *, has_cover: bool) -> str:
             (
                 assessment.style,
                 assessment.word,
-                figures["columns"].said if ended_by is None else assessment.headline,
+                assessment.headline
+                if ended_by
+                else f"{figures['columns'].said.partition('.')[0]}.",
             ),
             {**figures, "model": _MODEL},
             {"limit": _within_limit(exposure, most, was_sent=of_columns)},
@@ -253,7 +255,7 @@ def _assessment(
 
 def _within_limit(exposure: FeatureExposure | None, most: object, *, was_sent: bool) -> CheckAnswer:
     if not was_sent:
-        return CheckAnswer("does not apply", "Does not apply: nothing of the columns was sent.")
+        return CheckAnswer("does not apply", "Nothing of the columns was sent.")
     if exposure is None or not exposure.columns:
         return CheckAnswer("no", "It was not measured.")
     if not isinstance(most, int | float):

@@ -20,7 +20,7 @@ from splitveil.common.text.wording import bytes_in_words
 COVER = "cover.html"
 
 CHECKS: Mapping[str, str] = {
-    "bound": "A bound on what outcomes give away holds for anybody.",
+    "bound": "A bound on how well outcomes are revealed holds for anybody.",
     "sums": "A bound that rests on cryptography is enough.",
     "target": "The bound is within the limit that was agreed, and a budget limits all runs "
     "together.",
@@ -170,7 +170,9 @@ def _exchanged(
         return {"what": what, "way": way, "how_often": how_often}, is_sent
 
     of_columns, of_labels = was_sent(contract, traffic)
-    up, down = f"{_COLUMNS} to {_LABELS}", f"{_LABELS} to {_COLUMNS}"
+    are_several = len(contract.get("passive_parties") or ()) > 1
+    owners = _COLUMNS + "s" * are_several
+    up, down = f"{owners} to {_LABELS}", f"{_LABELS} to {owners}"
     epochs = summary.counts.epochs
     often = "once"
     if contract.get("exchange") != "one_shot":
@@ -186,7 +188,7 @@ def _exchanged(
         common = summary.counts.aligned_rows
         which = "which ids are on both" if common is None else f"which {common:,} ids are on both"
         known = f"Both sides now know {which} lists, and the size of the other's."
-        if len(contract.get("passive_parties") or ()) > 1:
+        if are_several:
             which = "of them all have" if common is None else f"{common:,} of them all have"
             known = (
                 "The label owner and each feature owner now know which ids both have, which "
@@ -196,8 +198,8 @@ def _exchanged(
         yield row(blinded, "both ways", "once", is_sent=were_aligned)
         yield row("for each common record: " + activations, up, often, is_sent=of_columns)
     taught = (
-        "It taught the feature owner how its columns relate to the outcome, which the bound on "
-        "labels does not limit."
+        f"It taught the {owners} how columns relate to the outcome, which the bound on labels does "
+        "not limit."
     )
     last = "tables, outcomes as they are, models, predictions"
     match contract.get("release"):
@@ -224,7 +226,7 @@ def _answers(
 ) -> dict[str, CheckAnswer]:
     """Answer what both sides can by the contract and their own settings."""
     found = {
-        "sums": CheckAnswer("does not apply", "Does not apply: no noisy sums were sent."),
+        "sums": CheckAnswer("does not apply", "No noisy sums were sent."),
         "figure": CheckAnswer("by hand", "No program can tell what harm an outcome can do."),
         "rows": CheckAnswer("by hand", "No program can tell which ids are one person's."),
         "columns": CheckAnswer("by hand", "No program can tell what was read and accepted."),
@@ -242,7 +244,7 @@ def _answers(
     if as_mapping(settings.get("defense")).get("subject_column"):
         found["rows"] = CheckAnswer("ticked", "The bound is for each person.")
     if not sent_of_labels:
-        nothing = CheckAnswer("does not apply", "Does not apply: nothing of outcomes was sent.")
+        nothing = CheckAnswer("does not apply", "Nothing that depends on an outcome was sent.")
         found |= {"rows": nothing, "figure": nothing}
         found["bound"] = CheckAnswer("ticked", "Nothing that depends on an outcome was sent.")
     if _is_one_sided(contract):

@@ -66,14 +66,10 @@ def columns_row(
     limit = "" if most is None else f"; limit {100 * most:g}"
     of_whom = f" {shorten(whose, 16, placeholder='…)')}" if whose else ""
     words = f"Columns{of_whom}: {100 * disclosure:.0f} of 100{limit}"
-    said = (
-        f"{100 * disclosure:.0f} of 100 wrong guesses turn right, on average over the columns, for "
-        "somebody who knows them of other records"
-    )
+    said = f"{100 * disclosure:.0f} of 100 wrong guesses turn right, on average over the columns"
     if strongest is not None:
-        said += f"; of the most exposed column {100 * strongest:.0f}"
+        said += f", and {100 * strongest:.0f} of the most exposed column's"
     said += "." if most is None else f". Limit of the average: {100 * most:g}."
-    said += " Measured by simple methods, no bound: others may do better."
     return ScaleRow(words, "estimate", 0.0, disclosure, most=most, said=said)
 
 

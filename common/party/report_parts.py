@@ -69,7 +69,7 @@ def columns_row(
     said = f"{100 * disclosure:.0f} of 100 wrong guesses turn right, on average over the columns"
     if strongest is not None:
         said += f", and {100 * strongest:.0f} of the most exposed column's"
-    said += "." if most is None else f". Limit of the average: {100 * most:g}."
+    said += "." if most is None else f". Limit: {100 * most:g}."
     return ScaleRow(words, "estimate", 0.0, disclosure, most=most, said=said)
 
 

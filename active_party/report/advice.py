@@ -24,7 +24,7 @@ class Change(NamedTuple):
 BETTER_MODEL = Change(
     "(more aligned rows, more columns, or more epochs)",
     "teach the model more; where the contract leaves rows out of training, give it those",
-    "More answers about the same labels, where there are more epochs: see the ledger.",
+    "More answers about the same labels, where there are more epochs: see the details.",
 )
 """The step from a test AUC that is too low; more test rows would only measure it."""
 
@@ -41,6 +41,8 @@ def steps_to_a_bound(run: RunFiles, target: float) -> Iterator[Change]:
     # Rounded up, more noise: the bound stays within the target.
     if "noise_ratio" in (mechanism := whole.get("mechanism", {})):
         mechanism["noise_ratio"] = math.ceil(1000 * mechanism["noise_ratio"]) / 1000
+    if whole.get("mechanism", {}).get("posterior") == "none":  # the default
+        del whole["mechanism"]["posterior"]
     # The advice changes the strength: it is written even where it is the default.
     changed |= {name: whole[name] for name in ("strength", "mechanism") if name in whole}
     why = f"bounds the leak AUC of the whole run at {target:g} for anybody"

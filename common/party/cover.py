@@ -199,7 +199,7 @@ def _exchanged(
         yield row("for each common record: " + activations, up, often, is_sent=of_columns)
     taught = (
         f"It taught the {owners} how columns relate to the outcome, which the bound on labels does "
-        "not limit."
+        "not limit. False outcomes can aim what is sent at a column."
     )
     last = "tables, outcomes as they are, models, predictions"
     match contract.get("release"):

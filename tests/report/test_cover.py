@@ -217,7 +217,7 @@ def test_no_page_names_a_column_an_attack_or_what_only_experts_read(tmp_path: Pa
     assert "Outcomes can be read from them as far as no bound on labels limits it" in words
     others = words_of(tmp_path / "theirs/passive/cover.html")
     assert "and 50 of the most exposed column's. Limit: 50." in others
-    assert "measured by simple methods, no bound" in others
+    assert "those simple methods turn right; no bound" in others
     assert "defaulted" not in others
     assert "60 of 100" not in others
 

@@ -163,11 +163,7 @@ def test_the_next_step_is_a_setting_that_bounds_the_leak_at_the_target(tmp_path:
     marvell = {"defense": {"name": "marvell"}}
     decision = decision_of(write_run(tmp_path / "run", bound=1.0, settings=marvell), 0.65)
     (step,) = decision.steps
-    gaussian = {
-        "kind": "gaussian",
-        "noise_ratio": math.ceil(1000 / mu_of_leak_auc(0.65)) / 1000,
-        "posterior": "none",
-    }
+    gaussian = {"kind": "gaussian", "noise_ratio": math.ceil(1000 / mu_of_leak_auc(0.65)) / 1000}
     noisy = {"name": "noisy_label", "mechanism": gaussian}
     assert yaml.safe_load(step.setting) == {"defense": noisy}
     assert "has a test AUC of 0.7" in step.price

@@ -21,7 +21,7 @@ from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.record import model_files
 from splitveil.common.record.model_files import SETTING as INITIAL
 from splitveil.common.record.run_store import RunStore

@@ -43,7 +43,7 @@ from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.id_rules import rules_as_bytes
 from splitveil.common.settings import Mark, marked, validate, without
 from splitveil.common.text.files import only_one_process
-from splitveil.common.text.upper_bounds import auc_at_most
+from splitveil.common.text.wording import auc_at_most
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from splitveil.active_party.grpc_server.server import Serve
 from splitveil.active_party.monitor.active_status import ActiveStatus
+from splitveil.active_party.predict.embed_client import TableClient
 from splitveil.active_party.predict.predictor import log_security, open_clients
-from splitveil.active_party.predict.table_client import TableClient
 from splitveil.active_party.run.lifecycle import Stage
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings

@@ -30,9 +30,9 @@ from splitveil.active_party.trainer_builder import Persons
 from splitveil.active_party.training.label_kinds import kind_of
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.privacy.adversary import Adversary, narrowest
+from splitveil.common.privacy.charge import Adversary, narrowest
 from splitveil.common.record.run_folder import finite_or_null
-from splitveil.common.text.upper_bounds import at_most, auc_at_most
+from splitveil.common.text.wording import at_most, auc_at_most
 
 _FEW_ROWS = 200  # noise at a bound of .60 then hides a correlation of .3 with the label
 
@@ -50,16 +50,10 @@ class PlannedRows(NamedTuple):
     epochs: int
 
 
-class PlannedRatio(NamedTuple):
-    noise: str
-    answers: int
-    by_estimate: float
-    by_bound: float
-
-
 class Target(NamedTuple):
     leak_auc: float
-    ratios: tuple[PlannedRatio, ...]
+    ratios: tuple[tuple[str, int, float, float], ...]
+    """The noise, the number of answers, and the power ratio by the estimate and by the bound."""
     holds_for_any_means: bool
     """True if the ratios hold for any class means, as with several classes."""
 
@@ -112,7 +106,12 @@ class Plan(NamedTuple):
             if target is None
             else {
                 "leak_auc": target.leak_auc,
-                "power_ratios": [finite_or_null(one._asdict()) for one in target.ratios],
+                "power_ratios": [
+                    finite_or_null(
+                        {"noise": noise, "answers": answers, "by_estimate": one, "by_bound": other}
+                    )
+                    for noise, answers, one, other in target.ratios
+                ],
             },
         }
 
@@ -162,7 +161,7 @@ def plan_of(
     said.append(model.said)
     is_known = model.certainty == "unknown" or math.isfinite(model.high)
     if is_known and not contract.is_one_shot:
-        said.append(settings.defense.traits.covers)
+        said.append(model.covers)
     if settings.run_budget is None:
         said.append("run_budget: none is set")
     return Plan(
@@ -280,17 +279,19 @@ def _end_in_words(first: int | None, last: int | None, epochs: int, charge: Char
 
 def _target(leak_auc: float, epochs: int, context: DefenseContext) -> Target:
     is_multi_class = context.num_classes > 2
-    allowed = (sum_kl_for_estimated_auc(leak_auc), sum_kl_for_leak_auc(leak_auc))
+    low, high = sum_kl_for_estimated_auc(leak_auc), sum_kl_for_leak_auc(leak_auc)
 
     def fresh(sum_kl: float) -> float:
         if is_multi_class:
             return worst_pair_factor(context.num_classes) * epochs / sum_kl
         return power_ratio_for(sum_kl, epochs, context.cut_dim, context.pos_fraction)
 
-    ratios = [PlannedRatio("fresh", epochs, *map(fresh, allowed))]
+    ratios: tuple[tuple[str, int, float, float], ...] = (
+        ("fresh", epochs, fresh(low), fresh(high)),
+    )
     if not is_multi_class:
-        ratios.append(PlannedRatio("persistent", epochs, *(1 / sum_kl for sum_kl in allowed)))
-    return Target(leak_auc, tuple(ratios), is_multi_class)
+        ratios += (("persistent", epochs, 1 / low, 1 / high),)
+    return Target(leak_auc, ratios, is_multi_class)
 
 
 def bound_in_words(charge: ChargeModel, peers: Adversary) -> str:

@@ -50,7 +50,7 @@ from splitveil.common.record.run_record import Summary, provenance_of_process, w
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.run.sample_order import SPLITS
-from splitveil.common.text.version import VERSION
+from splitveil.common.text.wording import VERSION
 
 logger = logging.getLogger("splitveil.active_party")
 
@@ -153,10 +153,10 @@ def save_results(
     learned_from = model_files.RELEASED_LABELS if is_label_free else model_files.TRUE_LABELS
     with session.lifecycle.stages:  # no handler still at work may charge meanwhile
         book = session.lifecycle.account_book()
-    identity, noise = _identity(session), _noise(settings)
-    result_of = model_files.identity_metadata(identity, settings.contract) | book.as_metadata()
+    noise = {} if settings.defense.noise_seed is None else model_files.KNOWN_NOISE
+    identity = model_files.identity_metadata(_identity(session), settings.contract)
     saved = model_files.save_model(
-        folder, trainer.model, builder.encoder, learned_from | result_of | noise
+        folder, trainer.model, builder.encoder, learned_from | identity | book.as_metadata() | noise
     )
     model_files.save_tensors(folder, LEDGER, book.state_dict(), noise)
     logger.debug("model saved in %s", saved)
@@ -208,10 +208,6 @@ def save_alone(
 
 def _identity(session: ActiveSession) -> ModelIdentity:
     return ModelIdentity(session.run_id, session.lifecycle.batch_number)
-
-
-def _noise(settings: ActiveSettings) -> dict[str, str]:
-    return {} if settings.defense.noise_seed is None else model_files.KNOWN_NOISE
 
 
 def save_refitted(

@@ -13,8 +13,8 @@ from splitveil.common.data.source_settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import ModelSettings
 from splitveil.common.party.party_settings import Address, IdLimit, KeyPair, PartySettings
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import SideInformation
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings
 from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.run.id_rules import rules_as_bytes
@@ -307,12 +307,11 @@ class ActiveSettings(PartySettings):
         if self.serving.fallback and self.data.features is None:
             raise ValueError("serving.fallback: needs data.features: it predicts from them only")
         self._check_one_shot()
-        # The peer of a one-shot run sees no loss.
-        is_one_shot = self.contract.is_one_shot
-        refusal = None if is_one_shot else refusal_of_weights(self.defense, self.data)
-        if refusal is not None:
-            raise ValueError(f"defense: {refusal}")
         self._check_label_kind()
+        if not self.contract.is_one_shot:  # else the peer sees no loss
+            refusal = refusal_of_weights(self.defense, self.data, self.defense_context())
+            if refusal is not None:
+                raise ValueError(f"defense: {refusal}")
         self._check_run_budget()
         return self
 
@@ -371,17 +370,15 @@ class ActiveSettings(PartySettings):
         if self.run_budget is None:
             return
         context, peers = self.defense_context(), self.run_budget.peers
-        unbounded = self.defense.charge_model(context).refusal
-        if unbounded is not None:
-            raise ValueError(f"run_budget: {unbounded}, or run_budget to null")
-        described, why = self.defense.traits.adversary, self.defense.traits.covers
-        if self.contract.is_one_shot:  # where it releases nothing, there is nothing to bound
-            described = Adversary.ANYBODY
+        model = self.defense.charge_model(context)
+        if model.refusal is not None:
+            raise ValueError(f"run_budget: {model.refusal}, or run_budget to null")
+        described = model.charge.adversary
         if not described.includes(peers):
             raise ValueError(
                 f"run_budget: {self.defense.name} has no bound for {peers.in_words}, only for "
-                f"{described.in_words}. {why} Expected adversary: {described} in run_budget, or a "
-                f"defense with a bound for {peers.in_words}, such as noisy_label"
+                f"{described.in_words}. {model.covers} Expected adversary: {described} in "
+                f"run_budget, or a defense with a bound for {peers.in_words}, such as noisy_label"
             )
         signals = () if self.early_stopping_epochs is None else (EARLY_STOPPING,)
         objection = objection_to(peers, signals)

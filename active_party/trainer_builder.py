@@ -24,11 +24,11 @@ from splitveil.common.data.features import FeatureEncoder, Features, FeatureShap
 from splitveil.common.data.ids import read_subjects
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.models.data_parallel import Beginning, Learner, begin
+from splitveil.common.models.device import speed_up
 from splitveil.common.models.factory import Trial, build_top_model, one_at_a_time
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.ranks import Ranks
 from splitveil.common.models.settings import bins_of
-from splitveil.common.models.speed import speed_up
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.workers import Rank
 from splitveil.common.run.course import AlignedRows

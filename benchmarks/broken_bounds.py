@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.environment import print_environment
-from splitveil.common.text.upper_bounds import auc_at_most
+from splitveil.common.text.wording import auc_at_most
 from tests.support.attacked_run import deal_labels
 from tests.support.malicious import Attacked, attack
 

@@ -36,8 +36,8 @@ from torch import Tensor
 from benchmarks.environment import print_environment
 from splitveil.active_party.defenses.interface import Step
 from splitveil.attacks import ON_STORED_ROWS
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import ATTACKS, CUT, FINAL_ATTACKS, RUN_ATTACKS
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import RunFigures
 from splitveil.common.run.course import Batch
 from splitveil.common.text.values import to_form

@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.environment import print_environment
 from splitveil.common.data.features import Features, FeatureShapes
-from splitveil.common.models.conv import ConvBottom
 from splitveil.common.models.data_parallel import Beginning, Learner, begin, work
+from splitveil.common.models.dense import ConvBottom
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.ranks import Ranks
 from splitveil.common.models.settings import AdamOptimizer, ConvModel

@@ -22,8 +22,8 @@ from splitveil.common.party.arguments import Commands, Parser, add_json, print_j
 from splitveil.common.party.credentials import SOON_DAYS, days_until, dns_names, subject_of
 from splitveil.common.run.contract import ACTIVE, DnsName, Name
 from splitveil.common.text.log_lines import configure_logging
-from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import visible
+from splitveil.common.text.wording import add_version
 from splitveil.deploy.authority import (
     AUTHORITY_DAYS,
     PARTY_DAYS,

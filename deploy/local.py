@@ -14,7 +14,6 @@ such a run is started again.
 import argparse
 import hashlib
 import logging
-import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,9 +31,10 @@ from splitveil.common.record.run_folder import has_finished
 from splitveil.common.record.run_record import read_summary
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.settings import apply_overrides, read_yaml
+from splitveil.common.text.system import num_cores
 from splitveil.common.text.values import as_mapping
-from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import cell, visible, visible_lines
+from splitveil.common.text.wording import add_version
 from splitveil.deploy.authority import PartyFolder, keep_certificates
 from splitveil.deploy.overrides import (
     NamedDefense,
@@ -231,7 +231,7 @@ def _commands(
 
 def _defaults(example_dir: Path, num_parties: int) -> list[str]:
     """Divide the cores, and count no earlier runs: one person has all parties of all runs."""
-    threads = max(len(os.sched_getaffinity(0)) // num_parties, 1)
+    threads = max(num_cores() // num_parties, 1)
     counts = "earlier_ledgers" in read_yaml(example_dir / f"{ACTIVE}.yaml")
     shares = [f"{party}.torch_threads={threads}" for party in (ACTIVE, "passive")]
     return shares if counts else [*shares, f"{ACTIVE}.earlier_ledgers=[]"]

@@ -8,9 +8,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from splitveil.active_party.report import read_run
-from splitveil.active_party.report.answer import drawn
-from splitveil.active_party.report.bounds import assessment_of
-from splitveil.active_party.report.decision import target_of
+from splitveil.active_party.report.page import scales
+from splitveil.common.party.report_parts import picture
 
 STANDALONE = (
     "svg.chart.scale { max-width: none; background: var(--card); "
@@ -20,9 +19,9 @@ STANDALONE = (
 
 def main() -> None:
     run = read_run(Path(sys.argv[1]))
-    picture = str(drawn(assessment_of(run), {}, target_of(run)[0], run.passives))
+    drawn = str(picture([*scales(run, run.assessment).values()]))
     style = files("splitveil.common.party").joinpath("templates/style.css").read_text("utf-8")
-    head, _, rest = picture.partition(">")
+    head, _, rest = drawn.partition(">")
     head = head.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"')
     print(f"{head}><style>{style}{STANDALONE}</style>{rest}")
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.arguments import Parser
 from splitveil.common.record.run_folder import AS_USUAL, claimed, write_text_atomically
-from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import visible_lines
+from splitveil.common.text.wording import add_version
 from splitveil.experiments.cells import Cell, Choice, plan, problems
 from splitveil.experiments.collection import circumstances_of, collect, read_rows, write_rows
 from splitveil.experiments.execution import Ending, Resources, is_finished, run_cells

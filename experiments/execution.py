@@ -2,7 +2,7 @@
 
 By default the local launcher runs a cell, with a process per party. With ``in_process`` both
 parties share one, which gives the same figures at a fraction of the time (see
-`splitveil.library.recorded`).
+`splitveil.library.in_process`).
 
     cells/<data set>/<variant>/seed-<n>/
         settings/            the files for ``splitveil local``, which can also be run by hand
@@ -47,8 +47,8 @@ from splitveil.experiments.cells import (
     passive_parties,
     with_folders,
 )
+from splitveil.library.in_process import run_recorded
 from splitveil.library.loading import load
-from splitveil.library.recorded import run_recorded
 
 FINISHED = "finished.json"
 _PARTIES = ("active", "passive")

@@ -15,13 +15,12 @@ from splitveil.common.data.features import FeatureEncoder, FeatureShapes
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.components import ComponentsBottom
 from splitveil.common.models.data_parallel import Beginning, Learner, Take, begin
+from splitveil.common.models.device import speed_up
 from splitveil.common.models.factory import Trial, build_bottom_model, one_at_a_time
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.ranks import Ranks
 from splitveil.common.models.settings import PcaModel, ScoreModel, bins_of
-from splitveil.common.models.speed import speed_up
 from splitveil.common.party.party_data import PartyData, open_earlier_model
-from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.model_files import PretrainedWeights, identity_metadata, save_model
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import ModelIdentity
@@ -79,12 +78,6 @@ def evaluation_labels(settings: PassiveSettings) -> PartyData | None:
     return PartyData.load(
         settings.adversary.labels, settings.base_dir, id_rules=settings.contract.ids
     )
-
-
-def check_named_code(settings: PassiveSettings) -> None:
-    """Open the model that the settings start from, and try the attacks that they name."""
-    open_earlier_model(settings)
-    try_custom_attacks(settings.adversary, settings.contract.cut_shape)
 
 
 class BottomBuilder:

@@ -24,12 +24,18 @@ from torch.nn.functional import adaptive_avg_pool2d, one_hot
 
 from splitveil.common.data.features import Features, image_as_float
 from splitveil.common.errors import InvalidMessage, SettingsError
-from splitveil.common.models import training_state
+from splitveil.common.models import optimizers
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.components import FIT_ROWS, ComponentsBottom
-from splitveil.common.models.conv import ConvBottom, ConvTop
 from splitveil.common.models.data_parallel import DataParallelModel, Learner, go_on
-from splitveil.common.models.dense import MlpBottom, MlpTop, WideDeepBottom, WideDeepTop
+from splitveil.common.models.dense import (
+    ConvBottom,
+    ConvTop,
+    MlpBottom,
+    MlpTop,
+    WideDeepBottom,
+    WideDeepTop,
+)
 from splitveil.common.models.device import check_same_gpu, gpu_of, to_device
 from splitveil.common.oblivious_transfer import Receiver
 from splitveil.common.run.course import Batch
@@ -94,9 +100,7 @@ def stashing_weights(model: nn.Module) -> Iterator[None]:
     A function that keeps a weight by other means than ``save_for_backward``, or computes the
     forward pass again (``torch.utils.checkpoint``), gets the weights of its backward pass instead.
     """
-    owned = {
-        _storage(tensor) for tensor in chain(training_state.trained_of(model), model.buffers())
-    }
+    owned = {_storage(tensor) for tensor in chain(optimizers.trained_of(model), model.buffers())}
 
     def save(tensor: Tensor) -> tuple[Tensor, int]:
         if tensor.layout is torch.strided and _storage(tensor) in owned:
@@ -243,7 +247,7 @@ class BottomTrainer:
         ``given`` is what ``training_rows`` has gathered. ``stashes_weights`` if the model may
         learn from other gradients before this batch's.
         """
-        training_state.in_training_mode(self.model)
+        optimizers.in_training_mode(self.model)
         with stashing_weights(self.model) if stashes_weights else nullcontext():
             activation: Tensor = (self._parallel or self.model)(given)
         self._waiting.append(activation)
@@ -332,7 +336,7 @@ class BottomTrainer:
             "model": self.model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "schedule": self._schedule.state_dict(),
-            "random": training_state.random_state(self._device),
+            "random": optimizers.random_state(self._device),
             "gpu": gpu_of(self._device),
             "ranks": [] if self._parallel is None else self._parallel.random_states(),
             "sums": self._sums if self._sums is None else torch.from_numpy(self._sums),
@@ -347,7 +351,7 @@ class BottomTrainer:
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
-        training_state.set_random_state(self._device, state["random"])
+        optimizers.set_random_state(self._device, state["random"])
         go_on(self._parallel, state["ranks"])
         self._noisy.clear()
         self._receiver = None

@@ -78,8 +78,21 @@ class Column(NamedTuple):
 
     @classmethod
     def of(cls, name: str, kind: Kind, values: npt.NDArray[Any]) -> "Column":
-        found = _levels(values) if kind == "category" else (_quarters(values), _QUARTERS)
-        return cls(name, kind, values, *found)
+        """Make a category's classes of its levels, and a number's of its quarters."""
+        # Of a category, class 0 is of the most frequent level. Levels that are rare are judged as
+        # 0, and others from 1.
+        _, members, counts = np.unique(values, return_inverse=True, return_counts=True)
+        if kind != "category":
+            # Equal numbers stay together, in the quarter of their middle.
+            ranks = (np.cumsum(counts) - counts / 2)[members]
+            return cls(name, kind, values, (ranks * 4 / len(values)).astype(np.int64), _QUARTERS)
+        order = np.argsort(-counts, kind="stable")
+        rank = np.empty_like(order)
+        rank[order] = np.arange(len(order))
+        single = min(int(np.sum(counts >= RARE_ROWS)), MOST_LEVELS)
+        judged_as = np.arange(1, len(counts) + 1)
+        judged_as[single:] = 0
+        return cls(name, kind, values, np.minimum(rank[members], MOST_LEVELS), judged_as)
 
     @property
     def judged(self) -> _Rows:
@@ -122,26 +135,6 @@ def random_directions(dimensions: int, seed: int) -> _Numbers:
     drawn = np.random.default_rng([_SEED, seed]).normal(size=(dimensions, MOST_DIMENSIONS))
     found: _Numbers = drawn / MOST_DIMENSIONS**0.5
     return found
-
-
-def _quarters(values: npt.NDArray[Any]) -> _Rows:
-    # Equal numbers stay together, in the quarter of their middle.
-    _, members, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - counts / 2)[members]
-    quarters: _Rows = (ranks * 4 / len(values)).astype(np.int64)
-    return quarters
-
-
-def _levels(values: npt.NDArray[Any]) -> tuple[_Rows, _Rows]:
-    """Return levels, the most frequent 0, and the class of each: rare ones 0, others from 1."""
-    _, members, counts = np.unique(values, return_inverse=True, return_counts=True)
-    order = np.argsort(-counts, kind="stable")
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    single = min(int(np.sum(counts >= RARE_ROWS)), MOST_LEVELS)
-    judged_as = np.arange(1, len(counts) + 1)
-    judged_as[single:] = 0
-    return np.minimum(rank[members], MOST_LEVELS), judged_as
 
 
 def _by_network(activations: _Numbers, columns: Sequence[Column], known: int) -> _Rows:

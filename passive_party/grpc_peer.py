@@ -26,7 +26,7 @@ from splitveil.common.record.transcript import Transcript
 from splitveil.common.run import messages
 from splitveil.common.run.contract import ACTIVE, check_same_contract
 from splitveil.common.run.messages import Activation
-from splitveil.common.text.closing import Closing
+from splitveil.common.text.files import Closing
 from splitveil.common.wire import probes, small_messages, tensor_codec
 from splitveil.common.wire.connection import (
     FIRST_WAIT_S,
@@ -161,9 +161,7 @@ class GrpcPeer(Closing):
     ) -> messages.Opening:
         """Open a run, or resume one, waiting for an active party that does not serve yet."""
         self._drop_streams()
-        request = small_messages.encode_greeting(
-            small_messages.Greeting(party, contract_json, commitment, offer)
-        )
+        request = small_messages.encode_greeting(party, contract_json, commitment, offer)
 
         def ask() -> messages.Opening:
             reply = self._unary("Handshake", request, pb.HandshakeReply, HANDSHAKE_TIMEOUT_S)
@@ -172,19 +170,15 @@ class GrpcPeer(Closing):
         try:
             return self._retrying.until_answered(ask)
         except errors.ContractMismatch:
-            self._compare_contracts(party)
+            own = probes.Introduction(party, contract_json, time.time(), None)
+            probe = pb.ProbeRequest(introduction=probes.encode_introduction(own))
+            with suppress(errors.PeerError):  # what the refusal has said is enough
+                found = self._unary(
+                    "Probe", probe, pb.ProbeReply, HANDSHAKE_TIMEOUT_S, probes.SERVICE, PROBE_BYTES
+                )
+                theirs = probes.decode_introduction(found.introduction).contract
+                check_same_contract(self.connection.contract, theirs, "the active party")
             raise
-
-    def _compare_contracts(self, party: str) -> None:
-        own = self.connection.contract
-        introduction = probes.Introduction(party, own.canonical_json(), time.time(), None)
-        request = pb.ProbeRequest(introduction=probes.encode_introduction(introduction))
-        with suppress(errors.PeerError):  # what the refusal has said is enough
-            reply = self._unary(
-                "Probe", request, pb.ProbeReply, HANDSHAKE_TIMEOUT_S, probes.SERVICE, PROBE_BYTES
-            )
-            theirs = probes.decode_introduction(reply.introduction).contract
-            check_same_contract(own, theirs, "the active party")
 
     def is_ready(self) -> bool:
         """Ask once whether the active party serves, or raise PeerError."""

@@ -10,8 +10,14 @@ from typing import Protocol
 
 from splitveil.common.alignment.channel import AlignChannel
 from splitveil.common.alignment.ecdh import EcdhEngine
-from splitveil.common.alignment.exchange import Agree, Alignment, align, build_engine, records_of
-from splitveil.common.alignment.share import receive_share
+from splitveil.common.alignment.exchange import (
+    Agree,
+    Alignment,
+    align,
+    build_engine,
+    receive_share,
+    records_of,
+)
 from splitveil.common.alignment.store import ExchangeStores
 from splitveil.common.alignment.tried_ids import TriedIds
 from splitveil.common.errors import AlignmentError, ContractMismatch, InvalidMessage

@@ -15,7 +15,7 @@ from splitveil.common.party.party_status import OPEN, RunStatus
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses
 from splitveil.common.privacy.run_level import FeaturesOf
-from splitveil.common.record.leak_recorder import IDLE_S, AuditedRun, LeakRecorder
+from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.metrics_log import RunRecorder
 from splitveil.common.record.progress import each_in_words
 from splitveil.common.record.run_folder import clear_mark, storage_errors
@@ -130,8 +130,6 @@ class PassiveRecorder(RunRecorder):
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state between steps, once the attacks on all batches are done."""
-        if not self._wait_until_idle(IDLE_S):
-            logger.warning("the audit is behind: a checkpoint is written without the last batches")
         leaks = None if self._leaks is None else self._leaks.state_dict()
         self._status.note_checkpoint()
         return {
@@ -145,13 +143,14 @@ class PassiveRecorder(RunRecorder):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state; measuring may be switched on and off, but attacks may not change."""
-        self._wait_until_idle(IDLE_S)
         self._received.clear()
         self._steps, self._epochs = state["steps"], state["epochs"]
         if self._progress is not None:
             self._progress.resume_at(self._steps)
-        if self._leaks is not None and state["leaks"] is not None:
-            self._leaks.load_state_dict(state["leaks"])
+        if self._leaks is not None:
+            self._leaks.wait_until_idle()
+            if state["leaks"] is not None:
+                self._leaks.load_state_dict(state["leaks"])
         self._metrics.load_state_dict(state["metrics"])
         self._sent = state["sent"].numpy().copy()
         self._epochs_sent = {*state["epochs_sent"]}
@@ -213,9 +212,6 @@ class PassiveRecorder(RunRecorder):
             self._leaks = self._of_run.enter_context(
                 LeakRecorder(chosen, self._metrics, AuditedRun(seed, len(rows), classes))
             )
-
-    def _wait_until_idle(self, timeout_s: float) -> bool:
-        return self._leaks is None or self._leaks.wait_until_idle(timeout_s)
 
     def _attack(
         self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]

@@ -100,22 +100,7 @@ def write_exposure(folder: Path, exposure: FeatureExposure) -> None:
 
 
 def write_passive_report(folder: Path, output: Path | None = None) -> Path:
-    own = folder / "passive" if (folder / "passive" / METRICS).is_file() else folder
-    page = _page(own, has_cover=output is None)
-    path = output or own / "report.html"
-    write_text_atomically(path, page)
-    return path
-
-
-def read_exposure(folder: Path) -> FeatureExposure | None:
-    try:
-        written = json.loads(text_of(folder / EXPOSURE) or "{}")
-    except (ValueError, RecursionError) as error:
-        raise SettingsError(f"{folder / EXPOSURE}: not valid JSON") from error
-    return exposure_from_json(written)
-
-
-def _page(folder: Path, *, has_cover: bool) -> str:
+    folder = folder / "passive" if (folder / "passive" / METRICS).is_file() else folder
     settings = as_mapping(
         load_yaml(text_of(folder / "settings.yaml") or "{}", str(folder), RESOLVED)
     )
@@ -144,7 +129,7 @@ def _page(folder: Path, *, has_cover: bool) -> str:
         else report_parts.columns_row(exposure.disclosure, exposure.strongest_disclosure, most),
         "labels": _SOME_LABELS if of_labels else _NO_LABELS,
     }
-    if has_cover:  # the pages name each other by their places
+    if output is None:  # the pages name each other by their places
         write_cover(
             folder,
             str(settings.get("party", "passive")),
@@ -166,17 +151,17 @@ def _page(folder: Path, *, has_cover: bool) -> str:
         peer = f"{identity} (by its certificate, over TLS 1.3)"
     columns = () if exposure is None else exposure.columns
     crossed = report_parts.traffic_rows(traffic, ACTIVE)
-    content = _CONTENT | (_CONTENT_ONE_SHOT if one_shot else {})
+    content = {**_CONTENT, **(_CONTENT_ONE_SHOT if one_shot else {})}
     if contract.get("release") == "noisy_labels":
         content = {**content, "Train request": "the contract's request for noisy labels"}
     left = {content.get(one.kind, one.kind) for one in crossed if one.direction == "sent"}
-    return report_parts.render(
+    page = report_parts.render(
         _PACKAGE,
         "passive.html.jinja",
         title=f"{contract.get('run_name', folder.name)}",
         party=str(settings.get("party", "passive")),
         peer=peer,
-        cover=COVER if has_cover else None,
+        cover=COVER if output is None else None,
         assessment=assessment,
         both_sides=report_parts.picture([*figures.values()]),
         one_shot=one_shot,
@@ -199,6 +184,17 @@ def _page(folder: Path, *, has_cover: bool) -> str:
             for one in crossed
         ],
     )
+    path = output or folder / "report.html"
+    write_text_atomically(path, page)
+    return path
+
+
+def read_exposure(folder: Path) -> FeatureExposure | None:
+    try:
+        written = json.loads(text_of(folder / EXPOSURE) or "{}")
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(f"{folder / EXPOSURE}: not valid JSON") from error
+    return exposure_from_json(written)
 
 
 def _assessment(

@@ -177,7 +177,11 @@ class Training:
     def _evaluate(self, peer: Peer, batch: Batch) -> None:
         self._report_step()
         while (ahead := self.progress.to_evaluate(self._held_out_sent)) is not None:
-            self._send_held_out(peer, ahead)
+            features = self._given(ahead)
+            with self._phases(Phase.EVALUATION):
+                embedded = to_host(self.trainer.embed(features))
+            peer.send_held_out(Activation(ahead.identity(self._run_id), embedded))
+            self._held_out_sent += 1
         with self._phases(Phase.WAIT):
             stops = peer.receive_course() is Course.STOP
         self._held_out_sent -= 1
@@ -186,14 +190,6 @@ class Training:
         self.progress.advance()
         if stops:
             self.progress.finish()
-
-    def _send_held_out(self, peer: Peer, batch: Batch) -> None:
-        features = self._given(batch)
-        with self._phases(Phase.EVALUATION):
-            embedded = to_host(self.trainer.embed(features))
-        held_out = Activation(batch.identity(self._run_id), embedded)
-        peer.send_held_out(held_out)
-        self._held_out_sent += 1
 
     def _given(self, batch: Batch) -> Any:
         gathered, self._gathered = self._gathered, None

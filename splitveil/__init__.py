@@ -19,7 +19,7 @@ from splitveil.common.errors import (
     SplitveilError,
     StorageError,
 )
-from splitveil.common.text.version import VERSION
+from splitveil.common.text.wording import VERSION
 
 if TYPE_CHECKING:
     from splitveil.library.auditing import Audit, audit

@@ -12,8 +12,8 @@ from splitveil.active_party.defenses.example_keys import used_labels_file
 from splitveil.active_party.earlier_runs import answers_before
 from splitveil.active_party.grpc_server.probe_server import probe_checks
 from splitveil.active_party.planned import plan_of
+from splitveil.active_party.predict.embed_client import TableClient
 from splitveil.active_party.predict.predictor import open_clients
-from splitveil.active_party.predict.table_client import TableClient
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.alignment.buckets import padded_size
 from splitveil.common.data.kinds import open_source

@@ -5,16 +5,15 @@ import sys
 
 from rich.console import Console
 
-from splitveil.active_party.defenses.section import ChargeModel
 from splitveil.active_party.earlier_runs import answers_before
 from splitveil.active_party.ledger.ledger import estimate_of
 from splitveil.active_party.planned import Plan, Target, bound_in_words, forecast_in_words, plan_of
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.arguments import print_json
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.text.upper_bounds import at_most
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.text.visible_text import PlainTable, visible
+from splitveil.common.text.wording import at_most
 
 
 def plan(parsed: argparse.Namespace) -> None:
@@ -34,7 +33,10 @@ def show(plan: Plan, console: Console | None = None, *, details: bool = True) ->
         console.print(visible(text), markup=False, soft_wrap=True)
 
     say(f"What would a run with {plan.defense} reveal about the labels, and to whom?")
-    console.print(_answer_table(plan))
+    table = PlainTable("", ["to a passive party that"], ["bound on the leak AUC, 0.5 to 1"])
+    for peers, meaning in _PEERS.items():
+        table.add_row(meaning, bound_in_words(plan.of_run, peers))
+    console.print(table)
     say(_verdict(plan))
     if details:
         rows = plan.data
@@ -55,13 +57,6 @@ _PEERS = {
     Adversary.HONEST_BUT_CURIOUS: "follows the protocol (honest-but-curious)",
     Adversary.CLASS_MEANS: "only compares gradients with class means",
 }
-
-
-def _answer_table(plan: Plan) -> PlainTable:
-    table = PlainTable("", ["to a passive party that"], ["bound on the leak AUC, 0.5 to 1"])
-    for peers, meaning in _PEERS.items():
-        table.add_row(meaning, bound_in_words(plan.of_run, peers))
-    return table
 
 
 def _verdict(plan: Plan) -> str:
@@ -91,7 +86,13 @@ def _forecast_table(plan: Plan) -> PlainTable:
     named = ""
     for one in dict.fromkeys(plan.answers):
         name = f"{one.noise} (configured)" if one.noise == plan.noise else one.noise
-        table.add_row("" if name == named else name, str(one.answers), *_figures(one))
+        table.add_row(
+            "" if name == named else name,
+            str(one.answers),
+            forecast_in_words(one, lambda account: at_most(float(account.sum_kl))),
+            forecast_in_words(one, lambda account: f"{estimate_of(account):.3f}"),
+            *(bound_in_words(one, peers) for peers in Adversary),
+        )
         named = name
     return table
 
@@ -106,14 +107,6 @@ def _target_table(target: Target) -> PlainTable:
     )
     for heading in ("noise", "answers", "by the estimate", "by the bound"):
         table.add_column(heading, justify="right" if heading != "noise" else "left")
-    for one in target.ratios:
-        ratios = map(at_most, (one.by_estimate, one.by_bound))
-        table.add_row(one.noise, str(one.answers), *ratios)
+    for noise, answers, *ratios in target.ratios:
+        table.add_row(noise, str(answers), *map(at_most, ratios))
     return table
-
-
-def _figures(charge: ChargeModel) -> list[str]:
-    sum_kl = forecast_in_words(charge, lambda one: at_most(float(one.sum_kl)))
-    estimate = forecast_in_words(charge, lambda one: f"{estimate_of(one):.3f}")
-    bounds = (bound_in_words(charge, peers) for peers in Adversary)
-    return [sum_kl, estimate, *bounds]

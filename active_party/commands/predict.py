@@ -53,13 +53,16 @@ def predict(parsed: argparse.Namespace) -> None:
                 whole_table=parsed.whole_table,
             )
         )
+        model, own = predictor.model, predictor.own_rows
         logger.info(
             "predicting %s ids with the %s top model of %s",
             f"{len(ids):,}",
-            predictor.model.kind,
-            predictor.model.identity,
+            model.kind,
+            model.identity,
         )
-        parts = Parts(parsed.output, _plan(predictor, settings), ids, written)
+        source = "" if own is None else own.source
+        said = PredictionPlan(f"{model.kind}, {model.identity}", source, kind_of(settings.data))
+        parts = Parts(parsed.output, said, ids, written)
         batch = BatchPrediction(predictor, settings.contract, settings.reconnect, interruption)
         with ProgressBar("predicting", total=len(ids)) as progress:
             try:
@@ -68,16 +71,6 @@ def predict(parsed: argparse.Namespace) -> None:
                 logger.info("the same command goes on with the parts in %s", parts.folder)
                 raise
     _report(parsed, result, predictor)
-
-
-def _plan(predictor: Predictor, settings: ActiveSettings) -> PredictionPlan:
-    model = predictor.model
-    own = predictor.own_rows
-    return PredictionPlan(
-        f"{model.kind}, {model.identity}",
-        "" if own is None else own.source,
-        kind_of(settings.data),
-    )
 
 
 def _report(parsed: argparse.Namespace, result: BatchResult, predictor: Predictor) -> None:

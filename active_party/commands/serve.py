@@ -4,7 +4,6 @@ import argparse
 import logging
 import time
 from contextlib import ExitStack
-from typing import NamedTuple
 
 from splitveil.active_party.predict.predictor import Predictor, log_security, open_predictor
 from splitveil.active_party.settings import ActiveSettings
@@ -40,9 +39,7 @@ _LOOK_EVERY_S = 0.2
 _REFRESH_EVERY_S = 5.0
 
 
-class Access(NamedTuple):
-    tls: ServerTls | None
-    tokens: Tokens | None
+Access = tuple[ServerTls | None, Tokens | None]
 
 
 def serve(parsed: argparse.Namespace) -> None:
@@ -54,7 +51,7 @@ def serve(parsed: argparse.Namespace) -> None:
             "contract.alignment.kind: one_sided: serve asks for single ids, which the passive "
             "party is not to learn; expected splitveil predict"
         )
-    access = access_of(settings)
+    tls, tokens = access_of(settings)
     log_security(settings)
     device = command_line.prepare(settings)
     folder = inner_folder(settings.run_folder(ACTIVE), "serve")
@@ -70,14 +67,14 @@ def serve(parsed: argparse.Namespace) -> None:
             open_predictor(impatient(settings), device, None, parsed.data, notes)
         )
         service = open_service(settings, predictor, resources, status, transcript)
-        with serving(settings, service, access):
+        with serving(settings, service, (tls, tokens)):
             last_refresh = time.monotonic()
             while interruption() is None:
                 time.sleep(_LOOK_EVERY_S)
                 if transcript is not None:
                     transcript.check()
-                if access.tls is not None and time.monotonic() - last_refresh > _REFRESH_EVERY_S:
-                    access.tls.refresh()
+                if tls is not None and time.monotonic() - last_refresh > _REFRESH_EVERY_S:
+                    tls.refresh()
                     last_refresh = time.monotonic()
             status.close()
             logger.info("stopping: requests under way are answered")
@@ -97,7 +94,7 @@ def access_of(settings: ActiveSettings) -> Access:
         on_loopback(own.http, "serving.http", needs)
     if not knows_programs:
         logger.warning("serving.http: every program of this machine may ask")
-    return Access(tls, tokens)
+    return tls, tokens
 
 
 def open_service(
@@ -131,13 +128,13 @@ def open_service(
 
 
 def serving(settings: ActiveSettings, service: AnswerService, access: Access) -> HttpServer:
-    address = settings.serving.http
+    (tls, tokens), address = access, settings.serving.http
     # Else a page of a name that leads to this machine could ask through a browser here.
     names = ("localhost", "127.0.0.1", "[::1]", address.rpartition(":")[0])
-    hosts = names if access == Access(None, None) else ("*",)
-    app = build_app(service, access.tokens, kind_of(settings.data), hosts)
-    server = HttpServer(app, address, access.tls)
-    scheme = "http" if access.tls is None else "https"
+    hosts = names if tls is None and tokens is None else ("*",)
+    app = build_app(service, tokens, kind_of(settings.data), hosts)
+    server = HttpServer(app, address, tls)
+    scheme = "http" if tls is None else "https"
     logger.info("answering at %s://%s (described at /openapi.json)", scheme, address)
     return server
 

@@ -29,8 +29,7 @@ from splitveil.active_party.defenses.max_norm import MaxNormDefense, MaxNormPosi
 from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource
 from splitveil.active_party.defenses.noisy_label import NoisyLabelDefense
 from splitveil.active_party.defenses.none import NoDefense
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.charge import Charge, noise_digest
+from splitveil.common.privacy.charge import Adversary, Charge, noise_digest
 
 __all__ = [
     "Adversary",

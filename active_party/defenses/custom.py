@@ -16,11 +16,10 @@ from torch import Tensor
 
 from splitveil.active_party.defenses import interface
 from splitveil.active_party.defenses.noise import NoiseSource
-from splitveil.active_party.defenses.section import ChargeModel, NoisyDefense, Traits
+from splitveil.active_party.defenses.section import ChargeModel, NoisyDefense
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import load_class
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.charge import Charge
+from splitveil.common.privacy.charge import Adversary, Charge
 from splitveil.common.text.imports import first_line
 
 _PROBE_ROWS = 8
@@ -65,18 +64,14 @@ class CustomDefense(NoisyDefense):
             return None
         return f"custom {self.module} {sorted(self.arguments.items())!r}"
 
-    @property
-    def traits(self) -> Traits:
-        said = f"{self.module} states its charges and whom they describe itself."
-        return super().traits._replace(adversary=Adversary.ANYBODY, covers=said)
-
     def charge_model(self, _context: interface.DefenseContext, /) -> ChargeModel:
         said = (
             f"{self.module} states its charges itself: nothing can be said before the run. "
             "Where it states none, the charge is infinite."
         )
         charge = Charge(math.inf, adversary=Adversary.ANYBODY)
-        return ChargeModel(0.0, charge, "unknown", said, self.noise)
+        covers = f"{self.module} states its charges and whom they describe itself."
+        return ChargeModel(0.0, charge, "unknown", said, covers, self.noise)
 
     def _replaces_labels(self, context: interface.DefenseContext) -> bool:
         return self._load(context, NoiseSource()).replaces_labels
@@ -110,32 +105,26 @@ class CheckedDefense(interface.RememberingDefense):
         answer: object = self._own.defend(batch)
         if not isinstance(answer, interface.Defended) or not isinstance(answer.charge, Charge):
             raise ValueError(f"expected Defended(gradient, charge), got {type(answer).__name__}")
-        _check_gradient(answer.gradient, batch.gradients)
+        gradient: object = answer.gradient
+        if _form_of(gradient) != _form_of(batch.gradients):
+            raise ValueError(
+                f"expected a gradient like the raw one, {_form_of(batch.gradients)}, got "
+                f"{_form_of(gradient)}"
+            )
+        if not bool(torch.isfinite(answer.gradient).all()):
+            raise ValueError("the defended gradient holds NaN or infinity")
         return answer
 
     def targets(self, batch: interface.Step, /) -> Tensor:
         targets: object = self._own.targets(batch)
         if not isinstance(targets, Tensor) or targets.shape != batch.labels.shape:
-            raise ValueError(f"expected one target per row, got {_described(targets)}")
+            raise ValueError(f"expected one target per row, got {_form_of(targets)}")
         if not bool(torch.isfinite(targets).all()):
             raise ValueError("the targets hold NaN or infinity")
         return targets.to(batch.labels)
 
 
-def _check_gradient(gradient: object, raw: Tensor) -> None:
-    if not isinstance(gradient, Tensor) or (gradient.shape, gradient.dtype, gradient.device) != (
-        raw.shape,
-        raw.dtype,
-        raw.device,
-    ):
-        raise ValueError(
-            f"expected a gradient like the raw one, {_described(raw)}, got {_described(gradient)}"
-        )
-    if not bool(torch.isfinite(gradient).all()):
-        raise ValueError("the defended gradient holds NaN or infinity")
-
-
-def _described(value: object) -> str:
+def _form_of(value: object) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{value.dtype} of shape {tuple(value.shape)} on {value.device}"

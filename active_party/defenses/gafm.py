@@ -54,7 +54,6 @@ from splitveil.active_party.defenses.section import ChargeModel
 from splitveil.active_party.defenses.sum_kl import sum_kl_along_gap
 from splitveil.common.data.features import Features
 from splitveil.common.models.optimizers import Adam
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.charge import UNBOUNDED, Charge
 from splitveil.common.run.progress import State
 
@@ -62,14 +61,6 @@ _LABEL_RESPONSE = b"label response"
 
 _CRITIC_WIDTH = 16
 _WEIGHT_LIMIT = 0.1
-
-
-class MixedTerms(NamedTuple):
-    """The terms that are mixed."""
-
-    sent: Literal["both", "gan_only", "ce_only"] = "both"
-    gan_weight: float = 1.0  # of the adversarial term (w)
-    response_width: float = 0.05  # largest distance of a softened label from 1/2 (D_max)
 
 
 class MixedGradient(NamedTuple):
@@ -159,21 +150,24 @@ def persistent_shifts(key: NoiseKey, ids: Sequence[str], width: float) -> Tensor
 
 
 def mix(
-    terms: MixedTerms, activation: Tensor, predictions: Tensor, critic: nn.Module, soft: Tensor
+    settings: "GafmDefense",
+    activation: Tensor,
+    predictions: Tensor,
+    critic: nn.Module,
+    soft: Tensor,
 ) -> MixedGradient:
     """Compute the gradient that GAFM sends; predictions come with the graph to the activation."""
     sums = activation.flatten(start_dim=1).sum(dim=1)
     raw = torch.zeros_like(activation)
     label_move = math.inf
-    if terms.sent != "ce_only":
-        raw = raw + terms.gan_weight * _unit_gradient(
-            generator_loss(critic, predictions), activation
-        )
-    if terms.sent != "gan_only":
+    if settings.terms != "ce_only":
+        adversarial = _unit_gradient(generator_loss(critic, predictions), activation)
+        raw = raw + settings.gan_weight * adversarial
+    if settings.terms != "gan_only":
         raw = raw + _unit_gradient(binary_cross_entropy_with_logits(sums, soft), activation)
         residual = float(torch.linalg.vector_norm(torch.sigmoid(sums.detach().double()) - soft))
         if residual > 0:
-            label_move = 2 * terms.response_width / residual
+            label_move = 2 * settings.response_width / residual
     return MixedGradient(raw.detach(), label_move)
 
 
@@ -247,24 +241,30 @@ class GafmDefense(section.SeededDefense):
     def _fits_what_it_is_composed_with(self) -> Self:
         if self.composed_with.noise_seed is not None:
             raise ValueError("composed_with: set insecure_noise_seed of gafm itself instead")
-        refusal = _refusal_of(self.composed_with)
-        if refusal is not None:
-            raise ValueError(f"composed_with: {refusal}")
+        behind = self.composed_with
+        if isinstance(behind, NoisyLabelDefense):
+            if (
+                behind.subject_column is not None
+                or behind.mechanism.kind != "randomized_response"
+                or behind.mechanism.posterior != "none"
+                or behind.top_labels != "noisy"
+            ):
+                raise ValueError(
+                    "composed_with: the critic compares predictions with labels of 0 and 1; "
+                    "expected a noisy_label of mechanism randomized_response, with posterior none "
+                    "and top_labels noisy, without subject_column"
+                )
+        elif isinstance(behind, section.NoisyDefense) and behind.noise == "persistent":
+            raise ValueError(
+                "composed_with: persistent noise is measured by what a label moves in a cross "
+                "entropy's gradient, which this is not; expected noise: fresh, or noisy_label"
+            )
         return self
 
     @property
     def traits(self) -> section.Traits:
-        # A charge for the label's own move does not count that the critic and the scale of the
-        # noise depend on labels, too.
-        behind = self.composed_with.traits
-        is_kept = behind.adversary is Adversary.ANYBODY
-        chosen = behind if is_kept else section.Traits()
-        return section.Traits(
-            chosen.adversary,
-            chosen.covers,
-            takes_weights=False,  # they are made for the cross entropy
-            has_own_objective=True,
-        )
+        # Weights are made for the cross entropy.
+        return section.Traits(takes_weights=False, has_own_objective=True)
 
     def _build(
         self, context: interface.DefenseContext, secrets: interface.Secrets, /
@@ -306,7 +306,8 @@ class GafmDefense(section.SeededDefense):
         if behind.noise == "persistent":
             return behind
         # The ledger may give credit to the defense behind, never to gafm: if it is known how labels
-        # enter, and its noise covers the move by one.
+        # enter, and its noise covers the move by one. Such a charge does not count that the critic
+        # and the scale of the noise depend on labels, too.
         covers = isinstance(self.composed_with, IsoDefense) or (
             isinstance(self.composed_with, MarvellDefense) and context.cut_dim == 1
         )
@@ -323,29 +324,6 @@ class GafmDefense(section.SeededDefense):
 
     def _refusal(self, context: interface.DefenseContext, /) -> str | None:
         return section.refusal_of_several_classes(self.name, context)
-
-
-def _refusal_of(behind: section.DefenseSection) -> str | None:
-    """Say why a defense cannot follow this loss; None if it can."""
-    if isinstance(behind, NoisyLabelDefense):
-        if (
-            behind.subject_column is None
-            and behind.mechanism.kind == "randomized_response"
-            and behind.mechanism.posterior == "none"
-            and behind.top_labels == "noisy"
-        ):
-            return None
-        return (
-            "the critic compares predictions with labels of 0 and 1; expected "
-            "a noisy_label of mechanism randomized_response, with posterior none and top_labels "
-            "noisy, without subject_column"
-        )
-    if isinstance(behind, section.NoisyDefense) and behind.noise == "persistent":
-        return (
-            "persistent noise is measured by what a label moves in a cross "
-            "entropy's gradient, which this is not; expected noise: fresh, or noisy_label"
-        )
-    return None
 
 
 class MixedGradientDefense(interface.RememberingDefense):
@@ -403,7 +381,6 @@ class Adversarial:
         self.model: nn.Module = self._oriented
         self._generator = generator.model
         self._settings = settings
-        self._terms = MixedTerms(settings.terms, settings.gan_weight, settings.response_width)
         self._optimizer = generator.optimizer
         self._critic = critic
         self._critic_optimizer = Adam(critic.parameters(), lr=settings.critic_learning_rate)
@@ -425,7 +402,7 @@ class Adversarial:
         else:
             shifts = self._shifts[step.rows]
         soft = soften(targets, shifts)
-        mixed = mix(self._terms, activation, predictions, self._critic, soft)
+        mixed = mix(self._settings, activation, predictions, self._critic, soft)
         step.gradients, step.label_move = mixed
         self._oriented.watch(predictions.detach(), targets)
         oriented = self._oriented.orient(logits.detach())

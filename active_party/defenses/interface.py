@@ -19,7 +19,7 @@ from splitveil.active_party.defenses.noise import DrawKeys
 from splitveil.active_party.defenses.rows import all_finite
 from splitveil.active_party.defenses.sum_kl import NoiseSolution
 from splitveil.common.data.features import Features
-from splitveil.common.data.label_range import ONE_NUMBER
+from splitveil.common.data.settings import ONE_NUMBER
 from splitveil.common.privacy.charge import UNBOUNDED, Charge
 from splitveil.common.run import messages
 from splitveil.common.run.progress import State

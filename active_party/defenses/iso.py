@@ -106,13 +106,12 @@ class PersistentIsotropic(interface.Defense):
         self._charge = charge
 
     def defend(self, batch: interface.Step) -> interface.Defended:
-        moves = moves_of(batch)
-        cut_dim = moves.values.shape[1]
-        deviation = self._norm_ratio / cut_dim**0.5
+        moves, norms = moves_of(batch)
+        deviation = self._norm_ratio / moves.shape[1] ** 0.5
         defended = noisy_rows(batch, moves, deviation)
-        lengths = moves.norms[:, None]
-        directions = moves.values.double() / torch.where(lengths > 0, lengths, 1.0)
-        fresh = self._noise.standard_normal(tuple(defended.shape), moves.values).double()
+        lengths = norms[:, None]
+        directions = moves.double() / torch.where(lengths > 0, lengths, 1.0)
+        fresh = self._noise.standard_normal(tuple(defended.shape), moves).double()
         fresh -= (fresh * directions).sum(dim=1, keepdim=True) * directions
         defended.addcmul_(fresh, lengths, value=deviation)
-        return repeated_answer(batch, defended, moves, self._norm_ratio, self._charge)
+        return repeated_answer(batch, defended, norms, self._norm_ratio, self._charge)

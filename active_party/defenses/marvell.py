@@ -163,6 +163,14 @@ def repeated_sum_kl(strength: Strength) -> float:
     return allowed_sum_kl(strength)
 
 
+_ALONG_THE_GAP = (
+    "The charges of fresh marvell compare the class means of a batch along their gap. They do not "
+    "describe a peer that looks across the gap, where one class has all the noise, and reads the "
+    "labels from the energy of single rows; nor one that can tell what the model predicts for an "
+    f"example: see {section.SEE}."
+)
+
+
 class MarvellDefense(section.LabelMoveDefense):
     """The noise that leaves the classes the least divergence for its power."""
 
@@ -197,17 +205,6 @@ class MarvellDefense(section.LabelMoveDefense):
     def noise_key_strength(self, _context: interface.DefenseContext, /) -> str | None:
         return f"marvell {repeated_sum_kl(self.strength)!r}" if self.noise == "persistent" else None
 
-    @property
-    def traits(self) -> section.Traits:
-        if self.noise == "persistent":
-            return super().traits
-        return super().traits._replace(
-            covers="The charges of fresh marvell compare the class means of a batch along their "
-            "gap. They do not describe a peer that looks across the gap, where one class has all "
-            "the noise, and reads the labels from the energy of single rows; nor one that can "
-            f"tell what the model predicts for an example: see {section.SEE}."
-        )
-
     def charge_model(self, context: interface.DefenseContext, /) -> ChargeModel:
         """Return the charge of one answer: an estimate, or with several classes a bound.
 
@@ -231,7 +228,7 @@ class MarvellDefense(section.LabelMoveDefense):
                 "training; the upper figure allows for spreads about as large as the squared gap. "
                 "A run may be charged more, up to infinity, where the model fits a batch well."
             )
-            return ChargeModel(low, Charge(low * (1 + low)), "estimate", said)
+            return ChargeModel(low, Charge(low * (1 + low)), "estimate", said, _ALONG_THE_GAP)
         high, said = low, "Met by every batch, whatever its class means."
         if ratio is not None:
             high = worst_pair_factor(context.num_classes) / ratio
@@ -241,12 +238,12 @@ class MarvellDefense(section.LabelMoveDefense):
                 "before every class was seen."
             )
         if self.statistics == "batch":
-            return ChargeModel(low, Charge(high), "bound", said)
+            return ChargeModel(low, Charge(high), "bound", said, _ALONG_THE_GAP)
         said = (
             f"{said} That is an estimate where statistics are of earlier batches: a gap that "
             "is longer than it was is charged more, and one that was not there without bound."
         )
-        return ChargeModel(low, Charge(high), "estimate", said)
+        return ChargeModel(low, Charge(high), "estimate", said, _ALONG_THE_GAP)
 
 
 def power_ratio_for(sum_kl: float, answers: int, cut_dim: int, pos_fraction: float) -> float:
@@ -387,7 +384,13 @@ class Marvell(interface.RememberingDefense):
         solution = solve_shared_noise(means, weights, power)
         left = pair_divergences(means, solution)
         if current is not fitted:
-            left = _charged(left, means, current.means / unit)
+            # A gap that is longer than the fitted one is charged more, a new one without bound.
+            gaps, fitted_gaps = squared_distances(current.means / unit), squared_distances(means)
+            left = torch.where(
+                fitted_gaps > 0,
+                left * (gaps / fitted_gaps).clamp(min=1.0),
+                torch.where(gaps > 0, math.inf, 0.0),
+            )
         noise = draw_shared_noise(solution, rows, self._noise).mul_(unit)
         return noise, Charge(float(left.max())), power * unit * unit, None
 
@@ -426,15 +429,9 @@ class PersistentMarvell(interface.Defense):
         self._charge = charge
 
     def defend(self, batch: interface.Step) -> interface.Defended:
-        moves = moves_of(batch)
+        moves, norms = moves_of(batch)
         rows = noisy_rows(batch, moves, self._norm_ratio)
-        return repeated_answer(batch, rows, moves, self._norm_ratio, self._charge)
-
-
-def _charged(left: Tensor, fitted_means: Tensor, means: Tensor) -> Tensor:
-    gaps, fitted = squared_distances(means), squared_distances(fitted_means)
-    of_new_gaps = torch.where(gaps > 0, math.inf, 0.0)
-    return torch.where(fitted > 0, left * (gaps / fitted).clamp(min=1.0), of_new_gaps)
+        return repeated_answer(batch, rows, norms, self._norm_ratio, self._charge)
 
 
 def worst_pair_factor(num_classes: int) -> float:

@@ -72,8 +72,7 @@ from splitveil.active_party.defenses.noise import open_uniform
 from splitveil.active_party.defenses.noisy_sums import NoisySums
 from splitveil.active_party.defenses.rows import as_rows, check_labels
 from splitveil.active_party.defenses.section import ChargeModel, SeededDefense, Traits, require_key
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.charge import Charge, noise_digest
+from splitveil.common.privacy.charge import Adversary, Charge, noise_digest
 from splitveil.common.settings import Section
 
 _GRID = 2.0**10
@@ -214,7 +213,9 @@ def draw_noisy_labels(
             keys, num_others = example_keys(key, ids, LABEL_NOISE), num_classes - 1
             chance = num_others / (num_others + math.exp(mechanism.epsilon))
             flipped = open_uniform(keys[:, 0], torch.float64) <= chance
-            others = 1 - labels if num_classes == 2 else _others(labels, keys[:, 1], num_classes)
+            steps = 1 + (open_uniform(keys[:, 1], torch.float64) * num_others).floor()
+            # A draw of exactly 1 would otherwise lead back to the label.
+            others = (labels + steps.clamp(max=num_others)) % num_classes
             return torch.where(flipped, others, labels).float()
         case AlibiLabels() | GaussianLabels():
             columns = []
@@ -265,16 +266,6 @@ def _laplace(keys: Tensor, epsilon: float) -> Tensor:
     return sizes.copysign_(keys[:, 1]).div_(epsilon)
 
 
-def _others(labels: Tensor, bits: Tensor, num_classes: int) -> Tensor:
-    # A draw of exactly 1 would otherwise lead back to the label.
-    steps = 1 + (open_uniform(bits, torch.float64) * (num_classes - 1)).floor()
-    return (labels + steps.clamp(max=num_classes - 1)) % num_classes
-
-
-def _word_of_true(value: object) -> object:
-    return "true" if value is True else value
-
-
 class NoisyLabelDefense(SeededDefense):
     """Send gradients of noisy labels, or in a one-shot run a release of noisy labels or sums."""
 
@@ -284,7 +275,9 @@ class NoisyLabelDefense(SeededDefense):
     """The kind and strength of the noise, drawn once per example from the key at
     ``noise_key_path``; of noisy sums, once per sum and anew in each run."""
 
-    top_labels: Annotated[Literal["noisy", "true"], BeforeValidator(_word_of_true)] = "noisy"
+    top_labels: Annotated[
+        Literal["noisy", "true"], BeforeValidator(lambda value: "true" if value is True else value)
+    ] = "noisy"
     """The labels that the top model learns from.
 
     ``noisy``: only the noisy labels influence what is sent, and their guarantee is exact.
@@ -318,18 +311,7 @@ class NoisyLabelDefense(SeededDefense):
     @property
     def traits(self) -> Traits:
         is_noisy = self.top_labels == "noisy"
-        if is_noisy:
-            covers = "Everything that the peer receives is a function of features and noisy labels."
-        else:
-            covers = (
-                "With top_labels true, the charge of the noisy label describes a peer that sends "
-                "its model's activations, and what it learns beyond the model's predictions. It "
-                "does not describe one that chooses activations to make the top model learn single "
-                "labels."
-            )
         return Traits(
-            Adversary.ANYBODY if is_noisy else Adversary.HONEST_BUT_CURIOUS,
-            covers,
             takes_numbers=True,  # depending on the mechanism, see _refusal
             top_learns_targets=is_noisy,
             model_is_label_free=is_noisy,
@@ -365,22 +347,25 @@ class NoisyLabelDefense(SeededDefense):
         leak = label_leak(self.mechanism, num_classes)
         if leak.is_gaussian:  # then both follow from the divergence
             leak = replace(leak, leak_auc=1.0, dominating_mu=math.inf)
-        return replace(
-            leak,
-            noise_identity=noise_identity,
-            # A top model that knows the labels leaves no bound on the odds.
-            epsilon=leak.epsilon if self.top_labels == "noisy" else math.inf,
-            adversary=self.traits.adversary,
-        )
+        if self.top_labels == "noisy":
+            return replace(leak, noise_identity=noise_identity, adversary=Adversary.ANYBODY)
+        # A top model that knows the labels leaves no bound on the odds.
+        peers = Adversary.HONEST_BUT_CURIOUS
+        return replace(leak, noise_identity=noise_identity, epsilon=math.inf, adversary=peers)
 
     def charge_model(self, context: interface.DefenseContext, /) -> ChargeModel:
-        said = (
-            "Exact, whatever the gradients."
-            if self.top_labels == "noisy"
-            else "Charges of noisy labels depend only on their mechanism."
+        said = "Charges of noisy labels depend only on their mechanism."
+        covers = (
+            "With top_labels true, the charge of the noisy label describes a peer that sends its "
+            "model's activations, and what it learns beyond the model's predictions. It does not "
+            "describe one that chooses activations to make the top model learn single labels."
         )
+        if self.top_labels == "noisy":
+            said = "Exact, whatever the gradients."
+            covers = "Everything that the peer receives is a function of features and noisy labels."
         noise: Literal["fresh", "persistent"] = "fresh" if context.releases_sums else "persistent"
-        return ChargeModel.exact(self.charge(context.num_classes), said, noise)
+        charge = self.charge(context.num_classes)
+        return ChargeModel.exact(charge, said, noise, covers=covers)
 
     def _refusal(self, context: interface.DefenseContext, /) -> str | None:
         mechanism = self.mechanism

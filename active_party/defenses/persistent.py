@@ -31,8 +31,6 @@ one label (``noisy_label`` avoids this). And unbiasedness holds over the key, no
 an example's error does not average out.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -44,24 +42,21 @@ from splitveil.common.privacy.charge import Charge
 _GRID = 2.0**20  # the noise on a label is a multiple of its inverse, as the label is
 
 
-class LabelMoves(NamedTuple):
-    """J: the move of each row by one unit of probability, or minus one unit of label."""
+def moves_of(batch: Step) -> tuple[Tensor, Tensor]:
+    """Return J, the move of each row by one unit of probability, or minus one unit of label.
 
-    values: Tensor  # (batch, cut_dim)
-    norms: Tensor  # (batch,) float64, exact where the values overflow their dtype
-
-
-def moves_of(batch: Step) -> LabelMoves:
-    """Return the slopes of a batch; raises ValueError if it comes without them."""
+    (batch, cut_dim), and its norms, (batch,) float64, exact where the values overflow their dtype.
+    Raises ValueError if the batch comes without slopes.
+    """
     rows = as_rows(batch.gradients)
     if batch.slopes is None or batch.slopes.shape != batch.gradients.shape:
         got = None if batch.slopes is None else tuple(batch.slopes.shape)
         raise ValueError(f"expected slopes {tuple(batch.gradients.shape)}, got {got}")
     slopes = as_rows(batch.slopes).to(rows)
-    return LabelMoves(slopes, row_norms(slopes))
+    return slopes, row_norms(slopes)
 
 
-def noisy_rows(batch: Step, moves: LabelMoves, noise_ratio: float) -> Tensor:
+def noisy_rows(batch: Step, moves: Tensor, noise_ratio: float) -> Tensor:
     """Return the rows with noise along a label's moves, k labels, (batch, cut_dim) float64."""
     rows = as_rows(batch.gradients)
     noise = noise_ratio * own_scalars(batch.example_keys, rows).squeeze(1)
@@ -69,7 +64,7 @@ def noisy_rows(batch: Step, moves: LabelMoves, noise_ratio: float) -> Tensor:
     # In this order: k x - y is exact, and the sum with p the same function of it for either label.
     noisy_labels = noise - as_positive(batch.labels, rows).double()
     residuals = checked_probabilities(batch.probabilities, rows).double() + noisy_labels
-    return moves.values.double() * residuals[:, None]
+    return moves.double() * residuals[:, None]
 
 
 def own_scalars(example_keys: Tensor | None, rows: Tensor) -> Tensor:
@@ -81,11 +76,11 @@ def own_scalars(example_keys: Tensor | None, rows: Tensor) -> Tensor:
 
 
 def repeated_answer(
-    batch: Step, rows: Tensor, moves: LabelMoves, noise_ratio: float, charge: Charge
+    batch: Step, rows: Tensor, norms: Tensor, noise_ratio: float, charge: Charge
 ) -> Defended:
-    """Answer with rows whose noise is drawn once per example, in units of a label's move."""
+    """Answer with rows whose noise is drawn once per example, in units of their move's norm."""
     sent = release(rows.to(batch.gradients.dtype), batch.gradients)
-    return Defended(sent, charge, float((moves.norms * noise_ratio).square_().mean()))
+    return Defended(sent, charge, float((norms * noise_ratio).square_().mean()))
 
 
 def checked_probabilities(probabilities: Tensor | None, rows: Tensor) -> Tensor:

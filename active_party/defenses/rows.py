@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from splitveil.common.data.label_range import ONE_NUMBER
+from splitveil.common.data.settings import ONE_NUMBER
 
 _SMALLEST_UNIT = 1e-307  # below it the reciprocal of a float64 overflows
 
@@ -71,11 +71,6 @@ def _largest_size(rows: Tensor) -> Tensor:
     return torch.maximum(-low, high).double()
 
 
-def _as_unit(largest: float) -> float:
-    """Return the unit for values of this largest size; its reciprocal is finite."""
-    return max(largest, _SMALLEST_UNIT) if largest > 0 else 1.0
-
-
 class RowsInDouble:
     """The rows of a batch in float64, in pieces that fit into the processor's cache.
 
@@ -87,7 +82,8 @@ class RowsInDouble:
     """
 
     def __init__(self, rows: Tensor) -> None:
-        self.unit = 1.0 if rows.dtype == torch.float32 else _as_unit(float(_largest_size(rows)))
+        largest = 0.0 if rows.dtype == torch.float32 else float(_largest_size(rows))
+        self.unit = max(largest, _SMALLEST_UNIT) if largest > 0 else 1.0
         self.cut_dim = rows.shape[1]
         self._rows = rows
         self._only: Tensor | None = None

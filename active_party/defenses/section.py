@@ -27,8 +27,7 @@ from splitveil.active_party.defenses import example_keys, interface
 from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource, fresh_key
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.charge import UNBOUNDED, Charge
+from splitveil.common.privacy.charge import UNBOUNDED, Adversary, Charge
 from splitveil.common.settings import Mark, Section, full_name, validate
 
 SEE = "docs/defenses.md, section 'Which bounds do not hold'"
@@ -63,6 +62,7 @@ class ChargeModel(NamedTuple):
     charge: Charge  # with the highest divergence, and all its other figures
     certainty: Literal["exact", "bound", "estimate", "unknown"]
     said: str  # a sentence about how reliable it is
+    covers: str = _CLASS_MEANS  # a sentence about the peers whom the charge describes
     noise: Literal["fresh", "persistent"] = "fresh"  # one charge of persistent noise covers a run
     refusal: str | None = None  # why the first answer exceeds every budget; None if it need not
     answers: int = 1
@@ -74,9 +74,10 @@ class ChargeModel(NamedTuple):
         said: str,
         noise: Literal["fresh", "persistent"] = "fresh",
         refusal: str | None = None,
+        covers: str = _CLASS_MEANS,
     ) -> Self:
         """Return a charge that the settings determine."""
-        return cls(charge.sum_kl, charge, "exact", said, noise, refusal)
+        return cls(charge.sum_kl, charge, "exact", said, covers, noise, refusal)
 
     @classmethod
     def of_gradients(cls, name: str) -> Self:
@@ -112,8 +113,6 @@ class ChargeModel(NamedTuple):
 class Traits(NamedTuple):
     """The facts that a run needs about any defense."""
 
-    adversary: Adversary = Adversary.CLASS_MEANS  # the strongest that every charge describes
-    covers: str = _CLASS_MEANS  # a sentence about that
     takes_numbers: bool = False  # whether labels may be numbers within bounds, and not only classes
     takes_weights: bool = True  # whether the loss can have weights of rows and classes
     needs_example_keys: bool = False  # whether ``Step.example_keys`` has to be given
@@ -385,19 +384,11 @@ class NoisyDefense(SeededDefense):
 class LabelMoveDefense(NoisyDefense):
     """The settings of every defense whose persistent noise is measured by a label's move."""
 
-    @property
-    def traits(self) -> Traits:
-        if self.noise == "fresh":
-            return super().traits
-        return super().traits._replace(
-            adversary=Adversary.HONEST_BUT_CURIOUS, covers=_HONEST_BUT_CURIOUS
-        )
-
     def _repeated(self, sum_kl: float) -> ChargeModel:
         """Return the charge of noise drawn once per example, with all its repetitions."""
         charge = Charge(sum_kl, adversary=Adversary.HONEST_BUT_CURIOUS)
         said = "Charges of persistent noise depend only on the strength."
-        return ChargeModel.exact(charge, said, "persistent")
+        return ChargeModel.exact(charge, said, "persistent", covers=_HONEST_BUT_CURIOUS)
 
     def _refusal(self, context: interface.DefenseContext, /) -> str | None:
         if context.num_classes == 2 or self.noise == "fresh":
@@ -433,7 +424,9 @@ def warn_about_seed() -> None:
     )
 
 
-def refusal_of_weights(defense: DefenseSection, data: DataSettings) -> str | None:
+def refusal_of_weights(
+    defense: DefenseSection, data: DataSettings, context: interface.DefenseContext
+) -> str | None:
     """Explain why a defense cannot be used with the weights in a run's loss; None if it can."""
     traits, of_rows = defense.traits, data.weight_column is not None
     of_classes = data.class_weights is not None
@@ -447,7 +440,7 @@ def refusal_of_weights(defense: DefenseSection, data: DataSettings) -> str | Non
             f"persistent noise of {defense.title} is measured by what a label moves in a loss "
             f"without class weights: leave out data.class_weights, or set noise: fresh"
         )
-    is_measured = traits.adversary is Adversary.CLASS_MEANS
+    is_measured = defense.charge_model(context).charge.adversary is Adversary.CLASS_MEANS
     if of_rows and not (data.weights_are_label_free or is_measured):
         return (
             f"the peer reads data.weight_column off the gradients, so that weights that depend on "

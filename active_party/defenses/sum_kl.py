@@ -30,8 +30,6 @@ from typing import NamedTuple
 from splitveil.active_party.defenses.dp_bounds import find_root
 
 _TINIEST = 1e-120  # share of the largest input, or class fraction, below which it counts as zero
-
-
 _LARGEST = 1e250  # a power above this, in units of the largest input, is infinite
 
 
@@ -83,14 +81,19 @@ def solve_noise(
     classes differ and one has neither spread nor noise. Raises ValueError if an argument is outside
     its range.
     """
-    _check(
-        pos_fraction,
-        cut_dim,
-        neg_variance=neg_variance,
-        pos_variance=pos_variance,
-        gap_squared=gap_squared,
-        noise_power=noise_power,
-    )
+    variances = {
+        "neg_variance": neg_variance,
+        "pos_variance": pos_variance,
+        "gap_squared": gap_squared,
+        "noise_power": noise_power,
+    }
+    for name, value in variances.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be finite and at least 0, got {value}")
+    if not 0 < pos_fraction < 1:
+        raise ValueError(f"pos_fraction must be above 0 and below 1, got {pos_fraction}")
+    if not 1 <= cut_dim < math.inf:
+        raise ValueError(f"cut_dim must be at least 1, got {cut_dim}")
     exponent = math.frexp(max(neg_variance, pos_variance, gap_squared, noise_power))[1]
     neg, pos, gap, power = (
         scaled if (scaled := math.ldexp(value, -exponent)) > _TINIEST else 0.0
@@ -208,16 +211,6 @@ def sum_kl_for_leak_auc(leak_auc: float) -> float:
 def sum_kl_for_estimated_auc(leak_auc: float) -> float:
     """Return the divergence at which ``estimated_auc`` is the given AUC, above 0.5 and below 1."""
     return 2 * NormalDist().inv_cdf(leak_auc) ** 2
-
-
-def _check(pos_fraction: float, cut_dim: int, **variances: float) -> None:
-    for name, value in variances.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be finite and at least 0, got {value}")
-    if not 0 < pos_fraction < 1:
-        raise ValueError(f"pos_fraction must be above 0 and below 1, got {pos_fraction}")
-    if not 1 <= cut_dim < math.inf:
-        raise ValueError(f"cut_dim must be at least 1, got {cut_dim}")
 
 
 def _best_noise(spread: _Spread) -> _NoiseSplit:

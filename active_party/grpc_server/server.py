@@ -15,7 +15,7 @@ from splitveil.active_party.run.parties import PartyStage
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.alignment.exchange import build_engine, records_of
-from splitveil.common.data.id_forms import form_of
+from splitveil.common.data.canonical_form import form_of
 from splitveil.common.errors import EndedForGood, Interrupted, PeerError, PeerUnreachable
 from splitveil.common.party.credentials import CredentialFiles, credential_files
 from splitveil.common.party.interruption import Interruption

@@ -15,8 +15,7 @@ import grpc
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.alignment.channel import WAIT_S, AlignChannel, StreamChannel, wait_frame
 from splitveil.common.alignment.ecdh import EcdhEngine
-from splitveil.common.alignment.exchange import Agree, Alignment, align
-from splitveil.common.alignment.share import share_frames
+from splitveil.common.alignment.exchange import Agree, Alignment, align, share_frames
 from splitveil.common.alignment.store import ExchangeStore, ExchangeStores
 from splitveil.common.alignment.tried_ids import TriedIds
 from splitveil.common.errors import (

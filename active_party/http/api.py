@@ -28,7 +28,7 @@ from splitveil.active_party.http.service import AnswerService, PendingReply, Ser
 from splitveil.active_party.training.label_kinds import ClassLabels, LabelKind
 from splitveil.common.data.canonical_form import compose
 from splitveil.common.run.id_rules import MAX_ID_COLUMNS
-from splitveil.common.text.version import VERSION
+from splitveil.common.text.wording import VERSION
 
 RETRY_AFTER_S = 1
 ID_BODY_BYTES = 8192  # of a request's body for each id that it may have, with features

@@ -24,7 +24,7 @@ from splitveil.active_party.predict.predictor import Asked, Predictions, Predict
 from splitveil.common.data.features import Features
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.messages import Embedded
-from splitveil.common.text.closing import Closing
+from splitveil.common.text.files import Closing
 from splitveil.common.wire.inference_codec import portions
 
 IN_FLIGHT = 4  # questions under way at a time
@@ -48,10 +48,8 @@ class _WaitingQuestion(NamedTuple):
         return not self.answer.cancelled() and time.monotonic() < self.given_up_at
 
 
-class _UnderWay(NamedTuple):
-    batch: list[_WaitingQuestion]
-    asked: list[Asked]  # the messages that make up the batch's question
-    places: list[NDArray[np.int64]]  # of each request's ids among those asked for
+_UnderWay = tuple[list[_WaitingQuestion], list[Asked], list[NDArray[np.int64]]]
+"""A batch, the messages that make up its question, and of each request the places of its ids."""
 
 
 class Batcher(Closing):
@@ -111,7 +109,7 @@ class Batcher(Closing):
                 self._status.note_question(len(batch), len(ids))
                 asked = [self._predictor.ask(ids[part]) for part in parts]
                 ends = np.cumsum([len(waiting.question.ids) for waiting in batch])
-                under_way = _UnderWay(batch, asked, np.split(np.argsort(order), ends[:-1]))
+                under_way = batch, asked, np.split(np.argsort(order), ends[:-1])
             except Exception as error:
                 _set_all(batch, error)
             else:

@@ -6,7 +6,7 @@ either.
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,8 +25,7 @@ from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import ColumnsInMemory, list_rows
 from splitveil.common.data.stored_ids import ABSENT
 from splitveil.common.data.table import Table, table_of
-from splitveil.common.data.table_files import settings_for
-from splitveil.common.data.unseen import unknown_categories, unseen_numbers
+from splitveil.common.data.table_files import settings_for, unknown_categories, unseen_numbers
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import ServedRows
 from splitveil.common.record.model_files import ALONE, TrainedModel
@@ -42,18 +41,14 @@ _KINDS = {
 }
 
 
-class _Kinds(NamedTuple):
-    types: tuple[frozenset[type], ...]
-    words: str
-
-
+_Kinds = tuple[tuple[frozenset[type], ...], str]  # the types of values, and their words
 _TEXTS = frozenset({str})
 _NUMBERS: frozenset[type] = frozenset({int, float})
-_NUMBER = _Kinds((_NUMBERS, _TEXTS), "numbers, or texts that are numbers")
-_CATEGORY = _Kinds((_NUMBERS, _TEXTS), "texts, or numbers that stand for them")
-_TIME = _Kinds((_TEXTS,), "times as texts")
-_LIST = _Kinds((frozenset({list}), _TEXTS), "lists of texts, or texts")
-_TOKENS = _Kinds(_LIST.types, "lists of whole numbers, or texts")
+_NUMBER: _Kinds = (_NUMBERS, _TEXTS), "numbers, or texts that are numbers"
+_CATEGORY: _Kinds = (_NUMBERS, _TEXTS), "texts, or numbers that stand for them"
+_TIME: _Kinds = (_TEXTS,), "times as texts"
+_LIST: _Kinds = (frozenset({list}), _TEXTS), "lists of texts, or texts"
+_TOKENS: _Kinds = _LIST[0], "lists of whole numbers, or texts"
 _OF_KINDS = (_NUMBER, _CATEGORY, _TIME, _LIST, _CATEGORY, _TOKENS)
 
 
@@ -67,7 +62,6 @@ class GivenFeatures:
         )
         chosen = self._settings.features
         self._expected: dict[str, _Kinds] = {}
-        self.columns: tuple[str, ...] = ()
         if encoder is not None and chosen is not None:
             plain = (chosen.numeric, chosen.categorical, chosen.timestamps, chosen.lists)
             texts = tuple(column.name for column in encoder.sequences if column.tokenizer)
@@ -75,9 +69,9 @@ class GivenFeatures:
             kinds = (*plain, texts, tokens)
             for names, expected in zip(kinds, _OF_KINDS, strict=True):
                 self._expected |= dict.fromkeys(names, expected)
-            self.columns = tuple(name for columns in kinds for name in columns)
+        self.columns = tuple(self._expected)
         """The names of all columns that a request has to give."""
-        self.num_lists = sum(_LIST.types[0] in one.types for one in self._expected.values())
+        self.num_lists = sum(_LIST[0][0] in types for types, _ in self._expected.values())
 
     def of_rows(self, rows: Sequence[Mapping[str, Any]], num_ids: int) -> Features:
         """Encode rows, each with a value or None by column, of at least one id."""
@@ -120,6 +114,7 @@ class GivenFeatures:
 
     def _cells(self, name: str, values: Sequence[Any]) -> Any:
         expected = self._expected[name]
+        types, words = expected
         if expected is _TOKENS:
             # A whole number is the text of its digits; a bool is none.
             values = [
@@ -129,8 +124,8 @@ class GivenFeatures:
                 for one in values
             ]
         kinds = frozenset(map(_kind, values)) - {type(None)}
-        if kinds and not any(kinds <= allowed for allowed in expected.types):
-            raise Unusable(f"features: column {name!r}: expected {expected.words}")
+        if kinds and not any(kinds <= allowed for allowed in types):
+            raise Unusable(f"features: column {name!r}: expected {words}")
         # A column of gaps has the type that its kind suggests: times and texts are not numbers.
         of_gaps = pa.float64() if expected is _NUMBER else pa.string()
         kind = _KINDS.get(kinds, pa.float64()) if kinds else of_gaps

@@ -7,7 +7,6 @@ says nothing its place for ever, and answer 503 to all others once there are man
 import asyncio
 import contextlib
 import logging
-import resource
 import socket
 import ssl
 import threading
@@ -24,8 +23,8 @@ from splitveil.active_party.settings import ServingTls
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.credentials import printable
 from splitveil.common.text.addresses import on_loopback, split_address
-from splitveil.common.text.closing import Closing
-from splitveil.common.text.files import read_or_refuse, read_secret
+from splitveil.common.text.files import Closing, read_or_refuse, read_secret
+from splitveil.common.text.system import most_open_files
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +238,7 @@ class _AcceptingServer(uvicorn.Server):
         self._listener = listener
         self._tls = tls
         self._context = None if tls is None else tls.context
-        self._most = min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self._most = min(MOST_CONNECTIONS, most_open_files() // 2)
         self.open: dict[Connection, None] = {}
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -30,12 +30,11 @@ from splitveil.active_party.defenses.sum_kl import sum_kl_for_estimated_auc, sum
 from splitveil.active_party.ledger.account_book import AccountBook, Names
 from splitveil.active_party.ledger.ledger import Accounts, Figures, LeakLedger, auc_bound
 from splitveil.common.errors import BudgetExhausted
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.charge import Charge
+from splitveil.common.privacy.charge import Adversary, Charge
 from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.sample_order import Positions
-from splitveil.common.text.upper_bounds import at_most, auc_at_most
+from splitveil.common.text.wording import at_most, auc_at_most
 
 ROUNDING = 1e-6  # relative excess that is allowed, so that ten times a strength pays for ten
 

@@ -45,10 +45,10 @@ from torch import Tensor
 
 from splitveil.active_party.defenses.dp_bounds import auc_of_epsilon, gaussian_of_epsilon
 from splitveil.active_party.defenses.sum_kl import estimated_auc, leak_auc_bound
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.charge import (
     ALL_CAVEATS,
     NOT_GAUSSIAN,
+    Adversary,
     Charge,
     holds_against,
     strongest_adversary,

@@ -27,9 +27,9 @@ from splitveil.active_party.monitor.row_covariates import RowCovariates
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.label_kinds import ClassLabels, kind_of
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import ATTACKS, SideInformation
 from splitveil.common.privacy.audit import AuditedBatch
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import STANDARD_ERRORS, AttackFigure, LeakFigures
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
@@ -37,7 +37,7 @@ from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.run_record import AlarmLine
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.progress import State
-from splitveil.common.text.upper_bounds import auc_at_most
+from splitveil.common.text.wording import auc_at_most
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.monitor.leak_watch import LeakWatch
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.privacy.figures import (
     BeyondFigures,
@@ -39,9 +39,8 @@ from splitveil.common.record.run_record import (
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.progress import Phase, State
 from splitveil.common.text.log_lines import log_fields
-from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 from splitveil.common.text.values import from_form, to_form
-from splitveil.common.text.wording import in_short
+from splitveil.common.text.wording import at_least, at_most, auc_at_most, in_short
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 
-from splitveil.active_party.predict.embed_client import EmbedClient
-from splitveil.active_party.predict.table_client import TableClient
+from splitveil.active_party.predict.embed_client import EmbedClient, TableClient
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.aggregation import aggregate
 from splitveil.active_party.training.boosting import WithTrees
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind, kind_of
-from splitveil.active_party.training.top_trainer import aggregate
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.data.stored_ids import ABSENT
 from splitveil.common.errors import SettingsError
@@ -34,7 +33,7 @@ from splitveil.common.party.party_data import ServedRows
 from splitveil.common.record.model_files import REFITTED, TOP_MODEL, TREES, WEIGHTS, TrainedModel
 from splitveil.common.run.contract import ACTIVE, Aggregation
 from splitveil.common.run.messages import Embedded, ModelIdentity
-from splitveil.common.text.closing import Closing
+from splitveil.common.text.files import Closing
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import check_security
 from splitveil.common.wire.http_proxy import proxy_of_environment

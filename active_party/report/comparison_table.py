@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from rich.console import Group
 from rich.text import Text
 
-from splitveil.common.record.assessment import LeakAssessment, assess
+from splitveil.common.record.assessment import assess
 from splitveil.common.record.run_record import Summary
-from splitveil.common.text.upper_bounds import auc_at_most
 from splitveil.common.text.visible_text import PlainTable, cell
-from splitveil.common.text.wording import label
+from splitveil.common.text.wording import auc_at_most, label
 
 
 def comparison_table(
@@ -49,25 +48,17 @@ def comparison_table(
         framed=False,
     )
     for name, summary in summaries.items():
-        test = summary.of_active.model.test
+        test, leak = summary.of_active.model.test, found[name]
+        attack, bound = cell(leak.figure_in_words(None)), cell("none")
+        if leak.strongest is not None:
+            attack = cell(label(leak.strongest.attack), leak.strongest.figures)
+        if leak.bound is not None and leak.adversary is not None:
+            bound = cell(f"≤ {auc_at_most(leak.bound)}", leak.adversary)
         table.add_row(
             cell(name, f"{summary.counts.aligned_rows or 0:,} rows"),
             test.in_words(4),
-            _strongest(found[name]),
-            _bound(found[name]),
+            attack,
+            bound,
             *([disclosed.get(name, cell("-"))] if disclosed else []),
         )
     return Group(table, *map(cell, notes))
-
-
-def _bound(found: LeakAssessment) -> Text:
-    if found.bound is None or found.adversary is None:
-        return cell("none")
-    return cell(f"≤ {auc_at_most(found.bound)}", found.adversary)
-
-
-def _strongest(found: LeakAssessment) -> Text:
-    attack = found.strongest
-    if attack is None:
-        return cell(found.figure_in_words(None))
-    return cell(label(attack.attack), attack.figures)

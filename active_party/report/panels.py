@@ -8,14 +8,13 @@ import numpy as np
 from markupsafe import Markup
 
 from splitveil.active_party.report import run_files
-from splitveil.active_party.report.figures import windows
 from splitveil.active_party.report.svg import Axis, Band, Chart, Dot, Line, Mark, Rule, round_axis
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS, is_oracle
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import Spread
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.run_record import LedgerLine
-from splitveil.common.text.upper_bounds import auc_at_most
+from splitveil.common.text.wording import auc_at_most
 
 _AUC_TICKS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _LEAK_AXIS = Axis("leak AUC", 0.5, 1.0, _AUC_TICKS)
@@ -24,13 +23,36 @@ _AUC = "Test AUC"
 _SMALL = (330.0, 225.0)
 _WIDE = (960.0, 300.0)
 _LEAST_AUC_SPAN = 0.05
+MIN_WINDOW = 15  # smallest number of batches for the quantiles of a window
+MAX_WINDOWS = 40
+LOW, HIGH = 0.1, 0.9  # the quantiles that bound a band
 NUM_STYLES = 8  # colours for runs, or layers, in one chart: the classes ``s0`` and so on
+
+
+class Windows(NamedTuple):
+    """Quantiles over consecutive batches, one entry per window."""
+
+    steps: run_files.Numbers
+    low: run_files.Numbers
+    median: run_files.Numbers
+    high: run_files.Numbers
 
 
 class Panel(NamedTuple):
     title: str
     chart: Markup
     note: str = ""
+
+
+def windows(steps: run_files.Numbers, values: run_files.Numbers) -> Windows:
+    """Summarise a series window by window; all windows hold about the same number of batches."""
+    count = max(1, min(MAX_WINDOWS, len(values) // MIN_WINDOW))
+    middles, rows = [], []
+    for where in np.array_split(np.arange(len(values)), count):
+        middles.append(float(steps[where].mean()))
+        rows.append(np.nanquantile(values[where], (LOW, 0.5, HIGH)))
+    low, median, high = np.array(rows).T
+    return Windows(np.array(middles), low, median, high)
 
 
 def training_panels(run: run_files.RunFiles) -> list[Panel]:
@@ -104,9 +126,12 @@ def leak_panels(
             marks.append(Line(leak.steps, leak.median, style, label))
         last = max(1.0, *(float(one.steps.max()) for one in chosen))
         x = Axis(f"training step ({run_files.steps_per_epoch_of(run)} per epoch)", 0.0, last)
+        remark = "oracle" if is_oracle(attack) else ""
+        if attack in WITHOUT_GRADIENTS:
+            remark = "baseline, without gradients"
         described = f"raw leak AUC of {attack} over training steps"
         chart = Chart(described, x, _LEAK_AXIS, marks, *_SMALL)
-        panels.append(Panel(attack, chart.svg(), _remark(attack)))
+        panels.append(Panel(attack, chart.svg(), remark))
     return panels
 
 
@@ -183,12 +208,6 @@ def _bound_marks(
     yield Band(epochs, run_files.column(spread.mean for spread in spreads), largest, style)
     label = f"{name or style} ({written(largest[-1])})"
     yield Line(epochs, largest, style, label, True, written)
-
-
-def _remark(attack: str) -> str:
-    if attack in WITHOUT_GRADIENTS:
-        return "baseline, without gradients"
-    return "oracle" if is_oracle(attack) else ""
 
 
 def _epoch_axis(epochs: Sequence[run_files.Numbers]) -> Axis:

@@ -5,7 +5,9 @@ private does not have a folder here. Missing files are read as empty and never c
 except the active party's metrics, which every report needs.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,11 +15,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from splitveil.common.data.label_range import ONE_NUMBER
+from splitveil.common.data.settings import ONE_NUMBER
 from splitveil.common.errors import SettingsError
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record import run_record
-from splitveil.common.record.run_record import EvaluationLine, LeakLine, Summary, TrainingLine
+from splitveil.common.record.assessment import LeakAssessment, assess_figures, bounds_by_peers
+from splitveil.common.record.run_record import (
+    EvaluationLine,
+    LeakLine,
+    LedgerLine,
+    Summary,
+    TrainingLine,
+)
 from splitveil.common.text.files import why_unreadable
 from splitveil.common.text.yaml_text import RESOLVED, load_yaml
 
@@ -73,6 +83,57 @@ class RunFiles(NamedTuple):
     def parties(self) -> tuple[PartyFiles, ...]:
         return self.active, *self.passives
 
+    @property
+    def num_classes(self) -> int:
+        """The number of classes, ``ONE_NUMBER`` for numbers; 2 if not declared."""
+        if self.active.setting("data", "label_range"):
+            return ONE_NUMBER
+        declared = self.active.setting("data", "classes")
+        if isinstance(declared, int):
+            return declared
+        return len(declared) if isinstance(declared, list) else 2
+
+    @property
+    def label(self) -> str:
+        """The label that counts as positive, as ``churned: yes``; empty if not declared."""
+        column = self.active.setting("data", "label_column")
+        value = self.active.setting("data", "positive_label")
+        return "" if column is None else f"{column}: {1 if value is None else value}"
+
+    @property
+    def defense(self) -> str:
+        return str(self.active.setting("defense", "name") or "unknown")
+
+    @property
+    def is_one_shot(self) -> bool:
+        return bool(self.active.setting("contract", "exchange") == "one_shot")
+
+    @property
+    def ledger(self) -> LeakBounds | None:
+        """The ledger's last entry, or the bounds of a run abandoned after it went back."""
+        if self.active.summary.of_active.ledger is not None:
+            return self.active.summary.of_active.ledger
+        entries = [line.bounds for line in self.active.metrics.of(LedgerLine)[-1:]]
+        if self.active.ledger_ahead is not None:
+            entries.append(self.active.ledger_ahead)
+        return max(entries, key=lambda bounds: bounds.sum_kl.max, default=None)
+
+    @property
+    def guarantee(self) -> float:
+        """The bound for anybody on the leak AUC of the most exposed example; NaN without one."""
+        return bounds_by_peers(self.ledger).get(Adversary.ANYBODY, math.nan)
+
+    @property
+    def assessment(self) -> LeakAssessment:
+        """What its attacks reveal, judged by the ledger's last entry if it has no summary."""
+        leak = self.active.summary.of_leak
+        return replace(
+            assess_figures(leak.beyond, self.ledger, self.active.setting("defense") or {}),
+            has_gradients=not self.is_one_shot,
+            is_computational=self.active.setting("contract", "release") == "noisy_sums",
+            explained=leak.strongest_of_numbers,
+        )
+
 
 class LeakSeries(NamedTuple):
     party: str
@@ -122,31 +183,6 @@ def test_lines(run: RunFiles) -> list[EvaluationLine]:
     return [line for line in run.active.metrics.of(EvaluationLine) if line.split == "test"]
 
 
-def num_classes(run: RunFiles) -> int:
-    """Return the number of classes of a run, ``ONE_NUMBER`` for numbers; 2 if not declared."""
-    if run.active.setting("data", "label_range"):
-        return ONE_NUMBER
-    declared = run.active.setting("data", "classes")
-    if isinstance(declared, int):
-        return declared
-    return len(declared) if isinstance(declared, list) else 2
-
-
-def label_of(run: RunFiles) -> str:
-    """Return the label that counts as positive, as ``churned: yes``; empty if not declared."""
-    column = run.active.setting("data", "label_column")
-    value = run.active.setting("data", "positive_label")
-    return "" if column is None else f"{column}: {1 if value is None else value}"
-
-
-def is_of_numbers(run: RunFiles) -> bool:
-    return num_classes(run) == ONE_NUMBER
-
-
-def is_one_shot(run: RunFiles) -> bool:
-    return bool(run.active.setting("contract", "exchange") == "one_shot")
-
-
 def undefended_beside(run: RunFiles) -> Iterator[Path]:
     """Yield the active party's folder of each run beside this one that has no defense."""
     for folder in sorted(run.folder.resolve().parent.glob("*/active")):
@@ -174,7 +210,14 @@ def _series_of(party: PartyFiles, steps_per_epoch: int) -> Iterator[LeakSeries]:
     lines = party.metrics.of(LeakLine)
     epochs, random = column(line.epoch for line in lines), column(line.random for line in lines)
     steps = epochs * steps_per_epoch + column(line.step for line in lines)
-    for (layer, attack), leak in _by_attack(lines).items():
+    by_attack: dict[tuple[str, str], Numbers] = {}
+    for row, line in enumerate(lines):
+        for layer, attack, leak_auc in line.figures:
+            if (layer, attack) not in by_attack:
+                by_attack[layer, attack] = np.full(len(lines), np.nan)
+            if leak_auc is not None:
+                by_attack[layer, attack][row] = leak_auc
+    for (layer, attack), leak in by_attack.items():
         measured = ~np.isnan(leak)
         if measured.any():
             yield LeakSeries(
@@ -186,17 +229,6 @@ def _series_of(party: PartyFiles, steps_per_epoch: int) -> Iterator[LeakSeries]:
                 leak[measured],
                 random[measured],
             )
-
-
-def _by_attack(lines: Sequence[LeakLine]) -> dict[tuple[str, str], Numbers]:
-    found: dict[tuple[str, str], Numbers] = {}
-    for row, line in enumerate(lines):
-        for layer, attack, leak_auc in line.figures:
-            if (layer, attack) not in found:
-                found[layer, attack] = np.full(len(lines), np.nan)
-            if leak_auc is not None:
-                found[layer, attack][row] = leak_auc
-    return found
 
 
 def _read_passives(

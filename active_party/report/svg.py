@@ -6,6 +6,7 @@ Text stays text. Elements are built as a tree, so that names in a chart can neve
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 from xml.etree.ElementTree import Element, SubElement, tostring
 
@@ -70,13 +71,6 @@ class Dot:
 Mark = Line | Band | Rule | Dot
 
 
-class _Label(NamedTuple):
-    text: str
-    style: str
-    x: float
-    y: float
-
-
 class Chart:
     """A chart, with a description in words; ``marks`` are drawn in order, the last on top."""
 
@@ -99,7 +93,8 @@ class Chart:
         size = {"width": f"{width:g}", "height": f"{height:g}"}
         box = {"aria-label": description, "viewBox": f"0 0 {width:g} {height:g}"}
         self._root = Element("svg", {"class": "chart", "role": "img"} | box | size)
-        self._labels: list[_Label] = []
+        self._labels: list[tuple[str, str, float, float]] = []
+        """Text, style and place beside the chart."""
         self._dots: list[Dot] = []
 
     def svg(self) -> Markup:
@@ -160,13 +155,13 @@ class Chart:
             self._circle(f"dot {line.style}", x, y, 2.6, line.written)
         if pieces and line.label:
             x, y = pieces[-1][-1]
-            self._labels.append(_Label(line.label, line.style, self._x_of(x), self._y_of(y)))
+            self._labels.append((line.label, line.style, self._x_of(x), self._y_of(y)))
 
     def _draw_rule(self, rule: Rule) -> None:
         at = self._y_of(rule.y)
         self._segment(f"line {rule.style}", (self._left, at), (self._right, at))
         if rule.label:
-            self._labels.append(_Label(rule.label, rule.style, self._right, at))
+            self._labels.append((rule.label, rule.style, self._right, at))
 
     def _draw_names_of_dots(self) -> None:
         dots = sorted(self._dots, key=lambda dot: -dot.y)
@@ -179,13 +174,13 @@ class Chart:
                 self._text(f"name end {dot.style}", x - 11, height + 4, dot.label)
 
     def _draw_labels(self) -> None:
-        labels = sorted(self._labels, key=lambda label: label.y)
-        heights = _spread_out([label.y for label in labels], self._top, self._bottom)
-        for label, height in zip(labels, heights, strict=True):
-            start = min(label.x + 3, self._right)
-            if math.hypot(self._right + 6 - start, height - label.y) > 7:
-                self._segment("leader", (start, label.y), (self._right + 6, height))
-            self._text(f"name {label.style}", self._right + 10, height + 4, label.text)
+        labels = sorted(self._labels, key=itemgetter(3))
+        heights = _spread_out([y for *_, y in labels], self._top, self._bottom)
+        for (text, style, x, y), height in zip(labels, heights, strict=True):
+            start = min(x + 3, self._right)
+            if math.hypot(self._right + 6 - start, height - y) > 7:
+                self._segment("leader", (start, y), (self._right + 6, height))
+            self._text(f"name {style}", self._right + 10, height + 4, text)
 
     def _path(self, points: Sequence[tuple[float, float]]) -> str:
         points_on_page = (f"{self._x_of(x):.1f} {self._y_of(y):.1f}" for x, y in points)

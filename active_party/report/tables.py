@@ -1,45 +1,158 @@
-"""The rows of a report's tables."""
+"""The rows of a report's tables, and the figures in them: of a run's series, and of predictions."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.special import softmax
 
 from splitveil.active_party.report import run_files
-from splitveil.active_party.report.bounds import bounds_of
-from splitveil.active_party.report.figures import (
-    ABSENT,
-    MeasuredAttack,
-    TableRow,
-    count,
-    estimate_of,
-    figure,
-)
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import CUT, needs_of
+from splitveil.common.privacy.adjusted_auc import placements
+from splitveil.common.privacy.attacks import CUT, NUMBER_ATTACKS, needs_of
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import (
-    AttackFigure,
+    STANDARD_ERRORS,
+    BeyondFigures,
     ClassFigures,
-    LeakByClass,
     PredictionFigures,
     RunFigures,
 )
+from splitveil.common.record.assessment import Finding, LeakAssessment, bounds_by_peers
 from splitveil.common.record.run_record import AlarmLine, find_summary
 from splitveil.common.settings import Mark, marked
-from splitveil.common.text.upper_bounds import auc_at_most
-from splitveil.common.text.wording import setting_in_words
+from splitveil.common.text.wording import auc_at_most, setting_in_words
 
+ABSENT = "–"
+_NORMAL_975 = 1.959963984540054
+_CLOSE = 1e-4  # difference of an AUC from the recorded one that rounding may make
 _NOT_ALONE = "not measured (serving.fallback)"
-_NEEDS_OF_NUMBERS = {
-    "top_direction": "nothing",
-    "informed": "the model's predictions and slopes (evaluation only)",
-    "accumulated_top_direction": "nothing",
-    "accumulated_ridge_40": "40 labels of the run, and its own activations",
-}
+
+
+class TableRow(NamedTuple):
+    """One row of a table."""
+
+    cells: tuple[str, ...]
+    is_strong: bool = False  # whether its first number is written in bold
+
+
+class Estimate(NamedTuple):
+    """A test AUC with its 95 % interval (DeLong et al., Biometrics 44, 1988)."""
+
+    value: float
+    low: float
+    high: float
+
+    def in_words(self, digits: int = 4) -> str:
+        form = f".{digits}f"
+        return f"{self.value:{form}} ({self.low:{form}} to {self.high:{form}})"
+
+
+class MeasuredAttack(NamedTuple):
+    """One attack on single batches of one layer, over the whole run."""
+
+    party: str
+    layer: str
+    attack: str
+    batches: int
+    mean: float
+    q95: float
+    last_epoch: float
+    worst_epoch: float  # mean of the epoch with the highest mean
+    random_mean: float
+    random_q95: float
+    beats_chance: bool  # whether its mean exceeds random scores' by more than chance explains
+
+
+def finding_of(series: run_files.LeakSeries) -> MeasuredAttack:
+    """Summarise an attack over the run."""
+    gains = series.leak - series.random
+    means = [series.leak[series.epochs == epoch].mean() for epoch in np.unique(series.epochs)]
+    enough = len(gains) > 1
+    error = float(gains.std(ddof=1)) / math.sqrt(len(gains)) if enough else math.inf
+    return MeasuredAttack(
+        series.party,
+        series.layer,
+        series.attack,
+        len(gains),
+        float(series.leak.mean()),
+        float(np.quantile(series.leak, 0.95)),
+        float(means[-1]),
+        float(max(means)),
+        float(series.random.mean()),
+        float(np.quantile(series.random, 0.95)),
+        beats_chance=float(gains.mean()) > STANDARD_ERRORS * error,
+    )
+
+
+def estimate_of(recorded: float, predictions: StoredPredictions | None) -> Estimate | None:
+    """Return the recorded AUC of a run with its interval; None where that is not known.
+
+    With several classes it is the mean over the classes, each against the rest.
+    """
+    if predictions is None:
+        return None
+    labels, logits = predictions.labels, predictions.logits
+    scores = {1: logits} if logits.ndim == 1 else dict(enumerate(softmax(logits, axis=1).T))
+    members = {one: labels == one for one in scores}
+    measured = [one for one, of in members.items() if min(of.sum(), (~of).sum()) > 1]
+    if not measured:
+        return None
+    # The sum of the squared terms, one for each row, is the variance.
+    auc, terms = 0.0, np.zeros(len(labels))
+    for one in measured:
+        placed = placements(scores[one], members[one])
+        auc += placed.auc / len(measured)
+        for rows, of in zip((members[one], ~members[one]), placed[:2], strict=True):
+            size = len(of) * (len(of) - 1.0)
+            terms[rows] += (of - placed.auc) / math.sqrt(size) / len(measured)
+    half = _NORMAL_975 * math.sqrt(float(terms @ terms))
+    if abs(auc - recorded) > _CLOSE:
+        return None
+    return Estimate(auc, max(auc - half, 0.0), min(auc + half, 1.0))
+
+
+def figure(value: float | None, digits: int = 3) -> str:
+    """Format a figure; a dash stands for a missing one."""
+    return ABSENT if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def count(value: int | None) -> str:
+    """Format a count; a dash stands for a missing one."""
+    return ABSENT if value is None else f"{value:,}"
+
+
+def raw_figures(run: run_files.RunFiles) -> dict[str, float]:
+    """Return attack -> its leak AUC of all examples at the cut layer; of the run, or of batches."""
+    leak = run.active.summary.of_leak
+    batches = leak.batches.get(CUT, {})
+    raw = {name: one.mean for name, one in batches.items()}
+    return raw | {name: one.auc for name, one in leak.run_level.get(CUT, {}).items()}
+
+
+def beyond_rows(run: run_files.RunFiles, assessment: LeakAssessment) -> Iterator[TableRow]:
+    """Yield the table of attacks beyond features, the strongest first."""
+    raw = raw_figures(run)
+    advantage = (run.active.summary.of_leak.beyond or BeyondFigures()).advantage
+    for one in assessment.attacks:
+        attack, finding = one.attack, one.finding
+        is_measured = finding is not Finding.TOO_FEW_ROWS
+        gained = ABSENT
+        if (gain := advantage.get(attack)) is not None:
+            gained = gain.in_words
+        cells = (
+            attack,
+            needs_of(attack),
+            one.figures if is_measured else ABSENT,
+            one.why or (finding.value if is_measured else assessment.not_measured),
+            figure(raw.get(attack)),
+            gained,
+        )
+        yield TableRow(cells, finding in {Finding.ABOVE_BOUND, Finding.LEAKS})
 
 
 def leak_rows(findings: Sequence[MeasuredAttack]) -> Iterator[TableRow]:
@@ -59,7 +172,7 @@ def number_rows(run: run_files.RunFiles) -> Iterator[TableRow]:
             beyond = (figure(found.beyond.r2), found.beyond.interval)
             is_clear = found.beyond.low > 0
         others = map(figure, (found.r2, found.q95, found.last_epoch, found.random))
-        needs = _NEEDS_OF_NUMBERS.get(attack, "not known here")
+        needs = NUMBER_ATTACKS.get(attack, "not known here")
         yield TableRow((attack, needs, *beyond, *others, count(found.examples)), is_clear)
 
 
@@ -81,11 +194,11 @@ def run_level_rows(run: run_files.RunFiles) -> Iterator[TableRow]:
     """
     pairs: dict[tuple[str, str], str] = {}
     for party in run.parties:
-        for name, attacks in _by_class(party).run_level.items():
+        for name, attacks in party.summary.of_leak.run_level_by_class.items():
             for attack, found in attacks.items():
                 pairs.setdefault((party.layer(name), attack), " and ".join(found.worst_pair))
     for (layer, attack), one in run_levels(run).items():
-        pair = [pairs.get((layer, attack), "")] if run_files.num_classes(run) > 2 else []
+        pair = [pairs.get((layer, attack), "")] if run.num_classes > 2 else []
         interval = f"{figure(one.low)} to {figure(one.high)}"
         points = map(figure, (one.tpr_at_per_mille, one.tpr_at_percent, one.precision_at_100))
         of_attack = (layer, attack, needs_of(attack), *pair, figure(one.auc))
@@ -125,8 +238,8 @@ def test_rows(run: run_files.RunFiles) -> Iterator[tuple[str, str]]:
         yield "both, without a defense", undefended.in_words(3)
     alone = model.alone
     yield "our own data only", _NOT_ALONE if alone is None else alone.in_words(3)
-    if model.test.rmse is not None:
-        yield from model.test.beside.items()
+    if model.test.constant_rmse is not None:
+        yield "the mean of all labels", f"{model.test.constant_rmse:.4g}"
 
 
 def quality_in_words(
@@ -176,20 +289,17 @@ def class_rows(run: run_files.RunFiles) -> Iterator[TableRow]:
 
 
 def _of_batches(party: run_files.PartyFiles) -> Iterator[tuple[str, str, ClassFigures]]:
-    for name, attacks in _by_class(party).batches.items():
+    for name, attacks in party.summary.of_leak.by_class.items():
         for attack, found in attacks.items():
             yield party.layer(name), attack, found
-
-
-def _by_class(party: run_files.PartyFiles) -> LeakByClass:
-    return party.summary.of_leak.by_class or LeakByClass({}, {})
 
 
 def alarm_rows(run: run_files.RunFiles) -> Iterator[TableRow]:
     for line in run.active.metrics.of(AlarmLine):
         figures = map(figure, (line.figure.leak_auc, line.margin))
+        named = f"{line.figure.attack} at {line.figure.layer}"
         bound = ABSENT if line.bound is None else auc_at_most(line.bound)
-        yield TableRow((str(line.epoch + 1), _named(line.figure), *figures, bound), is_strong=True)
+        yield TableRow((str(line.epoch + 1), named, *figures, bound), is_strong=True)
 
 
 def settings_tables(settings: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
@@ -216,10 +326,6 @@ def bound_cells(run: run_files.RunFiles) -> dict[Adversary, str]:
     """Return the ledger's bound for the whole run in words, for each adversary class."""
     cells = {
         peers: f"≤ {auc_at_most(bound)}" if bound < 1 else "none"
-        for peers, bound in bounds_of(run).items()
+        for peers, bound in bounds_by_peers(run.ledger).items()
     }
     return dict.fromkeys(Adversary, ABSENT) | cells
-
-
-def _named(figure: AttackFigure) -> str:
-    return f"{figure.attack} at {figure.layer}"

@@ -22,8 +22,9 @@ from splitveil.active_party.defenses.interface import Step
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import LeakBudget
 from splitveil.active_party.run.parties import PassivePeer, PassivePeers, Reply
+from splitveil.active_party.training.aggregation import aggregate, parts_of
 from splitveil.active_party.training.evaluation import Evaluation, Evaluator, HeldOutPredictions
-from splitveil.active_party.training.top_trainer import TopTrainer, aggregate, parts_of
+from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.errors import OtherAnswer, OutOfStep
 from splitveil.common.models.device import to_host
 from splitveil.common.privacy.charge import Charge

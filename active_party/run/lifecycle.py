@@ -43,7 +43,7 @@ from splitveil.active_party.training.evaluation import EarlyStop, Evaluation, Ev
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common import errors
 from splitveil.common.errors import OutOfStep
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record.answer_log import AnswerLog
 from splitveil.common.run import progress

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from splitveil.common.alignment.share import Share
+from splitveil.common.alignment.exchange import Share
 from splitveil.common.errors import AlignmentError, OutOfStep
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import TRANSFERS_AHEAD, evaluations_ahead

@@ -17,7 +17,6 @@ takes back the charge of the first one.
 
 from collections.abc import Callable, Sequence
 
-from splitveil.active_party.run import parties
 from splitveil.active_party.run.lifecycle import (
     ActiveStore,
     Lifecycle,
@@ -29,13 +28,19 @@ from splitveil.active_party.run.lifecycle import (
     Stage,
     TrainerFactory,
 )
-from splitveil.active_party.run.parties import PassivePeer, names_of
+from splitveil.active_party.run.parties import (
+    JointRows,
+    Pair,
+    PartyStage,
+    PassivePeer,
+    Reply,
+    names_of,
+)
 from splitveil.common import errors
-from splitveil.common.alignment.share import Share
-from splitveil.common.errors import ContractMismatch, OthersAwaited, OutOfStep, StartedOver
+from splitveil.common.alignment.exchange import Share
+from splitveil.common.errors import ContractMismatch, NotOpen, OthersAwaited, OutOfStep, StartedOver
 from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record.run_store import NoStore
-from splitveil.common.run import messages
 from splitveil.common.run.contract import Contract, check_same_contract
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason, Offer, Opening
 from splitveil.common.run.sample_order import CommonOrder, Positions, joint_seed
@@ -45,111 +50,6 @@ HANDSHAKE_WAIT_S = 10.0
 """Longest wait of a handshake for the other parties before the caller has to ask again."""
 
 RESUMABLE = (Stage.REJOINING, Stage.TRAINING, Stage.FINISHED)
-
-
-class Handshakes:
-    """The handshakes of one run. Callers hold the lock of ``lifecycle``."""
-
-    def __init__(
-        self, contract: Contract, lifecycle: Lifecycle, draw_nonce: Callable[[], bytes]
-    ) -> None:
-        self._contract = contract
-        self._lifecycle = lifecycle
-        self._parties = lifecycle.parties
-        self._stages = lifecycle.stages
-        self._draw_nonce = draw_nonce
-
-    def greet(self, name: str, contract_json: str) -> PassivePeer:
-        """Return the party that shakes hands, if it holds the same contract."""
-        self._lifecycle.refuse_if_ended()
-        check_same_contract(self._contract, contract_json, f"party {visible(name)}")
-        if name not in self._contract.passive_parties:
-            raise ContractMismatch(["passive_parties"])
-        return self._parties.named(name)
-
-    def open(self, asking: PassivePeer, commitment: bytes, is_listening: Listening) -> Opening:
-        """Open a new run, as soon as every party asks for it; a repeated request changes nothing.
-
-        Raises:
-            OutOfStep: the run has answered something, so that it must not start over.
-        """
-        lifecycle, stages = self._lifecycle, self._stages
-        is_known = asking.has_committed_to(commitment)
-        if not (stages.current is Stage.HANDSHAKEN and is_known):
-            if lifecycle.has_answered:
-                raise OutOfStep("a handshake for a new run, where one has begun")
-            if stages.current is not Stage.WAITING:
-                lifecycle.start_over(self._draw_nonce())
-            asking.open(commitment)
-            stages.note_progress()
-            if self._parties.have_opened:
-                stages.move_to(Stage.HANDSHAKEN)
-            self._wait_for_openings(asking, (Stage.HANDSHAKEN,), is_listening)
-        commitments = tuple(party.commitment for party in self._parties)
-        return self._opening(None, commitments if self._parties.is_multi_party else ())
-
-    def resume(
-        self, asking: PassivePeer, commitment: bytes, offer: Offer, is_listening: Listening
-    ) -> Opening:
-        """Resume the stored run, as soon as every party asks for it."""
-        lifecycle, parties, run = self._lifecycle, self._parties, self._lifecycle.run
-        if parties.is_multi_party and offer.run_id in run.dropped:
-            raise StartedOver("a peer asks to resume a run that has started over")
-        is_this_run = offer.run_id == run.run_id and asking.has_committed_to(commitment)
-        if self._stages.current not in RESUMABLE or not is_this_run:
-            raise OutOfStep("a peer asks to resume another run than this one")
-        if not offer.batch_numbers & lifecycle.checkpoints:
-            raise _no_common_checkpoint()
-        position, have_opened = lifecycle.batch_number, parties.have_opened
-        is_there = position == run.resumed_at in offer.batch_numbers
-        lifecycle.finish_step()
-        if not (have_opened and parties.is_multi_party and is_there):
-            if have_opened:  # every party has to ask again
-                for party in parties:
-                    party.forget_opening()
-            asking.ask_to_resume(offer.batch_numbers)
-            self._stages.note_progress()
-            if parties.have_opened:
-                self._resume_together(asking)
-        self._wait_for_openings(asking, (Stage.TRAINING, Stage.FINISHED), is_listening)
-        return self._opening(lifecycle.run.resumed_at)
-
-    def _resume_together(self, last: PassivePeer) -> None:
-        offers = (party.offer for party in self._parties)
-        common = self._lifecycle.checkpoints.intersection(*offers)
-        if not common:
-            last.forget_opening()
-            raise _no_common_checkpoint()
-        self._lifecycle.resume_at(max(common))
-
-    def _opening(self, resumes_at: int | None, commitments: tuple[bytes, ...] = ()) -> Opening:
-        run, digest = self._lifecycle.run, self._contract.digest()
-        return Opening(run.run_id, digest, run.nonce, resumes_at, commitments)
-
-    def _wait_for_openings(
-        self, asking: PassivePeer, stages: Sequence[Stage], is_listening: Listening
-    ) -> None:
-        handshake = asking.handshakes
-
-        def awaited() -> OthersAwaited:
-            missing = [party for party in self._parties if not party.has_opened]
-            return OthersAwaited(f"waits for passive party {names_of(missing)}")
-
-        def have_opened() -> bool | None:
-            if self._parties.have_opened and self._stages.current in stages:
-                return True
-            self._lifecycle.refuse_if_ended()
-            if not asking.has_opened or asking.handshakes != handshake:
-                raise awaited()
-            return None
-
-        if not self._stages.wait_for_caller(have_opened, is_listening, HANDSHAKE_WAIT_S):
-            raise awaited()
-
-
-def _no_common_checkpoint() -> OutOfStep:
-    return OutOfStep("the parties have no checkpoint in common")
-
 
 FAREWELL_WAIT_S = 3.0
 """Longest wait of a leave request for the other parties before it has to be sent again."""
@@ -187,7 +87,7 @@ class ActiveSession:
         )
         self.parties = self.lifecycle.parties
         self._stages = self.lifecycle.stages
-        self._handshakes = Handshakes(contract, self.lifecycle, draw_nonce)
+        self._draw_nonce = draw_nonce
 
     @property
     def run_id(self) -> str:
@@ -227,9 +127,9 @@ class ActiveSession:
         party: str,
         contract_json: str,
         commitment: bytes,
-        offer: messages.Offer | None = None,
+        offer: Offer | None = None,
         is_listening: Listening = always,
-    ) -> messages.Opening:
+    ) -> Opening:
         """Open a new run or resume a stored one. The same request again gets the same reply.
 
         A peer that was lost before anything was answered may start over; the nonce that it has seen
@@ -237,10 +137,93 @@ class ActiveSession:
         OthersAwaited.
         """
         with self._stages:
-            asking = self._handshakes.greet(party, contract_json)
+            self.lifecycle.refuse_if_ended()
+            check_same_contract(self.contract, contract_json, f"party {visible(party)}")
+            if party not in self.contract.passive_parties:
+                raise ContractMismatch(["passive_parties"])
+            asking = self.parties.named(party)
             if offer is None:
-                return self._handshakes.open(asking, commitment, is_listening)
-            return self._handshakes.resume(asking, commitment, offer, is_listening)
+                return self._open(asking, commitment, is_listening)
+            return self._resume(asking, commitment, offer, is_listening)
+
+    def _open(self, asking: PassivePeer, commitment: bytes, is_listening: Listening) -> Opening:
+        """Open a new run, as soon as every party asks for it; a repeated request changes nothing.
+
+        Raises:
+            OutOfStep: the run has answered something, so that it must not start over.
+        """
+        lifecycle, stages = self.lifecycle, self._stages
+        is_known = asking.has_committed_to(commitment)
+        if not (stages.current is Stage.HANDSHAKEN and is_known):
+            if lifecycle.has_answered:
+                raise OutOfStep("a handshake for a new run, where one has begun")
+            if stages.current is not Stage.WAITING:
+                lifecycle.start_over(self._draw_nonce())
+            asking.open(commitment)
+            stages.note_progress()
+            if self.parties.have_opened:
+                stages.move_to(Stage.HANDSHAKEN)
+            self._wait_for_openings(asking, (Stage.HANDSHAKEN,), is_listening)
+        commitments = tuple(party.commitment for party in self.parties)
+        return self._opening(None, commitments if self.parties.is_multi_party else ())
+
+    def _resume(
+        self, asking: PassivePeer, commitment: bytes, offer: Offer, is_listening: Listening
+    ) -> Opening:
+        """Resume the stored run, as soon as every party asks for it."""
+        lifecycle, run = self.lifecycle, self.lifecycle.run
+        if self.parties.is_multi_party and offer.run_id in run.dropped:
+            raise StartedOver("a peer asks to resume a run that has started over")
+        is_this_run = offer.run_id == run.run_id and asking.has_committed_to(commitment)
+        if self._stages.current not in RESUMABLE or not is_this_run:
+            raise OutOfStep("a peer asks to resume another run than this one")
+        if not offer.batch_numbers & lifecycle.checkpoints:
+            raise _no_common_checkpoint()
+        position, have_opened = lifecycle.batch_number, self.parties.have_opened
+        is_there = position == run.resumed_at in offer.batch_numbers
+        lifecycle.finish_step()
+        if not (have_opened and self.parties.is_multi_party and is_there):
+            if have_opened:  # every party has to ask again
+                for party in self.parties:
+                    party.forget_opening()
+            asking.ask_to_resume(offer.batch_numbers)
+            self._stages.note_progress()
+            if self.parties.have_opened:
+                self._resume_together(asking)
+        self._wait_for_openings(asking, (Stage.TRAINING, Stage.FINISHED), is_listening)
+        return self._opening(lifecycle.run.resumed_at)
+
+    def _resume_together(self, last: PassivePeer) -> None:
+        offers = (party.offer for party in self.parties)
+        common = self.lifecycle.checkpoints.intersection(*offers)
+        if not common:
+            last.forget_opening()
+            raise _no_common_checkpoint()
+        self.lifecycle.resume_at(max(common))
+
+    def _opening(self, resumes_at: int | None, commitments: tuple[bytes, ...] = ()) -> Opening:
+        run, digest = self.lifecycle.run, self.contract.digest()
+        return Opening(run.run_id, digest, run.nonce, resumes_at, commitments)
+
+    def _wait_for_openings(
+        self, asking: PassivePeer, stages: Sequence[Stage], is_listening: Listening
+    ) -> None:
+        handshake = asking.handshakes
+
+        def awaited() -> OthersAwaited:
+            missing = [party for party in self.parties if not party.has_opened]
+            return OthersAwaited(f"waits for passive party {names_of(missing)}")
+
+        def have_opened() -> bool | None:
+            if self.parties.have_opened and self._stages.current in stages:
+                return True
+            self.lifecycle.refuse_if_ended()
+            if not asking.has_opened or asking.handshakes != handshake:
+                raise awaited()
+            return None
+
+        if not self._stages.wait_for_caller(have_opened, is_listening, HANDSHAKE_WAIT_S):
+            raise awaited()
 
     def require_aligning(self, run_id: str | None = None, party: str | None = None) -> None:
         """Refuse a message of the alignment at any other time."""
@@ -257,10 +240,10 @@ class ActiveSession:
         with self._stages:
             self.require_aligning(party=party)
             aligned = self.parties.named(party)
-            aligned.take_pair(parties.Pair(file_rows, peer_nonce))
+            aligned.take_pair(Pair(file_rows, peer_nonce))
             pairs = self.parties.pairs
             if len(pairs) == len(self.parties):
-                self.lifecycle.begin(parties.JointRows.of(self.contract, pairs))
+                self.lifecycle.begin(JointRows.of(self.contract, pairs))
 
     def share_of(self, party: str, timeout_s: float) -> Share | None:
         """Wait for the share that ends a party's alignment in a run with several of them."""
@@ -298,7 +281,7 @@ class ActiveSession:
             asking = self.parties.named(party)
             reply = self._ask(asking, activation, is_listening, is_training=True)
             if isinstance(reply, Course):
-                raise errors.OutOfStep("a training activation where held-out rows are due")
+                raise OutOfStep("a training activation where held-out rows are due")
             return reply
 
     def evaluate(
@@ -309,17 +292,17 @@ class ActiveSession:
             asking = self.parties.named(party)
             reply = self._ask(asking, activation, is_listening, is_training=False)
             if isinstance(reply, Answer):
-                raise errors.OutOfStep("held-out rows where a training activation is due")
+                raise OutOfStep("held-out rows where a training activation is due")
             return reply
 
     def _ask(
         self,
-        asking: parties.PassivePeer,
+        asking: PassivePeer,
         activation: Activation,
         is_listening: Listening,
         *,
         is_training: bool,
-    ) -> parties.Reply:
+    ) -> Reply:
         lifecycle = self.lifecycle
         lifecycle.finish_step()
         lifecycle.refuse_if_ended()
@@ -335,20 +318,20 @@ class ActiveSession:
         return (lifecycle.answer(batch) if is_training else lifecycle.evaluate(batch))[asking.index]
 
     def _wait_for_reply(
-        self, asking: parties.PassivePeer, activation: Activation, is_listening: Listening
-    ) -> parties.Reply:
-        def find() -> parties.Reply | None:
+        self, asking: PassivePeer, activation: Activation, is_listening: Listening
+    ) -> Reply:
+        def find() -> Reply | None:
             self.lifecycle.refuse_if_ended()
             reply = asking.reply_to(activation)
             if reply is None:
                 self.lifecycle.refuse_if_not_open()
                 if asking.question is None or asking.question.batch != activation.batch:
-                    raise errors.OutOfStep("a question that was overtaken by the party's next one")
+                    raise OutOfStep("a question that was overtaken by the party's next one")
             return reply
 
         reply = self._stages.wait_for_caller(find, is_listening)
         if reply is None:
-            raise errors.NotOpen("a party gave up while it waited for others")
+            raise NotOpen("a party gave up while it waited for others")
         return reply
 
     def finish_step(self) -> None:
@@ -366,7 +349,7 @@ class ActiveSession:
     def leave(
         self,
         run_id: str,
-        reason: messages.LeaveReason,
+        reason: LeaveReason,
         party: str | None = None,
         is_listening: Listening = always,
     ) -> None:
@@ -377,7 +360,7 @@ class ActiveSession:
         """
         with self._stages:
             if run_id != self.run_id:
-                raise errors.OutOfStep("a peer leaves another run than this one")
+                raise OutOfStep("a peer leaves another run than this one")
             leaving = self.parties.named(party)
             leaving.say_goodbye()
             self._stages.wake()
@@ -394,16 +377,14 @@ class ActiveSession:
                 return True
             is_finished = self._stages.current is Stage.FINISHED
             if not is_finished or any(
-                party.stage is parties.PartyStage.RETURNING for party in self.parties
+                party.stage is PartyStage.RETURNING for party in self.parties
             ):
-                raise errors.NotOpen("a leave request while another party is resuming")
+                raise NotOpen("a leave request while another party is resuming")
             return None
 
         if not self._stages.wait_for_caller(have_left, is_listening, FAREWELL_WAIT_S):
             missing = [party for party in self.parties if not party.has_left]
-            raise errors.OthersAwaited(
-                f"waits for the goodbye of passive party {parties.names_of(missing)}"
-            )
+            raise OthersAwaited(f"waits for the goodbye of passive party {names_of(missing)}")
 
     def end(self, error: errors.SplitveilError) -> None:
         """End the run early; every later call of a peer gets this error's status."""
@@ -419,3 +400,7 @@ def _error_of(reason: LeaveReason, who: str) -> errors.SplitveilError:
             return errors.PeerLeft(f"{who} was stopped by a person or a supervisor")
         case _:
             return errors.PeerLeft(f"{who} ended the run before its last step")
+
+
+def _no_common_checkpoint() -> OutOfStep:
+    return OutOfStep("the parties have no checkpoint in common")

@@ -3,7 +3,7 @@
 A kind says how an output of the top model is compared with a label, what it predicts, and how
 predictions are measured. The ordinary objective learns from the loss of a kind.
 
-Labels that are numbers are shares of their range, within 0 and 1 (`common.data.label_range`);
+Labels that are numbers are shares of their range, within 0 and 1 (`common.data.settings`);
 figures about them are in the label's unit. An output of the top model is measured from the middle
 of the range, so that a model whose output is 0 says as little as one of two classes whose logit is
 0. Training uses it as it is; a prediction is cut off at the bounds, which only brings it closer to
@@ -35,10 +35,9 @@ from torch.nn.functional import (
 from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.active_party.defenses.interface import Step, TopModel, descend
-from splitveil.common.data.label_range import LabelRange
-from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.settings import DataSettings, LabelRange
 from splitveil.common.models.data_parallel import DataParallelModel, go_on
-from splitveil.common.models.training_state import trained_of
+from splitveil.common.models.optimizers import trained_of
 from splitveil.common.privacy.figures import PredictionFigures
 from splitveil.common.privacy.leakage import areas
 from splitveil.common.privacy.number_attacks import LabelNumbers

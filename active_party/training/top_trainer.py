@@ -1,17 +1,6 @@
-"""The active party's half of the network: its computations, without any rule of the protocol.
+"""The active party's half of the network: its computations, without any rule of the protocol."""
 
-The top model sees one activation, the aggregate, however many parties contribute to it, and the
-gradient of the aggregate is defended once. Each party's gradient then follows from it by the chain
-rule, without labels: the aggregate is linear in every party's activation. So, with any defense,
-parties that pool their gradients know the defended gradient of the aggregate and nothing else, and
-the ledger's charge for it bounds all of them together.
-
-If noise were drawn for each party separately, it would be independent between parties, and parties
-that pool their gradients would average it out: with n parties, the divergence would be n times the
-divergence for a single party.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -20,7 +9,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from splitveil.active_party.defenses import DefendedGradient
 from splitveil.active_party.defenses.interface import Defended, Defense, Objective, Step
 from splitveil.active_party.defenses.noise import AnswerKeys
 from splitveil.active_party.defenses.noisy_sums import NoisySums
@@ -31,9 +19,8 @@ from splitveil.common.data.features import Features
 from splitveil.common.errors import SplitveilError
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.device import check_same_gpu, gpu_of, to_device
-from splitveil.common.models.training_state import in_training_mode, random_state, set_random_state
+from splitveil.common.models.optimizers import in_training_mode, random_state, set_random_state
 from splitveil.common.privacy.figures import PredictionFigures
-from splitveil.common.run.contract import Aggregation
 from splitveil.common.run.progress import Phase, Phases, State
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.text.imports import fault_of_own_code
@@ -287,30 +274,3 @@ def _slopes(step: Step, of_residual: float) -> Tensor | None:
         each = [torch.autograd.grad(one, cut, shares, retain_graph=True)[0] for one in logits.T]
         slopes = torch.stack(each, dim=1)
     return of_residual * (slopes / len(cut))
-
-
-def aggregate(rule: Aggregation, activations: Sequence[Tensor]) -> Tensor:
-    """Return the aggregate of activations: a single one unchanged, otherwise float32."""
-    if len(activations) == 1:
-        return activations[0]
-    values = [activation.to(torch.float32) for activation in activations]
-    match rule:
-        case "mean":
-            return torch.stack(values).mean(dim=0)
-        case "sum":
-            return torch.stack(values).sum(dim=0)
-        case "concat":
-            return torch.cat(values, dim=1)
-
-
-def parts_of(rule: Aggregation, defended: DefendedGradient, parties: int) -> list[DefendedGradient]:
-    """Return each party's part of the aggregate's gradient, in the contract's order."""
-    if parties == 1:
-        return [defended]
-    match rule:
-        case "mean":
-            return [DefendedGradient(defended / parties)] * parties
-        case "sum":
-            return [defended] * parties
-        case "concat":
-            return [DefendedGradient(part) for part in defended.chunk(parties, dim=1)]

@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from splitveil.common.alignment import agreement, ristretto
+from splitveil.common.alignment import ristretto
 from splitveil.common.alignment.buckets import buckets_of, common_tags, padded_size, secret_order
 from splitveil.common.alignment.ristretto import GroupOperations, WorkerPool
 from splitveil.common.alignment.store import (
@@ -48,7 +48,13 @@ from splitveil.common.alignment.store import (
 )
 from splitveil.common.alignment.turns import Frames, TagTurns, check_chunk, check_length, part_of
 from splitveil.common.data.ids import NORMALISATION
-from splitveil.common.errors import InvalidMessage, OutOfStep, SplitveilError, TooLarge
+from splitveil.common.errors import (
+    AlignmentError,
+    InvalidMessage,
+    OutOfStep,
+    SplitveilError,
+    TooLarge,
+)
 from splitveil.common.run.sample_order import Positions, Splits
 from splitveil.common.wire import limits
 from splitveil.protos import split_learning_pb2 as pb
@@ -58,6 +64,8 @@ VERSION = 2
 TAG_BYTES = limits.TAG_BYTES
 CHUNK_IDS = limits.CHUNK_IDS
 _TAG = np.dtype(f"S{TAG_BYTES}")
+_DOMAIN = b"splitveil alignment exchange 1\x00"
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class _Rules(NamedTuple):
@@ -249,8 +257,7 @@ class EcdhExchange:
             case "tags":
                 return self._tags.receive(frame.tags)
             case "done":
-                agreement.check_done(self._own_done, self._peer_done, frame.done)
-                self._peer_done = frame.done
+                self._receive_done(frame.done)
             case _:
                 raise InvalidMessage("the alignment frame is empty")
         return iter(())
@@ -271,12 +278,30 @@ class EcdhExchange:
             f"{len(self._ids)} own ids, {'at most ' * (self._num_buckets > 1)}"
             f"{self.peer_set_size} ids of the other party, {found} in common"
         )
-        agreement.check_agreed(self._own_done, self._peer_done, counts, found, least)
+        own, peer = self._own_done, self._peer_done
+        if own is None or peer is None:
+            raise OutOfStep("the exchange of ids is not complete")
+        if (peer.count, peer.digest) != (own.count, own.digest):
+            raise AlignmentError(
+                f"the parties disagree on the intersection: {counts}, "
+                f"but the other party reports {peer.count}, or another order"
+            )
+        if found < least:
+            raise AlignmentError(
+                f"too few ids to train on: {counts}, expected at least {least}; if there "
+                f"should be more, check --connect at both parties compares how they write them"
+            )
+        if peer.split_digest != own.split_digest:
+            raise AlignmentError(
+                f"the parties disagree on the split: {counts}, and the column named in "
+                f"contract.split does not give each of them the same split in both tables"
+            )
 
     def _receive_hello(self, peer: pb.AlignHello) -> None:
         if self._peer_hello is not None:
             raise OutOfStep("received a second alignment hello")
-        agreement.check_hello(self._hello, peer, self._max_set_size, self._num_buckets)
+        own = self._hello
+        _check_hello(own, peer, self._max_set_size, self._num_buckets)
         self._peer_hello = peer
         point, resume = self._resume_point, peer.resume
         if point is not None and resume.exchange == point.state.exchange:
@@ -288,8 +313,19 @@ class EcdhExchange:
                 self._intersect()
                 self._begin(state.bucket + 1)
             return
-        self._exchange = agreement.number_of_exchange(self._hello, peer)
+        sides = sorted(one.nonce + int(one.set_size).to_bytes(8, "big") for one in (own, peer))
+        identity = _DOMAIN + own.run_id.encode() + b"\x00" + b"".join(sides)
+        self._exchange = hashlib.sha256(identity).digest()
         self._begin(0)
+
+    def _receive_done(self, done: pb.AlignDone) -> None:
+        if self._own_done is None or self._peer_done is not None:
+            raise OutOfStep("the other party is done while points or tags are outstanding")
+        if len(done.digest) != _DIGEST_BYTES:
+            raise InvalidMessage(f"expected a digest of 32 bytes, got {len(done.digest)}")
+        if (length := len(done.split_digest)) not in {0, _DIGEST_BYTES}:
+            raise InvalidMessage(f"expected a split digest of 32 bytes or none, got {length}")
+        self._peer_done = done
 
     def _begin(self, bucket: int) -> None:
         if bucket:
@@ -359,3 +395,21 @@ class EcdhExchange:
         if self._peer_hello is None:
             raise OutOfStep("expected an alignment hello before anything else")
         return self._peer_hello
+
+
+def _check_hello(own: pb.AlignHello, peer: pb.AlignHello, max_set_size: int, buckets: int) -> None:
+    """Refuse a peer that aligns differently, or with a set that is not allowed."""
+    names = ("engine", "version", "normalisation", "tag_bytes", "chunk_ids")
+    differing = [name for name in names if getattr(own, name) != getattr(peer, name)]
+    if differing:
+        raise AlignmentError(f"the parties align ids differently: {', '.join(differing)}")
+    if peer.run_id != own.run_id:
+        raise OutOfStep("the alignment hello is for another run")
+    if len(peer.nonce) != len(own.nonce):
+        raise InvalidMessage(f"expected a nonce of {len(own.nonce)} bytes, got {len(peer.nonce)}")
+    if peer.set_size == 0:
+        raise InvalidMessage("the other party announces an empty set of ids")
+    if peer.set_size > max_set_size:
+        raise TooLarge(f"expected at most {max_set_size} ids, got {peer.set_size}")
+    if peer.set_size % buckets:
+        raise InvalidMessage(f"expected {buckets} buckets of one size, got {peer.set_size} places")

@@ -1,6 +1,14 @@
-"""Runs one alignment: moves frames between an exchange and a channel until both are complete."""
+"""Runs one alignment: moves frames between an exchange and a channel until both are complete.
 
-import os
+Each passive party aligns with the active party as if there were no other. When all have finished,
+the active party says to each of them, in a share with one bit per id in the order of the pair's
+sorted tags, which of the ids that the two have in common are common to all parties. A passive party
+therefore learns only about its own ids, and about those only what it would learn from the training
+rows.
+"""
+
+import hashlib
+import hmac
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,15 +17,20 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from splitveil.common.alignment.channel import AlignChannel, Heartbeats
 from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
 from splitveil.common.alignment.store import ExchangeStore, ExchangeStores
 from splitveil.common.alignment.tried_ids import TriedIds, file_of_count
-from splitveil.common.errors import AlignmentError, ProtocolError
+from splitveil.common.errors import AlignmentError, InvalidMessage, OutOfStep, ProtocolError
 from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.run.contract import AlignmentSettings
 from splitveil.common.run.sample_order import Positions, Splits
-from splitveil.protos.split_learning_pb2 import AlignFrame
+from splitveil.common.text.system import num_cores
+from splitveil.common.wire.limits import MASK_BYTES
+from splitveil.protos.split_learning_pb2 import AlignFrame, AlignShare
 
 _IN_TURN = frozenset({"commitment", "tags", "done"})
 """Frames that end what a party sends unprompted, in an order that the peer checks."""
@@ -147,14 +160,11 @@ def _send_all(
             some = replies.get()
             if some is None:
                 return
-            _send_some(channel, some)
+            for reply in some:
+                channel.send(reply)
     while (some := replies.get()) is not None:
-        _send_some(channel, some)
-
-
-def _send_some(channel: AlignChannel, frames: Iterable[AlignFrame]) -> None:
-    for frame in frames:
-        channel.send(frame)
+        for reply in some:
+            channel.send(reply)
 
 
 # ---- the engine of a party, and what it stores about its exchanges for one run ----
@@ -167,7 +177,7 @@ def build_engine(settings: AlignmentSettings) -> EcdhEngine:
     return EcdhEngine(
         min_aligned=settings.min_aligned,
         max_set_size=settings.max_set_size,
-        workers=min(len(os.sched_getaffinity(0)), _MOST_WORKERS),
+        workers=min(num_cores(), _MOST_WORKERS),
         buckets=settings.buckets,
     )
 
@@ -175,3 +185,53 @@ def build_engine(settings: AlignmentSettings) -> EcdhEngine:
 def records_of(settings: PartySettings, folder: Path) -> tuple[ExchangeStores, TriedIds]:
     most, attempts = settings.contract.alignment.max_set_size, settings.alignment_attempts
     return ExchangeStores(folder), TriedIds(most, attempts, file_of_count(folder))
+
+
+Mask = npt.NDArray[np.bool_]
+
+
+class Share(NamedTuple):
+    """The message that ends one passive party's alignment."""
+
+    mask: Mask
+    """For each id of the pair's intersection, in the order of its tags, whether all parties have
+    it."""
+
+    nonces: tuple[bytes, ...]  # the nonces of all passive parties, in the contract's order
+
+
+def share_frames(share: Share) -> Iterator[AlignFrame]:
+    mask = np.packbits(share.mask, bitorder="little").tobytes()
+    for chunk, first in enumerate(range(0, len(mask), MASK_BYTES)):
+        nonces = () if chunk else share.nonces
+        part = AlignShare(chunk=chunk, mask=mask[first : first + MASK_BYTES], nonces=nonces)
+        yield AlignFrame(share=part)
+
+
+def receive_share(
+    channel: AlignChannel, num_ids: int, commitments: Sequence[bytes], on_wait: Callable[[], None]
+) -> Share:
+    """Wait for this party's share of the ids that the pair has in common, at least one."""
+    mask, nonces, chunk = bytearray(), tuple[bytes, ...](), 0
+    num_bytes = -(-num_ids // 8)
+    while len(mask) < num_bytes:
+        frame = channel.receive()
+        if frame.WhichOneof("body") == "wait" and not chunk:
+            on_wait()
+            continue
+        if frame.WhichOneof("body") != "share" or frame.share.chunk != chunk:
+            raise OutOfStep(f"expected chunk {chunk} of the share that ends the alignment")
+        expected = min(MASK_BYTES, num_bytes - len(mask))
+        if len(frame.share.mask) != expected or (chunk and frame.share.nonces):
+            raise InvalidMessage(f"expected {expected} bytes of a mask in chunk {chunk}")
+        if not chunk:
+            nonces = tuple(frame.share.nonces)
+        mask += frame.share.mask
+        chunk += 1
+    hashed = [hashlib.sha256(nonce).digest() for nonce in nonces]
+    if len(hashed) != len(commitments) or not all(map(hmac.compare_digest, hashed, commitments)):
+        raise InvalidMessage("the passive parties' nonces do not match their commitments")
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little").astype(bool)
+    if bits[num_ids:].any():
+        raise InvalidMessage("the mask has more bits than the two parties have ids in common")
+    return Share(bits[:num_ids], nonces)

@@ -121,8 +121,15 @@ class TriedIds:
             others = before.without(number)
             ids, exchanges = others + announced, before.exchanges + exchanges
             if ids > self._max.ids or exchanges > self._max.exchanges:
-                tried = Tried(others, before.exchanges)
-                raise AlignmentError(self._refusal(peer, tried, announced))
+                where = "this process" if self._path is None else str(self._path)
+                raise AlignmentError(
+                    f"{peer} has tried {others:,} ids in {before.exchanges} exchanges without "
+                    f"finishing a run, and announces {announced:,} more: expected at most "
+                    f"{self._max.ids:,} (alignment_attempts times alignment.max_set_size) in "
+                    f"{self._max.exchanges}. It may be guessing ids; if only its connection was "
+                    f"bad, or it asks for predictions, raise alignment_attempts or delete the "
+                    f"count: {where}"
+                )
             self._write({**self._counts, peer: _Count(ids, exchanges, number, announced)})
 
     def _refund(self, peer: str, announced: int, answered: int, number: str) -> None:
@@ -144,16 +151,6 @@ class TriedIds:
         if self._path is not None:
             write_bytes_atomically(self._path, _COUNTS.dump_json(counts), mode=0o600)
         self._counts = counts
-
-    def _refusal(self, peer: str, before: Tried, announced: int) -> str:
-        where = "this process" if self._path is None else str(self._path)
-        return (
-            f"{peer} has tried {before.ids:,} ids in {before.exchanges} exchanges without "
-            f"finishing a run, and announces {announced:,} more: expected at most "
-            f"{self._max.ids:,} (alignment_attempts times alignment.max_set_size) in "
-            f"{self._max.exchanges}. It may be guessing ids; if only its connection was bad, or it "
-            f"asks for predictions, raise alignment_attempts or delete the count: {where}"
-        )
 
 
 def file_of_count(folder: Path) -> Path:

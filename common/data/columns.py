@@ -360,15 +360,14 @@ _ASCII = str.maketrans("\u2212\uff0d\uff0b\uff0e\uff0c\u066b\u066c", "--+.,.'")
 """The signs that go with decimal digits which are none of ASCII."""
 
 
-def _in_ascii(text: str) -> str:
-    return re.sub(r"\d", lambda digit: str(int(digit[0])), text.translate(_ASCII))
-
-
 def without_units(text: ArrowColumn, units: Sequence[str]) -> ArrowColumn:
     """Return texts with digits of ASCII, and without a unit before or after them."""
     if not pc.all(pc.string_is_ascii(text)).as_py():
         found = pc.unique(text)
-        plain = [one and _in_ascii(one) for one in found.to_pylist()]
+        plain = [
+            one and re.sub(r"\d", lambda digit: str(int(digit[0])), one.translate(_ASCII))
+            for one in found.to_pylist()
+        ]
         text = pc.take(pa.array(plain, pa.string()), pc.index_in(text, value_set=found))
     if units:
         unit = f"(?:{'|'.join(map(re.escape, sorted(units, key=len, reverse=True)))})?"

@@ -45,11 +45,10 @@ from splitveil.common.data.columns import CategoricalColumn
 from splitveil.common.data.ids import IdReport
 from splitveil.common.data.kinds import open_source
 from splitveil.common.data.settings import DataSettings
-from splitveil.common.data.sources import TableSource
+from splitveil.common.data.sources import TableSource, find_files, table_path_of
 from splitveil.common.data.sql_snapshot import snapshot_of
 from splitveil.common.data.stored_ids import ID_OFFSETS, IDS, GrowingArrays, RowNumbers, StoredIds
 from splitveil.common.data.table import Table, TableReader
-from splitveil.common.data.table_paths import find_files, table_path_of
 from splitveil.common.errors import DataError, StorageError
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule, rules_as_plain
 from splitveil.common.settings import Mark, marked, without

@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from splitveil.common.data import stored_ids
 from splitveil.common.data.canonical_form import (
+    SHORTENED,
     CanonicalForm,
     Effects,
+    IdForms,
     compose,
     decompose,
     is_unicode,
@@ -27,7 +29,6 @@ from splitveil.common.data.columns import (
     read_ids,
     select_columns,
 )
-from splitveil.common.data.id_forms import SHORTENED, IdForms
 from splitveil.common.data.kinds import open_source
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import DataError, SettingsError
@@ -289,7 +290,9 @@ def unusable_rows(
         elif not is_unicode(text):
             found["not_text"].append(row)
         elif not own:
-            found["missing" if _is_blank(text, form) else "not_of_kind"].append(row)
+            parts = decompose(text, form.num_columns) if form.num_columns > 1 else (text,)
+            is_blank = parts is None or not all(part.strip() for part in parts)
+            found["missing" if is_blank else "not_of_kind"].append(row)
         elif (first := first_row.setdefault(own, row)) != row:
             found["duplicates" if text == raw[first] else "alike"].append((row, first))
     return UnusableRows(**found)
@@ -322,11 +325,6 @@ def check_allowed(
         problems.append(_problem(alike, "ids equal to another id once normalised"))
     if any(problems):
         raise DataError("\n".join(f"{source}: {problem}" for problem in problems if problem))
-
-
-def _is_blank(text: str, form: CanonicalForm) -> bool:
-    parts = (text,) if form.num_columns == 1 else decompose(text, form.num_columns) or ("",)
-    return any(not part.strip() for part in parts)
 
 
 def _problem(rows: Sequence[str], kind: str) -> str:

@@ -13,8 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from splitveil.common.data.columns import WrittenColumn, clean_text, read_numbers
-from splitveil.common.data.label_range import LabelRange
-from splitveil.common.data.settings import DataSettings, class_key
+from splitveil.common.data.settings import DataSettings, LabelRange, class_key
 from splitveil.common.data.sources import ArrowColumn, RowSource
 from splitveil.common.errors import DataError
 from splitveil.common.text.wording import suggest

@@ -10,7 +10,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.data.category_lists import read_lists, read_tokens
 from splitveil.common.data.columns import (
     CategoricalColumn,
     Numbers,
@@ -32,9 +31,9 @@ from splitveil.common.data.ids import (
     check_rules,
     part_ids,
 )
-from splitveil.common.data.image_folder import ImageFolder
-from splitveil.common.data.kinds import columns_in_parts, in_small_blocks, open_source
+from splitveil.common.data.kinds import ImageFolder, columns_in_parts, in_small_blocks, open_source
 from splitveil.common.data.label_columns import check_classes, read_labels
+from splitveil.common.data.sequences import read_lists, read_tokens
 from splitveil.common.data.settings import DataSettings, Gaps
 from splitveil.common.data.source_settings import CsvSource
 from splitveil.common.data.sources import RowSource, TableSource, joined
@@ -73,10 +72,10 @@ class Table:
     """The split of each row as an index into ``SPLITS``, if the contract splits by a column."""
 
     lists: Mapping[str, CategoricalColumn] = field(default_factory=dict)
-    """Sets of categories by column, as ``category_lists`` writes them."""
+    """Sets of categories by column, as ``sequences`` writes them."""
 
     sequences: Mapping[str, CategoricalColumn] = field(default_factory=dict)
-    """Texts by column, or sequences of whole numbers as ``category_lists`` writes them."""
+    """Texts by column, or sequences of whole numbers as ``sequences`` writes them."""
 
     timestamps: tuple[str, ...] = ()
     """The columns of times whose parts are in ``numeric``."""
@@ -177,7 +176,15 @@ def table_of(
     features = settings.features
     reader = TableReader(settings, source, split_column, id_rules)
     needed, has_image = reader.selection.needed, features is not None and features.image is not None
-    columns, image = _in_parts(source, needed) if has_image else (source.read(needed), None)
+    image = None
+    if has_image:
+        if not isinstance(source, ImageFolder):
+            raise TypeError("images are allowed only in image folders")
+        parts = list(source.parts(needed))
+        columns: Mapping[str, Any] = joined(parts, needed)
+        image = np.concatenate([part.image for part in parts if part.image is not None])
+    else:
+        columns = source.read(needed)
     if not num_rows_of(columns, image, source.name):
         raise DataError(f"{source.name}: there are no rows")
     return reader.finish(reader.add(columns, image))
@@ -242,6 +249,7 @@ class TableReader:
         features = settings.features
         rows = _WrittenRows(settings, self._source, columns, first_row)
         labels, coded = rows.labels(), rows.coded(selection)
+        split, weight = self._split_column, settings.weight_column
         if features is None or features.image is None:
             image = None
         elif image is not None:
@@ -253,11 +261,11 @@ class TableReader:
             numeric=rows.numeric(selection),
             categorical={name: coded[name] for name in selection.chosen.categorical},
             image=image,
-            splits=rows.splits(self._split_column),
+            splits=None if split is None else read_splits(rows.texts_of(split, ())),
             lists={name: coded[name] for name in selection.chosen.lists},
             sequences={name: coded[name] for name in selection.chosen.sequences},
             timestamps=tuple(selection.chosen.timestamps),
-            weights=rows.weights(),
+            weights=None if weight is None else read_weights(rows.numbers_of(weight)),
             gaps=features.gaps if features else "refused",
         )
         if settings.id_column is not None:
@@ -294,7 +302,7 @@ class _WrittenRows(NamedTuple):
         settings = self.settings
         if settings.label_column is None:
             return None
-        column = self._numbers_of(settings.label_column)
+        column = self.numbers_of(settings.label_column)
         labels = read_labels(column, settings)
         is_missing = np.isnan(labels)
         if settings.unlabelled_rows == "error" and is_missing.any():
@@ -304,20 +312,13 @@ class _WrittenRows(NamedTuple):
             )
         return labels
 
-    def weights(self) -> NDArray[np.float64] | None:
-        name = self.settings.weight_column
-        return None if name is None else read_weights(self._numbers_of(name))
-
-    def splits(self, column: str | None) -> NDArray[np.int8] | None:
-        return None if column is None else read_splits(self._texts_of(column, ()))
-
     def numeric(self, selection: Selection) -> dict[str, Numbers]:
         features, chosen = self.settings.features, selection.chosen
         if features is None:
             return {}
-        plain = {name: self._numbers_of(name) for name in chosen.numeric}
+        plain = {name: self.numbers_of(name) for name in chosen.numeric}
         for name in chosen.timestamps:
-            written = self._numbers_of(name)
+            written = self.numbers_of(name)
             parts = read_timestamps(
                 written, features.timestamp_parts, features.timestamp_format, features.first_year
             )
@@ -331,21 +332,21 @@ class _WrittenRows(NamedTuple):
         if features is None:
             return {}
         chosen, separator = selection.chosen, features.list_separator
-        found = {n: read_categories(self._texts_of(n)) for n in chosen.categorical}
+        found = {n: read_categories(self.texts_of(n)) for n in chosen.categorical}
         for name in chosen.lists:
-            found[name] = read_lists(self._texts_of(name), separator)
+            found[name] = read_lists(self.texts_of(name), separator)
         for name in chosen.sequences:
             size = features.sequences[name].num_tokens
-            found[name] = read_tokens(self._texts_of(name), separator, size)
+            found[name] = read_tokens(self.texts_of(name), separator, size)
         return found
 
-    def _texts_of(self, name: str, gaps: Sequence[str] | None = None) -> WrittenColumn:
+    def texts_of(self, name: str, gaps: Sequence[str] | None = None) -> WrittenColumn:
         where = f"{self.source}: column {name!r}"
         gaps = self.settings.missing_texts(name) if gaps is None else gaps
         return WrittenColumn(self.columns[name], where, gaps, self.first_row)
 
-    def _numbers_of(self, name: str) -> WrittenColumn:
-        written = self._texts_of(name)._replace(units=self.settings.units.get(name, ()))
+    def numbers_of(self, name: str) -> WrittenColumn:
+        written = self.texts_of(name)._replace(units=self.settings.units.get(name, ()))
         if isinstance(self.settings.source, CsvSource):
             return written._replace(decimal=self.settings.source.decimal)
         return written
@@ -358,11 +359,3 @@ def num_rows_of(columns: Mapping[str, Any], image: NDArray[Any] | None, source: 
     if len(lengths) > 1:
         raise DataError(f"{source}: images and columns have different numbers of rows: {lengths}")
     return lengths.pop() if lengths else 0
-
-
-def _in_parts(source: RowSource, names: Sequence[str]) -> tuple[Mapping[str, Any], NDArray[Any]]:
-    if not isinstance(source, ImageFolder):
-        raise TypeError("images are allowed only in image folders")
-    parts = list(source.parts(names))
-    images = [part.image for part in parts if part.image is not None]
-    return joined(parts, names), np.concatenate(images)

@@ -29,13 +29,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import SettingsError, SplitveilError
-from splitveil.common.models.ranks import CPU, Order, OrderKind, Ranks, as_bytes
-from splitveil.common.models.training_state import (
+from splitveil.common.models.optimizers import (
     in_training_mode,
     random_state,
     set_random_state,
     trained_of,
 )
+from splitveil.common.models.ranks import CPU, Order, OrderKind, Ranks, as_bytes
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.run.state_bytes import state_from_bytes, state_to_bytes

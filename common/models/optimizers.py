@@ -1,12 +1,16 @@
-"""Builds optimizers from settings; large embedding tables get sparse gradients."""
+"""Builds optimizers from settings, and handles what a model trains with.
+
+Large embedding tables get sparse gradients. Beside the optimizers: a model's training mode, the
+weights that learn, and its random draws.
+"""
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
@@ -18,7 +22,7 @@ from splitveil.common.models.settings import (
     OptimizerSettings,
     SgdOptimizer,
 )
-from splitveil.common.models.training_state import check_names, is_in
+from splitveil.common.text.wording import suggest
 
 _OptimizerT = TypeVar("_OptimizerT", bound=Optimizer)
 
@@ -46,26 +50,33 @@ def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> Optimizer:
     Raises:
         SettingsError: the model has no trainable parameters, or none that ``rates`` names.
     """
-    large = {id(table.weight): table for table in _large_tables(settings, model)}
-    for table in large.values():
-        table.sparse = True
+    momentum = settings.momentum if isinstance(settings, SgdOptimizer) else 0.0
+    large = set[int]()
+    for part in () if settings.weight_decay or momentum else model.modules():
+        if not isinstance(part, nn.Embedding) or not part.weight.requires_grad:
+            continue
+        if part.num_embeddings >= SPARSE_FROM_ROWS:
+            part.sparse = True
+            large.add(id(part.weight))
     check_names(settings.rates, model, "optimizer.rates")
     trainable = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     if not trainable:
         raise SettingsError("optimizer: the model has no trainable parameters")
-    built: Optimizer
+    rate, parts = settings.learning_rate, list[Optimizer]()
+    dense = _groups(settings, (one for one in trainable if id(one[1]) not in large))
+    sparse = _groups(settings, (one for one in trainable if id(one[1]) in large))
     match settings:
-        case AdamSettings():
-            dense = [(name, one) for name, one in trainable if id(one) not in large]
-            sparse = [(name, one) for name, one in trainable if id(one) in large]
-            built = _build_adam(settings, _groups(settings, dense), _groups(settings, sparse))
         case SgdOptimizer():
-            built = SGD(
-                _groups(settings, trainable),
-                lr=settings.learning_rate,
-                momentum=settings.momentum,
-                weight_decay=settings.weight_decay,
-            )
+            every = _groups(settings, trainable)
+            decay = settings.weight_decay
+            parts.append(SGD(every, lr=rate, momentum=momentum, weight_decay=decay))
+        case AdamSettings():
+            kind = AdamW if isinstance(settings, AdamWOptimizer) else Adam
+            if dense:  # fused: one kernel for each step, a third of the time on a CPU
+                parts.append(kind(dense, lr=rate, weight_decay=settings.weight_decay, fused=True))
+            if sparse:
+                parts.append(SparseAdam(sparse, lr=rate))
+    built = parts[0] if len(parts) == 1 else JoinedOptimizer(parts)
     if settings.clip_norm is not None:
         built.register_step_pre_hook(partial(_clip, settings.clip_norm))
     return built
@@ -97,36 +108,6 @@ def _clip(limit: float, optimizer: Optimizer, *_given: Any) -> None:
     factor = limit / get_total_norm(values).clamp(min=limit)
     for weight, gradient in gradients.items():
         weight.grad = gradient * factor
-
-
-def _large_tables(settings: OptimizerSettings, model: nn.Module) -> Iterator[nn.Embedding]:
-    momentum = settings.momentum if isinstance(settings, SgdOptimizer) else 0.0
-    if settings.weight_decay or momentum:
-        return
-    for part in model.modules():
-        if not isinstance(part, nn.Embedding) or not part.weight.requires_grad:
-            continue
-        if part.num_embeddings >= SPARSE_FROM_ROWS:
-            yield part
-
-
-def _build_adam(
-    settings: AdamSettings, dense: list[dict[str, Any]], sparse: list[dict[str, Any]]
-) -> Optimizer:
-    parts: list[Optimizer] = []
-    if dense:
-        kind = AdamW if isinstance(settings, AdamWOptimizer) else Adam
-        parts.append(
-            kind(
-                dense,
-                lr=settings.learning_rate,
-                weight_decay=settings.weight_decay,
-                fused=True,  # one kernel for each step, a third of the time on a CPU
-            )
-        )
-    if sparse:
-        parts.append(SparseAdam(sparse, lr=settings.learning_rate))
-    return parts[0] if len(parts) == 1 else JoinedOptimizer(parts)
 
 
 class JoinedOptimizer(Optimizer):
@@ -163,3 +144,53 @@ class JoinedOptimizer(Optimizer):
     def _share_groups(self) -> None:
         """Expose the parts' own groups, so that a schedule that changes them here changes them."""
         self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+
+def in_training_mode(model: nn.Module) -> None:
+    """Put a model into training mode, unless it is in that mode already.
+
+    `Module.train` sets an attribute of every module in the model. In each step that would take
+    longer than the arithmetic of a small layer.
+    """
+    if not model.training:
+        model.train()
+
+
+def trained_of(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights that are trained, in order; finding them takes a walk over all modules."""
+    return [weight for weight in model.parameters() if weight.requires_grad]
+
+
+def freeze(model: nn.Module, parts: Iterable[str], setting: str) -> None:
+    """Freeze the parameters that settings name."""
+    check_names(parts, model, setting)
+    for name, weight in model.named_parameters():
+        if is_in(name, parts):
+            weight.requires_grad = False
+
+
+def is_in(name: str, parts: Iterable[str]) -> bool:
+    """Return whether a parameter is one of those that settings name, or in one of the modules."""
+    return any(f"{name}.".startswith(f"{part}.") for part in parts)
+
+
+def check_names(parts: Iterable[str], model: nn.Module, setting: str) -> None:
+    """Check that each name belongs to a parameter or a module with parameters."""
+    names = [name for name, _ in model.named_parameters()]
+    for part in parts:
+        if not any(is_in(name, [part]) for name in names):
+            raise SettingsError(
+                f"{setting}: the model has no parameter {part!r}{suggest(part, names)}"
+            )
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Return the state of the CPU's generator, and of the GPU's, for dropout after a checkpoint."""
+    state = {"cpu": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def set_random_state(device: torch.device, state: dict[str, Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -25,8 +25,8 @@ from splitveil.common.record.run_folder import json_text
 from splitveil.common.text.files import why_unreadable
 from splitveil.common.text.imports import fault_of_own_code
 from splitveil.common.text.log_lines import LogFormat, configure_logging, log_fields
-from splitveil.common.text.version import add_version
-from splitveil.common.text.wording import suggest
+from splitveil.common.text.system import require_linux
+from splitveil.common.text.wording import add_version, suggest
 from splitveil.common.text.yaml_text import read_yaml_file
 
 
@@ -237,6 +237,8 @@ def run_command(parsed: argparse.Namespace, party: str | None = None) -> int:
             load = resolve_name("splitveil.common.party.party_settings:load_settings")
             parsed.loaded = load(section, parsed, role)
         own = f"splitveil.{role}_party.commands.{name}:{name}"
+        if name in _OF_PARTIES:
+            require_linux()
         action = resolve_name(_ELSEWHERE.get(name) or _ELSEWHERE.get(f"{role} {name}", own))
         resolve_name("splitveil.common.party.workers:act")(parsed, action)
         if (then := _THEN.get(f"{role} {name}")) and os.environ.get("RANK", "0") == "0":
@@ -248,6 +250,7 @@ def run_command(parsed: argparse.Namespace, party: str | None = None) -> int:
     return exit_code_of(act)
 
 
+_OF_PARTIES = {"align", "predict", "run", "serve"}
 _ANY = "splitveil"  # where a command serves no party more than another
 _ELSEWHERE = {
     "verify_transcript": "splitveil.common.party.command_line:verify_transcript",

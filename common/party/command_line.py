@@ -3,12 +3,9 @@
 import argparse
 import hashlib
 import logging
-import os
-import resource
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -36,6 +33,7 @@ from splitveil.common.record.transcript import Broken, Verified, compare, verify
 from splitveil.common.run.contract import in_short
 from splitveil.common.settings import Mark, Place, marked
 from splitveil.common.text.files import why_unreadable
+from splitveil.common.text.system import most_open_files, num_cores
 from splitveil.common.text.visible_text import visible, visible_lines
 from splitveil.common.text.yaml_text import RESOLVED, read_yaml_file
 
@@ -85,12 +83,10 @@ def verify_transcript(parsed: argparse.Namespace) -> None:
 
 def prepare(settings: PartySettings, rank: Rank = ONLY) -> torch.device:
     """Set limits, the seed and the module search path; return the device to use."""
-    _, most_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError):  # some systems say "unlimited", and refuse that
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most_descriptors, most_descriptors))
+    most_open_files(raised=True)
     _find_own_modules(settings)
     device = device_of(settings, rank)
-    cores = len(os.sched_getaffinity(0)) // rank.local_size
+    cores = num_cores() // rank.local_size
     torch.set_num_threads(settings.torch_threads or max(1, cores))
     torch.manual_seed(settings.model_seed + 1_000_003 * rank.number)  # for dropout
     return device

@@ -14,19 +14,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from splitveil.common.data import source_settings
-from splitveil.common.data.canonical_form import CanonicalForm
+from splitveil.common.data.canonical_form import CanonicalForm, form_of
 from splitveil.common.data.columns import WILDCARDS, are_numbers
 from splitveil.common.data.converted import open_converted
 from splitveil.common.data.features import FeatureEncoder, Features, MappedFeatures, RowEncoder
-from splitveil.common.data.id_forms import form_of
 from splitveil.common.data.kinds import open_source, text_file, with_advice
 from splitveil.common.data.sequences import TokenColumn, token_columns
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import list_rows
 from splitveil.common.data.stored_ids import ABSENT, IdIndex
 from splitveil.common.data.table import Table, read_table, table_of_ids
-from splitveil.common.data.table_files import settings_for, source_of
-from splitveil.common.data.unseen import unknown_categories, unseen_numbers
+from splitveil.common.data.table_files import (
+    settings_for,
+    source_of,
+    unknown_categories,
+    unseen_numbers,
+)
 from splitveil.common.errors import DataError, SettingsError, SplitveilError
 from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.record.model_files import SETTING, EarlierModel

@@ -24,7 +24,7 @@ from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.progress import Phases
 from splitveil.common.text.log_lines import add_to_log_lines
-from splitveil.common.text.version import VERSION
+from splitveil.common.text.wording import VERSION
 
 STEP_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300)
 """Upper bounds of the histogram of seconds per step: from a small model on one machine to a peer
@@ -151,10 +151,6 @@ class Presence:
         with self._lock:
             heard_at = self._heard_at.get(peer)
         return None if heard_at is None else self._clock() - heard_at
-
-    def is_there(self, peer: str) -> bool:
-        with self._lock:
-            return peer in self._heard_at and peer not in self._lost | self._away
 
 
 def _kinds_of(error: type[PeerError]) -> Iterator[str]:

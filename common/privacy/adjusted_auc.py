@@ -108,7 +108,10 @@ def strata_of(predictions: Floats, positive: Mask, max_strata: int = MAX_STRATA)
     left_open = predictions * (1 - predictions)
     number = max(1, min(max_strata, int(left_open.sum() / MIN_PER_STRATUM)))
     # Not the labels' own quantiles: a limit that lies at a positive reveals labels by itself.
-    edges = np.unique(_quantiles(predictions, left_open, np.arange(1, number) / number))
+    order = np.argsort(predictions)
+    reached = np.cumsum(left_open[order])
+    limits = np.searchsorted(reached, np.arange(1, number) / number * reached[-1])
+    edges = np.unique(predictions[order][limits])
     strata = np.searchsorted(edges, predictions, side="right")
     counts = np.stack(
         [np.bincount(strata[chosen], minlength=len(edges) + 1) for chosen in (positive, ~positive)]
@@ -197,7 +200,13 @@ def operating_points(scores: Floats, positive: Mask) -> tuple[float, float, floa
         float((scores[positive] > negatives[int(rate * len(negatives))]).mean())
         for rate in (0.001, 0.01)
     )
-    return per_mille, percent, _precision(scores, positive)
+    if len(scores) <= TOP_ROWS:
+        return per_mille, percent, None
+    last = np.sort(scores)[-TOP_ROWS]
+    above, tied = scores > last, scores == last
+    missing = TOP_ROWS - int(above.sum())
+    found = float(positive[above].sum() + missing * positive[tied].mean())
+    return per_mille, percent, found / TOP_ROWS
 
 
 def _interval(auc: float, variance: float, left_open: float) -> tuple[float, float]:
@@ -215,13 +224,6 @@ def _interval(auc: float, variance: float, left_open: float) -> tuple[float, flo
     # Of 95 % up to here: at an area of 1, the logit scale stretches further errors too far.
     low, high = (auc + STANDARD_ERRORS / _NORMAL_975 * (ends - auc)).clip(0, 1)
     return (0.0 if auc <= half else float(low)), (1.0 if auc >= 1 - half else float(high))
-
-
-def _quantiles(values: Floats, weights: Floats, shares: Floats) -> Floats:
-    order = np.argsort(values)
-    reached = np.cumsum(weights[order])
-    quantiles: Floats = values[order][np.searchsorted(reached, shares * reached[-1])]
-    return quantiles
 
 
 def _share_below(values: Floats, others: Floats, weights: Floats) -> Floats:
@@ -245,12 +247,3 @@ def _merged(counts: npt.NDArray[np.int64]) -> Strata:
     if held.min() < _FEWEST and number > 0:  # the rest joins the stratum before it
         numbers[numbers == number] = number - 1
     return numbers
-
-
-def _precision(scores: Floats, positive: Mask) -> float | None:
-    if len(scores) <= TOP_ROWS:
-        return None
-    last = np.sort(scores)[-TOP_ROWS]
-    above, tied = scores > last, scores == last
-    missing = TOP_ROWS - int(above.sum())
-    return float((positive[above].sum() + missing * positive[tied].mean()) / TOP_ROWS)

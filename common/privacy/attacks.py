@@ -257,6 +257,16 @@ RUN_ATTACKS: Mapping[str, RunAttack] = MappingProxyType(
     }
 )
 
+NUMBER_ATTACKS: Mapping[str, str] = MappingProxyType(
+    {
+        "top_direction": "nothing",
+        "informed": "the model's predictions and slopes (evaluation only)",
+        "accumulated_top_direction": "nothing",
+        "accumulated_ridge_40": "40 labels of the run, and its own activations",
+    }
+)
+"""Attack on labels that are numbers -> its knowledge besides the gradients; all of them run."""
+
 BUILT_IN_NAMES = (*ATTACKS, *RUN_ATTACKS)
 if TYPE_CHECKING:
     AttackName: TypeAlias = str

@@ -13,12 +13,14 @@ same way for comparison.
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from splitveil.common.privacy.accumulation import LatestScores
 from splitveil.common.privacy.attacks import ATTACKS, CUT, RUN_ATTACKS, Attack
 from splitveil.common.privacy.beyond_features import Covariates, measure_beyond_features
 from splitveil.common.privacy.figures import (
@@ -26,9 +28,9 @@ from splitveil.common.privacy.figures import (
     BatchFigures,
     BeyondFigures,
     ClassFigures,
+    LeakFigures,
     NumberLeak,
 )
-from splitveil.common.privacy.gathered_scores import LatestScores
 from splitveil.common.privacy.leakage import Score
 from splitveil.common.privacy.number_attacks import (
     BATCH_ATTACKS,
@@ -38,14 +40,16 @@ from splitveil.common.privacy.number_attacks import (
 )
 from splitveil.common.privacy.observation import (
     TWO_CLASSES,
+    AttackScores,
     Clues,
     LabelClasses,
+    LayerScores,
     Observation,
     pick_clues,
     random_scores,
+    score_batch,
 )
-from splitveil.common.privacy.run_level import RunAudit
-from splitveil.common.privacy.scoring import AttackScores, BatchScorer, LayerScores
+from splitveil.common.privacy.run_level import FeaturesOf, RunAudit
 from splitveil.common.privacy.tally import AttackTally, MultiClassTally, by_layer
 
 LeakByAttack = dict[str, dict[str, float]]  # layer name -> attack name -> leak AUC
@@ -101,7 +105,6 @@ class LeakAudit:
         self._left_out = 0
         self._left_out_lock = threading.Lock()  # the training must not wait for the other one
         self._latest: AuditedBatch | None = None
-        self._scorer = BatchScorer(self._scored, labels.targets)
         self.run = (
             GradientSums(num_examples)
             if isinstance(labels, LabelNumbers)
@@ -122,7 +125,17 @@ class LeakAudit:
         """Summarise the run so far; an attack that was never measured is absent."""
         with self._lock:
             return by_layer(
-                (layer, attack, _summary(tally)) for layer, attack, tally in self._measured()
+                (
+                    layer,
+                    attack,
+                    BatchFigures(
+                        tally.quantile(0.95),
+                        tally.mean,
+                        tally.epoch_mean(tally.last_epoch) or tally.mean,
+                        tally.random_quantile(0.95),
+                    ),
+                )
+                for layer, attack, tally in self._measured()
             )
 
     def epoch_means(self, epoch: int) -> LeakByAttack:
@@ -153,10 +166,6 @@ class LeakAudit:
         """The number of positives of each batch that the attacks need to know."""
         return max((attack.num_hints for attack in self._scored.values()), default=0)
 
-    @property
-    def is_multi_class(self) -> bool:
-        return self._labels.is_multi_class
-
     def clues(
         self, observation: Observation, seed: bytes, sources: Mapping[str, Tensor]
     ) -> dict[int, Clues]:
@@ -177,7 +186,7 @@ class LeakAudit:
         """
         labels = self._labels.indices(observation.labels)
         # A batch of a single class, too: a checkpoint, and so the peer, waits for this.
-        layers = self._scorer.score(observation, labels)
+        layers = score_batch(self._scored, self._labels.targets, observation, labels)
         if observation.positions is not None:
             if CUT in layers:
                 with self._lock:
@@ -199,7 +208,7 @@ class LeakAudit:
 
     def classes(self) -> dict[str, dict[str, ClassFigures]]:
         """Return layer -> attack -> its figures class by class; empty for two classes."""
-        if not self.is_multi_class:
+        if not self._labels.is_multi_class:
             return {}
         with self._lock:
             return by_layer(
@@ -207,28 +216,38 @@ class LeakAudit:
                 for layer, attack, _ in self._measured()
             )
 
-    @property
-    def needs_activations(self) -> bool:
-        """True if an attack over the run looks at the last activations."""
-        return self.has_numbers or any(RUN_ATTACKS[name].is_final for name in self.run.attacks)
-
-    def numbers(self, covariates: Covariates | None) -> dict[str, NumberLeak]:
-        """Return attack -> its figures where labels are numbers; absent if never measured."""
-        with self._lock:
-            found = {
-                attack: NumberLeak(
-                    tally.mean,
-                    tally.quantile(0.95),
-                    tally.epoch_mean(tally.last_epoch),
-                    tally.random_mean,
-                )
-                for _, attack, tally in self._measured()
-            }
-        latest = self._latest_scores.result()
-        return (
-            self.run.numbers(found, latest, covariates)
-            if isinstance(self.run, GradientSums)
-            else {}
+    def figures(
+        self, covariates: Covariates | None = None, features: FeaturesOf | None = None
+    ) -> LeakFigures:
+        """Return everything measured, also beyond features where there are covariates."""
+        if isinstance(self.run, GradientSums):
+            with self._lock:
+                found = {
+                    attack: NumberLeak(
+                        tally.mean,
+                        tally.quantile(0.95),
+                        tally.epoch_mean(tally.last_epoch),
+                        tally.random_mean,
+                    )
+                    for _, attack, tally in self._measured()
+                }
+            numbers = self.run.numbers(found, self._latest_scores.result(), covariates)
+            return LeakFigures(of_numbers=numbers, counts=self.counts())
+        # Side by side, as a run's end waits for both.
+        with ThreadPoolExecutor(1) as executor:
+            measured = None
+            if covariates is not None:
+                measured = executor.submit(self.beyond_features, covariates)
+            leak, by_class = self.run.result(features)
+            beyond = None if measured is None else measured.result()
+        return LeakFigures(
+            beyond=beyond,
+            batches=self.summary(),
+            worst_epoch=self.worst_epochs(),
+            run_level=leak,
+            by_class=self.classes(),
+            run_level_by_class=by_class,
+            counts=self.counts(),
         )
 
     def beyond_features(self, covariates: Covariates) -> BeyondFigures | None:
@@ -327,11 +346,6 @@ class LeakAudit:
             for values, known, of_class in zip(by_target, left_out, of_scores, strict=True)
             if values is not None
         ]
-
-
-def _summary(tally: AttackTally) -> BatchFigures:
-    last = tally.epoch_mean(tally.last_epoch) or tally.mean
-    return BatchFigures(tally.quantile(0.95), tally.mean, last, tally.random_quantile(0.95))
 
 
 def _states(

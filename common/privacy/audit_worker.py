@@ -7,18 +7,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from splitveil.common.privacy.audit import AuditedBatch, LeakAudit
 from splitveil.common.privacy.observation import Observation
-from splitveil.common.text.closing import Closing
+from splitveil.common.text.files import Closing
 
 _NICENESS = 10  # niceness of the worker: about a tenth of the weight of a thread that trains
 
 _BURST_S = 1.0  # CPU time that the worker may take beyond its share: short runs are measured whole
+
+
+_Submitted: TypeAlias = tuple[
+    Callable[[], Observation], torch.device | None, "torch.cuda.Event | None"
+]
+"""An observation; on a GPU, the device of its gradients, and an event that follows them."""
 
 
 class CpuBudget:
@@ -101,7 +107,10 @@ class AuditWorker(Closing):
             with suppress(queue.Full):
                 devices = (layer.device for layer in gradients.values())
                 device = next((device for device in devices if device.type == "cuda"), None)
-                self._queue.put_nowait(_Submitted(observation, device, _computed(device)))
+                computed = None
+                if device is not None:
+                    computed = torch.cuda.current_stream(device).record_event()
+                self._queue.put_nowait((observation, device, computed))
                 return True
         self.audit.leave_out()
         return False
@@ -132,7 +141,7 @@ class AuditWorker(Closing):
         if self._thread.is_alive():
             with suppress(queue.Empty):
                 while True:
-                    if isinstance(self._queue.get_nowait(), _Submitted):
+                    if isinstance(self._queue.get_nowait(), tuple):
                         self.audit.leave_out()
             self._queue.put_nowait(None)
         if self._error is not None:
@@ -152,8 +161,9 @@ class AuditWorker(Closing):
                 continue
             begun_s = time.thread_time()
             try:
-                with _own_stream(submitted, streams):
-                    measured = self.audit.observe(submitted.observation())
+                observation, device, computed = submitted
+                with _own_stream(device, computed, streams):
+                    measured = self.audit.observe(observation())
                     if measured is not None and self._on_result is not None:
                         self._on_result(measured)
                     if self._after_each is not None:
@@ -163,12 +173,6 @@ class AuditWorker(Closing):
                 self.audit.leave_out()
                 self._error = self._error or error
             self._budget.pay(time.thread_time() - begun_s)
-
-
-class _Submitted(NamedTuple):
-    observation: Callable[[], Observation]
-    device: torch.device | None  # the device of the gradients; None for the CPU
-    computed: torch.cuda.Event | None  # passed once gradients are there; None on the CPU
 
 
 def _give_way() -> None:
@@ -183,22 +187,19 @@ def _give_way() -> None:
             os.setpriority(os.PRIO_PROCESS, thread, niceness + _NICENESS)
 
 
-def _computed(device: torch.device | None) -> torch.cuda.Event | None:
-    return None if device is None else torch.cuda.current_stream(device).record_event()
-
-
 @contextmanager
 def _own_stream(
-    submitted: _Submitted, streams: dict[torch.device, torch.cuda.Stream]
+    device: torch.device | None,
+    computed: torch.cuda.Event | None,
+    streams: dict[torch.device, torch.cuda.Stream],
 ) -> Iterator[None]:
     """Run the audit's kernels in another stream than the training's, which wait for each other."""
-    device = submitted.device
-    if device is None or submitted.computed is None:
+    if device is None or computed is None:
         yield
         return
     if device not in streams:
         streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream = streams[device]
-    stream.wait_event(submitted.computed)
+    stream.wait_event(computed)
     with torch.cuda.stream(stream):
         yield

@@ -23,9 +23,9 @@ from splitveil.common.privacy.accumulation import RunScores, combine_with_hints
 from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, WITHOUT_GRADIENTS
 from splitveil.common.privacy.cross_fitting import FeatureModels, Predictions, TooFewRows
 from splitveil.common.privacy.figures import AdjustedFigures, AdvantageFigures, BeyondFigures
-from splitveil.common.privacy.leakage import ClassIndices, Floats, OneClass, PairAucs, pair_aucs
+from splitveil.common.privacy.leakage import OneClass
 from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses
-from splitveil.common.privacy.run_level import SEED
+from splitveil.common.privacy.run_level import SEED, aucs_of
 
 
 class Covariates(NamedTuple):
@@ -41,12 +41,12 @@ class Covariates(NamedTuple):
     def features(self) -> npt.NDArray[np.float32]:
         return np.column_stack([self.activations, self.predictions, self.own])
 
-
-class _PairScores(NamedTuple):
-    attack: str
-    target: int  # the class that counts as the positives
-    scored: observational_audit.ScoredRows
-    by_each_kind: tuple[Floats, Floats]  # predictions by functions alone, and by trees alone
+    def scored(self, seen: RunScores) -> RunScores:
+        """Return the scores of these rows, with indices into them as positions."""
+        _, rows, chosen = np.intersect1d(
+            self.positions, seen.positions, assume_unique=True, return_indices=True
+        )
+        return RunScores(rows, seen.scores[chosen])
 
 
 def measure_beyond_features(
@@ -67,29 +67,29 @@ def measure_beyond_features(
     except TooFewRows:
         return None
     named = [*batch_attacks.items(), *run_attacks.items()]
-    pairs = {pair.attack: pair for pair in _pairs(covariates, named, predicted, classes)}
-    adjusted = {name: adjusted_leak(models, pair.scored) for name, pair in pairs.items()}
+    pairs = dict(_pairs(covariates, named, predicted, classes))
+    adjusted = {name: adjusted_leak(models, pair) for name, pair in pairs.items()}
     advantage = {
         str(name): figure
         for name in run_attacks
         if name in pairs and (figure := _advantage(name, pairs[name], covariates)) is not None
     }
-    audited = {name: pair.scored for name, pair in pairs.items() if name not in know_classes}
+    audited = {name: pair for name, pair in pairs.items() if name not in know_classes}
     epsilon = observational_audit.observe_epsilon(models, audited)
     leaks = [name for name in adjusted if name not in WITHOUT_GRADIENTS]
     if not leaks:
         return BeyondFigures(adjusted, advantage, epsilon, 0)
     strongest = pairs[max(leaks, key=lambda name: adjusted[name].value)]
     aucs = [
-        max(0.5, adjusted_auc.placements(by, strongest.scored.positive).auc)
-        for by in (strongest.scored.predictions, *strongest.by_each_kind)
+        max(0.5, adjusted_auc.placements(by, strongest.positive).auc)
+        for by in (strongest.predictions, *strongest.by_each_kind)
     ]
-    return BeyondFigures(adjusted, advantage, epsilon, len(strongest.scored.rows), *aucs)
+    return BeyondFigures(adjusted, advantage, epsilon, len(strongest.rows), *aucs)
 
 
 def adjusted_leak(models: FeatureModels, scored: observational_audit.ScoredRows) -> AdjustedFigures:
     """Return the feature-adjusted leak AUC of an attack's scores. Raises ``OneClass``."""
-    rows, scores, positive, predictions = scored
+    rows, scores, positive, predictions = scored[:4]
     values = observational_audit.normal_scores(scores)
     explained = models.explained(values, rows)
     known = adjusted_auc.informed(predictions, explained, positive)
@@ -101,18 +101,20 @@ def _pairs(
     attacks: Iterable[tuple[str, Sequence[RunScores]]],
     predicted: Predictions,
     classes: LabelClasses,
-) -> Iterator[_PairScores]:
+) -> Iterator[tuple[str, observational_audit.ScoredRows]]:
     """Yield each attack's scores for the two classes that it separates best."""
     chooses = observational_audit.choosing_half(len(covariates.positions))
     for attack, by_target in attacks:
-        known = [_on(covariates.positions, scores) for scores in by_target]
-        pair = (1, 0)
+        known = [covariates.scored(scores) for scores in by_target]
+        target, other = 1, 0
         if classes.is_multi_class:
-            worst = _worst_pair(known, covariates.labels, chooses, classes)
-            if worst is None:
+            choosing = [
+                RunScores(rows[chooses[rows]], scores[chooses[rows]]) for rows, scores in known
+            ]
+            try:
+                target, other = aucs_of(choosing, covariates.labels, classes).worst_pair()
+            except OneClass:
                 continue
-            pair = worst
-        target, other = pair
         rows, scores = known[target if classes.is_multi_class and len(known) > 1 else 0]
         labels = covariates.labels[rows]
         of_pair = (labels == target) | (labels == other)
@@ -122,35 +124,15 @@ def _pairs(
             continue
         of_both = [each[rows][:, [target, other]] for each in predicted]
         likely, *apart = [each[:, 0] / each.sum(axis=1) for each in of_both]
-        scored = observational_audit.ScoredRows(rows, scores, positive, likely)
-        yield _PairScores(attack, target, scored, (apart[0], apart[1]))
+        yield (
+            attack,
+            observational_audit.ScoredRows(rows, scores, positive, likely, target, tuple(apart)),
+        )
 
 
-def _on(positions: npt.NDArray[np.int64], seen: RunScores) -> tuple[npt.NDArray[np.int64], Floats]:
-    _, rows, chosen = np.intersect1d(
-        positions, seen.positions, assume_unique=True, return_indices=True
-    )
-    return rows, seen.scores[chosen]
-
-
-def _worst_pair(
-    known: Sequence[tuple[npt.NDArray[np.int64], Floats]],
-    labels: ClassIndices,
-    chooses: npt.NDArray[np.bool_],
-    classes: LabelClasses,
-) -> tuple[int, int] | None:
-    aucs = PairAucs.none(classes.num_classes)
-    for of_class, (rows, scores) in zip(classes.of_scores(len(known)), known, strict=True):
-        chosen = chooses[rows]
-        of_rows = labels[rows[chosen]]
-        aucs.put(pair_aucs(scores[chosen], of_rows, classes.num_classes, of_class), of_class)
-    try:
-        return aucs.worst_pair()
-    except OneClass:
-        return None
-
-
-def _advantage(name: str, pair: _PairScores, covariates: Covariates) -> AdvantageFigures | None:
+def _advantage(
+    name: str, pair: observational_audit.ScoredRows, covariates: Covariates
+) -> AdvantageFigures | None:
     """Compare an attack with a model of the activations that knows as many labels.
 
     None for an attack that knows labels of the whole run in the end, because it knows something
@@ -159,7 +141,7 @@ def _advantage(name: str, pair: _PairScores, covariates: Covariates) -> Advantag
     attack = RUN_ATTACKS[name]
     if attack.is_final or not all(ATTACKS[source].is_free for source in attack.sources):
         return None
-    rows, scores, positive, _ = pair.scored
+    rows, scores, positive = pair[:3]
     if not attack.num_hints:
         return adjusted_auc.advantage_over(np.zeros(len(scores)), scores, positive)
     prior = combine_with_hints(

@@ -87,7 +87,11 @@ class FeatureModels:
 
         Every fold gets its share of each stratum.
         """
-        folds = _dealt_by_class(np.zeros(len(features)) if strata is None else strata)
+        shuffled = np.random.default_rng(_SEED).permutation(len(features))
+        if strata is not None:
+            shuffled = shuffled[np.argsort(strata[shuffled], kind="stable")]
+        folds = np.empty(len(features), dtype=np.int64)
+        folds[shuffled] = np.arange(len(features)) % FOLDS
         return cls(features, *_functions_of(features), folds)
 
     def with_features(self, features: npt.NDArray[Any]) -> "FeatureModels":
@@ -190,16 +194,6 @@ class FeatureModels:
     def _penalties(self, ridge: tuple[float, float, float]) -> _Values:
         penalties: _Values = np.array(ridge, np.float32)[self._kinds]
         return penalties
-
-
-def _dealt_by_class(indices: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return the fold of each row: every fold has its share of each class."""
-    generator = np.random.default_rng(_SEED)
-    shuffled = generator.permutation(len(indices))
-    by_class = shuffled[np.argsort(indices[shuffled], kind="stable")]
-    folds = np.empty(len(indices), dtype=np.int64)
-    folds[by_class] = np.arange(len(indices)) % FOLDS
-    return folds
 
 
 def _functions_of(

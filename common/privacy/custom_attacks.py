@@ -29,7 +29,26 @@ def try_custom_attacks(settings: AuditSettings | None, row_shape: Sequence[int])
     if settings is None:
         return []
     for chosen in settings.custom_attacks:
-        _probe(_load(chosen, is_trial=True), chosen, row_shape)
+        attack, generator = _load(chosen, is_trial=True), torch.Generator().manual_seed(0)
+        half, num_hints = PROBE_ROWS // 2, max(attack.num_hints, 1)
+        drawn = [
+            torch.randn(number, *row_shape, generator=generator)
+            for number in (half, half, 1, num_hints, PROBE_ROWS, PROBE_ROWS)
+        ]
+        negatives, positives, reference, hints, activations, gradients = drawn
+        classes = KnownClasses(negatives, positives)
+        before = [values.clone() for values in drawn]
+        what = f"attack {chosen.name} ({chosen.module})"
+        with torch.random.fork_rng(devices=()):
+            state = torch.get_rng_state()
+            attack.score(gradients, Knowledge(reference[0], hints, classes, activations))
+            if not torch.equal(torch.get_rng_state(), state):
+                raise SettingsError(
+                    f"{what}: draws from torch's global generator, which training uses; "
+                    "use a generator of its own"
+                )
+        if not all(map(torch.equal, before, drawn)):
+            raise SettingsError(f"{what}: changes its arguments, which training uses")
     return [chosen.name for chosen in settings.custom_attacks]
 
 
@@ -74,26 +93,3 @@ class _Scorer:
 
     def _refusal(self, reason: str) -> SettingsError:
         return SettingsError(f"attack {self.chosen.name} ({self.chosen.module}): {reason}")
-
-
-def _probe(attack: Attack, chosen: CustomAttack, row_shape: Sequence[int]) -> None:
-    with torch.random.fork_rng(devices=()):
-        generator = torch.Generator().manual_seed(0)
-        drawn = [
-            torch.randn(number, *row_shape, generator=generator)
-            for number in (*[PROBE_ROWS // 2] * 2, 1, max(attack.num_hints, 1), *[PROBE_ROWS] * 2)
-        ]
-        negatives, positives, reference, hints, activations, gradients = drawn
-        classes = KnownClasses(negatives, positives)
-        knowledge = Knowledge(reference[0], hints, classes, activations)
-        before = [values.clone() for values in drawn]
-        state = torch.get_rng_state()
-        attack.score(gradients, knowledge)
-        what = f"attack {chosen.name} ({chosen.module})"
-        if not torch.equal(torch.get_rng_state(), state):
-            raise SettingsError(
-                f"{what}: draws from torch's global generator, which training uses; "
-                "use a generator of its own"
-            )
-        if not all(map(torch.equal, before, drawn)):
-            raise SettingsError(f"{what}: changes its arguments, which training uses")

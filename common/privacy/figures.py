@@ -12,8 +12,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator
 
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.text.upper_bounds import auc_at_most
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.text.values import (
     IF_ANY,
     ByAttack,
@@ -32,6 +31,7 @@ from splitveil.common.text.values import (
     as_number,
     to_form,
 )
+from splitveil.common.text.wording import auc_at_most
 
 
 class AttackFigure(NamedTuple):
@@ -140,20 +140,6 @@ class PredictionFigures(Form):
     def better_in_words(self) -> str:
         """What the main figure of better predictions is, such as ``> 0.7123``."""
         return f"{'>' if self.rmse is None else '<'} {self.in_words(4)}"
-
-    @property
-    def beside(self) -> dict[str, str]:
-        """The figures that a report shows beside the main one, by their names."""
-        named = {
-            "the mean of all labels": (self.constant_rmse, ".4g"),
-            "test average precision (PR-AUC)": (self.average_precision, ".3f"),
-            "test calibration error (ECE)": (self.calibration_error, ".3f"),
-        }
-        return {
-            name: "–" if math.isnan(value) else format(value, form)
-            for name, (value, form) in named.items()
-            if value is not None
-        }
 
 
 _NONE = Spread()
@@ -391,14 +377,6 @@ class NumberLeak(NamedTuple):
     beyond: Maybe[NumberBeyond] = None  # beyond features; None if it was not measured
 
 
-@dataclass(frozen=True)
-class LeakByClass(Form):
-    batches: Annotated[ByAttack[ClassFigures], Key("leak_classes")] = field(default_factory=dict)
-    run_level: Annotated[ByAttack[ClassFigures], Key("leak_run_level_classes")] = field(
-        default_factory=dict
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class LeakFigures(Form):
     """The measurements of the attacks; with more than two classes, of the pair separated best."""
@@ -408,7 +386,13 @@ class LeakFigures(Form):
     worst_epoch: Annotated[ByAttack[Known], Key("leak_worst_epoch")] = field(default_factory=dict)
     """Largest mean over an epoch's batches."""
     run_level: Annotated[ByAttack[RunFigures], Key("leak_run_level")] = field(default_factory=dict)
-    by_class: Annotated[LeakByClass | None, Flat()] = None  # None with two classes
+    by_class: Annotated[ByAttack[ClassFigures], Key("leak_classes"), IF_ANY] = field(
+        default_factory=dict
+    )
+    """Of single batches; empty for two classes."""
+    run_level_by_class: Annotated[ByAttack[ClassFigures], Key("leak_run_level_classes"), IF_ANY] = (
+        field(default_factory=dict)
+    )
     counts: Annotated[BatchCounts, Key("leak_batches")] = field(default_factory=BatchCounts)
     of_numbers: Annotated[Table[NumberLeak], Key(_OF_NUMBERS), IF_ANY] = field(default_factory=dict)
     """Attack -> its figures, where labels are numbers; no other figure is about these."""

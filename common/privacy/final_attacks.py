@@ -100,16 +100,16 @@ def final_scores(
 
     One score for all classes, or one for each target class; of no examples where it cannot be run.
     """
-    nothing = RunScores(np.empty(0, dtype=np.int64), np.empty(0))
-    if attack == "final_kmeans":
+    nothing, known = RunScores(np.empty(0, dtype=np.int64), np.empty(0)), RUN_ATTACKS[attack]
+    if not known.num_hints and not known.one_of_each_class:
         if not len(positions):
             return [nothing]
         return [RunScores(positions, activation_kmeans(activations.float()).numpy())]
-    num_hints = RUN_ATTACKS[attack].num_hints or len(np.unique(labels))
+    num_hints = known.num_hints or len(np.unique(labels))
     hints = pick_labelled(labels, num_hints, np.random.default_rng(seed))
     if hints is None:
         return [nothing for _ in classes.targets]
-    if attack != "final_nearest_hint":
+    if known.num_hints:
         logits = complete_model(activations, hints, classes.num_classes, seed)
         scores = one_against_rest(logits)[:, list(classes.targets)]
     else:
@@ -146,7 +146,11 @@ def pick_labelled(
 def complete_model(activations: Tensor, hints: Hints, num_classes: int, seed: int) -> Tensor:
     """Train a head with some known labels, and return its logits, (examples, classes) float64."""
     rows = activations.detach().flatten(start_dim=1).cpu()
-    centre, unit = _moments(rows)
+    parts = torch.split(rows, _ROWS_AT_ONCE)
+    centre = torch.stack([part.double().sum(dim=0) for part in parts]).sum(dim=0) / len(rows)
+    squares = [(part.double() - centre).square().sum(dim=0) for part in parts]
+    spread = (torch.stack(squares).sum(dim=0) / len(rows)).sqrt()
+    unit = torch.where(spread > 0, spread, 1.0)
     head = _Head(rows.shape[1], num_classes, seed)
     known = _standardised(rows[torch.from_numpy(hints.rows)], centre, unit)
     truth = one_hot(torch.from_numpy(hints.labels), num_classes).double()
@@ -157,7 +161,7 @@ def complete_model(activations: Tensor, hints: Hints, num_classes: int, seed: in
         again = torch.randint(len(known), (_LABELLED,), generator=generator)
         order = torch.randperm(_LABELLED + _UNLABELLED, generator=generator)
         head.learn(known[again], truth[again], others, order, step / _STEPS)
-    return torch.cat([head.logits(_standardised(part, centre, unit)) for part in _parts(rows)])
+    return torch.cat([head.logits(_standardised(part, centre, unit)) for part in parts])
 
 
 def one_against_rest(logits: Tensor) -> Tensor:
@@ -208,20 +212,8 @@ class _Head:
             average.lerp_(newest.data, _AVERAGED)
 
 
-def _moments(rows: Tensor) -> tuple[Tensor, Tensor]:
-    parts = _parts(rows)
-    centre = torch.stack([part.double().sum(dim=0) for part in parts]).sum(dim=0) / len(rows)
-    squares = [(part.double() - centre).square().sum(dim=0) for part in parts]
-    spread = (torch.stack(squares).sum(dim=0) / len(rows)).sqrt()
-    return centre, torch.where(spread > 0, spread, 1.0)
-
-
 def _standardised(rows: Tensor, centre: Tensor, unit: Tensor) -> Tensor:
     return (rows.double() - centre) / unit
-
-
-def _parts(rows: Tensor) -> tuple[Tensor, ...]:
-    return torch.split(rows, _ROWS_AT_ONCE)
 
 
 def _nearest_hint(

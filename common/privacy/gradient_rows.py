@@ -270,3 +270,21 @@ def _flat_rows(gradients: Tensor) -> tuple[Tensor, Tensor | None]:
     """
     rows = gradients.detach().flatten(start_dim=1).double()
     return scaled(rows) if gradients.dtype == torch.float64 else (rows, None)
+
+
+def standardised(scores: Tensor) -> Tensor:
+    """Return scores with mean 0 and variance 1, on the CPU; zeros where all are equal."""
+    values = scores.detach().cpu().numpy().astype(np.float64)
+    _make_size_one(values)
+    values -= values.sum() / max(len(values), 1)
+    _make_size_one(values)
+    deviation = math.sqrt(values @ values / max(len(values), 1))
+    if deviation > 0:
+        values /= deviation
+    return torch.from_numpy(values)
+
+
+def _make_size_one(values: _Floats) -> None:
+    largest = max(values.max(initial=0.0), -values.min(initial=0.0))
+    if largest > 0:
+        values /= largest

@@ -161,23 +161,29 @@ class Score(NamedTuple):
     of_class: int | None = None  # the class that it belongs to; None for several classes
 
 
-class BatchAucs(NamedTuple):
-    worst: list[float]  # the leak AUC of each attack's worst pair; NaN for an attack without one
-    leak: PairAucs | None  # all leak AUCs, first by attack; None for two classes
-
-
 def batch_aucs(
     attacks: Sequence[Sequence[Score]], labels: Tensor, num_classes: int, *, is_plain: bool = False
-) -> BatchAucs:
+) -> tuple[list[float], PairAucs | None]:
     """Measure several attacks on one batch together.
 
     Each has one score, or one per class; with two classes at most one, whose AUC is left below 1/2
-    if ``is_plain``. Raises ValueError if a score is NaN, or the shapes differ.
+    if ``is_plain``. Returns the leak AUC of each attack's worst pair, NaN for an attack without
+    one, and for more than two classes all leak AUCs, first by attack. Raises ValueError if a score
+    is NaN, or the shapes differ.
     """
     if num_classes == 2:
         every = [one for scores in attacks for one in scores]
-        aucs = iter(_aucs_of_one_pair(every, labels, is_plain=is_plain))
-        return BatchAucs([next(aucs) if scores else math.nan for scores in attacks], None)
+        device = every[-1].values.device
+        allowed = torch.ones(len(every), len(labels), dtype=torch.bool)
+        for row, score in enumerate(every):
+            allowed[row, list(score.left_out)] = False
+        stacked = torch.stack([score.values.to(device) for score in every])
+        if stacked.shape != allowed.shape:
+            expected = f"expected one label per score, got {len(labels)}"
+            raise ValueError(f"{expected} for {stacked.shape[1]}")
+        aucs = areas(stacked.double(), labels.to(device) == 1, allowed)
+        of_scores = iter((aucs if is_plain else torch.maximum(aucs, 1.0 - aucs)).tolist())
+        return [next(of_scores) if scores else math.nan for scores in attacks], None
     indices = labels.cpu().numpy()
     table = PairAucs.none(num_classes, len(attacks))
     for number, scores in enumerate(attacks):
@@ -188,7 +194,7 @@ def batch_aucs(
             of_class_or_all = pair_aucs(of_chosen, indices[chosen], num_classes, of_class)
             table.of(number).put(of_class_or_all, of_class)
     leak = table.leak()
-    return BatchAucs(leak.worst().tolist(), leak)
+    return leak.worst().tolist(), leak
 
 
 def pair_aucs(
@@ -234,20 +240,6 @@ def _one_per_example(values: Values, name: str) -> Tensor:
             f"expected {name} of shape (batch,) or (batch, 1), got {tuple(tensor.shape)}"
         )
     return tensor.reshape(-1)
-
-
-def _aucs_of_one_pair(scores: Sequence[Score], labels: Tensor, *, is_plain: bool) -> list[float]:
-    """Return the AUCs of two classes on the scores' device."""
-    device = scores[-1].values.device
-    chosen = np.ones((len(scores), len(labels)), dtype=np.bool_)
-    for row, score in enumerate(scores):
-        chosen[row, list(score.left_out)] = False
-    values = torch.stack([score.values.to(device) for score in scores])
-    if values.shape != chosen.shape:
-        raise ValueError(f"expected one label per score, got {len(labels)} for {values.shape[1]}")
-    aucs = areas(values.double(), labels.to(device) == 1, torch.from_numpy(chosen))
-    found: list[float] = (aucs if is_plain else torch.maximum(aucs, 1.0 - aucs)).tolist()
-    return found
 
 
 def _folded(aucs: Floats) -> Floats:

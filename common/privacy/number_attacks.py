@@ -30,7 +30,7 @@ knows better than these regressions how features reveal labels has more than 0 w
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,9 +44,9 @@ from splitveil.common.privacy.cross_fitting import FeatureModels
 from splitveil.common.privacy.figures import STANDARD_ERRORS, NumberBeyond, NumberLeak
 from splitveil.common.privacy.gradient_rows import GradientRows, Gradients, prepared
 from splitveil.common.privacy.informed import KnownPredictions
-from splitveil.common.privacy.leakage import BatchAucs, Score
+from splitveil.common.privacy.leakage import PairAucs, Score
+from splitveil.common.privacy.observation import LayerScores
 from splitveil.common.privacy.run_level import SEED, RunAudit
-from splitveil.common.privacy.scoring import LayerScores
 
 _LEAST_ROWS = 8  # rows below which a batch's R2 is mostly chance
 
@@ -121,11 +121,11 @@ class LabelNumbers:
     @staticmethod
     def measure(
         attacks: Sequence[Sequence[Score]], labels: Tensor, *, is_plain: bool = False
-    ) -> BatchAucs:
+    ) -> tuple[list[float], PairAucs | None]:
         """Return the R2 of several attacks on one batch; random scores have the mean of theirs."""
         del is_plain
         chance = 1 / max(len(labels) - 1, 1)
-        return BatchAucs([chance, *(r2_of(one.values, labels) for (one,) in attacks[1:])], None)
+        return [chance, *(r2_of(one.values, labels) for (one,) in attacks[1:])], None
 
 
 def ridge_scores(gradients: Tensor, labels: Tensor, seed: int) -> RunScores:
@@ -177,6 +177,8 @@ def _ridge(rows: _Floats, labels: _Floats) -> _Floats:
 class GradientSums(RunAudit):
     """Adds up each example's gradients over a run, and remembers its last activation."""
 
+    needs_activations = True
+
     def __init__(self, num_examples: int) -> None:
         super().__init__((), num_examples)
         self._sums: tuple[Tensor, Tensor, Tensor] | None = None
@@ -207,19 +209,25 @@ class GradientSums(RunAudit):
                 last[places] = activations.detach().flatten(1).cpu().float()[chosen]
             known[places] = labels[chosen]
 
-    def seen(self) -> "SeenSums | None":
-        """Return the sums and labels of the examples that were visited; None without any."""
+    def _seen(self) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """Return what is known of the examples that were visited; None without any.
+
+        Their sums of gradients, (examples, row_dim), what the ridge regression looks at, their
+        labels, (examples,), and their positions in the common order, ascending, (examples,).
+        """
         if self._sums is None:
             return None
         sums, last, known = self._sums
         visited = ~known.isnan()
         positions = visited.nonzero()[:, 0] * _apart(self._num_examples, sums.shape[1])
-        return SeenSums(sums[visited], last[visited], known[visited], positions)
+        both = torch.cat([_standardised(sums[visited]), _standardised(last[visited])], dim=1)
+        return sums[visited], both, known[visited], positions
 
     def _figures(self) -> Iterator[tuple[str, str, float]]:
-        if (seen := self.seen()) is not None:
-            yield CUT, TOP, r2_of(top_direction(seen.gradients), seen.labels)
-            yield CUT, RIDGE, ridge_r2(seen.for_ridge(), seen.labels, SEED)
+        if (seen := self._seen()) is not None:
+            gradients, both, labels, _ = seen
+            yield CUT, TOP, r2_of(top_direction(gradients), labels)
+            yield CUT, RIDGE, ridge_r2(both, labels, SEED)
 
     def numbers(
         self,
@@ -228,20 +236,20 @@ class GradientSums(RunAudit):
         covariates: Covariates | None,
     ) -> dict[str, NumberLeak]:
         """Return attack -> its figures; ``latest`` are scores that mean the same in every batch."""
-        seen, figures = self.seen(), dict(batches)
+        seen, figures = self._seen(), dict(batches)
         if seen is None:
             return figures
-        examples = len(seen.labels)
+        gradients, both, labels, positions = seen[0], seen[1], seen[2], seen[3].numpy()
+        examples = len(labels)
         for _, attack, r2 in self._figures():
             if not math.isnan(r2):
                 figures[attack] = NumberLeak(r2, random=1 / max(examples - 1, 1), examples=examples)
         if covariates is None:
             return figures
         scores = {attack: of_all for attack, (of_all,) in latest.items()}
-        positions = seen.positions.numpy()
-        scores[TOP] = RunScores(positions, top_direction(seen.gradients).numpy())
+        scores[TOP] = RunScores(positions, top_direction(gradients).numpy())
         if examples > NUM_HINTS:
-            others, values = ridge_scores(seen.for_ridge(), seen.labels, SEED)
+            others, values = ridge_scores(both, labels, SEED)
             order = np.argsort(others)
             scores[RIDGE] = RunScores(positions[others[order]], values[order])
         beyond = measure_numbers_beyond_features(covariates, scores)
@@ -261,17 +269,6 @@ class GradientSums(RunAudit):
 
 def _apart(num_examples: int, width: int) -> int:
     return max(1, -(-num_examples * 2 * width // _MOST_VALUES))
-
-
-class SeenSums(NamedTuple):
-    gradients: Tensor  # (examples, row_dim)
-    activations: Tensor  # (examples, row_dim)
-    labels: Tensor  # (examples,)
-    positions: Tensor  # of the examples in the common order, ascending, (examples,)
-
-    def for_ridge(self) -> Tensor:
-        parts = (_standardised(self.gradients), _standardised(self.activations))
-        return torch.cat(parts, dim=1)
 
 
 def _standardised(columns: Tensor) -> Tensor:
@@ -315,12 +312,10 @@ def measure_numbers_beyond_features(
     features = covariates.features
     figures = {}
     for attack, seen in attacks.items():
-        _, rows, scored = np.intersect1d(
-            covariates.positions, seen.positions, assume_unique=True, return_indices=True
-        )
+        rows, scores = covariates.scored(seen)
         if len(rows) < MIN_ROWS:
             continue
-        labels, scores = covariates.labels[rows], seen.scores[scored]
+        labels = covariates.labels[rows]
         figure = adjusted_r2(features[rows], labels.astype(np.float64), scores)
         if not np.isnan(figure.r2):
             figures[attack] = figure

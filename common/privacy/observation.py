@@ -1,6 +1,9 @@
-"""Observations: the part of one training step that an audit sees, with the attacks' clues about it.
+"""The part of one training step that an audit sees, and the attacks' scores of its rows.
 
-A class that attacks treat as the positives is a target.
+A class that attacks treat as the positives is a target. An attack that does not need labels scores
+a batch once for all classes, and one that knows something about the positives once for each target.
+Everything that does not depend on labels (rows in float64, their norms, their top direction) is
+computed once for all attacks.
 
 Both parties pick the same rows of a batch as clues for the attacks, so that their figures can be
 compared: the choice depends only on the joint seed, the epoch and the step.
@@ -17,9 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from splitveil.common.privacy.gradient_rows import GradientRows
+from splitveil.common.privacy.attacks import Attack, Knowledge, SideInformation
+from splitveil.common.privacy.gradient_rows import GradientRows, TopDirection, standardised
 from splitveil.common.privacy.informed import KnownPredictions
-from splitveil.common.privacy.leakage import BatchAucs, Score, batch_aucs
+from splitveil.common.privacy.leakage import PairAucs, Score, batch_aucs
+from splitveil.common.privacy.scores import KnownClasses
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,8 @@ class LabelClasses:
 
     def measure(
         self, attacks: Sequence[Sequence[Score]], indices: Tensor, *, is_plain: bool = False
-    ) -> BatchAucs:
-        """Return the leak AUCs of several attacks on one batch; the first has random scores."""
+    ) -> tuple[list[float], PairAucs | None]:
+        """Return `batch_aucs` of several attacks on one batch; the first has random scores."""
         return batch_aucs(attacks, indices, self.num_classes, is_plain=is_plain)
 
 
@@ -164,3 +169,97 @@ def _rows_of_class(labels: Tensor, class_index: int) -> Tensor:
 def _draw(purpose: bytes, seed: bytes, epoch: int, step: int) -> int:
     message = b"splitveil audit " + purpose + struct.pack("<qq", epoch, step) + seed
     return int.from_bytes(blake2b(message, digest_size=8).digest(), "little", signed=True)
+
+
+class AttackScores(NamedTuple):
+    by_target: Sequence[Tensor | None]
+    """One score for all classes, or one for each target, (batch,) each; None for a target about
+    which the attack knew too little."""
+    left_out: Sequence[tuple[int, ...]]  # rows whose class the attack knew, for each of the scores
+
+
+class LayerScores(NamedTuple):
+    scores: Mapping[str, AttackScores]
+    directions: Mapping[str, Sequence[TopDirection | None]]
+    """Attack -> for each of its scores the direction behind it, if its sign says nothing: the
+    batch's own direction, or a noisy reference."""
+    rows: Tensor  # the gradients, (batch, row_dim)
+
+
+def score_batch(
+    attacks: Mapping[str, Attack], targets: Sequence[int], observation: Observation, labels: Tensor
+) -> dict[str, LayerScores]:
+    """Score every layer of a batch; targets are the classes taken for positives."""
+    layers = {}
+    clues = [observation.clues.get(target, Clues()) for target in targets]
+    shared = Knowledge(activations=observation.activations, predictions=observation.predictions)
+    for layer in observation.gradients:
+        gradients = observation.rows(layer)
+        scores: dict[str, AttackScores] = {}
+        directions: dict[str, Sequence[TopDirection | None]] = {}
+        for name, attack in attacks.items():
+            knows_predictions = SideInformation.PREDICTIONS in attack.needs
+            if not attack.runs_at(layer) or (knows_predictions and shared.predictions is None):
+                continue
+            by_target: list[tuple[Tensor | None, tuple[int, ...]]] = []
+            for target, known in list(zip(targets, clues, strict=True))[
+                : 1 if attack.is_free else None
+            ]:
+                if attack.needs_classes:
+                    crossed = cross_scores(attack, gradients.gradients, labels == target)
+                    by_target.append((crossed, ()))
+                    continue
+                reference = known.references.get(layer)
+                knowledge = shared._replace(positive_gradient=reference, target=target)
+                by_target.append(_score_with_clues(attack, gradients, knowledge, known))
+            scores[name] = AttackScores(*zip(*by_target, strict=True))
+            if attack.direction is None or (
+                observation.references_are_clean and not attack.is_free
+            ):
+                continue
+            directions[name] = [
+                None
+                if values is None
+                else attack.direction(gradients, values, known.references.get(layer, values))
+                for values, known in zip(scores[name].by_target, clues, strict=False)
+            ]
+        layers[layer] = LayerScores(scores, directions, gradients.rows)
+    return layers
+
+
+def cross_scores(attack: Attack, gradients: Tensor, positive: Tensor) -> Tensor | None:
+    """Score each half of a batch, as many of each class, with the labels of the other half.
+
+    The AUC of uninformative scores then strays further from 1/2, by the root of 2, because chance
+    moves both halves together. None if the target or the rest has fewer than two examples.
+    """
+    positive = positive.to(gradients.device)
+    if int(positive.sum()) < 2 or int((~positive).sum()) < 2:
+        return None
+    number_in_class = torch.where(positive, positive.cumsum(0), (~positive).cumsum(0))
+    scores = gradients.new_empty(len(positive), dtype=torch.float64)
+    for half in (number_in_class % 2 == 0, number_in_class % 2 == 1):
+        classes = KnownClasses(gradients[~half & ~positive], gradients[~half & positive])
+        values = attack.score(gradients[half], Knowledge(classes=classes))
+        scores[half] = standardised(values).to(scores.device)
+    return scores
+
+
+def _score_with_clues(
+    attack: Attack, gradients: GradientRows, knowledge: Knowledge, clues: Clues
+) -> tuple[Tensor | None, tuple[int, ...]]:
+    """Return the scores for one target, and the rows that the attack knew."""
+    known = clues.hint_rows[: attack.num_hints]
+    if known:
+        knowledge = knowledge._replace(hints=gradients.gradients[list(known)])
+    if SideInformation.OTHER_HINTS in attack.needs:
+        others = gradients.gradients[list(clues.other_hint_rows)]
+        knowledge = knowledge._replace(other_hints=others)
+        known = (*known, *clues.other_hint_rows)
+    if attack.missing(knowledge) is not None:
+        return None, known
+    scores = attack.score(gradients, knowledge)
+    if SideInformation.POSITIVE_GRADIENT not in attack.needs:
+        return scores, known
+    row = clues.reference_row
+    return (None, known) if row is None else (scores, (*known, row))

@@ -30,6 +30,7 @@ that it rejects is a lower bound.
 """
 
 from collections.abc import Iterable, Mapping
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -107,20 +108,8 @@ class ScoredRows(NamedTuple):
     scores: Floats  # (scored,); infinities are allowed
     positive: Mask  # which of the two classes each row has, (scored,)
     predictions: Floats  # cross-fitted probability of the positive class, (scored,)
-
-
-class _Guesses(NamedTuple):
-    attack: str
-    chosen: tuple[Floats, Mask]  # scores and labels of the half that chooses
-    tested: tuple[Floats, Mask]
-
-
-class _Choice(NamedTuple):
-    bound: float
-    excess: float  # correct guesses above half, in standard errors, where bounds are 0
-    guesses: _Guesses
-    sign: float
-    share: float
+    target: int = 1  # the class that counts as positive
+    by_each_kind: tuple[Floats, ...] = ()  # predictions by functions alone, and by trees alone
 
 
 def observe_epsilon(
@@ -129,16 +118,19 @@ def observe_epsilon(
     """Bound epsilon from below with the best of some attacks; None without enough pairs."""
     draws = np.random.default_rng(_SEED_OF_OFFERS).random(models.num_rows)
     explainer = _Explainer(models, attacks.values())
-    prepared = (_prepare(name, scored, explainer, draws) for name, scored in attacks.items())
-    choices = [_choose(guesses) for guesses in prepared if guesses is not None]
+    choices = []
+    for name, scored in attacks.items():
+        halves = _halves(scored, explainer, draws)
+        if halves is not None:
+            choosing, testing = halves
+            choices.append((_choose(*choosing), name, testing))
     if not choices:
         return None
-    best = max(choices, key=lambda choice: (choice.bound, choice.excess))
-    scores, positive = best.guesses.tested
-    guesses, correct = _guess(best.sign * scores, positive, best.share)
+    (_, _, sign, share), attack, (scores, positive) = max(choices, key=lambda one: one[0][:2])
+    guesses, correct = _guess(sign * scores, positive, share)
     of_guesses = guesses, correct, len(scores)
     epsilon, by_chance = epsilon_lower_bound(*of_guesses), p_value(*of_guesses, 0.0)
-    return EpsilonBound(epsilon, best.guesses.attack, *of_guesses, CONFIDENCE, DELTA, by_chance)
+    return EpsilonBound(epsilon, attack, *of_guesses, CONFIDENCE, DELTA, by_chance)
 
 
 def choosing_half(num_rows: int) -> Mask:
@@ -154,21 +146,23 @@ def is_offered(predictions: Floats, positive: Mask, draws: Floats) -> Mask:
     return offered
 
 
-def _prepare(
-    attack: str, scored: ScoredRows, explainer: "_Explainer", draws: Floats
-) -> _Guesses | None:
-    """Return an attack's guesses of the offered pairs; None if there are too few."""
-    rows, predictions = scored.rows, scored.predictions
+def _halves(
+    scored: ScoredRows, explainer: "_Explainer", draws: Floats
+) -> list[tuple[Floats, Mask]] | None:
+    """Return scores and labels of the half that chooses, and of the tested one.
+
+    None if there are too few offered pairs.
+    """
+    rows = scored.rows
     if len(rows) < 2 * FEWEST_PAIRS:
         return None
     rest = explainer.unexplained(scored)
-    offered = is_offered(predictions, scored.positive, draws[rows])
+    offered = is_offered(scored.predictions, scored.positive, draws[rows])
     chooses = choosing_half(len(draws))[rows]
     halves = [offered & chooses, offered & ~chooses]
     if min(int(side.sum()) for side in halves) < FEWEST_PAIRS:
         return None
-    chosen, tested = ((rest[side], scored.positive[side]) for side in halves)
-    return _Guesses(attack, chosen, tested)
+    return [(rest[side], scored.positive[side]) for side in halves]
 
 
 class _Explainer:
@@ -182,9 +176,14 @@ class _Explainer:
                 group = np.full(models.num_rows, np.nan)
                 known.append(group)
             group[scored.rows] = scored.predictions
-        self._known = [(group, _with_predictions(models, group)) for group in known]
+        self._known: list[tuple[Floats, FeatureModels]] = []
         """Predictions of two classes, NaN where no attack has a score, and models that know them:
         most attacks score the same rows, and of the others, few are missing."""
+        for group in known:
+            likely = np.where(np.isnan(group), 0.5, group)
+            odds = np.log(likely) - np.log1p(-likely)
+            informed = models.with_features(np.column_stack([odds, likely]))
+            self._known.append((group, informed))
 
     def unexplained(self, scored: ScoredRows) -> Floats:
         """Return the rest of an attack's scores, as normal quantiles, (scored,)."""
@@ -199,23 +198,19 @@ def _agree(predictions: Floats, scored: ScoredRows) -> bool:
     return bool(((known == scored.predictions) | np.isnan(known)).all())
 
 
-def _with_predictions(models: FeatureModels, predictions: Floats) -> FeatureModels:
-    known = np.where(np.isnan(predictions), 0.5, predictions)
-    odds = np.log(known) - np.log1p(-known)
-    return models.with_features(np.column_stack([odds, known]))
+def _choose(scores: Floats, positive: Mask) -> tuple[float, float, float, float]:
+    """Return the sign and the share of guesses that do best, after their bound and their excess.
 
-
-def _choose(guesses: _Guesses) -> _Choice:
-    """Return the sign and the share of guesses that do best on the half that chooses."""
-    scores, positive = guesses.chosen
+    The excess is that of correct guesses above half, in standard errors: where bounds are 0.
+    """
     choices = []
     for sign in (1.0, -1.0):
         for share in SHARES:
             made, correct = _guess(sign * scores, positive, share)
             excess = (2 * correct - made) / made**0.5
             bound = quick_lower_bound(made, correct, _CHOOSING_CONFIDENCE)
-            choices.append(_Choice(bound, excess, guesses, sign, share))
-    return max(choices, key=lambda choice: (choice.bound, choice.excess))
+            choices.append((bound, excess, sign, share))
+    return max(choices, key=itemgetter(0, 1))
 
 
 def _guess(scores: Floats, positive: Mask, share: float) -> tuple[int, int]:

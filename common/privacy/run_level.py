@@ -9,7 +9,7 @@ to the cut layer.
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 
 from splitveil.common.privacy import leakage
-from splitveil.common.privacy.accumulation import RunScores, combine_with_hints
+from splitveil.common.privacy.accumulation import GatheredLayer, RunScores, combine_with_hints
 from splitveil.common.privacy.adjusted_auc import advantage_over, operating_points
 from splitveil.common.privacy.attacks import CUT, RUN_ATTACKS
 from splitveil.common.privacy.figures import ClassFigures, RunFigures
 from splitveil.common.privacy.final_attacks import LastActivations, final_scores
-from splitveil.common.privacy.gathered_scores import GatheredLayer
-from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses
-from splitveil.common.privacy.scoring import LayerScores
+from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses, LayerScores
 from splitveil.common.privacy.tally import REMEMBERED_EPOCHS, by_layer
 from splitveil.common.text.values import as_number
 
@@ -34,13 +32,6 @@ UNSEEN = -1  # label of an example that no batch has held so far
 
 FeaturesOf: TypeAlias = Callable[[npt.NDArray[np.int64]], Tensor | None]
 """Positions in the common order -> the values of their features, (rows, values), or None."""
-
-
-class RunLeaks(NamedTuple):
-    """The leak of a whole run: layer -> attack -> figures."""
-
-    leak: dict[str, dict[str, RunFigures]]
-    by_class: dict[str, dict[str, ClassFigures]]  # empty for two classes
 
 
 class RunAudit:
@@ -103,14 +94,23 @@ class RunAudit:
         with self._lock:
             return self._after_epoch.get(epoch, {})
 
-    def result(self, features: FeaturesOf | None = None) -> RunLeaks:
+    @property
+    def needs_activations(self) -> bool:
+        """True if an attack looks at the last activations."""
+        return bool(self._final)
+
+    def result(
+        self, features: FeaturesOf | None = None
+    ) -> tuple[dict[str, dict[str, RunFigures]], dict[str, dict[str, ClassFigures]]]:
         """Measure every attack over the run so far, model completion on features as well.
 
-        An attack is absent without two classes. Intervals are of the worst pair.
+        Returns layer -> attack -> figures, and for more than two classes those by class. An attack
+        is absent without two classes. Intervals are of the worst pair.
         """
         with self._lock:
             all_scores = list(self._scores(hinted=True))
-        figures = RunLeaks({}, {})
+        figures: dict[str, dict[str, RunFigures]] = {}
+        by_class: dict[str, dict[str, ClassFigures]] = {}
         values = features(self._last.seen()[0]) if self._final and features else None
         for layer, attack, scores in all_scores:
             aucs = self._aucs(scores)
@@ -119,11 +119,14 @@ class RunAudit:
             leak = run_level_leak(scores, aucs, self._labels.numpy(), self.classes, alone)
             if leak is None:
                 continue
-            figures.leak.setdefault(layer, {})[attack] = leak
+            figures.setdefault(layer, {})[attack] = leak
             if self.classes.is_multi_class:
-                by_class = self._by_class(aucs, aucs.worst_pair())
-                figures.by_class.setdefault(layer, {})[attack] = by_class
-        return figures
+                names, leaks = self.classes.names, aucs.leak().one_vs_rest.tolist()
+                by_class.setdefault(layer, {})[attack] = ClassFigures(
+                    tuple(names[index] for index in aucs.worst_pair()),
+                    classes=dict(zip(names, map(as_number, leaks), strict=True)),
+                )
+        return figures, by_class
 
     def scores(self, layer: str) -> dict[str, list[RunScores]]:
         """Return attack -> its scores of one layer, one for all classes or one per target."""
@@ -186,12 +189,6 @@ class RunAudit:
 
     def _aucs(self, scores: Sequence[RunScores]) -> leakage.PairAucs:
         return aucs_of(scores, self._labels.numpy(), self.classes)
-
-    def _by_class(self, aucs: leakage.PairAucs, worst_pair: tuple[int, int]) -> ClassFigures:
-        names = self.classes.names
-        leaks = aucs.leak().one_vs_rest.tolist()
-        of_classes = dict(zip(names, map(as_number, leaks), strict=True))
-        return ClassFigures(tuple(names[index] for index in worst_pair), classes=of_classes)
 
     def _scores(self, *, hinted: bool) -> Iterator[tuple[str, str, list[RunScores]]]:
         """Yield the scores of examples with labels unknown to an attack: one, or by target."""

@@ -25,6 +25,7 @@ from typing import NamedTuple, Self
 from splitveil.common.errors import StorageError
 from splitveil.common.privacy.charge import CHARGE_BYTES, NO_CHARGE, Charge
 from splitveil.common.record.run_folder import storage_errors, write_whole
+from splitveil.common.text.system import BINARY
 
 FIRST_RESUMPTION_NUMBER = 3 << 61  # from here on the times that a run went back
 HOW_TO_RECOVER = (
@@ -105,7 +106,8 @@ class AnswerLog:
         if len(fingerprints) > self.questions:
             raise ValueError(f"expected {self.questions} questions, got {len(fingerprints)}")
         record = Record(number, tuple(fingerprints), charge, reply)
-        packed = self._packed(record)
+        joined = b"".join(fingerprints)
+        packed = self._record.pack(number, joined, reply, charge.to_bytes())
         link = _link(self._link, packed)
         if self._path is not None:
             # Synced only with the next checkpoint, but for noisy sums: a killed process loses
@@ -173,12 +175,6 @@ class AnswerLog:
         if record.number >= first_batch:
             self._known[record.number] = record
 
-    def _packed(self, record: Record) -> bytes:
-        fingerprints = b"".join(record.fingerprints)
-        return self._record.pack(
-            record.number, fingerprints, record.reply, record.charge.to_bytes()
-        )
-
     def _unpacked(self, data: bytes) -> Record:
         number, joined, reply, charge = self._record.unpack(data)
         fingerprints = tuple(
@@ -213,6 +209,6 @@ def _content(path: Path) -> bytes:
 def _opened(path: Path, flags: int = 0) -> Iterator[FileIO]:
     with (
         storage_errors(path, "cannot be written"),
-        FileIO(os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o600), "w") as file,
+        FileIO(os.open(path, os.O_WRONLY | BINARY | flags, 0o600), "w") as file,
     ):
         yield file

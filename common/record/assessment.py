@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import CUT, WITHOUT_GRADIENTS
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import (
     AdjustedFigures,
     BeyondFigures,
@@ -27,11 +27,9 @@ from splitveil.common.privacy.figures import (
     NumberBeyond,
 )
 from splitveil.common.record.run_record import Summary, plain_figures
-from splitveil.common.text.log_lines import log_fields, writes_json
-from splitveil.common.text.output import printing_console
-from splitveil.common.text.upper_bounds import auc_at_most
+from splitveil.common.text.log_lines import log_fields, printing_console, writes_json
 from splitveil.common.text.visible_text import PlainTable
-from splitveil.common.text.wording import in_words, label
+from splitveil.common.text.wording import auc_at_most, in_words, label
 
 RECOVERED = 0.9  # adjusted leak AUC, or share of variance, that counts as labels recovered
 NO_BOUND = 0.999  # bound at and above which a ledger excludes nothing
@@ -51,7 +49,6 @@ class AssessedAttack(NamedTuple):
     leak: AdjustedFigures
     finding: Finding
     why: str = ""  # of a figure above a bound: what that means
-    passes: Adversary | None = None  # the peers for whom the bound is that it is above
 
     @property
     def figures(self) -> str:
@@ -202,11 +199,11 @@ def _assessed(
         passed = next((one for one in limits if leak.low > limits[one]), None)
         if passed is Adversary.ANYBODY and is_proved:
             why = _not_separated(beyond, limits[passed])
-            yield AssessedAttack(attack, leak, Finding.NOT_SEPARATED, why, passed)
+            yield AssessedAttack(attack, leak, Finding.NOT_SEPARATED, why)
         elif passed is not None:
             limit, peers = auc_at_most(limits[passed]), passed.in_words
             why = f"more than the {limit} that the ledger states for {peers}"
-            yield AssessedAttack(attack, leak, Finding.ABOVE_BOUND, why, passed)
+            yield AssessedAttack(attack, leak, Finding.ABOVE_BOUND, why)
         elif leak.low > 0.5:
             yield AssessedAttack(attack, leak, Finding.LEAKS, _above_by_chance(leak, limits))
         elif leak.high - leak.low > WIDEST:
@@ -267,7 +264,7 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
             layers[layer] = {attack: found.mean for attack, found in batches.items()}
         for layer, of_run in leak.run_level.items():
             layers.setdefault(layer, {}).update({a: found.auc for a, found in of_run.items()})
-        pair = "" if leak.by_class is None else ", worst pair of classes"
+        pair = "" if not leak.by_class else ", worst pair of classes"
         title = f"adversary: raw leak AUC{pair}; given: labels for evaluation"
         table = PlainTable(title, ("attack",), tuple(layers))
         for attack in dict.fromkeys(attack for one in layers.values() for attack in one):

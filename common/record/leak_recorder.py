@@ -4,7 +4,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -16,7 +15,7 @@ from splitveil.common.privacy.audit import AuditedBatch, LeakAudit, LeakByAttack
 from splitveil.common.privacy.audit_worker import AuditWorker
 from splitveil.common.privacy.beyond_features import Covariates
 from splitveil.common.privacy.custom_attacks import load_custom_attacks
-from splitveil.common.privacy.figures import AttackFigure, LeakByClass, LeakFigures
+from splitveil.common.privacy.figures import AttackFigure, LeakFigures
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.number_attacks import LabelNumbers
 from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses, Observation
@@ -75,7 +74,7 @@ class LeakRecorder:
             keeps_scores=run.keeps_scores,
             convention=settings.convention,
         )
-        self.needs_activations = self._audit.needs_activations
+        self.needs_activations = self._audit.run.needs_activations
         self._worker = AuditWorker(
             self._audit,
             8 if settings.max_cpu_share else 1024,
@@ -137,25 +136,7 @@ class LeakRecorder:
         self, covariates: Covariates | None = None, features: FeaturesOf | None = None
     ) -> LeakFigures:
         """Return the part of the summary about the leak; call it after closing."""
-        if self._audit.has_numbers:
-            numbers = self._audit.numbers(covariates)
-            return LeakFigures(of_numbers=numbers, counts=self._audit.counts())
-        # Side by side, as a run's end waits for both.
-        with ThreadPoolExecutor(1) as executor:
-            measured = None
-            if covariates is not None:
-                measured = executor.submit(self._audit.beyond_features, covariates)
-            run = self._audit.run.result(features)
-            beyond = None if measured is None else measured.result()
-        is_multi_class = self._audit.is_multi_class
-        return LeakFigures(
-            beyond=beyond,
-            batches=self._audit.summary(),
-            worst_epoch=self._audit.worst_epochs(),
-            run_level=run.leak,
-            by_class=LeakByClass(self._audit.classes(), run.by_class) if is_multi_class else None,
-            counts=self._audit.counts(),
-        )
+        return self._audit.figures(covariates, features)
 
     def wait_until_idle(self, timeout_s: float = IDLE_S) -> bool:
         """Wait until all batches handed over are measured and written; return whether they are."""

@@ -20,8 +20,7 @@ from splitveil.common.record.run_folder import open_to_append, storage_errors
 from splitveil.common.record.run_record import METRICS, AlignmentLine, Line, parts_of
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
-from splitveil.common.text.closing import Closing
-from splitveil.common.text.files import OWNER_ONLY
+from splitveil.common.text.files import OWNER_ONLY, Closing
 from splitveil.common.text.log_lines import log_fields
 from splitveil.common.text.wording import seconds_in_words
 

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from splitveil.common.text.log_lines import log_fields, shows_bars
-from splitveil.common.text.output import printing_console
+from splitveil.common.text.log_lines import log_fields, printing_console, shows_bars
 from splitveil.common.text.wording import in_short, label
 
 _logger = logging.getLogger(__name__)

@@ -10,7 +10,6 @@ A run that a budget has ended for good has a mark: without it, a supervisor that
 every process that ends with an error would never stop.
 """
 
-import fcntl
 import json
 import logging
 import math
@@ -23,6 +22,7 @@ from typing import Any, TextIO
 
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.text.files import OWNER_ONLY, replacing_file
+from splitveil.common.text.system import BINARY, lock
 from splitveil.common.text.visible_text import visible_lines
 
 _logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def write_whole(file: FileIO, data: bytes) -> None:
 
 
 def _appending(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, OWNER_ONLY)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | BINARY, OWNER_ONLY)
 
 
 def write_bytes_atomically(path: Path, *parts: bytes, mode: int = OWNER_ONLY) -> None:
@@ -145,9 +145,9 @@ def claimed(folder: Path, complaint: str) -> Iterator[None]:
 def _claim(folder: Path, complaint: str) -> int:
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.with_name(f".{folder.name}.lock")
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(descriptor, waits=False)
     except BlockingIOError:
         os.close(descriptor)
         raise SettingsError(f"{folder}: {complaint}") from None

@@ -20,7 +20,7 @@ from splitveil.common.record import run_folder
 from splitveil.common.record.answer_log import AnswerLog
 from splitveil.common.run.progress import State
 from splitveil.common.run.state_bytes import state_from_bytes, state_to_parts
-from splitveil.common.text.closing import Closing
+from splitveil.common.text.files import Closing
 
 DIGEST_BYTES = 32
 

@@ -35,9 +35,8 @@ from pydantic import (
 from splitveil.common.errors import StorageError
 from splitveil.common.record.run_folder import open_unbuffered_to_append, write_whole
 from splitveil.common.run.contract import NAME_CHARACTERS
-from splitveil.common.text.closing import Closing
-from splitveil.common.text.files import check_regular
-from splitveil.common.text.version import VERSION
+from splitveil.common.text.files import Closing, check_regular
+from splitveil.common.text.wording import VERSION
 from splitveil.protos import split_learning_pb2 as pb
 
 LINE_BYTES = 64 * 1024  # more than a hundred times our longest line
@@ -308,7 +307,6 @@ Noted = tuple[Direction, str, int | None, int | None, str]
 
 class Verified(NamedTuple):
     entries: int
-    starts: int
     last_link: str
     party: str | None  # the party that wrote it
     crossings: Mapping[str | None, Counter[Noted]]  # party at the other end, if one of several
@@ -321,7 +319,7 @@ class Verified(NamedTuple):
 
 
 def verify(path: Path) -> Verified | Broken:
-    link, starts, number = _FIRST_LINK, 0, 0
+    link, number = _FIRST_LINK, 0
     party: str | None = None
     crossings: dict[str | None, Counter[Noted]] = {}
     check_regular(path)
@@ -337,11 +335,11 @@ def verify(path: Path) -> Verified | Broken:
                 return Broken(number, f"expected number {number - 1}, got {entry.number}")
             link = hashlib.sha256(line).hexdigest()
             if isinstance(entry, OpeningLine):
-                starts, party = starts + 1, entry.party
+                party = entry.party
             elif isinstance(entry, Crossed):
                 noted = (entry.direction, entry.kind, entry.epoch, entry.step, entry.digest)
                 crossings.setdefault(entry.party, Counter())[noted] += 1
-    return Verified(number, starts, link, party, crossings)
+    return Verified(number, link, party, crossings)
 
 
 class TranscriptComparison(NamedTuple):

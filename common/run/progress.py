@@ -19,7 +19,7 @@ from splitveil.common.errors import DataError, StorageError
 from splitveil.common.run import course
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.sample_order import Positions, joint_seed
-from splitveil.common.text.version import VERSION
+from splitveil.common.text.wording import VERSION
 
 State = dict[str, Any]  # nested dicts, lists and tuples of tensors and plain values
 

@@ -1,20 +1,21 @@
-"""Reads users' files, which must be regular files of limited size, and locks and syncs files.
+"""Reads users' files, which must be regular files of limited size, locks, syncs and closes files.
 
 A device such as ``/dev/zero`` never ends, and a pipe may never start. A link to a regular file is
 accepted like the file itself.
 """
 
 import errno
-import fcntl
 import os
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 from splitveil.common.errors import SettingsError
+from splitveil.common.text.system import BINARY, NO_LINK, lock
 from splitveil.common.text.wording import suggest
 
 OWNER_ONLY = 0o600  # mode of a file that only its owner may read and write
@@ -86,6 +87,8 @@ def why_unreadable(path: Path, error: OSError) -> str:
 
 def sync(path: Path) -> None:
     """Make a file, or the names in a folder, survive a power failure."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows opens no folders
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -94,10 +97,10 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def only_one_process(lock: Path) -> Iterator[None]:
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+def only_one_process(path: Path) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        lock(descriptor)
         yield
     finally:
         os.close(descriptor)
@@ -108,7 +111,7 @@ def replacing_file(path: Path, mode: int = OWNER_ONLY) -> Iterator[BinaryIO]:
     """Open a file that takes the place of another once it is whole and on disk. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     # Anyone who can write to the folder could have put a link there, to a file that would change.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK | BINARY
     temporary.unlink(missing_ok=True)  # left by a killed process that had this number
     try:
         with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
@@ -119,3 +122,14 @@ def replacing_file(path: Path, mode: int = OWNER_ONLY) -> Iterator[BinaryIO]:
     finally:
         temporary.unlink(missing_ok=True)
     sync(path.parent)
+
+
+class Closing(ABC):
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None: ...

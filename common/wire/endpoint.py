@@ -15,7 +15,6 @@ self-signed.
 """
 
 import logging
-import resource
 import socket
 import ssl
 import threading
@@ -40,6 +39,7 @@ from splitveil.common.party.credentials import (
 )
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.text.addresses import on_loopback, split_address
+from splitveil.common.text.system import most_open_files
 from splitveil.common.wire.http_proxy import ChannelOptions, HttpProxy, without_proxy
 from splitveil.common.wire.limits import (
     CONCURRENT_RPCS,
@@ -421,7 +421,7 @@ def build_server(
     interceptors.append(ErrorInterceptor(on_error))
     if notes is not None:
         interceptors.append(NotingServer(notes))
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most_connections = min(most_open_files() // 4, _MOST_CONNECTIONS)
     server = grpc.server(
         ThreadPoolExecutor(threads, thread_name_prefix="grpc"),
         interceptors=interceptors,
@@ -429,7 +429,7 @@ def build_server(
             *channel_options(contract),
             # Anybody can connect, and stay silent. At both addresses of a name, that leaves half of
             # the descriptors to the party's files.
-            ("grpc.max_allowed_incoming_connections", min(descriptors // 4, _MOST_CONNECTIONS)),
+            ("grpc.max_allowed_incoming_connections", most_connections),
             ("grpc.server_handshake_timeout_ms", 10_000),
             ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
             # A few compressed kilobytes could expand without limit.

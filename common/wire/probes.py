@@ -16,8 +16,8 @@ from splitveil.common import errors
 from splitveil.common.party.credentials import days_until, dns_names, printable, subject_of
 from splitveil.common.run.contract import ACTIVE, Contract, check_same_contract
 from splitveil.common.run.messages import ID_CHARACTERS, ID_MARKS, IdForm
-from splitveil.common.text.version import VERSION
 from splitveil.common.text.visible_text import visible
+from splitveil.common.text.wording import VERSION
 from splitveil.common.wire import limits
 from splitveil.protos import split_learning_pb2 as pb
 
@@ -60,10 +60,6 @@ def decode_introduction(received: pb.Introduction) -> Introduction:
         version=received.version,
         protocol_version=received.protocol_version,
     )
-
-
-def method_path() -> str:
-    return f"/{SERVICE}/Probe"
 
 
 Listener = Callable[[Introduction, grpc.ServicerContext], None]

@@ -54,13 +54,14 @@ class Greeting(NamedTuple):
     offer: Offer | None = None  # the run that it wants to resume; None for a new run
 
 
-def encode_greeting(greeting: Greeting) -> pb.HandshakeRequest:
-    offer = greeting.offer
+def encode_greeting(
+    party: str, contract: str, commitment: bytes, offer: Offer | None
+) -> pb.HandshakeRequest:
     return pb.HandshakeRequest(
         protocol_version=PROTOCOL_VERSION,
-        party=greeting.party,
-        contract=greeting.contract,
-        nonce_commitment=greeting.commitment,
+        party=party,
+        contract=contract,
+        nonce_commitment=commitment,
         resume_run_id="" if offer is None else offer.run_id,
         resume_places=() if offer is None else sorted(offer.batch_numbers),
     )

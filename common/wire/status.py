@@ -214,30 +214,24 @@ class ErrorInterceptor(HandlerInterceptor):
         self._on_error = on_error
 
     def wrap(self, handler: Handler, _details: grpc.HandlerCallDetails, /) -> Handler:
-        if handler.unary_unary is not None:
-            return handler._replace(unary_unary=self._wrap_unary(handler.unary_unary))
-        if handler.stream_stream is not None:
-            return handler._replace(stream_stream=self._wrap_stream(handler.stream_stream))
-        return handler
+        unary, stream = handler.unary_unary, handler.stream_stream
 
-    def _wrap_unary(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(request: Any, context: grpc.ServicerContext) -> Any:
+        def answer(request: Any, context: grpc.ServicerContext) -> Any:
             try:
-                return behaviour(request, context)
+                return unary(request, context)
             except Exception as error:  # noqa: BLE001, RUF100 (any error becomes a status)
                 self._abort(error, context)
 
-        return wrapped
-
-    def _wrap_stream(self, behaviour: Callable[..., Iterator[Any]]) -> Callable[..., Any]:
-        def wrapped(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        def answers(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
             try:
-                yield from behaviour(requests, context)
+                yield from stream(requests, context)
             except Exception as error:  # noqa: BLE001, RUF100
                 if context.is_active():
                     self._abort(error, context)
 
-        return wrapped
+        if unary is not None:
+            return handler._replace(unary_unary=answer)
+        return handler if stream is None else handler._replace(stream_stream=answers)
 
     def _abort(self, error: Exception, context: grpc.ServicerContext) -> NoReturn:
         self._on_error(error)

@@ -284,7 +284,10 @@ class TensorAssembler(Generic[MessageT]):
         # torch's alignment: the bits of a product may depend on it.
         values = torch.empty(*fields.shape, dtype=dtype)
         values.view(torch.uint8).numpy().reshape(-1)[:] = np.frombuffer(data, dtype=np.uint8)
-        if not _all_finite(values):
+        # One NaN or infinity makes the sum NaN or infinite, and a sum takes a fiftieth of the time.
+        # The sum of large finite values may overflow as well, so only a finite one decides.
+        total = values.sum(dtype=torch.float32).item()
+        if not (math.isfinite(total) or torch.isfinite(values).all()):
             raise InvalidMessage("values: expected finite numbers, got NaN or infinity")
         batch = BatchId(
             fields.run_id,
@@ -294,13 +297,6 @@ class TensorAssembler(Generic[MessageT]):
             fields.rows_digest,
         )
         return self._build(batch, values)
-
-
-def _all_finite(values: Tensor) -> bool:
-    # One NaN or infinity makes the sum NaN or infinite, and a sum takes a fiftieth of the time. The
-    # sum of large finite values may overflow as well, so only a finite one decides.
-    total = values.sum(dtype=torch.float32)
-    return math.isfinite(total.item()) or bool(torch.isfinite(values).all())
 
 
 def _identity(fields: pb.TensorFrame) -> tuple[object, ...]:

@@ -6,7 +6,7 @@ The readers of a run judge the cells. The results are meant for the table's owne
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -30,7 +30,6 @@ from splitveil.common.data.columns import (
 from splitveil.common.data.sources import list_rows
 from splitveil.common.data.timestamps import time_formats
 from splitveil.common.errors import DataError
-from splitveil.deploy.init.whole_numbers import LEAST_REPEATS, codes_or_quantities, why_identifiers
 
 _THOUSANDS = (
     "numbers with commas or marks between thousands",
@@ -86,7 +85,8 @@ def almost_numbers(column: CategoricalColumn, is_number: NDArray[np.bool_]) -> A
     is_beside = ~is_number & matches(column.categories, _BESIDE)
     is_beside &= matches(column.categories, r"^[^\pL\d]*\d|\p{Sc}")  # and no name, as red 5
     num_cells, num_numbers = (column.codes >= 0).sum(), column.rows_of(is_number).sum()
-    are_most = num_numbers * 2 >= num_cells and not _are_few(column)
+    are_few = LEAST_REPEATS * len(column.categories) <= num_cells
+    are_most = num_numbers * 2 >= num_cells and not are_few
     if not likely and are_most and column.is_nearly_all(is_number | is_beside):
         likely = [("numbers alone", is_number, "")]
     if not likely:
@@ -101,10 +101,6 @@ def almost_numbers(column: CategoricalColumn, is_number: NDArray[np.bool_]) -> A
 
 
 _DROP = "--numeric NAME for the number without the text beside it,"
-
-
-def _are_few(column: CategoricalColumn) -> bool:
-    return bool(LEAST_REPEATS * len(column.categories) <= (column.codes >= 0).sum())
 
 
 def units_of(text: Any, *, is_wanted: bool = False) -> tuple[str, ...]:
@@ -141,6 +137,27 @@ def units_of(text: Any, *, is_wanted: bool = False) -> tuple[str, ...]:
         if not (are_amounts or is_currency(before)):
             return ()
     return tuple(sorted({part.strip() for form in forms for part in form} - {""}))
+
+
+def plain_numbers(
+    columns: Mapping[str, Any], numeric: Collection[str] = (), as_written: Collection[str] = ()
+) -> tuple[dict[str, Any], dict[str, Sequence[str]]]:
+    """Return columns of numbers without the texts beside them, and these texts (``units_of``).
+
+    The user says that ``numeric`` columns are numbers, and that columns ``as_written`` are not.
+    """
+    plain: dict[str, Any] = {}
+    units: dict[str, Sequence[str]] = {}
+    for name, cells in columns.items():
+        own = as_text(cells) if name not in as_written and is_text(cells.type) else None
+        if own is None:
+            continue
+        if beside := units_of(own, is_wanted=name in numeric):
+            units[name] = beside
+        bare = without_units(own, beside)
+        if beside or (bare is not own and are_mostly(bare, NUMBER)):
+            plain[name] = bare
+    return plain, units
 
 
 def is_currency(text: str) -> bool:
@@ -359,3 +376,71 @@ def _kind_of_texts(column: CategoricalColumn, is_number: NDArray[np.bool_]) -> _
     if column.is_nearly_all(is_time):
         return "text", almost(column, "dates or times", is_time), ()
     return "text", almost_numbers(column, is_number), ()
+
+
+_MOST_CODES = 1000
+LEAST_REPEATS = 20
+_SPARSE = 0.5
+_TAIL = 0.05  # share of the rows at either end whose numbers do not say how dense they are
+_EVEN = 0.35  # mean place in their range; from it on, numbers do not thin out upwards
+_APART = 0.7  # median logarithm of the ratio of two neighbours' rows; unrelated from it on
+_LEAST_COINCIDENCES = 20
+
+
+def codes_or_quantities(
+    numbers: NDArray[np.float64], counts: NDArray[np.int64], *, is_padded: bool
+) -> tuple[str, tuple[str, str]]:
+    """Say why whole numbers are codes, empty if they are quantities, and what is in doubt.
+
+    Quantities use most of the numbers where most rows are, or are most often at the smallest, as
+    counts are, and neighbours among them are used similarly often. What is used again and again
+    may be either; codes then leave most numbers out, and lie evenly in their range.
+    """
+    if len(numbers) < 3 or numbers.min() < 0:
+        return "", ("", "")
+    if is_padded:
+        return "digits of one width, some of which begin with 0", ("", "")
+    order = np.argsort(numbers)
+    numbers, counts = numbers[order], counts[order]
+    steps = np.diff(numbers)
+    unit = float(np.gcd.reduce(steps[steps < 2**53].astype(np.int64))) or 1.0
+    share = (np.cumsum(counts) - counts / 2) / counts.sum()
+    is_usual = (share >= _TAIL) & (share <= 1 - _TAIL)
+    is_usual |= np.count_nonzero(is_usual) < 3
+    usual, logs = numbers[is_usual], np.log(counts[is_usual])
+    repeats = counts.sum() / len(numbers)
+    if len(numbers) < 5 or repeats < 2 or counts[0] == counts.max():
+        return "", ("", "")
+    is_sparse = len(usual) < _SPARSE * (np.ptp(usual) / unit + 1)
+    # Of independent frequencies, two in three are higher or lower than both neighbours.
+    turns = np.count_nonzero(np.diff(np.sign(np.diff(counts))))
+    is_rough = 2 * turns >= len(numbers) - 2
+    is_often = repeats >= LEAST_REPEATS
+    if not is_sparse and not (is_rough and is_often and np.median(np.abs(np.diff(logs))) >= _APART):
+        return "", ("", "")
+    is_even = np.mean((numbers - numbers[0]) / np.ptp(numbers)) >= _EVEN
+    if is_sparse and is_rough and is_even and is_often and len(numbers) <= _MOST_CODES:
+        why = "few of the numbers in their range are used, again and again"
+        return why, ("whole numbers that may be quantities, read as categories", "--numeric")
+    return "", ("whole numbers that may be codes, read as numbers", "--categorical")
+
+
+def why_identifiers(numbers: NDArray[np.float64], counts: NDArray[np.int64]) -> str:
+    """Say that values repeat far less often than any values that are drawn independently.
+
+    Of n rows whose values lie among w whole numbers, n^2 / 2w pairs at least are expected to be
+    equal, and where P pairs are, 2 P^2 / 3n triples at least (by Jensen's and Lyapunov's
+    inequalities; even frequencies have the fewest).
+    """
+    rows = float(counts.sum())
+    pairs = float((counts * (counts - 1.0)).sum() / 2)
+    triples = float((counts * (counts - 1.0) * (counts - 2.0)).sum() / 6)
+    least = 0.0
+    if len(numbers) > 2 and (numbers == np.floor(numbers)).all():
+        least = rows * (rows - 1) / 2 / (np.ptp(numbers) + 1)
+    if least >= _LEAST_COINCIDENCES and pairs <= least / 4:
+        return "whole numbers that repeat far less often than by chance"
+    least = 2 * pairs**2 / (3 * rows) if rows else 0.0
+    if least >= _LEAST_COINCIDENCES and triples <= least / 2:
+        return f"values that each stand in no more than {counts.max()} rows"
+    return ""

@@ -24,16 +24,9 @@ from splitveil.common.record.run_folder import write_text_atomically
 from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.settings import validate
 from splitveil.common.text.visible_text import visible
-from splitveil.deploy.init.choices import Wishes
-from splitveil.deploy.init.columns import Column, codes_for_gaps, columns_of_sums
-from splitveil.deploy.init.proposal import (
-    Proposal,
-    Terms,
-    described,
-    propose,
-    texts_of,
-    write_files,
-)
+from splitveil.deploy.init.choices import Wishes, judged
+from splitveil.deploy.init.columns import Column, columns_of_sums
+from splitveil.deploy.init.proposal import Proposal, Terms, propose, texts_of, write_files
 from splitveil.deploy.init.tables import RawTable, read_raw
 from splitveil.passive_party.settings import PassiveSettings
 
@@ -88,7 +81,7 @@ class Written(NamedTuple):
             "timestamps": [column.name for column in p.choices.timestamps],
             "read_as_gaps": self.codes,
             "decided": p.choices.decided,
-            "left_out": {column.name: column.why for column in p.choices.left_out},
+            "left_out": {**p.choices.left_out},
             "columns": {
                 column.name: {
                     "kind": column.kind,
@@ -124,10 +117,7 @@ def initialise(
         numeric=wishes.numeric,
         as_written=as_written,
     )
-    columns = described(table.columns, wishes)
-    codes = codes_for_gaps(columns, table.columns)
-    wishes = wishes._replace(missing_texts=(*wishes.missing_texts, *codes))
-    columns = described(table.columns, wishes) if codes else columns
+    columns, codes, wishes = judged(table.columns, wishes)
     for name, row in {"first": 0, "last": -1}.items() if not wishes.as_written else ():
         found = columns_of_sums(columns, table.columns, row)
         if found and table.is_whole:

@@ -3,12 +3,10 @@
 import math
 import os
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import pyarrow.compute as pc
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -23,15 +21,15 @@ from splitveil.common.text.visible_text import visible
 from splitveil.common.text.wording import slug
 from splitveil.deploy.init.choices import (
     Choices,
-    LeftOut,
+    OwnIds,
     Wishes,
     choose_features,
     choose_id,
     choose_label,
+    described,
 )
-from splitveil.deploy.init.columns import Column, as_text, describe
+from splitveil.deploy.init.columns import Column
 from splitveil.deploy.init.command import FILES, check_absent
-from splitveil.deploy.init.own_ids import OwnIds
 from splitveil.deploy.init.tables import RawTable
 
 LEAK_AUC = 0.6
@@ -72,7 +70,6 @@ Role = Literal["active", "passive"]
 _ROWS_PER_COUNT = 4000
 _MOST_MIN_COUNT = 20
 _WIDE_OPEN = 0o644
-_YEARS_AHEAD = 20
 
 
 class Terms(NamedTuple):
@@ -141,30 +138,6 @@ class Proposal(NamedTuple):
         return f"{found}.{left_out}"
 
 
-def _first_year(columns: Sequence[Any], time_format: str | None, wishes: Wishes) -> int | None:
-    """Return the first of the hundred years that two digits stand for; None if none have two.
-
-    The last is this year, or the last of those in the columns that follow it without a gap.
-    """
-    if not columns or "%y" not in str(time_format) or wishes.first_year is not None:
-        return wishes.first_year if columns else None
-    this = last = datetime.now(tz=UTC).year
-    found = set[int]()
-    for texts in map(pc.unique, map(as_text, columns)):
-        times = pc.strptime(texts, format=time_format, unit="s", error_is_null=True)
-        found |= {year % 100 for year in pc.year(times).drop_null().to_pylist()}
-    while last % 100 in found and last <= this + _YEARS_AHEAD:
-        last += 1
-    return (last - 1 if this < last <= this + _YEARS_AHEAD else this) - 99
-
-
-def described(cells: Mapping[str, Any], wishes: Wishes) -> list[Column]:
-    return [
-        describe(name, own, *([(), ("",)] if name in wishes.no_gaps else [wishes.missing_texts]))
-        for name, own in cells.items()
-    ]
-
-
 def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: Terms) -> Proposal:
     """Decide about every column of a table, and about the sizes of a run."""
     # Ids and classes are texts, with what stands beside their numbers.
@@ -185,10 +158,7 @@ def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: T
     choices = choose_features(
         columns, cells, wishes, id_column, label, table.index_columns, table.units
     )
-    unread = tuple(LeftOut(name, why) for name, why in table.left_out.items())
-    times = [cells[x.name] for x in choices.timestamps if x.time_formats]
-    first_year = _first_year(times, choices.time_format, wishes)
-    choices = choices._replace(left_out=unread + choices.left_out, first_year=first_year)
+    choices = choices._replace(left_out={**table.left_out, **choices.left_out})
     if label is None and not choices.features:
         one = "; --delimiter names the character between two cells" * (len(columns) == 1)
         raise SettingsError(
@@ -203,9 +173,10 @@ def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: T
                 "not an empty cell"
             )
         rows -= round(rows * label.unlabelled / columns[0].num_rows)
+    name = slug(table.path.name.partition(".")[0]).strip("-_.")[:NAME_CHARACTERS]
     return Proposal(
         party=terms.party,
-        run_name=terms.run_name or _run_name(table.path),
+        run_name=terms.run_name or name or "run",
         address=terms.address,
         source=table.source,
         path=not_expanded(os.path.relpath(table.path.absolute(), terms.folder.absolute())),
@@ -235,11 +206,6 @@ def write_files(folder: Path, texts: Mapping[str, str], *, force: bool) -> list[
         mode = _WIDE_OPEN if name == "contract.yaml" else 0o600
         write_text_atomically(folder / name, text, mode)
     return [folder / name for name in texts]
-
-
-def _run_name(path: Path) -> str:
-    name = slug(path.name.partition(".")[0]).strip("-_.")[:NAME_CHARACTERS]
-    return name or "run"
 
 
 @cache

@@ -9,22 +9,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import TypeAdapter
 
-from splitveil.common.data.columns import (
-    NUMBER,
-    NUMBERS_BY_DECIMAL,
-    is_text,
-    with_points,
-    without_units,
+from splitveil.common.data.columns import NUMBER, NUMBERS_BY_DECIMAL, with_points
+from splitveil.common.data.csv_file import (
+    CODECS,
+    NO_HEADER,
+    PARQUET,
+    delimiter_of,
+    form_of,
+    looks_like_data,
 )
-from splitveil.common.data.csv_file import CODECS, PARQUET
 from splitveil.common.data.kinds import open_source, text_file, with_advice
 from splitveil.common.data.source_settings import CsvSource, Source, not_expanded
-from splitveil.common.data.sources import unreadable_is_data_error
-from splitveil.common.data.table_paths import find_files, local_table_path
-from splitveil.common.data.text_forms import NO_HEADER, delimiter_of, form_of, looks_like_data
+from splitveil.common.data.sources import find_files, local_table_path, unreadable_is_data_error
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.settings import validate
-from splitveil.deploy.init.columns import GAPS, NO_NAME, are_mostly, as_text, units_of, without_gaps
+from splitveil.deploy.init.columns import GAPS, NO_NAME, as_text, plain_numbers, without_gaps
 
 MOST_ROWS = 1_000_000  # that are looked at; in a larger table, they stand for the others
 
@@ -81,17 +80,7 @@ def read_raw(
     settings: Source = TypeAdapter(Source).validate_python({**source, "path": where})
     with with_advice(settings, Path()):
         raw = _read(path, source, settings, most_rows)
-    units: dict[str, Sequence[str]] = {}
-    plain: dict[str, Any] = {}
-    for name, cells in raw.columns.items():
-        own = as_text(cells) if name not in as_written and is_text(cells.type) else None
-        if own is None:
-            continue
-        if beside := units_of(own, is_wanted=name in numeric):
-            units[name] = beside
-        bare = without_units(own, beside)
-        if beside or (bare is not own and are_mostly(bare, NUMBER)):
-            plain[name] = bare
+    plain, units = plain_numbers(raw.columns, numeric, as_written)
     written = {name: raw.columns[name] for name in plain}
     raw = raw._replace(columns={**raw.columns, **plain}, written=written, units=units)
     if not isinstance(settings, CsvSource):
@@ -101,7 +90,10 @@ def read_raw(
         for name, cells in raw.columns.items()
         if name not in as_written
     }
-    forms = {name: _decimals_of(text) for name, text in texts.items()}
+    forms = {
+        name: {mark for mark, form in NUMBERS_BY_DECIMAL.items() if _are_all(text, form)}
+        for name, text in texts.items()
+    }
     decimal = settings.decimal or _decimal_of(texts, forms)
     if not decimal:
         return raw
@@ -142,10 +134,6 @@ def _read(path: Path, source: dict[str, Any], settings: Source, most_rows: int) 
             columns[name] = columns[name].dictionary_encode()
     index = getattr(table, "index_columns", ())
     return RawTable(path, source, settings, columns, estimate, is_whole, left_out, index, {}, {})
-
-
-def _decimals_of(text: Any) -> set[str]:
-    return {mark for mark, form in NUMBERS_BY_DECIMAL.items() if _are_all(text, form)}
 
 
 def _decimal_of(texts: Mapping[str, Any], forms: Mapping[str, set[str]]) -> str | None:

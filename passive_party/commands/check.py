@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 
 from splitveil.common.alignment.buckets import padded_size
-from splitveil.common.errors import InvalidMessage, PeerUnreachable, SettingsError, SplitveilError
+from splitveil.common.errors import InvalidMessage, PeerUnreachable, SettingsError
 from splitveil.common.models.device import device_in_words
 from splitveil.common.models.factory import Trial, build_bottom_model, lone_row_in_words
 from splitveil.common.models.optimizers import build_optimizer
@@ -27,7 +27,7 @@ from splitveil.common.record.model_files import PretrainedWeights
 from splitveil.common.run.contract import DTYPE_BYTES
 from splitveil.common.wire import limits, probes
 from splitveil.common.wire.connection import PeerConnection
-from splitveil.common.wire.endpoint import check_security, shown_certificate
+from splitveil.common.wire.endpoint import check_security, method_path, shown_certificate
 from splitveil.passive_party.assembly import evaluation_labels
 from splitveil.passive_party.exposure_plan import check_exposure
 from splitveil.passive_party.grpc_peer import connection_of, idle_peer
@@ -114,7 +114,7 @@ class Probing:
         contract = self._settings.contract
         several = len(contract.passive_parties) > 1
         call = self._connection.channel().unary_unary(
-            probes.method_path(),
+            method_path("Probe", probes.SERVICE),
             request_serializer=pb.ProbeRequest.SerializeToString,
             response_deserializer=limits.reader(pb.ProbeReply, limits.PROBE_BYTES),
         )
@@ -125,13 +125,11 @@ class Probing:
         try:
             reply: pb.ProbeReply = limits.believed(call.result())
         except grpc.RpcError as error:
-            raise self._meaning_of(error) from error
+            if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                unknown = "the active party's version answers no probes"
+                raise InvalidMessage(unknown) from error
+            raise self._connection.error_of(error) from error
         return reply
-
-    def _meaning_of(self, error: Exception) -> SplitveilError:
-        if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            return InvalidMessage("the active party's version answers no probes")
-        return self._connection.error_of(error)
 
 
 def connection_checks(

@@ -19,8 +19,9 @@ from splitveil.common.party import command_line
 from splitveil.common.party.command_line import Process, run_as_party
 from splitveil.common.party.endpoint import serving_status
 from splitveil.common.party.interruption import Interruption
-from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.party_status import RunStatus
+from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.assessment import print_summary
 from splitveil.common.record.progress import ProgressBar
 from splitveil.common.record.run_folder import end_of, mark_as_ended
@@ -30,7 +31,7 @@ from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.run.progress import Phases
-from splitveil.common.text.version import VERSION
+from splitveil.common.text.wording import VERSION
 from splitveil.common.wire.connection import FIRST_WAIT_S
 from splitveil.passive_party import assembly
 from splitveil.passive_party.bottom_trainer import BottomTrainer
@@ -64,7 +65,8 @@ def run(parsed: argparse.Namespace) -> None:
 
 def _take_part(settings: PassiveSettings, process: Process, *, fresh: bool) -> None:
     connect, interruption = checked_connection(settings), process.interruption
-    assembly.check_named_code(settings)
+    open_earlier_model(settings)
+    try_custom_attacks(settings.adversary, settings.contract.cut_shape)
     status = RunStatus(settings.party, settings.contract)
     with serving_status(status, settings.status, interruption):
         data = command_line.read_data(settings, process)

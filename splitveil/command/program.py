@@ -24,9 +24,9 @@ from splitveil.common.party.arguments import (
     end_program,
     run_command,
 )
-from splitveil.common.text.output import printing_console
-from splitveil.common.text.version import add_version
+from splitveil.common.text.log_lines import printing_console
 from splitveil.common.text.visible_text import visible_lines
+from splitveil.common.text.wording import add_version
 
 PROGRAM = "splitveil"
 

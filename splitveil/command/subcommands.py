@@ -1,20 +1,15 @@
 """The sub-commands of ``splitveil`` that work on files of no single party: audit, schema."""
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from splitveil.common.errors import DataError
 from splitveil.common.party.arguments import Parser, add_json, print_json
 from splitveil.common.text.files import check_regular, why_unreadable
-from splitveil.common.text.upper_bounds import at_least
-from splitveil.common.text.visible_text import PlainTable
 
 if TYPE_CHECKING:
     from splitveil.library.auditing import Audit
@@ -32,8 +27,8 @@ def parser(program: str) -> argparse.ArgumentParser:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    exit_code: int = parsed.action(parsed)
-    return exit_code
+    parsed.action(parsed)
+    return 0
 
 
 def _add_audit(audit: argparse.ArgumentParser) -> None:
@@ -55,7 +50,7 @@ def _add_audit(audit: argparse.ArgumentParser) -> None:
     audit.set_defaults(action=_audit)
 
 
-def _audit(parsed: argparse.Namespace) -> int:
+def _audit(parsed: argparse.Namespace) -> None:
     import numpy as np  # noqa: PLC0415 - completion needs none
 
     parts = [_arrays(path) for path in parsed.files]
@@ -85,8 +80,7 @@ def _audit(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print_json(result.to_json())
     else:
-        _print_audit(result)
-    return 0
+        print(result)
 
 
 def _arrays(path: Path) -> dict[str, Any]:
@@ -111,52 +105,6 @@ def _arrays(path: Path) -> dict[str, Any]:
     return found
 
 
-def _print_audit(audit: "Audit") -> None:
-    console = Console(file=sys.stdout, highlight=False)
-    if audit.beyond is not None:
-        adjusted = {
-            name: (one.value, one.low, one.high) for name, one in audit.beyond.adjusted.items()
-        }
-        console.print(_intervals("leak AUC, adjusted for covariates", adjusted, "99.99 % interval"))
-    figures_of = ("leak AUC", "95 % interval", "random", "batches")
-    batches = PlainTable("single batches: mean raw leak AUC", ("attack",), figures_of)
-    batches.add_column("needs to know")
-    for one in audit.batches:
-        interval = _interval(one.low, one.high)
-        figures = (f"{one.leak_auc:.3f}", interval, f"{one.random:.3f}", f"{one.batches:,}")
-        batches.add_row(one.attack, *figures, one.needs)
-    console.print(batches)
-    if audit.run:
-        of_run = {name: (one["auc"], one["low"], one["high"]) for name, one in audit.run.items()}
-        console.print(_intervals("all batches together: raw leak AUC", of_run))
-    if audit.epsilon is not None:
-        epsilon = audit.epsilon
-        console.print(
-            f"epsilon of label differential privacy is at least {at_least(epsilon.epsilon)} "
-            f"(confidence {epsilon.confidence:g}, delta {epsilon.delta:g}): {epsilon.attack} "
-            f"guessed {epsilon.correct:,} of {epsilon.guesses:,} labels right",
-            markup=False,
-            soft_wrap=True,
-        )
-    if audit.skipped_one_class:
-        console.print(
-            f"{audit.skipped_one_class:,} batches of a single class were left out", markup=False
-        )
-
-
-def _intervals(
-    title: str, figures: Mapping[str, tuple[float, float, float]], interval: str = "95 % interval"
-) -> PlainTable:
-    table = PlainTable(title, ("attack",), ("leak AUC", interval))
-    for attack, (auc, low, high) in figures.items():
-        table.add_row(attack, f"{auc:.3f}", _interval(low, high))
-    return table
-
-
-def _interval(low: float, high: float) -> str:
-    return "-" if math.isnan(low) else f"{low:.3f} .. {min(high, 1.0):.3f}"
-
-
 def _add_schema(schema: argparse.ArgumentParser) -> None:
     schema.add_argument(
         "file",
@@ -164,12 +112,12 @@ def _add_schema(schema: argparse.ArgumentParser) -> None:
         choices=("active", "passive", "contract"),
         help="the kind of file (default: all three, by their names)",
     )
-    schema.set_defaults(action=_schema)
-
-
-def _schema(parsed: argparse.Namespace) -> int:
-    print_json(resolve_name("splitveil.library.loading:settings_schema")(parsed.file))
-    return 0
+    of = resolve_name
+    schema.set_defaults(
+        action=lambda parsed: print_json(
+            of("splitveil.library.loading:settings_schema")(parsed.file)
+        )
+    )
 
 
 _PARSERS: Mapping[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {

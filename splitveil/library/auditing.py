@@ -1,13 +1,15 @@
 """Audits the gradients of any trainer: what a receiving peer can learn about the labels."""
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,23 +23,149 @@ from splitveil.common.privacy.attacks import (
     SideInformation,
 )
 from splitveil.common.privacy.audit import LeakAudit
-from splitveil.common.privacy.figures import BeyondFigures, EpsilonBound
+from splitveil.common.privacy.beyond_features import Covariates
+from splitveil.common.privacy.figures import BeyondFigures, EpsilonBound, RunFigures
 from splitveil.common.privacy.gradient_rows import Gradients
 from splitveil.common.privacy.leakage import leak_auc_interval
-from splitveil.common.privacy.observation import LabelClasses
-from splitveil.common.privacy.scoring import BatchScorer
-from splitveil.common.privacy.stored_row_attacks import STORED_ROW_ATTACKS
-from splitveil.common.text.upper_bounds import at_least
-from splitveil.common.text.visible_text import visible
-from splitveil.common.text.wording import suggest
-from splitveil.library.audited_rows import AuditedRows
-from splitveil.library.frames import Frame, Row, as_html, frame
+from splitveil.common.privacy.observation import LabelClasses, Observation, score_batch
+from splitveil.common.privacy.run_level import aucs_of, run_level_leak
+from splitveil.common.privacy.stored_row_attacks import (
+    STORED_ROW_ATTACKS,
+    Received,
+    attack_stored_rows,
+)
+from splitveil.common.text.wording import at_least, suggest
+from splitveil.library.frames import Frame, Row, Tabular, frame
+
+
+class AuditedRows(NamedTuple):
+    """The rows in the order they were sent."""
+
+    gradients: Tensor
+    labels: Tensor
+    starts: npt.NDArray[np.int64]
+    """First row of each batch, and the number of rows."""
+    positions: npt.NDArray[np.int64]
+    """Which example each row is about, from 0."""
+    activations: Tensor | None
+
+    @classmethod
+    def of(
+        cls, gradients: Any, labels: Any, batches: Any, examples: Any, activations: Any
+    ) -> "AuditedRows":
+        """Check the arguments of ``audit``; ValueError if they do not fit, or are not finite."""
+        of_labels = _tensor(labels, "labels").reshape(-1)
+        rows = len(of_labels)
+        if not rows:
+            raise ValueError("labels: expected at least one row")
+        sent = _of_rows(gradients, "gradients", rows)
+        own = None if activations is None else _of_rows(activations, "activations", rows)
+        starts = _starts(batches, rows)
+        positions = np.arange(rows)
+        if examples is not None:
+            named = np.asarray(examples).reshape(-1)
+            if len(named) != rows:
+                raise ValueError(f"examples: expected {rows}, got {len(named)}")
+            positions = np.unique(named, return_inverse=True)[1].astype(np.int64)
+        for start, end in itertools.pairwise(starts):
+            if len(np.unique(positions[start:end])) < end - start:
+                raise ValueError("examples: expected each at most once in a batch; see batches")
+        return cls(sent, of_labels, starts, positions, own)
+
+    @property
+    def num_examples(self) -> int:
+        return int(self.positions.max()) + 1
+
+    def attack_as_stored(self, attack: str, classes: LabelClasses) -> RunFigures | None:
+        """Run one of `STORED_ROW_ATTACKS`; None if no two classes have examples that it scores."""
+        own = self.gradients if self.activations is None else self.activations
+        labels = np.zeros(self.num_examples, dtype=np.int64)
+        labels[self.positions] = self.labels.numpy()
+        positions = torch.from_numpy(self.positions)
+        received = Received(self.gradients, own, positions, self.starts)
+        scores = attack_stored_rows(attack, received, labels, classes)
+        return run_level_leak(scores, aucs_of(scores, labels, classes), labels, classes)
+
+    def observations(self) -> Iterator[Observation]:
+        """Yield the batches; a batch with an example that was seen before begins an epoch."""
+        epoch, seen = 0, np.zeros(self.num_examples, dtype=bool)
+        first = 0
+        for number, (start, end) in enumerate(itertools.pairwise(self.starts)):
+            rows = slice(int(start), int(end))
+            positions = self.positions[rows]
+            if seen[positions].any():
+                epoch, first = epoch + 1, number
+                seen[:] = False
+            seen[positions] = True
+            yield Observation(
+                epoch,
+                number - first,
+                {CUT: self.gradients[rows]},
+                self.labels[rows],
+                positions=torch.from_numpy(positions),
+                activations=None if self.activations is None else self.activations[rows],
+                references_are_clean=False,  # they are among the gradients that were sent
+            )
+
+    def covariates(self, covariates: Any, predictions: Any) -> Covariates:
+        """Return each example's covariates, from the last row about it."""
+        last = np.zeros(self.num_examples, dtype=np.int64)
+        last[self.positions] = np.arange(len(self.positions))
+        rows = len(self.positions)
+
+        def values(given: Any, name: str) -> npt.NDArray[np.float32]:
+            if given is None:
+                return np.zeros((len(last), 0), dtype=np.float32)
+            found = _of_rows(given, name, rows).reshape(rows, -1).numpy()[last]
+            return found.astype(np.float32)
+
+        return Covariates(
+            np.arange(len(last)),
+            values(covariates, "covariates"),
+            values(predictions, "predictions"),
+            np.zeros((len(last), 0), dtype=np.float32),
+            self.labels.numpy()[last].astype(np.int64),
+        )
+
+
+def _tensor(values: Any, name: str) -> Tensor:
+    tensor = values.detach().cpu() if isinstance(values, Tensor) else None
+    if tensor is None:
+        array = np.asarray(values)
+        if array.dtype.kind not in "biuf":
+            raise ValueError(f"{name}: expected numbers, got {array.dtype}")
+        tensor = torch.from_numpy(np.array(array))
+    if not bool(torch.isfinite(tensor).all()):
+        raise ValueError(f"{name}: expected finite numbers")
+    return tensor
+
+
+def _of_rows(values: Any, name: str, rows: int) -> Tensor:
+    tensor = _tensor(values, name)
+    if not tensor.ndim or len(tensor) != rows:
+        raise ValueError(f"{name}: expected {rows} rows, got shape {tuple(tensor.shape)}")
+    tensor = tensor if tensor.is_floating_point() else tensor.double()
+    return tensor.reshape(rows, -1) if tensor.ndim == 1 else tensor
+
+
+def _starts(batches: Any, rows: int) -> npt.NDArray[np.int64]:
+    if batches is None:
+        return np.array([0, rows])
+    if isinstance(batches, int):
+        if batches < 1:
+            raise ValueError(f"batches: expected a size of at least 1, got {batches}")
+        return np.unique([*range(0, rows, batches), rows]).astype(np.int64)
+    numbers = np.asarray(batches).reshape(-1)
+    if len(numbers) != rows or (np.diff(numbers) < 0).any():
+        raise ValueError(f"batches: expected {rows} ascending numbers, or a size")
+    return np.array([0, *(np.flatnonzero(np.diff(numbers)) + 1), rows])
+
 
 Part = Literal["adjusted", "batches", "run"]
 
 _SEED = b"an audit of gradients from elsewhere"
-_OF_EPSILON = ("epsilon", "attack", "guesses", "correct", "pairs", "confidence", "delta")
 """Decides which examples the attacks know; a fixed one makes audits repeatable."""
+_OF_EPSILON = ("epsilon", "attack", "guesses", "correct", "pairs", "confidence", "delta")
 
 
 class AttackOnBatches(NamedTuple):
@@ -60,8 +188,8 @@ class AttackOnBatches(NamedTuple):
     """True if no peer has this knowledge."""
 
 
-@dataclass(frozen=True)
-class Audit:
+@dataclass(frozen=True, repr=False)
+class Audit(Tabular):
     """The measured leakage of labels through gradients."""
 
     rows: int
@@ -138,17 +266,42 @@ class Audit:
             else {name: getattr(epsilon, name) for name in _OF_EPSILON},
         }
 
-    def __repr__(self) -> str:
-        if not self.batches and not self.run:
-            return f"Audit({self.rows:,} rows, no attack was measured)"
-        attack, leak_auc = self.strongest
-        kind = "adjusted" if self.beyond is not None and self.beyond.adjusted else "raw"
-        return f"Audit({self.rows:,} rows, strongest: {visible(attack)}, {kind} {leak_auc:.3f})"
+    def _table(self) -> tuple[str, Sequence[Row], str]:
+        adjusted = {} if self.beyond is None else self.beyond.adjusted
+        rows = [
+            _row(attack, "beyond covariates, 99.99 %", one.value, one.low, one.high)
+            for attack, one in adjusted.items()
+        ]
+        rows += [
+            {
+                **_row(
+                    one.attack, f"batches ({one.batches:,}), raw", one.leak_auc, one.low, one.high
+                ),
+                "random": one.random,
+                "needs to know": one.needs,
+            }
+            for one in self.batches
+        ]
+        rows += [
+            _row(attack, "all batches, raw", one["auc"], one["low"], one["high"])
+            for attack, one in self.run.items()
+        ]
+        notes = [] if rows else ["no attack was measured"]
+        if (found := self.epsilon) is not None:
+            notes.append(
+                f"epsilon of label differential privacy is at least {at_least(found.epsilon)} "
+                f"(confidence {found.confidence:g}, delta {found.delta:g}): {found.attack} "
+                f"guessed {found.correct:,} of {found.guesses:,} labels right"
+            )
+        if self.skipped_one_class:
+            notes.append(f"{self.skipped_one_class:,} batches of a single class were left out")
+        return f"Audit of {self.rows:,} rows: leak AUC, 0.5 is guessing", rows, "; ".join(notes)
 
-    def _repr_html_(self) -> str:
-        epsilon = self.epsilon
-        note = "" if epsilon is None else f"epsilon is at least {at_least(epsilon.epsilon)}"
-        return as_html(f"Audit of {self.rows:,} rows", self.table(), note)
+
+def _row(attack: str, over: str, auc: float, low: float, high: float) -> Row:
+    interval = "-" if math.isnan(low) else f"{low:.3f} to {min(high, 1.0):.3f}"
+    figures = {"attack": attack, "over": over, "leak AUC": auc, "interval": interval}
+    return {**figures, "random": "-", "needs to know": "-"}
 
 
 def audit(
@@ -230,7 +383,7 @@ def audit(
         ),
         run={
             name: {key: one for key, one in leak._asdict().items() if key != "over_features"}
-            for name, leak in (*found.run.result().leak.get(CUT, {}).items(), *on_stored.items())
+            for name, leak in (*found.run.result()[0].get(CUT, {}).items(), *on_stored.items())
             if leak is not None
         },
         beyond=None
@@ -305,7 +458,7 @@ def _only(
         sent = {CUT: observation.gradients[CUT]}
         seen = replace(observation, clues=found.clues(observation, _SEED, sent))
         labels = classes.indices(observation.labels)
-        scored = BatchScorer(attacks, classes.targets).score(seen, labels)[CUT].scores
+        scored = score_batch(attacks, classes.targets, seen, labels)[CUT].scores
         for name, (by_target, left_out) in scored.items():
             if by_target[0] is None:
                 continue

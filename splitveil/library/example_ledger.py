@@ -16,20 +16,19 @@ from splitveil.active_party.ledger.budget import Limit
 from splitveil.active_party.ledger.ledger import LeakLedger, auc_bound
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.ids import canonical_ids
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.charge import Charge, holds_against
+from splitveil.common.privacy.charge import Adversary, Charge, holds_against
 from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.id_rules import rules_as_bytes, rules_of_bytes
 from splitveil.common.run.sample_order import Positions
-from splitveil.common.text.upper_bounds import at_most, auc_at_most
-from splitveil.library.frames import Frame, as_html, frame
+from splitveil.common.text.wording import at_most, auc_at_most
+from splitveil.library.frames import Frame, Row, Tabular, frame
 
 Rows: TypeAlias = Sequence[int] | Sequence[str] | Positions | Tensor | None
 """Positions of examples, their ids if the ledger knows ids, or None for all of them."""
 
 
-class Ledger:
+class Ledger(Tabular):
     """One account per example, for any trainer that answers about examples.
 
         ledger = Ledger(10_000)
@@ -198,25 +197,17 @@ class Ledger:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return save_tensors(path, account_book.LEDGER, self.state_dict())
 
-    def __repr__(self) -> str:
-        words = self.guarantee().in_words() if len(self) else "no examples"
-        return f"Ledger of {len(self):,} examples: {words}"
-
-    def _repr_html_(self) -> str:
+    def _table(self) -> tuple[str, Sequence[Row], str]:
+        title = f"Ledger of {len(self):,} examples: bounds on the leak AUC"
         if not len(self):
-            return as_html("Ledger", [], "no examples")
+            return title, [], "no examples"
         bounds = self.guarantee()
         rows = [
-            {"peers": str(one)}
-            | {
-                name: auc_at_most(auc)
-                for name, auc in zip(("max", "95 %", "mean"), spread, strict=True)
-            }
+            {"peers": str(one), "max": max_auc, "95 %": q95, "mean": mean}
             for one in Adversary
-            for spread in [bounds.against(one)]
+            for max_auc, q95, mean in [map(auc_at_most, bounds.against(one))]
         ]
-        title = f"Leak ledger of {len(self):,} examples: bounds on the leak AUC"
-        return as_html(title, rows, f"largest sum_kl: {at_most(bounds.sum_kl.max)}; 1 is no bound")
+        return title, rows, f"largest sum_kl: {at_most(bounds.sum_kl.max)}; 1 is no bound"
 
     def _positions(self, rows: Rows) -> Positions:
         if rows is None:

@@ -1,23 +1,42 @@
-"""All parties of a run in one process: the active party's session is asked without gRPC.
+"""Runs all parties of a run in this process, and writes the files of separate processes.
 
-With the same seeds, a run ends with the bits of two processes. Only a model with dropout differs:
-its draws come from one generator instead of one for each party.
+    runs/<run name>/<party>/settings.yaml, metrics.jsonl, summary.json, checkpoint/
+    runs/<run name>/<passive party>/exposure.json
+
+The active party's session is asked without gRPC. It leaves out certificates, checkpoints on the
+way, transcripts and private set intersection. None of them changes a bit of the results, except for
+models with dropout, whose draws come from one generator here.
 """
 
 import contextlib
+import io
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
+import torch
+from rich.console import Console
+
+from splitveil.active_party.commands.run import train
+from splitveil.active_party.grpc_server.server import Served
 from splitveil.active_party.grpc_server.service import agreeing
+from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.run.lifecycle import Stage
 from splitveil.active_party.run.session import ActiveSession
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
 from splitveil.common.alignment.channel import AlignChannel, channel_pair
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.alignment.exchange import align
+from splitveil.common.alignment.ristretto import DIGEST_BYTES, POINT_BYTES
 from splitveil.common.errors import (
     AlignmentError,
+    EndedForGood,
     NotOpen,
     OthersAwaited,
     PeerRestarted,
@@ -25,9 +44,21 @@ from splitveil.common.errors import (
     ProtocolError,
     SplitveilError,
 )
+from splitveil.common.models.device import torch_device
+from splitveil.common.party import command_line
+from splitveil.common.party.command_line import draw_nonce
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.record.run_record import write_summary
 from splitveil.common.run import messages
-from splitveil.passive_party.opening import Peer
+from splitveil.common.run.contract import ACTIVE, AlignmentSettings
+from splitveil.common.text.wording import VERSION
+from splitveil.library.loading import PartiesSettings
+from splitveil.passive_party.assembly import BottomBuilder, evaluation_labels
+from splitveil.passive_party.commands.run import taking_part, try_to_measure
+from splitveil.passive_party.opening import Aligner, Participant, Peer
+from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
+from splitveil.passive_party.settings import PassiveSettings
 
 
 class InProcessPeer:
@@ -203,3 +234,115 @@ def start(
     thread = threading.Thread(target=run_to_the_end, daemon=True, name=name)
     thread.start()
     return thread
+
+
+def run_recorded(
+    settings: PartiesSettings, run_folder: Path, on_epoch: Callable[[], object] | None = None
+) -> None:
+    """Run all parties; leaves their settings, metrics, summaries and models.
+
+    ``run_folder`` is the one that ``runs_dir`` and the contract's ``run_name`` name, where the
+    active party keeps its noise key. EndedForGood after a budget: the figures are there.
+    What ``on_epoch`` raises ends the run, as if the first passive party had failed.
+    """
+    own, folder = settings.active, _folder_with_settings(settings.active, run_folder / ACTIVE)
+    failures: list[BaseException] = []
+
+    def after_epoch() -> None:
+        try:
+            if on_epoch is not None:
+                with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+                    on_epoch()  # dropout may draw from the same generator
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    with ExitStack() as resources:
+        recorder = resources.enter_context(ActiveRecorder(own, folder))
+        data = PartyData.of(own)
+        builder = TopBuilder(own, data, torch_device(own.device))
+        earlier = own.earlier_answers()
+        runs = {
+            name: resources.enter_context(
+                _taking_part(one, run_folder, None if at else after_epoch)
+            )
+            for at, (name, one) in enumerate(settings.passive.items())
+        }
+
+        def serve(session: ActiveSession) -> Served:
+            connect = partial(InProcessPeer, session, clear_engine(own.contract.alignment))
+            try:
+                meet(session, runs, connect)
+            except EndedForGood as error:
+                return {}, error, lambda: None  # it ends with a summary, like any other run
+            except BaseException:
+                if failures:  # not the error that the parties turned it into
+                    raise failures[0] from None
+                raise
+            return {}, None, lambda: None
+
+        _, stopped, _ = train(own, data, folder, builder, recorder, serve, earlier=earlier)
+    write_summary(folder, replace(recorder.summary({}), version=VERSION))
+    if stopped is not None:
+        raise stopped
+
+
+@contextlib.contextmanager
+def _taking_part(
+    settings: PassiveSettings, run_folder: Path, after_epoch: Callable[[], None] | None
+) -> Iterator[PassiveRun]:
+    """Yield a passive party's run; its model, exposure and summary are written in the end."""
+    folder = _folder_with_settings(settings, run_folder / settings.folder_name())
+    data, contract = PartyData.of(settings), settings.contract
+    builder = BottomBuilder(settings, data, torch_device(settings.device))
+    me = Participant(contract, settings.party, data.ids, data.table.splits)
+    aligner = Aligner(me, clear_engine(contract.alignment), partial(draw_nonce, settings))
+    observer = _Recorder(settings, folder, data.ids, evaluation_labels(settings))
+    observer.after_epoch = after_epoch
+    # The active party's bar shows every step, in a notebook, too.
+    observer.console = Console(file=io.StringIO(), force_jupyter=False)
+    with observer as recorder, taking_part(folder, aligner, builder, recorder) as run:
+        yield run
+    sample, sent = recorder.sample, recorder.sent_in_epochs()
+    try_to_measure(folder, run.trainer, builder.encoder, len(data.ids), sample, sent)
+    found = recorder.summary(getattr(run.trainer, "feature_values", None))
+    write_summary(folder, replace(found, version=VERSION))
+
+
+class _Recorder(PassiveRecorder):
+    after_epoch: Callable[[], None] | None = None
+
+    def on_epoch(self, epoch: int) -> None:
+        super().on_epoch(epoch)
+        if self.after_epoch is not None:
+            self.after_epoch()
+
+
+def _folder_with_settings(settings: ActiveSettings | PassiveSettings, folder: Path) -> Path:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    command_line.save_resolved(settings, folder)
+    return folder
+
+
+class _ClearGroup:
+    """Leaves digests of ids as they are: whoever sees them can look up any id."""
+
+    def mask(self, digests: bytes, scalar: bytes) -> bytes:  # noqa: ARG002
+        """Return the first bytes of each digest in the place of a point."""
+        starts = range(0, len(digests), DIGEST_BYTES)
+        return b"".join(digests[start : start + POINT_BYTES] for start in starts)
+
+    def multiply(self, points: bytes, scalar: bytes) -> bytes:  # noqa: ARG002
+        return points
+
+
+def clear_engine(settings: AlignmentSettings) -> EcdhEngine:
+    """Build an engine that compares ids in the clear. Never use it between two processes.
+
+    Multiplying every id by two secret scalars takes longer than training on a small table. What
+    comes out, the set of common ids, does not depend on it, and neither does their order, which
+    follows from the joint seed.
+    """
+    return EcdhEngine(
+        min_aligned=settings.min_aligned, max_set_size=settings.max_set_size, group=_ClearGroup()
+    )

@@ -1,4 +1,4 @@
-"""Finds and loads the settings of parties for a program: examples, folders, tables in memory."""
+"""Finds, loads and writes settings of parties: examples, folders, tables in memory."""
 
 import itertools
 import os
@@ -6,20 +6,25 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import yaml
+
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data import source_settings
-from splitveil.common.data.table_paths import find_files, table_path_of
+from splitveil.common.data.source_settings import not_expanded
+from splitveil.common.data.sources import find_files, table_path_of
 from splitveil.common.errors import DataError, SettingsError, SplitveilError
-from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.party.party_settings import PartySettings, load_party_settings
+from splitveil.common.record.run_folder import write_bytes_atomically
 from splitveil.common.run.contract import ACTIVE, Contract
-from splitveil.common.settings import Mark, Section, change_at, marked
+from splitveil.common.settings import Mark, Place, Section, below, change_at, marked, without
+from splitveil.common.text.imports import HANDED_OVER
 from splitveil.common.text.wording import suggest
 from splitveil.deploy.demo import EXAMPLES, names_of_examples
 from splitveil.deploy.overrides import Overrides, party_kinds
@@ -186,3 +191,90 @@ def files_of(source: source_settings.Source, base_dir: Path) -> list[Path]:
     if missing := [one for one in files if not one.exists()]:
         raise DataError(f"{missing[0]}: there is no such file")
     return files
+
+
+def write_settings_of(
+    run: Path, base_dir: Path, folder: Path, tables: Mapping[str, str | Path], *, seeds: bool
+) -> None:
+    """Write contract and settings files that let real parties repeat a simulated run.
+
+    The arguments are those of ``Run.export_settings``, and the run's folder.
+    """
+    # They import much that reading a run does not need.
+    from splitveil.deploy.init.proposal import write_files  # noqa: PLC0415
+    from splitveil.deploy.init.tables import read_raw  # noqa: PLC0415
+
+    active = load_party_settings(ActiveSettings, run / ACTIVE / "settings.yaml")
+    names = active.contract.passive_parties
+    if unknown := sorted(tables.keys() - {ACTIVE, *names}):
+        expected = ", ".join([ACTIVE, *names])
+        raise SettingsError(f"tables: {', '.join(unknown)}: expected {expected}")
+    parties: dict[str, tuple[str, PartySettings]] = {ACTIVE: (ACTIVE, active)}
+    for name in names:
+        own = run / (name if len(names) > 1 else "passive") / "settings.yaml"
+        kind = f"passive_{name}" if len(names) > 1 else "passive"
+        parties[name] = kind, load_party_settings(PassiveSettings, own)
+    contract = active.contract
+    values: dict[str, dict[str, Any]] = {
+        "contract.yaml": _chosen(contract.model_dump(mode="json"), contract)
+    }
+    copied: dict[str, Path] = {}
+    for name, (kind, settings) in parties.items():
+        full = settings.model_dump(mode="json", exclude={"runs_dir", "contract"})
+        left_out = frozenset() if seeds else marked(type(settings), Mark.SEED)
+        chosen: Any = without(
+            {*left_out, ("adversary", "labels")},  # which stay with their owner
+            {"contract": "contract.yaml"} | _chosen(full, settings),
+        )
+        chosen = with_paths_from(base_dir.absolute(), type(settings), chosen)
+        values[f"{kind}.yaml"] = chosen
+        source = chosen["data"]["source"]
+        if name in tables:
+            path = Path(tables[name])
+            source = {**read_raw(path, has_header=True, most_rows=1).source}
+            source["path"] = not_expanded(str(path.absolute()))
+            chosen["data"]["source"] = source
+        elif written := _written(name, settings, base_dir, run):
+            copied[f"{name}.parquet"] = written
+            source["path"] = f"{name}.parquet"
+    texts = {
+        name: yaml.safe_dump(one, sort_keys=False, allow_unicode=True)
+        for name, one in values.items()
+    }
+    for name, text in texts.items():
+        if HANDED_OVER in text:
+            raise SettingsError(
+                f"{name}: code of this program has no name that another can import: move it into "
+                f"a module"
+            )
+    write_files(folder, texts, force=False)
+    for copy, table in copied.items():
+        write_bytes_atomically(folder / copy, table.read_bytes())
+
+
+def _written(party: str, settings: PartySettings, base_dir: Path, run: Path) -> Path | None:
+    """Return the file of a table that was in memory; SettingsError if a party's file is gone."""
+    source = settings.data.source
+    try:
+        files = files_of(source, base_dir)
+    except DataError as error:
+        raise SettingsError(f"{party}: {error}: name the table in tables=") from error
+    was_in_memory = base_dir.resolve().is_relative_to(run.parent.resolve())
+    return files[0] if was_in_memory and source.kind == "parquet" and files else None
+
+
+def _chosen(full: dict[str, Any], section: Section) -> dict[str, Any]:
+    short = section.model_dump(mode="json", exclude_defaults=True)
+    return _reduced(full, short, marked(type(section), Mark.KIND))
+
+
+def _reduced(
+    full: dict[str, Any], short: Mapping[str, Any], kinds: Collection[Place]
+) -> dict[str, Any]:
+    return {
+        name: _reduced(value, short[name], below(kinds, name))
+        if isinstance(short.get(name), dict)
+        else value
+        for name, value in full.items()
+        if name in short or (name,) in kinds
+    }

@@ -1,16 +1,16 @@
 """Tables in memory as the data of simulated parties: arrays, data frames, tables of pyarrow.
 
 Each table is written as a Parquet file beside settings made for it, so that a simulation reads it
-as two processes would. Numbers become numeric features, dates and times timestamps, texts what
-``init`` takes them for, and lists of whole numbers sequences. Gaps in numbers and times become the
-mean of the training rows, as ``init`` proposes.
+as two processes would. Numbers become numeric features, dates and times timestamps, and lists of
+whole numbers sequences; texts are judged by ``init``.
 """
 
 import hashlib
+import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,16 @@ import pyarrow.compute as pc
 import yaml
 from pyarrow import parquet
 
-from splitveil.common.data.columns import WILDCARDS, is_numeric, is_unnamed_index
+from splitveil.common.data.columns import is_numeric, is_text, is_unnamed_index
+from splitveil.common.data.sequences import is_list
 from splitveil.common.data.sources import list_rows
 from splitveil.common.errors import SettingsError
 from splitveil.common.record.run_folder import write_text_atomically
-from splitveil.deploy.init.columns import describe
-from splitveil.deploy.init.labels import label_of
-from splitveil.library.judged_columns import judged_features
+from splitveil.deploy.init.choices import Choices, Wishes, choose_features, judged
+from splitveil.deploy.init.columns import Column, Kind, as_text, describe, plain_numbers
+from splitveil.deploy.init.labels import is_of_numbers, label_of
+
+_logger = logging.getLogger(__name__)
 
 CONTRACT: Mapping[str, Any] = {
     "run_name": "simulated",
@@ -263,7 +266,7 @@ def _is_by_party(passive: Any) -> bool:
 def _data(
     folder: Path, name: str, table: pa.Table, own: Sequence[str], id_column: str | None
 ) -> dict[str, Any]:
-    features, units, gaps = judged_features(name, table, {*own, id_column, *_index_of(table)})
+    columns = _judged_columns(name, table, {*own, id_column, *_index_of(table)})
     written = folder / f"{name}.parquet"
     parquet.write_table(table, written)
     written.chmod(0o600)
@@ -271,29 +274,113 @@ def _data(
     with written.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     path = written.rename(folder / f"{name}-{digest}.parquet")
-    chosen: dict[str, Any] = {kind: names for kind, names in features.items() if names}
-    if any(WILDCARDS & set(name) for names in chosen.values() for name in names):
-        chosen["patterns"] = False
-    if sequences := chosen.get("sequences"):
-        chosen["sequences"] = {one: _sequence(table.column(one)) for one in sequences}
-    if len(gaps) > 1:
-        chosen["missing_texts"] = sorted(gaps)
-    if gaps or any(
-        map(_has_gaps, table.select(features["numeric"] + features["timestamps"]).columns)
-    ):
-        chosen |= {"missing_numeric": "mean", "missing_indicator": True}
     return {
         "source": {"kind": "parquet", "path": path.name},
         **({} if id_column is None else {"id_column": id_column}),
-        **({"features": chosen} if chosen else {}),
-        **({"units": units} if units else {}),
+        **columns,
     }
 
 
-def _sequence(cells: pa.ChunkedArray) -> dict[str, int]:
-    longest = pc.max(pc.list_value_length(cells)).as_py()
-    largest = pc.max(pc.list_flatten(cells)).as_py()
-    return {"max_length": max(1, longest or 0), "num_tokens": max(0, largest or 0) + 1}
+_KINDS: Mapping[str, Kind] = {"numeric": "number", "categorical": "text", "timestamps": "time"}
+_JUDGED_ROWS = 20_000
+
+
+def _judged_columns(
+    table_name: str, table: pa.Table, others: Collection[str | None]
+) -> dict[str, Any]:
+    """Return the settings of the columns that are features.
+
+    Texts are judged as ``init`` does, except that what it would ask about is a category; a column
+    that has another type is what its type says, and is never left out.
+    """
+    columns: dict[str, Column] = {}
+    texts: dict[str, Any] = {}
+    sequences: dict[str, dict[str, int]] = {}
+    for field in table.schema:
+        if field.name in others or is_unnamed_index(field.name):
+            continue
+        way, own = _way_of(field, table_name), table.column(field.name)
+        if way == "sequences":
+            lengths, tokens = pc.list_value_length(own), pc.list_flatten(own)
+            sequences[field.name] = {
+                "max_length": max(1, pc.max(lengths).as_py() or 0),
+                "num_tokens": max(0, pc.max(tokens).as_py() or 0) + 1,
+            }
+            continue
+        columns[field.name] = _by_type(field.name, own, _KINDS[way])
+        if is_text(field.type) and as_text(own) is not None:
+            texts[field.name] = own
+    plain, units = plain_numbers(texts)
+    described, codes, wishes = judged(texts | plain, Wishes())
+    by_type = [column for name, column in columns.items() if name not in texts]
+    asked = [column for column in described if column.kind == "text" and column.almost]
+    columns |= {column.name: column for column in described}
+    categories = [*asked, *(column for column in by_type if column.kind == "text")]
+    wishes = wishes._replace(
+        numeric=tuple(column.name for column in by_type if column.kind == "number"),
+        categorical=tuple(column.name for column in categories),
+    )
+    choices = choose_features([*columns.values()], texts | plain, wishes, None, None, units=units)
+    for what, names in _said(choices, columns.values(), texts).items():
+        _logger.warning("%s: column %s: %s", table_name, ", ".join(map(repr, names)), what)
+    if codes:
+        shown = ", ".join(map(repr, codes))
+        _logger.warning("%s: no value, as columns of numbers show: %s", table_name, shown)
+    settings = choices.settings()
+    if sequences:
+        settings["features"] = settings.get("features", {}) | {"sequences": sequences}
+    return settings
+
+
+def _by_type(name: str, cells: pa.ChunkedArray, kind: Kind) -> Column:
+    missing = cells.null_count
+    if pa.types.is_floating(cells.type):
+        missing += pc.sum(pc.is_nan(cells)).as_py() or 0
+    column = Column(name, kind, len(cells), missing, (), 0, (), (), "")
+    if not pa.types.is_integer(cells.type):
+        return column
+    described = describe(name, cells[:_JUDGED_ROWS])
+    return column._replace(doubt=described.doubt, identifies=described.identifies)
+
+
+def _said(
+    choices: Choices, columns: Iterable[Column], texts: Collection[str]
+) -> dict[str, list[str]]:
+    """Return what may be meant otherwise, with the names of the columns."""
+    ways = {"numbers": choices.numeric, "categories": choices.categorical}
+    ways["times"] = choices.timestamps
+    read = {column.name: way for way, some in ways.items() for column in some}
+    said: dict[str, list[str]] = {}
+    for column in columns:
+        way = read.get(column.name)
+        if column.name in texts and way in {"numbers", "times"}:
+            what = f"texts that are {way}, read as such unless their type is categories"
+            said.setdefault(what, []).append(column.name)
+        if column.almost:
+            what = f"each text is a category, but {column.almost.in_words}; if those are mistakes, "
+            said.setdefault(f"{what}convert the column to numbers", []).append(column.name)
+        if way and (why := column.identifies or column.doubt[0].partition(",")[0]):
+            said.setdefault(f"{why}, read as {way}", []).append(column.name)
+    for name, why in choices.left_out.items():
+        said.setdefault(f"left out: {why}", []).append(name)
+    return said
+
+
+def _way_of(column: pa.Field, table: str) -> str:
+    kind, types = column.type, pa.types
+    if types.is_date(kind) or types.is_timestamp(kind):
+        return "timestamps"
+    if is_list(kind) and types.is_integer(kind.value_type):
+        return "sequences"
+    cells = kind.value_type if types.is_dictionary(kind) else kind
+    is_other = isinstance(cells, pa.BaseExtensionType) and cells.extension_name != "arrow.uuid"
+    is_time_of_no_day = types.is_duration(kind) or types.is_time(kind) or types.is_interval(kind)
+    if is_time_of_no_day or types.is_nested(cells) or is_other:
+        raise SettingsError(
+            f"{table}: column {column.name!r}: expected numbers, dates, times, texts or lists of "
+            f"whole numbers, not {cells}: convert the column or leave it out"
+        )
+    return "numeric" if is_numeric(kind) or types.is_boolean(kind) else "categorical"
 
 
 def _settings(data: dict[str, Any]) -> dict[str, Any]:
@@ -305,37 +392,36 @@ def _settings(data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _has_gaps(cells: pa.ChunkedArray) -> bool:
-    is_float = pa.types.is_floating(cells.type)
-    return bool(cells.null_count or (is_float and pc.any(pc.is_nan(cells)).as_py()))
-
-
 def _classes(label: str, labels: pa.ChunkedArray) -> dict[str, Any]:
-    if not (is_numeric(labels.type) or pa.types.is_boolean(labels.type)):
-        kind = labels.type.value_type if pa.types.is_dictionary(labels.type) else labels.type
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            raise SettingsError(f"active: column {label!r}: expected numbers or texts, not {kind}")
-        labels = labels.drop_null()  # gaps are for the run, which knows data.unlabelled_rows
-        try:
-            read = label_of(describe(label, labels))
-        except SettingsError as error:
-            words = str(error).replace("--label-column ", "active: column ")
-            raise SettingsError(words.replace("--positive-label", "positive_label")) from error
-        if read.positive_is_guessed:
-            raise SettingsError(
-                f"active: column {label!r}: name in positive_label= the text that stands for 1; it "
-                f"has {', '.join(map(repr, sorted(labels.unique().to_pylist())))}"
-            )
-        given = {"classes": read.classes, "positive_label": read.positive_setting}
-        return {name: _plain(one) for name, one in given.items() if one is not None}
-    found = labels.unique().drop_null().to_pylist()
-    whole = all(isinstance(one, int) and not isinstance(one, bool) for one in found)
-    are_several = whole and found and max(found) > 1 and min(found) >= 0
-    return {"classes": max(found) + 1} if are_several else {}
-
-
-def _plain(value: Any) -> Any:
-    return [*value] if isinstance(value, tuple) else value
+    """Return how ``init`` reads the labels; nothing for 0 and 1, and for any other numbers."""
+    of_numbers = is_numeric(labels.type)
+    if pa.types.is_boolean(labels.type):
+        return {}
+    kind = labels.type.value_type if pa.types.is_dictionary(labels.type) else labels.type
+    if not of_numbers and not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        raise SettingsError(f"active: column {label!r}: expected numbers or texts, not {kind}")
+    labels = labels.drop_null()  # gaps are for the run, which knows data.unlabelled_rows
+    if pa.types.is_floating(labels.type):
+        labels = labels.filter(pc.invert(pc.is_nan(labels)))
+    column = describe(label, labels)
+    if of_numbers and (column.distinct < 2 or is_of_numbers(column)):
+        return {}  # the run says what it expects
+    try:
+        read = label_of(column, as_written=of_numbers)
+    except SettingsError as error:
+        words = str(error).replace("--label-column ", "active: column ")
+        raise SettingsError(words.replace("--positive-label", "positive_label")) from error
+    if read.positive_is_guessed:
+        raise SettingsError(
+            f"active: column {label!r}: name in positive_label= the text that stands for 1; it "
+            f"has {', '.join(map(repr, sorted(labels.unique().to_pylist())))}"
+        )
+    given = {"classes": read.classes, "positive_label": read.positive_setting}
+    return {
+        name: [*one] if isinstance(one, tuple) else one
+        for name, one in given.items()
+        if one is not None
+    }
 
 
 def _listed(table: pa.Table) -> str:

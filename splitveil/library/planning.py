@@ -1,13 +1,10 @@
 """Plans a run: what it will reveal about labels and columns, before any training."""
 
-import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from splitveil.active_party.commands.plan import show
 from splitveil.active_party.planned import Plan, plan_of
@@ -18,16 +15,14 @@ from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.run.contract import ACTIVE
 from splitveil.deploy.overrides import Overrides, override
 from splitveil.library.choices import DefenseChoice, model_settings, named_defense
-from splitveil.library.frames import Frame, as_html, frame
+from splitveil.library.frames import Frame, Row, Tabular, frame, printed
 from splitveil.library.loading import Scratch, from_here, naming_parties, source_of
 from splitveil.passive_party.exposure_plan import ExposurePlan, exposure_plan_of
 from splitveil.passive_party.exposure_plan import show as show_exposure
 from splitveil.passive_party.settings import PassiveSettings
 
-_COLUMNS = 120
 
-
-class RunPlan:
+class RunPlan(Tabular):
     """A forecast of what a run would reveal about the labels."""
 
     def __init__(self, plan: Plan) -> None:
@@ -51,17 +46,15 @@ class RunPlan:
         """Return the plan as plain values, as ``splitveil plan active.yaml --json`` prints them."""
         return self.figures.to_json()
 
-    def __str__(self) -> str:
-        return _printed(partial(show, self.figures))
+    def __repr__(self) -> str:
+        return printed(partial(show, self.figures))
 
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
+    def _table(self) -> tuple[str, Sequence[Row], str]:
         title = f"defense {self.figures.defense}: what the peer may learn of one example"
-        return as_html(title, self.figures.rows(), " ".join(self.remarks))
+        return title, self.figures.rows(), " ".join(self.remarks)
 
 
-class RunExposure:
+class RunExposure(Tabular):
     """The measured disclosure of a feature owner's columns by a run before it begins."""
 
     def __init__(self, plan: ExposurePlan) -> None:
@@ -75,10 +68,11 @@ class RunExposure:
         """Return the plan as plain values, as ``splitveil plan --json`` prints them."""
         return self.figures.to_json()
 
-    def __str__(self) -> str:
-        return _printed(partial(show_exposure, self.figures))
+    def __repr__(self) -> str:
+        return printed(partial(show_exposure, self.figures))
 
-    __repr__ = __str__
+    def _table(self) -> tuple[str, Sequence[Row], str]:
+        return "what a run may give away of the columns", self.figures.rows(), ""
 
 
 def exposure_plan(
@@ -104,13 +98,6 @@ def exposure_plan(
     overrides = [override(name, model_settings(one)) for name, one in (settings or {}).items()]
     own = load_party_settings(PassiveSettings, path, overrides)
     return RunExposure(exposure_plan_of(own, PartyData.of(own)))
-
-
-def _printed(show_on: Callable[[Console], None]) -> str:
-    printed = io.StringIO()
-    # In a notebook, rich would display what it is asked to print into a file.
-    show_on(Console(file=printed, width=_COLUMNS, highlight=False, force_jupyter=False))
-    return printed.getvalue()
 
 
 def plan(

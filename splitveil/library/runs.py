@@ -14,20 +14,19 @@ from torch import nn
 from splitveil.active_party.commands.refit import Refitted, refit_again
 from splitveil.active_party.predict.predictor import ModelChoice
 from splitveil.active_party.report import write_comparison, write_report
-from splitveil.active_party.report.bounds import assessment_of, ledger_of
 from splitveil.active_party.report.run_files import RunFiles, read_run
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.features import Features
 from splitveil.common.models.device import torch_device
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import CUT
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import LeakFigures
 from splitveil.common.record import run_record
 from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.run_folder import finite_or_null
-from splitveil.common.text.visible_text import visible
 from splitveil.library.example_ledger import Ledger
-from splitveil.library.frames import Frame, Row, as_html, frame
+from splitveil.library.frames import Frame, Row, Tabular, frame
+from splitveil.library.loading import write_settings_of
 from splitveil.library.trained import Format, Half, export, own_modules, settings_of
 from splitveil.passive_party.report_page import read_exposure
 
@@ -40,9 +39,10 @@ _FIGURES = {
     "run": {"leak_auc": "auc", "low": "low", "high": "high", "examples": "examples"},
 }
 """Scope of the leak AUCs -> a column of a frame -> the name of the figure."""
+_SCALE = "leak AUC: 0.5 is guessing, 1 every label; its 99.99 % interval; bound: for these peers"
 
 
-class Run:
+class Run(Tabular):
     """A run in its folder: figures, bounds, ledger and report.
 
     Figures are read anew whenever they are asked for, so that a run can be watched while it trains.
@@ -100,7 +100,7 @@ class Run:
     @property
     def leak(self) -> LeakAssessment:
         """The attacks' findings beside the run's bound, as its report and its log state them."""
-        return assessment_of(self._files())
+        return self._files().assessment
 
     @property
     def bounds(self) -> Mapping[str, float]:
@@ -108,7 +108,7 @@ class Run:
 
         1 means that there is no bound. Empty before the first epoch is over.
         """
-        found = ledger_of(self._files())
+        found = self._files().ledger
         if found is None:
             return {}
         spreads = found.by_peers().items()
@@ -289,9 +289,6 @@ class Run:
             SplitveilError: a file of the folder exists, the run has code without a name that others
                 can import, or a party's table is not where its settings say.
         """
-        # It imports much that reading a run does not need.
-        from splitveil.library.exporting import write_settings_of  # noqa: PLC0415
-
         write_settings_of(self.path, self.base_dir, Path(folder), tables or {}, seeds=seeds)
         return Path(folder)
 
@@ -310,14 +307,9 @@ class Run:
             **self._exposure(),
         }
 
-    def __repr__(self) -> str:
-        state = "ended" if self.has_ended else "running or stopped"
-        return f"Run({str(self.path)!r}, {state})"
-
-    def _repr_html_(self) -> str:
-        stopped = "This run has no summary: it is running, or was stopped."
-        note = f"Strongest attack: {self.leak.in_words}" if self.has_ended else stopped
-        return as_html(self.name, [self.overview()], note)
+    def _table(self) -> tuple[str, Sequence[Row], str]:
+        state = "ended" if self.has_ended else "no summary: running, or stopped"
+        return f"Run {str(self.path)!r} ({state})", [_figures(self)], _SCALE
 
     def _exposure(self) -> Row:
         """Return the disclosure of the passive party that gives away most of its columns."""
@@ -353,12 +345,25 @@ class Run:
         return [by_epoch[epoch] for epoch in sorted(by_epoch)]
 
 
+def _figures(run: Run) -> Row:
+    """Return the figures beside their intervals and the bound, in words."""
+    leak, row = run.leak, run.overview()
+    return {
+        "defense": run.defense,
+        "test AUC": run.test_auc,
+        "strongest attack": row["strongest_attack"],
+        "leak AUC": None if leak.strongest is None else leak.strongest.figures,
+        "bound": leak.bound_in_words,
+        "disclosure": row["disclosure"],
+    }
+
+
 def _measured(leak: LeakFigures) -> dict[str, Mapping[str, Mapping[str, Any]]]:
     adjusted = {} if leak.beyond is None else leak.beyond.adjusted
     return {"features": {CUT: adjusted}, "batches": leak.batches, "run": leak.run_level}
 
 
-class Runs(Sequence[Run]):
+class Runs(Tabular, Sequence[Run]):
     """The runs of a simulation, in the order they ran.
 
     Args:
@@ -444,13 +449,12 @@ class Runs(Sequence[Run]):
             return self[0].report(path)
         return write_comparison([run.path for run in self], path or self.folder / "comparison.html")
 
-    def __repr__(self) -> str:
-        defenses = visible(", ".join(self.defenses))
-        return f"Runs({len(self)} runs of {defenses} in {str(self.folder)!r})"
-
-    def _repr_html_(self) -> str:
-        rows = self.rows("defenses")
-        return as_html(f"{len(self)} runs", rows, "Means over seeds; sd is a standard deviation.")
+    def _table(self) -> tuple[str, Sequence[Row], str]:
+        rows = [
+            {**_figures(run), "defense": defense, "seed": seed}
+            for (defense, seed), run in self._runs.items()
+        ]
+        return f"{len(self)} runs in {str(self.folder)!r}", rows, _SCALE
 
     def _of_defenses(self) -> Iterator[Row]:
         for defense in self.defenses:

@@ -222,7 +222,18 @@ def _base(
     parties = load(source, base.adding(*(defenses[0].overrides if defenses else ())))
     chosen = None if attacks is None else [attack_settings(one) for one in _several(attacks)]
     if parties.active.leak_monitor is not None or chosen:
-        of_gradients = [one for one in chosen or [] if not _needs_activations(one)]
+        of_activations = {
+            str(name) for name, one in ATTACKS.items() if SideInformation.ACTIVATIONS in one.needs
+        }
+        of_gradients = [
+            one
+            for one in chosen or []
+            if (
+                one not in of_activations
+                if isinstance(one, str)
+                else "activations" not in one.get("needs", ())
+            )
+        ]
         base = base.adding(*_audits("active.leak_monitor", chosen and of_gradients))
     if all(one.adversary is not None for one in parties.passive.values()):
         base = base.adding(*_audits("passive.adversary", chosen))
@@ -234,13 +245,6 @@ def _audits(place: str, attacks: Sequence[str | Mapping[str, Any]] | None) -> li
         return [f"{place}=null"]
     values = EVERY_BATCH if attacks is None else {**EVERY_BATCH, "attacks": attacks}
     return [override(f"{place}.{name}", value) for name, value in values.items()]
-
-
-def _needs_activations(attack: str | Mapping[str, Any]) -> bool:
-    if isinstance(attack, str):
-        built_in = {str(name): one.needs for name, one in ATTACKS.items()}
-        return SideInformation.ACTIVATIONS in built_in.get(attack, ())
-    return "activations" in attack.get("needs", ())
 
 
 def _chosen(defense: DefenseChoice | Iterable[DefenseChoice] | None) -> list[NamedDefense]:

@@ -17,7 +17,7 @@ from functools import partial
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -33,15 +33,14 @@ from splitveil.common.record.run_record import METRICS
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.imports import HANDED_OVER
 from splitveil.deploy.overrides import Overrides
+from splitveil.library.in_process import run_recorded
 from splitveil.library.loading import PartiesSettings, files_of, load
-from splitveil.library.recorded import run_recorded
 from splitveil.library.runs import Run
 
 NONCES_APART = 1_000_000
 """Difference between the nonce seeds of two parties: larger than any number of seeds."""
 
 _ERRORS = {one.exit_code: one for one in (SettingsError, DataError)}
-_LAST_LINES = 12
 _CHARTED = {"cut_shape", "batch_size", "epochs", "schedule", "model_seed", "optimizer", "defense"}
 _CHARTED |= {"top_model", "bottom_model", "initial_weights", "early_stopping_epochs", "run_budget"}
 _CUSTOM = re.compile(r"\b(kind|name): custom\b")
@@ -83,6 +82,8 @@ def run_side_by_side(jobs: Sequence[Job], most: int, notify: Notify) -> None:
     A process waits after each of its events until ``notify`` has returned here; if that raises, its
     run ends as in this process, and the other runs are interrupted.
     """
+    if sys.platform == "win32":
+        raise SettingsError("jobs: Windows hands no pipes on to processes: leave jobs out")
     if any(HANDED_OVER in text for job in jobs for text in job.overrides):
         raise SettingsError(
             "jobs: code of this program has no name that another process can import: move it into "
@@ -148,19 +149,14 @@ class _OfJob(subprocess.Popen[bytes]):
             return self._said.read().decode(errors="replace")
 
     def check_ended(self) -> None:
-        said = self.end()
-        if self.returncode:
-            why = _why_ended(self.returncode, said)
-            raise _ERRORS.get(self.returncode, SplitveilError)(
-                f"{Path(self.job.folder).name}: {why}"
-            )
-
-
-def _why_ended(code: int, said: str) -> str:
-    if code < 0:
-        return f"ended by signal {-code}, perhaps for want of memory"
-    of_unexpected = said.splitlines()[-1:] if "Traceback (most recent call last)" in said else None
-    return "\n".join(of_unexpected or said.splitlines()[-_LAST_LINES:])
+        lines, code = self.end().splitlines(), self.returncode
+        if not code:
+            return
+        last = 1 if any("Traceback (most recent call last)" in line for line in lines) else 12
+        why = "\n".join(lines[-last:])
+        if code < 0:
+            why = f"ended by signal {-code}, perhaps for want of memory"
+        raise _ERRORS.get(code, SplitveilError)(f"{Path(self.job.folder).name}: {why}")
 
 
 def _run(job: Job, on_epoch: Callable[[], object]) -> bool:
@@ -181,16 +177,14 @@ def _run(job: Job, on_epoch: Callable[[], object]) -> bool:
             # An early error leaves no figures, and has to come out as itself.
             is_there = (folder / ACTIVE / METRICS).exists()
             if is_there and (run := Run(folder)).test_auc is not None:
-                chart_outcome(folder / "hparams", _charted(settings), run.overview())
+                owners = {ACTIVE: settings.active, **settings.passive}
+                charted = {"contract": settings.active.contract, **owners}
+                chosen = {
+                    name: one.model_dump(mode="json", include=_CHARTED)
+                    for name, one in charted.items()
+                }
+                chart_outcome(folder / "hparams", chosen, run.overview())
     return True
-
-
-def _charted(settings: PartiesSettings) -> dict[str, Any]:
-    contract = settings.active.contract.model_dump(mode="json", include=_CHARTED)
-    owners = {ACTIVE: settings.active, **settings.passive}
-    return {"contract": contract} | {
-        name: one.model_dump(mode="json", include=_CHARTED) for name, one in owners.items()
-    }
 
 
 def _is_finished(folder: Path, settings: PartySettings) -> bool:
@@ -227,17 +221,15 @@ def _as_in_a_process_of_its_own(settings: ActiveSettings) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _run_for(caller: Connection) -> None:
-    def notify(event: str, _: Job) -> None:
+if __name__ == "__main__":
+    caller = Connection(int(sys.argv[1]))
+
+    def tell(event: str, _: Job) -> None:
         caller.send_bytes(event.encode())
         caller.recv_bytes()  # EOFError, which ends the run, if the caller is gone
 
-    run_here([Job(*json.loads(caller.recv_bytes()))], notify)
-
-
-if __name__ == "__main__":
     try:
-        _run_for(Connection(int(sys.argv[1])))
+        run_here([Job(*json.loads(caller.recv_bytes()))], tell)
     except SplitveilError as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(error.exit_code) from None

@@ -14,7 +14,7 @@ import pytest
 from pyarrow.csv import read_csv
 
 from splitveil import Run, predict, simulate
-from splitveil.active_party.training.top_trainer import aggregate
+from splitveil.active_party.training.aggregation import aggregate
 from splitveil.common.errors import DataError, OtherModel, SettingsError
 from splitveil.common.party.command_line import save_resolved
 from splitveil.common.run.contract import ACTIVE

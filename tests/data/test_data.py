@@ -19,10 +19,9 @@ from pyarrow import parquet
 
 from splitveil.common.data import converted as converted_module
 from splitveil.common.data import sources
-from splitveil.common.data.csv_file import CsvFile
+from splitveil.common.data.csv_file import CsvFile, TextForm
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.table import Table, read_table
-from splitveil.common.data.text_forms import TextForm
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.settings import validate
 

@@ -19,11 +19,11 @@ from sklearn.impute import SimpleImputer
 
 from splitveil.active_party.http.own_features import GivenFeatures
 from splitveil.active_party.http.programs import Unusable
-from splitveil.common.data import fitting, sources
+from splitveil.common.data import features as features_module
+from splitveil.common.data import sources
 from splitveil.common.data.features import FeatureEncoder, RowEncoder
 from splitveil.common.data.settings import DataSettings, FeatureSettings
-from splitveil.common.data.table_files import settings_for, source_of
-from splitveil.common.data.unseen import unseen_numbers
+from splitveil.common.data.table_files import settings_for, source_of, unseen_numbers
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.settings import validate
@@ -35,8 +35,8 @@ TRAINING = np.arange(0, COUNT, 3)
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "PART_ROWS", 64)
-    monkeypatch.setattr(fitting, "FIT_ROWS", 50)
-    monkeypatch.setattr(fitting, "ORDERED_NUMBERS", 150)
+    monkeypatch.setattr(features_module, "FIT_ROWS", 50)
+    monkeypatch.setattr(features_module, "ORDERED_NUMBERS", 150)
 
 
 def load(folder: Path, columns: dict[str, Any], **features: Any) -> PartyData:

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from splitveil.common.data import features as features_module
-from splitveil.common.data import fitting, unseen
-from splitveil.common.data.category_lists import SEPARATOR
+from splitveil.common.data import table_files
 from splitveil.common.data.columns import CategoricalColumn
 from splitveil.common.data.features import FeatureEncoder, Features, FeatureShapes, image_as_float
+from splitveil.common.data.sequences import SEPARATOR
 from splitveil.common.data.settings import DataSettings, FeatureSettings
 from splitveil.common.data.table import Table, read_table
-from splitveil.common.data.unseen import unknown_categories
+from splitveil.common.data.table_files import unknown_categories
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.settings import validate
 from splitveil.experiments.preparation import write_columns
@@ -92,12 +92,11 @@ def test_fitting_some_rows_at_a_time_gives_what_fitting_all_of_them_gives(
     rows = generator.permutation(500)[:330]
     fitting_all = partial(FeatureEncoder.fit, settings(min_count=30), own, rows, 4)
     whole = fitting_all()
-    for module in (features_module, fitting):
-        monkeypatch.setattr(module, "FIT_ROWS", 7)
-    monkeypatch.setattr(fitting, "BIN_ROWS", len(rows))
+    monkeypatch.setattr(features_module, "FIT_ROWS", 7)
+    monkeypatch.setattr(features_module, "BIN_ROWS", len(rows))
     parts = fitting_all()
     assert parts.bins[0] == pytest.approx(whole.bins[0])
-    monkeypatch.setattr(fitting, "BIN_ROWS", 3)
+    monkeypatch.setattr(features_module, "BIN_ROWS", 3)
     three = np.sort(rows)[[0, 164, 329]]
     expected = (values[three] - values[rows].mean()) / values[rows].std()
     assert fitting_all().bins[0] == pytest.approx(sorted(expected))
@@ -220,7 +219,7 @@ UNKNOWN: list[tuple[Any, ...]] = [
 def test_rows_with_unknown_categories_are_counted_by_column(
     kind: str, before: Any, now: Any, values: Any, rows: int, wording: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(unseen, "FIT_ROWS", 7)
+    monkeypatch.setattr(table_files, "FIT_ROWS", 7)
     tables = []
     for texts in (before, now):
         sets = [text and text.replace("|", SEPARATOR) for text in texts]

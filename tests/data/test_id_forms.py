@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from splitveil.common.data import id_forms, sources
-from splitveil.common.data.id_forms import IdForms, form_of
+from splitveil.common.data import canonical_form, sources
+from splitveil.common.data.canonical_form import IdForms, form_of
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.run.messages import IdForm
@@ -104,7 +104,7 @@ def test_ids_that_count_the_rows_are_pointed_out_in_parts_as_well(first: int) ->
 
 
 def test_of_a_large_table_some_ids_decide_about_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(id_forms, "LOOKED_AT", 10)
+    monkeypatch.setattr(canonical_form, "LOOKED_AT", 10)
     assert form_of([f"{number}.0" for number in range(95)]) == IdForm(
         "0", length=2, decimal_point=True
     )

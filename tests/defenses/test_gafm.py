@@ -69,8 +69,7 @@ class Case:
         soft = losses.soften(self.labels if labels is None else labels, self.shifts)
         activation = self.activation.clone().requires_grad_()
         predicted = self.predictions(activation)
-        terms = losses.MixedTerms(settings.terms, settings.gan_weight, settings.response_width)
-        return losses.mix(terms, activation, predicted, self.critic, soft)
+        return losses.mix(settings, activation, predicted, self.critic, soft)
 
 
 def slopes(function: Callable[[Tensor], float], at: Tensor) -> Tensor:

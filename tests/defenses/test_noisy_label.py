@@ -29,7 +29,7 @@ from splitveil.active_party.defenses.noisy_label import (
     draw_noisy_labels,
     label_leak,
 )
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Adversary
 from tests.support.defenses import build_defense
 
 KEY = key_from_insecure_seed(1)
@@ -279,7 +279,8 @@ def test_predictions_must_not_know_the_labels(mechanism: dict[str, object]) -> N
     """Neither with true top labels, nor behind another loss, for which targets must be 0 or 1."""
     adapter: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
     settings = {"name": "noisy_label", "mechanism": mechanism}
-    assert adapter.validate_python(settings).traits.adversary is Adversary.ANYBODY
+    charge = adapter.validate_python(settings).charge_model(DefenseContext((1,))).charge
+    assert charge.adversary is Adversary.ANYBODY
     with pytest.raises(ValidationError, match="must not know the labels"):
         adapter.validate_python(settings | {"top_labels": True})
     with pytest.raises(ValidationError, match="critic compares"):

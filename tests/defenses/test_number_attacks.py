@@ -65,11 +65,11 @@ def test_sums_over_a_run_average_out_fresh_noise() -> None:
         )
         audit.observe(observed)
     noisy = gradients + 2 * torch.randn(400, 6, generator=generator)
-    found = audit.numbers(None)
+    found = audit.figures().of_numbers
     other = LeakAudit(num_examples=400, labels=number_attacks.LabelNumbers())
     other.load_state_dict(stored(audit.state_dict()))
     assert same(other.state_dict(), audit.state_dict())
-    assert other.numbers(None) == found
+    assert other.figures().of_numbers == found
     assert found["accumulated_top_direction"].r2 > 0.6 > 3 * top_direction_r2(noisy, labels)
 
 

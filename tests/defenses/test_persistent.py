@@ -282,7 +282,7 @@ def test_marvell_is_unbiased_over_keys_and_of_the_power_it_reports() -> None:
         [defense.defend(replace(given, example_keys=one)).gradient for one in keys]
     ).double()
     assert probabilities is not None
-    moves = moves_of(given).values.double()
+    moves = moves_of(given)[0].double()
     along = ((samples - raw) * moves).sum(dim=2) / moves.square().sum(dim=1)
     error = 2 / along.numel() ** 0.5
     assert abs(float(along.mean())) < 5 * error
@@ -298,7 +298,7 @@ def test_iso_spends_its_power_evenly_over_all_directions() -> None:
     given = batch()
     raw = given.gradients
     defense = build_defense(defenses.IsoDefense(noise="persistent", noise_ratio=2.0), KEY)
-    moves = moves_of(given).values.double()
+    moves = moves_of(given)[0].double()
     units = moves / moves.norm(dim=1, keepdim=True)
     along, total = [], []
     for seed in range(200):
@@ -379,7 +379,7 @@ def test_an_answer_is_a_function_of_prediction_slope_and_noisy_label_alone(
         batch = Step(raw, labels, keys, probabilities, slopes=slopes)
         own = (numbers + label)[:, None]
         monkeypatch.setattr(persistent, "own_scalars", lambda *_: own)
-        return noisy_rows(batch, moves_of(batch), 1.0).float(), (raw + own * slopes).float()
+        return noisy_rows(batch, moves_of(batch)[0], 1.0).float(), (raw + own * slopes).float()
 
     (ours, plain), (also_ours, also_plain) = answers(0.0), answers(1.0)
     assert torch.equal(ours, also_ours)

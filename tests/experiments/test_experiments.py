@@ -34,7 +34,7 @@ from splitveil.common.privacy.figures import (
     PredictionFigures,
     RunFigures,
 )
-from splitveil.common.privacy.scoring import cross_scores
+from splitveil.common.privacy.observation import cross_scores
 from splitveil.common.record.run_folder import claimed
 from splitveil.common.record.run_record import (
     METRICS,

@@ -282,7 +282,7 @@ def test_what_settings_cannot_hold_is_left_out_or_refused_before_a_file_is_writt
     table = usage(tmp_path, **{"a\0b": range(ROWS), "y": labels})
     found = passive(tmp_path, table, Wishes(exclude=("y",)))
     assert ("a\0b", "its name has a NUL character, which settings cannot hold") in (
-        found.proposal.choices.left_out
+        found.proposal.choices.left_out.items()
     )
     for wishes in (Wishes(label_column="y"), Wishes(id_column="a\0b", label_column="region")):
         with pytest.raises(SettingsError, match=r"'a\\x00b': settings cannot hold a NUL"):

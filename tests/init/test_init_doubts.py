@@ -103,7 +103,7 @@ def test_numbers_with_the_same_text_beside_them_are_numbers(
     write_settings(tmp_path / "s", {"id": IDS, "label": [0, 1] * 150}, given, label="label")
     simulated = read(tmp_path / "s").table
     if form == "thin space":  # Parquet has no decimal mark to say how these are read
-        assert list(simulated.categorical) == ["id", "x"]
+        assert list(simulated.categorical) == ["x"]
     else:
         assert simulated.numeric["x"].tolist() == expected
 
@@ -134,6 +134,7 @@ def test_a_text_beside_some_numbers_is_a_question(
 
 
 BORN = [f"{1 + x % 28:02}.{1 + x % 12:02}.{35 + x % 63}" for x in WHOLE]
+DAYS = [f"{1 + x % 28:02}.{1 + x % 12:02}.20{x % 20:02}" for x in WHOLE]
 THIS = datetime.now(tz=UTC).year
 ENDS = [f"{1 + x % 28:02}.{1 + x % 12:02}.{(THIS - 6 + x % 10) % 100:02}" for x in WHOLE]
 NUMBER, CODE = (
@@ -163,6 +164,13 @@ JUDGED: dict[str, tuple[Any, str, str]] = {
     "names": (each("K{}", [x % 9 for x in WHOLE]), "categorical", ""),
     "births": (BORN, "timestamps", f"digits are {THIS - 99} to {THIS}; --first-year YEAR says"),
     "ends": (ENDS, "timestamps", f"digits are {THIS - 96} to {THIS + 3}; --first-year YEAR"),
+    "German dates": (DAYS, "timestamps", ""),
+    "times": ([f"2026-03-{1 + x % 28:02}" for x in WHOLE], "timestamps", ""),
+    "no value": ([str(x) if x % 9 else "NA" for x in WHOLE], "numeric", ""),
+    "a code for none": ([str(x) if x % 20 else "nix" for x in WHOLE], "numeric", ""),
+    "no value of texts": ([f"K{x % 9}" if x % 7 else "-" for x in WHOLE], "categorical", ""),
+    "one text": (["x"] * ROWS, "left out", "the same value in every row"),
+    "splits": ([("train", "test")[x % 2] for x in WHOLE], "left out", "says train, validation"),
     "texts of a dictionary": (
         pa.array([str(x % 5) for x in WHOLE]).dictionary_encode(),
         "categorical",
@@ -175,7 +183,7 @@ JUDGED: dict[str, tuple[Any, str, str]] = {
 def test_columns_are_judged_by_what_their_cells_do(
     tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Never by their names; what may be meant otherwise is said."""
+    """Never by their names; what may be meant otherwise is said. In memory, they are the same."""
     cells, kind, said = JUDGED[what]
     names = ("x", "terminal")
     path = write(tmp_path, **dict.fromkeys(names, cells))
@@ -189,11 +197,39 @@ def test_columns_are_judged_by_what_their_cells_do(
             kind != "left out"
         )
     read(tmp_path)
-    given = {"id": IDS, "x": cells, "part": PARTS}
-    write_settings(tmp_path / "s", {"id": IDS, "label": [0, 1] * 150}, given, label="label")
-    simulated = yaml.safe_load((tmp_path / "s" / "passive.yaml").read_text())["data"]["features"]
-    if kind in {"numeric", "categorical"}:
-        assert "x" in simulated[kind]
+    given = {"id": IDS, "part": PARTS, **dict.fromkeys(names, cells)}
+    labels = {"id": IDS, "label": [0, 1] * 150}
+    write_settings(tmp_path / "s", labels, given, label="label", key="id")
+    assert features(tmp_path / "s") == features(tmp_path)
+
+
+def features(folder: Path) -> dict[str, Any]:
+    """Return how each column is read, less what depends on the number of rows."""
+    found: dict[str, Any] = yaml.safe_load((folder / "passive.yaml").read_text())["data"]
+    return {"units": found.get("units", {}), "missing_texts": [""], **found["features"]}
+
+
+LABELLED: dict[str, tuple[list[Any], dict[str, Any]]] = {
+    "0 and 1": ([0, 1], {}),
+    "fractions": ([0.0, 1.0], {}),
+    "signs": ([-1, 1], {"positive_label": "1"}),
+    "0 to 2": ([0, 1, 2], {"classes": 3}),
+    "1 to 3": ([1, 2, 3], {"classes": ["1", "2", "3"]}),
+    "yes": (["no", "yes"], {"positive_label": "yes"}),
+    "three texts": (["c", "a", "b"], {"classes": ["a", "b", "c"]}),
+}
+
+
+@pytest.mark.parametrize("what", LABELLED)
+def test_labels_in_memory_are_read_as_init_reads_them(tmp_path: Path, what: str) -> None:
+    labels, expected = LABELLED[what]
+    table = {"id": IDS, "label": [labels[row % len(labels)] for row in range(ROWS)]}
+    assert command("active", write(tmp_path, label=table["label"]), "--folder", tmp_path) == 0
+    write_settings(tmp_path / "s", table, {"id": IDS, "part": PARTS}, label="label", key="id")
+    for folder in (tmp_path, tmp_path / "s"):
+        written = yaml.safe_load((folder / "active.yaml").read_text())["data"]
+        found = {name: written[name] for name in ("classes", "positive_label") if name in written}
+        assert found == expected
 
 
 def test_whole_numbers_that_are_categories_in_pandas_stay_some(tmp_path: Path) -> None:

@@ -401,7 +401,7 @@ def test_an_index_of_pandas_is_no_feature(tmp_path: Path, index: Any, left_out: 
     choices = propose(tmp_path / "t.parquet").choices
     assert choices.id_column == "id"
     assert [column.name for column in choices.features] == ["calls"]
-    assert [column.name for column in choices.left_out] == left_out
+    assert [*choices.left_out] == left_out
     source = {"kind": "parquet", "path": "t.parquet"}
     plain = {"source": source, "id_column": "id", "features": {"numeric": "*"}}
     numeric = PartyData.load(validate(DataSettings, plain, "data"), tmp_path).table.numeric

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.data.label_range import LabelRange
+from splitveil.common.data.settings import LabelRange
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.deploy.init.choices import Wishes

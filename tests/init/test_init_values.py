@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.data.csv_file import CsvFile
+from splitveil.common.data.csv_file import CsvFile, TextForm, form_of
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.table import read_table
-from splitveil.common.data.text_forms import TextForm, form_of
 from splitveil.common.errors import DataError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings

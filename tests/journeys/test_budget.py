@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Adversary
 from tests.support.plans import printed_plan
 from tests.support.processes import started
 from tests.support.runs import write_example

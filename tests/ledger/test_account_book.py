@@ -16,8 +16,7 @@ from splitveil.active_party.ledger.account_book import AccountBook, persons_of
 from splitveil.common.data.ids import read_subjects
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import DataError, SettingsError
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.charge import holds_against
+from splitveil.common.privacy.charge import Adversary, holds_against
 
 CHARGES = [2.0**-number for number in range(5)]
 MONDAY, TUESDAY = ("ann", "bob", "eve"), ("eve", "dan", "ann")

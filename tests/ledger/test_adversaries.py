@@ -21,7 +21,7 @@ from splitveil.active_party.ledger.budget import (
     widest_adversary,
 )
 from splitveil.active_party.ledger.ledger import LeakLedger
-from splitveil.common.privacy.adversary import narrowest
+from splitveil.common.privacy.charge import narrowest
 from splitveil.common.privacy.figures import LeakBounds
 
 ANYBODY, HONEST, WEAK = Adversary

@@ -26,7 +26,7 @@ from splitveil.common.errors import BudgetExhausted, SettingsError
 from splitveil.common.party.command_line import save_resolved
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.record.run_folder import claimed, move_aside
 from splitveil.common.record.run_store import RunStore

@@ -13,8 +13,8 @@ from splitveil.active_party.defenses import Charge, noise_digest
 from splitveil.active_party.defenses.sum_kl import estimated_auc, leak_auc_bound
 from splitveil.active_party.ledger.ledger import LeakLedger
 from splitveil.active_party.monitor.leak_watch import MIN_BATCHES, LeakAlarm
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.audit import AuditedBatch
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import LeakBounds, Spread
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.record.run_record import AlarmLine

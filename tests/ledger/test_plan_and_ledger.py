@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Adversary
 from tests.support.plans import printed_plan
 from tests.support.runs import build_parties, run_in_process, write_example
 from tests.support.tables import write_classes

@@ -26,11 +26,11 @@ from splitveil.active_party.run.lifecycle import Stage
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import BudgetExhausted, Interrupted, PeerLeft, SettingsError
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import LeakBounds
 from splitveil.common.record.assessment import print_summary
 from splitveil.common.record.run_record import write_summary
-from splitveil.common.text.upper_bounds import at_most
+from splitveil.common.text.wording import at_most
 from splitveil.common.wire.status import error_from, status_for
 from tests.support.peers import FaultyPeer, StopsAtFirstStep
 from tests.support.plans import printed_plan

@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.models import ranks as ranks_module
-from splitveil.common.models.conv import ConvTop
 from splitveil.common.models.data_parallel import (
     Beginning,
     DataParallelModel,
@@ -34,6 +33,8 @@ from splitveil.common.models.data_parallel import (
     with_whole_batches,
     work,
 )
+from splitveil.common.models.dense import ConvTop
+from splitveil.common.models.device import speed_up
 from splitveil.common.models.factory import build_bottom_model, build_top_model
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.ranks import RankLost, Ranks
@@ -46,7 +47,6 @@ from splitveil.common.models.settings import (
     TabularModel,
     WideDeepModel,
 )
-from splitveil.common.models.speed import speed_up
 from splitveil.passive_party.bottom_trainer import LayerTap, stashing_weights
 from tests.support.forked import server
 

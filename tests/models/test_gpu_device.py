@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from splitveil.common.data.features import FeatureShapes
 from splitveil.common.errors import SettingsError
 from splitveil.common.models import device as devices
-from splitveil.common.models.device import device_in_words, restoring_devices, use_device
+from splitveil.common.models.device import device_in_words, restoring_devices, speed_up, use_device
 from splitveil.common.models.factory import Trial, build_bottom_model
 from splitveil.common.models.settings import CustomModel
-from splitveil.common.models.speed import speed_up
 from tests.support.pretended_cuda import CUDA, NAME, pretended_cuda
 from tests.support.runs import CPU
 

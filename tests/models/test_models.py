@@ -17,9 +17,8 @@ from splitveil.common.models import optimizers
 from splitveil.common.models.dense import interpolated
 from splitveil.common.models.device import restoring_devices, use_device
 from splitveil.common.models.factory import Trial, build_bottom_model, build_top_model, load_class
-from splitveil.common.models.optimizers import build_optimizer
+from splitveil.common.models.optimizers import build_optimizer, freeze
 from splitveil.common.models.settings import SPARSE_FROM_ROWS, ModelSettings, OptimizerSettings
-from splitveil.common.models.training_state import freeze
 from splitveil.common.record.model_files import EarlierModel, save_model
 from splitveil.common.settings import Section, validate
 from splitveil.passive_party.bottom_trainer import LayerTap, first_layer, named_layer

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from splitveil.common.errors import SplitveilError
-from splitveil.common.models.speed import speed_up
+from splitveil.common.models.device import speed_up
 from splitveil.passive_party.bottom_trainer import stashing_weights
 from tests.support.equality import assert_same_weights
 from tests.support.peers import Lost, dying

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from splitveil.common.data.features import Features
 from splitveil.common.models.data_parallel import Learner
-from splitveil.common.models.optimizers import build_optimizer
+from splitveil.common.models.optimizers import build_optimizer, freeze
 from splitveil.common.models.settings import AdamOptimizer, OptimizerSettings, SgdOptimizer
-from splitveil.common.models.training_state import freeze
 from splitveil.passive_party.bottom_trainer import BottomTrainer, LayerTap, stashing_weights
 
 ROWS, COLUMNS, STEPS, SIZE = 96, 6, 12, 8

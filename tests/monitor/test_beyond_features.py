@@ -16,7 +16,7 @@ from splitveil.active_party.monitor.recorder import (
     stated_epsilon,
 )
 from splitveil.active_party.report import write_report
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import (
     AdjustedFigures,
     AdvantageFigures,

@@ -17,9 +17,9 @@ from splitveil.active_party.monitor.row_covariates import (
 )
 from splitveil.active_party.training.label_kinds import ClassLabels
 from splitveil.common.data.features import Features
+from splitveil.common.privacy.accumulation import LatestScores
 from splitveil.common.privacy.beyond_features import Covariates
-from splitveil.common.privacy.gathered_scores import LatestScores
-from splitveil.common.privacy.scoring import AttackScores
+from splitveil.common.privacy.observation import AttackScores
 from splitveil.common.run.course import Batch
 from tests.support.equality import same, stored
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from splitveil.active_party.commands.program import main as active_main
-from splitveil.common.data import image_folder
+from splitveil.common.data import kinds
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.run_record import TrainingLine
 from splitveil.passive_party.commands.program import main as passive_main
@@ -41,7 +41,7 @@ def test_a_missing_extra_is_named_in_one_line(
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)
     if library == "PIL":  # imported already
-        monkeypatch.setattr(image_folder, "Image", None)
+        monkeypatch.setattr(kinds, "Image", None)
     party, command, override = words
     main = active_main if party == "active" else passive_main
     words_of_command = command, tmp_path / f"{party}.yaml", "-q", "--set", override

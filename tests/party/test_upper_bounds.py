@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound, sum_kl_for_leak_auc
-from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
+from splitveil.common.text.wording import at_least, at_most, auc_at_most
 
 
 @given(st.floats(0.5, 1.0))

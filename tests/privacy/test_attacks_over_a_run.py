@@ -14,10 +14,9 @@ from splitveil.common.privacy.accumulation import (
     ContinuousSign,
     ScoreHistory,
     combine_with_hints,
-    standardised,
 )
 from splitveil.common.privacy.audit import LeakAudit
-from splitveil.common.privacy.gradient_rows import prepared
+from splitveil.common.privacy.gradient_rows import prepared, standardised
 from splitveil.common.privacy.leakage import auc, leak_auc, leak_auc_interval
 from splitveil.common.privacy.observation import (
     Clues,
@@ -83,7 +82,7 @@ def fresh() -> LeakAudit:
 
 
 def test_without_a_defense_one_epoch_reveals_every_label_to_every_attack() -> None:
-    found = _run_audit(0.0, 1).run.result().leak["cut"]
+    found = _run_audit(0.0, 1).run.result()[0]["cut"]
     assert set(found) == set(_GATHERING)
     for attack, figures in found.items():
         assert figures.auc > 0.99, attack
@@ -96,7 +95,7 @@ def test_under_fresh_noise_the_leak_grows_with_the_epochs(fresh: LeakAudit) -> N
     Of gradients all along one line, cosines and directions keep the sign alone, which is worth 2/pi
     as many.
     """
-    summary = fresh.run.result().leak["cut"]
+    summary = fresh.run.result()[0]["cut"]
     worths = {"accumulated_cosine": 2 / np.pi, "accumulated_kmeans": 2 / np.pi}
     for attack, worth in {**worths, "accumulated_spectral": 1.0}.items():
         series = [fresh.run.after_epoch(epoch)["cut"][attack] for epoch in range(16)]
@@ -113,9 +112,9 @@ def test_under_fresh_noise_the_leak_grows_with_the_epochs(fresh: LeakAudit) -> N
 def test_a_noisy_reference_is_turned_so_that_the_sums_do_not_cancel() -> None:
     """Noise of three times the signal turns two references in five around."""
     turned, not_turned, clean = (
-        _run_audit(3.0, 16, ("accumulated_cosine",), reference=reference)
-        .run.result()
-        .leak["cut"]["accumulated_cosine"]
+        _run_audit(3.0, 16, ("accumulated_cosine",), reference=reference).run.result()[0]["cut"][
+            "accumulated_cosine"
+        ]
         for reference in get_args(Reference)
     )
     assert turned.low > not_turned.high
@@ -207,7 +206,7 @@ def test_several_classes_are_added_up_along_one_direction() -> None:
             noise = 0.5 * torch.randn(100, 32, generator=generator)
             gradients = {"cut": noise + torch.eye(8, 32)[labels[rows]]}
             audit.observe(Observation(epoch, step, gradients, labels[rows], positions=rows))
-    assert audit.run.result().leak["cut"]["accumulated_spectral"].low > 0.95
+    assert audit.run.result()[0]["cut"]["accumulated_spectral"].low > 0.95
 
 
 def test_a_batch_of_one_class_is_gathered_all_the_same() -> None:
@@ -217,7 +216,7 @@ def test_a_batch_of_one_class_is_gathered_all_the_same() -> None:
     for step in range(2):
         part = torch.arange(4 * step, 4 * step + 4)
         audit.observe(Observation(0, step, {"cut": rows[part]}, labels[part], positions=part))
-    assert audit.run.result().leak["cut"]["accumulated_spectral"].examples == 8
+    assert audit.run.result()[0]["cut"]["accumulated_spectral"].examples == 8
 
 
 def test_any_finite_gradients_give_finite_sums() -> None:

@@ -182,7 +182,7 @@ def test_every_attack_can_be_audited_at_every_layer() -> None:
             for names in (tuple(ATTACKS), tuple(RUN_ATTACKS))
         )
         assert set(audit.summary()[layer]) == of_batches
-        assert set(audit.run.result().leak[layer]) == of_run - {"completion_400"}  # all examples
+        assert set(audit.run.result()[0][layer]) == of_run - {"completion_400"}  # all examples
         added_up = {name for name in of_run if name.startswith("accumulated_")}
         assert set(audit.run.after_epoch(1)[layer]) == added_up
     for layer, attacks in audit.worst_epochs().items():
@@ -303,17 +303,7 @@ def test_a_budget_is_a_share_of_the_time_of_which_no_more_than_a_second_is_saved
     assert not hoarding.allows(1e6)
 
 
-def test_a_worker_leaves_out_what_is_beyond_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("splitveil.common.privacy.audit_worker._BURST_S", 1e-9)
-    audit = LeakAudit()
-    with AuditWorker(audit, max_cpu_share=1e-6) as worker:
-        assert worker.submit(_observation(0, 0))
-        assert worker.wait_until_idle(HANGS_AFTER_S)
-        assert [worker.submit(_observation(0, step)) for step in (1, 2)] == [False, False]
-    assert audit.counts() == (1, 0, 2)
-
-
-def test_an_observation_is_put_together_only_if_its_batch_is_taken(
+def test_a_batch_beyond_the_share_is_left_out_and_its_observation_not_put_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("splitveil.common.privacy.audit_worker._BURST_S", 1e-9)
@@ -417,7 +407,7 @@ def _whole_run(cut: int | None) -> tuple[LeakAudit, list[object]]:
         labels = torch.zeros(64) if number % 6 == 2 else observation.labels
         audit.observe(dataclasses.replace(observation, labels=labels))
     audit.run.close_epoch()
-    figures = [audit.summary(), audit.run.result().leak, audit.worst_epochs(), audit.counts()]
+    figures = [audit.summary(), audit.run.result()[0], audit.worst_epochs(), audit.counts()]
     figures += [audit.latest(), *map(audit.run.after_epoch, range(3))]
     return audit, figures
 

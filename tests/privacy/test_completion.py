@@ -145,7 +145,7 @@ def test_a_run_s_last_activations_are_attacked_at_the_cut() -> None:
             batch = Observation(epoch, step, gradients, labels[rows], positions=rows)
             audit.observe(dataclasses.replace(batch, activations=seen.float()))
     audit.run.close_epoch()
-    found = audit.run.result().leak
+    found = audit.run.result()[0]
     assert set(found) == {"cut"}
     figures = found["cut"]
     assert set(figures) == set(NAMES)
@@ -164,7 +164,7 @@ def test_without_activations_nothing_is_found(name: str) -> None:
     audit = LeakAudit([name], num_examples=8)
     labels = torch.arange(8) % 2
     audit.observe(Observation(0, 0, {"cut": torch.randn(8, 2)}, labels, positions=torch.arange(8)))
-    assert audit.run.result().leak == {}
+    assert audit.run.result()[0] == {}
 
 
 def test_the_latest_activation_of_each_example_counts() -> None:

@@ -186,7 +186,7 @@ def test_over_a_run_the_ratios_of_fresh_noise_add_up() -> None:
                 audit.observe(dataclasses.replace(seen, predictions=known))
         audit.run.close_epoch()
         assert set(audit.summary()) == {"cut"}  # slopes are known there alone
-        found = audit.run.result().leak["cut"]["accumulated_informed"].auc
+        found = audit.run.result()[0]["cut"]["accumulated_informed"].auc
         worth = 1 if persistent else 8
         assert found == pytest.approx(normal.cdf(worth**0.5 / (4 * math.sqrt(2))), abs=0.05)
 

@@ -146,7 +146,7 @@ def test_each_class_is_taken_for_the_positives_as_for_two_classes() -> None:
     everything = list(batches(audit))
     for seen in everything:
         audit.observe(seen)
-    of_run = audit.run.result().by_class
+    of_run = audit.run.result()[1]
     for place, name in enumerate(NAMES):
         binary = LeakAudit((*oracles, "accumulated_cosine"), num_examples=NUM_EXAMPLES)
         for seen in everything:
@@ -157,7 +157,7 @@ def test_each_class_is_taken_for_the_positives_as_for_two_classes() -> None:
                 ours = audit.classes()[layer][attack].classes[name]
                 assert ours == pytest.approx(binary.summary()[layer][attack].mean, abs=1e-12)
             ours = of_run[layer]["accumulated_cosine"].classes[name]
-            expected = binary.run.result().leak[layer]["accumulated_cosine"].auc
+            expected = binary.run.result()[0][layer]["accumulated_cosine"].auc
             assert ours == pytest.approx(expected, abs=1e-9)
 
 

@@ -107,7 +107,7 @@ def test_over_a_run_scores_add_up_although_neither_class_is_rare() -> None:
     audit.run.close_epoch()
     for layer in ("cut", "first"):
         one_batch = audit.summary()[layer]["residual_energy"].mean
-        found = audit.run.result().leak[layer]["accumulated_residual_energy"]
+        found = audit.run.result()[0][layer]["accumulated_residual_energy"]
         assert found.examples == EXAMPLES
         assert found.low > one_batch + 0.05
         assert found.auc > 0.97
@@ -120,6 +120,6 @@ def test_a_multi_class_run_has_one_sum_for_all() -> None:
     for observation in observations((0.4, 0.3, 0.3)):
         audit.observe(observation)
     figures = audit.run.result()
-    assert figures.leak["cut"]["accumulated_residual_energy"].auc > 0.97
-    pair = figures.by_class["cut"]["accumulated_residual_energy"].worst_pair
+    assert figures[0]["cut"]["accumulated_residual_energy"].auc > 0.97
+    pair = figures[1]["cut"]["accumulated_residual_energy"].worst_pair
     assert "a" in pair  # the one class whose noise differs

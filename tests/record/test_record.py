@@ -238,10 +238,10 @@ SUMMARIES: Mapping[str, tuple[record.Summary, dict[str, Any]]] = {
                 defense=DEFENSE,
             ),
             leak=figures.LeakFigures(
-                by_class=figures.LeakByClass(
-                    {"cut": {"norm": CLASSES}},
-                    {"cut": {"norm": figures.ClassFigures(("van", "bus"), classes={"van": 0.75})}},
-                )
+                by_class={"cut": {"norm": CLASSES}},
+                run_level_by_class={
+                    "cut": {"norm": figures.ClassFigures(("van", "bus"), classes={"van": 0.75})}
+                },
             ),
         ),
         COUNTS

@@ -21,13 +21,25 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from splitveil.common.errors import SettingsError, StorageError
-from splitveil.common.privacy.figures import PredictionFigures
+from splitveil.common.privacy.attacks import ATTACKS
+from splitveil.common.privacy.figures import (
+    BatchFigures,
+    LeakFigures,
+    PredictionFigures,
+    RunFigures,
+)
 from splitveil.common.record import run_folder
 from splitveil.common.record.assessment import print_summary
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.record.progress import ProgressBar
-from splitveil.common.record.run_record import AlignmentLine, EvaluationLine, TrainingLine
+from splitveil.common.record.run_record import (
+    AlignmentLine,
+    EvaluationLine,
+    RunCounts,
+    Summary,
+    TrainingLine,
+)
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.text.log_lines import configure_logging
 from tests.support.records import summary_of
@@ -262,6 +274,29 @@ def test_the_final_table_speaks_no_python_and_its_names_are_no_markup() -> None:
     assert ["leak alarms", "2"] in rows
     assert ["refused messages", "[/red]\\x1b[2J 1"] in rows
     assert not re.search("None|test AUC|test_", text)
+
+
+def test_a_passive_party_ends_with_what_attacks_found_at_each_layer_in_whole_names() -> None:
+    """Also beside its name in the launcher, which leaves it 70 columns of 80."""
+    console = Console(width=70, file=io.StringIO(), record=True, highlight=False)
+    of_run = ("accumulated_spectral", "accumulated_residual_energy", "accumulated_cosine")
+    batches = dict.fromkeys(ATTACKS, BatchFigures(0.8, 0.7, 0.75, 0.73))
+    whole_run = dict.fromkeys(of_run, RunFigures(0.8, 0.7, 0.9, 445))
+    layers = ("cut", "first")
+    leak = LeakFigures(
+        batches=dict.fromkeys(layers, batches), run_level=dict.fromkeys(layers, whole_run)
+    )
+    summary = Summary(counts=RunCounts(aligned_rows=24_000), leak=leak)
+    print_summary("passive", summary, console=console)
+    lines = console.export_text().splitlines()
+    assert "adversary: raw leak AUC; given: labels for evaluation" in " ".join(
+        map(str.strip, lines)
+    )
+    assert max(map(len, lines)) <= 70
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line[:1] == "│"]
+    assert {row[0] for row in cells} >= {*ATTACKS, *of_run}
+    assert ["norm", "0.700", "0.700"] in cells
+    assert ["accumulated_cosine", "0.800", "0.800"] in cells
 
 
 def open_in_a_process_of_its_own(runs_dir: Path, party: str) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from splitveil.active_party.report.figures import estimate_of
+from splitveil.active_party.report.tables import estimate_of
 from splitveil.active_party.training.evaluation import StoredPredictions
 
 ROWS = 400

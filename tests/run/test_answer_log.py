@@ -14,13 +14,12 @@ import torch
 
 from splitveil.active_party.run.answering import AnsweredQuestions
 from splitveil.common.errors import OtherAnswer, OutOfStep, StorageError
-from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.charge import NO_CHARGE, Charge
+from splitveil.common.privacy.charge import NO_CHARGE, Adversary, Charge
 from splitveil.common.record.answer_log import FIRST_RESUMPTION_NUMBER, AnswerLog
 from splitveil.common.record.model_files import delete_saved
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.state_bytes import state_from_bytes, state_to_bytes
-from tests.run.test_what_was_answered import MARVELL, answered, parties_in
+from tests.support.peers import MARVELL, answered, parties_in
 from tests.support.runs import Parties, run_in_process
 
 FRESH = Charge(0.25)

@@ -1,4 +1,7 @@
-"""A run that resumes after one party, or both, were lost equals an undisturbed run bit for bit."""
+"""Going on after one party, or both, were lost: what is refused, what is kept, and in which files.
+
+That the run then has the bits of an undisturbed one is shown in `test_same_bits.py`.
+"""
 
 import hashlib
 import logging
@@ -24,39 +27,22 @@ from splitveil.common.errors import (
     PeerRestarted,
     PeerUnreachable,
     ProtocolError,
+    SplitveilError,
     StorageError,
 )
 from splitveil.common.record import run_folder
 from splitveil.common.record.run_folder import write_bytes_atomically
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.messages import Activation, Answer, BatchId, Course, LeaveReason, Offer
-from splitveil.common.text.version import VERSION
+from splitveil.common.text.wording import VERSION
 from splitveil.common.wire.connection import MAX_DAMAGED
 from splitveil.library.in_process import InProcessPeer
 from tests.support.equality import assert_same, assert_same_weights
-from tests.support.peers import Lost, dying
+from tests.support.peers import MARVELL, Lost, answered, dying, go_back
 from tests.support.runs import Parties, build_parties, run_in_process, run_over_grpc, write_example
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 
 EVERY_2 = "contract.checkpoint_steps=2"
-DEFENSES = [
-    "{name: none}",
-    "{name: iso}",
-    "{name: max_norm}",
-    "{name: marvell}",
-    "{name: marvell, statistics: running}",
-    "{name: marvell, noise: persistent}",
-    "{name: max_norm_positive}",
-    "{name: noisy_label}",
-    "{name: noisy_label, mechanism: {kind: alibi, epsilon: 2}}",
-    "{name: gafm}",
-    "{name: gafm, response: persistent, composed_with: {name: marvell, statistics: running}}",
-]
-
-
-def overrides(defense: str, seed: str = ", insecure_noise_seed: 7}") -> list[str]:
-    noisy = defense != "{name: none}"
-    return [EVERY_2, f"defense={defense[:-1] + seed if noisy else defense}"]
 
 
 def run_on(parties: Parties) -> None:
@@ -86,60 +72,11 @@ def killed(
     return first, build_parties(folder, active, passive, runs=runs)
 
 
-POINTS = [(1, False), (3, True), (5, False), (9, True)]
-
-
-@pytest.mark.parametrize(
-    ("defense", "at", "after"),
-    [
-        *((defense, 3, True) for defense in DEFENSES),
-        *(("{name: marvell, statistics: running}", *point) for point in POINTS if point[0] != 3),
-    ],
-)
-def test_with_both_parties_killed_the_run_ends_as_if_nothing_had_happened(
-    example: Path, tmp_path: Path, defense: str, at: int, after: bool
-) -> None:
-    active = overrides(defense)
-    whole, (_, second) = ran(example, active), killed(example, tmp_path, active, at, after=after)
-    run_on(second)
-    assert second.active.resumed != []
-    assert_same(second, whole)
-
-
-class ForgetsTheActive(InProcessPeer):
-    anew: Parties
-    at = 3
-    _calls = 0
-
-    def receive_gradient(self) -> Answer:
-        self._calls += 1
-        if self._calls == self.at:
-            self.anew.session.reopen()
-            self._session = self.anew.session
-        try:
-            return super().receive_gradient()
-        except NotOpen as error:
-            raise PeerRestarted from error  # as the status of this error means on the other side
-
-
-def test_with_the_active_party_killed_the_passive_one_goes_back_with_it(
-    example: Path, tmp_path: Path
-) -> None:
-    active = overrides("{name: marvell}")
-    whole = ran(example, active)
-    parties = build_parties(example, active, [EVERY_2], runs=tmp_path)
-    ForgetsTheActive.anew = build_parties(example, active, [EVERY_2], runs=tmp_path)
-    run_in_process(parties, ForgetsTheActive)
-    parties.session, parties.active = ForgetsTheActive.anew.session, ForgetsTheActive.anew.active
-    assert parties.passive.resumed == [0]
-    assert_same(parties, whole)
-
-
-@pytest.mark.parametrize("defense", ["{name: marvell}", "{name: gafm}"])
+@pytest.mark.parametrize("defense", ["marvell", "gafm"])
 def test_without_seeds_the_noise_of_a_step_done_again_is_the_same(
     example: Path, tmp_path: Path, defense: str
 ) -> None:
-    active = overrides(defense, seed="}")
+    active = [EVERY_2, f"defense={{name: {defense}}}"]
     first, second = killed(example, tmp_path, active)
     run_on(second)
     # Step 2, after the checkpoint at 2, was answered by both processes.
@@ -147,24 +84,6 @@ def test_without_seeds_the_noise_of_a_step_done_again_is_the_same(
     assert not torch.equal(first.active.sent[1], second.active.sent[0])
     other = ran(example, active)
     assert not torch.equal(other.active.sent[2], second.active.sent[0])
-
-
-def test_a_step_done_again_with_other_bytes_is_refused_for_good(
-    example: Path, tmp_path: Path
-) -> None:
-    """Another activation with the same noise would give the noise away, and fresh noise a copy."""
-    active = overrides("{name: marvell}")
-    killed(example, tmp_path, active)
-    second = build_parties(example, active, [EVERY_2, "model_seed=5"], runs=tmp_path)
-    training = second.run.reopen()
-    assert training is not None
-    with torch.no_grad():
-        next(training.trainer.model.parameters()).add_(1e-3)
-    training.save()
-    second.session.reopen()
-    with pytest.raises(OutOfStep, match="other bytes"):
-        run_in_process(second)
-    assert second.active.sent == []
 
 
 def test_a_peer_cannot_resume_a_run_that_is_not_its_own(example: Path, tmp_path: Path) -> None:
@@ -221,6 +140,35 @@ def test_features_of_two_rows_that_were_swapped_are_other_data(
         starts.pop(0)()
     with pytest.raises(DataError, match="--fresh"):
         starts[0]()
+
+
+def test_a_way_back_that_fails_leaves_the_checkpoints_as_they_are(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StorageError("no room")
+
+    session = answered(example, tmp_path, MARVELL, messages=5).session
+    oldest = tmp_path / "active" / "checkpoint" / "at-0000000000.state"
+    before = oldest.read_bytes()
+    monkeypatch.setattr(session.lifecycle.observer, "load_state_dict", fail)
+    with pytest.raises(StorageError) as raised:
+        go_back(session)
+    session.end(raised.value)
+    assert oldest.read_bytes() == before
+
+
+def test_a_fault_of_any_kind_ends_the_session(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fault() -> None:
+        raise RuntimeError("a fault")
+
+    session = answered(example, tmp_path, MARVELL, messages=3).session
+    monkeypatch.setattr(session.lifecycle, "finish_step", fault)
+    with pytest.raises(RuntimeError, match="a fault"):
+        session.end(SplitveilError("stopped"))
+    assert session.stage is Stage.ENDED
 
 
 # ---- the files ----

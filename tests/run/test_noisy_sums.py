@@ -38,8 +38,7 @@ from splitveil.library.in_process import InProcessPeer
 from splitveil.library.simulating import simulate
 from splitveil.passive_party import bottom_trainer
 from tests.run.test_one_shot import ONE_SHOT, RELEASE, SCORE, assert_goes_on
-from tests.run.test_what_was_answered import go_back, leave
-from tests.support.peers import DiesAt, Lost, dying
+from tests.support.peers import DiesAt, Lost, dying, go_back, leave
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
 from tests.support.tables import write_classes, write_numbers
 

@@ -30,9 +30,8 @@ from splitveil.common.models import components
 from splitveil.common.party.party_status import RunStatus
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.messages import Activation, Answer, Course, DefendedGradient, LeaveReason
-from splitveil.library.in_process import InProcessPeer
+from splitveil.library.in_process import InProcessPeer, clear_engine
 from splitveil.library.predicting import predict
-from splitveil.library.recorded import clear_engine
 from splitveil.library.simulating import simulate
 from tests.support import simulation
 from tests.support.endpoints import value_of

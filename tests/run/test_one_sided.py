@@ -14,8 +14,8 @@ from torch import Tensor
 
 from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.one_sided import checked_table
+from splitveil.active_party.predict.embed_client import TableClient
 from splitveil.active_party.predict.predictor import open_clients, open_predictor
-from splitveil.active_party.predict.table_client import TableClient
 from splitveil.active_party.results import save_results
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings

@@ -1,15 +1,19 @@
 """A party's progress through a run's course, and the stores that keep it."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 
 from splitveil.common.errors import StorageError
 from splitveil.common.record.run_store import NoStore
 from splitveil.common.run.contract import Contract
-from splitveil.common.run.course import AlignedRows, is_checkpoint, run_course
+from splitveil.common.run.course import AlignedRows, evaluations_ahead, is_checkpoint, run_course
 from splitveil.common.run.progress import CheckpointStore, Progress, State, refusing_other_versions
 from splitveil.common.run.sample_order import joint_seed
-from tests.support.runs import CONTRACT
+from splitveil.passive_party.bottom_trainer import BottomTrainer
+from tests.support.runs import CONTRACT, build_parties, pipelined, run_in_process
 
 NONCES = (b"a" * 32, b"b" * 32)
 IDS = [f"person-{number}" for number in range(300)]
@@ -93,6 +97,51 @@ def test_what_is_sent_ahead_ends_with_the_pass_over_its_rows(
         progress.advance()
     assert most == most_ahead
     assert progress.to_send(0) is progress.to_evaluate(0) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "ahead"),
+    [(1, [4], 16), (4096, [64], 4), (4096, [128], 2), (1024, [128], 8), (1_048_576, [128], 2)],
+)
+def test_the_contract_says_how_many_may_be_under_way(
+    rows: int, shape: list[int], ahead: int
+) -> None:
+    values = {**CONTRACT, "evaluation_batch_size": rows, "cut_shape": shape}
+    assert evaluations_ahead(Contract.model_validate(values)) == ahead
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_each_activation_follows_exactly_the_gradients_that_the_contract_says(
+    example: Path, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    learned: list[int] = []  # number of gradients before each activation
+    count = 0
+    forward, backward = BottomTrainer.forward, BottomTrainer.backward
+
+    def noting_forward(self: BottomTrainer, *given: object, **named: object) -> torch.Tensor:
+        learned.append(count)
+        return forward(self, *given, **named)  # type: ignore[arg-type]
+
+    def noting_backward(self: BottomTrainer, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
+        nonlocal count
+        count += 1
+        return backward(self, gradient)
+
+    monkeypatch.setattr(BottomTrainer, "forward", noting_forward)
+    monkeypatch.setattr(BottomTrainer, "backward", noting_backward)
+    both = pipelined(depth)
+    parties = build_parties(example, both, both)
+    run_in_process(parties)
+    rows = parties.active.rows
+    assert rows is not None
+    per_epoch = rows.order.steps_per_epoch
+    assert per_epoch > 10
+    expected = []
+    for step in range(2 * per_epoch):
+        # Everything before the last checkpoint, and before the epoch, has been learned.
+        emptied = max(step // 5 * 5, step // per_epoch * per_epoch)
+        expected.append(max(emptied, step - depth + 1))
+    assert learned == expected
 
 
 def test_without_a_store_nothing_is_collected_for_a_checkpoint(

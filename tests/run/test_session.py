@@ -18,17 +18,8 @@ from splitveil.common.errors import (
 from splitveil.common.run.messages import Activation, Answer, LeaveReason, Offer, Opening
 from splitveil.library.in_process import InProcessPeer
 from splitveil.passive_party.run import PassiveRun
-from tests.support.peers import StopsAtFirstStep
+from tests.support.peers import at_first_step
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
-
-
-def at_first_step(folder: Path, *overrides: str) -> tuple[Parties, Activation]:
-    """Bring two parties to the first training step; return its message, not yet sent."""
-    parties = build_parties(folder, overrides, [o for o in overrides if o.startswith("contract.")])
-    peer = StopsAtFirstStep(parties.session, parties.engine)
-    with pytest.raises(Interrupted):
-        parties.run.run(peer)
-    return parties, peer.kept
 
 
 def with_header(message: Activation, **changes: Any) -> Activation:

@@ -2,7 +2,6 @@
 
 import statistics
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from splitveil.active_party.defenses.marvell import PowerRatio
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.run.lifecycle import Stage
 from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
-from splitveil.common.alignment.share import Share
+from splitveil.common.alignment.exchange import Share
 from splitveil.common.errors import (
     AlignmentError,
     NotOpen,
@@ -35,10 +34,8 @@ from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import Batch
 from splitveil.common.run.messages import Answer, LeaveReason, Opening
 from splitveil.passive_party.assembly import BottomBuilder
-from tests.run.test_pipeline import pipelined
 from tests.support import simulation
 from tests.support.defenses import build_defense
-from tests.support.equality import assert_same_weights
 from tests.support.peers import DiesAt, Lost
 from tests.support.runs import (
     CPU,
@@ -161,17 +158,9 @@ class Dies(DiesAt, PartyPeer):
         """A killed process says nothing."""
 
 
-MARVELL = ["defense={name: marvell, statistics: running, insecure_noise_seed: 7}"]
 SETTINGS = MarvellDefense(strength=PowerRatio(power_ratio=4.0), insecure_noise_seed=11)
 EVERY_2 = ["contract.checkpoint_steps=2"]
-MARVELL_2 = [*EVERY_2, *MARVELL]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(three: Path) -> Parties:
-    several = build_parties(three, MARVELL_2, EVERY_2)
-    run_together(several)
-    return several
+MARVELL_2 = [*EVERY_2, "defense={name: marvell, statistics: running, insecure_noise_seed: 7}"]
 
 
 def dying(at: int, *, after: bool) -> type[Dies]:
@@ -185,63 +174,19 @@ def without_birch(
     *,
     after: bool,
     others: type[PartyPeer] = PartyPeer,
-    both: Sequence[str] = EVERY_2,
 ) -> tuple[Parties, list[threading.Thread]]:
     """Return a run in which birch was killed, and the threads of the others, which wait for it."""
-    several = build_parties(folder, [*both, *MARVELL], both, runs=runs)
+    several = build_parties(folder, MARVELL_2, EVERY_2, runs=runs)
     threads = [start(several, name, others) for name in ("ash", "cedar")]
     finish([start(several, "birch", dying(at, after=after))])
     assert isinstance(several.errors["birch"], Lost)
     return several, threads
 
 
-def bring_back(
-    several: Parties,
-    folder: Path,
-    runs: Path,
-    threads: list[threading.Thread],
-    both: Sequence[str] = EVERY_2,
-) -> None:
-    several.peers["birch"] = build_passive(folder, "birch", both, runs=runs)
+def bring_back(several: Parties, folder: Path, runs: Path, threads: list[threading.Thread]) -> None:
+    several.peers["birch"] = build_passive(folder, "birch", EVERY_2, runs=runs)
     finish([start(several, "birch"), *threads])
     assert several.errors == {}
-
-
-@pytest.mark.parametrize(("at", "after"), [(1, False), (4, False), (9, True)])
-def test_a_party_that_is_killed_comes_back_and_all_go_back_with_it(
-    three: Path, tmp_path: Path, undisturbed: Parties, at: int, after: bool
-) -> None:
-    several, threads = without_birch(three, tmp_path, at, after=after)
-    bring_back(several, three, tmp_path, threads)
-    assert_same_weights(several.weights(), undisturbed.weights())
-    assert several.active.losses == undisturbed.active.losses
-    assert several.active.ledger == undisturbed.active.ledger
-    assert len(several.peers["ash"].seen.resumed) == 1
-
-
-def test_with_activations_sent_ahead_it_comes_back_to_the_same_bits(
-    three: Path, tmp_path: Path
-) -> None:
-    both = pipelined(4, "contract.epochs=1")
-    whole = build_parties(three, [*both, *MARVELL], both)
-    run_together(whole)
-    several, threads = without_birch(three, tmp_path, 7, after=True, both=both)
-    bring_back(several, three, tmp_path, threads, both)
-    assert_same_weights(several.weights(), whole.weights())
-
-
-def test_a_party_that_is_killed_before_its_last_answer_takes_all_back(
-    three: Path, tmp_path: Path, undisturbed: Parties
-) -> None:
-    """The others have theirs already, and have said goodbye."""
-    questions = len(undisturbed.active.losses) + 2 * len(undisturbed.active.evaluations)
-    several, threads = without_birch(three, tmp_path, questions, after=True)
-    assert several.session.stage is Stage.FINISHED
-    wait_until(lambda: set(several.session.lifecycle.stages.awaited()) == {"birch"})
-    bring_back(several, three, tmp_path, threads)
-    assert several.session.stage is Stage.FINISHED
-    assert_same_weights(several.weights(), undisturbed.weights())
-    assert several.active.ledger == undisturbed.active.ledger
 
 
 class Twice(PartyPeer):
@@ -252,27 +197,11 @@ class Twice(PartyPeer):
 
 
 def test_a_handshake_whose_answer_was_lost_does_not_take_parties_back_again(
-    three: Path, tmp_path: Path, undisturbed: Parties
+    three: Path, tmp_path: Path
 ) -> None:
     several, threads = without_birch(three, tmp_path, 4, after=True, others=Twice)
     bring_back(several, three, tmp_path, threads)
     assert len(several.active.resumed) == 1
-    assert_same_weights(several.weights(), undisturbed.weights())
-
-
-def test_the_active_party_that_is_killed_comes_back_and_all_go_back_with_it(
-    three: Path, tmp_path: Path, undisturbed: Parties
-) -> None:
-    several, stuck = build_parties(three, MARVELL_2, EVERY_2, runs=tmp_path), held()
-    threads = [start(several, "ash"), start(several, "birch", stuck), start(several, "cedar")]
-    wait_until(lambda: len(several.active.losses) == 2)
-    again = build_parties(three, MARVELL_2, EVERY_2, runs=tmp_path)
-    assert again.session.reopen()
-    several.session, several.active = again.session, again.active
-    stuck.may_go.set()
-    finish(threads)
-    assert several.errors == {}
-    assert_same_weights(several.weights(), undisturbed.weights())
 
 
 def test_before_the_first_answer_all_align_again(three: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ The peers here take answers, go back to an earlier checkpoint, and leave, which 
 """
 
 import logging
-import random
 from pathlib import Path
 
 import numpy as np
@@ -14,32 +13,23 @@ import torch
 from splitveil.active_party.defenses import AnswerKeys
 from splitveil.active_party.ledger.account_book import LEDGER
 from splitveil.active_party.monitor.recorder import ActiveRecorder
-from splitveil.active_party.report.bounds import bounds_of
 from splitveil.active_party.report.run_files import read_run
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.common.errors import BudgetExhausted, OtherAnswer, PeerLeft, ProtocolError
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.errors import BudgetExhausted, OtherAnswer, ProtocolError
+from splitveil.common.privacy.charge import Adversary
+from splitveil.common.record.assessment import bounds_by_peers
 from splitveil.common.record.model_files import save_tensors
-from splitveil.common.run.messages import LeaveReason, Offer
-from tests.support.peers import Lost, Silent, dying
-from tests.support.runs import Parties, build_parties, run_in_process, run_together, write_several
+from tests.support.peers import MARVELL, Lost, Silent, answered, go_back, leave, parties_in
+from tests.support.runs import run_in_process
 
-EVERY_2 = ["contract.checkpoint_steps=2"]
-MARVELL = "defense={name: marvell, strength: {power_ratio: 16}, insecure_noise_seed: 1}"
 PERSISTENT = "defense={name: marvell, noise: persistent, insecure_noise_seed: 1}"
 ISO = "defense={name: iso, noise_ratio: 4, insecure_noise_seed: 1}"
 NOISY = (
     "defense={name: noisy_label, top_labels: noisy, insecure_noise_seed: 1, "
     "mechanism: {kind: randomized_response, epsilon: 1}}"
 )
-ONE_EPOCH = 7
-"""Messages after which every training row was answered about once: four steps of them, and more."""
 
 Accounts = dict[str, torch.Tensor]
-
-
-def parties_in(example: Path, runs: Path, *active: str) -> Parties:
-    return build_parties(example, [*EVERY_2, *active], EVERY_2, runs=runs)
 
 
 def accounts(session: ActiveSession) -> Accounts:
@@ -51,29 +41,8 @@ def charges(saved: Accounts) -> torch.Tensor:
     return saved["settled_sum_kl"] + saved.get("current_sum_kl", 0)
 
 
-def go_back(session: ActiveSession, place: int = 0) -> None:
-    """Say what a peer says that was restarted, and has this one checkpoint."""
-    party = session.parties.named(None)
-    offer = Offer(session.run_id, frozenset({place}))
-    contract = session.contract.canonical_json()
-    opening = session.handshake(party.name, contract, party.commitment, offer)
-    assert opening.resumes_at == place
-
-
-def leave(session: ActiveSession) -> None:
-    session.leave(session.run_id, LeaveReason.INTERRUPTED)
-    assert isinstance(session.lifecycle.error, PeerLeft)
-
-
 def states(folder: Path, party: str = "passive") -> list[Path]:
     return sorted((folder / party / "checkpoint").glob("at-*.state"))
-
-
-def answered(example: Path, runs: Path, *active: str, messages: int = ONE_EPOCH) -> Parties:
-    parties = parties_in(example, runs, *active)
-    with pytest.raises(Lost):
-        run_in_process(parties, dying(messages, after=True))
-    return parties
 
 
 @pytest.mark.parametrize("defense", [MARVELL, PERSISTENT, ISO, NOISY])
@@ -211,32 +180,6 @@ def test_a_run_goes_back_over_its_answers_only_so_often(
     assert is_last
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_whatever_is_killed_and_wherever_it_goes_back_no_account_ever_falls(
-    example: Path, tmp_path: Path, seed: int
-) -> None:
-    draw = random.Random(seed)
-    parties = parties_in(example, tmp_path, MARVELL)
-    before = torch.zeros(0)
-    for _ in range(8):
-        Steps.left = draw.randrange(1, 4)
-        with pytest.raises(Lost):
-            run_in_process(parties, Steps)
-        found = charges(accounts(parties.session))
-        assert len(before) in (0, len(found))
-        assert len(before) == 0 or bool((found >= before).all())
-        before = found
-        again = parties_in(example, tmp_path, MARVELL)
-        if draw.random() < 0.5:
-            assert again.session.reopen()
-            assert torch.equal(charges(accounts(again.session)), before)
-        else:
-            again.session, again.active = parties.session, parties.active
-        for state in states(tmp_path)[draw.randrange(1, 3) :]:
-            state.unlink()
-        parties = again
-
-
 def test_a_budget_that_was_lowered_holds_against_what_was_answered_before(
     example: Path, tmp_path: Path
 ) -> None:
@@ -251,22 +194,6 @@ def test_a_budget_that_was_lowered_holds_against_what_was_answered_before(
     with pytest.raises(BudgetExhausted, match="epoch 1 step 1"):
         run_in_process(again)
     assert again.active.sent == []
-
-
-def test_the_answers_to_several_parties_are_charged_again_from_the_log(tmp_path: Path) -> None:
-    write_several(tmp_path, 2)
-    both, runs = ["contract.checkpoint_steps=2", "contract.epochs=1"], tmp_path / "runs"
-    several = build_parties(tmp_path, [*both, MARVELL], both, runs=runs)
-    run_together(several)
-    charged = accounts(several.session)
-    assert charges(charged).max() > 0
-    newer = states(runs, "active")[1:]
-    for state in newer:
-        state.unlink()
-    again = build_parties(tmp_path, [*both, MARVELL], both, runs=runs)
-    assert again.session.reopen()
-    assert newer
-    assert torch.equal(charges(accounts(again.session)), charges(charged))
 
 
 def test_log_summary_and_report_say_what_was_answered_and_not_where_the_run_went_back_to(
@@ -285,5 +212,5 @@ def test_log_summary_and_report_say_what_was_answered_and_not_where_the_run_went
     assert "the ledger keeps the later answers" in caplog.text
     assert recorder.summary({}).of_active.ledger == bounds
     found = {peers: bounds.against(peers).max for peers in Adversary}
-    assert bounds_of(read_run(folder)) == found
+    assert bounds_by_peers(read_run(folder).ledger) == found
     assert found[Adversary.CLASS_MEANS] < found[Adversary.ANYBODY] == 1

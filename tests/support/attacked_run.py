@@ -88,7 +88,7 @@ def attacked_run(
         [e.figures.agreement for e in sender.evaluations if e.split == "test"],
         red_team.audit.summary(),
         red_team.audit.worst_epochs(),
-        red_team.audit.run.result().leak,
+        red_team.audit.run.result()[0],
         _features_alone(parties) if attacks else {},
         red_team.random,
         sender.answer_bounds,

@@ -33,6 +33,7 @@ from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.wire.recorded_calls import AllNotes
 from splitveil.deploy.authority import PartyFolder, make_certificates
+from splitveil.library.loading import PartiesSettings
 from splitveil.passive_party.predict.served_model import ServedModel
 from splitveil.passive_party.predict.service import (
     InferenceServer,
@@ -51,7 +52,7 @@ IN_TIME_S = 300.0
 
 @dataclass
 class Trained:
-    settings: simulation.PartiesSettings
+    settings: PartiesSettings
     certificates: Path
     test_ids: list[str]
     """Of the test rows, in the order of the evaluation."""
@@ -96,9 +97,7 @@ def train(folder: Path, runs: Path, *overrides: str, active: Sequence[str] = ())
         for name, file in zip(names[1:], files[1:], strict=True)
     }
     own = ["refit=null", *both, *active, *_security(certificates, ACTIVE)]
-    settings = simulation.PartiesSettings(
-        load_party_settings(ActiveSettings, files[0], own), passive
-    )
+    settings = PartiesSettings(load_party_settings(ActiveSettings, files[0], own), passive)
     return _train(settings, certificates)
 
 
@@ -122,7 +121,7 @@ def _security(certificates: Path, name: str) -> list[str]:
     return ["security.mode=mtls", *(f"security.{name}={path}" for name, path in own_files.items())]
 
 
-def _train(settings: simulation.PartiesSettings, certificates: Path) -> Trained:
+def _train(settings: PartiesSettings, certificates: Path) -> Trained:
     contract = settings.active.contract
     seen = simulation.ActiveRecording()
     session, builder = assemble_active(settings.active, seen, device=CPU)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from splitveil.common.data.features import Features
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.informed import KnownPredictions, informed
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.privacy.scores import norm, rare_cluster_up, residual_energy, spectral

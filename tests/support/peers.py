@@ -1,14 +1,16 @@
 """Stand-ins for the other party."""
 
 from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.alignment.ecdh import EcdhEngine
-from splitveil.common.errors import Interrupted
-from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason
+from splitveil.common.errors import Interrupted, PeerLeft
+from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason, Offer
 from splitveil.library.in_process import InProcessPeer
-
-__all__ = ["InProcessPeer"]
+from tests.support.runs import Parties, build_parties, run_in_process
 
 
 class FaultyPeer(InProcessPeer):
@@ -98,3 +100,45 @@ class DiesAt(Silent):
 def dying(at: int, *, after: bool) -> Callable[..., InProcessPeer]:
     """Return a peer whose process ends at the given message."""
     return type("Dies", (DiesAt,), {"at": at, "after": after})
+
+
+def at_first_step(folder: Path, *overrides: str) -> tuple[Parties, Activation]:
+    """Bring two parties to the first training step; return its message, not yet sent."""
+    parties = build_parties(folder, overrides, [o for o in overrides if o.startswith("contract.")])
+    peer = StopsAtFirstStep(parties.session, parties.engine)
+    with pytest.raises(Interrupted):
+        parties.run.run(peer)
+    return parties, peer.kept
+
+
+# ---- peers that take answers, go back to an earlier checkpoint, and leave ----
+
+MARVELL = "defense={name: marvell, strength: {power_ratio: 16}, insecure_noise_seed: 1}"
+CHECKPOINTS = ["contract.checkpoint_steps=2"]
+ONE_EPOCH = 7
+"""Messages after which every training row was answered about once: four steps of them, and more."""
+
+
+def parties_in(example: Path, runs: Path, *active: str) -> Parties:
+    return build_parties(example, [*CHECKPOINTS, *active], CHECKPOINTS, runs=runs)
+
+
+def answered(example: Path, runs: Path, *active: str, messages: int = ONE_EPOCH) -> Parties:
+    parties = parties_in(example, runs, *active)
+    with pytest.raises(Lost):
+        run_in_process(parties, dying(messages, after=True))
+    return parties
+
+
+def go_back(session: ActiveSession, place: int = 0) -> None:
+    """Say what a peer says that was restarted, and has this one checkpoint."""
+    party = session.parties.named(None)
+    offer = Offer(session.run_id, frozenset({place}))
+    contract = session.contract.canonical_json()
+    opening = session.handshake(party.name, contract, party.commitment, offer)
+    assert opening.resumes_at == place
+
+
+def leave(session: ActiveSession) -> None:
+    session.leave(session.run_id, LeaveReason.INTERRUPTED)
+    assert isinstance(session.lifecycle.error, PeerLeft)

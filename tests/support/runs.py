@@ -268,6 +268,17 @@ def run_over_grpc(parties: Parties, port: int) -> None:
     simulation.meet_over_grpc(parties.simulation(), f"127.0.0.1:{port}")
 
 
+def pipelined(depth: int, *more: str) -> list[str]:
+    """Return overrides of a run with 14 batches of training rows an epoch, and checkpoints."""
+    return [
+        f"contract.pipeline_depth={depth}",
+        "contract.batch_size=16",
+        "contract.evaluation_batch_size=400",
+        "contract.checkpoint_steps=5",
+        *more,
+    ]
+
+
 def in_background(action: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=action, daemon=True)
     thread.start()

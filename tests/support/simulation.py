@@ -51,9 +51,6 @@ from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.opening import Aligner, Participant, Peer
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.passive_party.training import RunObserver
-
-__all__ = ["InProcessPeer", "PartiesSettings"]
 
 
 def read_settings(
@@ -122,8 +119,6 @@ class ActiveRecording(Recording):
     evaluations: list[Evaluation] = field(default_factory=list)
     ledger: list[tuple[int, LeakBounds]] = field(default_factory=list)
     """The epoch, and the bounds on all answers up to its end."""
-
-    """Scores that a passive party had measured, and the leak AUC that it received."""
 
     earlier: tuple[int, LeakBounds] | None = None
     """The number of examples about which earlier runs answered, and the bounds on these answers."""
@@ -278,22 +273,6 @@ def assemble_active(
     return build_session(settings, data, builder, observer, draw, store, earlier), builder
 
 
-def assemble_passive(
-    settings: PassiveSettings,
-    data: PartyData,
-    observer: RunObserver,
-    engine: EcdhEngine,
-    *,
-    store: RunStore | None = None,
-    device: torch.device | None = None,
-) -> tuple[PassiveRun, BottomBuilder]:
-    """Build a passive party's run with any observer, and what builds its trainer."""
-    builder = BottomBuilder(settings, data, device or torch_device(settings.device))
-    me = Participant(settings.contract, settings.party, data.ids, data.table.splits)
-    aligner = Aligner(me, engine, partial(draw_nonce, settings))
-    return PassiveRun(aligner, builder, observer, store), builder
-
-
 def build_passive(
     settings: PassiveSettings,
     *,
@@ -303,10 +282,11 @@ def build_passive(
 ) -> PassiveParty:
     observer = PassiveRecording() if seen is None else seen
     data = PartyData.of(settings)
+    builder = BottomBuilder(settings, data, device or torch_device(settings.device))
+    me = Participant(settings.contract, settings.party, data.ids, data.table.splits)
+    aligner = Aligner(me, build_engine(settings.contract.alignment), partial(draw_nonce, settings))
     store = _store(settings, settings.folder_name(), runs)
-    engine = build_engine(settings.contract.alignment)
-    run, builder = assemble_passive(settings, data, observer, engine, store=store, device=device)
-    return PassiveParty(settings, run, observer, builder)
+    return PassiveParty(settings, PassiveRun(aligner, builder, observer, store), observer, builder)
 
 
 def _store(

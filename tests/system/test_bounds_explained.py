@@ -14,7 +14,6 @@ from rich.console import Console
 
 from splitveil import simulate
 from splitveil.active_party.report import read_run, write_comparison, write_report
-from splitveil.active_party.report.bounds import assessment_of
 from splitveil.active_party.report.comparison_table import comparison_table
 from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS
 from splitveil.common.record.assessment import LeakAssessment, print_summary
@@ -90,7 +89,7 @@ def runs(
             print_summary("active", run.active.summary, console=console)
             console.print(comparison_table("runs", {name: run.active.summary}))
             page = write_report(path).read_text(encoding="utf-8")
-            found[name] = Shown(assessment_of(run), [*lines], page, printed.getvalue(), path)
+            found[name] = Shown(run.assessment, [*lines], page, printed.getvalue(), path)
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)

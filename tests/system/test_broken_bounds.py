@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from splitveil.active_party.defenses import Step, iso, marvell
-from splitveil.active_party.defenses.persistent import LabelMoves, moves_of
-from splitveil.common.privacy.adversary import Adversary
+from splitveil.active_party.defenses.persistent import moves_of
+from splitveil.common.privacy.charge import Adversary
 from tests.support.attacked_run import deal_labels
 from tests.support.malicious import PEERS, Attacked, attack
 from tests.support.runs import ACTIVE, CONTRACT, PASSIVE, write_example, write_yaml
@@ -144,7 +144,7 @@ def test_a_bound_falls_to_a_peer_whom_it_is_not_for(
         assert found.readings["residual_energy"].last_batch > 0.99
 
 
-def moves_of_raw_gradients(batch: Step) -> LabelMoves:
+def moves_of_raw_gradients(batch: Step) -> tuple[torch.Tensor, torch.Tensor]:
     """Divide (p - y) J by p - y, as one may do without the model's slopes; J is 0 where p is y."""
     residuals = batch.probabilities.double() - batch.labels.double()
     is_sure = residuals.abs() < 2.0**-10

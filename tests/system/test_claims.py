@@ -25,8 +25,8 @@ from scipy.stats import norm as normal
 from torch import nn
 
 from splitveil import SettingsError, simulate
-from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import ATTACKS, FINAL_ATTACKS, RUN_ATTACKS
+from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.figures import RunFigures
 from tests.support.attacked_run import BATCH_ATTACKS, AttackedRun, attacked_run, deal_labels
 from tests.system.conftest import needs_data

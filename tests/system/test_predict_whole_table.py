@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from splitveil.active_party.predict.table_client import TableClient
+from splitveil.active_party.predict.embed_client import TableClient
 from splitveil.common.alignment import ristretto
 from splitveil.common.errors import InvalidMessage, ProtocolError
 from splitveil.common.run.contract import Contract

@@ -450,8 +450,9 @@ def test_an_authority_that_is_withdrawn_lets_nobody_in_any_more(
             assert lets_in(first, opened.session)
             assert not lets_in(second)
             trusted.write_bytes(others.authority.read_bytes())
-            assert program.access.tls is not None
-            program.access.tls.refresh()
+            tls, _ = program.access
+            assert tls is not None
+            tls.refresh()
             wait_until(lambda: not is_answered(opened))
             assert not lets_in(first)
             assert not lets_in(first, opened.session)

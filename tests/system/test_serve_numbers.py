@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from splitveil.active_party.predict.batch import PredictionPlan
 from splitveil.active_party.training.label_kinds import NumberLabels
-from splitveil.common.data.label_range import LabelRange
+from splitveil.common.data.settings import LabelRange
 from tests.support import inference
 from tests.support.inference import Trained, answering, asked, free_port, predicting, train
 from tests.support.tables import HIGH, LOW, number_tables, write_numbers

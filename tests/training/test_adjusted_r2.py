@@ -8,7 +8,7 @@ from torch import Tensor
 from splitveil.active_party.defenses.interface import Step
 from splitveil.active_party.monitor.row_covariates import MAX_GAP, RowCovariates
 from splitveil.active_party.training.label_kinds import NumberLabels
-from splitveil.common.data.label_range import LabelRange
+from splitveil.common.data.settings import LabelRange
 from splitveil.common.privacy.accumulation import RunScores
 from splitveil.common.privacy.beyond_features import Covariates
 from splitveil.common.privacy.number_attacks import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from splitveil.active_party.defenses.interface import DefendedGradient
-from splitveil.active_party.training.top_trainer import aggregate, parts_of
+from splitveil.active_party.training.aggregation import aggregate, parts_of
 from splitveil.common.run.contract import Aggregation
 
 PARTIES = 3

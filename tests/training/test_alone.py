@@ -21,7 +21,7 @@ from splitveil.active_party.training.own_models import (
     predictions_alone,
 )
 from splitveil.common.data.features import FeatureEncoder, Features, NumericScaler
-from splitveil.common.data.label_range import LabelRange
+from splitveil.common.data.settings import LabelRange
 from splitveil.common.privacy.leakage import auc
 
 ENCODER = FeatureEncoder(

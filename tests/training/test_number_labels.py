@@ -15,8 +15,7 @@ from splitveil import plan, simulate
 from splitveil.active_party.commands.plan import show
 from splitveil.active_party.report import write_comparison, write_report
 from splitveil.active_party.training.label_kinds import LossWeights, NumberLabels
-from splitveil.common.data.label_range import LabelRange
-from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.settings import DataSettings, LabelRange
 from splitveil.common.data.table import Table, read_table
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.record.assessment import assess

@@ -19,7 +19,7 @@ from splitveil.common.models.settings import ConvModel, MlpModel, ModelSettings,
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.settings import validate
-from splitveil.common.text.upper_bounds import at_most
+from splitveil.common.text.wording import at_most
 from tests.support.plans import printed_plan
 from tests.support.runs import build_parties, run_in_process, run_together, write_several
 from tests.support.tables import CLASSES, write_classes

@@ -16,8 +16,7 @@ import yaml
 from splitveil.active_party.grpc_server import probe_server
 from splitveil.active_party.grpc_server.probe_server import ProbeServer
 from splitveil.active_party.run.lifecycle import Stage
-from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.data.id_forms import form_of
+from splitveil.common.data.canonical_form import CanonicalForm, form_of
 from splitveil.common.errors import PeerUnreachable, SettingsError, SplitveilError
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import load_party_settings
@@ -28,6 +27,7 @@ from splitveil.common.run.messages import IdForm
 from splitveil.common.settings import validate
 from splitveil.common.wire import probes
 from splitveil.common.wire.connection import PeerConnection
+from splitveil.common.wire.endpoint import method_path
 from splitveil.common.wire.http_proxy import HttpProxy
 from splitveil.common.wire.limits import PROBE_BYTES, PROBE_PADDING_BYTES
 from splitveil.common.wire.probes import Introduction, ProbeResponder, checks_of, clock_in_words
@@ -268,7 +268,7 @@ def test_a_party_that_does_not_come_is_named(example: Path, port: int) -> None:
 
 def answer(port: int, data: bytes) -> bytes | grpc.StatusCode:
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        call: Any = channel.unary_unary(probes.method_path())
+        call: Any = channel.unary_unary(method_path("Probe", probes.SERVICE))
         try:
             reply: bytes = call(data, timeout=20)
         except grpc.RpcError as error:

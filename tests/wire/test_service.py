@@ -23,11 +23,10 @@ from splitveil.common.wire.limits import SERVICE
 from splitveil.common.wire.tensor_codec import TensorLimits, encode_activation
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
-from tests.run.test_pipeline import pipelined
-from tests.run.test_session import at_first_step
 from tests.support.equality import assert_same_weights
 from tests.support.loopback import peer_of, serving
-from tests.support.runs import Parties, build_parties, run_in_process, run_over_grpc
+from tests.support.peers import at_first_step
+from tests.support.runs import Parties, build_parties, pipelined, run_in_process, run_over_grpc
 from tests.support.waiting import HANGS_AFTER_S
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from splitveil.active_party.run.lifecycle import Stage
 from splitveil.common.alignment.channel import channel_pair
-from splitveil.common.alignment.share import Share, receive_share, share_frames
+from splitveil.common.alignment.exchange import Share, receive_share, share_frames
 from splitveil.common.errors import (
     InvalidMessage,
     OutOfStep,
@@ -32,17 +32,23 @@ from splitveil.common.wire.limits import ALIGN_FRAME_BYTES, PARTY_KEY, check_fie
 from splitveil.deploy.authority import make_certificates
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
-from tests.run.test_several_parties import EVERY_2, MARVELL_2, undisturbed
 from tests.support.certificates import files
 from tests.support.equality import assert_same_weights
 from tests.support.loopback import serving
 from tests.support.mutations import AtStep, Mutator, Tape, WireSender, send_mutants
-from tests.support.runs import NAMES, Parties, build_parties, finish, in_background
+from tests.support.runs import NAMES, Parties, build_parties, finish, in_background, run_together
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 
-__all__ = ["undisturbed"]
-
+EVERY_2 = ["contract.checkpoint_steps=2"]
+MARVELL_2 = [*EVERY_2, "defense={name: marvell, statistics: running, insecure_noise_seed: 7}"]
 HASTY = "reconnect={max_s: 300, deadline_s: 1}"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(three: Path) -> Parties:
+    several = build_parties(three, MARVELL_2, EVERY_2)
+    run_together(several)
+    return several
 
 
 def start(

@@ -238,7 +238,7 @@ def _model(run: RunFiles) -> ScaleRow:
         return ScaleRow("Model: not measured", "muted", said="Not measured.")
     figure, unit = model.test.share_in_words
     words, said = (
-        f"Model: {figure} {unit.partition(' in ')[0]}",
+        f"Model: {figure} {unit.partition(' in ')[0].replace('the ', '')}",
         f"{figure} {unit}, on test records",
     )
     if model.alone is not None and alone is not None:

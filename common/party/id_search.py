@@ -40,9 +40,10 @@ from splitveil.common.text.visible_text import visible
 
 Rules: TypeAlias = tuple[IdRule, ...]
 Which: TypeAlias = NDArray[np.bool_]  # of the ids in question, (ids,)
-Digests: TypeAlias = Mapping[str, tuple[str, str, Callable[[Path, Sequence[str]], Which]]]
-"""Files in ``checkpoint`` that name rows by digests: what each is, what can be done about it, and
-which canonical ids are in that of a ``checkpoint`` folder."""
+Reader: TypeAlias = Callable[[Path, Sequence[str]], Which]  # of a folder, for canonical ids
+Digests: TypeAlias = Mapping[str, tuple[str, str, Reader]]
+"""Files in ``checkpoint`` that name rows by digests: what each is, and what can be done about it.
+"""
 
 _UNREADABLE = (SplitveilError, OSError, ValueError, LookupError, TypeError)
 AGAIN = "train again without the row, then delete the run's folder at both parties"
@@ -55,8 +56,7 @@ _UNSEARCHED = {
     "received-*.npz": "received gradients and activations, by position",
     "transcript.jsonl": "size and digest of each message",
     "*.html": "figures about all rows together",
-    "*.json": "figures about all rows together",
-    "metrics.jsonl": "figures about all rows together",
+    "*.json*": "figures about all rows together",
 }
 
 
@@ -81,7 +81,7 @@ def find(
     for folder in search.runs:
         search.run(folder)
     for checkpoint in books:
-        search.named(checkpoint, search.every_form())
+        search.named(checkpoint, search.rules)
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=parsed.json)
     document: list[dict[str, object]] = []
     for number in range(search.count):
@@ -121,10 +121,14 @@ def _asked(parsed: argparse.Namespace, settings: PartySettings) -> Sequence[Any]
         raise SettingsError(f"{settings.data.place_of_ids} make up an id: expected --ids TABLE")
     if not parsed.id and sys.stdin.isatty():
         sys.stderr.write("ids, one per line, then Ctrl-D:\n")
-    lines = [line for line in parsed.id or sys.stdin.read().split("\n") if line.strip()]
+    try:
+        lines = [line for line in parsed.id or sys.stdin.read().split("\n") if line.strip()]
+        cells = pa.chunked_array([lines], pa.string())
+    except UnicodeError:  # which quotes the ids
+        raise DataError("the ids are not UTF-8") from None
     if not lines:
         raise DataError("there are no ids: expected --id, --ids, or one per line as input")
-    return [pa.chunked_array([lines], pa.string())]
+    return [cells]
 
 
 class _Search:
@@ -141,7 +145,8 @@ class _Search:
         self.runs = {folder: self._read_as(folder) for folder in own}
         ways = ((settings.data, settings.contract.ids), *self.runs.values())
         self._ways = [*{_key(*way): way for way in ways}.values()]
-        forms = zip(*self.every_form(), strict=True)
+        self.rules = [rules for _, rules in self._ways]
+        forms = zip(*map(self._forms, self.rules), strict=True)
         if none := [str(at) for at, own in enumerate(forms, start=1) if not any(own)]:
             raise DataError(f"id {', '.join(none)} of {self.count}: no id by the rules of any run")
 
@@ -156,7 +161,7 @@ class _Search:
             return self._settings.data, self._settings.contract.ids
         return data, rules
 
-    def forms(self, rules: Rules) -> list[str]:
+    def _forms(self, rules: Rules) -> list[str]:
         """Return the ids in canonical form; "" for what is no id by these rules."""
         if len(rules) != len(self._asked):
             return [""] * self.count
@@ -167,7 +172,7 @@ class _Search:
 
     def _among(self, texts: Iterable[str], *rules: Rules) -> Which:
         """Return which ids are among canonical texts, by given rules or else by all runs'."""
-        forms = [self.forms(one) for one in rules or [rules for _, rules in self._ways]]
+        forms = [*map(self._forms, rules or self.rules)]
         present = {*chain(*forms)}.difference([""]).intersection(texts)
         return np.array([any(form[i] in present for form in forms) for i in range(self.count)])
 
@@ -218,9 +223,9 @@ class _Search:
         again = "delete it; a run makes it again from its table"
         for copy in sorted(copies):
             for path in sorted(copy.glob(f"*/{converted.MANIFEST}")):
-                folder = path.parent
-                ids = partial(lambda one: self._among(converted.open_copy(one).ids), folder)
-                self._note(folder, "a copy of a table", again, ids)
+                self._note(
+                    path.parent, "a copy of a table", again, partial(self._in_copy, path.parent)
+                )
             for path in sorted(copy.glob("query-*.parquet")):
                 self._note(path, "a query's result", again, partial(self._in_file, path))
         read = {(base / getattr(data.source, "path", "")).resolve() for data, _ in self._ways}
@@ -233,27 +238,32 @@ class _Search:
             about = "predictions by position, of an interrupted predict", "finish it, or delete it"
             self._may(path, *about, self._all)
 
+    def _in_copy(self, folder: Path) -> Which:
+        return self._among(converted.open_copy(folder).ids)
+
     def _in_file(self, path: Path, *, skips: bool = False) -> Which:
         own = self._settings.data
         if path.suffix.lower() not in FORMATS:
             return self._among(read_id_list(path, own, self._settings.contract.ids).ids)
         source = source_of(path, own.source)
-        names = open_source(source, Path()).column_names()
+        table = open_source(source, Path())
+        names = table.column_names()
         if "canonical_id" in names:  # as predict writes it
-            parts = columns_in_parts(open_source(source, Path()), ["canonical_id"])
+            parts = columns_in_parts(table, ["canonical_id"])
             texts = (one["canonical_id"].to_pylist() for one in parts)
             return self._among(chain.from_iterable(texts))
         ways = [(data.model_copy(update={"source": source}), rules) for data, rules in self._ways]
         found = [self._has(*way) for way in ways if {*way[0].id_columns} <= {*names}]
         if not found and not skips:
             raise DataError(f"there is neither {own.place_of_ids} nor canonical_id")
-        return np.any([~self._all, *found], axis=0)  # type: ignore[no-any-return]
+        held: Which = np.logical_or.reduce([~self._all, *found])
+        return held
 
     def run(self, folder: Path) -> None:
         """Search a party's folder of a run, and name what cannot be searched."""
         data, rules = self.runs[folder]
         may_have = self._table(data, rules) | self._has_changed(data, folder)
-        may_have |= self.named(folder / "checkpoint", [self.forms(rules)])
+        may_have |= self.named(folder / "checkpoint", [rules])
         for path in sorted(one for one in folder.rglob("*") if one.name not in self._digests):
             if what := next((_UNSEARCHED[one] for one in _UNSEARCHED if path.match(one)), None):
                 self._may(path, what, AGAIN, may_have)
@@ -261,17 +271,18 @@ class _Search:
             about = "blinded ids of an interrupted alignment", "delete it if the run is given up"
             self._may(left, *about, may_have)
 
-    def named(self, checkpoint: Path, forms: Sequence[Sequence[str]]) -> Which:
+    def named(self, checkpoint: Path, rules: Iterable[Rules]) -> Which:
         """Search the files of a ``checkpoint`` folder that name rows by digests of their ids."""
-        found = ~self._all
+        found, forms = ~self._all, [*map(self._forms, rules)]
+
+        def among(which: Reader) -> Which:
+            held: Which = np.logical_or.reduce([which(checkpoint, form) for form in forms])
+            return held
+
         for name, (what, then, which) in self._digests.items():
             if (checkpoint / name).exists():
-                search = partial(_any_form, which, checkpoint, forms)
-                found |= self._note(checkpoint / name, what, then, search)
+                found |= self._note(checkpoint / name, what, then, partial(among, which))
         return found
-
-    def every_form(self) -> list[list[str]]:
-        return [self.forms(rules) for _, rules in self._ways]
 
     def _has_changed(self, data: DataSettings, folder: Path) -> Which:
         """Say, the same for each id, whether a table may have changed since a run's start."""
@@ -283,13 +294,6 @@ class _Search:
         except _UNREADABLE:
             return self._all
         return self._all & any(changed > began for *_, changed in stamps)
-
-
-def _any_form(
-    which: Callable[[Path, Sequence[str]], Which], checkpoint: Path, forms: Sequence[Sequence[str]]
-) -> Which:
-    found: Which = np.logical_or.reduce([which(checkpoint, one) for one in forms])
-    return found
 
 
 def _key(data: DataSettings, rules: Rules) -> str:

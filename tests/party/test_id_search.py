@@ -124,6 +124,7 @@ def test_a_query_is_not_asked_again(folder: Path) -> None:
         ("--ids contract.yaml --also missing.csv", 3, "there is no such file"),
         ("--id x --also other.csv", 3, "neither column 'id' nor canonical_id"),
         ("--id ' '", 3, "there are no ids"),
+        ("--id \udcff", 3, "the ids are not UTF-8"),
         ("--id x --set contract.ids.kind=email --runs nowhere", 3, "id 1 of 1: no id by the rules"),
         ("--id x --set data.id_column=null", 2, "rows are known by their numbers"),
         ("--id x --set 'data.id_column=[id, x1]' --set 'contract.ids=[{}, {}]'", 2, "--ids"),

@@ -103,9 +103,14 @@ def run_parties(
 def _run_side_by_side(
     commands: Mapping[str, Sequence[str]], show: Callable[[str, str], None]
 ) -> int:
+    def copy_lines(name: str, lines: IO[str]) -> None:
+        with lines:
+            for line in lines:
+                show(name, line.rstrip())
+
     processes = {name: _start(name, command) for name, command in commands.items()}
     readers = [
-        threading.Thread(target=_copy_lines, args=(name, process.stdout, show), daemon=True)
+        threading.Thread(target=copy_lines, args=(name, process.stdout), daemon=True)
         for name, process in processes.items()
     ]
     for reader in readers:
@@ -134,12 +139,6 @@ def _start(name: str, command: Sequence[str]) -> subprocess.Popen[str]:
 
 def _prefix(name: str) -> str:
     return f"{name:<7} | "
-
-
-def _copy_lines(name: str, lines: IO[str], show: Callable[[str, str], None]) -> None:
-    with lines:
-        for line in lines:
-            show(name, line.rstrip())
 
 
 def _print_line(stream: IO[str], name: str, line: str) -> None:
@@ -175,7 +174,13 @@ def _wait(processes: Sequence[subprocess.Popen[str]], signalled_at: Sequence[flo
             deadline = min(deadline, signalled_at[0] + STOP_S)
         if time.monotonic() > deadline:
             was_patient = False
-            _end(running)
+            for process in running:
+                process.terminate()
+            for process in running:
+                try:
+                    process.wait(STOP_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
         time.sleep(_POLL_S)
     if exit_code == PeerError.exit_code and was_patient:
         # A party that only noticed the failure may end first; another one knows the reason.
@@ -187,13 +192,3 @@ def _first_failure(processes: Sequence[subprocess.Popen[str]]) -> int:
     code = next((process.returncode for process in processes if process.returncode), 0)
     # For a process ended by a signal, Python returns its negative number; shells add 128 to it.
     return code if code >= 0 else 128 - code
-
-
-def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
-    for process in processes:
-        process.terminate()
-    for process in processes:
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import IO
 
 from rich.console import Console
@@ -78,7 +77,13 @@ def run_parties(
     console = Console(stderr=stderr)
     stream = sys.stderr if stderr else sys.stdout
     display = RunDisplay(list(commands), console) if console.is_terminal else None
-    show = partial(_print_line, stream) if display is None else display.show
+
+    def write(name: str, line: str) -> None:
+        # One write per line, so that the lines of the parties are not mixed.
+        stream.write(f"{_prefix(name)}{line}\n")
+        stream.flush()
+
+    show = write if display is None else display.show
     held: list[tuple[str, str, str]] = []
     bar = ProgressBar("running", "epochs", per_epoch=1, console=console)
 
@@ -139,12 +144,6 @@ def _start(name: str, command: Sequence[str]) -> subprocess.Popen[str]:
 
 def _prefix(name: str) -> str:
     return f"{name:<7} | "
-
-
-def _print_line(stream: IO[str], name: str, line: str) -> None:
-    # One write per line, so that the lines of the parties are not mixed.
-    stream.write(f"{_prefix(name)}{line}\n")
-    stream.flush()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,8 +80,10 @@ class _Found(NamedTuple):
 
 def collect(experiment: str, size: str, cell: Cell, results: Path) -> list[FigureRow]:
     folder = results / cell.folder
-    swept = cell.variant.removeprefix(cell.series).split()
-    setting = _number(swept[0]) if len(swept) == 1 else None
+    setting = None
+    with suppress(ValueError):  # not one setting is swept, or it is no number
+        (swept,) = cell.variant.removeprefix(cell.series).split()
+        setting = float(swept)
     whose = (experiment, size, cell.dataset, cell.variant, cell.series, setting, cell.seed)
     found = [_Found("active", "wall_s", read_marker(folder / FINISHED)["wall_s"])]
     parties = {"active": cell.settings["active"], **passive_parties(cell.settings)}
@@ -216,10 +219,3 @@ def _of_received(party: str, epoch: int, path: Path, *, beside_logit: bool) -> I
             yield _Found(
                 party, f"epoch_{name}_q{quantile:02}", value, "cut", f"label {label:g}", epoch
             )
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None

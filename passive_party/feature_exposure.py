@@ -440,7 +440,9 @@ _EXPOSURE = TypeAdapter(FeatureExposure)
 
 
 def exposure_to_json(exposure: FeatureExposure) -> Any:
-    return _EXPOSURE.dump_python(exposure, mode="json") | {"disclosure": exposure.disclosure}
+    written = _EXPOSURE.dump_python(exposure, mode="json")
+    names = ("disclosure", "strongest_disclosure")
+    return written | {name: getattr(exposure, name) for name in names}
 
 
 def exposure_from_json(document: object) -> FeatureExposure | None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from splitveil.common.errors import SettingsError
 from splitveil.common.party import report_parts
 from splitveil.common.party.arguments import print_json
-from splitveil.common.party.cover import COVER, CheckAnswer, nothing_of_labels, write_cover
+from splitveil.common.party.cover import COVER, CheckAnswer, ended_early_by, was_sent, write_cover
 from splitveil.common.record.run_folder import write_json_atomically, write_text_atomically
 from splitveil.common.record.run_record import METRICS, Summary, find_summary, read_metrics, text_of
 from splitveil.common.run.contract import ACTIVE
@@ -33,14 +33,21 @@ _PACKAGE = "splitveil.passive_party"
 _MOST_BARS = 10
 
 _GUESSED: Mapping[Kind, str] = {
-    "number": "its quarter",
+    "number": "which of four equal-sized ranges it lies in,",
     "gap": "it",
     "category": "it",
     "list": "whether one of its categories is there",
 }
 
-_ELSEWHERE = "It is on the label owner's page."
+_ELSEWHERE = "See the label owner's cover page."
 _NO_COLUMNS = report_parts.ScaleRow("Columns: not measured", "muted", said="Not measured.")
+_NOTHING_OF_COLUMNS = report_parts.ScaleRow(
+    "Columns: 0, nothing of them was sent",
+    "estimate",
+    0.0,
+    0.0,
+    said="Nothing that was sent depends on one but the ids.",
+)
 _NO_LABELS = report_parts.ScaleRow(
     "Labels: 0, nothing that we got depends on one",
     "guarantee",
@@ -50,22 +57,24 @@ _NO_LABELS = report_parts.ScaleRow(
 )
 # The strength of a defense is private, and what this party's adversary finds depends on labels.
 _SOME_LABELS = report_parts.ScaleRow(
-    "Labels: their owner's report has the bound", "muted", said=_ELSEWHERE
+    "Labels: see the label owner's cover page", "muted", said=_ELSEWHERE
 )
-_MODEL = report_parts.ScaleRow(
-    "Model: its owner's report has the figures", "muted", said=_ELSEWHERE
-)
+_MODEL = report_parts.ScaleRow("Model: see the label owner's cover page", "muted", said=_ELSEWHERE)
 
 # What each kind of message that this party sends contains.
 _CONTENT: Mapping[str, str] = {
     "Handshake request": "the contract, field by field",
     "Align request": "ids, blinded by a secret of this party",
     "Train request": "activations of training rows",
-    "Evaluate request": "activations of held-out rows, and of all rows of a one-shot run",
+    "Evaluate request": "activations of held-out rows",
     "Leave request": "how this party's part ended",
     "Describe request": "questions about the model that is served",
     "Embed reply": "activations of rows asked for by id",
     "EmbedTable reply": "encrypted activations of the whole table",
+}
+_CONTENT_ONE_SHOT: Mapping[str, str] = {
+    "Train request": "messages of the oblivious transfer that yields noisy sums",
+    "Evaluate request": "activations of all rows",
 }
 # What the page's own sentences name.
 _NAMED = ("activations of", "ids, blinded", "the contract", "how this party")
@@ -102,12 +111,23 @@ def write_passive_report(folder: Path, output: Path | None = None) -> Path:
     contract = as_mapping(settings.get("contract"))
     one_shot = contract.get("exchange") == "one_shot"
     one_sided = as_mapping(contract.get("alignment")).get("kind") == "one_sided"
+    ended_by = ended_early_by(folder)
+    of_columns, of_labels = was_sent(contract, None if ended_by is None else traffic)
+    if not of_columns:
+        exposure = None
     assessment = _assessment(exposure, "is" if one_sided else "was", most)
+    if ended_by is not None:
+        said = assessment.headline if of_columns else "Nothing of our columns was sent."
+        assessment = assessment._replace(
+            style="unknown" if assessment.style == "within" else assessment.style,
+            word="Ended early",
+            headline=f"The run ended early, by {ended_by}. {said}",
+        )
     figures = {
-        "columns": _NO_COLUMNS
+        "columns": (_NO_COLUMNS if of_columns else _NOTHING_OF_COLUMNS)
         if exposure is None
-        else report_parts.columns_row(exposure.disclosure, most),
-        "labels": _NO_LABELS if nothing_of_labels(contract) else _SOME_LABELS,
+        else report_parts.columns_row(exposure.disclosure, exposure.strongest_disclosure, most),
+        "labels": _SOME_LABELS if of_labels else _NO_LABELS,
     }
     if output is None:  # the pages name each other by their places
         write_cover(
@@ -115,13 +135,15 @@ def write_passive_report(folder: Path, output: Path | None = None) -> Path:
             str(settings.get("party", "passive")),
             settings,
             summary,
-            (assessment.style, assessment.word, figures["columns"].said),
+            (
+                assessment.style,
+                assessment.word,
+                assessment.headline
+                if ended_by
+                else f"{figures['columns'].said.partition('.')[0]}.",
+            ),
             {**figures, "model": _MODEL},
-            {
-                "columns": CheckAnswer(
-                    "ticked" if assessment.style == "within" else "no", assessment.word
-                )
-            },
+            {"limit": _within_limit(exposure, most, was_sent=of_columns)},
         )
     peer = "a process on this machine, in plain text (nobody was authenticated)"
     if as_mapping(settings.get("security")).get("mode") == "mtls":
@@ -129,7 +151,10 @@ def write_passive_report(folder: Path, output: Path | None = None) -> Path:
         peer = f"{identity} (by its certificate, over TLS 1.3)"
     columns = () if exposure is None else exposure.columns
     crossed = report_parts.traffic_rows(traffic, ACTIVE)
-    left = {_CONTENT.get(one.kind, one.kind) for one in crossed if one.direction == "sent"}
+    content = {**_CONTENT, **(_CONTENT_ONE_SHOT if one_shot else {})}
+    if contract.get("release") == "noisy_labels":
+        content = {**content, "Train request": "the contract's request for noisy labels"}
+    left = {content.get(one.kind, one.kind) for one in crossed if one.direction == "sent"}
     page = report_parts.render(
         _PACKAGE,
         "passive.html.jinja",
@@ -140,7 +165,8 @@ def write_passive_report(folder: Path, output: Path | None = None) -> Path:
         assessment=assessment,
         both_sides=report_parts.picture([*figures.values()]),
         one_shot=one_shot,
-        release=contract.get("release"),
+        release=contract.get("release") if of_labels else None,
+        of_columns=of_columns,
         epochs=summary.counts.epochs,
         one_sided=one_sided,
         exposure=exposure,
@@ -154,7 +180,7 @@ def write_passive_report(folder: Path, output: Path | None = None) -> Path:
         agreed=list(_agreed(settings, contract)),
         circumstances=list(report_parts.circumstances(summary, read_metrics(folder), traffic)),
         traffic_rows=[
-            one._replace(kind=f"{one.kind}: {_CONTENT[one.kind]}") if one.kind in _CONTENT else one
+            one._replace(kind=f"{one.kind}: {content[one.kind]}") if one.kind in content else one
             for one in crossed
         ],
     )
@@ -196,7 +222,7 @@ def _assessment(
     if isinstance(max_exposure, float):
         is_above = exposure.disclosure > max_exposure
         style = "fail" if is_above else "within"
-        word = f"{'Above' if is_above else 'Within'} max_exposure {max_exposure:g}"
+        word = f"Average {'above' if is_above else 'within'} the limit, {max_exposure:g}"
     if not best.is_above_chance:
         return Assessment(
             style,
@@ -216,11 +242,22 @@ def _assessment(
         style,
         word,
         f"A label owner that knows “{best.name}” of {exposure.known_rows:,} records guesses "
-        f"{_GUESSED[best.kind]} right for {best.of_100(best.right)} of 100 others with what "
+        f"{_GUESSED[best.kind]} correctly for {best.of_100(best.right)} of 100 others with what "
         f"{is_or_was} sent, and for {best.of_100(best.without)} without.",
         next_step,
         price,
     )
+
+
+def _within_limit(exposure: FeatureExposure | None, most: object, *, was_sent: bool) -> CheckAnswer:
+    if not was_sent:
+        return CheckAnswer("does not apply", "Nothing of the columns was sent.")
+    if exposure is None or not exposure.columns:
+        return CheckAnswer("no", "It was not measured.")
+    if not isinstance(most, int | float):
+        return CheckAnswer("no", "The feature owner has set no limit.")
+    is_within, measured = exposure.disclosure <= most, f"measured: {exposure.disclosure:.2f}"
+    return CheckAnswer("ticked" if is_within else "no", f"Limit: {most:g}; {measured}.")
 
 
 def _agreed(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

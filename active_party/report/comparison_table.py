@@ -20,6 +20,7 @@ def comparison_table(
     """
     found = {name: assess(summary) for name, summary in summaries.items()}
     models = [summary.of_active.model for summary in summaries.values()]
+    main = " or ".join(dict.fromkeys(f"test {one.test.main}" for one in models))
     alone = sorted({one.alone.in_words(4) for one in models if one.alone is not None})
     notes = [
         "labels: feature-adjusted leak AUC (99.99 % interval); 0.5 is guessing",
@@ -33,14 +34,14 @@ def comparison_table(
             for name, summary in summaries.items()
             if (alarms := summary.of_active.leak_alarms)
         ),
-        *([f"test AUC without the feature owner's columns: {', '.join(alone)}"] if alone else []),
+        *([f"{main} without the feature owner's columns: {', '.join(alone)}"] if alone else []),
     ]
     if disclosed:
         notes.append("columns: share of what they hide that was given away: mean, strongest")
     table = PlainTable(
         title,
         (
-            *("run", "test AUC", "labels: attack", "labels: bound"),
+            *("run", main, "labels: attack", "labels: bound"),
             *(["columns"] if disclosed else []),
         ),
         lead=1,

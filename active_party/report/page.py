@@ -14,7 +14,7 @@ from typing import NamedTuple
 from splitveil.active_party.report import panels, run_files, svg, tables
 from splitveil.active_party.report.run_files import RunFiles, read_run
 from splitveil.active_party.report.tables import MeasuredAttack
-from splitveil.active_party.report.verdict import Verdict, target_of, verdict_of
+from splitveil.active_party.report.verdict import Verdict, outcome_in_words, target_of, verdict_of
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import read_predictions
 from splitveil.common.data.settings import ONE_NUMBER
@@ -43,9 +43,9 @@ _REPORT_LATER = "once the cause is gone: splitveil report"
 _PACKAGE = "splitveil.active_party.report"
 _NAME_LENGTH = 36
 _NOT_OURS = ScaleRow(
-    "Columns: their owner's report has the figure",
+    "Columns: see the feature owner's cover page",
     "muted",
-    said="It is on the feature owner's page.",
+    said="See the feature owner's cover page.",
 )
 
 
@@ -126,7 +126,7 @@ def report_page(run: RunFiles, *, has_cover: bool = False) -> str:
 
 def _write_cover(run: RunFiles, verdict: Verdict) -> None:
     """Write the label owner's cover page: its figures, and its answers to the list of checks."""
-    target, where = target_of(run)
+    target, _ = target_of(run)
     has_budget = any(run.active.setting("run_budget", name) for name in ("leak_auc", "sum_kl"))
     pairs = f"{100 * float(auc_at_most(run.guarantee)):g}" if run.guarantee < 1 else ""
     bound = CheckAnswer("ticked", f"At most {pairs} of 100 pairs.")
@@ -136,16 +136,14 @@ def _write_cover(run: RunFiles, verdict: Verdict) -> None:
         why = "The bound is what the defense's own code states, without a proof."
         bound = CheckAnswer("no", why)
     if target is None:
-        why = "No setting says which figure is acceptable (report.target_leak_auc)."
-        figure = CheckAnswer("no", why)
+        within = CheckAnswer("no", "The label owner's settings have no limit.")
     elif not run.guarantee <= target + 1e-9:
-        why = f"The bound is not within {100 * target:g} of 100 pairs ({where})."
-        figure = CheckAnswer("no", why)
+        within = CheckAnswer("no", f"There is no bound within {100 * target:g} of 100 pairs.")
     elif not has_budget:
-        figure = CheckAnswer("no", "No run_budget limits all runs together.")
+        within = CheckAnswer("no", "No budget limits all runs together.")
     else:
-        why = f"It is within {100 * target:g} of 100 pairs; run_budget is set."
-        figure = CheckAnswer("ticked", why)
+        why = f"It is within {100 * target:g} of 100 pairs; a budget is set."
+        within = CheckAnswer("ticked", why)
     write_cover(
         run.active.folder,
         ACTIVE,
@@ -153,24 +151,25 @@ def _write_cover(run: RunFiles, verdict: Verdict) -> None:
         run.active.summary,
         (verdict.outcome, verdict.badge, verdict.answer),
         scales(run, verdict.leak),
-        {"bound": bound, "figure": figure},
+        {"bound": bound, "target": within},
+        outcome=outcome_in_words(run),
     )
 
 
 def scales(run: RunFiles, leak: LeakAssessment) -> Mapping[str, ScaleRow]:
     """Return what labels and columns give away, and what the model is worth.
 
-    Of a leak AUC and of a test AUC, 1/2 is 0 and 1 is 1. Of columns, only their owner has a figure:
-    it is here where its files are on this machine.
+    Of a leak AUC and of a test AUC, 1/2 is 0 and 1 is 1; words give pairs of 100. Of columns, only
+    their owner has a figure: it is here where its files are on this machine.
     """
     found = {"labels": _labels(run, leak)}
     if leak.has_gradients:
-        found["labels, measured"] = _measured(leak)
+        found["labels, measured"] = _measured(run, leak)
     for one in run.passives:
-        if (disclosure := one.disclosure) is not None:
-            whose = f" ({one.name})" * (len(run.passives) > 1)
-            most = one.setting("max_exposure")
-            found[f"columns{whose}"] = columns_row(disclosure, most, whose)
+        if (disclosed := one.disclosure) is not None:
+            whose = f"({one.name})" * (len(run.passives) > 1)
+            row = columns_row(*disclosed, one.setting("max_exposure"), whose)
+            found[f"columns {whose}".strip()] = row
     if not any(name.startswith("columns") for name in found):
         found["columns"] = _NOT_OURS
     return found | {"model": _model(run)}
@@ -179,27 +178,57 @@ def scales(run: RunFiles, leak: LeakAssessment) -> Mapping[str, ScaleRow]:
 def _labels(run: RunFiles, leak: LeakAssessment) -> ScaleRow:
     target, _ = target_of(run)
     most = None if target is None else 2 * target - 1
-    limit = "" if target is None else f" Limit: {100 * target:g} of 100 pairs."
+    limit = "" if target is None else f"; limit {100 * target:g}"
+    allowed = "" if target is None else f" Limit: {100 * target:g}."
     if leak.bound is None or leak.adversary is None:
-        said = f"Nothing limits it.{limit}"
-        return ScaleRow("Labels: no bound", "muted", 0.0, 1.0, most=most, said=said)
-    bound, how = float(auc_at_most(leak.bound)), ", computationally" * leak.is_computational
-    words = f"Labels: at most {2 * bound - 1:.3f} ({leak.adversary}{how})"
-    said = f"At most {100 * bound:g} of 100 pairs for {leak.adversary.in_words}{how}; guessing: 50."
-    return ScaleRow(words, "guarantee", 0.0, 2 * bound - 1, most=most, said=said + limit)
+        said = f"No bound: nothing limits it.{allowed}"
+        return ScaleRow(f"Labels: no bound{limit}", "muted", 0.0, 1.0, most=most, said=said)
+    bound = float(auc_at_most(leak.bound))
+    if leak.adversary is not Adversary.ANYBODY:
+        held = f"{_BEHAVES[leak.adversary]} is held to {100 * bound:g} of 100 pairs"
+        said = f"No bound against a company that tries; only one that {held}.{allowed}"
+        return ScaleRow(f"Labels: no bound{limit}", "muted", 0.0, 1.0, most=most, said=said)
+    words = f"Labels: at most {100 * bound:g} of 100 pairs{limit}"
+    if leak.bound == 0.5:
+        said = f"Nothing that was sent depends on one: 50 of 100 pairs, which is guessing.{allowed}"
+        return ScaleRow(words, "guarantee", 0.0, 0.0, said=said)
+    counted = (
+        "all training rows of a person together" if leak.is_of_persons else "each training row"
+    )
+    said = (
+        f"At most {100 * bound:g} of 100 pairs, guessing: 50.{allowed} It counts {counted}, in "
+        "this run and the earlier ones counted with it, beyond what the columns say."
+    )
+    if leak.is_computational:
+        said += (
+            " It rests on the cryptography that the report names; no cryptographer has reviewed "
+        )
+        said += "its code."
+    return ScaleRow(words, "guarantee", 0.0, 2 * bound - 1, most=most, said=said)
 
 
-def _measured(leak: LeakAssessment) -> ScaleRow:
+_BEHAVES = {
+    Adversary.HONEST_BUT_CURIOUS: "sends what its model computes",
+    Adversary.CLASS_MEANS: "only compares gradients with the averages of the classes",
+}
+
+
+def _measured(run: RunFiles, leak: LeakAssessment) -> ScaleRow:
     found, strongest = leak.share, leak.strongest
     if found is None:
         words = leak.not_measured
         said = f"It {words}.".replace("It not", "Not")
-        return ScaleRow(f"Strongest attack: {words}", "muted", said=said)
-    said = f"{found[2]:.0%} of the variance that columns leave."
+        return ScaleRow(f"Attack: {words}", "muted", said=said)
+    low, high, value = found
+    words = f"{value:.0%} of the variance ({low:.0%} to {high:.0%})"
+    said = f"An attack that was run explains {value:.0%} of the variance that columns leave."
     if strongest is not None:
-        said = f"{50 + 50 * found[2]:.0f} of 100 pairs, by the strongest attack that was run."
-    words = f"Strongest attack: {found[2]:.3f} ({found[0]:.3f} to {found[1]:.3f})"
-    return ScaleRow(words, "measured", *found, said=said)
+        low, high, value = (50 + 50 * one for one in found)
+        words = f"{value:.0f} of 100 pairs ({low:.0f} to {high:.0f})"
+        said = f"An attack that was run was right in {value:.0f} of 100 pairs."
+    left_out = run.active.summary.of_leak.counts.much_left_out
+    said += f" {left_out.replace(' (leak_monitor.max_cpu_share)', '')}"
+    return ScaleRow(f"Attack: {words}", "measured", *found, said=said.strip())
 
 
 def _model(run: RunFiles) -> ScaleRow:
@@ -208,10 +237,15 @@ def _model(run: RunFiles) -> ScaleRow:
     if joint is None:
         return ScaleRow("Model: not measured", "muted", said="Not measured.")
     figure, unit = model.test.share_in_words
-    words, said = f"Model: {max(joint, 0.0):.3f}", f"{figure} {unit}, on test records"
+    words, said = (
+        f"Model: {figure} {unit.partition(' in ')[0].replace('the ', '')}",
+        f"{figure} {unit}, on test records",
+    )
     if model.alone is not None and alone is not None:
-        words += f"; without the other columns {max(alone, 0.0):.3f}"
-        said += f"; by the label owner's own columns {model.alone.share_in_words[0]}"
+        words += f"; own columns {model.alone.share_in_words[0]}"
+        said += f"; by the label owner's own columns alone {model.alone.share_in_words[0]}"
+    if model.refit is not None and run.active.setting("inference", "model") != "trained":
+        said += f"; refitted, as it predicts by default, {model.refit.share_in_words[0]}"
     most = None if alone is None else max(alone, 0.0)
     return ScaleRow(words, "utility", 0.0, max(joint, 0.0), most=most, said=f"{said}.")
 

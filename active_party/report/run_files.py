@@ -53,12 +53,16 @@ class PartyFiles(NamedTuple):
         return value
 
     @property
-    def disclosure(self) -> float | None:
-        """The disclosure of its columns as a passive party has measured it, 0 to 1."""
+    def disclosure(self) -> tuple[float, float | None] | None:
+        """What its columns give away, 0 to 1, as a passive party has measured it.
+
+        The mean over columns, and that of the most exposed one.
+        """
         path = self.folder / "exposure.json"
         found = _mapping(load_yaml(run_record.text_of(path) or "{}", str(path), RESOLVED))
-        value = found.get("disclosure")
-        return value if isinstance(value, float) else None
+        value, most = found.get("disclosure"), found.get("strongest_disclosure")
+        most = most if isinstance(most, float) else None
+        return (value, most) if isinstance(value, float) else None
 
     def layer(self, name: str) -> str:
         return name if self.name in {_ACTIVE, _ALONE} else f"{self.name}: {name}"

@@ -227,7 +227,12 @@ def completion_in_words(run: run_files.RunFiles) -> list[str]:
 def test_rows(run: run_files.RunFiles) -> Iterator[tuple[str, str]]:
     """Yield the model's figures on test rows, and the baselines it has to beat."""
     model, predictions = run.active.summary.of_active.model, read_predictions(run.active.folder)
-    yield f"test {model.test.main}, both companies' data", quality_in_words(run, predictions, 3)
+    whose = "both" if len(run.active.setting("contract", "passive_parties") or ()) < 2 else "all"
+    unit = "" if model.test.rmse is None else ", in the label's unit"
+    joint = f"test {model.test.main}, {whose} companies' data{unit}"
+    yield joint, quality_in_words(run, predictions, 3)
+    if model.refit is not None and run.active.setting("inference", "model") != "trained":
+        yield "the same, refitted: predicts by default", model.refit.in_words(3)
     undefended = None if predictions is None else _undefended(run, predictions)
     if undefended is not None:
         yield "both, without a defense", undefended.in_words(3)

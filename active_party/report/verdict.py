@@ -20,6 +20,7 @@ from splitveil.active_party.report.run_files import RunFiles
 from splitveil.active_party.report.tables import estimate_of
 from splitveil.active_party.training.evaluation import read_predictions
 from splitveil.common.data.settings import ONE_NUMBER
+from splitveil.common.party.cover import ended_early_by
 from splitveil.common.privacy.charge import Adversary
 from splitveil.common.record.assessment import Finding, LeakAssessment, passes_stated
 from splitveil.common.text.wording import at_least, at_most, auc_at_most
@@ -34,7 +35,6 @@ _BADGES: Mapping[Outcome, str] = {
     "unknown": "No target set",
 }
 _WHOSE: Mapping[Adversary, tuple[str, str]] = {
-    Adversary.ANYBODY: ("Whatever the other company does, it", ""),
     Adversary.HONEST_BUT_CURIOUS: (
         "A company that sends what its model computes",
         " Nothing limits one that sends anything else.",
@@ -99,7 +99,11 @@ def verdict_of(run: RunFiles) -> Verdict:
     """Hold a run against its target."""
     leak, (target, where) = run.assessment, target_of(run)
     passed = list(_passed(run, leak))
-    checks = [*_leak_checks(run, target, leak), *_other_checks(run, leak, passed)]
+    checks = [
+        *_leak_checks(run, target, leak),
+        *_other_checks(run, leak, passed),
+        *_end_checks(run),
+    ]
     has_bound = any(check.name == _BOUND and check.outcome == "pass" for check in checks)
     steps = list(_steps(run, {check.name: check.outcome for check in checks}, target))
     # A bound speaks for an attack whose interval is wide, and not where nothing can be measured.
@@ -113,10 +117,13 @@ def verdict_of(run: RunFiles) -> Verdict:
     outcome = "fail" if "fail" in outcomes else outcome
     missed = ", ".join(check.name for check in checks if check.outcome == outcome)
     said_of_leak = leak, _answer(run, leak, passed), _strongest(leak), _not_anybody(run, leak)
+    ended_by = ended_early_by(run.active.folder)
     if target is None:
         shown: Outcome = "fail" if leak.is_recovered or passed else "unknown"
         badge = "An attack passes a bound" if passed else _BADGES[shown]
         badge = "Labels recovered" if leak.is_recovered else badge
+        if ended_by is not None and shown == "unknown":
+            shown, badge = "open", "Ended early"
         said = "No target is set, so that this page cannot say whether the run is good enough."
         return Verdict(*said_of_leak, shown, badge, said, tuple(checks), tuple(steps))
     goal, badge = f"at most {target * 100:g} of 100 pairs ({where})", _BADGES[outcome]
@@ -129,6 +136,11 @@ def verdict_of(run: RunFiles) -> Verdict:
         said = f"The run meets its target, {goal}."
         if (target, where) == _NOTHING:
             badge, said = "No label revealed", ""
+    if outcome == "open" and {one.name for one in checks if one.outcome == "open"} == {_ALONE}:
+        badge = "No gain shown"
+    if ended_by is not None and not passed:
+        badge = "Ended early"
+    badge = "Labels recovered" if leak.is_recovered else badge
     return Verdict(*said_of_leak, outcome, badge, said, tuple(checks), tuple(steps))
 
 
@@ -204,33 +216,85 @@ def _defense_of(settings: Mapping[str, Any]) -> DefenseSettings | None:
 
 def _answer(run: RunFiles, leak: LeakAssessment, passed: Sequence[str]) -> str:
     """Say for whom there is a bound, and what it means; ``passed`` names figures above it."""
-    distinguishes = "distinguishes a row with one label from one with the other"
-    if run.num_classes == ONE_NUMBER:
-        distinguishes = "distinguishes a label at one end of the range from one at the other"
-    elif run.num_classes > 2:
-        distinguishes = "distinguishes rows of two classes, even of those that are separated best,"
-    elif run.label:
-        distinguishes = f"distinguishes a row with “{run.label}” from one without"
-    if leak.adversary is None or leak.bound is None:
-        return (
-            f"Nothing in this run limits how well the other company {distinguishes}. Guessing is "
-            "right in 50 of 100 pairs."
-        )
+    ended_by = ended_early_by(run.active.folder)
+    early = "" if ended_by is None else f"The run ended early, by {ended_by}. Until then: "
+    others, does = "the other company", "does, it distinguishes"
+    if len(run.active.setting("contract", "passive_parties") or ()) > 1:
+        others, does = "the other companies", "do, they distinguish"
+    whose = "its own data reveal" if others == "the other company" else "their own data reveal"
     if leak.adversary is Adversary.ANYBODY and leak.bound == 0.5:
-        return "This run tells nobody anything of the labels beyond what their own data reveal."
-    who, others = _WHOSE[leak.adversary]
-    if leak.adversary is Adversary.ANYBODY and not leak.is_proved:
-        who, others = "By what this run's own defense states, the other company", ""
+        return f"{early}This run tells {others} nothing of the labels beyond what {whose}."
+    if leak.adversary is None or leak.bound is None or leak.above_bound:
+        found = _attacked(run, leak)
+        if found or leak.adversary is None or leak.bound is None:
+            limits = f"Nothing in this run limits how well {others} can tell {_apart(run)}. "
+            return early + (found or f"{limits}Guessing is right in 50 of 100 pairs.")
+    pairs = f"{float(auc_at_most(leak.bound)) * 100:g} of 100 pairs"
+    who, caveat = _WHOSE.get(leak.adversary, ("", ""))
+    said = f"{who} distinguishes"
+    if leak.adversary is Adversary.ANYBODY:
+        said = f"Whatever {others} {does}"
+        if leak.is_computational:
+            said = f"As long as its cryptography holds, whatever {others} {does}"
+        if not leak.is_proved:
+            said = f"By what this run's own defense states, {others} {does.split()[-1]}"
     if leak.above_bound:
         reached = leak.above_bound[0].leak.value * 100
-        others = f" An attack that was run reaches {reached:.0f}.{others}"
+        caveat = f" An attack that was run reaches {reached:.0f}.{caveat}"
     elif passed:
-        others = f" {passed[0]}{others}"
-    pairs = f"{float(auc_at_most(leak.bound)) * 100:g} of 100 pairs"
+        caveat = f" {passed[0]}{caveat}"
+    beyond = f"in at most {pairs}, beyond what {whose}. Guessing: 50."
+    return f"{early}{said} {_apart(run)} {beyond}{caveat}"
+
+
+def _attacked(run: RunFiles, leak: LeakAssessment) -> str:
+    """Say what an attack reached where no bound holds for anybody; empty if none leaks."""
+    target, _ = target_of(run)
+    missed = "" if target is None else f" Target missed: {100 * target:g}."
+    recovered = "Labels recovered: an attack" if leak.is_recovered else "An attack"
+    tries = "No bound holds against a company that tries."
+    if leak.explained is not None and leak.explained.low > 0:
+        share = f"{leak.explained.r2:.0%} of the variance that columns leave"
+        return f"{recovered} explains {share}. {tries}{missed}"
+    strongest = leak.strongest
+    leaks = {Finding.LEAKS, Finding.ABOVE_BOUND}
+    is_stated_for_all = leak.adversary is Adversary.ANYBODY
+    if strongest is None or strongest.finding not in leaks or is_stated_for_all:
+        return ""
     return (
-        f"{who} {distinguishes} in at most {pairs}, beyond what its own data reveal. Guessing: 50."
-        f"{others}"
+        f"{recovered} told {_apart(run)} in {100 * strongest.leak.value:.0f} of 100 pairs. "
+        f"{tries}{missed}"
     )
+
+
+def outcome_in_words(run: RunFiles) -> str:
+    """Name the label and its classes, as ``churned: yes, or another``.
+
+    The range of a number is private: no page for the other side has it.
+    """
+    column, classes = run.active.setting("data", "label_column"), run.num_classes
+    if column is None:
+        return "not recorded"
+    if classes == ONE_NUMBER:
+        return f"{column}, a number; its range is in the label owner's settings"
+    if classes > 2:
+        names = run.active.setting("data", "classes")
+        named = ", ".join(map(str, names)) if isinstance(names, list) else f"{classes} classes"
+        return f"{column}: {named}"
+    return f"{run.label}, or another"
+
+
+def _apart(run: RunFiles) -> str:
+    column = run.active.setting("data", "label_column")
+    match run.num_classes:
+        case classes if classes == ONE_NUMBER:
+            what = f"“{column}”" if column else "a label"
+            return f"{what} at one end of the range from one at the other"
+        case classes if classes > 2:
+            return f"a row of one class{f' of “{column}”' if column else ''} from one of any other"
+        case _ if column:
+            return f"a row with “{run.label}” from one without"
+    return "a row with one label from one with the other"
 
 
 def _passed(run: RunFiles, leak: LeakAssessment) -> Iterator[str]:
@@ -288,7 +352,7 @@ def _leak_checks(run: RunFiles, target: float | None, leak: LeakAssessment) -> I
 
 
 def _other_checks(run: RunFiles, leak: LeakAssessment, passed: Sequence[str]) -> Iterator[Check]:
-    """Check stated bounds, the budget, the model's worth, and that the run has ended."""
+    """Check stated bounds, the budget, and the model's worth."""
     if passed:
         yield Check(_PASSED, "fail", str(len(passed)), "0", " ".join(passed))
     elif leak.adversary is not None and leak.strongest is not None:
@@ -317,10 +381,18 @@ def _other_checks(run: RunFiles, leak: LeakAssessment, passed: Sequence[str]) ->
             why = "The test rows are too few: the 95 % interval contains the smallest accepted."
         yield Check(_QUALITY, outcome, figure, f"≥ {least:g}", why)
     if alone is not None and test.score is not None and alone.score is not None:
-        outcome = "pass" if test.score > alone.score else "fail"
-        yield Check(_ALONE, outcome, figure, alone.better_in_words, _WORTH)
+        outcome, why = "pass" if test.score > alone.score else "fail", _WORTH
+        if outcome == "pass" and found is not None and found.low <= alone.score:
+            outcome, why = "open", f"The 95 % interval contains that figure. {_WORTH}"
+        yield Check(_ALONE, outcome, figure, alone.better_in_words, why)
+
+
+def _end_checks(run: RunFiles) -> Iterator[Check]:
     if not run.active.has_ended:
         yield Check(_ENDED, "open", "no", "yes", "It was stopped, or is still running.")
+    if (ended_by := ended_early_by(run.active.folder)) is not None:
+        why = f"It was ended early by {ended_by}: what was agreed was not sent in full."
+        yield Check(_ENDED, "open", "early", "yes", why)
 
 
 def _steps(
@@ -355,7 +427,14 @@ def _steps(
         yield Change(
             "(more aligned rows, more columns, or more epochs)",
             "teach the model more; where the contract leaves rows out of training, give it those",
-            "More answers about the same labels, where there are more epochs: see the ledger.",
+            "More answers about the same labels, where there are more epochs: see the details.",
+        )
+    if outcomes.get(_ALONE) == "open":
+        yield Change(
+            "(more aligned rows, or no joint run)",
+            "the test rows do not show that the feature owner's columns help: more would, or would "
+            "show that they do not",
+            "What another run sends, beside what this one has sent.",
         )
     if outcomes.get(_ALONE) == "fail":
         yield Change(
@@ -377,6 +456,11 @@ def _steps_to_a_bound(run: RunFiles, target: float) -> Iterator[Change]:
     whole = defense.model_dump(mode="json", exclude_none=True)
     changed = {"name": defense.title} | defense.model_dump(mode="json", exclude_defaults=True)
     changed["name"] = defense.title
+    # Rounded up, more noise: the bound stays within the target.
+    if "noise_ratio" in (mechanism := whole.get("mechanism", {})):
+        mechanism["noise_ratio"] = math.ceil(1000 * mechanism["noise_ratio"]) / 1000
+    if mechanism.get("posterior") == "none":  # the default
+        del mechanism["posterior"]
     # The advice changes the strength: it is written even where it is the default.
     changed |= {name: whole[name] for name in ("strength", "mechanism") if name in whole}
     auc = run.active.summary.of_active.model.test.auc

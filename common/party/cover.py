@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from splitveil.common.party.report_parts import ScaleRow, picture, read_traffic, render
+from splitveil.common.party.report_parts import ScaleRow, Traffic, picture, read_traffic, render
 from splitveil.common.record.model_files import identity_of
 from splitveil.common.record.run_folder import end_of, write_json_atomically, write_text_atomically
 from splitveil.common.record.run_record import AlignmentLine, Summary, read_metrics
@@ -20,22 +20,23 @@ from splitveil.common.text.wording import bytes_in_words
 COVER = "cover.html"
 
 CHECKS: Mapping[str, str] = {
-    "bound": "The defense is noisy_label, or the contract says exchange: one_shot, and the report "
-    "states the bound for anybody.",
-    "sums": "With release: noisy_sums, a bound that rests on cryptography is enough.",
-    "figure": "The figure is acceptable for these outcomes, and run_budget limits all runs "
+    "bound": "A bound on how well outcomes are revealed holds for anybody.",
+    "sums": "A bound that rests on cryptography is enough.",
+    "target": "The bound is within the limit that was agreed, and a budget limits all runs "
     "together.",
-    "rows": 'No person has several rows, the report says "for each person", or the bound of each '
-    "row is enough.",
-    "lists": "max_set_size is the real size of the lists (with buckets, with their padding: "
-    "1,032,256 for 1,000,000 ids in 16 buckets).",
-    "columns": "The feature owner has read its plan and its report, accepts what can be guessed of "
-    "its columns, and has written its limit into max_exposure.",
-    "membership": "Both sides may know which people they have in common, or the alignment is "
-    "one-sided.",
-    "predictions": "Both sides accept that predictions name ids, or use --whole-table.",
-    "keys": "Each side made its own key, and both compared the digests by telephone.",
-    "contract": "The contract settles the points above, with dates.",
+    "figure": "The figure is acceptable for these outcomes.",
+    "rows": "No person has several rows, the bound is for each person, or that of each row is "
+    "enough.",
+    "lists": "The largest size of a list that the settings allow is not far above the longest one.",
+    "limit": "The measured average over the columns is within the limit of each feature owner.",
+    "columns": "Each feature owner has read its plan and its report, and accepts what can be "
+    "guessed of its columns.",
+    "membership": "The feature owner may know which people are on both lists, or does not learn "
+    "it.",
+    "predictions": "Predictions may name ids, or the whole table is sent sealed.",
+    "keys": "Each side made its own key, and all compared the keys' fingerprints by telephone.",
+    "contract": "A written agreement settles purpose, lists, figure and runs, predictions, "
+    "deletion and objections, with dates.",
 }
 """The list of ``docs/guide/data-protection.md``, which is signed off."""
 
@@ -45,9 +46,12 @@ _LABELS, _COLUMNS = "label owner", "feature owner"
 
 
 class CheckAnswer(NamedTuple):
-    """What the program finds of a check: a tick, ``no``, or that people have to tick it."""
+    """What the program finds of a check: a tick, ``no``, or that people have to tick it.
 
-    answer: Literal["ticked", "no", "by hand", "other page"]
+    It ticks nothing that only people know, such as that somebody has read a report.
+    """
+
+    answer: Literal["ticked", "no", "by hand", "other page", "does not apply"]
     found: str
 
 
@@ -59,12 +63,14 @@ def write_cover(
     verdict: tuple[str, str, str],
     figures: Mapping[str, ScaleRow],
     answers: Mapping[str, CheckAnswer],
+    outcome: str = "See the label owner's cover page.",
 ) -> None:
     """Write a party's page and its facts into its folder of a run.
 
     Args:
         verdict: outcome, which is the class of the colour, words and sentence.
         figures: of labels, columns and model, by what the page calls them.
+        outcome: the label and its classes or range, which only the label owner's page names.
         answers: to the checks that only this party can answer.
     """
     contract = as_mapping(settings.get("contract"))
@@ -72,15 +78,23 @@ def write_cover(
     provenance = summary.provenance
     whose = _COLUMNS if party == ACTIVE else _LABELS
     other = CheckAnswer("other page", f"See the cover page of the {whose}.")
-    checks = {"lists": _lists(folder, contract), **_answers(settings, contract), **answers}
     run_id, fingerprint = identity_of(folder)
+    is_whole = provenance is not None and ended_early_by(folder) is None
+    examined = None if is_whole else traffic
+    rows = [*_exchanged(contract, summary, examined)]
+    sent_of_labels = was_sent(contract, examined)[1]
+    checks = {
+        "lists": _lists(folder, contract),
+        **_answers(settings, contract, sent_of_labels=sent_of_labels),
+        **answers,
+    }
     facts: dict[str, Any] = {
         "run": contract.get("run_name"),
         "run_id": run_id,
         "contract_sha256": fingerprint,
         "written_by": party,
         "version": summary.version,
-        "ended_early_by": (end_of(folder) or {}).get("ended_by"),
+        "ended_early_by": ended_early_by(folder),
         "started": None if traffic is None else traffic.first,
         "ended": None if provenance is None else provenance.ended,
         "parties": [
@@ -93,10 +107,12 @@ def write_cover(
         ],
         "authenticated": as_mapping(settings.get("security")).get("mode") == "mtls",
         "common_rows": summary.counts.aligned_rows,
-        "exchanged": list(_exchanged(contract, summary)),
+        "exchanged": [row for row, was_sent in rows if was_sent],
+        "not_sent": [row["what"] for row, was_sent in rows if not was_sent],
         "messages": None
         if traffic is None
         else {"sent": traffic.sent._asdict(), "received": traffic.received._asdict()},
+        "label": outcome,
         "outcome": verdict[0],
         "verdict": verdict[1],
         "sentence": verdict[2],
@@ -123,11 +139,40 @@ def nothing_of_labels(contract: Mapping[str, Any]) -> bool:
     return contract.get("exchange") == "one_shot" and not contract.get("release")
 
 
-def _exchanged(contract: Mapping[str, Any], summary: Summary) -> Iterator[Mapping[str, str]]:
-    def row(what: str, way: str, how_often: str) -> Mapping[str, str]:
-        return {"what": what, "way": way, "how_often": how_often}
+def ended_early_by(folder: Path) -> str | None:
+    """Return the setting or party that ended a run before its time; None if none did."""
+    found = (end_of(folder) or {}).get("ended_by")
+    return None if found is None else str(found)
 
-    up, down = f"{_COLUMNS} to {_LABELS}", f"{_LABELS} to {_COLUMNS}"
+
+def was_sent(contract: Mapping[str, Any], traffic: Traffic | None) -> tuple[bool, bool]:
+    """Return whether activations were sent, and whether anything that depends on a label was.
+
+    Without a transcript both are taken to be. The sums are in the last reply of a transfer, which
+    is missing where the run ended before it.
+    """
+    if traffic is None:
+        return True, not nothing_of_labels(contract)
+    requests, replies = (traffic.count(f"Train {one}") for one in ("request", "reply"))
+    if contract.get("exchange") != "one_shot":
+        return requests > 0, replies > 0
+    of_labels = replies > 0 if contract.get("release") == "noisy_labels" else replies == requests
+    return traffic.count("Evaluate request") > 0, of_labels and replies > 0
+
+
+_Row = tuple[Mapping[str, str], bool]  # and whether it was sent
+
+
+def _exchanged(
+    contract: Mapping[str, Any], summary: Summary, traffic: Traffic | None
+) -> Iterator[_Row]:
+    def row(what: str, way: str, how_often: str, *, is_sent: bool = True) -> _Row:
+        return {"what": what, "way": way, "how_often": how_often}, is_sent
+
+    of_columns, of_labels = was_sent(contract, traffic)
+    are_several = len(contract.get("passive_parties") or ()) > 1
+    owners = _COLUMNS + "s" * are_several
+    up, down = f"{owners} to {_LABELS}", f"{_LABELS} to {owners}"
     epochs = summary.counts.epochs
     often = "once"
     if contract.get("exchange") != "one_shot":
@@ -139,26 +184,52 @@ def _exchanged(contract: Mapping[str, Any], summary: Summary) -> Iterator[Mappin
         yield row("for each record of the table, sealed: " + activations, up, "once")
         yield row("how many ids it asks for, none in clear", down, "once")
     else:
-        yield row("every id, blinded by secrets of both sides", "both ways", "once")
-        yield row("for each common record: " + activations, up, often)
+        were_aligned = traffic is None or traffic.count("Align reply") > 0
+        common = summary.counts.aligned_rows
+        which = "which ids are on both" if common is None else f"which {common:,} ids are on both"
+        known = f"Both sides now know {which} lists, and the size of the other's."
+        if are_several:
+            which = "of them all have" if common is None else f"{common:,} of them all have"
+            known = (
+                "The label owner and each feature owner now know which ids both have, which "
+                f"{which}, and the size of the other's list."
+            )
+        blinded = f"every id, blinded by secrets of both sides. {known}"
+        yield row(blinded, "both ways", "once", is_sent=were_aligned)
+        yield row("for each common record: " + activations, up, often, is_sent=of_columns)
+    taught = (
+        f"It taught the {owners} how columns relate to the outcome, which the bound on labels does "
+        "not limit. False outcomes can aim what is sent at a column."
+    )
+    last = "tables, outcomes as they are, models, predictions"
     match contract.get("release"):
         case "noisy_labels":
-            yield row("for each record in training: its outcome, with noise", down, "once")
+            noisy = f"for each record in training: its outcome, with noise. {taught}"
+            yield row(noisy, down, "once", is_sent=of_labels)
         case "noisy_sums":
-            yield row("sums of the outcomes of records in training, with noise", down, "once")
+            sums = f"sums of the outcomes of records in training, with noise. {taught}"
+            yield row(sums, down, "once", is_sent=of_labels)
         case _ if nothing_of_labels(contract):
             yield row("of outcomes: nothing", down, "never")
         case _:
-            gradients = "for each record in training: numbers that correct the model (gradients)"
-            yield row(gradients, down, often)
-    yield row("tables, outcomes as they are, models, predictions", "neither way", "never")
+            gradients = (
+                "for each record in training: numbers that correct the model (gradients). Outcomes "
+                "can be read from them as far as no bound on labels limits it."
+            )
+            last = "tables, models, predictions"
+            yield row(gradients, down, often, is_sent=of_labels)
+    yield row(last, "neither way", "never")
 
 
-def _answers(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> dict[str, CheckAnswer]:
+def _answers(
+    settings: Mapping[str, Any], contract: Mapping[str, Any], *, sent_of_labels: bool
+) -> dict[str, CheckAnswer]:
     """Answer what both sides can by the contract and their own settings."""
     found = {
-        "sums": CheckAnswer("ticked", "Does not apply: no noisy sums were sent."),
+        "sums": CheckAnswer("does not apply", "No noisy sums were sent."),
+        "figure": CheckAnswer("by hand", "No program can tell what harm an outcome can do."),
         "rows": CheckAnswer("by hand", "No program can tell which ids are one person's."),
+        "columns": CheckAnswer("by hand", "No program can tell what was read and accepted."),
         "membership": CheckAnswer("by hand", "Both sides know the common ids now."),
         "predictions": CheckAnswer(
             "by hand", "Ids travel in clear unless the table is sent whole."
@@ -168,15 +239,16 @@ def _answers(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> dict[s
             "by hand", "The program knows the settings, not what else was signed."
         ),
     }
-    if contract.get("release") == "noisy_sums":
+    if contract.get("release") == "noisy_sums" and sent_of_labels:
         found["sums"] = CheckAnswer("by hand", "Noisy sums were sent.")
     if as_mapping(settings.get("defense")).get("subject_column"):
         found["rows"] = CheckAnswer("ticked", "The bound is for each person.")
-    if nothing_of_labels(contract):
-        found["rows"] = CheckAnswer("ticked", "Nothing of outcomes was sent about any row.")
-        found["bound"] = CheckAnswer("ticked", "One pass, and nothing that depends on an outcome.")
+    if not sent_of_labels:
+        nothing = CheckAnswer("does not apply", "Nothing that depends on an outcome was sent.")
+        found |= {"rows": nothing, "figure": nothing}
+        found["bound"] = CheckAnswer("ticked", "Nothing that depends on an outcome was sent.")
     if _is_one_sided(contract):
-        found["membership"] = CheckAnswer("ticked", "The alignment is one-sided.")
+        found["membership"] = CheckAnswer("ticked", "It does not learn it.")
         found["predictions"] = CheckAnswer("ticked", "The whole table is sent, sealed.")
     if as_mapping(settings.get("security")).get("mode") != "mtls":
         found["keys"] = CheckAnswer("no", "Nobody was authenticated: the run had no certificates.")
@@ -189,10 +261,10 @@ def _lists(folder: Path, contract: Mapping[str, Any]) -> CheckAnswer:
     own = lines[-1].own_rows if lines else None
     if own is None or not isinstance(most, int):
         return CheckAnswer("by hand", "The size of this side's list was not recorded.")
-    said = f"Of at most {most:,} ids, this side's list has {own:,}"
+    said = f"At most {most:,} ids; this side's list has {own:,}"
     if most <= _ROUNDED_UP * own:
         return CheckAnswer("ticked", f"{said}.")
-    return CheckAnswer("other page", f"{said}: either page has to tick it.")
+    return CheckAnswer("other page", f"{said}: another page has to tick it.")
 
 
 def _is_one_sided(contract: Mapping[str, Any]) -> bool:

@@ -5,6 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import NamedTuple
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
@@ -57,16 +58,18 @@ class ScaleRow(NamedTuple):
     said: str = ""  # a sentence for the cover page
 
 
-def columns_row(disclosure: float, max_exposure: object, whose: str = "") -> ScaleRow:
-    """Return the disclosure of columns, beside their owner's limit."""
+def columns_row(
+    disclosure: float, strongest: float | None, max_exposure: object, whose: str = ""
+) -> ScaleRow:
+    """Return the disclosure of columns and that of the most exposed, beside their owner's limit."""
     most = max_exposure if isinstance(max_exposure, int | float) else None
-    limit = "" if most is None else f"; limit {most:g}"
-    words = f"Columns{whose}: {disclosure:.2f} measured{limit}"
-    said = (
-        f"Whoever knows the columns of some records turns {100 * disclosure:.0f} of 100 wrong "
-        "guesses about others into right ones, on average over the columns. "
-    )
-    said += "Other methods may do better." if most is None else f"Limit: {100 * most:g}."
+    limit = "" if most is None else f"; limit {100 * most:g}"
+    of_whom = f" {shorten(whose, 16, placeholder='…)')}" if whose else ""
+    words = f"Columns{of_whom}: {100 * disclosure:.0f} of 100{limit}"
+    said = f"{100 * disclosure:.0f} of 100 wrong guesses turn right, on average over the columns"
+    if strongest is not None:
+        said += f", and {100 * strongest:.0f} of the most exposed column's"
+    said += "." if most is None else f". Limit: {100 * most:g}."
     return ScaleRow(words, "estimate", 0.0, disclosure, most=most, said=said)
 
 
@@ -99,6 +102,10 @@ class Traffic(NamedTuple):
     @property
     def received(self) -> Volume:
         return self._total("received")
+
+    def count(self, kind: str) -> int:
+        """Return the number of messages of a kind, such as ``Train reply``."""
+        return sum(one.messages for (_, _, each), one in self.volumes.items() if each == kind)
 
     def _total(self, direction: Direction) -> Volume:
         found = [volume for (_, way, _), volume in self.volumes.items() if way == direction]

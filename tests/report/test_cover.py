@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from splitveil.active_party.report import write_report
 from splitveil.common.party.cover import CHECKS
 from splitveil.common.privacy.attacks import ATTACKS
 from splitveil.common.privacy.figures import LeakBounds, PredictionFigures, Spread
+from splitveil.common.record.run_folder import mark_as_ended
 from splitveil.common.record.run_record import (
     ActiveFigures,
     AlignmentLine,
@@ -56,12 +58,22 @@ def write_both(
     own: dict[str, Any] | None = None,
     bound: float = 0.5,
     right: float = 0.6,
+    ended_after: Sequence[str] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Write a run's files on two machines and both pages; return the facts of both covers."""
     agreed = CONTRACT | (contract or {})
     active, passive = folder / "own" / "active", folder / "theirs" / "passive"
     spread = Spread(bound, bound, bound)
     model = ModelFigures(PredictionFigures(auc=0.8), alone=PredictionFigures(auc=0.7))
+    for party in (active, passive):
+        party.mkdir(parents=True)
+        if ended_after is not None:
+            lines = [
+                {"time": "2026-01-02T03:04:05+00:00", "direction": "sent", "bytes": 9, "kind": kind}
+                for kind in ended_after
+            ]
+            (party / "transcript.jsonl").write_text("\n".join(map(json.dumps, lines)))
+            mark_as_ended(party, {"ended_by": "run_budget"})
     ledger = LeakBounds(Spread(0.1, 0.1, 0.1), spread, spread, spread, spread)
     counts = RunCounts(1000, 5 if agreed["exchange"] == "gradients" else None)
     of_active = ActiveFigures(model=model, ledger=ledger)
@@ -69,7 +81,6 @@ def write_both(
         (active, OWN | (own or {}), Summary(counts=counts, active=of_active, provenance=ENDED)),
         (passive, THEIRS, Summary(counts=counts, provenance=ENDED)),
     ):
-        party.mkdir(parents=True)
         append_lines(party, AlignmentLine(1000, 800 if party == active else 1200))
         (party / "settings.yaml").write_text(yaml.safe_dump(settings | {"contract": agreed}))
         write_summary(party, summary)
@@ -92,10 +103,10 @@ def words_of(page: Path) -> str:
 
 def test_the_facts_are_those_of_both_summaries(tmp_path: Path) -> None:
     ours, theirs = write_both(tmp_path)
-    assert ours["sentence"].startswith("This run tells nobody anything of the labels")
+    assert ours["sentence"].startswith("This run tells the other company nothing of the labels")
     assert [one["identity"] for one in ours["parties"]] == ["bank.example", "shop.example"]
     figures = ours["figures"]
-    assert (figures["labels"]["high"], figures["labels"]["most"]) == (0, pytest.approx(0.2))
+    assert (figures["labels"]["high"], figures["labels"]["most"]) == (0, None)
     assert figures["model"]["high"] == pytest.approx(2 * 0.8 - 1)
     assert figures["model"]["most"] == pytest.approx(2 * 0.7 - 1)
     assert figures["columns"]["high"] is None
@@ -126,36 +137,47 @@ def test_the_checks_are_those_of_the_guide(tmp_path: Path) -> None:
     listed = [line[6:].replace("`", "") for line in guide.splitlines() if line.startswith("- [ ]")]
     assert listed == [*CHECKS.values()]
     ours, theirs = map(answers, write_both(tmp_path))
-    hand = dict.fromkeys(("membership", "predictions", "keys", "contract"), "by hand")
-    ticked = dict.fromkeys(("bound", "sums", "rows"), "ticked")
-    other = {"columns": "other page", "lists": "other page"}
-    assert ours == {**hand, **ticked, "figure": "ticked", **other}
-    assert theirs == {**hand, **ticked, "figure": "other page", **dict.fromkeys(other, "ticked")}
+    by_people = ("columns", "membership", "predictions", "keys", "contract")
+    common = {
+        **dict.fromkeys(by_people, "by hand"),
+        "bound": "ticked",
+        **dict.fromkeys(("sums", "rows", "figure"), "does not apply"),
+    }
+    other = {"limit": "other page", "lists": "other page"}
+    assert ours == {**common, "target": "ticked", **other}
+    assert theirs == {**common, "target": "other page", **dict.fromkeys(other, "ticked")}
+
+
+def test_the_program_ticks_nothing_that_only_people_know(tmp_path: Path) -> None:
+    facts = write_both(tmp_path, {"release": "noisy_labels"}, {"defense": {"name": "noisy_label"}})
+    for found in map(answers, facts):
+        for name in ("figure", "columns", "membership", "predictions", "keys", "contract", "rows"):
+            assert found[name] == "by hand"
 
 
 @pytest.mark.parametrize(
     ("contract", "own", "bound", "ours", "theirs"),
     [
-        ({"exchange": "gradients"}, {}, 1.0, {"bound": "no", "figure": "no"}, {}),
+        ({"exchange": "gradients"}, {}, 1.0, {"bound": "no", "target": "no"}, {}),
         (
             {"exchange": "gradients"},
             {"defense": {"name": "noisy_label"}},
             0.6,
-            {"bound": "ticked", "figure": "ticked", "rows": "by hand"},
+            {"bound": "ticked", "target": "ticked", "rows": "by hand"},
             {"bound": "other page", "rows": "by hand"},
         ),
         (
             {"exchange": "gradients"},
             {"defense": {"name": "noisy_label"}, "run_budget": {}},
             0.6,
-            {"bound": "ticked", "figure": "no"},
+            {"bound": "ticked", "target": "no"},
             {},
         ),
         (
             {"release": "noisy_sums"},
             {"defense": {"name": "noisy_label"}},
             0.7,
-            {"bound": "ticked", "figure": "no", "sums": "by hand"},
+            {"bound": "ticked", "target": "no", "sums": "by hand"},
             {"bound": "other page", "sums": "by hand"},
         ),
         (
@@ -191,9 +213,43 @@ def test_no_page_names_a_column_an_attack_or_what_only_experts_read(tmp_path: Pa
     assert "a row with “defaulted: yes” from one without in at most 60 of 100 pairs" in words
     assert "for each record in training: numbers that correct the model (gradients)" in words
     assert "in each of 5 epochs" in words
+    assert "outcome defaulted: yes, or another" in words
+    assert "Outcomes can be read from them as far as no bound on labels limits it" in words
     others = words_of(tmp_path / "theirs/passive/cover.html")
+    assert "and 50 of the most exposed column's. Limit: 50." in others
+    assert "those simple methods turn right; no bound" in others
     assert "defaulted" not in others
     assert "60 of 100" not in others
+
+
+SUMS = ("Align reply", "Train request", "Train reply", "Train request")  # its sums are missing
+
+
+@pytest.mark.parametrize(
+    ("contract", "kinds", "sent", "not_sent"),
+    [
+        ({"release": "noisy_sums"}, SUMS, "every id", "4 numbers.*sums of"),
+        ({"release": "noisy_sums"}, (*SUMS, "Train reply"), "sums of", "4 numbers"),
+        ({"exchange": "gradients"}, SUMS, "gradients", "^$"),
+        ({"release": "noisy_labels"}, SUMS[:2], "every id", "4 numbers.*its outcome"),
+        ({}, ("Handshake reply",), "of outcomes: nothing", "every id.*4 numbers"),
+    ],
+)
+def test_a_run_that_ended_early_is_not_green_and_lists_what_was_sent(
+    tmp_path: Path, contract: dict[str, Any], kinds: Sequence[str], sent: str, not_sent: str
+) -> None:
+    facts = write_both(tmp_path, contract, ended_after=kinds)
+    for one, party in zip(facts, ("own/active", "theirs/passive"), strict=True):
+        assert one["verdict"] == "Ended early"
+        assert one["outcome"] not in {"pass", "within"}
+        assert "ended early, by run_budget" in one["sentence"]
+        assert sent in " ".join(row["what"] for row in one["exchanged"])
+        assert re.search(not_sent, " ".join(one["not_sent"]))
+        page = (tmp_path / party / "report.html").read_text(encoding="utf-8")
+        assert f'class="verdict {one["outcome"]}"' in page
+        assert "Ended early" in page
+    numbers_left = "4 numbers" not in " ".join(facts[1]["not_sent"])
+    assert ("Of each record:" in words_of(tmp_path / "theirs/passive/report.html")) is numbers_left
 
 
 def test_a_page_elsewhere_neither_writes_nor_names_a_cover(tmp_path: Path) -> None:

@@ -213,12 +213,12 @@ def test_the_page_says_what_left_to_whom_and_what_it_tells(tmp_path: Path) -> No
     page = write_passive_report(write_run(tmp_path / "run")).read_text(encoding="utf-8")
     first, details = page.split("<details>")
     answer = (
-        "A label owner that knows “shown” of 1,000 records guesses it right for 100 of 100 others "
-        "with what was sent, and for 26 without."
+        "A label owner that knows “shown” of 1,000 records guesses it correctly for 100 of 100 "
+        "others with what was sent, and for 26 without."
     )
     assert answer in first
     assert "Columns can be guessed<" in first
-    assert "Columns: 0.50 measured</text>" in first
+    assert "Columns: 50 of 100</text>" in first
     assert "2 of 4 columns are guessed better than without" in first
     assert "knows which 1,234 of its ids we have too, and that we have 4,000." in first
     assert "5.86 KiB went to labels.example.org" in first
@@ -323,8 +323,8 @@ def test_damaged_files_are_read_as_far_as_they_go(
     ("figures", "limit", "badge", "style"),
     [
         ((0.8, 0.59, 0.01), None, "Columns can be guessed", "unknown"),
-        ((0.8, 0.59, 0.01), 0.25, "Above max_exposure 0.25", "fail"),
-        ((0.8, 0.59, 0.01), 0.26, "Within max_exposure 0.26", "within"),
+        ((0.8, 0.59, 0.01), 0.25, "Average above the limit, 0.25", "fail"),
+        ((0.8, 0.59, 0.01), 0.26, "Average within the limit, 0.26", "within"),
         ((0.62, 0.59, 0.005), None, "Columns can be guessed in part", "unknown"),
         ((0.62, 0.59, 0.02), None, "No gain measured, none excluded", "unknown"),
     ],

@@ -1,6 +1,7 @@
 """The report decides: pass or fail against a target, the next step, and its price."""
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -162,7 +163,7 @@ def test_the_next_step_is_a_setting_that_bounds_the_leak_at_the_target(tmp_path:
     marvell = {"defense": {"name": "marvell"}}
     decision = decision_of(write_run(tmp_path / "run", bound=1.0, settings=marvell), 0.65)
     (step,) = decision.steps
-    gaussian = {"kind": "gaussian", "noise_ratio": 1 / mu_of_leak_auc(0.65), "posterior": "none"}
+    gaussian = {"kind": "gaussian", "noise_ratio": math.ceil(1000 / mu_of_leak_auc(0.65)) / 1000}
     noisy = {"name": "noisy_label", "mechanism": gaussian}
     assert yaml.safe_load(step.setting) == {"defense": noisy}
     assert "has a test AUC of 0.7" in step.price
@@ -242,6 +243,19 @@ def test_settings_say_what_a_run_has_to_reach(
         shown = "(PR-AUC)</th><td>0.375</td>", "(ECE)</th><td>0.125</td>"
         has_it = model.test.average_precision is not None
         assert [one in page for one in shown] == [has_it, has_it]
+
+
+def test_a_gain_within_the_interval_of_chance_is_not_shown(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", settings=BUDGET)
+    joint = read_run(run).active.summary.of_active.model.test.auc
+    assert joint is not None
+    for name, less, badge in (("close", 0.01, "No gain shown"), ("far", 0.1, "Meets the target")):
+        model = ModelFigures(
+            PredictionFigures(auc=joint), alone=PredictionFigures(auc=joint - less)
+        )
+        found = decision_of(write_run(tmp_path / name, settings=BUDGET, model=model))
+        assert found.badge == badge
+        assert (found.outcome == "pass") is (less == 0.1)
 
 
 def test_without_a_target_no_run_passes(tmp_path: Path) -> None:

@@ -190,8 +190,10 @@ class Heartbeats:
         every_s: seconds without a frame before a sign of life is sent.
     """
 
-    def __init__(self, channel: AlignChannel, every_s: float = WAIT_S) -> None:
-        self._channel, self._every_s = channel, every_s
+    def __init__(
+        self, channel: AlignChannel, every_s: float = WAIT_S, most: int = MOST_HEARTBEATS
+    ) -> None:
+        self._channel, self._every_s, self._most = channel, every_s, most
         self._sent_at = time.monotonic()
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="align-heartbeat", daemon=True)
@@ -212,11 +214,11 @@ class Heartbeats:
 
     def receive(self) -> AlignFrame:
         """Wait for the peer's next frame with content; see ``AlignChannel``. Raises TooLarge."""
-        for _ in range(MOST_HEARTBEATS + 1):
+        for _ in range(self._most + 1):
             frame = self._channel.receive()
             if frame.WhichOneof("body") != "wait":
                 return frame
-        raise TooLarge(f"expected at most {MOST_HEARTBEATS} signs of life in a row")
+        raise TooLarge(f"expected at most {self._most} signs of life in a row")
 
     def close(self) -> None:
         self._has_ended.set()
